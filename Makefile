@@ -1,0 +1,34 @@
+# Everything from a bare clone: each target makes .venv, installs into it, and runs.
+#
+#   make pretrain    train a small GPT on four pipeline ranks with ZB-H1
+#   make test        the tests
+#   make lint        ruff (format, check) and mypy
+#
+# PYTHON=python3.12 chooses the interpreter that .venv is made from.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: pretrain test lint format clean
+
+$(INSTALLED): pyproject.toml constraints.txt setup.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "make: $(PYTHON) is older than Python 3.10; choose another with PYTHON=..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,tensorboard,solver]'
+	@touch $@
+
+lint: $(INSTALLED)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(INSTALLED)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) .cache build dist *.egg-info

@@ -1,0 +1,1 @@
+"""Running one rank's operations: torch, but nothing of megatron-core."""

@@ -1,0 +1,98 @@
+"""What the operations of each stage cost: the input of a simulation and of a planner."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from megatron.zero_bubble.schedule.errors import ScheduleError
+from megatron.zero_bubble.schedule.ir import OpKind
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """Time and memory of the operations of every stage, in model order.
+
+    Times may have any unit (milliseconds, by habit), memory too (M_B by habit: what one microbatch
+    holds between F and B on a whole rank). `time_comm[s]` is the time of one message between stage `s` and
+    `s + 1`, the same in both directions. Memory is a change: F allocates at its start, B and W
+    release at their end, so `memory_b` and `memory_w` are negative or zero as a rule. BW costs B and
+    W together.
+    """
+
+    time_f: tuple[float, ...]
+    time_b: tuple[float, ...]
+    time_w: tuple[float, ...]
+    time_comm: tuple[float, ...]
+    """One entry an edge: `num_stages - 1` of them."""
+    memory_f: tuple[float, ...]
+    memory_b: tuple[float, ...]
+    memory_w: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        num_stages = len(self.time_f)
+        if num_stages == 0:
+            raise ScheduleError("costs need at least one stage")
+        for field in fields(self):
+            values = tuple(getattr(self, field.name))
+            object.__setattr__(self, field.name, values)
+            expected = num_stages - 1 if field.name == "time_comm" else num_stages
+            if len(values) != expected:
+                raise ScheduleError(f"{field.name} has {len(values)} entries, but {num_stages} stages need {expected}")
+            for value in values:
+                self._check(field.name, value)
+
+    @staticmethod
+    def _check(name: str, value: float) -> None:
+        if not math.isfinite(value):
+            raise ScheduleError(f"{name} must be finite numbers, got {value}")
+        if name == "time_comm" and value < 0:
+            raise ScheduleError(f"{name} must not be negative, got {value}")
+        if name in ("time_f", "time_b", "time_w") and value <= 0:
+            raise ScheduleError(f"{name} must be above zero, got {value}")
+
+    @classmethod
+    def uniform(
+        cls,
+        num_stages: int,
+        time_f: float = 1,
+        time_b: float = 1,
+        time_w: float = 1,
+        time_comm: float = 0,
+        memory_f: float = 1,
+        memory_b: float = -0.5,
+        memory_w: float = -0.5,
+    ) -> StageCosts:
+        """The same costs on every stage."""
+
+        def repeat(value: float) -> tuple[float, ...]:
+            return (value,) * num_stages
+
+        return cls(
+            time_f=repeat(time_f),
+            time_b=repeat(time_b),
+            time_w=repeat(time_w),
+            time_comm=(time_comm,) * (num_stages - 1),
+            memory_f=repeat(memory_f),
+            memory_b=repeat(memory_b),
+            memory_w=repeat(memory_w),
+        )
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.time_f)
+
+    def times(self) -> dict[OpKind, Sequence[float]]:
+        """Per compute operation, its time on every stage."""
+        fused = tuple(b + w for b, w in zip(self.time_b, self.time_w, strict=True))
+        return {OpKind.F: self.time_f, OpKind.B: self.time_b, OpKind.W: self.time_w, OpKind.BW: fused}
+
+    def memory(self) -> dict[OpKind, Sequence[float]]:
+        """Per compute operation, its change of memory on every stage."""
+        fused = tuple(b + w for b, w in zip(self.memory_b, self.memory_w, strict=True))
+        return {OpKind.F: self.memory_f, OpKind.B: self.memory_b, OpKind.W: self.memory_w, OpKind.BW: fused}
+
+    def work(self, stage: int) -> float:
+        """Time of F, B and W of one microbatch on `stage`."""
+        return self.time_f[stage] + self.time_b[stage] + self.time_w[stage]

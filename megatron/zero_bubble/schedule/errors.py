@@ -1,0 +1,35 @@
+"""What can be wrong with a schedule.
+
+ValueError
+└── ScheduleError            anything below; the message is one line for the user
+    ├── UnknownSchedule      no generator of that name
+    ├── InvalidSchedule      an operation is missing, doubled, or in an impossible place
+    │   └── Deadlock         some ranks wait for each other for ever
+    └── Infeasible           no schedule fits under the memory limit
+"""
+
+from __future__ import annotations
+
+
+class ScheduleError(ValueError):
+    """A schedule, or a request for one, that cannot be used."""
+
+
+class UnknownSchedule(ScheduleError):
+    """No generator has this name."""
+
+
+class InvalidSchedule(ScheduleError):
+    """The schedule is incomplete, has an operation twice, or breaks a dependency."""
+
+
+class Deadlock(InvalidSchedule):
+    """Executed with in-order channels, some ranks would wait for each other for ever."""
+
+
+class Infeasible(ScheduleError):
+    """No schedule fits under the memory limit; `smallest_limit` is the smallest that works."""
+
+    def __init__(self, message: str, smallest_limit: float) -> None:
+        super().__init__(message)
+        self.smallest_limit = smallest_limit

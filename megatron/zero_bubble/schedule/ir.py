@@ -1,0 +1,175 @@
+"""The values that describe a schedule: `OpKind`, `Op`, `Placement`, `Schedule`.
+
+A schedule says in which order every pipeline rank runs its operations and nothing else. It holds no
+times and no idle slots: a bubble is what `simulate` finds, not something that is written down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Literal, NamedTuple
+
+from megatron.zero_bubble.schedule.errors import ScheduleError
+
+PlacementKind = Literal["linear", "interleaved", "v"]
+
+
+class OpKind(str, Enum):
+    """What an operation does. The value is the word that is printed."""
+
+    F = "F"
+    """Forward of one microbatch through one stage."""
+    B = "B"
+    """Backward, gradient of the input only: what the previous stage waits for."""
+    W = "W"
+    """Backward, gradient of the weights only: what nobody waits for."""
+    BW = "BW"
+    """Backward, both gradients in one operation, as autograd computes them."""
+    SEND_FORWARD = "SEND_FORWARD"
+    RECV_FORWARD = "RECV_FORWARD"
+    SEND_BACKWARD = "SEND_BACKWARD"
+    RECV_BACKWARD = "RECV_BACKWARD"
+
+    __str__ = str.__str__
+
+
+SENDS = frozenset({OpKind.SEND_FORWARD, OpKind.SEND_BACKWARD})
+RECEIVES = frozenset({OpKind.RECV_FORWARD, OpKind.RECV_BACKWARD})
+COMMUNICATION = SENDS | RECEIVES
+BACKWARDS = frozenset({OpKind.B, OpKind.BW})
+"""The operations that produce the gradient of a stage's input."""
+
+
+class Op(NamedTuple):
+    """One operation of one rank: `F3` is the forward of microbatch 3, `B3.1` the B of its chunk 1."""
+
+    kind: OpKind
+    microbatch: int
+    chunk: int = 0
+
+    def __str__(self) -> str:
+        suffix = f".{self.chunk}" if self.chunk else ""
+        return f"{self.kind.value}{self.microbatch}{suffix}"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which (rank, chunk) holds which stage.
+
+    Stages are numbered in model order, `0 .. num_stages - 1` with `num_stages = num_ranks * num_chunks`.
+
+    - `linear`: one chunk a rank, stage `r` on rank `r`.
+    - `interleaved`: chunk `c` of rank `r` holds stage `c * num_ranks + r` (Megatron's virtual pipeline).
+    - `v`: as interleaved, but odd chunks run back: chunk 1 of rank `r` holds stage
+      `2 * num_ranks - 1 - r`, so that the first and the last stage share rank 0.
+    """
+
+    kind: PlacementKind
+    num_ranks: int
+    num_chunks: int = 1
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("linear", "interleaved", "v"):
+            raise ScheduleError(f"placement {self.kind!r} is unknown: use linear, interleaved or v")
+        if self.num_ranks < 1 or self.num_chunks < 1:
+            raise ScheduleError(
+                f"a placement needs at least one rank and one chunk, got {self.num_ranks} and {self.num_chunks}"
+            )
+        if self.kind == "linear" and self.num_chunks != 1:
+            raise ScheduleError(f"a linear placement has one chunk a rank, got {self.num_chunks}")
+
+    @property
+    def num_stages(self) -> int:
+        return self.num_ranks * self.num_chunks
+
+    def rank_of(self, stage: int) -> int:
+        """The pipeline rank that holds `stage`."""
+        chunk, position = divmod(stage, self.num_ranks)
+        return self.num_ranks - 1 - position if self._runs_back(chunk) else position
+
+    def chunk_of(self, stage: int) -> int:
+        """The local index that `stage` has on its rank."""
+        return stage // self.num_ranks
+
+    def stage_of(self, rank: int, chunk: int = 0) -> int:
+        """The stage that is chunk `chunk` of `rank`."""
+        position = self.num_ranks - 1 - rank if self._runs_back(chunk) else rank
+        return chunk * self.num_ranks + position
+
+    def peer_of(self, rank: int, op: Op) -> int:
+        """The rank at the other end of the communication operation `op` of `rank`.
+
+        It is `rank` itself where the neighbouring stage is on the same rank (the turn of a V).
+        """
+        towards_last = op.kind in (OpKind.SEND_FORWARD, OpKind.RECV_BACKWARD)
+        return self.rank_of(self.stage_of(rank, op.chunk) + (1 if towards_last else -1))
+
+    def _runs_back(self, chunk: int) -> bool:
+        return self.kind == "v" and chunk % 2 == 1
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The operations of every pipeline rank, in the order in which the rank runs them.
+
+    `ops[rank]` is a tuple of `Op`. A schedule as a generator makes it has only F, B, W and BW;
+    `lower` adds the communication.
+    """
+
+    name: str
+    placement: Placement
+    num_microbatches: int
+    ops: tuple[tuple[Op, ...], ...]
+
+    def __post_init__(self) -> None:
+        if len(self.ops) != self.placement.num_ranks:
+            raise ScheduleError(
+                f"schedule {self.name}: operations for {len(self.ops)} ranks, "
+                f"but the placement has {self.placement.num_ranks}"
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        return self.placement.num_ranks
+
+    @property
+    def num_chunks(self) -> int:
+        return self.placement.num_chunks
+
+    @property
+    def num_stages(self) -> int:
+        return self.placement.num_stages
+
+    @property
+    def is_lowered(self) -> bool:
+        """Whether the schedule holds communication operations."""
+        return any(op.kind in COMMUNICATION for rank_ops in self.ops for op in rank_ops)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether any W is an operation of its own."""
+        return any(op.kind is OpKind.W for rank_ops in self.ops for op in rank_ops)
+
+    def compute_ops(self, rank: int) -> Iterator[Op]:
+        """The operations of `rank` without communication."""
+        return (op for op in self.ops[rank] if op.kind not in COMMUNICATION)
+
+    def without_communication(self) -> Schedule:
+        """The schedule before lowering."""
+        return replace(self, ops=tuple(tuple(self.compute_ops(rank)) for rank in range(self.num_ranks)))
+
+    def forward_only(self) -> Schedule:
+        """The forwards alone, in the same order: what evaluation runs."""
+        forwards = tuple(tuple(op for op in ops if op.kind is OpKind.F) for ops in self.ops)
+        return replace(self, name=f"{self.name} (forward only)", ops=forwards)
+
+    def excerpt(self, rank: int, position: int, radius: int = 6) -> str:
+        """The operations of `rank` around `position`, the one there in brackets: for error messages."""
+        first = max(0, position - radius)
+        window = self.ops[rank][first : position + radius + 1]
+        words = [f"[{op}]" if first + i == position else str(op) for i, op in enumerate(window)]
+        before = "... " if first else ""
+        after = " ..." if position + radius + 1 < len(self.ops[rank]) else ""
+        return f"rank {rank}: {before}{' '.join(words)}{after}"

@@ -1,0 +1,1 @@
+"""The trainer behind `pretrain_gpt.py`: arguments, data, model, loop, checkpoints, logging."""
