@@ -1,1 +1,36 @@
 """What runs when: schedules as values, their costs, their bubbles. Pure Python, no torch."""
+
+from megatron.zero_bubble.schedule.costs import StageCosts
+from megatron.zero_bubble.schedule.errors import (
+    Deadlock,
+    Infeasible,
+    InvalidSchedule,
+    ScheduleError,
+    UnknownSchedule,
+)
+from megatron.zero_bubble.schedule.generators import generate, names
+from megatron.zero_bubble.schedule.ir import Op, OpKind, Placement, Schedule
+from megatron.zero_bubble.schedule.lower import lower
+from megatron.zero_bubble.schedule.simulate import simulate
+from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline
+from megatron.zero_bubble.schedule.validate import validate
+
+__all__ = [
+    "Deadlock",
+    "Infeasible",
+    "InvalidSchedule",
+    "Op",
+    "OpKind",
+    "Placement",
+    "Schedule",
+    "ScheduleError",
+    "StageCosts",
+    "TimedOp",
+    "Timeline",
+    "UnknownSchedule",
+    "generate",
+    "lower",
+    "names",
+    "simulate",
+    "validate",
+]

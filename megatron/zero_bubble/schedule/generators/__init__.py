@@ -1,1 +1,134 @@
-"""The generators of schedules, one file an algorithm, and the registry that finds them by name."""
+"""The schedules by name.
+
+An algorithm is one file with one pure function `(num_ranks, num_microbatches, *, ...) -> Schedule`, and one
+entry in `ENTRIES`. The entry's `options` say which of `costs`, `num_chunks` and `memory_limit` the
+function takes as keywords; `generate` checks all of them, whether the function takes them or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from megatron.zero_bubble.schedule.costs import StageCosts
+from megatron.zero_bubble.schedule.errors import Infeasible, ScheduleError, UnknownSchedule
+from megatron.zero_bubble.schedule.generators.gpipe import gpipe
+from megatron.zero_bubble.schedule.generators.one_f_one_b import one_f_one_b
+from megatron.zero_bubble.schedule.generators.zb_h1 import zb_h1
+from megatron.zero_bubble.schedule.generators.zb_h2 import zb_h2
+from megatron.zero_bubble.schedule.ir import Placement, PlacementKind, Schedule
+from megatron.zero_bubble.schedule.memory import peak_memory
+
+MemoryLimit = float | Sequence[float]
+"""For all ranks, or one a rank; in the unit of the costs' memory."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One schedule of the registry."""
+
+    name: str
+    summary: str
+    """One line: what the schedule is, its bubble and its memory."""
+    placement: PlacementKind
+    num_chunks: int
+    """Model chunks a rank, unless told otherwise."""
+    function: Callable[..., Schedule]
+    options: frozenset[str] = frozenset()
+    """The keywords among `costs`, `num_chunks`, `memory_limit` that `function` takes."""
+
+
+ENTRIES: MappingProxyType[str, Entry] = MappingProxyType(
+    {
+        entry.name: entry
+        for entry in (
+            Entry("gpipe", "all F, then all backwards: bubble (p-1)(F+B+W), memory m M_B", "linear", 1, gpipe),
+            Entry("1f1b", "one F, one backward in turn: bubble (p-1)(F+B+W), memory p M_B", "linear", 1, one_f_one_b),
+            Entry("zb-h1", "1F1B with W delayed: bubble (p-1)(F+B-W), memory p M_B", "linear", 1, zb_h1),
+            Entry("zb-h2", "longer warmup, W delayed: bubble (p-1)(F+B-2W), memory (2p-1) M_B", "linear", 1, zb_h2),
+        )
+    }
+)
+
+
+def names() -> tuple[str, ...]:
+    """The names of all schedules."""
+    return tuple(ENTRIES)
+
+
+def entry_of(name: str) -> Entry:
+    """The registry's entry for `name`. Raises `UnknownSchedule`, listing all names."""
+    try:
+        return ENTRIES[name]
+    except KeyError:
+        raise UnknownSchedule(f"schedule {name!r} is unknown: choose one of {', '.join(names())}") from None
+
+
+def generate(
+    name: str,
+    num_ranks: int,
+    num_microbatches: int,
+    *,
+    costs: StageCosts | None = None,
+    num_chunks: int | None = None,
+    memory_limit: MemoryLimit | None = None,
+) -> Schedule:
+    """The schedule `name` for `num_ranks` pipeline ranks and `num_microbatches` microbatches, without communication.
+
+    `costs` are those of every stage (unit costs by default: `default_costs`), `num_chunks` the model chunks a rank
+    (the schedule's own by default), `memory_limit` what the operations of a rank may hold at once, for all ranks
+    or one a rank, in the unit of the costs' memory.
+
+    Raises `UnknownSchedule`; `Infeasible` if no schedule of this kind fits under the memory limit;
+    `ScheduleError` for anything else that is wrong, in one line.
+    """
+    entry = entry_of(name)
+    if num_ranks < 1 or num_microbatches < 1:
+        raise ScheduleError(
+            f"schedule {name} needs at least one rank and one microbatch, got {num_ranks} and {num_microbatches}"
+        )
+    chunks = entry.num_chunks if num_chunks is None else num_chunks
+    if chunks != entry.num_chunks and "num_chunks" not in entry.options:
+        raise ScheduleError(f"schedule {name} has {entry.num_chunks} chunks a rank, got {chunks}")
+    placement = Placement(entry.placement, num_ranks, chunks)
+    if costs is not None and costs.num_stages != placement.num_stages:
+        raise ScheduleError(
+            f"schedule {name} on {num_ranks} ranks has {placement.num_stages} stages, "
+            f"but the costs are for {costs.num_stages}"
+        )
+    limits = None if memory_limit is None else _limit_per_rank(memory_limit, num_ranks)
+    available = {
+        "costs": costs or default_costs(placement),
+        "num_chunks": chunks,
+        "memory_limit": limits,
+    }
+    schedule = entry.function(num_ranks, num_microbatches, **{key: available[key] for key in sorted(entry.options)})
+    if limits is not None:
+        _check_memory(schedule, costs or default_costs(placement), limits)
+    return schedule
+
+
+def default_costs(placement: Placement) -> StageCosts:
+    """F, B and W of one time unit a stage, no communication, and memory in M_B: 1 for all chunks of a rank together."""
+    chunks = placement.num_chunks
+    return StageCosts.uniform(placement.num_stages, memory_f=1 / chunks, memory_b=-0.5 / chunks, memory_w=-0.5 / chunks)
+
+
+def _limit_per_rank(memory_limit: MemoryLimit, num_ranks: int) -> tuple[float, ...]:
+    limits = tuple(memory_limit) if isinstance(memory_limit, Sequence) else (memory_limit,) * num_ranks
+    if len(limits) != num_ranks:
+        raise ScheduleError(f"memory_limit has {len(limits)} entries, but there are {num_ranks} ranks")
+    for limit in limits:
+        if not limit > 0:
+            raise ScheduleError(f"memory_limit must be above zero, got {limit}")
+    return limits
+
+
+def _check_memory(schedule: Schedule, costs: StageCosts, limits: Sequence[float]) -> None:
+    """Refuse a schedule that needs more than the limit: one whose generator cannot adapt it."""
+    peaks = peak_memory(schedule, costs)
+    if any(peak > limit * (1 + 1e-9) for peak, limit in zip(peaks, limits, strict=True)):
+        raise Infeasible(
+            f"schedule {schedule.name} needs a memory limit of {max(peaks):g}, got {min(limits):g}", max(peaks)
+        )

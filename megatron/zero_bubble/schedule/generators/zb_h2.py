@@ -1,0 +1,17 @@
+"""ZB-H2: no bubble for equal F, B and W, in about twice the memory of 1F1B."""
+
+from __future__ import annotations
+
+from megatron.zero_bubble.schedule.generators.handcrafted import delayed_w_ops
+from megatron.zero_bubble.schedule.ir import Placement, Schedule
+
+
+def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Twice the warmup of 1F1B, so that the first B comes without a gap; rank r keeps W 2r microbatches behind B.
+
+    All ranks have the same span, but the last one starts and ends later: the optimizer step must not
+    synchronise them. Bubble (p-1)(F+B-2W), peak memory of worker i (from 1)
+    (2p-2i+1) M_B + (2i-2) M_W. Source: Qi et al. 2024, arXiv 2401.10241, section 2.3.2.
+    """
+    ops = tuple(delayed_w_ops(2 * (num_ranks - 1 - rank), 2 * rank, num_microbatches) for rank in range(num_ranks))
+    return Schedule("zb-h2", Placement("linear", num_ranks), num_microbatches, ops)

@@ -1,0 +1,40 @@
+"""Which compute operation receives and sends which message: the one place that knows, for every pass."""
+
+from __future__ import annotations
+
+from megatron.zero_bubble.schedule.ir import BACKWARDS, Op, OpKind, Placement
+
+
+def receive_before(placement: Placement, rank: int, op: Op) -> Op | None:
+    """The receive that brings the compute operation `op` of `rank` its input, if that comes from another rank."""
+    stage = placement.stage_of(rank, op.chunk)
+    if op.kind is OpKind.F:
+        return _if_remote(placement, rank, stage - 1, op, OpKind.RECV_FORWARD)
+    if op.kind in BACKWARDS:
+        return _if_remote(placement, rank, stage + 1, op, OpKind.RECV_BACKWARD)
+    return None
+
+
+def send_after(placement: Placement, rank: int, op: Op) -> Op | None:
+    """The send that carries the result of the compute operation `op` of `rank` away, if another rank wants it."""
+    stage = placement.stage_of(rank, op.chunk)
+    if op.kind is OpKind.F:
+        return _if_remote(placement, rank, stage + 1, op, OpKind.SEND_FORWARD)
+    if op.kind in BACKWARDS:
+        return _if_remote(placement, rank, stage - 1, op, OpKind.SEND_BACKWARD)
+    return None
+
+
+def other_end(placement: Placement, rank: int, send: Op) -> tuple[int, Op]:
+    """The rank that receives what `rank` sends with `send`, and the receive that it runs."""
+    forward = send.kind is OpKind.SEND_FORWARD
+    target = placement.stage_of(rank, send.chunk) + (1 if forward else -1)
+    kind = OpKind.RECV_FORWARD if forward else OpKind.RECV_BACKWARD
+    return placement.rank_of(target), Op(kind, send.microbatch, placement.chunk_of(target))
+
+
+def _if_remote(placement: Placement, rank: int, neighbour: int, op: Op, kind: OpKind) -> Op | None:
+    """A message of `kind` for `op`, unless the stage `neighbour` does not exist or is on the same rank."""
+    if not 0 <= neighbour < placement.num_stages or placement.rank_of(neighbour) == rank:
+        return None
+    return Op(kind, op.microbatch, op.chunk)

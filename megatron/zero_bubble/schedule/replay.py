@@ -1,0 +1,100 @@
+"""What waits for what, and the order in which a schedule can run: shared by `validate` and `simulate`."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from megatron.zero_bubble.schedule.errors import Deadlock
+from megatron.zero_bubble.schedule.ir import SENDS, OpKind, Placement, Schedule
+
+Node = tuple[OpKind, int, int]
+"""(kind, stage, microbatch): an operation, named by its stage instead of its rank and chunk. BW is a B."""
+
+
+def dependencies(placement: Placement, kind: OpKind, stage: int, microbatch: int) -> list[Node]:
+    """The compute operations that have to end before this compute operation can start.
+
+    F waits for F of the stage before; B and BW for the stage's own F and for the backward of the stage
+    after; W for its own B.
+    """
+    if kind is OpKind.F:
+        return [(OpKind.F, stage - 1, microbatch)] if stage > 0 else []
+    if kind is OpKind.W:
+        return [(OpKind.B, stage, microbatch)]
+    own = (OpKind.F, stage, microbatch)
+    return [own, (OpKind.B, stage + 1, microbatch)] if stage < placement.num_stages - 1 else [own]
+
+
+def replay(schedule: Schedule) -> Iterator[tuple[int, int]]:
+    """Yield the (rank, position) of every operation in an order that respects all dependencies.
+
+    Every rank runs its operations in order; an operation that lacks an input blocks its rank. In a
+    lowered schedule what crosses ranks is there once it was *sent*, in any other once it was computed.
+    Takes time linear in the number of operations. Raises `Deadlock` when all unfinished ranks are blocked.
+    """
+    lowered = schedule.is_lowered
+    done: set[Node] = set()
+    blocked: dict[Node, list[int]] = {}
+    next_position = [0] * schedule.num_ranks
+    runnable = deque(range(schedule.num_ranks))
+    while runnable:
+        rank = runnable.popleft()
+        ops = schedule.ops[rank]
+        while next_position[rank] < len(ops):
+            missing = _first_missing(schedule, rank, next_position[rank], done, lowered)
+            if missing is not None:
+                blocked.setdefault(missing, []).append(rank)
+                break
+            yield rank, next_position[rank]
+            kind, microbatch, chunk = ops[next_position[rank]]
+            next_position[rank] += 1
+            node = (OpKind.B if kind is OpKind.BW else kind, schedule.placement.stage_of(rank, chunk), microbatch)
+            done.add(node)
+            runnable.extend(blocked.pop(node, ()))
+    if blocked:
+        raise Deadlock(_explain(schedule, blocked, next_position))
+
+
+def _first_missing(schedule: Schedule, rank: int, position: int, done: set[Node], lowered: bool) -> Node | None:
+    """What the operation at `position` of `rank` still waits for."""
+    kind, microbatch, chunk = schedule.ops[rank][position]
+    placement = schedule.placement
+    if kind in _COMMUNICATION_OF:
+        if kind not in SENDS:
+            return None  # a receive is only posted; whoever consumes it waits
+        computed = (_COMMUNICATION_OF[kind], placement.stage_of(rank, chunk), microbatch)
+        return None if computed in done else computed
+    for needed in dependencies(placement, kind, placement.stage_of(rank, chunk), microbatch):
+        if lowered and placement.rank_of(needed[1]) != rank:
+            needed = (_SEND_OF[needed[0]], needed[1], needed[2])
+        if needed not in done:
+            return needed
+    return None
+
+
+_SEND_OF = {OpKind.F: OpKind.SEND_FORWARD, OpKind.B: OpKind.SEND_BACKWARD}
+_COMMUNICATION_OF = {
+    OpKind.SEND_FORWARD: OpKind.F,
+    OpKind.RECV_FORWARD: OpKind.F,
+    OpKind.SEND_BACKWARD: OpKind.B,
+    OpKind.RECV_BACKWARD: OpKind.B,
+}
+
+
+def _explain(schedule: Schedule, blocked: dict[Node, list[int]], next_position: list[int]) -> str:
+    """One line that follows the blocked ranks until one of them comes round again, or is at its end."""
+    waits_for = {rank: node for node, ranks in blocked.items() for rank in ranks}
+    rank = min(waits_for)
+    path: list[int] = []
+    while rank in waits_for and rank not in path:
+        path.append(rank)
+        rank = schedule.placement.rank_of(waits_for[rank][1])
+    cycle = path[path.index(rank) :] if rank in path else path
+    steps = []
+    for rank in cycle:
+        kind, stage, microbatch = waits_for[rank]
+        at = schedule.ops[rank][next_position[rank]]
+        owner = schedule.placement.rank_of(stage)
+        steps.append(f"rank {rank} at {at} waits for {kind}{microbatch} of stage {stage} on rank {owner}")
+    return f"schedule {schedule.name} deadlocks: {'; '.join(steps)}"

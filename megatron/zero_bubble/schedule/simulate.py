@@ -1,0 +1,57 @@
+"""(Schedule, StageCosts) -> Timeline: when every operation runs, and what that costs."""
+
+from __future__ import annotations
+
+from megatron.zero_bubble.schedule.costs import StageCosts
+from megatron.zero_bubble.schedule.errors import ScheduleError
+from megatron.zero_bubble.schedule.ir import OpKind, Schedule
+from megatron.zero_bubble.schedule.replay import Node, dependencies, replay
+from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline
+
+
+def simulate(schedule: Schedule, costs: StageCosts, *, overlap_communication: bool = True) -> Timeline:
+    """Run the compute operations of `schedule`, lowered or not, with the times of `costs`.
+
+    Every rank runs its operations in order, each as soon as the rank is free and its inputs are there.
+    A tensor that crosses ranks takes `costs.time_comm` of its edge. If communication overlaps, both ranks go on
+    computing meanwhile. If it does not, it occupies both: the sender for that time right after the
+    operation that made the tensor, the receiver for that time right before the one that uses it.
+
+    Nothing but sums and maxima of the given numbers is computed, so that integers and fractions give
+    exact results. Raises `ScheduleError` if the costs are for another number of stages, and `Deadlock`.
+    """
+    if costs.num_stages != schedule.num_stages:
+        raise ScheduleError(
+            f"schedule {schedule.name} has {schedule.num_stages} stages, but the costs are for {costs.num_stages}"
+        )
+    schedule = schedule.without_communication()
+    placement = schedule.placement
+    times = costs.times()
+    ends: dict[Node, float] = {}
+    free: list[float] = [0] * schedule.num_ranks
+    lanes: list[list[TimedOp]] = [[] for _ in schedule.ops]
+    for rank, position in replay(schedule):
+        op = schedule.ops[rank][position]
+        stage = placement.stage_of(rank, op.chunk)
+        start = free[rank]
+        for needed in dependencies(placement, op.kind, stage, op.microbatch):
+            if placement.rank_of(needed[1]) == rank:
+                continue  # the rank itself ran it before
+            comm = costs.time_comm[min(stage, needed[1])]
+            sent = ends[needed]
+            start = max(start, sent + comm) if overlap_communication else max(start, sent) + comm
+        end = start + times[op.kind][stage]
+        lanes[rank].append(TimedOp(op, start, end))
+        kind = OpKind.B if op.kind is OpKind.BW else op.kind
+        ends[kind, stage, op.microbatch] = free[rank] = end
+        if not overlap_communication:
+            free[rank] = end + _time_of_sending(schedule, costs, kind, rank, stage)
+    return Timeline(schedule, costs, overlap_communication, tuple(tuple(lane) for lane in lanes))
+
+
+def _time_of_sending(schedule: Schedule, costs: StageCosts, kind: OpKind, rank: int, stage: int) -> float:
+    """How long the result of an operation keeps its rank busy with sending."""
+    target = {OpKind.F: stage + 1, OpKind.B: stage - 1}.get(kind, -1)
+    if not 0 <= target < schedule.num_stages or schedule.placement.rank_of(target) == rank:
+        return 0
+    return costs.time_comm[min(stage, target)]

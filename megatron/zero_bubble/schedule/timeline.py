@@ -1,0 +1,74 @@
+"""What a simulation finds: when every operation runs, and the figures that follow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from megatron.zero_bubble.schedule.costs import StageCosts
+from megatron.zero_bubble.schedule.ir import Op, Schedule
+from megatron.zero_bubble.schedule.memory import peak_memory
+
+
+class TimedOp(NamedTuple):
+    """One operation and when it ran."""
+
+    op: Op
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The compute operations of every rank with their times, in the unit of the costs.
+
+    `lanes[rank]` holds the operations of `rank` in the order in which it ran them; time 0 is when the
+    first rank may start.
+    """
+
+    schedule: Schedule
+    costs: StageCosts
+    overlap_communication: bool
+    lanes: tuple[tuple[TimedOp, ...], ...]
+
+    @property
+    def spans(self) -> tuple[float, ...]:
+        """For every rank, the time from the start of its first operation to the end of its last."""
+        return tuple(lane[-1].end - lane[0].start if lane else 0 for lane in self.lanes)
+
+    @property
+    def cost(self) -> float:
+        """The longest span of a rank: what a training step takes when steps follow each other closely."""
+        return max(self.spans)
+
+    @property
+    def makespan(self) -> float:
+        """The time from the first operation anywhere to the last operation anywhere."""
+        lanes = [lane for lane in self.lanes if lane]
+        return max(lane[-1].end for lane in lanes) - min(lane[0].start for lane in lanes) if lanes else 0
+
+    @cached_property
+    def work(self) -> tuple[float, ...]:
+        """For every rank, the sum of the times of its operations."""
+        times = self.costs.times()
+        placement = self.schedule.placement
+        return tuple(
+            sum(times[timed.op.kind][placement.stage_of(rank, timed.op.chunk)] for timed in lane)
+            for rank, lane in enumerate(self.lanes)
+        )
+
+    @property
+    def bubble_rate(self) -> float:
+        """(cost - work) / cost, with the work of the busiest rank.
+
+        For equal stages it is the published (cost - m (T_F + T_B + T_W)) / cost. For unequal ones
+        the busiest rank's work is what no schedule for this placement gets below, so that the rate says
+        what a schedule wastes, and not what an uneven split of the layers does.
+        """
+        return (self.cost - max(self.work)) / self.cost if self.cost else 0
+
+    @cached_property
+    def peak_memory(self) -> tuple[float, ...]:
+        """For every rank, the most memory that its operations hold at once, in the unit of the costs."""
+        return peak_memory(self.schedule, self.costs)
