@@ -132,7 +132,7 @@ def _check_messages(schedule: Schedule, positions: _Positions) -> None:
             for message in (receive, send):
                 if message is not None and message not in here:
                     raise _fail(schedule, f"rank {rank} lacks {message} for {op}")
-                unused.discard(message)  # type: ignore[arg-type]
+                unused.discard(message)
             if receive is not None and here[receive] > position:
                 raise _fail(schedule, f"rank {rank} runs {op} before {receive}, which it needs")
             if send is not None and here[send] < position:

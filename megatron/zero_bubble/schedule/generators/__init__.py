@@ -128,7 +128,10 @@ def _limit_per_rank(memory_limit: MemoryLimit, num_ranks: int) -> tuple[float, .
 def _check_memory(schedule: Schedule, costs: StageCosts, limits: Sequence[float]) -> None:
     """Refuse a schedule that needs more than the limit: one whose generator cannot adapt it."""
     peaks = peak_memory(schedule, costs)
-    if any(peak > limit * (1 + 1e-9) for peak, limit in zip(peaks, limits, strict=True)):
-        raise Infeasible(
-            f"schedule {schedule.name} needs a memory limit of {max(peaks):g}, got {min(limits):g}", max(peaks)
-        )
+    for rank, (peak, limit) in enumerate(zip(peaks, limits, strict=True)):
+        if peak > limit * (1 + 1e-9):
+            raise Infeasible(
+                f"on rank {rank} schedule {schedule.name} needs {peak:g} of memory, above the limit of {limit:g}; "
+                f"{max(peaks):g} is enough for every rank",
+                max(peaks),
+            )

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+
+from megatron.zero_bubble.schedule import OpKind, ScheduleError, StageCosts
+
+
+def test_uniform_costs_repeat_for_every_stage():
+    costs = StageCosts.uniform(3, 2, 3, 1, 0.5)
+    assert costs.num_stages == 3
+    assert costs.time_f == (2, 2, 2)
+    assert costs.time_comm == (0.5, 0.5)
+    assert costs.work(1) == 6
+
+
+def test_a_fused_backward_costs_b_and_w():
+    costs = StageCosts.uniform(2, time_b=3, time_w=4, memory_b=-3, memory_w=-4)
+    assert costs.times()[OpKind.BW] == (7, 7)
+    assert costs.memory()[OpKind.BW] == (-7, -7)
+
+
+def test_fractions_stay_exact():
+    costs = StageCosts.uniform(1, Fraction(1, 3), Fraction(1, 3), Fraction(1, 3))
+    assert costs.work(0) == 1
+
+
+@pytest.mark.parametrize("name", ["time_f", "time_b", "time_w"])
+@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf")])
+def test_impossible_times_are_refused(name, value):
+    with pytest.raises(ScheduleError, match=name):
+        StageCosts.uniform(2, **{name: value})
+
+
+def test_communication_may_be_free_but_not_negative():
+    assert StageCosts.uniform(2, time_comm=0).time_comm == (0,)
+    with pytest.raises(ScheduleError, match="time_comm"):
+        StageCosts.uniform(2, time_comm=-1)
+
+
+@pytest.mark.parametrize("name", ["time_b", "time_comm", "memory_w"])
+def test_lists_of_the_wrong_length_are_refused(name):
+    costs = StageCosts.uniform(4)
+    with pytest.raises(ScheduleError, match=name):
+        replace(costs, **{name: (1,)})
+    with pytest.raises(ScheduleError, match="at least one"):
+        StageCosts((), (), (), (), (), (), ())

@@ -1,0 +1,90 @@
+"""Imports run one way: schedule <- runtime <- mcore <- schedules.py <- training <- pretrain_gpt.py."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = "megatron.zero_bubble"
+LAYERS = ("schedule", "runtime", "mcore", "schedules", "training")
+ALLOWED = {"schedule": (), "runtime": ("torch",)}
+"""What else of these two a layer may import; the others may import both."""
+
+
+def imports_of(path: Path, package: str) -> set[str]:
+    """Every module that the file names in an import, wherever in the file, as absolute dotted names."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package.split(".")[: len(package.split(".")) + 1 - node.level]) if node.level else ""
+            module = ".".join(part for part in (base, node.module) if part)
+            found |= {module} | {f"{module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def within(module: str, package: str) -> bool:
+    return module == package or module.startswith(f"{package}.")
+
+
+def files() -> list[tuple[str, Path, str]]:
+    """(layer, file, package of the file) for every file of the package that belongs to a layer."""
+    found = []
+    base = ROOT / "megatron" / "zero_bubble"
+    for path in sorted(base.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        if len(parts) > 2 and parts[2] in LAYERS:
+            found.append((parts[2], path, ".".join(parts[:-1])))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layer", "path", "package"), [pytest.param(*entry, id=str(entry[1].relative_to(ROOT))) for entry in files()]
+)
+def test_a_file_imports_only_from_its_own_layer_and_below(layer, path, package):
+    imports = imports_of(path, package)
+    above = [f"{PACKAGE}.{name}" for name in LAYERS[LAYERS.index(layer) + 1 :]]
+    above += ["pretrain_gpt", "tools", "tests"]
+    above += [name for name in ("torch", "megatron.core") if layer in ALLOWED and name not in ALLOWED[layer]]
+    wrong = sorted(module for module in imports if any(within(module, forbidden) for forbidden in above))
+    assert not wrong, f"{path.name} of {layer} must not import {wrong}"
+
+
+def test_the_package_root_imports_no_layer():
+    imports = imports_of(ROOT / "megatron" / "zero_bubble" / "__init__.py", PACKAGE)
+    assert not [module for module in imports if within(module, PACKAGE) or within(module, "torch")]
+
+
+def test_the_megatron_namespace_stays_open():
+    assert not (ROOT / "megatron" / "__init__.py").exists(), "it would hide megatron.core"
+    assert not (ROOT / "megatron" / "core").exists(), "megatron-core is the wheel, never a copy"
+
+
+def test_schedules_load_without_torch():
+    code = (
+        "import sys, pkgutil, importlib, megatron.zero_bubble.schedule as package\n"
+        "for module in pkgutil.walk_packages(package.__path__, package.__name__ + '.'):\n"
+        "    importlib.import_module(module.name)\n"
+        "print([name for name in ('torch', 'numpy', 'megatron.core') if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_relative_imports_are_resolved(tmp_path):
+    """The parser that the tests above trust."""
+    source = tmp_path / "file.py"
+    source.write_text("from . import a\nfrom ..runtime import b\ndef f():\n    import torch.nn\n")
+    assert imports_of(source, f"{PACKAGE}.schedule") == {
+        f"{PACKAGE}.schedule",
+        f"{PACKAGE}.schedule.a",
+        f"{PACKAGE}.runtime",
+        f"{PACKAGE}.runtime.b",
+        "torch.nn",
+    }
