@@ -1,0 +1,218 @@
+"""Training data: megatron-core's GPT datasets, Megatron's loaders over them, and the batch of one microbatch.
+
+config = DataConfig(...)                                   # every rank
+config.validate(tokenizer.vocab_size)                      # every rank, no communication
+datasets = build_datasets(config, tokenizer, needs_data)   # every rank, collective
+iterator = build_data_iterator(datasets.train, config, consumed_samples, dp_rank, dp_size)  # one a model chunk
+batch = get_batch(iterator, config, is_first=..., is_last=...)                              # one a microbatch
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.utils import Split
+from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
+from megatron.core.utils import get_batch_on_this_cp_rank
+
+from megatron.zero_bubble.training.data_config import DataConfig
+from megatron.zero_bubble.training.data_files import fingerprint
+from megatron.zero_bubble.training.data_samplers import CyclicSampler, SequentialSampler
+
+__all__ = ["Batch", "DataConfig", "Datasets", "build_data_iterator", "build_datasets", "get_batch"]
+
+
+class ContentKeyedGPTDataset(GPTDataset):
+    """GPTDataset whose cached sample index is found by the lengths of the documents, not by their path alone.
+
+    megatron-core names a cache after the path. Data that is tokenised again under the same prefix would meet the
+    index of the old data: samples out of range, or, worse, silently wrong.
+    """
+
+    def __init__(self, indexed_dataset: IndexedDataset, dataset_path: str, *args: Any) -> None:
+        # dataset_path is used for nothing but the name of the cache (MegatronDataset.unique_identifiers).
+        key = f"{dataset_path}@{fingerprint(indexed_dataset.sequence_lengths)}"
+        super().__init__(indexed_dataset, key, *args)
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """The three splits. On a rank that needs no data they are None; `num_samples` is known everywhere."""
+
+    train: torch.utils.data.Dataset | None
+    valid: torch.utils.data.Dataset | None
+    test: torch.utils.data.Dataset | None
+    num_samples: tuple[int, int, int]
+    """Length of each split; 0: the split does not exist, skip its evaluation."""
+
+
+def build_datasets(
+    config: DataConfig,
+    tokenizer: MegatronTokenizerBase,
+    needs_data: bool,
+    log: Callable[[str], None] = lambda line: None,
+) -> Datasets:
+    """Build or load the sample indices; a collective call of all ranks of an initialised torch.distributed.
+
+    `needs_data`: this rank holds the first or the last stage in one of its chunks. Of a tensor-parallel group only
+    rank 0 reads. Global rank 0 must read: it writes the index cache, the others load it. `log` gets one line a step
+    (pass it on rank 0 only).
+
+    Raises ValueError if the cache cannot be written or read (on that rank), or if a split is shorter than the run
+    (on every rank).
+    """
+    is_built = needs_data and parallel_state.get_tensor_model_parallel_rank() == 0
+    assert is_built or torch.distributed.get_rank() != 0, "rank 0 builds the index cache, so it must hold stage 0"
+    requested = config.num_samples
+    where = config.data_cache_path or ("memory" if config.mock_data else "PREFIX/cache beside the data")
+    log(f"> building train, validation and test datasets for {requested} samples; sample indices in {where}")
+    start = time.perf_counter()
+    cls = MockGPTDataset if config.mock_data else ContentKeyedGPTDataset
+    try:
+        builder = BlendedMegatronDatasetBuilder(
+            cls, list(requested), lambda: is_built, config.dataset_config(tokenizer)
+        )
+        splits = builder.build()
+    except Exception as error:  # megatron-core wraps an OSError into a bare Exception
+        cause = error.__cause__ or error
+        if not isinstance(cause, (OSError, EOFError, ValueError, IndexError)):
+            raise
+        raise ValueError(f"--data-cache-path: no dataset index in {where}: {' '.join(str(cause).split())}") from error
+    num_samples = _agree_on_lengths([0 if split is None else len(split) for split in splits])
+    log(f"> finished building datasets in {time.perf_counter() - start:.1f} s: {num_samples} samples")
+    _check_lengths(config, num_samples)
+    train, valid, test = splits
+    return Datasets(train, valid, test, num_samples)
+
+
+def _agree_on_lengths(lengths: list[int]) -> tuple[int, int, int]:
+    """The lengths that global rank 0 sees, on every rank."""
+    tensor = torch.tensor(lengths, dtype=torch.int64, device=_device())
+    torch.distributed.broadcast(tensor, src=0)
+    train, valid, test = tensor.tolist()
+    return train, valid, test
+
+
+def _check_lengths(config: DataConfig, num_samples: tuple[int, int, int]) -> None:
+    """Weights make megatron-core repeat data as often as needed; without, a blend is one epoch long."""
+    if config.dataloader_type == "cyclic":
+        return
+    for split in Split:
+        have, need = num_samples[split.value], config.num_samples[split.value]
+        if have < need and (have > 0 or split is Split.train):
+            raise ValueError(
+                f"--data-path: the {split.name} data has {have} samples of {config.seq_length} tokens, the run needs "
+                f"{need}; give weights (the data is then repeated), more data, or fewer iterations"
+            )
+
+
+def build_data_iterator(
+    dataset: torch.utils.data.Dataset | None,
+    config: DataConfig,
+    consumed_samples: int,
+    data_parallel_rank: int,
+    data_parallel_size: int,
+) -> Iterator[dict[str, torch.Tensor]] | None:
+    """An iterator over microbatches, after `consumed_samples` samples; None where there is no dataset.
+
+    Each model chunk that reads needs one of its own. Yields CPU tensors [micro_batch_size, seq_length].
+    """
+    if dataset is None or len(dataset) == 0:  # type: ignore[arg-type]  # Dataset declares no __len__
+        return None
+    sampler_class = CyclicSampler if config.dataloader_type == "cyclic" else SequentialSampler
+    sampler = sampler_class(
+        len(dataset),  # type: ignore[arg-type]
+        consumed_samples,
+        config.micro_batch_size,
+        data_parallel_rank,
+        data_parallel_size,
+    )
+    loader: torch.utils.data.DataLoader = torch.utils.data.DataLoader(
+        dataset,
+        batch_sampler=sampler,
+        num_workers=config.num_workers,
+        pin_memory=torch.cuda.is_available(),
+        worker_init_fn=_ignore_stop_signals,
+        # The loader draws its workers' seed from this; from the global generator it would change a run's numbers.
+        generator=torch.Generator().manual_seed(config.seed),
+    )
+    return iter(loader)
+
+
+def _ignore_stop_signals(worker: int) -> None:
+    """A signal to the whole process group must not take the loader away while the trainer saves a checkpoint."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+class Batch(NamedTuple):
+    """One microbatch on this rank's device; s is seq_length / context-parallel size. None where not needed."""
+
+    tokens: torch.Tensor | None
+    """int64 [b, s], first stage."""
+    labels: torch.Tensor | None
+    """int64 [b, s], last stage."""
+    loss_mask: torch.Tensor | None
+    """float32 [b, s], last stage."""
+    attention_mask: torch.Tensor | None
+    """bool [b, 1, s, seq_length], True where attention is forbidden; first and last stage."""
+    position_ids: torch.Tensor | None
+    """int64 [b, s], first stage."""
+
+
+def get_batch(
+    data_iterator: Iterator[dict[str, torch.Tensor]] | None, config: DataConfig, *, is_first: bool, is_last: bool
+) -> Batch:
+    """The next microbatch for a chunk that is the first stage, the last, both, or (all None) neither.
+
+    Tensor-parallel rank 0 reads and broadcasts. Shapes are known, so nobody waits for a size from the device
+    (tensor_parallel.broadcast_data does, twice a call).
+    """
+    keys = ["tokens", "position_ids"] * is_first + ["labels", "loss_mask"] * is_last
+    if keys and config.create_attention_mask:
+        keys.append("attention_mask")
+    if not keys:
+        return Batch(None, None, None, None, None)
+    reads = parallel_state.get_tensor_model_parallel_rank() == 0
+    batch = _read(data_iterator, keys) if reads else _empty(config, keys)
+    if parallel_state.get_tensor_model_parallel_world_size() > 1:
+        source, group = (
+            parallel_state.get_tensor_model_parallel_src_rank(),
+            parallel_state.get_tensor_model_parallel_group(),
+        )
+        for tensor in batch.values():
+            torch.distributed.broadcast(tensor, source, group=group)
+    batch = get_batch_on_this_cp_rank(batch)
+    return Batch(**{name: batch.get(name) for name in Batch._fields})
+
+
+def _read(data_iterator: Iterator[dict[str, torch.Tensor]] | None, keys: list[str]) -> dict[str, torch.Tensor]:
+    assert data_iterator is not None, "this chunk needs data: pass needs_data=True and build an iterator for it"
+    try:
+        sample = next(data_iterator)
+    except StopIteration:
+        raise ValueError("the data is used up; raise --train-iters to the length of the whole run") from None
+    return {key: sample[key].to(_device(), non_blocking=True) for key in keys}
+
+
+def _empty(config: DataConfig, keys: list[str]) -> dict[str, torch.Tensor]:
+    """Buffers for what tensor-parallel rank 0 sends."""
+    shapes = {"attention_mask": (config.micro_batch_size, 1, config.seq_length, config.seq_length)}
+    dtypes = {"attention_mask": torch.bool, "loss_mask": torch.float32}
+    plain = (config.micro_batch_size, config.seq_length)
+    return {
+        key: torch.empty(shapes.get(key, plain), dtype=dtypes.get(key, torch.int64), device=_device()) for key in keys
+    }
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

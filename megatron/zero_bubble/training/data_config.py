@@ -1,0 +1,133 @@
+"""What the data part of the command line says, and its early check."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
+
+from megatron.zero_bubble.training.data_files import (
+    SPLITS,
+    Blend,
+    check_split,
+    check_split_sizes,
+    check_vocabulary,
+    open_token_file,
+    parse_blend,
+)
+
+DATALOADER_TYPES = ("single", "cyclic")
+DEFAULT_SPLIT = "969,30,1"
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What the data part of the command line says; the fields have the names of Megatron's flags."""
+
+    seq_length: int
+    """Tokens of one sample."""
+    micro_batch_size: int
+    global_batch_size: int
+    train_iters: int
+    eval_interval: int = 1000
+    """Iterations between evaluations."""
+    eval_iters: int = 0
+    """Iterations of one evaluation; 0 builds no validation and test data beyond what --split demands."""
+    seed: int = 1234
+    """Orders documents and samples."""
+    data_path: list[str] | None = None
+    """Prefixes, or weight and prefix pairs, cut into train, valid and test by `split`."""
+    split: str = DEFAULT_SPLIT
+    """Shares of train, valid and test, only with `data_path`."""
+    train_data_path: list[str] | None = None
+    valid_data_path: list[str] | None = None
+    test_data_path: list[str] | None = None
+    mock_data: bool = False
+    """Counting tokens instead of files."""
+    data_cache_path: str | None = None
+    """Folder for the sample indices. None puts each beside its data, in PREFIX/cache, as Megatron does."""
+    dataloader_type: str = "single"
+    num_workers: int = 2
+    """Loader processes per data iterator; 0 reads in the training process."""
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
+    eod_mask_loss: bool = False
+    create_attention_mask: bool = False
+    """Send masks [b, 1, s, s] with the data. Needed by reset_attention_mask; a causal mask needs none."""
+
+    def validate(self, vocab_size: int | None = None) -> None:
+        """Check every setting and file without communication, on any rank.
+
+        `vocab_size` is the tokenizer's: tokens of the files are compared with it. Raises ValueError in one line.
+        """
+        for name in ("seq_length", "micro_batch_size", "global_batch_size", "eval_interval"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1 (got {getattr(self, name)})")
+        for name in ("train_iters", "eval_iters", "num_workers"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"--{name.replace('_', '-')} must not be negative (got {getattr(self, name)})")
+        if self.dataloader_type not in DATALOADER_TYPES:
+            raise ValueError(f"--dataloader-type {self.dataloader_type} is not one of {', '.join(DATALOADER_TYPES)}")
+        if self.reset_attention_mask and not self.create_attention_mask:
+            raise ValueError("--reset-attention-mask needs attention masks from the data loader")
+        self._validate_sources()
+        split = self.split if self.data_path else None
+        if split is not None:
+            check_split(split)
+        for flag, (prefixes, weights) in self._blends().items():
+            # Without weights each dataset of a blend is built for one epoch: it must hold a whole sample.
+            min_tokens = self.seq_length + 1 if weights is None and len(prefixes) > 1 else 1
+            for prefix in prefixes:
+                file = open_token_file(prefix, flag)
+                if vocab_size is not None:
+                    check_vocabulary(file, vocab_size, flag)
+                check_split_sizes(file, split, min_tokens, flag)
+
+    def _validate_sources(self) -> None:
+        per_split = self.train_data_path or self.valid_data_path or self.test_data_path
+        given = [bool(self.data_path), bool(per_split), self.mock_data]
+        if sum(given) != 1:
+            raise ValueError(
+                "give exactly one source of data: --data-path, or --train-data-path with --valid-data-path and "
+                "--test-data-path, or --mock-data"
+            )
+        if per_split and not self.train_data_path:
+            raise ValueError("--valid-data-path and --test-data-path need --train-data-path")
+        if per_split and self.split != DEFAULT_SPLIT:
+            raise ValueError(f"--split {self.split} cuts --data-path; it has no meaning with --train-data-path")
+
+    def _blends(self) -> dict[str, Blend]:
+        """Flag -> what it names, for the flags that are given."""
+        paths = {"--data-path": self.data_path}
+        paths |= {f"--{name}-data-path": getattr(self, f"{name}_data_path") for name in SPLITS}
+        return {flag: parse_blend(values, flag) for flag, values in paths.items() if values}
+
+    @property
+    def num_samples(self) -> tuple[int, int, int]:
+        """Samples that the run reads from train, valid and test: Megatron's counts."""
+        evaluations = self.train_iters // self.eval_interval + 1
+        per_evaluation = self.eval_iters * self.global_batch_size
+        return self.train_iters * self.global_batch_size, evaluations * per_evaluation, per_evaluation
+
+    def consumed_valid_samples(self, iteration: int) -> int:
+        """Validation samples that a run had used after `iteration` iterations: where a resumed one goes on."""
+        return iteration // self.eval_interval * self.eval_iters * self.global_batch_size
+
+    def dataset_config(self, tokenizer: MegatronTokenizerBase) -> GPTDatasetConfig:
+        """megatron-core's form of these settings."""
+        blends = self._blends()
+        per_split = [blends.get(f"--{name}-data-path") for name in SPLITS]
+        return GPTDatasetConfig(
+            random_seed=self.seed,
+            sequence_length=self.seq_length,
+            blend=blends.get("--data-path"),
+            blend_per_split=per_split if any(per_split) else None,
+            split=self.split if self.data_path else None,
+            path_to_cache=self.data_cache_path,
+            tokenizer=tokenizer,
+            reset_position_ids=self.reset_position_ids,
+            reset_attention_mask=self.reset_attention_mask,
+            eod_mask_loss=self.eod_mask_loss,
+            create_attention_mask=self.create_attention_mask,
+        )

@@ -1,0 +1,157 @@
+"""Early checks of tokenised data: .bin/.idx pairs, blends, splits. No collective communication.
+
+megatron-core finds such mistakes late: as a traceback on the rank that built the index, as an endless loop (a split
+without documents), or as an out-of-range index on the GPU (tokens of another tokenizer). Everything here raises
+ValueError, in one line that names the flag and the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+from megatron.core.datasets.blended_megatron_dataset_config import (
+    convert_split_vector_to_split_matrix,
+    parse_and_normalize_split,
+)
+from megatron.core.datasets.indexed_dataset import _INDEX_HEADER, DType, get_bin_path, get_idx_path
+from megatron.core.datasets.utils import get_blend_from_list
+
+Blend = tuple[list[str], list[float] | None]
+"""Prefixes of .bin/.idx pairs, and the share that each contributes (None: in proportion to their lengths)."""
+
+SPLITS = ("train", "valid", "test")
+
+_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, number of sequences, number of document boundaries
+_CHUNK = 1 << 20  # elements looked at in one go
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """A checked .bin/.idx pair."""
+
+    prefix: str
+    dtype: np.dtype
+    lengths: np.ndarray
+    """Tokens of each sequence, int32 [num_sequences], mapped from the .idx file."""
+
+    def has_tokens(self, begin: int, end: int, minimum: int) -> bool:
+        """Whether the sequences begin..end-1 hold at least `minimum` tokens. Reads no further than it must."""
+        tokens = 0
+        for start in range(begin, end, _CHUNK):
+            tokens += int(self.lengths[start : min(start + _CHUNK, end)].sum(dtype=np.int64))
+            if tokens >= minimum:
+                return True
+        return minimum <= 0
+
+
+def open_token_file(prefix: str, flag: str) -> TokenFile:
+    """Check that PREFIX.idx is whole and that PREFIX.bin is as long as it says."""
+    idx, bin_ = get_idx_path(prefix), get_bin_path(prefix)
+    for path in (idx, bin_):
+        if not os.path.isfile(path):
+            hint = "; give the prefix without .bin or .idx" if prefix.endswith((".bin", ".idx")) else ""
+            raise ValueError(f"{flag}: no such file: {path}{hint}")
+    size = os.path.getsize(idx)
+    with open(idx, "rb") as file:
+        header = file.read(_HEADER.size)
+    if len(header) < _HEADER.size:
+        raise ValueError(f"{flag}: {idx} is truncated: {size} bytes, less than its header")
+    magic, version, code, num_sequences, num_boundaries = _HEADER.unpack(header)
+    if magic != _INDEX_HEADER or version != 1 or code not in {member.value for member in DType}:
+        raise ValueError(f"{flag}: {idx} is not an index file of Megatron (wrong magic, version or dtype)")
+    expected = _HEADER.size + 12 * num_sequences + 8 * num_boundaries
+    if size < expected:
+        raise ValueError(f"{flag}: {idx} is truncated: {size} bytes, its header announces {expected}")
+    if num_sequences == 0:
+        raise ValueError(f"{flag}: {idx} holds no documents")
+    dtype = np.dtype(DType.dtype_from_code(code))
+    lengths = np.memmap(idx, np.int32, "r", _HEADER.size, (num_sequences,))
+    last = np.memmap(idx, np.int64, "r", _HEADER.size + 12 * num_sequences - 8, (1,))
+    needed = int(last[0]) + int(lengths[-1]) * dtype.itemsize
+    if os.path.getsize(bin_) < needed:
+        raise ValueError(f"{flag}: {bin_} is truncated: {os.path.getsize(bin_)} bytes, its index announces {needed}")
+    return TokenFile(prefix, dtype, lengths)
+
+
+def check_vocabulary(file: TokenFile, vocab_size: int, flag: str) -> None:
+    """Look at the first tokens of the file: an id that the tokenizer lacks means that another one made it."""
+    path = get_bin_path(file.prefix)
+    count = min(os.path.getsize(path) // file.dtype.itemsize, _CHUNK)
+    if count == 0:
+        return
+    tokens = np.memmap(path, file.dtype, "r", 0, (count,))
+    largest, smallest = int(tokens.max()), int(tokens.min())
+    if largest >= vocab_size or smallest < 0:
+        wrong = largest if largest >= vocab_size else smallest
+        raise ValueError(
+            f"{flag}: {path} holds token id {wrong}, but the tokenizer has {vocab_size} tokens; "
+            "was it made with another tokenizer?"
+        )
+
+
+def parse_blend(values: list[str], flag: str) -> Blend:
+    """`PREFIX`, `PREFIX PREFIX ...` or `WEIGHT PREFIX WEIGHT PREFIX ...`, as Megatron reads them."""
+    if not values:
+        raise ValueError(f"{flag} needs at least one prefix")
+    numbers = [_is_number(value) for value in values]
+    pairs = len(values) % 2 == 0
+    if any(numbers) and not (pairs and all(numbers[::2])):
+        raise ValueError(f"{flag} {' '.join(values)}: give either prefixes only, or WEIGHT PREFIX pairs")
+    prefixes, weights = get_blend_from_list(values)
+    if weights is not None and not all(0 < weight < math.inf for weight in weights):
+        raise ValueError(f"{flag} {' '.join(values)}: weights must be positive")
+    return prefixes, weights
+
+
+def check_split(split: str) -> None:
+    """A split is up to three shares (training, validation, test), not all zero, training not zero."""
+    shares = split.split(",")
+    if len(shares) > len(SPLITS) or not all(_is_number(share) and 0 <= float(share) < math.inf for share in shares):
+        raise ValueError(f"--split {split}: give up to three shares, for example 969,30,1")
+    if float(shares[0]) == 0:
+        raise ValueError(f"--split {split}: the share of the training data is 0")
+
+
+def check_split_sizes(file: TokenFile, split: str | None, min_tokens: int, flag: str) -> None:
+    """Every split with a share must hold `min_tokens` tokens of the file: without any, the index has no end.
+
+    `split` None: the file is not cut.
+    """
+    count = len(file.lengths)
+    if split is None:
+        if not file.has_tokens(0, count, min_tokens):
+            raise ValueError(f"{flag}: {file.prefix} holds fewer than {min_tokens} tokens")
+        return
+    matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
+    for name, bounds in zip(SPLITS, matrix, strict=True):
+        if bounds is None:
+            continue
+        begin, end = (round(bound * float(count)) for bound in bounds)  # as the builder rounds
+        if not file.has_tokens(begin, end, min_tokens):
+            raise ValueError(
+                f"--split {split}: the {name} split gets {end - begin} of the {count} documents of {flag} "
+                f"{file.prefix}, fewer than {min_tokens} tokens; give it a larger share, or 0"
+            )
+
+
+def fingerprint(lengths: np.ndarray) -> str:
+    """A short digest of the sequence lengths [num_sequences], from at most 64 blocks of them."""
+    digest = hashlib.sha256(str(lengths.shape[0]).encode())
+    block = 1 << 14
+    starts = range(0, lengths.shape[0], max(block, math.ceil(lengths.shape[0] / 64)))
+    for start in (*starts, max(0, lengths.shape[0] - block)):
+        digest.update(np.ascontiguousarray(lengths[start : start + block]).tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,190 @@
+"""Tokenizers from local files, in the form that megatron-core's datasets want.
+
+megatron-core's own Hugging Face tokenizers need the `transformers` package and look names up on a hub. Here only
+the `tokenizers` library is used and only local files are read, so that every rank of an offline cluster gets the
+same tokenizer. megatron-core's NullTokenizer is used as it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import warnings
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.core.tokenizers import MegatronTokenizer
+from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
+from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import decoders as tokenizer_decoders
+
+TOKENIZER_TYPES = ("HuggingFaceTokenizer", "GPT2BPETokenizer", "NullTokenizer")
+
+END_OF_DOCUMENT_TOKENS = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|endofdocument|>",
+    "</s>",
+    "<eos>",
+    "<EOD>",
+    "<eod>",
+    "[EOS]",
+)
+"""Tried in this order where the tokenizer's own configuration names no end-of-sequence token."""
+
+
+class LocalTokenizer(MegatronTokenizerBase):
+    """A `tokenizers.Tokenizer` behind the interface of megatron-core's datasets.
+
+    Text is encoded without the tokenizer's template (no beginning-of-sequence token), as megatron-core does it.
+    There is no padding token on purpose: GPTDataset then marks padding with -1, which no document can contain.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, eod_token: str, path: str) -> None:
+        super().__init__(path, {"library": "tokenizers"})
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self._vocab: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+        # Not the number of entries: ids may have holes, and the embedding needs a row for the largest.
+        self._vocab_size = max(self._vocab.values()) + 1
+        self._eod = self._vocab[eod_token]
+        self._digest = hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
+
+    def tokenize(self, text: str) -> list[int]:
+        """The token ids of `text`, without special tokens around it."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def apply_chat_template(self, *args: object, **kwargs: object) -> str:
+        raise NotImplementedError("pretraining needs no chat template")
+
+    @property
+    def vocab(self) -> dict[str, int]:
+        return self._vocab
+
+    @property
+    def vocab_size(self) -> int:
+        """Largest token id + 1."""
+        return self._vocab_size
+
+    @property
+    def eod(self) -> int:
+        """The id that ends a document."""
+        return self._eod
+
+    @property
+    def unique_identifiers(self) -> OrderedDict[str, Any]:
+        """What names this tokenizer in a dataset's cache: its content, so that its file may be moved."""
+        return OrderedDict({"class": type(self).__name__, "sha256": self._digest})
+
+
+def build_tokenizer(
+    tokenizer_type: str,
+    tokenizer_model: str | None = None,
+    vocab_size: int | None = None,
+    vocab_file: str | None = None,
+    merge_file: str | None = None,
+) -> MegatronTokenizerBase:
+    """The tokenizer that Megatron's flags of the same names describe.
+
+    - `HuggingFaceTokenizer`: `tokenizer_model` is a tokenizer.json, or a folder that holds one (the end-of-document
+      token is then the `eos_token` of its tokenizer_config.json).
+    - `GPT2BPETokenizer`: `vocab_file` (vocab.json) and `merge_file` (merges.txt).
+    - `NullTokenizer`: text is integers separated by one space; `vocab_size` of them and, after them, end of document.
+
+    Raises ValueError, in one line that names the flag, if a flag is missing or a file cannot be used.
+    """
+    if tokenizer_type == "NullTokenizer":
+        if vocab_size is None or vocab_size < 1:
+            raise ValueError(f"--tokenizer-type NullTokenizer needs --vocab-size of at least 1 (got {vocab_size})")
+        return MegatronTokenizer.from_pretrained(metadata_path={"library": "null"}, vocab_size=vocab_size)
+    if tokenizer_type == "HuggingFaceTokenizer":
+        tokenizer = _from_tokenizer_json(tokenizer_model)
+    elif tokenizer_type == "GPT2BPETokenizer":
+        tokenizer = _from_gpt2_files(vocab_file, merge_file)
+    else:
+        raise ValueError(f"--tokenizer-type {tokenizer_type} is not one of {', '.join(TOKENIZER_TYPES)}")
+    if vocab_size is not None and vocab_size < tokenizer.vocab_size:
+        raise ValueError(f"--vocab-size {vocab_size} is less than the tokenizer's {tokenizer.vocab_size} tokens")
+    if vocab_size is not None and vocab_size != tokenizer.vocab_size:
+        warnings.warn(
+            f"--vocab-size {vocab_size} is ignored: the tokenizer has {tokenizer.vocab_size} tokens", stacklevel=2
+        )
+    return tokenizer
+
+
+def padded_vocab_size(vocab_size: int, make_vocab_size_divisible_by: int, tensor_model_parallel_size: int) -> int:
+    """`vocab_size` rounded up as Megatron does it: every tensor-parallel rank gets a multiple of the divisor."""
+    multiple = make_vocab_size_divisible_by * tensor_model_parallel_size
+    if vocab_size < 1 or multiple < 1:
+        raise ValueError(
+            f"vocabulary size {vocab_size}, --make-vocab-size-divisible-by {make_vocab_size_divisible_by} and "
+            f"--tensor-model-parallel-size {tensor_model_parallel_size} must be positive"
+        )
+    return math.ceil(vocab_size / multiple) * multiple
+
+
+def _from_tokenizer_json(tokenizer_model: str | None) -> LocalTokenizer:
+    if not tokenizer_model:
+        raise ValueError(
+            "--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model: a tokenizer.json or its folder"
+        )
+    given = Path(tokenizer_model)
+    file = given / "tokenizer.json" if given.is_dir() else given
+    if not file.is_file():
+        what = "this folder holds no tokenizer.json" if given.is_dir() else "no such file (nothing is downloaded)"
+        raise ValueError(f"--tokenizer-model {tokenizer_model}: {what}")
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exception
+        raise ValueError(f"--tokenizer-model {file}: not a readable tokenizer.json: {_one_line(error)}") from error
+    vocab = tokenizer.get_vocab(with_added_tokens=True)
+    configured = _configured_eos(file.parent) if given.is_dir() else None
+    candidates = (configured,) if configured else END_OF_DOCUMENT_TOKENS
+    eod = next((token for token in candidates if token in vocab), None)
+    if eod is None:
+        raise ValueError(
+            f"--tokenizer-model {tokenizer_model}: no end-of-document token; the vocabulary holds none of "
+            f"{' '.join(candidates)}"
+        )
+    return LocalTokenizer(tokenizer, eod, str(file))
+
+
+def _configured_eos(folder: Path) -> str | None:
+    """The `eos_token` of the folder's tokenizer_config.json: a string, or an object with the string as `content`."""
+    file = folder / "tokenizer_config.json"
+    if not file.is_file():
+        return None
+    try:
+        eos = json.loads(file.read_text(encoding="utf-8")).get("eos_token")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ValueError(f"--tokenizer-model {file}: not a readable JSON object: {_one_line(error)}") from error
+    return eos.get("content") if isinstance(eos, dict) else eos
+
+
+def _from_gpt2_files(vocab_file: str | None, merge_file: str | None) -> LocalTokenizer:
+    if not vocab_file or not merge_file:
+        raise ValueError("--tokenizer-type GPT2BPETokenizer needs --vocab-file and --merge-file")
+    for flag, file in (("--vocab-file", vocab_file), ("--merge-file", merge_file)):
+        if not Path(file).is_file():
+            raise ValueError(f"{flag} {file}: no such file")
+    try:
+        tokenizer = Tokenizer(models.BPE.from_file(vocab_file, merge_file))
+    except Exception as error:  # the library raises bare Exception
+        raise ValueError(f"--vocab-file {vocab_file} --merge-file {merge_file}: {_one_line(error)}") from error
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizer_decoders.ByteLevel()
+    eod = END_OF_DOCUMENT_TOKENS[0]
+    if eod not in tokenizer.get_vocab():
+        raise ValueError(f"--vocab-file {vocab_file}: the vocabulary does not hold {eod}")
+    return LocalTokenizer(tokenizer, eod, vocab_file)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
