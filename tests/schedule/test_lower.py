@@ -53,6 +53,11 @@ def test_receive_ahead_counts_compute_ops():
         lower(schedule, receive_ahead=-1)
 
 
+def test_receives_at_one_place_go_by_source_rank():
+    middle = made_of("linear", 3, 1, 2, "F0 F1 BW0 BW1", "F0 BW0 F1 BW1", "F0 BW0 F1 BW1")
+    assert lower(middle, receive_ahead=1).ops[1] == parse("RF0 RB0 F0 SF0 RF1 BW0 SB0 RB1 F1 SF1 BW1 SB1")
+
+
 def test_the_turn_of_a_v_needs_no_message():
     v = made_of("v", 2, 2, 1, "F0 F0.1 BW0.1 BW0", "F0 F0.1 BW0.1 BW0")
     assert lower(v, receive_ahead=0).ops == (

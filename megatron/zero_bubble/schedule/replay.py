@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from megatron.zero_bubble.schedule.errors import Deadlock
-from megatron.zero_bubble.schedule.ir import SENDS, OpKind, Placement, Schedule
+from megatron.zero_bubble.schedule.ir import COMMUNICATION, OpKind, Placement, Schedule
 
 Node = tuple[OpKind, int, int]
 """(kind, stage, microbatch): an operation, named by its stage instead of its rank and chunk. BW is a B."""
@@ -60,11 +60,8 @@ def _first_missing(schedule: Schedule, rank: int, position: int, done: set[Node]
     """What the operation at `position` of `rank` still waits for."""
     kind, microbatch, chunk = schedule.ops[rank][position]
     placement = schedule.placement
-    if kind in _COMMUNICATION_OF:
-        if kind not in SENDS:
-            return None  # a receive is only posted; whoever consumes it waits
-        computed = (_COMMUNICATION_OF[kind], placement.stage_of(rank, chunk), microbatch)
-        return None if computed in done else computed
+    if kind in COMMUNICATION:
+        return None  # a receive is only posted, and whoever consumes it waits; a send stands after its operation
     for needed in dependencies(placement, kind, placement.stage_of(rank, chunk), microbatch):
         if lowered and placement.rank_of(needed[1]) != rank:
             needed = (_SEND_OF[needed[0]], needed[1], needed[2])
@@ -74,12 +71,6 @@ def _first_missing(schedule: Schedule, rank: int, position: int, done: set[Node]
 
 
 _SEND_OF = {OpKind.F: OpKind.SEND_FORWARD, OpKind.B: OpKind.SEND_BACKWARD}
-_COMMUNICATION_OF = {
-    OpKind.SEND_FORWARD: OpKind.F,
-    OpKind.RECV_FORWARD: OpKind.F,
-    OpKind.SEND_BACKWARD: OpKind.B,
-    OpKind.RECV_BACKWARD: OpKind.B,
-}
 
 
 def _explain(schedule: Schedule, blocked: dict[Node, list[int]], next_position: list[int]) -> str:
