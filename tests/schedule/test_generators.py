@@ -58,7 +58,7 @@ def test_the_registry_is_consistent_and_cannot_be_changed():
     for name, entry in ENTRIES.items():
         assert entry.name == name
         assert "\n" not in entry.summary
-        assert entry.options <= {"costs", "num_chunks", "memory_limit"}
+        assert entry.options <= {"costs", "num_chunks", "memory_limit", "group_size"}
     with pytest.raises(TypeError):
         ENTRIES["mine"] = entry_of("1f1b")
 
@@ -75,6 +75,7 @@ def test_an_unknown_name_lists_all_names():
         ((0, 4), {}, "at least one rank and one microbatch, got 0 and 4"),
         ((4, 0), {}, "at least one rank and one microbatch, got 4 and 0"),
         ((4, 4), {"num_chunks": 2}, "schedule 1f1b has 1 chunks a rank, got 2"),
+        ((4, 4), {"group_size": 4}, "schedule 1f1b has no microbatch groups, got a group size of 4"),
         ((4, 4), {"costs": StageCosts.uniform(3)}, "4 stages, but the costs are for 3"),
         ((4, 4), {"memory_limit": [1, 2]}, "memory_limit has 2 entries, but there are 4 ranks"),
         ((4, 4), {"memory_limit": 0}, "memory_limit must be above zero, got 0"),

@@ -1,8 +1,8 @@
 """The schedules by name.
 
 An algorithm is one file with one pure function `(num_ranks, num_microbatches, *, ...) -> Schedule`, and one
-entry in `ENTRIES`. The entry's `options` say which of `costs`, `num_chunks` and `memory_limit` the
-function takes as keywords; `generate` checks all of them, whether the function takes them or not.
+entry in `ENTRIES`. The entry's `options` say which of the keywords of `generate` the function takes;
+`generate` checks all of them, whether the function takes them or not.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from types import MappingProxyType
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import Infeasible, ScheduleError, UnknownSchedule
 from megatron.zero_bubble.schedule.generators.gpipe import gpipe
+from megatron.zero_bubble.schedule.generators.interleaved import interleaved_1f1b, interleaved_zb
 from megatron.zero_bubble.schedule.generators.one_f_one_b import one_f_one_b
 from megatron.zero_bubble.schedule.generators.zb_h1 import zb_h1
 from megatron.zero_bubble.schedule.generators.zb_h2 import zb_h2
@@ -36,20 +37,35 @@ class Entry:
     """Model chunks a rank, unless told otherwise."""
     function: Callable[..., Schedule]
     options: frozenset[str] = frozenset()
-    """The keywords among `costs`, `num_chunks`, `memory_limit` that `function` takes."""
+    """The keywords of `generate` that `function` takes, always all of them: `costs`, `num_chunks`,
+    `memory_limit` (one a rank, or None), `group_size`."""
 
 
-ENTRIES: MappingProxyType[str, Entry] = MappingProxyType(
-    {
-        entry.name: entry
-        for entry in (
-            Entry("gpipe", "all F, then all backwards: bubble (p-1)(F+B+W), memory m M_B", "linear", 1, gpipe),
-            Entry("1f1b", "one F, one backward in turn: bubble (p-1)(F+B+W), memory p M_B", "linear", 1, one_f_one_b),
-            Entry("zb-h1", "1F1B with W delayed: bubble (p-1)(F+B-W), memory p M_B", "linear", 1, zb_h1),
-            Entry("zb-h2", "longer warmup, W delayed: bubble (p-1)(F+B-2W), memory (2p-1) M_B", "linear", 1, zb_h2),
-        )
-    }
+_INTERLEAVED = frozenset({"num_chunks", "group_size"})
+
+_ENTRIES = (
+    Entry("gpipe", "all F, then all backwards: bubble (p-1)(F+B+W), memory m M_B", "linear", 1, gpipe),
+    Entry("1f1b", "one F, one backward in turn: bubble (p-1)(F+B+W), memory p M_B", "linear", 1, one_f_one_b),
+    Entry(
+        "interleaved-1f1b",
+        "megatron-core's, v chunks a rank: bubble (p-1)(F+B+W)/v, memory (p+(p-1)/v) M_B",
+        "interleaved",
+        2,
+        interleaved_1f1b,
+        _INTERLEAVED,
+    ),
+    Entry("zb-h1", "1F1B with W delayed: bubble (p-1)(F+B-W), memory p M_B", "linear", 1, zb_h1),
+    Entry("zb-h2", "longer warmup, W delayed: bubble (p-1)(F+B-2W), memory (2p-1) M_B", "linear", 1, zb_h2),
+    Entry(
+        "interleaved-zb",
+        "interleaved 1F1B with W delayed: bubble about (p-1)(F+B-2W)/v, memory (p+(p-1)/v) M_B",
+        "interleaved",
+        2,
+        interleaved_zb,
+        _INTERLEAVED,
+    ),
 )
+ENTRIES: MappingProxyType[str, Entry] = MappingProxyType({entry.name: entry for entry in _ENTRIES})
 
 
 def names() -> tuple[str, ...]:
@@ -73,12 +89,14 @@ def generate(
     costs: StageCosts | None = None,
     num_chunks: int | None = None,
     memory_limit: MemoryLimit | None = None,
+    group_size: int | None = None,
 ) -> Schedule:
     """The schedule `name` for `num_ranks` pipeline ranks and `num_microbatches` microbatches, without communication.
 
     `costs` are those of every stage (unit costs by default: `default_costs`), `num_chunks` the model chunks a rank
     (the schedule's own by default), `memory_limit` what the operations of a rank may hold at once, for all ranks
-    or one a rank, in the unit of the costs' memory.
+    or one a rank, in the unit of the costs' memory, `group_size` how many microbatches an interleaved schedule
+    takes through a chunk before it goes on to the next (the number of ranks by default).
 
     Raises `UnknownSchedule`; `Infeasible` if no schedule of this kind fits under the memory limit;
     `ScheduleError` for anything else that is wrong, in one line.
@@ -91,6 +109,8 @@ def generate(
     chunks = entry.num_chunks if num_chunks is None else num_chunks
     if chunks != entry.num_chunks and "num_chunks" not in entry.options:
         raise ScheduleError(f"schedule {name} has {entry.num_chunks} chunks a rank, got {chunks}")
+    if group_size is not None and "group_size" not in entry.options:
+        raise ScheduleError(f"schedule {name} has no microbatch groups, got a group size of {group_size}")
     placement = Placement(entry.placement, num_ranks, chunks)
     if costs is not None and costs.num_stages != placement.num_stages:
         raise ScheduleError(
@@ -102,6 +122,7 @@ def generate(
         "costs": costs or default_costs(placement),
         "num_chunks": chunks,
         "memory_limit": limits,
+        "group_size": group_size,
     }
     schedule = entry.function(num_ranks, num_microbatches, **{key: available[key] for key in sorted(entry.options)})
     if limits is not None:

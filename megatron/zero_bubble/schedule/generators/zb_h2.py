@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megatron.zero_bubble.schedule.generators.handcrafted import delayed_w_ops
-from megatron.zero_bubble.schedule.ir import Placement, Schedule
+from megatron.zero_bubble.schedule.generators.patterns import alternate, split_backward
+from megatron.zero_bubble.schedule.ir import Op, OpKind, Placement, Schedule
 
 
 def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -13,5 +13,10 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
     synchronise them. Bubble (p-1)(F+B-2W), peak memory of worker i (from 1)
     (2p-2i+1) M_B + (2i-2) M_W. Source: Qi et al. 2024, arXiv 2401.10241, section 2.3.2.
     """
-    ops = tuple(delayed_w_ops(2 * (num_ranks - 1 - rank), 2 * rank, num_microbatches) for rank in range(num_ranks))
+    forwards = [Op(OpKind.F, microbatch) for microbatch in range(num_microbatches)]
+    backwards = [Op(OpKind.BW, microbatch) for microbatch in range(num_microbatches)]
+    ops = tuple(
+        split_backward(alternate(forwards, backwards, num_warmup=2 * (num_ranks - 1 - rank)), delay=2 * rank)
+        for rank in range(num_ranks)
+    )
     return Schedule("zb-h2", Placement("linear", num_ranks), num_microbatches, ops)

@@ -1,0 +1,73 @@
+"""Interleaved 1F1B as megatron-core runs it, and the same with W split from B."""
+
+from __future__ import annotations
+
+from megatron.zero_bubble.schedule.errors import ScheduleError
+from megatron.zero_bubble.schedule.generators.patterns import alternate, split_backward
+from megatron.zero_bubble.schedule.ir import Op, OpKind, Placement, Schedule
+
+
+def interleaved_1f1b(
+    num_ranks: int, num_microbatches: int, *, num_chunks: int, group_size: int | None = None
+) -> Schedule:
+    """Several chunks a rank: megatron-core's interleaved schedule, operation by operation.
+
+    Microbatches go in groups of `group_size` (the number of ranks by default): a group passes through chunk
+    after chunk before the next one starts. Rank r (from 0) runs 2(p-r-1) + (v-1) group_size forwards
+    of a chunk, then one forward and one backward in turn. With groups of p the bubble is (p-1)(F+B+W)/v
+    and the peak memory (1 + (p-1)/(pv)) p M_B, where F, B, W and M_B are those of all chunks of a rank
+    together. Source: Narayanan et al. 2021, arXiv 2104.04473, section 2.2.
+
+    Raises `ScheduleError` unless v >= 2, p <= group_size <= m, and the last group has p microbatches or more.
+    """
+    return _interleaved("interleaved-1f1b", num_ranks, num_microbatches, num_chunks, group_size)
+
+
+def interleaved_zb(
+    num_ranks: int, num_microbatches: int, *, num_chunks: int, group_size: int | None = None
+) -> Schedule:
+    """The order of interleaved 1F1B; rank r (from 0) keeps W 2r microbatches of a chunk behind B.
+
+    Interleaved 1F1B already has the long warmup of ZB-H2, so that the same delay of W gives the bubble
+    (p-1)(F+B-2W)/v, or a little more where a forward comes late for the next chunk, and no rank
+    holds more than rank 0 of interleaved 1F1B does. Arguments and errors as there.
+    """
+    fused = _interleaved("interleaved-zb", num_ranks, num_microbatches, num_chunks, group_size)
+    ops = tuple(split_backward(fused.ops[rank], delay=2 * rank) for rank in range(num_ranks))
+    return Schedule(fused.name, fused.placement, num_microbatches, ops)
+
+
+def _interleaved(name: str, num_ranks: int, num_microbatches: int, num_chunks: int, group_size: int | None) -> Schedule:
+    if group_size is None:
+        group_size = num_ranks
+    _check(name, num_ranks, num_microbatches, num_chunks, group_size)
+    forwards: list[Op] = []
+    backwards: list[Op] = []
+    for first in range(0, num_microbatches, group_size):
+        group = range(first, min(first + group_size, num_microbatches))
+        forwards += [Op(OpKind.F, microbatch, chunk) for chunk in range(num_chunks) for microbatch in group]
+        backwards += [Op(OpKind.BW, microbatch, chunk) for chunk in reversed(range(num_chunks)) for microbatch in group]
+    warmups = [2 * (num_ranks - 1 - rank) + (num_chunks - 1) * group_size for rank in range(num_ranks)]
+    ops = tuple(alternate(forwards, backwards, warmup) for warmup in warmups)
+    return Schedule(name, Placement("interleaved", num_ranks, num_chunks), num_microbatches, ops)
+
+
+def _check(name: str, num_ranks: int, num_microbatches: int, num_chunks: int, group_size: int) -> None:
+    """The conditions of megatron-core, which otherwise would leave ranks waiting."""
+    if num_chunks < 2:
+        raise ScheduleError(f"schedule {name} needs at least 2 chunks a rank, got {num_chunks}")
+    if num_microbatches < num_ranks:
+        raise ScheduleError(
+            f"schedule {name} needs at least {num_ranks} microbatches, one for every rank, got {num_microbatches}"
+        )
+    if not num_ranks <= group_size <= num_microbatches:
+        raise ScheduleError(
+            f"schedule {name} needs microbatch groups of {num_ranks} (the ranks) to {num_microbatches} "
+            f"(the microbatches), got {group_size}"
+        )
+    last = num_microbatches % group_size
+    if 0 < last < num_ranks:
+        raise ScheduleError(
+            f"schedule {name}: {num_microbatches} microbatches in groups of {group_size} leave a last group of {last}, "
+            f"but a group needs at least {num_ranks}, one for every rank"
+        )
