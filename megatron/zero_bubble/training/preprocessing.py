@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 
 import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder, get_bin_path, get_idx_path
@@ -59,6 +59,10 @@ class Document:
     """Tokens of each of its sequences (more than one where the value is a list of strings); sums to len(tokens)."""
 
 
+Encoded = tuple[list[list[Document]], int]
+"""The documents of some lines (for each line one a key), and the bytes of these lines."""
+
+
 @dataclass(frozen=True)
 class Progress:
     documents: int
@@ -88,6 +92,9 @@ class Encoder:
             raise ValueError(f"{where}: not a JSON object but {type(record).__name__}")
         return [self._encode_key(record, key, where) for key in self.spec.json_keys]
 
+    def encode_all(self, lines: list[Line]) -> Encoded:
+        return [self.encode(line) for line in lines], sum(len(line.data) for line in lines)
+
     def _encode_key(self, record: dict[str, object], key: str, where: str) -> Document:
         if key not in record:
             raise ValueError(f"{where}: no key {key!r} (--json-keys); it has {', '.join(map(repr, record)) or 'none'}")
@@ -102,11 +109,11 @@ class Encoder:
         sequences = [sequence for sequence in sequences if sequence]
         if sequences and self.spec.append_eod:
             sequences[-1].append(self.tokenizer.eod)
-        ids = [token for sequence in sequences for token in sequence]
-        outside = next((token for token in ids if not 0 <= token < self.tokenizer.vocab_size), None)
-        if outside is not None:
+        ids = list(chain.from_iterable(sequences))
+        outside = [token for token in (min(ids), max(ids)) if not 0 <= token < self.tokenizer.vocab_size] if ids else []
+        if outside:
             raise ValueError(
-                f"{where}: token id {outside} is outside the vocabulary 0..{self.tokenizer.vocab_size - 1}"
+                f"{where}: token id {outside[0]} is outside the vocabulary 0..{self.tokenizer.vocab_size - 1}"
             )
         return Document(np.array(ids, dtype=self.dtype), [len(sequence) for sequence in sequences])
 
@@ -129,13 +136,13 @@ def preprocess(
     worker is killed; nothing is left under the final names, or what was there before.
     """
     files = expand_inputs(inputs)
-    dtype = Encoder(spec).dtype  # a bad tokenizer shows here, before any process starts
+    encoder = Encoder(spec)  # a bad tokenizer shows here, before any process starts
     prefixes = [f"{output_prefix}_{key}_document" for key in spec.json_keys]
     os.makedirs(os.path.dirname(output_prefix) or ".", exist_ok=True)
     with ExitStack() as stack:
-        writers = [stack.enter_context(PairWriter(prefix, dtype)) for prefix in prefixes]
+        writers = [stack.enter_context(PairWriter(prefix, encoder.dtype)) for prefix in prefixes]
         documents = input_bytes = tokens = 0
-        for encoded, read_bytes in _encoded_tasks(spec, read_lines(files), workers):
+        for encoded, read_bytes in _encoded_tasks(encoder, read_lines(files), workers):
             for by_key in encoded:
                 for writer, document in zip(writers, by_key, strict=True):
                     writer.add(document)
@@ -201,24 +208,20 @@ class PairWriter:
         os.replace(self._partial[1], final_idx)
 
 
-Encoded = tuple[list[list[Document]], int]
-"""The documents of a task, for each line one a key, and the bytes of its lines."""
-
-
-def _encoded_tasks(spec: EncodeSpec, lines: Iterator[Line], workers: int) -> Iterator[Encoded]:
+def _encoded_tasks(encoder: Encoder, lines: Iterator[Line], workers: int) -> Iterator[Encoded]:
     """Encode in the order of the lines, with a bounded number of tasks under way.
 
     An executor, not a multiprocessing.Pool: a Pool waits for ever for a worker that the system has killed.
     """
     tasks = iter(lambda: list(islice(lines, LINES_PER_TASK)), [])
     if workers == 1:
-        yield from (_encode_task(spec, task) for task in tasks)
+        yield from map(encoder.encode_all, tasks)
         return
-    with ProcessPoolExecutor(workers, initializer=_start_worker, initargs=(spec,)) as executor:
+    with ProcessPoolExecutor(workers, initializer=_start_worker, initargs=(encoder.spec,)) as executor:
         under_way: deque[Future[Encoded]] = deque()
         try:
             for task in tasks:
-                under_way.append(executor.submit(_encode_task, spec, task))
+                under_way.append(executor.submit(_encode_task, encoder.spec, task))
                 if len(under_way) >= workers * TASKS_IN_FLIGHT:
                     yield under_way.popleft().result()
             while under_way:
@@ -227,17 +230,17 @@ def _encoded_tasks(spec: EncodeSpec, lines: Iterator[Line], workers: int) -> Ite
             executor.shutdown(wait=True, cancel_futures=True)
 
 
-@functools.lru_cache(maxsize=1)
-def _encoder(spec: EncodeSpec) -> Encoder:
-    """The process's encoder: loading a tokenizer takes longer than encoding a task."""
-    return Encoder(spec)
-
-
 def _start_worker(spec: EncodeSpec) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle, once
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes are the parallelism here
-    _encoder(spec)
+    _worker_encoder(spec)
+
+
+@functools.lru_cache(maxsize=1)
+def _worker_encoder(spec: EncodeSpec) -> Encoder:
+    """The worker's own encoder: loading a tokenizer takes longer than encoding a task."""
+    return Encoder(spec)
 
 
 def _encode_task(spec: EncodeSpec, lines: list[Line]) -> Encoded:
-    return [_encoder(spec).encode(line) for line in lines], sum(len(line.data) for line in lines)
+    return _worker_encoder(spec).encode_all(lines)

@@ -56,7 +56,8 @@ class LocalTokenizer(MegatronTokenizerBase):
 
     def tokenize(self, text: str) -> list[int]:
         """The token ids of `text`, without special tokens around it."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        # The batch call is a third faster: it alone can leave out the offsets, which nobody here needs.
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def detokenize(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
