@@ -45,10 +45,7 @@ def documents(prefix: Path) -> list[list[list[int]]]:
     """The sequences of each document."""
     dataset = IndexedDataset(str(prefix))
     bounds = dataset.document_indices
-    return [
-        [dataset[sequence].tolist() for sequence in range(begin, end)]
-        for begin, end in itertools.pairwise(bounds)
-    ]
+    return [[dataset[sequence].tolist() for sequence in range(begin, end)] for begin, end in itertools.pairwise(bounds)]
 
 
 def test_each_line_becomes_a_document_that_ends_with_end_of_document(tmp_path: Path) -> None:
@@ -104,6 +101,7 @@ def test_the_number_of_workers_does_not_change_a_byte(tmp_path: Path) -> None:
 
 
 BAD_LINES = [
+    (b'{"text": 1 2}', "line 2: not JSON: Expecting ',' delimiter at character 12"),
     (b'{"text": "1"', "line 2: not JSON"),
     (b'{"text": "\xff"}', "line 2: not JSON"),
     (["1"], "line 2: not a JSON object but list"),

@@ -86,7 +86,9 @@ class Encoder:
         where = f"--input {line.file}, line {line.number}"
         try:
             record = json.loads(line.data)
-        except ValueError as error:
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where}: not JSON: {error.msg} at character {error.pos + 1}") from None
+        except ValueError as error:  # not UTF-8
             raise ValueError(f"{where}: not JSON: {error}") from None
         if not isinstance(record, dict):
             raise ValueError(f"{where}: not a JSON object but {type(record).__name__}")
