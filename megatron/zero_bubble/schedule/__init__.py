@@ -1,5 +1,6 @@
 """What runs when: schedules as values, their costs, their bubbles. Pure Python, no torch."""
 
+from megatron.zero_bubble.schedule.analysis import Bubble, bubbles, critical_path
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import (
     Deadlock,
@@ -16,6 +17,7 @@ from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline
 from megatron.zero_bubble.schedule.validate import validate
 
 __all__ = [
+    "Bubble",
     "Deadlock",
     "Infeasible",
     "InvalidSchedule",
@@ -28,6 +30,8 @@ __all__ = [
     "TimedOp",
     "Timeline",
     "UnknownSchedule",
+    "bubbles",
+    "critical_path",
     "generate",
     "lower",
     "names",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.ir import Op, Schedule
@@ -22,9 +23,27 @@ def memory_held(schedule: Schedule, costs: StageCosts, rank: int) -> Iterator[tu
         held += change
 
 
+class PeakMemory(NamedTuple):
+    """The most that a rank holds at once, and the first operation that needs it."""
+
+    amount: float
+    op: Op | None
+    """None on a rank without operations."""
+
+
+def peaks(schedule: Schedule, costs: StageCosts) -> tuple[PeakMemory, ...]:
+    """For every rank, the most that its operations hold at once, and the first operation that reaches it."""
+    return tuple(_peak(schedule, costs, rank) for rank in range(schedule.num_ranks))
+
+
+def _peak(schedule: Schedule, costs: StageCosts, rank: int) -> PeakMemory:
+    highest = PeakMemory(0, None)
+    for op, during, _ in memory_held(schedule, costs, rank):
+        if highest.op is None or during > highest.amount:
+            highest = PeakMemory(during, op)
+    return highest
+
+
 def peak_memory(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
     """For every rank, the most that its operations hold at once."""
-    return tuple(
-        max((during for _, during, _ in memory_held(schedule, costs, rank)), default=0)
-        for rank in range(schedule.num_ranks)
-    )
+    return tuple(peak.amount for peak in peaks(schedule, costs))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.ir import BACKWARDS, Op, OpKind, Placement
 
 
@@ -31,6 +32,15 @@ def other_end(placement: Placement, rank: int, send: Op) -> tuple[int, Op]:
     target = placement.stage_of(rank, send.chunk) + (1 if forward else -1)
     kind = OpKind.RECV_FORWARD if forward else OpKind.RECV_BACKWARD
     return placement.rank_of(target), Op(kind, send.microbatch, placement.chunk_of(target))
+
+
+def message_time(placement: Placement, costs: StageCosts, rank: int, message: Op | None) -> float:
+    """How long `message`, a send or receive of `rank`, is on its way; 0 where there is none."""
+    if message is None:
+        return 0
+    stage = placement.stage_of(rank, message.chunk)
+    towards_last = message.kind in (OpKind.SEND_FORWARD, OpKind.RECV_BACKWARD)
+    return costs.time_comm[stage if towards_last else stage - 1]
 
 
 def _if_remote(placement: Placement, rank: int, neighbour: int, op: Op, kind: OpKind) -> Op | None:

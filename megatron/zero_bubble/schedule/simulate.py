@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import ScheduleError
 from megatron.zero_bubble.schedule.ir import OpKind, Schedule
+from megatron.zero_bubble.schedule.messages import message_time, receive_before, send_after
 from megatron.zero_bubble.schedule.replay import Node, dependencies, replay
 from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline
 
@@ -34,24 +35,14 @@ def simulate(schedule: Schedule, costs: StageCosts, *, overlap_communication: bo
         op = schedule.ops[rank][position]
         stage = placement.stage_of(rank, op.chunk)
         start = free[rank]
+        comm = message_time(placement, costs, rank, receive_before(placement, rank, op))
         for needed in dependencies(placement, op.kind, stage, op.microbatch):
-            if placement.rank_of(needed[1]) == rank:
-                continue  # the rank itself ran it before
-            comm = costs.time_comm[min(stage, needed[1])]
-            sent = ends[needed]
-            start = max(start, sent + comm) if overlap_communication else max(start, sent) + comm
+            if placement.rank_of(needed[1]) != rank:  # what the rank itself ran is there
+                sent = ends[needed]
+                start = max(start, sent + comm) if overlap_communication else max(start, sent) + comm
         end = start + times[op.kind][stage]
         lanes[rank].append(TimedOp(op, start, end))
-        kind = OpKind.B if op.kind is OpKind.BW else op.kind
-        ends[kind, stage, op.microbatch] = free[rank] = end
-        if not overlap_communication:
-            free[rank] = end + _time_of_sending(schedule, costs, kind, rank, stage)
+        ends[OpKind.B if op.kind is OpKind.BW else op.kind, stage, op.microbatch] = end
+        sending = 0 if overlap_communication else message_time(placement, costs, rank, send_after(placement, rank, op))
+        free[rank] = end + sending
     return Timeline(schedule, costs, overlap_communication, tuple(tuple(lane) for lane in lanes))
-
-
-def _time_of_sending(schedule: Schedule, costs: StageCosts, kind: OpKind, rank: int, stage: int) -> float:
-    """How long the result of an operation keeps its rank busy with sending."""
-    target = {OpKind.F: stage + 1, OpKind.B: stage - 1}.get(kind, -1)
-    if not 0 <= target < schedule.num_stages or schedule.placement.rank_of(target) == rank:
-        return 0
-    return costs.time_comm[min(stage, target)]

@@ -1,0 +1,111 @@
+"""Why a timeline takes as long as it does: its bubbles by cause, and its critical path."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from megatron.zero_bubble.schedule.ir import Op, OpKind
+from megatron.zero_bubble.schedule.messages import message_time, receive_before, send_after
+from megatron.zero_bubble.schedule.replay import Node, dependencies
+from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline
+
+
+@dataclass(frozen=True)
+class Bubble:
+    """The time that one rank does not compute, from the first operation anywhere to the last anywhere, by cause."""
+
+    warmup: float
+    """Before the rank's first operation: the pipeline fills."""
+    waiting_for_forward: float
+    """Before a later F, whose input is not there yet."""
+    waiting_for_backward: float
+    """Before a B or BW, whose gradient is not there yet."""
+    communication: float
+    """Sending and receiving, where that occupies the rank."""
+    tail: float
+    """After the rank's last operation: the pipeline drains."""
+
+    @property
+    def total(self) -> float:
+        """The makespan without the rank's work."""
+        return self.warmup + self.within_span + self.tail
+
+    @property
+    def within_span(self) -> float:
+        """The part between the rank's first and last operation, which its span pays for."""
+        return self.waiting_for_forward + self.waiting_for_backward + self.communication
+
+
+def bubbles(timeline: Timeline) -> tuple[Bubble, ...]:
+    """For every rank that has operations, its bubble by cause; a rank without any only waits."""
+    lanes = [lane for lane in timeline.lanes if lane]
+    begin = min((lane[0].start for lane in lanes), default=0)
+    end = max((lane[-1].end for lane in lanes), default=0)
+    return tuple(_bubble(timeline, rank, begin, end) for rank in range(len(timeline.lanes)))
+
+
+def _bubble(timeline: Timeline, rank: int, begin: float, end: float) -> Bubble:
+    lane = timeline.lanes[rank]
+    if not lane:
+        return Bubble(end - begin, 0, 0, 0, 0)
+    forward: float = 0
+    backward: float = 0
+    communication: float = 0
+    for before, timed in pairwise(lane):
+        gap = timed.start - before.end
+        busy = 0 if timeline.overlap_communication else _busy_between(timeline, rank, before.op, timed.op)
+        communication += busy
+        if timed.op.kind is OpKind.F:
+            forward += gap - busy
+        else:
+            backward += gap - busy
+    return Bubble(lane[0].start - begin, forward, backward, communication, end - lane[-1].end)
+
+
+def _busy_between(timeline: Timeline, rank: int, before: Op, op: Op) -> float:
+    """How long sending the result of `before` and receiving the input of `op` occupy the rank."""
+    placement, costs = timeline.schedule.placement, timeline.costs
+    sending = message_time(placement, costs, rank, send_after(placement, rank, before))
+    return sending + message_time(placement, costs, rank, receive_before(placement, rank, op))
+
+
+def critical_path(timeline: Timeline) -> tuple[tuple[int, TimedOp], ...]:
+    """The chain of operations that makes the makespan as long as it is, as (rank, operation), first to last.
+
+    Each operation could not start earlier because of the one before it: either its rank was busy with
+    it, or its result was needed. Where both hold the chain stays on the rank.
+    """
+    placement = timeline.schedule.placement
+    where: dict[Node, tuple[int, int]] = {}
+    for rank, lane in enumerate(timeline.lanes):
+        for position, timed in enumerate(lane):
+            kind = OpKind.B if timed.op.kind is OpKind.BW else timed.op.kind
+            where[kind, placement.stage_of(rank, timed.op.chunk), timed.op.microbatch] = (rank, position)
+    last = [(lane[-1].end, -rank) for rank, lane in enumerate(timeline.lanes) if lane]
+    path: list[tuple[int, TimedOp]] = []
+    at = (-max(last)[1], len(timeline.lanes[-max(last)[1]]) - 1) if last else None
+    while at is not None:
+        path.append((at[0], timeline.lanes[at[0]][at[1]]))
+        at = _limited_by(timeline, where, *at)
+    return tuple(reversed(path))
+
+
+def _limited_by(
+    timeline: Timeline, where: dict[Node, tuple[int, int]], rank: int, position: int
+) -> tuple[int, int] | None:
+    """(rank, position) of the operation that the one at `position` of `rank` had to wait for longest."""
+    placement, costs, overlap = timeline.schedule.placement, timeline.costs, timeline.overlap_communication
+    op = timeline.lanes[rank][position].op
+    candidates: list[tuple[float, tuple[int, int]]] = []
+    if position > 0:
+        before = timeline.lanes[rank][position - 1]
+        sending = 0 if overlap else message_time(placement, costs, rank, send_after(placement, rank, before.op))
+        candidates.append((before.end + sending, (rank, position - 1)))
+    comm = message_time(placement, costs, rank, receive_before(placement, rank, op)) if overlap else 0
+    for needed in dependencies(placement, op.kind, placement.stage_of(rank, op.chunk), op.microbatch):
+        source, at = where[needed]
+        if source != rank:
+            candidates.append((timeline.lanes[source][at].end + comm, (source, at)))
+    latest = max((time for time, _ in candidates), default=0)
+    return next((at for time, at in candidates if time == latest), None)
