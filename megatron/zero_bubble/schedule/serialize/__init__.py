@@ -1,0 +1,22 @@
+"""Schedules and costs as text: JSON (exact), a CSV grid (for eyes and spreadsheets), PyTorch's CSV dialect."""
+
+from megatron.zero_bubble.schedule.serialize.grid import schedule_from_csv, schedule_to_csv, schedule_to_grid
+from megatron.zero_bubble.schedule.serialize.json_format import (
+    costs_from_json,
+    costs_to_json,
+    schedule_from_json,
+    schedule_to_json,
+)
+from megatron.zero_bubble.schedule.serialize.pytorch import schedule_from_pytorch_csv, schedule_to_pytorch_csv
+
+__all__ = [
+    "costs_from_json",
+    "costs_to_json",
+    "schedule_from_csv",
+    "schedule_from_json",
+    "schedule_from_pytorch_csv",
+    "schedule_to_csv",
+    "schedule_to_grid",
+    "schedule_to_json",
+    "schedule_to_pytorch_csv",
+]

@@ -1,0 +1,94 @@
+"""The CSV dialect of torch.distributed.pipelining: `schedule._dump_csv` and `_load_csv` there.
+
+A row a rank, in rank order; a cell an action, written stage, letters, microbatch: `3F0`. The letters are
+not ours: I is the gradient of the input (our B), W that of the weights, B both (our BW). An empty cell is
+an idle slot, and `(0F1;3B0)OVERLAP_F_B` is two actions that run as one. What shards, unshards and reduces belongs
+to FSDP there, and sends and receives stand where that runtime wants them: a reader here leaves out both.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from megatron.zero_bubble.schedule.errors import ScheduleError
+from megatron.zero_bubble.schedule.ir import COMMUNICATION, Op, OpKind, Placement, PlacementKind, Schedule
+
+_LETTERS = {
+    OpKind.F: "F",
+    OpKind.B: "I",
+    OpKind.W: "W",
+    OpKind.BW: "B",
+    OpKind.SEND_FORWARD: "SEND_F",
+    OpKind.RECV_FORWARD: "RECV_F",
+    OpKind.SEND_BACKWARD: "SEND_B",
+    OpKind.RECV_BACKWARD: "RECV_B",
+}
+_KINDS = {letters: kind for kind, letters in _LETTERS.items()}
+_LEFT_OUT = {"UNSHARD", "RESHARD", "REDUCE_GRAD"} | {_LETTERS[kind] for kind in COMMUNICATION}
+_ACTION = re.compile(r"(\d{1,9})([A-Z_]+?)(\d{0,9})", re.ASCII)
+_OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+
+
+class _Action(NamedTuple):
+    stage: int
+    kind: OpKind
+    microbatch: int
+
+
+def schedule_to_pytorch_csv(schedule: Schedule) -> str:
+    """The schedule for `_load_csv`, format "compute_only", or "compute_comms" if it is lowered."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\r\n")
+    for rank, ops in enumerate(schedule.ops):
+        writer.writerow(
+            f"{schedule.placement.stage_of(rank, op.chunk)}{_LETTERS[op.kind]}{op.microbatch}" for op in ops
+        )
+    return text.getvalue()
+
+
+def schedule_from_pytorch_csv(text: str, name: str = "pytorch") -> Schedule:
+    """The schedule, without communication and idle slots, that `_dump_csv` wrote. It is not validated.
+
+    Which rank holds which stage follows from the actions, and must be a placement of ours: linear,
+    interleaved or v. Raises `ScheduleError`.
+    """
+    try:
+        rows = [list(_actions(row)) for row in csv.reader(io.StringIO(text), strict=True)]
+    except csv.Error as error:
+        raise ScheduleError(f"not CSV: {error}") from None
+    while rows and not rows[-1]:
+        rows.pop()  # blank lines at the end
+    if not rows:
+        raise ScheduleError("no actions found: expected a row a rank, with cells such as 0F0")
+    placement = _placement([sorted({action.stage for action in row}) for row in rows])
+    num_microbatches = 1 + max(action.microbatch for row in rows for action in row)
+    ops = (tuple(Op(kind, mb, placement.chunk_of(stage)) for stage, kind, mb in row) for row in rows)
+    return Schedule(name, placement, num_microbatches, tuple(ops))
+
+
+def _actions(cells: list[str]) -> Iterator[_Action]:
+    for cell in cells:
+        overlap = _OVERLAP.fullmatch(cell.strip())
+        for word in overlap[1].split(";") if overlap else [cell]:
+            word = word.strip()
+            match = _ACTION.fullmatch(word)
+            if not word or (match and match[2] in _LEFT_OUT):
+                continue
+            if not match or match[2] not in _KINDS or not match[3]:
+                raise ScheduleError(f"{word!r} is no action: expected stage, F, I, W or B, and microbatch, as in 2F0")
+            yield _Action(int(match[1]), _KINDS[match[2]], int(match[3]))
+
+
+def _placement(stages: list[list[int]]) -> Placement:
+    """The placement in which rank r holds `stages[r]`."""
+    num_ranks, num_chunks = len(stages), len(stages[0])
+    kinds: tuple[PlacementKind, ...] = ("linear",) if num_chunks == 1 else ("interleaved", "v")
+    for kind in kinds if num_chunks else ():
+        placement = Placement(kind, num_ranks, num_chunks)
+        if stages == [[placement.stage_of(rank, chunk) for chunk in range(num_chunks)] for rank in range(num_ranks)]:
+            return placement
+    raise ScheduleError(f"stages by rank are {stages}: expected a linear, an interleaved or a V-shaped placement")
