@@ -1,0 +1,168 @@
+"""Lets megatron-core run on a machine without CUDA.
+
+megatron-core allocates on `torch.cuda.current_device()`, forks CUDA's random state, and compares
+types with `torch.cuda.FloatTensor`. `substitute_cuda()` stands the CPU in for each of these, listed
+with its reason in `substitutions()`, and can be undone. On a machine with CUDA it touches nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+_FACTORIES = ("arange", "empty", "eye", "full", "ones", "rand", "randint", "randn", "tensor", "triu", "zeros")
+_TENSOR_TYPES = ("Float", "Half", "BFloat16", "Double", "Int", "Long", "Byte", "Bool")
+
+
+class Substitution(NamedTuple):
+    """`owner.name` becomes `replacement`, because of `reason`."""
+
+    owner: Any
+    name: str
+    replacement: Any
+    reason: str
+
+
+def substitutions() -> list[Substitution]:
+    """Everything that is stood in for, in the order in which it is applied."""
+    return [*_devices(), *_streams(), *_random_state(), *_tensors()]
+
+
+class CpuSubstitution:
+    """The applied substitutions; `restore()` undoes them, so that tests leave nothing behind."""
+
+    def __init__(self, applied: list[Substitution]) -> None:
+        self._originals: list[tuple[Any, str, Any]] = []
+        for owner, name, replacement, _ in applied:
+            self._originals.append((owner, name, owner.__dict__.get(name, _ABSENT)))
+            setattr(owner, name, replacement)
+
+    def restore(self) -> None:
+        """Put back what was there before. Calling it again does nothing."""
+        while self._originals:
+            owner, name, original = self._originals.pop()
+            if original is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
+
+
+def substitute_cuda() -> CpuSubstitution:
+    """Apply all substitutions where torch finds no CUDA device; on a GPU, none."""
+    if torch.cuda.is_available():
+        return CpuSubstitution([])
+    # megatron-core compiles some of its functions at import; on a CPU that takes minutes and gains nothing.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    return CpuSubstitution(substitutions())
+
+
+_ABSENT = object()
+
+
+def _devices() -> Iterator[Substitution]:
+    reason = "megatron-core allocates on the current CUDA device"
+    yield Substitution(torch.cuda, "current_device", lambda: "cpu", reason)
+    for name in _FACTORIES:
+        yield Substitution(torch, name, _on_cpu(getattr(torch, name)), 'megatron-core calls it with device="cuda"')
+    yield Substitution(torch.cuda, "synchronize", _nothing, "timers and the optimizer wait for the device")
+    yield Substitution(torch.cuda, "set_device", _nothing, "the CPU is always the current device")
+    for name in ("range_push", "range_pop"):
+        yield Substitution(torch.cuda.nvtx, name, _nothing, "profiler ranges need CUDA's library")
+
+
+def _streams() -> Iterator[Substitution]:
+    reason = "collectives are put on side streams; on a CPU all work is in order"
+    yield Substitution(torch.cuda, "Stream", _Stream, reason)
+    yield Substitution(torch.cuda, "Event", _Event, reason)
+    yield Substitution(torch.cuda, "stream", lambda stream: contextlib.nullcontext(), reason)
+    for name in ("current_stream", "default_stream"):
+        yield Substitution(torch.cuda, name, lambda *device: _Stream(), reason)
+
+
+def _random_state() -> Iterator[Substitution]:
+    from megatron.core.tensor_parallel import random
+
+    def get_state(device: Any = None) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_state(state: torch.Tensor, *device: Any, **options: Any) -> None:
+        torch.set_rng_state(state)
+
+    reason = "dropout and initialisation draw from CUDA's generator; here torch's CPU generator takes its part"
+    yield Substitution(torch.cuda, "get_rng_state", get_state, reason)
+    yield Substitution(torch.cuda.random, "get_rng_state", get_state, reason)
+    yield Substitution(torch.cuda, "set_rng_state", set_state, reason)
+    yield Substitution(torch.cuda, "manual_seed", torch.manual_seed, reason)
+    yield Substitution(random, "_set_cuda_rng_state", set_state, reason)
+    quiet = _without_warning("CPU RNG state changed within GPU RNG context")
+    reason = "the tracker warns when the CPU generator moves inside a CUDA fork; here it is the same generator"
+    yield Substitution(logging.getLogger(random.__name__), "filter", quiet, reason)
+
+
+def _tensors() -> Iterator[Substitution]:
+    reason = "there is nowhere to move it"
+    yield Substitution(torch.Tensor, "cuda", lambda self, *args, **kwargs: self, reason)
+    yield Substitution(torch.nn.Module, "cuda", lambda self, *args, **kwargs: self, reason)
+    for kind in _TENSOR_TYPES:
+        cpu_type = getattr(torch, f"{kind}Tensor")
+        yield Substitution(torch.cuda, f"{kind}Tensor", cpu_type, "the optimizer builds and compares CUDA tensor types")
+    yield Substitution(torch.Tensor, "type", _cuda_named(torch.Tensor.type), "the optimizer compares type names")
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return
+
+
+def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(factory)
+    def on_cpu(*args: Any, **kwargs: Any) -> Any:
+        device = kwargs.get("device")
+        if device is not None and str(device).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        return factory(*args, **kwargs)
+
+    return on_cpu
+
+
+def _cuda_named(type_of: Callable[..., Any]) -> Callable[..., Any]:
+    """`Tensor.type`, where asking for the name answers as a CUDA tensor would."""
+
+    def cuda_named(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = type_of(self, *args, **kwargs)
+        return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
+
+    return cuda_named
+
+
+def _without_warning(message: str) -> Callable[[logging.LogRecord], bool]:
+    return lambda record: message not in record.getMessage()
+
+
+class _Stream:
+    """A stream on which everything has already happened."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    wait_stream = wait_event = record_event = synchronize = _nothing
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *error: Any) -> None: ...
+
+
+class _Event:
+    """An event that has already happened."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    record = wait = synchronize = _nothing
+
+    def query(self) -> bool:
+        return True

@@ -1,0 +1,125 @@
+"""A `Stage` made of megatron-core's `forward_step` and `backward_step`.
+
+One `MegatronStage` lives for one call of the forward-backward function: it knows the call's arguments,
+and collects what the loss function returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import schedules as mcore
+from megatron.core.utils import get_model_config, get_model_type
+
+from megatron.zero_bubble.runtime.communicator import TensorSpec
+from megatron.zero_bubble.schedule import Op, OpKind, Placement
+
+NoSync = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+class GradSync:
+    """megatron-core's `no_sync` around every operation but those of the last microbatch.
+
+    DDP counts a parameter as ready when its gradient arrives outside of `no_sync`. The W of an early
+    microbatch may run after the B of the last one, so the switch is set for each operation by itself.
+    """
+
+    def __init__(self, no_sync: NoSync | list[NoSync] | None, num_chunks: int) -> None:
+        functions = no_sync if isinstance(no_sync, list) else [no_sync or contextlib.nullcontext] * num_chunks
+        self._no_sync = functions
+        self._entered: dict[int, contextlib.AbstractContextManager[Any]] = {}
+
+    def enable(self, chunk: int, enabled: bool) -> None:
+        """Let the gradients of `chunk` that arrive from now on count as the last ones, or not."""
+        if enabled and chunk in self._entered:
+            self._entered.pop(chunk).__exit__(None, None, None)
+        elif not enabled and chunk not in self._entered:
+            self._entered[chunk] = self._no_sync[chunk]()
+            self._entered[chunk].__enter__()
+
+    def enable_all(self) -> None:
+        for chunk in list(self._entered):
+            self.enable(chunk, True)
+
+
+@dataclass
+class MegatronStage:
+    """The computation of one rank in one step.
+
+    Attributes:
+        forward_step_func: the user's forward step, as megatron-core takes it.
+        data_iterators: one a model chunk; None where a chunk needs no data.
+        model_chunks: this rank's modules, by chunk.
+        output_shape: shape of the tensor that passes between stages.
+        cp_group_size: context-parallel size, by which megatron-core scales the loss.
+        forward_data_store: what the loss function returned, one entry a microbatch, on the last stage.
+        num_tokens: sum of the token counts that the loss function returned.
+    """
+
+    forward_step_func: Callable[..., Any]
+    data_iterators: Sequence[Iterator[Any] | None]
+    model_chunks: Sequence[torch.nn.Module]
+    placement: Placement
+    rank: int
+    num_microbatches: int
+    output_shape: tuple[int, ...]
+    cp_group_size: int
+    device: torch.device
+    forward_only: bool = False
+    collect_non_loss_data: bool = False
+    first_val_step: bool | None = None
+    forward_data_store: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._config = get_model_config(self.model_chunks[0])
+        self._model_type = get_model_type(self.model_chunks[0])
+        self._grad_sync = GradSync(self._config.no_sync_func, len(self.model_chunks))
+        self.num_tokens = torch.zeros([], dtype=torch.int, device=self.device)
+
+    def forward(self, microbatch: int, chunk: int, input_tensor: torch.Tensor | None) -> torch.Tensor:
+        stage = self.placement.stage_of(self.rank, chunk)
+        output, num_tokens = mcore.forward_step(
+            self.forward_step_func,
+            self.data_iterators[chunk],
+            self.model_chunks[chunk],
+            self.num_microbatches,
+            input_tensor,
+            self.forward_data_store,
+            self._config,
+            self.cp_group_size,
+            self.collect_non_loss_data,
+            is_first_microbatch=mcore.check_first_val_step(self.first_val_step, self.forward_only, microbatch == 0),
+            current_microbatch=microbatch,
+            vp_stage=chunk if self.placement.num_chunks > 1 else None,
+            is_last_stage=stage == self.placement.num_stages - 1,
+        )
+        self.num_tokens += num_tokens
+        return output
+
+    def backward(
+        self,
+        microbatch: int,
+        chunk: int,
+        input_tensor: torch.Tensor | None,
+        output_tensor: torch.Tensor,
+        output_grad: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        return mcore.backward_step(input_tensor, output_tensor, output_grad, self._model_type, self._config)
+
+    def release_output(self, output_tensor: torch.Tensor) -> None:
+        mcore.deallocate_output_tensor(output_tensor, self._config.deallocate_pipeline_outputs)
+
+    def before_gradients(self, op: Op) -> None:
+        self._grad_sync.enable(op.chunk, op.microbatch == self.num_microbatches - 1)
+
+    def message_spec(self, op: Op) -> TensorSpec:
+        assert op.kind in (OpKind.RECV_FORWARD, OpKind.RECV_BACKWARD)
+        return TensorSpec(self.output_shape, self._config.pipeline_dtype, self.device)
+
+    def finish(self) -> None:
+        """All operations have run: leave `no_sync`, as DDP expects between steps."""
+        self._grad_sync.enable_all()

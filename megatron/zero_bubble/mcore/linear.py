@@ -1,0 +1,220 @@
+"""Splits the backward of megatron-core's linear layers into B and W.
+
+`split_weight_gradients` binds another `_forward_impl` to each ColumnParallelLinear and RowParallelLinear
+*instance* of a model; nothing is patched globally. Forward is megatron-core's own. In backward, inside
+`WeightGradStore.deferring()`, only the input's gradient (and the bias', a sum) is computed and a
+closure with the weight's is put into the store; outside of it, megatron-core's own fused backward runs.
+
+W ends by calling the hook with which megatron-core's DDP accumulates `param.grad` into `main_grad`
+and, once the last one of a bucket is there, starts the reduction: the additions are the same, in the
+same order, as with autograd. DDP hands that hook out to modules with
+`register_wgrad_accumulation_and_reduce_hooks` when its config says `delay_wgrad_compute`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    LinearWithGradAccumulationAndAsyncCommunication,
+    RowParallelLinear,
+    linear_with_frozen_weight,
+)
+from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
+
+from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
+
+_SPLIT_LAYERS = (ColumnParallelLinear, RowParallelLinear)
+
+
+def split_weight_gradients(model_chunks: Iterable[torch.nn.Module], store: WeightGradStore) -> list[str]:
+    """Make every linear layer of the model defer its weight gradient to `store` when asked to.
+
+    Call it before the model is wrapped in DDP, whose config must say `delay_wgrad_compute`.
+
+    Returns:
+        The names of the parameters whose gradient is now computed in W.
+
+    Raises:
+        ValueError: a layer has a setting under which its W cannot be deferred.
+    """
+    split = []
+    for chunk in model_chunks:
+        for name, module in chunk.named_modules():
+            if isinstance(module, _SPLIT_LAYERS) and _split(module, store):
+                split.append(f"{name}.weight")
+    return split
+
+
+def _split(layer: Any, store: WeightGradStore) -> bool:
+    if layer.weight is None:
+        # The output layer on a rank that also holds the embedding uses the embedding's weight.
+        return False
+    if layer.config.defer_embedding_wgrad_compute:
+        raise ValueError(
+            "defer_embedding_wgrad_compute puts off the output layer's weight gradient a second time: switch it off"
+        )
+    if not layer.weight.requires_grad:
+        return False
+    # Read by megatron-core's DDP: this parameter's gradient comes from a hook of its module, not from autograd.
+    layer.weight.skip_backward_post_hook = True
+    weight_grad = LayerWeightGrad(layer.weight, store)
+    layer.register_wgrad_accumulation_and_reduce_hooks = weight_grad.set_hook
+    layer._forward_impl = MethodType(_forward_impl, weight_grad)
+    return True
+
+
+class LayerWeightGrad:
+    """The weight gradient of one layer: how it is computed, and what happens to it then."""
+
+    def __init__(self, weight: Any, store: WeightGradStore) -> None:
+        self._weight = weight
+        self._hook: Callable[[], None] | None = None
+        self.store = store
+
+    def set_hook(self, hook: Callable[[], None]) -> None:
+        """Megatron-core's DDP: `hook` adds `weight.grad` to `weight.main_grad` and counts it as ready."""
+        self._hook = hook
+
+    def accumulate(self, grad: torch.Tensor) -> None:
+        """What autograd and DDP's hook would do with `grad`."""
+        if self._hook is None:
+            self._weight.grad = grad if self._weight.grad is None else self._weight.grad + grad
+            return
+        assert self._weight.grad is None, "a weight's gradient was computed twice"
+        self._weight.grad = grad
+        self._hook()
+
+
+def _forward_impl(
+    weight_grad: LayerWeightGrad,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    gradient_accumulation_fusion: bool,
+    allreduce_dgrad: bool,
+    sequence_parallel: bool,
+    tp_group: dist.ProcessGroup | None,
+    grad_output_buffer: None = None,
+    wgrad_deferral_limit: int | None = None,
+) -> torch.Tensor:
+    """Stands in for `ColumnParallelLinear._forward_impl` and `RowParallelLinear._forward_impl`."""
+    if not weight.requires_grad:
+        return linear_with_frozen_weight(
+            input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, tp_group
+        )
+    return _SplitLinear.apply(
+        weight_grad, input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, tp_group
+    )
+
+
+class _SplitLinear(torch.autograd.Function):
+    """megatron-core's linear, whose backward can leave W for later."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weight_grad: LayerWeightGrad,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        gradient_accumulation_fusion: bool,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        tp_group: dist.ProcessGroup | None,
+    ) -> torch.Tensor:
+        ctx.weight_grad = weight_grad
+        return LinearWithGradAccumulationAndAsyncCommunication.forward(
+            ctx,
+            input,
+            weight,
+            bias,
+            gradient_accumulation_fusion,
+            allreduce_dgrad,
+            sequence_parallel,
+            None,
+            None,
+            tp_group,
+        )
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if ctx.weight_grad.store.is_deferring:
+            grad_input, grad_bias = _input_grad(ctx, grad_output)
+        else:
+            fused = LinearWithGradAccumulationAndAsyncCommunication.backward(ctx, grad_output)
+            grad_input, grad_weight, grad_bias = fused[:3]
+            ctx.weight_grad.accumulate(grad_weight)
+        return None, grad_input, None, grad_bias, None, None, None, None
+
+
+def _input_grad(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """B of one layer: the gradients of its input and of its bias; its W goes into the store."""
+    saved_input, weight = ctx.saved_tensors
+    grad_input = grad_output.matmul(weight)
+    handle = None
+    if ctx.allreduce_dgrad:
+        handle = dist.all_reduce(grad_input, group=ctx.tp_group, async_op=True)
+    elif ctx.sequence_parallel:
+        full_grad_input, grad_input = grad_input, torch.empty_like(saved_input)
+        handle = dist.reduce_scatter_tensor(grad_input, full_grad_input, group=ctx.tp_group, async_op=True)
+    # Whatever needs no other rank runs while the tensor-parallel ranks exchange the input's gradient.
+    grad_bias = grad_output.reshape(-1, grad_output.shape[-1]).sum(dim=0) if ctx.use_bias else None
+    ctx.weight_grad.store.put(
+        partial(
+            _compute_weight_grad,
+            ctx.weight_grad,
+            weight,
+            saved_input,
+            grad_output,
+            ctx.gradient_accumulation_fusion,
+            ctx.tp_group if ctx.sequence_parallel else None,
+        )
+    )
+    if handle is not None:
+        handle.wait()
+    return grad_input, grad_bias
+
+
+def _compute_weight_grad(
+    weight_grad: LayerWeightGrad,
+    weight: torch.Tensor,
+    saved_input: torch.Tensor,
+    grad_output: torch.Tensor,
+    gradient_accumulation_fusion: bool,
+    gather_group: dist.ProcessGroup | None,
+) -> None:
+    """W of one layer for one microbatch."""
+    if gather_group is not None:
+        # Sequence parallelism: only this rank's slice of the input was kept. The shared buffer that
+        # megatron-core gathers into is overwritten between B and W, so it is gathered again, now.
+        shape = (saved_input.shape[0] * gather_group.size(), *saved_input.shape[1:])
+        total_input = saved_input.new_empty(shape)
+        dist.all_gather_into_tensor(total_input, saved_input.contiguous(), group=gather_group)
+    else:
+        total_input = saved_input
+    grad_output, total_input = prepare_input_tensors_for_wgrad_compute(grad_output, total_input)
+    if gradient_accumulation_fusion:
+        weight_grad.accumulate(_add_to_main_grad(weight, total_input, grad_output))
+    else:
+        weight_grad.accumulate(grad_output.t().matmul(total_input))
+
+
+def _add_to_main_grad(weight: Any, total_input: torch.Tensor, grad_output: torch.Tensor) -> torch.Tensor:
+    """apex' kernel: the product is added to `main_grad` in one pass.
+
+    Returns an empty stand-in of the gradient's shape, which DDP's hook expects and does not read.
+    """
+    import fused_weight_gradient_mlp_cuda as apex
+
+    wide = weight.main_grad.dtype == torch.float32
+    add = apex.wgrad_gemm_accum_fp32 if wide else apex.wgrad_gemm_accum_fp16
+    add(total_input, grad_output, weight.main_grad)
+    weight.grad_added_to_main_grad = True
+    return weight.detach().new_empty(1).expand_as(weight)

@@ -1,0 +1,197 @@
+"""The one interpreter that runs every schedule.
+
+An `Executor` walks its rank's operations in order. It knows nothing of models: what F and B compute is a
+`Stage`'s affair, when they run is the schedule's.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from megatron.zero_bubble.runtime.communicator import Communicator, PendingReceive, PendingSend, TensorSpec
+from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
+from megatron.zero_bubble.schedule import Op, OpKind, Schedule
+from megatron.zero_bubble.schedule.ir import BACKWARDS
+
+
+class Stage(Protocol):
+    """The computation of one rank's model chunks."""
+
+    def forward(self, microbatch: int, chunk: int, input_tensor: torch.Tensor | None) -> torch.Tensor:
+        """Run one microbatch forward; `input_tensor` is None on the first stage.
+
+        Returns what the next stage receives, or on the last stage the loss.
+        """
+        ...
+
+    def backward(
+        self,
+        microbatch: int,
+        chunk: int,
+        input_tensor: torch.Tensor | None,
+        output_tensor: torch.Tensor,
+        output_grad: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        """Run one microbatch backward; `output_grad` is None on the last stage.
+
+        Returns the gradient of `input_tensor`, or None on the first stage.
+        """
+        ...
+
+    def release_output(self, output_tensor: torch.Tensor) -> None:
+        """The output's values have been handed on: only its place in the autograd graph is needed now."""
+        ...
+
+    def before_gradients(self, op: Op) -> None:
+        """Called before each B, W and BW: the operations that add to parameters' gradients."""
+        ...
+
+    def message_spec(self, op: Op) -> TensorSpec:
+        """Shape, type and device of the message that the receive `op` brings."""
+        ...
+
+
+class LeftoverError(RuntimeError):
+    """A step ended and something was not consumed: a bug in a schedule or in the runtime."""
+
+
+class _LocalMessage:
+    """A tensor between two stages of the same rank."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def wait(self) -> torch.Tensor:
+        return self._tensor
+
+
+_Key = tuple[bool, int, int]
+"""A message or an activation: (is forward, chunk, microbatch)."""
+
+
+class Executor:
+    """Runs one rank's operations of a lowered schedule.
+
+    Args:
+        schedule: lowered (see `schedule.lower`) and valid (see `schedule.validate`).
+        rank: this process's pipeline rank.
+        communicator: the channels to the neighbouring ranks.
+        weight_grad_store: where the stage's layers put the weight gradients that B defers.
+    """
+
+    def __init__(
+        self, schedule: Schedule, rank: int, communicator: Communicator, weight_grad_store: WeightGradStore
+    ) -> None:
+        self.schedule = schedule
+        self.rank = rank
+        self._communicator = communicator
+        self._store = weight_grad_store
+        self._stages = [schedule.placement.stage_of(rank, chunk) for chunk in range(schedule.num_chunks)]
+        self._ops = [(op, str(op)) for op in schedule.ops[rank]]
+        self._runs_backward = any(op.kind in BACKWARDS for op, _ in self._ops)
+        self._activations: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
+        self._incoming: dict[_Key, PendingReceive] = {}
+        self._outgoing: dict[_Key, torch.Tensor] = {}
+        self._sends: deque[PendingSend] = deque()
+        self._handlers: dict[OpKind, Callable[[Stage, Op], None]] = {
+            OpKind.F: self._forward,
+            OpKind.B: self._backward_input,
+            OpKind.W: self._backward_weight,
+            OpKind.BW: self._backward,
+            OpKind.SEND_FORWARD: self._send,
+            OpKind.SEND_BACKWARD: self._send,
+            OpKind.RECV_FORWARD: self._receive,
+            OpKind.RECV_BACKWARD: self._receive,
+        }
+
+    def run(self, stage: Stage) -> None:
+        """Run all operations of one step.
+
+        Raises:
+            LeftoverError: something was left at the end: a pending W, a message, an activation.
+        """
+        for op, name in self._ops:
+            with torch.profiler.record_function(name):
+                self._handlers[op.kind](stage, op)
+            self._drop_finished_sends()
+        for send in self._sends:
+            send.wait()
+        self._sends.clear()
+        self._check_nothing_left()
+
+    @property
+    def num_live_activations(self) -> int:
+        """Microbatches, summed over chunks, whose forward has run and whose B or BW has not."""
+        return len(self._activations)
+
+    def _forward(self, stage: Stage, op: Op) -> None:
+        input_tensor = None
+        if self._stages[op.chunk] > 0:
+            input_tensor = self._incoming.pop((True, op.chunk, op.microbatch)).wait()
+            if self._runs_backward:
+                input_tensor.requires_grad_()
+        output = stage.forward(op.microbatch, op.chunk, input_tensor)
+        if self._runs_backward:
+            self._activations[op.chunk, op.microbatch] = (input_tensor, output)
+        if self._stages[op.chunk] + 1 < self.schedule.num_stages:
+            self._hand_on(stage, op, output, is_forward=True)
+
+    def _backward(self, stage: Stage, op: Op) -> None:
+        output_grad = None
+        if self._stages[op.chunk] + 1 < self.schedule.num_stages:
+            output_grad = self._incoming.pop((False, op.chunk, op.microbatch)).wait()
+        input_tensor, output = self._activations.pop((op.chunk, op.microbatch))
+        stage.before_gradients(op)
+        input_grad = stage.backward(op.microbatch, op.chunk, input_tensor, output, output_grad)
+        if input_grad is not None:
+            self._hand_on(stage, op, input_grad, is_forward=False)
+
+    def _backward_input(self, stage: Stage, op: Op) -> None:
+        with self._store.deferring():
+            self._backward(stage, op)
+        self._store.flush(op.chunk, op.microbatch)
+
+    def _backward_weight(self, stage: Stage, op: Op) -> None:
+        stage.before_gradients(op)
+        self._store.pop(op.chunk, op.microbatch)
+
+    def _hand_on(self, stage: Stage, op: Op, tensor: torch.Tensor, *, is_forward: bool) -> None:
+        """Give the result of `op` to the neighbouring stage: through the send that follows, or directly."""
+        neighbour = self._stages[op.chunk] + (1 if is_forward else -1)
+        if self.schedule.placement.rank_of(neighbour) != self.rank:
+            self._outgoing[is_forward, op.chunk, op.microbatch] = tensor
+            return
+        chunk = self.schedule.placement.chunk_of(neighbour)
+        self._incoming[is_forward, chunk, op.microbatch] = _LocalMessage(tensor.detach())
+        if is_forward:
+            stage.release_output(tensor)
+
+    def _send(self, stage: Stage, op: Op) -> None:
+        is_forward = op.kind is OpKind.SEND_FORWARD
+        tensor = self._outgoing.pop((is_forward, op.chunk, op.microbatch))
+        destination = self.schedule.placement.peer_of(self.rank, op)
+        self._sends.append(self._communicator.send(tensor, destination))
+        if is_forward and self._runs_backward:
+            stage.release_output(tensor)
+
+    def _receive(self, stage: Stage, op: Op) -> None:
+        source = self.schedule.placement.peer_of(self.rank, op)
+        key = (op.kind is OpKind.RECV_FORWARD, op.chunk, op.microbatch)
+        self._incoming[key] = self._communicator.receive(source, stage.message_spec(op))
+
+    def _drop_finished_sends(self) -> None:
+        while self._sends and self._sends[0].is_done():
+            self._sends.popleft()
+
+    def _check_nothing_left(self) -> None:
+        left = [f"W{microbatch} of chunk {chunk} is pending" for chunk, microbatch in self._store.pending()]
+        left += [f"activations of F{m} of chunk {c} are alive" for c, m in self._activations]
+        for words, messages in (("received, not used", self._incoming), ("computed, not sent", self._outgoing)):
+            left += [f"a message of microbatch {m}, chunk {c} was {words}" for _, c, m in messages]
+        if left:
+            ops = self.schedule.excerpt(self.rank, len(self._ops) - 1)
+            raise LeftoverError(f"{self.schedule.name}: at the end of a step {'; '.join(left)}. {ops}")

@@ -1,0 +1,73 @@
+"""`WeightGradStore`: the weight gradients (W) that B has put off."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+WeightGrad = Callable[[], None]
+"""Computes the weight gradient of one layer for one microbatch and adds it to the parameter's gradient."""
+
+
+class WeightGradStore:
+    """Deferred weight gradients of one pipeline rank: one first-in-first-out queue per model chunk.
+
+    While a B runs inside `deferring()`, each layer hands over its weight gradient with `put`; `flush`
+    closes that microbatch's bundle and `pop` runs the oldest bundle of a chunk. Outside of
+    `deferring()` a layer computes its weight gradient itself, fused with B.
+    """
+
+    def __init__(self, num_chunks: int = 1) -> None:
+        self._queues: list[deque[tuple[int, list[WeightGrad]]]] = [deque() for _ in range(num_chunks)]
+        self._bundle: list[WeightGrad] = []
+        self._is_deferring = False
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self._queues)
+
+    @property
+    def is_deferring(self) -> bool:
+        """Whether layers must hand over their weight gradients instead of computing them."""
+        return self._is_deferring
+
+    @contextmanager
+    def deferring(self) -> Iterator[None]:
+        """The time of one B."""
+        assert not self._is_deferring, "a B inside a B"
+        self._is_deferring = True
+        try:
+            yield
+        finally:
+            self._is_deferring = False
+
+    def put(self, weight_grad: WeightGrad) -> None:
+        """Defer one layer's weight gradient. What it needs lives until it has run."""
+        assert self._is_deferring, "put() outside of deferring()"
+        self._bundle.append(weight_grad)
+
+    def flush(self, chunk: int, microbatch: int) -> None:
+        """Queue everything put since the last flush as the W of `microbatch`."""
+        self._queues[chunk].append((microbatch, self._bundle))
+        self._bundle = []
+
+    def pop(self, chunk: int, microbatch: int) -> None:
+        """Run the oldest W of `chunk`, which must be that of `microbatch`, and release what it held."""
+        assert self._queues[chunk], f"W of microbatch {microbatch}, chunk {chunk}: nothing is pending"
+        oldest, bundle = self._queues[chunk].popleft()
+        assert oldest == microbatch, f"W of microbatch {microbatch}, chunk {chunk}: the oldest pending is {oldest}"
+        # In the order of B, from the last layer to the first, as autograd would have done it.
+        bundle.reverse()
+        while bundle:
+            bundle.pop()()
+
+    def pending(self) -> list[tuple[int, int]]:
+        """(chunk, microbatch) of every W that has not run, oldest first within a chunk."""
+        return [(chunk, microbatch) for chunk, bundles in enumerate(self._queues) for microbatch, _ in bundles]
+
+    def clear(self) -> None:
+        """Forget everything that is pending, without running it."""
+        for bundles in self._queues:
+            bundles.clear()
+        self._bundle = []

@@ -1,0 +1,189 @@
+"""The drop-in for megatron-core's `get_forward_backward_func`.
+
+    store = WeightGradStore()
+    split_weight_gradients(model_chunks, store)                  # before DDP
+    forward_backward = get_forward_backward_func("zb-h1", store)
+    losses = forward_backward(forward_step_func=..., data_iterator=..., model=..., ...)
+
+The function takes the keyword arguments of megatron-core's own, and ends a step as it does: all gradients
+are in `main_grad`, and `config.finalize_model_grads_func` has run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import schedules as mcore
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
+
+from megatron.zero_bubble.mcore.forward_backward import MegatronStage
+from megatron.zero_bubble.runtime.communicator import TorchCommunicator
+from megatron.zero_bubble.runtime.executor import Executor
+from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
+from megatron.zero_bubble.schedule import Schedule, generate, lower, validate
+
+DEFAULT_TIMEOUT = timedelta(minutes=10)
+"""After which a message between two stages that does not come fails the job: megatron-core's default."""
+
+
+def get_forward_backward_func(
+    schedule: str, store: WeightGradStore, timeout: timedelta = DEFAULT_TIMEOUT
+) -> ForwardBackward:
+    """The forward-backward function that runs the schedule of this name (see `schedule.names()`).
+
+    Args:
+        schedule: name of a generator.
+        store: the store that the model's linear layers were split with.
+        timeout: for one message between two stages.
+
+    Raises:
+        UnknownSchedule: no generator has this name.
+    """
+    return ForwardBackward(schedule, store, timeout)
+
+
+class ForwardBackward:
+    """Runs forward and backward of all microbatches of a step under one schedule.
+
+    Schedules are generated, lowered and validated once for each number of microbatches, and kept.
+    The process groups of the channels are created at the first call.
+    """
+
+    def __init__(self, schedule: str, store: WeightGradStore, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+        self._name = schedule
+        self._timeout = timeout
+        self._store = store
+        self._executors: dict[tuple[int, bool], Executor] = {}
+        self._communicator: TorchCommunicator | None = None
+        generate(schedule, num_ranks=2, num_microbatches=2)  # an unknown name is refused here, not at the first step
+
+    def __call__(
+        self,
+        *,
+        forward_step_func: Any,
+        data_iterator: Iterator[Any] | Sequence[Iterator[Any] | None] | None,
+        model: torch.nn.Module | Sequence[torch.nn.Module],
+        num_microbatches: int,
+        seq_length: int,
+        micro_batch_size: int,
+        decoder_seq_length: int | None = None,
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+        first_val_step: bool | None = None,
+        adjust_tensor_shapes_fn: Any = None,
+        p2p_communicator: Any = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        force_all_reduce: bool | None = False,
+    ) -> list[Any]:
+        """Run one step.
+
+        The arguments are those of megatron-core's forward-backward functions. `p2p_communicator` is
+        only read for its pipeline group: messages go through channels of our own.
+
+        Returns:
+            What the loss function returned for each microbatch, on the rank that holds the last stage.
+
+        Raises:
+            ValueError: a setting that no zero-bubble schedule can honour.
+        """
+        chunks = list(model) if isinstance(model, Sequence) else [model]
+        iterators = list(data_iterator) if isinstance(data_iterator, Sequence) else [data_iterator]
+        config = get_model_config(chunks[0])
+        _refuse_unsupported(config, adjust_tensor_shapes_fn)
+        groups = pg_collection or _default_groups()
+        executor = self._executor(groups.pp, num_microbatches, forward_only)
+        shapes = mcore.get_tensor_shapes(
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+            decoder_seq_length=decoder_seq_length,
+            config=config,
+            tp_group=groups.tp,
+            cp_group=groups.cp,
+        )
+        stage = MegatronStage(
+            forward_step_func=forward_step_func,
+            data_iterators=iterators,
+            model_chunks=chunks,
+            placement=executor.schedule.placement,
+            rank=executor.rank,
+            num_microbatches=num_microbatches,
+            output_shape=tuple(shapes[0]),
+            cp_group_size=groups.cp.size(),
+            device=_device(),
+            forward_only=forward_only,
+            collect_non_loss_data=collect_non_loss_data,
+            first_val_step=first_val_step,
+        )
+        if config.timers is not None:
+            config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+        executor.run(stage)
+        stage.finish()
+        if config.finalize_model_grads_func is not None and not forward_only:
+            config.finalize_model_grads_func(
+                chunks,
+                stage.num_tokens if config.calculate_per_token_loss else None,
+                pg_collection=groups,
+                force_all_reduce=force_all_reduce,
+            )
+        if config.timers is not None:
+            config.timers("forward-backward").stop()
+        return stage.forward_data_store
+
+    def schedule_for(self, num_ranks: int, num_microbatches: int) -> Schedule:
+        """The lowered schedule of a training step with this many microbatches."""
+        schedule = lower(generate(self._name, num_ranks, num_microbatches))
+        validate(schedule)
+        return schedule
+
+    def _executor(self, pp_group: dist.ProcessGroup, num_microbatches: int, forward_only: bool) -> Executor:
+        key = (num_microbatches, forward_only)
+        if key not in self._executors:
+            schedule = self.schedule_for(pp_group.size(), num_microbatches)
+            if forward_only:
+                schedule = lower(schedule.without_communication().forward_only())
+                validate(schedule)
+            if self._communicator is None:
+                ranks = dist.get_process_group_ranks(pp_group)
+                self._communicator = TorchCommunicator(
+                    ranks, pp_group.rank(), schedule.placement, _device(), self._timeout
+                )
+            self._executors[key] = Executor(schedule, pp_group.rank(), self._communicator, self._store)
+        return self._executors[key]
+
+
+def _refuse_unsupported(config: Any, adjust_tensor_shapes_fn: Any) -> None:
+    """Settings of megatron-core's pipeline that have no meaning under a schedule of ours."""
+    reasons = {
+        "variable_seq_lengths": config.variable_seq_lengths,
+        "num_microbatches_with_partial_activation_checkpoints": (
+            config.num_microbatches_with_partial_activation_checkpoints is not None
+        ),
+        "overlap_moe_expert_parallel_comm": config.overlap_moe_expert_parallel_comm,
+        "adjust_tensor_shapes_fn": adjust_tensor_shapes_fn is not None,
+    }
+    for setting, is_on in reasons.items():
+        if is_on:
+            raise ValueError(f"{setting} is not supported by zero-bubble schedules: switch it off")
+
+
+def _default_groups() -> ProcessGroupCollection:
+    groups = ProcessGroupCollection()
+    groups.tp = parallel_state.get_tensor_model_parallel_group()
+    groups.pp = parallel_state.get_pipeline_model_parallel_group()
+    groups.cp = parallel_state.get_context_parallel_group()
+    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
+    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
+    groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
+    return groups
+
+
+def _device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

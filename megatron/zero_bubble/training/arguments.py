@@ -1,0 +1,182 @@
+"""The flags of `pretrain_gpt.py`. Names and meanings are Megatron-LM's; ours begin with `--zero-bubble`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.zero_bubble.training.flags import flag, parse_flags
+
+
+@dataclass
+class ModelFlags:
+    """Model."""
+
+    num_layers: int = flag("number of transformer layers")
+    hidden_size: int = flag("width of the residual stream")
+    num_attention_heads: int = flag("number of attention heads")
+    seq_length: int = flag("tokens in a sequence")
+    max_position_embeddings: int | None = flag("largest position that is embedded (default: --seq-length)", None)
+    ffn_hidden_size: int | None = flag(
+        "width of the MLP (default: 4 x hidden size; with --swiglu two thirds of it)", None
+    )
+    kv_channels: int | None = flag("width of one attention head (default: hidden size / heads)", None)
+    group_query_attention: bool = flag("share keys and values among groups of heads", False)
+    num_query_groups: int = flag("number of groups for --group-query-attention", 1)
+    position_embedding_type: str = flag("kind of positions", "learned_absolute", choices=("learned_absolute", "rope"))
+    rotary_base: int = flag("base of the rotary frequencies", 10000)
+    rotary_percent: float = flag("part of a head's channels that is rotated", 1.0)
+    swiglu: bool = flag("gated SiLU in the MLP instead of GeLU", False)
+    normalization: str = flag("kind of normalization", "LayerNorm", choices=("LayerNorm", "RMSNorm"))
+    norm_epsilon: float = flag("epsilon of the normalization", 1e-5)
+    untie_embeddings_and_output_weights: bool = flag("give the output layer weights of its own", False)
+    disable_bias_linear: bool = flag("no bias in linear layers", False)
+    attention_dropout: float = flag("dropout of attention weights", 0.1)
+    hidden_dropout: float = flag("dropout of the residual branches", 0.1)
+    init_method_std: float = flag("standard deviation of the initial weights", 0.02)
+    make_vocab_size_divisible_by: int = flag("pad the vocabulary to a multiple of this times the tensor size", 128)
+    transformer_impl: str = flag("layers: megatron-core's own", "local", choices=("local",))
+
+
+@dataclass
+class ParallelFlags:
+    """Parallelism."""
+
+    tensor_model_parallel_size: int = flag("ranks that share each layer", 1)
+    pipeline_model_parallel_size: int = flag("pipeline ranks", 1)
+    use_distributed_optimizer: bool = flag("shard the optimizer's state over data-parallel ranks", False)
+    overlap_grad_reduce: bool = flag("reduce gradients while the backward runs", False)
+    overlap_param_gather: bool = flag("gather parameters while the forward runs", False)
+    ddp_bucket_size: int | None = flag("parameters in a bucket of the gradient reduction", None)
+    distributed_backend: str | None = flag(
+        "torch.distributed backend (default: nccl, gloo without CUDA)", None, choices=("nccl", "gloo")
+    )
+    distributed_timeout_minutes: int = flag("minutes after which a collective gives up", 10)
+
+
+@dataclass
+class TrainingFlags:
+    """Training."""
+
+    micro_batch_size: int = flag("sequences in a microbatch, on one data-parallel rank")
+    global_batch_size: int | None = flag("sequences in an iteration (default: one microbatch on each replica)", None)
+    rampup_batch_size: list[int] | None = flag(
+        "START INCREMENT SAMPLES: grow the global batch from START by INCREMENT over SAMPLES", None, nargs=3
+    )
+    train_iters: int = flag("number of iterations")
+    lr: float = flag("highest learning rate")
+    min_lr: float = flag("lowest learning rate", 0.0)
+    lr_decay_style: str = flag(
+        "shape of the decay", "linear", choices=("constant", "linear", "cosine", "inverse-square-root")
+    )
+    lr_decay_iters: int | None = flag("iterations of decay (default: --train-iters)", None)
+    lr_warmup_iters: int = flag("iterations of linear warm-up", 0)
+    lr_warmup_fraction: float | None = flag("warm-up as a fraction of the decay, instead of iterations", None)
+    weight_decay: float = flag("weight decay", 0.01)
+    clip_grad: float = flag("largest global gradient norm; 0 does not clip", 1.0)
+    adam_beta1: float = flag("Adam's first moment", 0.9)
+    adam_beta2: float = flag("Adam's second moment", 0.999)
+    adam_eps: float = flag("Adam's epsilon", 1e-8)
+    bf16: bool = flag("train in bfloat16 with fp32 master weights", False)
+    accumulate_allreduce_grads_in_fp32: bool = flag(
+        "accumulate and reduce gradients in fp32 (always with --bf16)", False
+    )
+    seed: int = flag("seed of initialisation, dropout and the order of data", 1234)
+    exit_interval: int | None = flag("exit after an iteration that this divides", None)
+    exit_duration_in_mins: float | None = flag("save and exit after this many minutes", None)
+    exit_signal_handler: bool = flag("save and exit on SIGTERM", False)
+
+
+@dataclass
+class DataFlags:
+    """Data."""
+
+    data_path: list[str] | None = flag(
+        "prefix of a .bin/.idx pair, or weight prefix weight prefix ...", None, nargs="*"
+    )
+    split: str = flag("parts of --data-path for training, validation and test", "969,30,1")
+    train_data_path: list[str] | None = flag("as --data-path, for training alone", None, nargs="*")
+    valid_data_path: list[str] | None = flag("as --data-path, for validation alone", None, nargs="*")
+    test_data_path: list[str] | None = flag("as --data-path, for test alone", None, nargs="*")
+    data_cache_path: str | None = flag("folder for index caches", None)
+    mock_data: bool = flag("train on megatron-core's synthetic data", False)
+    tokenizer_type: str | None = flag(
+        "kind of tokenizer", None, choices=("HuggingFaceTokenizer", "GPT2BPETokenizer", "NullTokenizer")
+    )
+    tokenizer_model: str | None = flag("tokenizer.json, or a folder that holds it", None)
+    vocab_file: str | None = flag("vocabulary of GPT2BPETokenizer", None)
+    merge_file: str | None = flag("merges of GPT2BPETokenizer", None)
+    vocab_size: int | None = flag("vocabulary of NullTokenizer", None)
+    num_workers: int = flag("processes that load data", 2)
+    dataloader_type: str = flag("order of samples", "single", choices=("single", "cyclic"))
+    reset_position_ids: bool = flag("count positions anew after an end of document", False)
+    reset_attention_mask: bool = flag("attend within a document only", False)
+    eod_mask_loss: bool = flag("no loss at the end of a document", False)
+
+
+@dataclass
+class OutputFlags:
+    """Output, evaluation, checkpoints."""
+
+    log_interval: int = flag("iterations between log lines", 100)
+    log_throughput: bool = flag("log TFLOP/s per GPU", False)
+    timing_log_level: int = flag("detail of megatron-core's timers, 0 to 2", 0)
+    tensorboard_dir: str | None = flag("folder for TensorBoard", None)
+    tensorboard_log_interval: int = flag("iterations between TensorBoard entries", 1)
+    wandb_project: str | None = flag("Weights & Biases project", None)
+    wandb_exp_name: str | None = flag("Weights & Biases run name", None)
+    log_num_zeros_in_grad: bool = flag("count the zeros in the gradients", False)
+    log_numerics: str | None = flag("file for one JSON line an iteration: exact loss, gradient norm, parameters", None)
+    eval_interval: int = flag("iterations between evaluations", 1000)
+    eval_iters: int = flag("iterations of an evaluation; 0 never evaluates", 100)
+    save: str | None = flag("folder for checkpoints", None)
+    load: str | None = flag("folder to resume from", None)
+    save_interval: int | None = flag("iterations between checkpoints", None, names=("--persistent-save-interval",))
+    ckpt_format: str = flag("format of checkpoints", "torch_dist", choices=("torch_dist",))
+    finetune: bool = flag("load the model alone and begin at iteration 0", False)
+    no_load_optim: bool = flag("do not load the optimizer", False)
+    no_load_rng: bool = flag("do not load the random state", False)
+
+
+@dataclass
+class ZeroBubbleFlags:
+    """Zero bubble."""
+
+    zero_bubble: bool = flag(
+        "run a zero-bubble schedule (zb-h1) instead of megatron-core's own", False, names=("--enable-zero-bubble",)
+    )
+    zero_bubble_schedule: str | None = flag("name of the schedule to run; see docs/schedules.md", None)
+
+
+FLAG_GROUPS = (ModelFlags, ParallelFlags, TrainingFlags, DataFlags, OutputFlags, ZeroBubbleFlags)
+
+
+@dataclass
+class Arguments(*FLAG_GROUPS):  # type: ignore[misc]
+    """All flags, and what the environment adds to them."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    padded_vocab_size: int = 0
+    iteration: int = 0
+    consumed_train_samples: int = 0
+    consumed_valid_samples: int = 0
+
+    @property
+    def schedule(self) -> str | None:
+        """The schedule of ours that was asked for, or None for megatron-core's own."""
+        return self.zero_bubble_schedule or ("zb-h1" if self.zero_bubble else None)
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.world_size // (self.tensor_model_parallel_size * self.pipeline_model_parallel_size)
+
+
+def parse_arguments(argv: Sequence[str], prog: str = "pretrain_gpt.py") -> Arguments:
+    """Read the command line.
+
+    Raises:
+        ValueError: a flag is unknown, missing or malformed.
+    """
+    return parse_flags(Arguments, FLAG_GROUPS, argv, prog)

@@ -1,0 +1,205 @@
+"""Fills in what flags leave open and refuses what cannot work, before any process group exists.
+
+Every rank comes to the same verdict from the same command line. Each message is one line that names the
+flag, its value and what would work.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+from megatron.zero_bubble import schedule
+from megatron.zero_bubble.training.arguments import Arguments
+
+
+def complete_and_check(args: Arguments, environment: Mapping[str, str], has_cuda: bool) -> None:
+    """Fill in the defaults that depend on other flags or on the machine, then check everything.
+
+    Raises:
+        ValueError: the first thing found that cannot work.
+    """
+    args.rank = int(environment.get("RANK", "0"))
+    args.world_size = int(environment.get("WORLD_SIZE", "1"))
+    args.local_rank = int(environment.get("LOCAL_RANK", "0"))
+    _check_ranges(args)
+    _complete_model(args)
+    _check_model(args)
+    _check_parallel(args, has_cuda)
+    _check_batches(args)
+    _check_training(args)
+    _check_schedule(args)
+    _check_data(args)
+    _check_output(args)
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def _check_ranges(args: Arguments) -> None:
+    at_least_one = (
+        *("num_layers", "hidden_size", "num_attention_heads", "seq_length", "num_query_groups", "micro_batch_size"),
+        *("max_position_embeddings", "ffn_hidden_size", "kv_channels", "make_vocab_size_divisible_by"),
+        *("tensor_model_parallel_size", "pipeline_model_parallel_size", "train_iters", "global_batch_size", "seed"),
+        *("log_interval", "eval_interval", "save_interval", "exit_interval", "tensorboard_log_interval"),
+        *("distributed_timeout_minutes", "vocab_size", "ddp_bucket_size", "lr_decay_iters"),
+    )
+    for name in at_least_one:
+        value = getattr(args, name)
+        _require(value is None or value >= 1, f"{_flag(name)} must be at least 1, got {value}")
+    not_negative = ("lr", "min_lr", "weight_decay", "clip_grad", "eval_iters", "num_workers", "lr_warmup_iters")
+    for name in (*not_negative, "attention_dropout", "hidden_dropout", "timing_log_level"):
+        value = getattr(args, name)
+        _require(value >= 0 and math.isfinite(value), f"{_flag(name)} must not be negative, got {value}")
+    for name in ("attention_dropout", "hidden_dropout", "adam_beta1", "adam_beta2"):
+        value = getattr(args, name)
+        _require(0 <= value < 1, f"{_flag(name)} must be in [0, 1), got {value}")
+
+
+def _complete_model(args: Arguments) -> None:
+    if args.max_position_embeddings is None:
+        args.max_position_embeddings = args.seq_length
+    if args.kv_channels is None:
+        args.kv_channels = args.hidden_size // args.num_attention_heads
+    if args.ffn_hidden_size is None:
+        # A gated MLP has three matrices instead of two: two thirds of the width keep its size.
+        gated = int(args.hidden_size * 8 / 3) // 64 * 64
+        args.ffn_hidden_size = max(64, gated) if args.swiglu else 4 * args.hidden_size
+    if not args.group_query_attention:
+        args.num_query_groups = args.num_attention_heads
+
+
+def _check_model(args: Arguments) -> None:
+    heads = args.num_attention_heads
+    assert args.max_position_embeddings is not None
+    _require(
+        args.hidden_size % heads == 0,
+        f"--hidden-size {args.hidden_size} is not a multiple of --num-attention-heads {heads}",
+    )
+    _require(
+        heads % args.num_query_groups == 0,
+        f"--num-attention-heads {heads} is not a multiple of --num-query-groups {args.num_query_groups}",
+    )
+    _require(
+        args.max_position_embeddings >= args.seq_length,
+        f"--max-position-embeddings {args.max_position_embeddings} is below --seq-length {args.seq_length}",
+    )
+
+
+def _check_parallel(args: Arguments, has_cuda: bool) -> None:
+    tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    sizes = f"--tensor-model-parallel-size {tensor} x --pipeline-model-parallel-size {pipeline}"
+    _require(
+        args.world_size % (tensor * pipeline) == 0,
+        f"{sizes} = {tensor * pipeline} ranks do not divide the {args.world_size} that were started: "
+        f"torchrun --nproc-per-node must give a multiple of {tensor * pipeline}",
+    )
+    _require(
+        args.num_layers >= pipeline,
+        f"--pipeline-model-parallel-size {pipeline} has more stages than --num-layers {args.num_layers}",
+    )
+    _require(
+        args.num_layers % pipeline == 0,
+        f"--num-layers {args.num_layers} is not a multiple of --pipeline-model-parallel-size {pipeline}",
+    )
+    for name in ("num_attention_heads", "num_query_groups"):
+        value = getattr(args, name)
+        _require(
+            value % tensor == 0, f"{_flag(name)} {value} is not a multiple of --tensor-model-parallel-size {tensor}"
+        )
+    _require(
+        not args.overlap_param_gather or (args.use_distributed_optimizer and args.overlap_grad_reduce),
+        "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce",
+    )
+    if args.distributed_backend is None:
+        args.distributed_backend = "nccl" if has_cuda else "gloo"
+    _require(
+        has_cuda or args.distributed_backend != "nccl",
+        "--distributed-backend nccl needs CUDA, and torch finds none on this machine: use gloo",
+    )
+
+
+def _check_batches(args: Arguments) -> None:
+    replicas = args.data_parallel_size
+    step = args.micro_batch_size * replicas
+    if args.global_batch_size is None:
+        args.global_batch_size = step
+    explanation = f"--micro-batch-size {args.micro_batch_size} x {replicas} data-parallel replicas = {step}"
+    _require(
+        args.global_batch_size % step == 0,
+        f"--global-batch-size {args.global_batch_size} is not a multiple of {explanation}",
+    )
+    if args.rampup_batch_size is None:
+        return
+    start, increment, samples = args.rampup_batch_size
+    ramp = f"--rampup-batch-size {start} {increment} {samples}"
+    _require(min(start, increment) >= 1 and samples >= 0, f"{ramp}: start and increment must be at least 1")
+    _require(
+        start % step == 0 and increment % step == 0, f"{ramp}: start and increment must be multiples of {explanation}"
+    )
+    growth = args.global_batch_size - start
+    _require(
+        growth >= 0 and growth % increment == 0,
+        f"{ramp}: does not arrive at --global-batch-size {args.global_batch_size}",
+    )
+
+
+def _check_training(args: Arguments) -> None:
+    _require(args.min_lr <= args.lr, f"--min-lr {args.min_lr} is above --lr {args.lr}")
+    decay = args.lr_decay_iters or args.train_iters
+    fraction = args.lr_warmup_fraction
+    _require(fraction is None or 0 <= fraction < 1, f"--lr-warmup-fraction {fraction} must be in [0, 1)")
+    _require(
+        fraction is None or args.lr_warmup_iters == 0,
+        f"--lr-warmup-fraction {fraction} and --lr-warmup-iters {args.lr_warmup_iters}: give one of them",
+    )
+    _require(
+        args.lr_warmup_iters < decay,
+        f"--lr-warmup-iters {args.lr_warmup_iters} leaves nothing of the {decay} iterations of decay",
+    )
+
+
+def _check_schedule(args: Arguments) -> None:
+    name = args.schedule
+    if name is None:
+        return
+    by = f"--zero-bubble-schedule {name}" if args.zero_bubble_schedule else "--zero-bubble"
+    _require(
+        name in schedule.names(),
+        f"--zero-bubble-schedule {name} is unknown: choose one of {', '.join(schedule.names())}",
+    )
+    pipeline = args.pipeline_model_parallel_size
+    _require(pipeline > 1, f"{by} needs --pipeline-model-parallel-size of at least 2, got {pipeline}")
+
+
+def _check_data(args: Arguments) -> None:
+    per_split = [args.train_data_path, args.valid_data_path, args.test_data_path]
+    given = [args.mock_data, bool(args.data_path), any(per_split)]
+    _require(
+        sum(given) == 1,
+        "give the data once: --data-path PREFIX, or --train-data-path PREFIX (and --valid-data-path), or --mock-data",
+    )
+    needs_model = args.tokenizer_type == "HuggingFaceTokenizer"
+    _require(
+        not needs_model or bool(args.tokenizer_model), "--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model"
+    )
+    if args.mock_data and args.tokenizer_type is None:
+        args.tokenizer_type = "NullTokenizer"
+    _require(args.tokenizer_type is not None, "--tokenizer-type is missing: HuggingFaceTokenizer, for example")
+    if args.tokenizer_type == "NullTokenizer":
+        _require(args.vocab_size is not None, "--tokenizer-type NullTokenizer (or --mock-data) needs --vocab-size")
+
+
+def _check_output(args: Arguments) -> None:
+    _require(args.save is not None or args.save_interval is None, "--save-interval needs --save FOLDER")
+    _require(
+        args.log_numerics is None or Path(args.log_numerics).absolute().parent.is_dir(),
+        f"--log-numerics {args.log_numerics}: its folder does not exist",
+    )
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -1,0 +1,93 @@
+"""Command-line flags from a dataclass: one field, one flag."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import MISSING, Field, field, fields
+from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
+
+T = TypeVar("T")
+
+
+def flag(
+    help: str,
+    default: Any = MISSING,
+    *,
+    choices: Sequence[str] | None = None,
+    nargs: str | int | None = None,
+    names: Sequence[str] = (),
+) -> Any:
+    """A field that is a command-line flag.
+
+    Field `num_layers` becomes `--num-layers`; a flag without a default is required, and a `bool` is
+    switched on by naming it. `names` are further spellings.
+    """
+    return field(
+        default=default,
+        kw_only=True,
+        metadata={"help": help, "choices": choices, "nargs": nargs, "names": tuple(names)},
+    )
+
+
+class FlagParser(argparse.ArgumentParser):
+    """An argument parser that raises `ValueError` instead of exiting: the caller knows which rank it is."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def parse_flags(arguments: type[T], groups: Sequence[type], argv: Sequence[str], prog: str) -> T:
+    """Parse `argv` into an instance of the dataclass `arguments`.
+
+    Args:
+        arguments: the dataclass; its fields come from the base classes `groups`.
+        groups: in the order in which `--help` shows them, each titled by its docstring's first line.
+
+    Raises:
+        ValueError: an unknown flag, a missing one, or a value of the wrong kind; one line.
+    """
+    parser = FlagParser(prog=prog, allow_abbrev=False)
+    hints = get_type_hints(arguments)
+    for group in groups:
+        section = parser.add_argument_group((group.__doc__ or group.__name__).splitlines()[0].rstrip("."))
+        for entry in fields(group):
+            _add(section, entry, hints[entry.name])
+    return arguments(**vars(parser.parse_args(argv)))
+
+
+def _add(section: argparse._ArgumentGroup, entry: Field[Any], hint: Any) -> None:
+    names = [f"--{entry.name.replace('_', '-')}", *entry.metadata["names"]]
+    options: dict[str, Any] = {"dest": entry.name, "help": _help(entry).replace("%", "%%")}
+    if hint is bool:
+        section.add_argument(*names, action="store_true", default=entry.default, **options)
+        return
+    options["type"] = _converter(hint)
+    options["choices"] = entry.metadata["choices"]
+    if entry.metadata["nargs"] is not None:
+        options["nargs"] = entry.metadata["nargs"]
+    if entry.default is MISSING:
+        options["required"] = True
+    else:
+        options["default"] = entry.default
+    if options["choices"] is None:
+        options["metavar"] = getattr(options["type"], "__name__", "value").upper()
+    section.add_argument(*names, **options)
+
+
+def _help(entry: Field[Any]) -> str:
+    text = entry.metadata["help"]
+    if entry.default is MISSING or entry.default is None or entry.default is False:
+        return text
+    return f"{text} (default: {entry.default})"
+
+
+def _converter(hint: Any) -> Any:
+    """The innermost type of `int`, `int | None` or `list[int] | None`."""
+    for inner in (hint, *get_args(hint)):
+        if inner in (int, float, str):
+            return inner
+        for innermost in get_args(inner):
+            if innermost in (int, float, str):
+                return innermost
+    raise TypeError(f"no flag can be made of the type {hint}")

@@ -1,0 +1,23 @@
+"""The model's floating-point operations, for `--log-throughput`."""
+
+from __future__ import annotations
+
+from megatron.zero_bubble.training.arguments import Arguments
+
+
+def flops_per_iteration(args: Arguments, batch_size: int) -> float:
+    """Floating-point operations of one iteration, counted as Megatron-LM does.
+
+    Each matrix product counts two operations for a multiply and an add, and three times: forward, B and W.
+    A causal mask leaves half of the attention's products. Recomputation is not counted.
+    """
+    assert args.kv_channels is not None
+    assert args.ffn_hidden_size is not None
+    query = args.kv_channels * args.num_attention_heads
+    key_value = 2 * args.kv_channels * args.num_query_groups
+    projections = args.hidden_size * (2 * query + key_value)
+    attention = query * args.seq_length
+    mlp = (3 if args.swiglu else 2) * args.hidden_size * args.ffn_hidden_size
+    logits = args.hidden_size * args.padded_vocab_size
+    per_token = args.num_layers * (projections + attention + mlp) + logits
+    return 3 * 2 * per_token * args.seq_length * batch_size

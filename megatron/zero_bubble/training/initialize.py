@@ -1,0 +1,68 @@
+"""Start-up of a rank: process groups, random state, the number of microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import (
+    init_num_microbatches_calculator,
+    unset_num_microbatches_calculator,
+)
+
+from megatron.zero_bubble.training.arguments import Arguments
+from megatron.zero_bubble.training.model import seed_everything
+
+
+@contextmanager
+def initialized(args: Arguments) -> Iterator[None]:
+    """Everything global that a run needs, from start to end: process groups, seeds, microbatch counter.
+
+    A process group that the caller has made is used, and left to the caller.
+    """
+    if torch.cuda.is_available():
+        torch.cuda.set_device(args.local_rank)
+    owns_process_group = not dist.is_initialized()
+    if owns_process_group:
+        timeout = timedelta(minutes=args.distributed_timeout_minutes)
+        dist.init_process_group(args.distributed_backend, timeout=timeout)
+    _initialize_megatron_core(args)
+    yield
+    # Not after an error: the other ranks may be waiting in a collective, and the launcher ends them.
+    dist.barrier()
+    unset_num_microbatches_calculator()
+    parallel_state.destroy_model_parallel()
+    if owns_process_group:
+        dist.destroy_process_group()
+
+
+def _initialize_megatron_core(args: Arguments) -> None:
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        distributed_timeout_minutes=args.distributed_timeout_minutes,
+    )
+    seed_everything(args.seed)
+    init_num_microbatches_calculator(
+        args.rank,
+        args.rampup_batch_size,
+        args.global_batch_size,
+        args.micro_batch_size,
+        args.data_parallel_size,
+    )
+
+
+def print_rank_0(message: str) -> None:
+    """Print once in the whole job."""
+    if dist.get_rank() == 0:
+        print(message, flush=True)
+
+
+def print_rank_last(message: str) -> None:
+    """Print from the last rank, which holds the loss: there Megatron's users look for log lines."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        print(message, flush=True)

@@ -1,0 +1,197 @@
+"""Megatron's log line to the letter, TensorBoard and Weights & Biases."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron.zero_bubble.training.arguments import Arguments
+from megatron.zero_bubble.training.flops import flops_per_iteration
+from megatron.zero_bubble.training.initialize import print_rank_last
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one iteration gave. `lm_loss` is known on the rank that holds the loss, the rest everywhere."""
+
+    lm_loss: float | None
+    grad_norm: float | None
+    """None in an iteration that was skipped."""
+    num_zeros: float | None
+    learning_rate: float
+    loss_scale: float
+    batch_size: int
+    """Sequences in the iteration."""
+
+    @property
+    def was_skipped(self) -> bool:
+        return self.grad_norm is None
+
+
+class Writer(Protocol):
+    """Where scalars go: TensorBoard's `SummaryWriter` is one."""
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None: ...
+
+
+class WandbWriter:
+    """Weights & Biases behind the same call."""
+
+    def __init__(self, args: Arguments) -> None:
+        import wandb
+
+        self._run = wandb.init(project=args.wandb_project, name=args.wandb_exp_name, config=vars(args))
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        self._run.log({tag: value}, step=step)
+
+
+def open_writers(args: Arguments) -> list[Writer]:
+    """The writers that the flags ask for; only the last rank, which holds the loss, has any.
+
+    Raises:
+        ValueError: the package behind a flag is not installed.
+    """
+    writers: list[Writer] = []
+    is_writing_rank = dist.get_rank() == dist.get_world_size() - 1
+    if args.tensorboard_dir is not None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise ValueError(
+                "--tensorboard-dir needs tensorboard: pip install 'megatron-zero-bubble[tensorboard]'"
+            ) from None
+        if is_writing_rank:
+            writers.append(SummaryWriter(args.tensorboard_dir))
+    if args.wandb_project is not None:
+        try:
+            import wandb  # noqa: F401
+        except ImportError:
+            raise ValueError("--wandb-project needs wandb: pip install 'megatron-zero-bubble[wandb]'") from None
+        if is_writing_rank:
+            writers.append(WandbWriter(args))
+    return writers
+
+
+class TrainingLog:
+    """Collects iterations and prints one line every `--log-interval`."""
+
+    def __init__(self, args: Arguments, writers: list[Writer]) -> None:
+        self._args = args
+        self._writers = writers
+        self._reset()
+
+    def _reset(self) -> None:
+        self._losses: list[float] = []
+        self._iterations = 0
+        self._skipped = 0
+        self._nans = 0
+        self._start = _now()
+
+    def pause(self) -> float:
+        """Start of something that is not training (evaluation, a checkpoint): its time is not counted."""
+        return _now()
+
+    def resume(self, paused_at: float) -> None:
+        self._start += _now() - paused_at
+
+    def record(self, result: StepResult) -> None:
+        """Take in one iteration; print, if it is time."""
+        args = self._args
+        self._iterations += 1
+        self._skipped += result.was_skipped
+        if result.lm_loss is not None:
+            is_nan = not math.isfinite(result.lm_loss)
+            self._nans += is_nan
+            if not is_nan and not result.was_skipped:
+                self._losses.append(result.lm_loss)
+        if args.iteration % args.tensorboard_log_interval == 0:
+            self._write_scalars(result)
+        if args.iteration % args.log_interval == 0:
+            self._print(result)
+            self._reset()
+
+    def _print(self, result: StepResult) -> None:
+        args = self._args
+        seconds = (_now() - self._start) / self._iterations
+        throughput = flops_per_iteration(args, result.batch_size) / (seconds * 1e12 * args.world_size)
+        stamp = datetime.now().strftime("%Y-%m-%d %H:%M:%S.%f")
+        line = f" [{stamp}] iteration {args.iteration:8d}/{args.train_iters:8d} |"
+        line += f" consumed samples: {args.consumed_train_samples:12d} |"
+        line += f" elapsed time per iteration (ms): {seconds * 1000.0:.1f} |"
+        if args.log_throughput:
+            line += f" throughput per GPU (TFLOP/s/GPU): {throughput:.1f} |"
+        line += f" learning rate: {result.learning_rate:.6E} |"
+        line += f" global batch size: {result.batch_size:5d} |"
+        if self._losses:
+            line += f" lm loss: {sum(self._losses) / len(self._losses):.6E} |"
+        line += f" loss scale: {result.loss_scale:.1f} |"
+        if result.grad_norm is not None:
+            line += f" grad norm: {result.grad_norm:.3f} |"
+        if args.log_num_zeros_in_grad and result.num_zeros is not None:
+            line += f" num zeros: {int(result.num_zeros)} |"
+        line += f" number of skipped iterations: {self._skipped:3d} |"
+        line += f" number of nan iterations: {self._nans:3d} |"
+        print_rank_last(line)
+        for writer in self._writers:
+            writer.add_scalar("iteration-time", seconds, args.iteration)
+            if args.log_throughput:
+                writer.add_scalar("throughput", throughput, args.iteration)
+
+    def _write_scalars(self, result: StepResult) -> None:
+        if not self._writers:
+            return
+        scalars: dict[str, float | None] = {
+            "learning-rate": result.learning_rate,
+            "batch-size": result.batch_size,
+            "lm loss": result.lm_loss,
+            "loss-scale": result.loss_scale,
+            "grad-norm": result.grad_norm,
+            "num-zeros": result.num_zeros if self._args.log_num_zeros_in_grad else None,
+        }
+        for writer in self._writers:
+            for tag, value in scalars.items():
+                if value is not None:
+                    writer.add_scalar(tag, value, self._args.iteration)
+                    if not isinstance(writer, WandbWriter):
+                        writer.add_scalar(f"{tag} vs samples", value, self._args.consumed_train_samples)
+            for tag, value in _memory().items():
+                writer.add_scalar(tag, value, self._args.iteration)
+
+    def record_validation(self, lm_loss: float | None) -> None:
+        """Print the result of an evaluation, in the words that Megatron's users grep for."""
+        args = self._args
+        if lm_loss is None:
+            return
+        perplexity = math.exp(min(20.0, lm_loss))
+        line = f" validation loss at iteration {args.iteration} | lm loss value: {lm_loss:.6E} |"
+        line += f" lm loss PPL: {perplexity:.6E} | "
+        rule = "-" * (len(line) + 1)
+        print_rank_last(f"{rule}\n{line}\n{rule}")
+        for writer in self._writers:
+            writer.add_scalar("lm loss validation", lm_loss, args.iteration)
+            writer.add_scalar("lm loss validation ppl", perplexity, args.iteration)
+
+
+def _memory() -> dict[str, Any]:
+    if not torch.cuda.is_available():
+        return {}
+    stats = torch.cuda.memory_stats()
+    return {
+        "mem-reserved-bytes": stats["reserved_bytes.all.current"],
+        "mem-allocated-bytes": stats["allocated_bytes.all.current"],
+        "mem-max-allocated-bytes": stats["allocated_bytes.all.peak"],
+    }
+
+
+def _now() -> float:
+    """Seconds; on a GPU, when everything that was launched has finished."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()

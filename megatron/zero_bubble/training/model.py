@@ -1,0 +1,162 @@
+"""Builds megatron-core's GPTModel, DDP, optimizer and learning-rate scheduler from the flags."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+
+from megatron.zero_bubble.mcore.linear import split_weight_gradients
+from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
+from megatron.zero_bubble.training.arguments import Arguments
+
+
+def seed_everything(seed: int) -> None:
+    """Seed all generators as Megatron-LM does: every pipeline stage starts from numbers of its own."""
+    stage_seed = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    random.seed(stage_seed)
+    np.random.seed(stage_seed)
+    torch.manual_seed(stage_seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(stage_seed)
+
+
+def transformer_config(args: Arguments, timers: Any) -> TransformerConfig:
+    """megatron-core's model config; what has no flag keeps Megatron-LM's default for the local layers."""
+    dtype = torch.bfloat16 if args.bf16 else torch.float32
+    gated = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu} if args.swiglu else {}
+    return TransformerConfig(
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        num_query_groups=args.num_query_groups,
+        kv_channels=args.kv_channels,
+        ffn_hidden_size=args.ffn_hidden_size,
+        attention_dropout=args.attention_dropout,
+        hidden_dropout=args.hidden_dropout,
+        normalization=args.normalization,
+        layernorm_epsilon=args.norm_epsilon,
+        add_bias_linear=not args.disable_bias_linear,
+        init_method_std=args.init_method_std,
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        bf16=args.bf16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        attention_softmax_in_fp32=True,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        # Both fusions are kernels for CUDA; without it they compile for minutes and gain nothing.
+        bias_dropout_fusion=torch.cuda.is_available(),
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        deallocate_pipeline_outputs=True,
+        batch_p2p_comm=False,
+        overlap_p2p_comm=False,
+        timers=timers,
+        **gated,
+    )
+
+
+def build_model(args: Arguments, config: TransformerConfig, store: WeightGradStore | None) -> list[torch.nn.Module]:
+    """This rank's model chunks, wrapped in megatron-core's DDP.
+
+    Args:
+        store: where linear layers put the weight gradients that B defers; None leaves them whole.
+    """
+    model: torch.nn.Module = GPTModel(
+        config=config,
+        transformer_layer_spec=get_gpt_layer_local_spec(normalization=args.normalization),
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        parallel_output=True,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+    )
+    for parameter in model.parameters():
+        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    model.cuda(torch.cuda.current_device())
+    if args.bf16:
+        model = Float16Module(config, model)
+    if store is not None:
+        split_weight_gradients([model], store)
+    wrapped = DistributedDataParallel(config, _ddp_config(args, store is not None), model)
+    wrapped.broadcast_params()
+    config.no_sync_func = wrapped.no_sync
+    config.finalize_model_grads_func = finalize_model_grads
+    return [wrapped]
+
+
+def _ddp_config(args: Arguments, splits_backward: bool) -> DistributedDataParallelConfig:
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=args.accumulate_allreduce_grads_in_fp32 or args.bf16,
+        overlap_grad_reduce=args.overlap_grad_reduce,
+        overlap_param_gather=args.overlap_param_gather,
+        use_distributed_optimizer=args.use_distributed_optimizer,
+        bucket_size=args.ddp_bucket_size,
+        # Hands the hook that accumulates and reduces a weight's gradient to the layer, which calls it in W.
+        delay_wgrad_compute=splits_backward,
+    )
+
+
+def build_optimizer(args: Arguments, model: list[torch.nn.Module], config: TransformerConfig) -> MegatronOptimizer:
+    """megatron-core's Adam for the model, in mixed precision with `--bf16`."""
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=args.lr,
+            min_lr=args.min_lr,
+            weight_decay=args.weight_decay,
+            adam_beta1=args.adam_beta1,
+            adam_beta2=args.adam_beta2,
+            adam_eps=args.adam_eps,
+            clip_grad=args.clip_grad,
+            bf16=args.bf16,
+            params_dtype=config.params_dtype,
+            use_distributed_optimizer=args.use_distributed_optimizer,
+            overlap_param_gather=args.overlap_param_gather,
+            log_num_zeros_in_grad=args.log_num_zeros_in_grad,
+            timers=config.timers,
+        ),
+        model,
+        use_gloo_process_groups=dist.is_gloo_available(),
+    )
+    config.grad_scale_func = optimizer.scale_loss
+    return optimizer
+
+
+def build_lr_scheduler(args: Arguments, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+    """Warm-up and decay, counted in samples as in Megatron-LM."""
+    assert args.global_batch_size is not None
+    decay_steps = (args.lr_decay_iters or args.train_iters) * args.global_batch_size
+    warmup_steps = args.lr_warmup_iters * args.global_batch_size
+    if args.lr_warmup_fraction is not None:
+        warmup_steps = args.lr_warmup_fraction * decay_steps
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=args.lr,
+        min_lr=args.min_lr,
+        lr_warmup_steps=warmup_steps,
+        lr_decay_steps=decay_steps,
+        lr_decay_style=args.lr_decay_style,
+        start_wd=args.weight_decay,
+        end_wd=args.weight_decay,
+        wd_incr_steps=args.train_iters * args.global_batch_size,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=False,
+    )

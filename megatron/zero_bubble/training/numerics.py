@@ -1,0 +1,55 @@
+"""`--log-numerics`: one JSON line an iteration with exact values, so that two runs compare bit for bit."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+
+def parameter_digest(chunks: Iterable[torch.nn.Module]) -> str:
+    """SHA-256 over the bytes of all parameters, in the order in which the model names them."""
+    digest = hashlib.sha256()
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            digest.update(parameter.detach().reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+class NumericsLog:
+    """Writes the file from the last rank; the digests of all ranks are gathered there.
+
+    Args:
+        path: the file. Lines of iterations after `iteration`, which a run that was cut short may have
+            left, are dropped: a resumed run ends with the file of one that never stopped.
+        iteration: the iteration that the run starts after.
+    """
+
+    def __init__(self, path: str, iteration: int) -> None:
+        self._path = Path(path)
+        self._writes = dist.get_rank() == dist.get_world_size() - 1
+        if self._writes:
+            lines = self._path.read_text().splitlines() if iteration and self._path.exists() else []
+            kept = [line for line in lines if json.loads(line)["iteration"] <= iteration]
+            self._path.write_text("".join(f"{line}\n" for line in kept))
+
+    def write(
+        self, iteration: int, lm_loss: float | None, grad_norm: float | None, chunks: Iterable[torch.nn.Module]
+    ) -> None:
+        """A collective call: `lm_loss` is known on the last rank."""
+        digests: list[str] | None = [""] * dist.get_world_size() if self._writes else None
+        dist.gather_object(parameter_digest(chunks), digests, dst=dist.get_world_size() - 1)
+        if not self._writes:
+            return
+        entry = {
+            "iteration": iteration,
+            "lm_loss": None if lm_loss is None else lm_loss.hex(),
+            "grad_norm": None if grad_norm is None else float(grad_norm).hex(),
+            "parameters": digests,
+        }
+        with open(self._path, "a") as file:
+            file.write(json.dumps(entry) + "\n")

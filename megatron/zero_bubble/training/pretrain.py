@@ -1,0 +1,104 @@
+"""Builds everything that `pretrain_gpt.py` needs, in order, and trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import schedules as mcore
+from megatron.core.timers import Timers
+from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
+
+from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
+from megatron.zero_bubble.schedules import get_forward_backward_func
+from megatron.zero_bubble.training.arguments import Arguments
+from megatron.zero_bubble.training.checkpoint import Checkpointer
+from megatron.zero_bubble.training.data import DataConfig, build_data_iterator, build_datasets
+from megatron.zero_bubble.training.initialize import initialized, print_rank_0
+from megatron.zero_bubble.training.logging import TrainingLog, open_writers
+from megatron.zero_bubble.training.loop import Trainer
+from megatron.zero_bubble.training.model import build_lr_scheduler, build_model, build_optimizer, transformer_config
+from megatron.zero_bubble.training.tokenizer import build_tokenizer, padded_vocab_size
+
+
+def pretrain(args: Arguments) -> None:
+    """Train a GPT as the (complete and checked) flags say.
+
+    Raises:
+        ValueError: the data, the tokenizer or the checkpoint does not fit.
+    """
+    data_config = make_data_config(args)
+    tokenizer = build_tokenizer(
+        args.tokenizer_type, args.tokenizer_model, args.vocab_size, args.vocab_file, args.merge_file
+    )
+    data_config.validate(tokenizer.vocab_size)
+    args.padded_vocab_size = padded_vocab_size(
+        tokenizer.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size
+    )
+    with initialized(args):
+        _build_trainer(args, data_config, tokenizer).train()
+
+
+def _build_trainer(args: Arguments, data_config: DataConfig, tokenizer: MegatronTokenizerBase) -> Trainer:
+    config = transformer_config(args, Timers(args.timing_log_level, "minmax") if args.timing_log_level else None)
+    store = WeightGradStore() if args.schedule else None
+    model = build_model(args, config, store)
+    optimizer = build_optimizer(args, model, config)
+    scheduler = build_lr_scheduler(args, optimizer)
+    checkpointer = Checkpointer(args, model, optimizer, scheduler)
+    if args.load:
+        checkpointer.load()
+    _describe(args, model)
+    needs_data = parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()
+    datasets = build_datasets(data_config, tokenizer, needs_data, print_rank_0)
+    place = (parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size())
+    return Trainer(
+        args,
+        model,
+        optimizer,
+        scheduler,
+        choose_forward_backward(args, store),
+        data_config,
+        build_data_iterator(datasets.train, data_config, args.consumed_train_samples, *place),
+        build_data_iterator(datasets.valid, data_config, args.consumed_valid_samples, *place),
+        checkpointer,
+        TrainingLog(args, open_writers(args)),
+    )
+
+
+def choose_forward_backward(args: Arguments, store: WeightGradStore | None) -> Callable[..., list[Any]]:
+    """Our executor with the schedule that was asked for, or megatron-core's own function, untouched."""
+    if args.schedule is None:
+        return mcore.get_forward_backward_func()
+    assert store is not None
+    return get_forward_backward_func(args.schedule, store, timedelta(minutes=args.distributed_timeout_minutes))
+
+
+def make_data_config(args: Arguments) -> DataConfig:
+    """The part of the flags that describes the data."""
+    names = DataConfig.__dataclass_fields__
+    values = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    return DataConfig(**values, create_attention_mask=args.reset_attention_mask)
+
+
+def _describe(args: Arguments, model: list[torch.nn.Module]) -> None:
+    """The start-up lines: parameters of each rank, the schedule, and what of the backward it defers."""
+    parameters = [p for chunk in model for p in chunk.parameters()]
+    deferred = sum(p.numel() for p in parameters if getattr(p, "skip_backward_post_hook", False))
+    total = sum(p.numel() for p in parameters)
+    tensor, pipeline = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_rank(),
+    )
+    counts: list[Any] = [None] * args.world_size
+    dist.all_gather_object(counts, (tensor, pipeline, total, deferred))
+    for tensor, pipeline, total, deferred in sorted(set(counts)):
+        share = f", {deferred / total:.1%} of them with W deferred" if args.schedule else ""
+        print_rank_0(
+            f" > number of parameters on (tensor, pipeline) model parallel rank ({tensor}, {pipeline}): {total}{share}"
+        )
+    print_rank_0(f" > pipeline schedule: {args.schedule or 'megatron-core (1F1B)'}")

@@ -1,0 +1,45 @@
+"""Pretrain a GPT: torchrun --nproc-per-node 4 pretrain_gpt.py <Megatron flags> --zero-bubble."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import torch
+
+from megatron.zero_bubble.mcore.cpu import substitute_cuda
+
+
+def main() -> int:
+    """Parse, check, train; a user's mistake gives one line and exit status 2 on every rank."""
+    substitute_cuda()
+    # Only now: megatron-core looks at the device while it is imported.
+    from megatron.zero_bubble.training.arguments import parse_arguments
+    from megatron.zero_bubble.training.checks import complete_and_check
+    from megatron.zero_bubble.training.pretrain import pretrain
+
+    try:
+        args = parse_arguments(sys.argv[1:])
+        complete_and_check(args, os.environ, torch.cuda.is_available())
+        pretrain(args)
+    except ValueError as error:
+        return report(error)
+    return 0
+
+
+def report(error: ValueError) -> int:
+    """Print the user's mistake once, although every rank finds it.
+
+    Rank 0 speaks at once, the others only if they are still there after a while: a mistake that is
+    everyone's ends the job with rank 0, one that only some rank sees is still told.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    if rank > 0:
+        time.sleep(5.0)
+    print(f"pretrain_gpt.py: error: {error}", file=sys.stderr, flush=True)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
