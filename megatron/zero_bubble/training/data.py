@@ -74,7 +74,7 @@ def build_datasets(
     assert is_built or torch.distributed.get_rank() != 0, "rank 0 builds the index cache, so it must hold stage 0"
     requested = config.num_samples
     where = config.data_cache_path or ("memory" if config.mock_data else "PREFIX/cache beside the data")
-    log(f"> building train, validation and test datasets for {requested} samples; sample indices in {where}")
+    log(f"> building datasets for at least {_by_split(requested)} samples; sample indices in {where}")
     start = time.perf_counter()
     cls = MockGPTDataset if config.mock_data else ContentKeyedGPTDataset
     try:
@@ -88,10 +88,14 @@ def build_datasets(
             raise
         raise ValueError(f"--data-cache-path: no dataset index in {where}: {' '.join(str(cause).split())}") from error
     num_samples = _agree_on_lengths([0 if split is None else len(split) for split in splits])
-    log(f"> finished building datasets in {time.perf_counter() - start:.1f} s: {num_samples} samples")
+    log(f"> finished building datasets in {time.perf_counter() - start:.1f} s: {_by_split(num_samples)} samples")
     _check_lengths(config, num_samples)
     train, valid, test = splits
     return Datasets(train, valid, test, num_samples)
+
+
+def _by_split(num_samples: tuple[int, int, int]) -> str:
+    return ", ".join(f"{split.name} {num_samples[split.value]}" for split in Split)
 
 
 def _agree_on_lengths(lengths: list[int]) -> tuple[int, int, int]:
