@@ -37,11 +37,10 @@ def peaks(schedule: Schedule, costs: StageCosts) -> tuple[PeakMemory, ...]:
 
 
 def _peak(schedule: Schedule, costs: StageCosts, rank: int) -> PeakMemory:
-    highest = PeakMemory(0, None)
-    for op, during, _ in memory_held(schedule, costs, rank):
-        if highest.op is None or during > highest.amount:
-            highest = PeakMemory(during, op)
-    return highest
+    held = [(op, during) for op, during, _ in memory_held(schedule, costs, rank)]
+    amount = max((during for _, during in held), default=0)
+    # Sums of floats that should be equal differ in the last digits, and must not hide the first.
+    return PeakMemory(amount, next((op for op, during in held if during >= amount * (1 - 1e-9)), None))
 
 
 def peak_memory(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:

@@ -1,0 +1,47 @@
+"""Colours that stay apart for colour-blind eyes, and on a black-and-white print with their labels."""
+
+from __future__ import annotations
+
+from megatron.zero_bubble.schedule.ir import OpKind
+
+# Okabe and Ito, "Color Universal Design", 2008.
+FILLS = {OpKind.F: "#56b4e9", OpKind.B: "#e69f00", OpKind.W: "#009e73", OpKind.BW: "#cc79a7"}
+MEANINGS = {
+    OpKind.F: "F forward",
+    OpKind.B: "B input gradient",
+    OpKind.W: "W weight gradient",
+    OpKind.BW: "BW both gradients",
+}
+SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+"""For lines that belong to different schedules."""
+
+_RANKS = ("#440154", "#3b528b", "#21918c", "#5ec962")
+"""Stops of viridis, without its yellow end, which is too light on white."""
+
+
+def mix(first: str, second: str, share: float) -> str:
+    """The colour `share` (0 to 1) of the way from `first` to `second`, as #rrggbb."""
+    channels = zip(_channels(first), _channels(second), strict=True)
+    return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in channels)
+
+
+def fill_of(kind: OpKind, chunk: int, num_chunks: int) -> str:
+    """The colour of an operation: later chunks are darker."""
+    return mix(FILLS[kind], "#000000", 0.5 * chunk / (num_chunks - 1) if num_chunks > 1 else 0)
+
+
+def is_dark(colour: str) -> bool:
+    """Whether a label on `colour` is easier to read in white (relative luminance, WCAG 2)."""
+    linear = [(c / 255 / 12.92) if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in _channels(colour)]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] < 0.18
+
+
+def colour_of_rank(rank: int, num_ranks: int) -> str:
+    """A colour that runs from dark to light with the rank."""
+    place = rank / max(1, num_ranks - 1) * (len(_RANKS) - 1)
+    below = min(int(place), len(_RANKS) - 2)
+    return mix(_RANKS[below], _RANKS[below + 1], place - below)
+
+
+def _channels(colour: str) -> tuple[int, int, int]:
+    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)

@@ -1,0 +1,60 @@
+"""Lines over a common axis, as SVG: bubble rate over memory limit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+from typing import NamedTuple
+
+from megatron.zero_bubble.schedule.draw import canvas, palette
+from megatron.zero_bubble.schedule.draw.canvas import line, number, rect, text
+
+_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 30, 44, 52
+_WIDTH, _HEIGHT = 760, 440
+
+
+class Series(NamedTuple):
+    """One line of a plot; a single point is drawn as a mark."""
+
+    name: str
+    points: tuple[tuple[float, float], ...]
+
+
+def to_plot(series: Sequence[Series], *, title: str, x_label: str, y_label: str) -> str:
+    """The plot as text; both axes begin at 0. Every series needs at least one point."""
+    largest_x = max((float(x) for one in series for x, _ in one.points), default=1.0) or 1.0
+    largest_y = max((float(y) for one in series for _, y in one.points), default=1.0) * 1.05 or 1.0
+
+    def at(x: float, y: float) -> tuple[float, float]:
+        return (
+            _LEFT + float(x) / largest_x * (_WIDTH - _LEFT - _RIGHT),
+            _HEIGHT - _BOTTOM - float(y) / largest_y * (_HEIGHT - _TOP - _BOTTOM),
+        )
+
+    elements = [text(_LEFT, 24, title, size=15)]
+    for x in canvas.ticks(largest_x, 8):
+        elements += [
+            line(*at(x, 0), *at(x, largest_y)),
+            text(at(x, 0)[0], at(x, 0)[1] + 16, number(x, 4), 11, "middle"),
+        ]
+    for y in canvas.ticks(largest_y, 6):
+        elements += [line(*at(0, y), *at(largest_x, y)), text(_LEFT - 8, at(0, y)[1] + 4, number(y, 4), 11, "end")]
+    elements.append(text(_WIDTH / 2, _HEIGHT - 14, x_label, anchor="middle"))
+    elements.append(
+        f'<g transform="translate(16 {_HEIGHT / 2}) rotate(-90)">{text(0, 0, y_label, anchor="middle")}</g>'
+    )
+    for k, one in enumerate(series):
+        elements += _draw(k, one, [at(x, y) for x, y in one.points])
+    return canvas.document(_WIDTH, _HEIGHT, elements)
+
+
+def _draw(k: int, series: Series, points: list[tuple[float, float]]) -> Iterator[str]:
+    colour = palette.SERIES[k % len(palette.SERIES)]
+    if len(points) > 1:
+        yield canvas.path(points, colour, series.name, width=2)
+    for (x, y), (value_x, value_y) in zip(points, series.points, strict=True):
+        tip = f"{series.name}: {number(value_y, 5)} at {number(value_x, 4)}"
+        yield f'<circle cx="{number(x)}" cy="{number(y)}" r="3.5" fill="{colour}"><title>{escape(tip)}</title></circle>'
+    y = _TOP + 8 + 18 * k
+    yield rect(_WIDTH - 190, y - 10, 12, 12, colour)
+    yield text(_WIDTH - 172, y, series.name)
