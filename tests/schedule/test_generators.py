@@ -12,6 +12,7 @@ from megatron.zero_bubble.schedule import (
     generate,
     lower,
     names,
+    placement_for,
     simulate,
     validate,
 )
@@ -85,6 +86,15 @@ def test_an_unknown_name_lists_all_names():
 def test_bad_requests_get_one_line(arguments, options, message):
     with pytest.raises(ScheduleError, match=message):
         generate("1f1b", *arguments, **options)
+
+
+def test_the_placement_is_known_before_the_schedule():
+    assert placement_for("zb-h1", 4) == Placement("linear", 4)
+    assert placement_for("interleaved-1f1b", 4, 3) == Placement("interleaved", 4, 3)
+    for name in names():
+        assert generate(name, 4, 8).placement == placement_for(name, 4)
+    with pytest.raises(ScheduleError, match="schedule zb-h1 has 1 chunks a rank, got 2"):
+        placement_for("zb-h1", 4, 2)
 
 
 def test_a_memory_limit_binds_schedules_that_cannot_adapt():

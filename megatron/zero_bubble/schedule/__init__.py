@@ -9,7 +9,7 @@ from megatron.zero_bubble.schedule.errors import (
     ScheduleError,
     UnknownSchedule,
 )
-from megatron.zero_bubble.schedule.generators import generate, names
+from megatron.zero_bubble.schedule.generators import generate, names, placement_for
 from megatron.zero_bubble.schedule.ir import Op, OpKind, Placement, Schedule
 from megatron.zero_bubble.schedule.lower import lower
 from megatron.zero_bubble.schedule.simulate import simulate
@@ -35,6 +35,7 @@ __all__ = [
     "generate",
     "lower",
     "names",
+    "placement_for",
     "simulate",
     "validate",
 ]

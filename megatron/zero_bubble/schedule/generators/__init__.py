@@ -81,6 +81,19 @@ def entry_of(name: str) -> Entry:
         raise UnknownSchedule(f"schedule {name!r} is unknown: choose one of {', '.join(names())}") from None
 
 
+def placement_for(name: str, num_ranks: int, num_chunks: int | None = None) -> Placement:
+    """The placement of the schedule `name`: what its costs have to be measured for.
+
+    `num_chunks` are the model chunks a rank, the schedule's own number by default. Raises `UnknownSchedule`, and
+    `ScheduleError` if the schedule is for another number of chunks.
+    """
+    entry = entry_of(name)
+    chunks = entry.num_chunks if num_chunks is None else num_chunks
+    if chunks != entry.num_chunks and "num_chunks" not in entry.options:
+        raise ScheduleError(f"schedule {name} has {entry.num_chunks} chunks a rank, got {chunks}")
+    return Placement(entry.placement, num_ranks, chunks)
+
+
 def generate(
     name: str,
     num_ranks: int,
@@ -101,17 +114,14 @@ def generate(
     Raises `UnknownSchedule`; `Infeasible` if no schedule of this kind fits under the memory limit;
     `ScheduleError` for anything else that is wrong, in one line.
     """
-    entry = entry_of(name)
     if num_ranks < 1 or num_microbatches < 1:
         raise ScheduleError(
             f"schedule {name} needs at least one rank and one microbatch, got {num_ranks} and {num_microbatches}"
         )
-    chunks = entry.num_chunks if num_chunks is None else num_chunks
-    if chunks != entry.num_chunks and "num_chunks" not in entry.options:
-        raise ScheduleError(f"schedule {name} has {entry.num_chunks} chunks a rank, got {chunks}")
+    entry = entry_of(name)
+    placement = placement_for(name, num_ranks, num_chunks)
     if group_size is not None and "group_size" not in entry.options:
         raise ScheduleError(f"schedule {name} has no microbatch groups, got a group size of {group_size}")
-    placement = Placement(entry.placement, num_ranks, chunks)
     if costs is not None and costs.num_stages != placement.num_stages:
         raise ScheduleError(
             f"schedule {name} on {num_ranks} ranks has {placement.num_stages} stages, "
@@ -120,7 +130,7 @@ def generate(
     limits = None if memory_limit is None else _limit_per_rank(memory_limit, num_ranks)
     available = {
         "costs": costs or default_costs(placement),
-        "num_chunks": chunks,
+        "num_chunks": placement.num_chunks,
         "memory_limit": limits,
         "group_size": group_size,
     }

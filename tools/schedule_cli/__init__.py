@@ -1,0 +1,1 @@
+"""What tools/schedule.py consists of."""

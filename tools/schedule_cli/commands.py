@@ -1,0 +1,168 @@
+"""The subcommands of tools/schedule.py: every one takes the flags and prints or writes its result."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any
+
+from megatron.zero_bubble.schedule import Schedule, ScheduleError, bubbles, lower, names, validate
+from megatron.zero_bubble.schedule.draw import to_chrome_trace, to_html, to_svg
+from megatron.zero_bubble.schedule.generators import ENTRIES, entry_of
+from megatron.zero_bubble.schedule.memory import peaks
+from megatron.zero_bubble.schedule.serialize import (
+    schedule_to_csv,
+    schedule_to_grid,
+    schedule_to_json,
+    schedule_to_pytorch_csv,
+)
+from schedule_cli.files import deliver, read_schedule
+from schedule_cli.memory_curve import memory_curve
+from schedule_cli.report import Report, make_schedule, report, report_on
+from schedule_cli.tables import table
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=1) + "\n"
+
+
+def list_schedules(arguments: argparse.Namespace) -> None:
+    entries = ENTRIES.values()
+    if arguments.json:
+        rows = [
+            {"schedule": e.name, "placement": e.placement, "num_chunks": e.num_chunks, "summary": e.summary}
+            for e in entries
+        ]
+        deliver(_json(rows), arguments.output)
+        return
+    width = max(len(entry.name) for entry in entries)
+    deliver("".join(f"{entry.name:<{width}}  {entry.summary}\n" for entry in entries), arguments.output)
+
+
+def generate(arguments: argparse.Namespace) -> None:
+    schedule = _source(arguments)
+    if arguments.lower:
+        schedule = lower(schedule, arguments.receive_ahead)
+    validate(schedule)
+    suffixes = {".json": "json", ".csv": "csv"}
+    suffix = arguments.output.suffix if arguments.output else ""
+    writers: dict[str, Callable[[Schedule], str]] = {
+        "grid": schedule_to_grid,
+        "json": schedule_to_json,
+        "csv": schedule_to_csv,
+        "pytorch": schedule_to_pytorch_csv,
+    }
+    deliver(writers[arguments.format or suffixes.get(suffix, "grid")](schedule), arguments.output)
+
+
+def _source(arguments: argparse.Namespace) -> Schedule:
+    if arguments.input is not None:
+        return read_schedule(arguments.input)
+    return make_schedule(arguments, arguments.schedule, arguments.memory_limit)[0]
+
+
+def simulate(arguments: argparse.Namespace) -> None:
+    found = report_on(arguments)
+    if arguments.json:
+        deliver(_json(found.as_json()), arguments.output)
+        return
+    deliver(_summary([found]) + "\n" + _ranks(found), arguments.output)
+
+
+def compare(arguments: argparse.Namespace) -> None:
+    chosen = arguments.schedule or names()
+    found: list[Report] = []
+    refusal: ScheduleError | None = None
+    for name in chosen:
+        entry = entry_of(name)
+        own = argparse.Namespace(**vars(arguments))
+        if "num_chunks" not in entry.options:
+            own.num_chunks = None
+        if "group_size" not in entry.options:
+            own.microbatch_group_size = None
+        try:
+            found.append(report(own, *make_schedule(own, name, arguments.memory_limit)))
+        except ScheduleError as error:
+            refusal = error
+            if arguments.schedule:
+                break
+    # What was asked for by name has to be there; of all schedules, those that cannot be are left out.
+    if refusal is not None and (arguments.schedule or not found):
+        raise refusal
+    if arguments.json:
+        deliver(_json([one.as_json() for one in found]), arguments.output)
+    else:
+        deliver(_summary(found, markdown=arguments.markdown), arguments.output)
+
+
+def _summary(found: list[Report], *, markdown: bool = False) -> str:
+    heads = ("schedule", "bubble", "cost", "above bound", "makespan", "memory (M_B)", "messages", "made in")
+    rows = [
+        (
+            one.schedule.name,
+            f"{100 * float(one.timeline.bubble_rate):.2f}%",
+            f"{float(one.timeline.cost):.6g}",
+            f"{100 * one.above_bound:.2f}%",
+            f"{float(one.timeline.makespan):.6g}",
+            f"{max(one.peak_memory):.4g}",
+            str(one.num_messages),
+            f"{one.generation_seconds:.3f} s",
+        )
+        for one in found
+    ]
+    return table(heads, rows, markdown=markdown)
+
+
+def _ranks(found: Report) -> str:
+    """Span, bubble by cause and peak memory of every rank."""
+    heads = ("rank", "span", "warmup", "waiting for F", "waiting for B", "communication", "tail", "memory (M_B)", "at")
+    peak = peaks(found.schedule, found.timeline.costs)
+    rows = []
+    for rank, bubble in enumerate(bubbles(found.timeline)):
+        causes = (bubble.warmup, bubble.waiting_for_forward, bubble.waiting_for_backward, bubble.communication)
+        values = (found.timeline.spans[rank], *causes, bubble.tail, found.peak_memory[rank])
+        rows.append((str(rank), *(f"{float(value):.6g}" for value in values), str(peak[rank].op or "")))
+    return table(heads, rows)
+
+
+def draw(arguments: argparse.Namespace) -> None:
+    output = arguments.output
+    if output.suffix not in (".svg", ".html", ".json"):
+        raise ScheduleError(f"--output {output} must end in .svg, .html, or .json (for Perfetto)")
+    timeline = report_on(arguments).timeline
+    if output.suffix == ".svg":
+        deliver(to_svg(timeline, title=arguments.title, width=arguments.width), output)
+    elif output.suffix == ".html":
+        deliver(to_html(timeline, title=arguments.title), output)
+    else:
+        deliver(to_chrome_trace(timeline), output)
+
+
+def check(arguments: argparse.Namespace) -> None:
+    schedule = _source(arguments)
+    validate(schedule)
+    lowered = schedule if schedule.is_lowered else lower(schedule)
+    validate(lowered)
+    num_ops = sum(len(list(schedule.compute_ops(rank))) for rank in range(schedule.num_ranks))
+    num_messages = (sum(map(len, lowered.ops)) - num_ops) // 2
+    if arguments.json:
+        figures = {"schedule": schedule.name, "valid": True, "operations": num_ops, "messages": num_messages}
+        deliver(_json(figures), arguments.output)
+    else:
+        words = f"{schedule.name} is valid: {schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches"
+        deliver(f"{words}, {num_ops} operations, {num_messages} messages\n", arguments.output)
+
+
+COMMANDS: MappingProxyType[str, Callable[[argparse.Namespace], None]] = MappingProxyType(
+    {
+        "list": list_schedules,
+        "generate": generate,
+        "simulate": simulate,
+        "compare": compare,
+        "draw": draw,
+        "validate": check,
+        "memory-curve": memory_curve,
+    }
+)

@@ -1,0 +1,47 @@
+"""Reading schedules of any format, writing whole files or nothing."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from megatron.zero_bubble.schedule import Schedule, ScheduleError
+from megatron.zero_bubble.schedule.serialize import schedule_from_csv, schedule_from_json, schedule_from_pytorch_csv
+
+
+def read_schedule(path: Path) -> Schedule:
+    """The schedule in `path`; its first characters tell the format."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        start = text.lstrip()
+        if start.startswith(("{", "[")):
+            return schedule_from_json(text)
+        if start.startswith("schedule,"):
+            return schedule_from_csv(text)
+        return schedule_from_pytorch_csv(text, name=path.stem)
+    except (ScheduleError, UnicodeDecodeError) as error:
+        raise ScheduleError(f"{path}: {error}") from None
+
+
+def deliver(text: str, output: Path | None) -> None:
+    """Print `text`, or write it to `output`, which appears complete or not at all."""
+    if output is None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        return
+    try:
+        handle, name = tempfile.mkstemp(dir=output.parent, prefix=f".{output.name}.")
+    except OSError as error:
+        raise OSError(f"cannot write {output}: {error.strerror}") from None
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(name, 0o666 & ~umask)
+        os.replace(name, output)
+    except BaseException:
+        os.unlink(name)
+        raise

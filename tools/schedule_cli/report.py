@@ -1,0 +1,111 @@
+"""What a schedule costs: the figures that simulate, compare and memory-curve print."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megatron.zero_bubble.schedule import (
+    Schedule,
+    Timeline,
+    bubbles,
+    critical_path,
+    generate,
+    lower,
+    placement_for,
+    simulate,
+    validate,
+)
+from megatron.zero_bubble.schedule.ir import SENDS
+from megatron.zero_bubble.schedule.memory import peaks
+from schedule_cli.costs import stage_costs
+from schedule_cli.files import read_schedule
+
+
+@dataclass(frozen=True)
+class Report:
+    """A valid schedule and its simulation, memory in M_B."""
+
+    timeline: Timeline
+    lower_bound: float
+    generation_seconds: float
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.timeline.schedule
+
+    @property
+    def above_bound(self) -> float:
+        """By what share the cost is above the lower bound."""
+        return float(self.timeline.cost / self.lower_bound - 1) if self.lower_bound else 0.0
+
+    @property
+    def peak_memory(self) -> list[float]:
+        """Of every rank, in M_B."""
+        return [float(peak) for peak in self.timeline.peak_memory]
+
+    @property
+    def num_messages(self) -> int:
+        """Tensors that cross ranks in a step."""
+        return sum(op.kind in SENDS for ops in lower(self.schedule).ops for op in ops)
+
+    def as_json(self) -> dict[str, Any]:
+        timeline, schedule = self.timeline, self.schedule
+        return {
+            "schedule": schedule.name,
+            "pipeline_size": schedule.num_ranks,
+            "num_microbatches": schedule.num_microbatches,
+            "num_chunks": schedule.num_chunks,
+            "placement": schedule.placement.kind,
+            "cost": timeline.cost,
+            "makespan": timeline.makespan,
+            "bubble_rate": timeline.bubble_rate,
+            "lower_bound": self.lower_bound,
+            "peak_memory": self.peak_memory,
+            "peak_memory_op": [str(peak.op) for peak in peaks(schedule, timeline.costs)],
+            "span": list(timeline.spans),
+            "bubble": [asdict(bubble) for bubble in bubbles(timeline)],
+            "critical_path": [f"{rank}:{timed.op}" for rank, timed in critical_path(timeline)],
+            "num_messages": self.num_messages,
+            "overlap_communication": timeline.overlap_communication,
+            "generation_seconds": self.generation_seconds,
+        }
+
+
+def make_schedule(arguments: argparse.Namespace, name: str, limit: Sequence[float] | None) -> tuple[Schedule, float]:
+    """The schedule `name` for the sizes and costs of the flags under `limit` (in M_B), and the seconds it took."""
+    placement = placement_for(name, arguments.pipeline_size, arguments.num_chunks)
+    costs = stage_costs(arguments, placement)
+    begin = time.perf_counter()
+    schedule = generate(
+        name,
+        arguments.pipeline_size,
+        arguments.num_microbatches,
+        costs=costs,
+        num_chunks=placement.num_chunks,
+        memory_limit=limit[0] if limit is not None and len(limit) == 1 else limit,
+        group_size=arguments.microbatch_group_size,
+    )
+    return schedule, time.perf_counter() - begin
+
+
+def report_on(arguments: argparse.Namespace) -> Report:
+    """The schedule that --schedule or --input names."""
+    if arguments.input is not None:
+        return report(arguments, read_schedule(arguments.input), 0.0)
+    return report(arguments, *make_schedule(arguments, arguments.schedule, arguments.memory_limit))
+
+
+def report(arguments: argparse.Namespace, schedule: Schedule, generation_seconds: float) -> Report:
+    """Validate and simulate."""
+    validate(schedule)
+    costs = stage_costs(arguments, schedule.placement)
+    timeline = simulate(schedule, costs, overlap_communication=arguments.overlap)
+    return Report(timeline, _lower_bound(timeline), generation_seconds)
+
+
+def _lower_bound(timeline: Timeline) -> float:
+    return max(timeline.work)
