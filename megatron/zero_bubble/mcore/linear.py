@@ -171,7 +171,8 @@ def _input_grad(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, torc
             _compute_weight_grad,
             ctx.weight_grad,
             weight,
-            saved_input,
+            # Without its place in the graph: else the graph of the layers before would live until W.
+            saved_input.detach(),
             grad_output,
             ctx.gradient_accumulation_fusion,
             ctx.tp_group if ctx.sequence_parallel else None,
@@ -182,6 +183,7 @@ def _input_grad(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, torc
     return grad_input, grad_bias
 
 
+@torch.no_grad()
 def _compute_weight_grad(
     weight_grad: LayerWeightGrad,
     weight: torch.Tensor,

@@ -55,8 +55,9 @@ class WeightGradStore:
     def pop(self, chunk: int, microbatch: int) -> None:
         """Run the oldest W of `chunk`, which must be that of `microbatch`, and release what it held."""
         assert self._queues[chunk], f"W of microbatch {microbatch}, chunk {chunk}: nothing is pending"
-        oldest, bundle = self._queues[chunk].popleft()
+        oldest, bundle = self._queues[chunk][0]
         assert oldest == microbatch, f"W of microbatch {microbatch}, chunk {chunk}: the oldest pending is {oldest}"
+        self._queues[chunk].popleft()
         # In the order of B, from the last layer to the first, as autograd would have done it.
         bundle.reverse()
         while bundle:

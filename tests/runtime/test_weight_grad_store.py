@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import weakref
+from functools import partial
+
+import pytest
+
+from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
+
+
+class Tensor:
+    """Stands in for what a W holds on to; plain objects have no weak references."""
+
+
+def backward(store: WeightGradStore, microbatch: int, *weight_grads, chunk: int = 0) -> None:
+    """What the executor and the layers do in one B."""
+    with store.deferring():
+        for weight_grad in weight_grads:
+            store.put(weight_grad)
+    store.flush(chunk, microbatch)
+
+
+@pytest.fixture
+def ran() -> list[str]:
+    return []
+
+
+def test_a_new_store_is_empty_and_has_one_chunk():
+    store = WeightGradStore()
+    assert (store.num_chunks, store.pending(), store.is_deferring) == (1, [], False)
+
+
+def test_pop_runs_one_microbatch_in_the_order_of_put(ran):
+    store = WeightGradStore()
+    backward(store, 0, partial(ran.append, "last layer"), partial(ran.append, "first layer"))
+    backward(store, 1, partial(ran.append, "next microbatch"))
+    assert ran == [], "nothing runs before its pop"
+    store.pop(0, 0)
+    assert ran == ["last layer", "first layer"]
+    store.pop(0, 1)
+    assert ran[2:] == ["next microbatch"]
+    assert store.pending() == []
+
+
+def test_each_chunk_is_a_queue_of_its_own(ran):
+    store = WeightGradStore(num_chunks=2)
+    for chunk, microbatch in ((1, 0), (0, 0), (1, 1)):
+        backward(store, microbatch, partial(ran.append, f"W{microbatch}.{chunk}"), chunk=chunk)
+    assert store.pending() == [(0, 0), (1, 0), (1, 1)]
+    for chunk, microbatch in ((1, 0), (1, 1), (0, 0)):
+        store.pop(chunk, microbatch)
+    assert ran == ["W0.1", "W1.1", "W0.0"]
+
+
+def test_a_b_without_linear_layers_still_has_its_w():
+    """An embedding's stage, say: the schedule has a W for it, which finds nothing to do."""
+    store = WeightGradStore()
+    backward(store, 0)
+    assert store.pending() == [(0, 0)]
+    store.pop(0, 0)
+    assert store.pending() == []
+
+
+def test_it_defers_only_during_a_b():
+    store = WeightGradStore()
+    with store.deferring():
+        assert store.is_deferring
+    assert not store.is_deferring
+    with pytest.raises(ZeroDivisionError), store.deferring():
+        raise ZeroDivisionError
+    assert not store.is_deferring, "also after an error"
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda store: store.put(print), "outside of deferring"),
+        (lambda store: store.pop(0, 0), "W of microbatch 0, chunk 0: nothing is pending"),
+        (lambda store: store.pop(1, 3), "W of microbatch 3, chunk 1: the oldest pending is 2"),
+    ],
+)
+def test_a_broken_protocol_is_refused(call, message):
+    store = WeightGradStore(num_chunks=2)
+    backward(store, 2, chunk=1)
+    with pytest.raises(AssertionError, match=message):
+        call(store)
+    assert store.pending() == [(1, 2)], "and nothing is lost"
+
+
+def test_a_b_inside_a_b_is_refused():
+    store = WeightGradStore()
+    with store.deferring(), pytest.raises(AssertionError, match="a B inside a B"), store.deferring():
+        pass
+
+
+def test_what_a_w_holds_lives_until_it_has_run():
+    """Each layer's input and output gradient are released when that layer is done, not with the bundle."""
+    store = WeightGradStore()
+    last, first = Tensor(), Tensor()
+    alive = [weakref.ref(last), weakref.ref(first)]
+    seen = []
+
+    def weight_grad(tensor: Tensor) -> None:
+        seen.append([reference() is not None for reference in alive])
+
+    backward(store, 0, partial(weight_grad, last), partial(weight_grad, first))
+    del last, first
+    assert all(reference() is not None for reference in alive)
+    store.pop(0, 0)
+    assert seen == [[True, True], [False, True]]
+    assert not any(reference() is not None for reference in alive)
+
+
+def test_clear_forgets_without_running(ran):
+    store = WeightGradStore(num_chunks=2)
+    held = Tensor()
+    alive = weakref.ref(held)
+    backward(store, 0, partial(ran.append, held), chunk=1)
+    with store.deferring():
+        store.put(partial(ran.append, held))  # a B that an error cut short
+    del held
+    store.clear()
+    assert (ran, store.pending(), alive()) == ([], [], None)
+    backward(store, 0)
+    store.pop(0, 0)
+    assert ran == [], "what was put before clear() is in no later bundle"
