@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from megatron.zero_bubble.schedule import names
+
+ROOT = Path(__file__).parent.parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+import document_schedules  # noqa: E402  (tools/ is where running the script looks, too)
+
+PAGE = (ROOT / "docs" / "schedules.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_schedule_is_documented(name):
+    """If this fails: python tools/document_schedules.py."""
+    assert f"### {name}\n" in PAGE
+    assert name in document_schedules.NOT_COMPARED or f"\n| {name} " in PAGE
+    ElementTree.parse(ROOT / "docs" / "schedules" / f"{name}.svg")
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-h2", "interleaved-1f1b", "interleaved-zb"])
+def test_the_comparison_is_up_to_date(name):
+    """If this fails: python tools/document_schedules.py."""
+    [row] = [line for line in PAGE.splitlines() if line.startswith(f"| {name} ") and "%" in line]
+    cells = [cell.strip() for cell in row.strip("|").split("|")][1:]
+    model, num_ranks, num_microbatches, *times = document_schedules.PUBLISHED[0]
+    assert model == "1.5B"
+    assert tuple(cells[:3]) == document_schedules._figures(name, num_ranks, num_microbatches, times)
+
+
+def test_the_example_runs():
+    [code] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    scope: dict = {}
+    exec(code, scope)
+    assert f"{scope['timeline'].bubble_rate:.4f}".startswith("0.14")
+    assert scope["timeline"].peak_memory == (4, 3.5, 3, 2.5)
+
+
+def test_marks_are_filled_and_missing_ones_refused():
+    page = "a\n<!-- generated: x -->\nold\n<!-- end -->\nb\n"
+    assert document_schedules.fill(page, "x", "new\n") == "a\n<!-- generated: x -->\nnew\n<!-- end -->\nb\n"
+    with pytest.raises(ValueError, match="found 0"):
+        document_schedules.fill(page, "y", "new\n")
