@@ -9,8 +9,11 @@ that order is, both ends read from the lowered schedule.
 
 from __future__ import annotations
 
-import queue
-from collections.abc import Iterable, Sequence
+import threading
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError  # the builtin one only from Python 3.11 on
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -170,33 +173,57 @@ class _TorchReceive:
 class InMemoryNetwork:
     """Channels between the threads of one process: the executor's tests need no processes.
 
+    As on a real network a receive gets its message by when it was posted, not by when it is waited for.
+
     Args:
         num_ranks: number of pipeline ranks.
         timeout: seconds after which a receive whose message never comes raises `TimeoutError`.
     """
 
     def __init__(self, num_ranks: int, timeout: float = 30.0) -> None:
-        self._timeout = timeout
+        self.timeout = timeout
         ranks = range(num_ranks)
-        self._queues: dict[tuple[int, int], queue.Queue[torch.Tensor]] = {
-            (source, destination): queue.Queue() for source in ranks for destination in ranks
-        }
+        self._channels = {(source, destination): _InMemoryChannel() for source in ranks for destination in ranks}
 
     def communicator(self, rank: int) -> InMemoryCommunicator:
         return InMemoryCommunicator(self, rank)
 
     def put(self, source: int, destination: int, tensor: torch.Tensor) -> None:
-        self._queues[source, destination].put(tensor)
+        """Send."""
+        self._channels[source, destination].put(tensor)
 
-    def get(self, source: int, destination: int) -> torch.Tensor:
-        try:
-            return self._queues[source, destination].get(timeout=self._timeout)
-        except queue.Empty:
-            raise TimeoutError(f"rank {destination}: no message from rank {source} in {self._timeout} s") from None
+    def post(self, source: int, destination: int) -> Future[torch.Tensor]:
+        """Ask for the next message of the channel that nobody has asked for."""
+        return self._channels[source, destination].post()
 
-    def undelivered(self) -> Iterable[tuple[int, int]]:
-        """Channels that hold messages nobody has received."""
-        return [channel for channel, messages in self._queues.items() if not messages.empty()]
+    def undelivered(self) -> list[tuple[int, int]]:
+        """Channels that hold messages nobody has asked for."""
+        return [ends for ends, channel in self._channels.items() if channel.messages]
+
+
+class _InMemoryChannel:
+    """The messages that wait for a receive, or the receives that wait for a message; never both."""
+
+    def __init__(self) -> None:
+        self.messages: deque[torch.Tensor] = deque()
+        self._receives: deque[Future[torch.Tensor]] = deque()
+        self._lock = threading.Lock()
+
+    def put(self, tensor: torch.Tensor) -> None:
+        with self._lock:
+            if self._receives:
+                self._receives.popleft().set_result(tensor)
+            else:
+                self.messages.append(tensor)
+
+    def post(self) -> Future[torch.Tensor]:
+        receive: Future[torch.Tensor] = Future()
+        with self._lock:
+            if self.messages:
+                receive.set_result(self.messages.popleft())
+            else:
+                self._receives.append(receive)
+        return receive
 
 
 @dataclass(frozen=True)
@@ -211,7 +238,8 @@ class InMemoryCommunicator:
         return _Delivered()
 
     def receive(self, source: int, spec: TensorSpec) -> PendingReceive:
-        return _InMemoryReceive(self.network, source, self.rank, spec)
+        message = self.network.post(source, self.rank)
+        return _InMemoryReceive(message, spec, f"rank {self.rank}: no message from rank {source}", self.network.timeout)
 
 
 @dataclass(frozen=True)
@@ -225,13 +253,16 @@ class _Delivered:
 
 @dataclass(frozen=True)
 class _InMemoryReceive:
-    network: InMemoryNetwork
-    source: int
-    destination: int
+    message: Future[torch.Tensor]
     spec: TensorSpec
+    problem: str
+    timeout: float
 
     def wait(self) -> torch.Tensor:
-        tensor = self.network.get(self.source, self.destination)
+        try:
+            tensor = self.message.result(self.timeout)
+        except FutureTimeoutError:
+            raise TimeoutError(f"{self.problem} in {self.timeout} s") from None
         expected = (self.spec.shape, self.spec.dtype)
         assert (tuple(tensor.shape), tensor.dtype) == expected, f"expected {expected}, got {tensor.shape}"
         return tensor

@@ -1,0 +1,226 @@
+"""Channels: over gloo between real processes (one job a world size), and in memory."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+from megatron.zero_bubble.runtime.communicator import (
+    Communicator,
+    InMemoryNetwork,
+    TensorSpec,
+    TorchCommunicator,
+    channels,
+)
+from megatron.zero_bubble.schedule import Placement
+
+CPU = torch.device("cpu")
+SPEC = TensorSpec((2, 3), torch.float32, CPU)
+
+
+@pytest.mark.parametrize(
+    ("placement", "expected"),
+    [
+        (Placement("linear", 1), []),
+        (Placement("linear", 2), [(0, 1), (1, 0)]),
+        (Placement("linear", 4), [(0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2)]),
+        (Placement("interleaved", 2, 2), [(0, 1), (1, 0)]),
+        (Placement("interleaved", 3, 2), [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]),
+        (Placement("interleaved", 4, 2), [(0, 1), (0, 3), (1, 0), (1, 2), (2, 1), (2, 3), (3, 0), (3, 2)]),
+        (Placement("interleaved", 1, 3), []),
+        (Placement("v", 2, 2), [(0, 1), (1, 0)]),
+        (Placement("v", 4, 2), [(0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2)]),
+        (Placement("v", 1, 2), []),
+    ],
+    ids=lambda value: f"{value.kind} p={value.num_ranks} v={value.num_chunks}" if isinstance(value, Placement) else "",
+)
+def test_channels_are_the_ordered_pairs_of_ranks_that_hold_neighbouring_stages(placement, expected):
+    assert channels(placement) == expected
+
+
+def message(source: int, destination: int, index: int, spec: TensorSpec = SPEC) -> torch.Tensor:
+    return torch.full(spec.shape, source * 100.0 + destination * 10 + index, dtype=spec.dtype)
+
+
+def exchange(communicator: Communicator, rank: int, placement: Placement, spec: TensorSpec = SPEC) -> None:
+    """Every rank sends three messages on each of its channels before it waits for any, and checks what arrives."""
+    sends, receives = [], []
+    for source, destination in channels(placement):
+        for index in range(3):
+            if rank == source:
+                sends.append(communicator.send(message(source, destination, index, spec), destination))
+            elif rank == destination:
+                receives.append((message(source, destination, index, spec), communicator.receive(source, spec)))
+    for expected, receive in reversed(receives):  # a message is the one of its receive, whenever that is waited for
+        arrived = receive.wait()
+        assert (arrived.dtype, arrived.shape) == (spec.dtype, spec.shape)
+        assert torch.equal(arrived, expected)
+    for send in sends:
+        send.wait()
+        assert send.is_done()
+
+
+def over_gloo(placement: Placement, rank: int, timeout: float = 60.0) -> TorchCommunicator:
+    return TorchCommunicator(range(placement.num_ranks), rank, placement, CPU, timedelta(seconds=timeout))
+
+
+def job(rank: int, num_ranks: int, store: str) -> None:
+    """One process of the job; an assertion that fails in it fails the test."""
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=timeout)
+    linear = Placement("linear", num_ranks)
+    first = over_gloo(linear, rank)
+    exchange(first, rank, linear)
+    exchange(first, rank, linear, TensorSpec((4, 1), torch.bfloat16, CPU))
+    for other in (Placement("interleaved", num_ranks, 2), Placement("v", num_ranks, 2)):
+        exchange(over_gloo(other, rank), rank, other)
+    exchange(first, rank, linear)  # the ones opened meanwhile have not taken its place
+    if num_ranks == 2:
+        a_part_of_a_tensor_is_sent_as_its_values(first, rank)
+        a_sent_tensor_may_lose_its_storage(first, rank)
+        a_channel_is_not_blocked_by_the_other_direction(first, rank)
+    else:
+        a_pipeline_of_some_of_the_ranks(rank)
+    dist.barrier()
+    if num_ranks == 2:
+        a_dead_rank_ends_the_wait(first, rank)
+    dist.destroy_process_group()
+
+
+def a_part_of_a_tensor_is_sent_as_its_values(communicator: TorchCommunicator, rank: int) -> None:
+    whole = torch.arange(12.0).reshape(3, 4).requires_grad_()
+    if rank == 0:
+        communicator.send(whole.t()[:2], 1).wait()
+    else:
+        arrived = communicator.receive(0, SPEC).wait()
+        assert torch.equal(arrived, whole.t()[:2])
+        assert not arrived.requires_grad, "the executor decides what needs a gradient"
+
+
+def a_sent_tensor_may_lose_its_storage(communicator: TorchCommunicator, rank: int) -> None:
+    """As megatron-core does with a stage's output: the message keeps the values until it has arrived."""
+    if rank == 0:
+        output = message(0, 1, 5)
+        send = communicator.send(output, 1)
+        output.data = torch.empty(1)
+        torch.full(SPEC.shape, 7.0)  # what may take the memory, were it free
+        dist.barrier()
+        send.wait()
+    else:
+        dist.barrier()
+        assert torch.equal(communicator.receive(0, SPEC).wait(), message(0, 1, 5))
+
+
+def a_channel_is_not_blocked_by_the_other_direction(communicator: TorchCommunicator, rank: int) -> None:
+    """Both ranks post a receive before either sends."""
+    receive = communicator.receive(1 - rank, SPEC)
+    dist.barrier()
+    send = communicator.send(message(rank, 1 - rank, 9), 1 - rank)
+    assert torch.equal(receive.wait(), message(1 - rank, rank, 9))
+    send.wait()
+
+
+def a_pipeline_of_some_of_the_ranks(rank: int) -> None:
+    """Two pipelines of two ranks in one job of four: peers are pipeline ranks, and nobody else takes part."""
+    placement = Placement("linear", 2)
+    pipeline = [0, 2] if rank % 2 == 0 else [1, 3]
+    communicator = TorchCommunicator(pipeline, pipeline.index(rank), placement, CPU, timedelta(seconds=60))
+    exchange(communicator, pipeline.index(rank), placement)
+
+
+def a_dead_rank_ends_the_wait(communicator: TorchCommunicator, rank: int) -> None:
+    """Long before the timeout."""
+    if rank == 1:
+        os._exit(0)
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"[Cc]onnection"):
+        communicator.receive(1, SPEC).wait()
+    assert time.monotonic() - started < 30
+    os._exit(0)  # leaving the group would wait for the dead rank
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_torch_channels_between_processes(num_ranks: int, tmp_path: Path):
+    torch.multiprocessing.spawn(job, (num_ranks, str(tmp_path / "store")), nprocs=num_ranks)
+
+
+def test_a_message_that_nobody_sends_ends_the_wait_after_the_timeout():
+    """Both ranks in one process: their channels meet through the store."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        placement = Placement("linear", 2)
+        both: dict[int, TorchCommunicator] = {}
+        threads = [
+            threading.Thread(target=lambda r=rank: both.update({r: over_gloo(placement, r, timeout=2.0)}))
+            for rank in (0, 1)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        started = time.monotonic()
+        with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
+            both[1].receive(0, SPEC).wait()
+        assert 1.5 < time.monotonic() - started < 20
+    finally:
+        dist.destroy_process_group()
+
+
+class TestInMemory:
+    @pytest.mark.parametrize(
+        "placement", [Placement("linear", 4), Placement("v", 3, 2), Placement("interleaved", 2, 2)]
+    )
+    def test_it_keeps_the_promises_of_the_real_one(self, placement):
+        network = InMemoryNetwork(placement.num_ranks, timeout=5.0)
+        errors: list[BaseException] = []
+
+        def rank_thread(rank: int) -> None:
+            try:
+                exchange(network.communicator(rank), rank, placement)
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=rank_thread, args=(rank,)) for rank in range(placement.num_ranks)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert errors == []
+        assert network.undelivered() == []
+
+    def test_a_message_is_a_copy(self):
+        network = InMemoryNetwork(2)
+        sent = message(0, 1, 1).requires_grad_()
+        network.communicator(0).send(sent, 1)
+        sent.data.zero_()
+        arrived = network.communicator(1).receive(0, SPEC).wait()
+        assert torch.equal(arrived, message(0, 1, 1))
+        assert not arrived.requires_grad
+
+    def test_a_message_that_nobody_sends_is_a_timeout(self):
+        receive = InMemoryNetwork(2, timeout=0.05).communicator(1).receive(0, SPEC)
+        with pytest.raises(TimeoutError, match=r"rank 1: no message from rank 0 in 0\.05 s"):
+            receive.wait()
+
+    @pytest.mark.parametrize("spec", [TensorSpec((3, 2), torch.float32, CPU), TensorSpec((2, 3), torch.bfloat16, CPU)])
+    def test_a_receive_that_expects_another_message_is_refused(self, spec):
+        network = InMemoryNetwork(2)
+        network.communicator(0).send(message(0, 1, 0), 1)
+        with pytest.raises(AssertionError, match="expected"):
+            network.communicator(1).receive(0, spec).wait()
+
+    def test_it_knows_the_channels_with_messages_that_nobody_asked_for(self):
+        network = InMemoryNetwork(3)
+        network.communicator(2).send(message(2, 1, 0), 1)
+        assert network.undelivered() == [(2, 1)]
+        network.communicator(1).receive(2, SPEC)
+        assert network.undelivered() == []

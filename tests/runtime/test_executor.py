@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from toy_pipeline import BATCH, WIDTH, Pipeline, Problem, ToyStage
+
+from megatron.zero_bubble.runtime.communicator import InMemoryNetwork
+from megatron.zero_bubble.runtime.executor import Executor, LeftoverError
+from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
+from megatron.zero_bubble.schedule import (
+    Op,
+    OpKind,
+    Placement,
+    Schedule,
+    StageCosts,
+    generate,
+    lower,
+    names,
+    simulate,
+    validate,
+)
+
+
+def chunk_after_chunk(placement: Placement, num_microbatches: int, *backwards: OpKind) -> Schedule:
+    """All forwards of one chunk, then of the next, and back: the simplest schedule of any placement."""
+    microbatches = range(num_microbatches)
+    order = [Op(OpKind.F, m, chunk) for chunk in range(placement.num_chunks) for m in microbatches]
+    for kind in backwards:
+        order += [Op(kind, m, chunk) for chunk in reversed(range(placement.num_chunks)) for m in microbatches]
+    return Schedule(f"{placement.kind} by chunks", placement, num_microbatches, (tuple(order),) * placement.num_ranks)
+
+
+def schedules() -> list[Schedule]:
+    """Every schedule of the registry at several sizes, and placements for which it may have none."""
+    found = [generate(name, p, m) for name in names() for p, m in ((1, 2), (2, 4), (3, 6), (4, 8))]
+    for p in (1, 2, 3):
+        for placement in (Placement("v", p, 2), Placement("v", p, 3), Placement("interleaved", p, 3)):
+            found.append(chunk_after_chunk(placement, 3, OpKind.BW))
+            found.append(chunk_after_chunk(placement, 3, OpKind.B, OpKind.W))
+    return found
+
+
+def name_of(schedule: Schedule) -> str:
+    chunks = f" v={schedule.num_chunks}" if schedule.num_chunks > 1 else ""
+    split = " split" if schedule.splits_backward else ""
+    return f"{schedule.name}{split} p={schedule.num_ranks}{chunks}"
+
+
+def assert_equal(ours: Problem, reference: Problem) -> None:
+    """Bit for bit."""
+    assert ours.losses.keys() == reference.losses.keys()
+    assert all(torch.equal(ours.losses[m], reference.losses[m]) for m in reference.losses)
+    for gradient, expected in zip(ours.gradients(), reference.gradients(), strict=True):
+        assert torch.equal(gradient, expected)
+
+
+@pytest.mark.parametrize("schedule", schedules(), ids=name_of)
+def test_every_schedule_computes_what_autograd_does(schedule):
+    schedule = lower(schedule)
+    validate(schedule)
+    reference = Problem(schedule.num_stages, schedule.num_microbatches)
+    pipeline = Pipeline(schedule, Problem(schedule.num_stages, schedule.num_microbatches))
+    for _ in range(2):  # the executor is used step after step
+        pipeline.run()
+        reference.run_by_autograd()
+        assert_equal(pipeline.problem, reference)
+    assert pipeline.network.undelivered() == []
+
+
+@pytest.mark.parametrize("schedule", schedules(), ids=name_of)
+def test_operations_run_in_the_order_of_the_schedule_and_hold_the_memory_it_says(schedule):
+    pipeline = Pipeline(lower(schedule), Problem(schedule.num_stages, schedule.num_microbatches))
+    pipeline.run()
+    costs = StageCosts.uniform(schedule.num_stages, memory_f=1, memory_b=-1, memory_w=0)
+    expected_peaks = simulate(schedule, costs).peak_memory
+    for rank, stage in enumerate(pipeline.stages):
+        assert tuple(stage.ran) == schedule.ops[rank]
+        assert max(stage.live) == expected_peaks[rank]
+        last = schedule.num_stages - 1
+        assert stage.released == schedule.num_microbatches * sum(held < last for held in stage.stages)
+        assert pipeline.executors[rank].num_live_activations == 0
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved-zb"])
+def test_evaluation_runs_forwards_alone_and_keeps_nothing(name):
+    schedule = lower(generate(name, 3, 6).forward_only())
+    validate(schedule)
+    reference = Problem(schedule.num_stages, 6)
+    reference.run_by_autograd()
+    pipeline = Pipeline(schedule, Problem(schedule.num_stages, 6))
+    pipeline.run()
+    assert pipeline.problem.losses == reference.losses
+    assert pipeline.problem.gradients() == [None] * len(reference.gradients())
+    for executor, stage in zip(pipeline.executors, pipeline.stages, strict=True):
+        assert (executor.num_live_activations, stage.released) == (0, 0)
+        assert all(output() is None for output in stage.outputs.values())
+
+
+def without(schedule: Schedule, rank: int, *dropped: Op) -> Schedule:
+    ops = list(schedule.ops)
+    assert set(dropped) <= set(ops[rank])
+    ops[rank] = tuple(op for op in ops[rank] if op not in dropped)
+    return replace(schedule, ops=tuple(ops))
+
+
+B3, W3 = Op(OpKind.B, 3), Op(OpKind.W, 3)
+
+
+@pytest.mark.parametrize(
+    ("rank", "dropped", "what_is_left"),
+    [
+        (1, [W3], ["W3 of chunk 0 is pending"]),
+        (
+            0,
+            [B3, W3],
+            ["activations of F3 of chunk 0 are alive", "a message of microbatch 3, chunk 0 was received, not used"],
+        ),
+    ],
+)
+def test_a_step_that_leaves_something_is_an_error(rank, dropped, what_is_left):
+    schedule = without(lower(generate("zb-h1", 2, 4)), rank, *dropped)
+    pipeline = Pipeline(schedule, Problem(2, 4))
+    with pytest.raises(LeftoverError) as error:
+        pipeline.run()
+    message = str(error.value)
+    assert message.startswith(f"zb-h1: at the end of a step {'; '.join(what_is_left)}. rank {rank}: ... ")
+    assert message.endswith(f" [{schedule.ops[rank][-1]}]"), "the end of the rank's operations is shown"
+
+
+def test_a_result_that_is_not_sent_is_an_error():
+    schedule = without(lower(generate("1f1b", 2, 1)), 1, Op(OpKind.SEND_BACKWARD, 0))
+    pipeline = Pipeline(schedule, Problem(2, 1))
+    pipeline.network.put(0, 1, torch.ones(BATCH, WIDTH))
+    with pytest.raises(LeftoverError, match="a message of microbatch 0, chunk 0 was computed, not sent"):
+        pipeline.executors[1].run(pipeline.stages[1])
+
+
+class Late:
+    """A send that is done when told so."""
+
+    def __init__(self) -> None:
+        self.done = self.waited = False
+
+    def is_done(self) -> bool:
+        return self.done
+
+    def wait(self) -> None:
+        self.waited = True
+
+
+class LateCommunicator:
+    """Delivers at once, but calls a send done only once `finished` says so."""
+
+    def __init__(self, network: InMemoryNetwork, rank: int) -> None:
+        self.inner = network.communicator(rank)
+        self.sends: list[Late] = []
+
+    def send(self, tensor, destination):
+        self.inner.send(tensor, destination)
+        self.sends.append(Late())
+        if len(self.sends) == 2:  # from here on the first two are done, and nobody needs to wait for them
+            self.sends[0].done = self.sends[1].done = True
+        return self.sends[-1]
+
+    def receive(self, source, spec):
+        return self.inner.receive(source, spec)
+
+
+def test_a_step_waits_for_the_sends_that_have_not_finished_and_for_no_other():
+    network = InMemoryNetwork(2)
+    late = LateCommunicator(network, 0)
+    schedule = lower(generate("gpipe", 2, 4).forward_only())
+    Executor(schedule, 0, late, WeightGradStore()).run(ToyStage(Problem(2, 4), schedule, 0, WeightGradStore()))
+    assert [send.waited for send in late.sends] == [False, False, True, True]
+
+
+def test_operations_are_profiler_ranges_with_the_names_of_the_schedule():
+    schedule = lower(generate("zb-h1", 1, 2))
+    pipeline = Pipeline(schedule, Problem(1, 2))
+    with torch.profiler.profile() as profiler:
+        pipeline.executors[0].run(pipeline.stages[0])
+    words = [str(op) for op in schedule.ops[0]]
+    ranges = [event for event in profiler.events() if event.name in words]
+    assert [event.name for event in sorted(ranges, key=lambda event: event.time_range.start)] == words
+
+
+def test_a_message_that_never_comes_ends_the_step():
+    pipeline = Pipeline(lower(generate("1f1b", 2, 2)), Problem(2, 2), timeout=0.05)
+    with pytest.raises(TimeoutError, match=r"rank 1: no message from rank 0 in 0\.05 s"):
+        pipeline.executors[1].run(pipeline.stages[1])

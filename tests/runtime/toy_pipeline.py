@@ -1,0 +1,151 @@
+"""A pipeline of toy stages, one thread a rank: what the executor's tests run schedules on."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import torch
+from torch.nn.functional import linear
+
+from megatron.zero_bubble.runtime.communicator import Communicator, InMemoryNetwork, TensorSpec
+from megatron.zero_bubble.runtime.executor import Executor
+from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
+from megatron.zero_bubble.schedule import Op, OpKind, Schedule
+
+WIDTH, BATCH, LAYERS = 8, 3, 2
+"""Of a message, in a microbatch, in a stage."""
+
+
+class SplitLinear(torch.autograd.Function):
+    """A linear layer that leaves its W to the store, when told to."""
+
+    @staticmethod
+    def forward(ctx, x, weight, store):
+        ctx.save_for_backward(x, weight)
+        ctx.store = store
+        return linear(x, weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        weight_grad = partial(add_weight_grad, weight, x.detach(), grad)
+        if ctx.store.is_deferring:
+            ctx.store.put(weight_grad)
+        else:
+            weight_grad()
+        return grad @ weight, None, None
+
+
+def add_weight_grad(weight: torch.Tensor, x: torch.Tensor, grad: torch.Tensor) -> None:
+    new = grad.t() @ x
+    weight.grad = new if weight.grad is None else weight.grad + new
+
+
+def run_stage(layer: Callable, weights: list[torch.Tensor], x: torch.Tensor, is_last: bool) -> torch.Tensor:
+    """Ends with a linear layer, which does not save its output: the executor releases that."""
+    for weight in weights:
+        x = layer(torch.tanh(x), weight)
+    return torch.tanh(x).square().sum() if is_last else x
+
+
+class ToyStage:
+    """The stages of one rank, and a record of what was asked of them."""
+
+    def __init__(self, problem: Problem, schedule: Schedule, rank: int, store: WeightGradStore) -> None:
+        self.problem, self.store, self.num_stages = problem, store, schedule.num_stages
+        self.stages = [schedule.placement.stage_of(rank, chunk) for chunk in range(schedule.num_chunks)]
+        self.ran: list[Op] = []
+        self.released = 0
+        self.live: list[int] = []
+        self.outputs: dict[tuple[int, int], weakref.ref] = {}
+        self.count_live: Callable[[], int] = lambda: 0
+
+    def forward(self, microbatch, chunk, input_tensor):
+        self.ran.append(Op(OpKind.F, microbatch, chunk))
+        self.live.append(self.count_live() + 1)
+        stage = self.stages[chunk]
+        assert (input_tensor is None) == (stage == 0)
+        x = self.problem.data[microbatch] if input_tensor is None else input_tensor
+        is_last = stage == self.num_stages - 1
+        layer = lambda x, weight: SplitLinear.apply(x, weight, self.store)  # noqa: E731
+        output = run_stage(layer, self.problem.weights[stage], x, is_last)
+        if is_last:
+            self.problem.losses[microbatch] = output.detach().clone()
+        self.outputs[chunk, microbatch] = weakref.ref(output)
+        return output
+
+    def backward(self, microbatch, chunk, input_tensor, output_tensor, output_grad):
+        assert (output_grad is None) == (self.stages[chunk] == self.num_stages - 1)
+        # The engine itself: a released output no longer has its gradient's shape.
+        gradient = torch.ones_like(output_tensor) if output_grad is None else output_grad
+        torch.autograd.Variable._execution_engine.run_backward(
+            (output_tensor,), (gradient,), False, False, (), True, True
+        )
+        return None if input_tensor is None else input_tensor.grad
+
+    def release_output(self, output_tensor):
+        self.released += 1
+        output_tensor.data = torch.empty(1)
+
+    def before_gradients(self, op):
+        self.ran.append(op)
+        if op.kind is OpKind.W:
+            assert self.outputs[op.chunk, op.microbatch]() is None, "B left the activation alive"
+
+    def message_spec(self, op):
+        assert op.kind in (OpKind.RECV_FORWARD, OpKind.RECV_BACKWARD)
+        return TensorSpec((BATCH, WIDTH), torch.float32, torch.device("cpu"))
+
+
+class Problem:
+    """Weights of every stage, data of every microbatch; gradients and losses end up here."""
+
+    def __init__(self, num_stages: int, num_microbatches: int) -> None:
+        generator = torch.Generator().manual_seed(7)
+        new = partial(torch.randn, generator=generator)
+        self.weights = [
+            [new(WIDTH, WIDTH).div_(WIDTH**0.5).requires_grad_() for _ in range(LAYERS)] for _ in range(num_stages)
+        ]
+        self.data = [new(BATCH, WIDTH) for _ in range(num_microbatches)]
+        self.losses: dict[int, torch.Tensor] = {}
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        return [weight.grad for stage in self.weights for weight in stage]
+
+    def run_by_autograd(self) -> None:
+        """One process, one microbatch after the other, torch's own linear layer and autograd."""
+        for microbatch, x in enumerate(self.data):
+            for weights in self.weights:
+                x = run_stage(linear, weights, x, weights is self.weights[-1])
+            x.backward()
+            self.losses[microbatch] = x.detach()
+
+
+class Pipeline:
+    """All ranks of a lowered schedule."""
+
+    def __init__(self, schedule: Schedule, problem: Problem, timeout: float = 10.0) -> None:
+        self.schedule, self.problem = schedule, problem
+        self.network = InMemoryNetwork(schedule.num_ranks, timeout)
+        self.executors: list[Executor] = []
+        self.stages: list[ToyStage] = []
+        for rank in range(schedule.num_ranks):
+            self.add_rank(rank, self.network.communicator(rank))
+
+    def add_rank(self, rank: int, communicator: Communicator) -> None:
+        store = WeightGradStore(self.schedule.num_chunks)
+        stage = ToyStage(self.problem, self.schedule, rank, store)
+        executor = Executor(self.schedule, rank, communicator, store)
+        stage.count_live = lambda: executor.num_live_activations
+        self.executors.append(executor)
+        self.stages.append(stage)
+
+    def run(self) -> None:
+        """One step, one thread a rank; raises what a rank raised."""
+        with ThreadPoolExecutor(len(self.executors)) as pool:
+            ranks = zip(self.executors, self.stages, strict=True)
+            for done in [pool.submit(executor.run, stage) for executor, stage in ranks]:
+                done.result()
