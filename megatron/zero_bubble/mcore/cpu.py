@@ -11,7 +11,7 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -29,17 +29,27 @@ class Substitution(NamedTuple):
     reason: str
 
 
-def substitutions() -> list[Substitution]:
+def substitutions() -> Iterator[Substitution]:
     """Everything that is stood in for, in the order in which it is applied."""
-    return [*_devices(), *_streams(), *_random_state(), *_tensors()]
+    yield from _devices()
+    yield from _streams()
+    yield from _random_state()
+    yield from _tensors()
+
+
+ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
+"""Variables that are set as well, where the user has not: megatron-core compiles some of its functions
+when it is imported, which on a CPU takes minutes and gains nothing."""
 
 
 class CpuSubstitution:
     """The applied substitutions; `restore()` undoes them, so that tests leave nothing behind."""
 
-    def __init__(self, applied: list[Substitution]) -> None:
+    def __init__(self, environment: Mapping[str, str], applied: Iterable[Substitution]) -> None:
+        self._added = [name for name in environment if name not in os.environ]
+        os.environ.update({name: environment[name] for name in self._added})
         self._originals: list[tuple[Any, str, Any]] = []
-        for owner, name, replacement, _ in applied:
+        for owner, name, replacement, _ in list(applied):  # which imports megatron-core: the environment comes first
             self._originals.append((owner, name, owner.__dict__.get(name, _ABSENT)))
             setattr(owner, name, replacement)
 
@@ -51,15 +61,15 @@ class CpuSubstitution:
                 delattr(owner, name)
             else:
                 setattr(owner, name, original)
+        while self._added:
+            os.environ.pop(self._added.pop(), None)
 
 
 def substitute_cuda() -> CpuSubstitution:
     """Apply all substitutions where torch finds no CUDA device; on a GPU, none."""
     if torch.cuda.is_available():
-        return CpuSubstitution([])
-    # megatron-core compiles some of its functions at import; on a CPU that takes minutes and gains nothing.
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    return CpuSubstitution(substitutions())
+        return CpuSubstitution({}, [])
+    return CpuSubstitution(ENVIRONMENT, substitutions())
 
 
 _ABSENT = object()

@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megatron.zero_bubble.mcore.cpu import ENVIRONMENT, CpuSubstitution, substitute_cuda, substitutions
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU nothing is substituted")
+
+LISTED = list(substitutions())
+OWNERS = [torch, torch.cuda, torch.cuda.nvtx, torch.cuda.random, torch.Tensor, torch.nn.Module]
+OWNERS += [entry.owner for entry in LISTED]
+
+
+def snapshot() -> list[dict[str, object]]:
+    return [dict(owner.__dict__) for owner in OWNERS] + [dict(os.environ)]
+
+
+@pytest.fixture
+def substituted() -> Iterator[CpuSubstitution]:
+    substitution = substitute_cuda()
+    yield substitution
+    substitution.restore()
+
+
+def owner_name(owner: object) -> str:
+    return getattr(owner, "__qualname__", None) or getattr(owner, "__name__", None) or f"logger {owner.name}"
+
+
+def test_every_substitution_says_why_and_stands_once():
+    for entry in LISTED:
+        assert len(entry.reason) > 10
+        assert "\n" not in entry.reason
+    counts = Counter((owner_name(entry.owner), entry.name) for entry in LISTED)
+    assert counts.most_common(1)[0][1] == 1
+
+
+def test_it_is_exactly_what_is_listed_that_changes(substituted):
+    after = snapshot()
+    substituted.restore()
+    before = snapshot()
+    changed = {
+        (owner_name(owner), name)
+        for owner, old, new in zip(OWNERS, before, after, strict=False)
+        for name in new
+        if new[name] is not old.get(name, substituted)
+    }
+    assert changed == {(owner_name(entry.owner), entry.name) for entry in LISTED}
+
+
+@pytest.mark.parametrize("value_of_the_user", [None, "0"])
+def test_restore_leaves_nothing_behind(value_of_the_user, monkeypatch):
+    for name in ENVIRONMENT:
+        monkeypatch.delenv(name, raising=False)
+        if value_of_the_user is not None:
+            monkeypatch.setenv(name, value_of_the_user)
+    before = snapshot()
+    substitution = substitute_cuda()
+    for name, value in ENVIRONMENT.items():
+        assert os.environ[name] == (value_of_the_user or value)
+    substitution.restore()
+    substitution.restore()
+    assert snapshot() == before
+
+
+def test_one_inside_another_is_undone_from_the_inside():
+    before = snapshot()
+    outer, inner = substitute_cuda(), substitute_cuda()
+    assert torch.zeros(1, device="cuda").device.type == "cpu"
+    inner.restore()
+    assert torch.zeros(1, device="cuda").device.type == "cpu"
+    outer.restore()
+    assert snapshot() == before
+
+
+def test_on_a_machine_with_cuda_nothing_is_touched(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    before = snapshot()
+    substitution = substitute_cuda()
+    assert snapshot() == before
+    substitution.restore()
+    assert snapshot() == before
+
+
+@pytest.mark.usefixtures("substituted")
+class TestWhatMegatronCoreAsksOfCuda:
+    @pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda", 0)], ids=str)
+    @pytest.mark.parametrize(
+        ("factory", "arguments"),
+        [
+            *[("zeros", (2,)), ("ones", (2,)), ("empty", (2,)), ("full", ((2,), 3)), ("arange", (2,)), ("eye", 2)],
+            *[("rand", (2,)), ("randn", (2,)), ("randint", (5, (2,))), ("tensor", ([1.0],))],
+        ],
+    )
+    def test_a_tensor_on_the_gpu_is_one_on_the_cpu(self, factory, arguments, device):
+        arguments = arguments if isinstance(arguments, tuple) else (arguments,)
+        assert getattr(torch, factory)(*arguments, device=device).device.type == "cpu"
+
+    def test_other_devices_are_left_alone(self):
+        assert torch.zeros(2, device="meta").device.type == "meta"
+        assert torch.zeros(2, device=torch.cuda.current_device()).device.type == "cpu"
+        assert torch.zeros(2).device.type == "cpu"
+
+    def test_moving_to_the_gpu_moves_nothing(self):
+        tensor, module = torch.zeros(2), torch.nn.Linear(2, 2)
+        assert tensor.cuda() is tensor
+        assert tensor.cuda(0, non_blocking=True) is tensor
+        assert module.cuda(torch.cuda.current_device()) is module
+
+    def test_the_optimizers_names_of_types(self):
+        """`clip_grads` compares names; `FP32Optimizer` and `count_zeros` build tensors by type."""
+        assert torch.zeros(1).type() == "torch.cuda.FloatTensor"
+        assert torch.zeros(1, dtype=torch.bfloat16).type() == "torch.cuda.BFloat16Tensor"
+        assert torch.cuda.FloatTensor([1.5]).dtype == torch.float32
+        assert torch.zeros(1).type(torch.int64).dtype == torch.int64
+
+    def test_streams_and_events_are_in_order_already(self):
+        stream, event = torch.cuda.Stream(), torch.cuda.Event(enable_timing=True)
+        with torch.cuda.stream(stream):
+            torch.cuda.current_stream().wait_stream(stream)
+            event.record(torch.cuda.current_stream())
+            stream.wait_event(event)
+        event.synchronize()
+        assert event.query()
+        torch.cuda.synchronize()
+        torch.cuda.nvtx.range_push("F0")
+        torch.cuda.nvtx.range_pop()
+
+    def test_random_state_is_that_of_the_cpu(self):
+        torch.cuda.manual_seed(3)
+        state = torch.cuda.get_rng_state()
+        first = torch.rand(4)
+        torch.cuda.set_rng_state(state)
+        assert torch.equal(torch.rand(4), first)
+
+    def test_megatron_cores_tracker_forks_it(self, caplog):
+        from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+        tracker = CudaRNGStatesTracker()
+        tracker.add("model-parallel-rng", 11)
+        torch.manual_seed(5)
+        before = torch.get_rng_state()
+        with caplog.at_level(logging.WARNING), tracker.fork("model-parallel-rng"):
+            inside = torch.rand(4)
+        assert torch.equal(torch.get_rng_state(), before), "outside, the numbers go on as if nothing had been drawn"
+        torch.manual_seed(11)
+        assert torch.equal(torch.rand(4), inside)
+        assert caplog.records == []
