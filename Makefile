@@ -4,7 +4,7 @@
 #   make test        the tests
 #   make lint        ruff (format, check) and mypy
 #
-# PYTHON=python3.12 chooses the interpreter that .venv is made from.
+# PYTHON=python3.12 chooses the interpreter that .venv is made from; FLAGS='...' are passed on.
 
 PYTHON ?= python3
 VENV := .venv
@@ -20,6 +20,13 @@ $(INSTALLED): pyproject.toml constraints.txt setup.py
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,tensorboard,solver]'
 	@touch $@
+
+pretrain: $(INSTALLED)
+	$(BIN)/python tools/make_sample_data.py
+	PATH="$(CURDIR)/$(BIN):$$PATH" examples/pretrain_sample.sh $(FLAGS)
+
+test: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(FLAGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+import warnings
 
 import torch
 
@@ -13,6 +14,7 @@ from megatron.zero_bubble.mcore.cpu import substitute_cuda
 
 def main() -> int:
     """Parse, check, train; a user's mistake gives one line and exit status 2 on every rank."""
+    quiet_start_up()
     substitute_cuda()
     # Only now: megatron-core looks at the device while it is imported.
     from megatron.zero_bubble.training.arguments import parse_arguments
@@ -26,6 +28,14 @@ def main() -> int:
     except ValueError as error:
         return report(error)
     return 0
+
+
+def quiet_start_up() -> None:
+    """Drop what megatron-core warns of at import, once a rank: on a CPU there is nothing to do about it."""
+    if os.environ.get("RANK", "0") == "0" and torch.cuda.is_available():
+        return
+    for message in (".*Apex (is|are) not installed", ".*full scope is deprecated", ".*lack of `?grouped_gemm"):
+        warnings.filterwarnings("ignore", message=message, category=UserWarning)
 
 
 def report(error: ValueError) -> int:

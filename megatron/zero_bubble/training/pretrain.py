@@ -55,6 +55,9 @@ def _build_trainer(args: Arguments, data_config: DataConfig, tokenizer: Megatron
     _describe(args, model)
     needs_data = parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()
     datasets = build_datasets(data_config, tokenizer, needs_data, print_rank_0)
+    if args.eval_iters > 0 and datasets.num_samples[1] == 0:
+        print_rank_0(" > no validation data: --eval-interval and --eval-iters have no effect")
+        args.eval_iters = 0
     place = (parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size())
     return Trainer(
         args,

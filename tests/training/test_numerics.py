@@ -1,0 +1,72 @@
+"""The promise: every schedule gives, bit for bit, the numbers of megatron-core's own schedule."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from tests.launch import TINY_GPT, run_trainings
+
+SCHEDULES = ("gpipe", "1f1b", "zb-h1", "zb-h2")
+PRECISIONS = {"fp32": (), "bf16": ("--bf16",)}
+MICROBATCHES = (4, 8)
+CLIPPED = ("--clip-grad", "0.5")
+"""The gradient norm is above this in every iteration: the whole model depends on the norm's last bit."""
+MODELS = {
+    "untied": ("--untie-embeddings-and-output-weights",),
+    "llama-like": (
+        *("--position-embedding-type", "rope", "--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear"),
+        *("--group-query-attention", "--num-query-groups", "2", "--untie-embeddings-and-output-weights"),
+    ),
+    "unclipped": ("--clip-grad", "0"),
+}
+
+
+def flags(num_ranks: int, num_microbatches: int, *more: str) -> list[str]:
+    sizes = ["--pipeline-model-parallel-size", str(num_ranks), "--global-batch-size", str(num_microbatches)]
+    return [*TINY_GPT, *sizes, *CLIPPED, *more]
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=["p2", "p4"])
+def numerics(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The numerics files of all trainings with this many pipeline ranks; `base-*` are megatron-core's own."""
+    p, folder = request.param, tmp_path_factory.mktemp("numerics")
+    trainings = {}
+    for (precision, precision_flags), m in product(PRECISIONS.items(), MICROBATCHES):
+        trainings[f"base-{precision}-{m}"] = flags(p, m, *precision_flags)
+        for schedule in SCHEDULES:
+            trainings[f"{schedule}-{precision}-{m}"] = flags(p, m, *precision_flags, "--zero-bubble-schedule", schedule)
+    for model, model_flags in MODELS.items():
+        trainings[f"base-{model}"] = flags(p, 4, *model_flags)
+        trainings[f"zb-h1-{model}"] = flags(p, 4, *model_flags, "--zero-bubble")
+    run_trainings(p, trainings, folder)
+    return folder
+
+
+@pytest.mark.parametrize("num_microbatches", MICROBATCHES)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_equals_megatron_core(
+    numerics: Path, schedule: str, precision: str, num_microbatches: int
+) -> None:
+    ours = (numerics / f"{schedule}-{precision}-{num_microbatches}.jsonl").read_bytes()
+    megatrons = (numerics / f"base-{precision}-{num_microbatches}.jsonl").read_bytes()
+    assert ours == megatrons
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_other_models_equal_megatron_core(numerics: Path, model: str) -> None:
+    assert (numerics / f"zb-h1-{model}.jsonl").read_bytes() == (numerics / f"base-{model}.jsonl").read_bytes()
+
+
+def test_the_numbers_are_those_of_a_training(numerics: Path) -> None:
+    """Ten iterations, clipping active in all, a loss that moves, parameters that change: the files can differ."""
+    lines = [json.loads(line) for line in (numerics / "base-fp32-8.jsonl").read_text().splitlines()]
+    assert [line["iteration"] for line in lines] == list(range(1, 11))
+    assert all(float.fromhex(line["grad_norm"]) > 0.5 for line in lines)
+    assert len({line["lm_loss"] for line in lines}) == 10
+    assert len({digest for line in lines for digest in line["parameters"]}) == 10 * len(lines[0]["parameters"])
+    assert (numerics / "base-fp32-4.jsonl").read_bytes() != (numerics / "base-fp32-8.jsonl").read_bytes()

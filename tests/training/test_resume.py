@@ -1,0 +1,124 @@
+"""A run that is cut short and resumed goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.launch import PRETRAIN, TINY_GPT, environment, run, torchrun
+
+
+def flags(folder: Path, *more: str) -> list[str]:
+    return [
+        *TINY_GPT,
+        *("--pipeline-model-parallel-size", "2", "--global-batch-size", "4", "--train-iters", "30", "--zero-bubble"),
+        *("--save", str(folder / "checkpoints"), "--save-interval", "10", "--log-numerics", str(folder / "numerics")),
+        *("--lr-decay-style", "cosine", "--lr-warmup-iters", "5", "--eval-interval", "7", "--eval-iters", "1"),
+        *more,
+    ]
+
+
+def processes_of(folder: Path) -> list[psutil.Process]:
+    """Every process, launcher first, whose command line names `folder`."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.pid != os.getpid() and any(str(folder) in word for word in process.cmdline()):
+                found.append(process)
+    return found
+
+
+def ranks_of(folder: Path, job: subprocess.Popen[str]) -> list[psutil.Process]:
+    return [process for process in processes_of(folder) if process.pid != job.pid]
+
+
+def start(folder: Path, *more: str) -> subprocess.Popen[str]:
+    """Start the training, its output in a file; return when it has done three iterations."""
+    with open(folder / "output", "w") as output:
+        # A pipe would be kept open by what the ranks have started, after they are dead.
+        job = subprocess.Popen(
+            torchrun(2, PRETRAIN, *flags(folder, *more)), env=environment(), stdout=output, stderr=output, text=True
+        )
+    wait_for_iterations(folder, 3, job)
+    return job
+
+
+def wait_for_iterations(folder: Path, count: int, job: subprocess.Popen[str]) -> None:
+    numerics, deadline = folder / "numerics", time.monotonic() + 90
+    while not numerics.exists() or numerics.read_text().count("\n") < count:
+        assert job.poll() is None, "the run ended early: " + (folder / "output").read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    result = run(2, PRETRAIN, *flags(folder))
+    assert result.returncode == 0, result.stderr
+    return folder
+
+
+def test_killed_and_resumed_equals_uninterrupted(uninterrupted: Path, tmp_path: Path) -> None:
+    job = start(tmp_path)
+    wait_for_iterations(tmp_path, 12, job)
+    for process in processes_of(tmp_path):
+        process.kill()
+    job.wait(timeout=30)
+    assert (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "10"
+    result = run(2, PRETRAIN, *flags(tmp_path, "--load", str(tmp_path / "checkpoints")))
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "numerics").read_bytes() == (uninterrupted / "numerics").read_bytes()
+
+
+def test_a_half_written_checkpoint_is_not_picked_up(uninterrupted: Path, tmp_path: Path) -> None:
+    """As after a crash while iteration 30 was written: its folder is there, the tracker names 20."""
+    shutil.copytree(uninterrupted / "checkpoints", tmp_path / "checkpoints")
+    half = tmp_path / "checkpoints" / "iter_0000030"
+    (half / "metadata.json").unlink()
+    next(half.glob("*.distcp")).write_bytes(b"cut short")
+    (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("20")
+    shutil.copy(uninterrupted / "numerics", tmp_path / "numerics")
+    result = run(2, PRETRAIN, *flags(tmp_path, "--load", str(tmp_path / "checkpoints")))
+    assert result.returncode == 0, result.stderr
+    assert "at iteration 20" in result.stdout
+    assert (tmp_path / "numerics").read_bytes() == (uninterrupted / "numerics").read_bytes()
+    assert (half / "metadata.json").exists()
+
+
+def test_megatron_cores_schedule_resumes_from_ours(uninterrupted: Path, tmp_path: Path) -> None:
+    """A checkpoint says nothing of the schedule: the baseline goes on from it with the same numbers."""
+    shutil.copytree(uninterrupted / "checkpoints", tmp_path / "checkpoints")
+    (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("20")
+    baseline = [flag for flag in flags(tmp_path, "--load", str(tmp_path / "checkpoints")) if flag != "--zero-bubble"]
+    result = run(2, PRETRAIN, *baseline)
+    assert result.returncode == 0, result.stderr
+    lines = (tmp_path / "numerics").read_text().splitlines()
+    assert [json.loads(line)["iteration"] for line in lines] == list(range(21, 31))
+    assert lines == (uninterrupted / "numerics").read_text().splitlines()[20:]
+
+
+def test_sigterm_saves_and_exits(tmp_path: Path) -> None:
+    job = start(tmp_path, "--train-iters", "100000", "--save-interval", "100000", "--exit-signal-handler")
+    for process in ranks_of(tmp_path, job):
+        process.terminate()
+    status, output = job.wait(timeout=60), (tmp_path / "output").read_text()
+    assert status == 0, output
+    assert "SIGTERM" in output
+    last = json.loads((tmp_path / "numerics").read_text().splitlines()[-1])["iteration"]
+    assert (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == str(last)
+
+
+def test_a_dead_rank_takes_the_job_down(tmp_path: Path) -> None:
+    job = start(tmp_path, "--train-iters", "100000", "--save-interval", "100000")
+    ranks_of(tmp_path, job)[0].kill()
+    assert job.wait(timeout=60) != 0
+    assert processes_of(tmp_path) == []
