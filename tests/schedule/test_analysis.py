@@ -72,6 +72,14 @@ def test_the_critical_path_of_zb_h1_runs_down_and_up_the_pipeline():
     assert words(critical_path(timeline)) == "0:F0 1:F0 2:F0 2:B0 2:F1 2:B1 2:F2 2:B2 1:B2 0:B2 0:W2"
 
 
+def test_a_busy_receiver_is_what_its_next_op_waits_for():
+    """F1 is on its way from 6 on, when rank 1 computes until 7: then it takes 2 to receive it."""
+    costs = StageCosts((2, 3), (1, 1), (1, 1), (2,), (1, 1), (-1, -1), (0, 0))
+    timeline = simulate(generate("gpipe", 2, 2).forward_only(), costs, overlap_communication=False)
+    assert [timed.start for timed in timeline.lanes[1]] == [4, 9]
+    assert words(critical_path(timeline)) == "0:F0 1:F0 1:F1"
+
+
 def test_empty_timelines():
     empty = simulate(made_of("linear", 2, 1, 1, "", ""), StageCosts.uniform(2))
     assert critical_path(empty) == ()

@@ -188,6 +188,8 @@ def test_memory_curve(ok, tmp_path):
     assert lines[1].split() == ["0.5", "-", "-"]
     assert lines[3].split() == ["1", "11.11%", "-"]
     assert lines[7].split() == ["2", "11.11%", "0.00%"]
+    tenths = ["--from", "0.1", "--to", "0.3", "--step", "0.1"]
+    assert [line.split()[0] for line in ok("memory-curve", *flags, *tenths).splitlines()[1:]] == ["0.1", "0.2", "0.3"]
     path = tmp_path / "curve.svg"
     points = json.loads(ok("memory-curve", *flags, "--json", "--output", path))
     assert [point["memory_limit"] for point in points[:3]] == [2, 3, 4]
@@ -229,6 +231,8 @@ BAD = {
     "draw --schedule zb-h1 {size}": "argument --output is required",
     "draw --schedule zb-h1 {size} --output {tmp}/new.png": "must end in .svg, .html, or .json",
     "draw --schedule zb-h1 {size} --output {tmp}/none/new.svg": "cannot write {tmp}/none/new.svg: No such file",
+    "draw --schedule zb-h1 {size} --output {tmp}/folder.svg": "cannot write {tmp}/folder.svg: Is a directory",
+    "simulate --input {tmp}/incomplete.csv": "rank 0 lacks B0",
     "draw --schedule zb-h1 {size} --memory-limit 1 --output {tmp}/new.svg": "is enough for every rank",
     "memory-curve --schedule zb-h1 {size} --from 2 --to 1": "--to 1 is below --from 2",
     "memory-curve --schedule zb-h1 {size} --step 0": "--step: must be above 0",
@@ -245,11 +249,12 @@ def test_bad_input_gets_one_line_and_nothing_is_written(run, tmp_path, words):
     future = schedule_to_json(generate("1f1b", 2, 2)).replace('"version": 1', '"version": 2')
     (tmp_path / "future.json").write_text(future)
     (tmp_path / "incomplete.csv").write_text("0F0\n1F0,1B0\n")
-    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    (tmp_path / "folder.svg").mkdir()
+    before = {path: path.is_dir() or path.read_bytes() for path in tmp_path.iterdir()}
     filled = words.format(size=" ".join(SIZE), tmp=tmp_path).split()
     status, output, errors = run(*filled)
     assert (status, output) == (2, "")
     assert errors.startswith("schedule.py")
     assert errors.count("\n") == 1
     assert BAD[words].format(tmp=tmp_path) in errors
-    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert {path: path.is_dir() or path.read_bytes() for path in tmp_path.iterdir()} == before

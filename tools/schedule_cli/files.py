@@ -32,9 +32,13 @@ def deliver(text: str, output: Path | None) -> None:
         sys.stdout.flush()
         return
     try:
-        handle, name = tempfile.mkstemp(dir=output.parent, prefix=f".{output.name}.")
+        _write(text, output)
     except OSError as error:
         raise OSError(f"cannot write {output}: {error.strerror}") from None
+
+
+def _write(text: str, output: Path) -> None:
+    handle, name = tempfile.mkstemp(dir=output.parent, prefix=f".{output.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
