@@ -1,0 +1,139 @@
+"""B and W of megatron-core's linear layers."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from split_layers import (
+    BATCH,
+    HIDDEN,
+    OUTPUT,
+    SEQUENCE,
+    Layers,
+    assert_equal,
+    make_config,
+    microbatches,
+    one_rank,
+    run_fused,
+    run_split,
+)
+
+from megatron.zero_bubble.mcore.linear import split_weight_gradients
+from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
+
+
+@pytest.fixture(scope="module", autouse=True)
+def groups() -> Iterator[None]:
+    with one_rank():
+        yield
+
+
+BIASES = [
+    pytest.param({"bias": True}, id="bias"),
+    pytest.param({"bias": True, "skip_bias_add": True}, id="skip_bias_add"),
+    pytest.param({"bias": False}, id="no bias"),
+]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("bias", BIASES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_b_then_w_is_the_fused_backward(dtype, bias):
+    store, model = WeightGradStore(), Layers(dtype, **bias)
+    assert split_weight_gradients([model], store) == ["column.weight", "row.weight"]
+    assert_equal(run_split(model, store, dtype), run_fused(Layers(dtype, **bias), dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_outside_of_deferring_a_split_layer_runs_the_fused_backward(dtype):
+    store, model = WeightGradStore(), Layers(dtype)
+    split_weight_gradients([model], store)
+    assert_equal(run_fused(model, dtype), run_fused(Layers(dtype), dtype))
+    assert store.pending() == []
+
+
+def test_b_leaves_the_weights_gradient_to_w_and_nothing_else():
+    store, model = WeightGradStore(), Layers()
+    split_weight_gradients([model], store)
+    [(x, gradient), *_] = microbatches()
+    with store.deferring():
+        model(x).backward(gradient)
+    store.flush(0, 0)
+    assert (model.column.weight.grad, model.row.weight.grad) == (None, None)
+    assert all(value is not None for value in (x.grad, model.column.bias.grad, model.row.bias.grad))
+    store.pop(0, 0)
+    assert not model.column.weight.grad.requires_grad, "autograd does not record W"
+
+
+def test_a_pending_w_holds_its_layers_input_and_not_the_graph_behind_it():
+    alive: list[weakref.ref] = []
+
+    class LayerBefore(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.kept = torch.ones(1)
+            alive.append(weakref.ref(ctx.kept))
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient
+
+    store, model = WeightGradStore(), Layers()
+    split_weight_gradients([model], store)
+    [(x, gradient), *_] = microbatches()
+    with store.deferring():
+        model.row(model.column(LayerBefore.apply(x))[0])[0].backward(gradient)
+    store.flush(0, 0)
+    assert [reference() for reference in alive] == [None]
+
+
+def test_only_the_instances_of_the_model_change():
+    classes = (ColumnParallelLinear, RowParallelLinear)
+    before = [dict(cls.__dict__) for cls in classes]
+    model, bystander = Layers(), Layers()
+    split_weight_gradients([model], WeightGradStore())
+    assert [dict(cls.__dict__) for cls in classes] == before
+    assert "_forward_impl" in vars(model.column)
+    assert "_forward_impl" not in vars(bystander.column)
+    assert set(model.state_dict()) == set(bystander.state_dict()), "checkpoints are the same"
+
+
+def test_a_frozen_weight_is_not_split():
+    store, model, reference = WeightGradStore(), Layers(), Layers()
+    for layers in (model, reference):
+        layers.column.weight.requires_grad_(False)
+    assert split_weight_gradients([model], store) == ["row.weight"]
+    ours = run_split(model, store)
+    assert ours["column.weight"] is None
+    assert_equal(ours, run_fused(reference))
+
+
+def test_a_weight_that_is_frozen_after_the_split_gets_no_gradient():
+    store, model, reference = WeightGradStore(), Layers(), Layers()
+    split_weight_gradients([model], store)
+    for layers in (model, reference):
+        layers.row.weight.requires_grad_(False)
+    assert_equal(run_split(model, store), run_fused(reference))
+
+
+def test_an_output_layer_that_uses_the_embeddings_weight_is_not_split():
+    options = {"config": make_config(), "init_method": torch.nn.init.normal_, "bias": False}
+    layer = ColumnParallelLinear(HIDDEN, OUTPUT, skip_weight_param_allocation=True, **options)
+    store = WeightGradStore()
+    assert split_weight_gradients([layer], store) == []
+    embedding = torch.randn(OUTPUT, HIDDEN, requires_grad=True)
+    with store.deferring():
+        layer(torch.randn(SEQUENCE, BATCH, HIDDEN), weight=embedding)[0].sum().backward()
+    assert embedding.grad is not None
+
+
+def test_a_second_deferral_by_megatron_core_is_refused():
+    model = Layers()
+    model.config.defer_embedding_wgrad_compute = True
+    with pytest.raises(ValueError, match=r"^defer_embedding_wgrad_compute .*: switch it off$"):
+        split_weight_gradients([model], WeightGradStore())

@@ -1,0 +1,137 @@
+"""W hands its gradient to megatron-core's own DistributedDataParallel, as autograd would have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from split_layers import MICROBATCHES, Layers, microbatches, one_rank
+
+from megatron.zero_bubble.mcore.forward_backward import GradSync
+from megatron.zero_bubble.mcore.linear import split_weight_gradients
+from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
+
+LAST = MICROBATCHES - 1
+
+
+@pytest.fixture(scope="module", autouse=True)
+def groups() -> Iterator[None]:
+    with one_rank():
+        yield
+
+
+def wrap(model: Layers, *, is_split: bool, overlap: bool = False) -> DistributedDataParallel:
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, overlap_grad_reduce=overlap, bucket_size=400, delay_wgrad_compute=is_split
+    )
+    return DistributedDataParallel(model.config, config, model)
+
+
+class Trained:
+    """A model in DDP, whose operations can be run in any order; `events` says when which bucket is reduced."""
+
+    def __init__(self, dtype: torch.dtype, *, is_split: bool, overlap: bool = False) -> None:
+        self.store, self.events, model = WeightGradStore(), [], Layers(dtype)
+        if is_split:
+            split_weight_gradients([model], self.store)
+        self.ddp = wrap(model, is_split=is_split, overlap=overlap)
+        self.names = {parameter: name for name, parameter in model.named_parameters()}
+        self.dtype = dtype
+        for group in self.ddp.bucket_groups:
+            group.start_grad_sync = self._recording(group, group.start_grad_sync)
+
+    def _recording(self, group: object, start: Callable[..., None]) -> Callable[..., None]:
+        def recording(*args: object, **kwargs: object) -> None:
+            self.events += [self.names[parameter] for parameter in group.params]
+            start(*args, **kwargs)
+
+        return recording
+
+    def step(self, *operations: str) -> dict[str, torch.Tensor]:
+        """One step of these operations; the gradients at its end."""
+        self.events.clear()
+        self.ddp.zero_grad_buffer()
+        data, grad_sync = microbatches(self.dtype), GradSync(self.ddp.no_sync, 1)
+        for operation in operations:
+            kind, microbatch = operation[:-1], int(operation[-1])
+            self.events.append(operation)
+            grad_sync.enable(0, microbatch == LAST)
+            if kind == "W":
+                self.store.pop(0, microbatch)
+                continue
+            x, gradient = data[microbatch]
+            output = self.ddp(x)
+            if kind == "BW":
+                output.backward(gradient)
+                continue
+            with self.store.deferring():
+                output.backward(gradient)
+            self.store.flush(0, microbatch)
+        grad_sync.enable_all()
+        self.events.append("end")
+        self.ddp.finish_grad_sync()
+        assert all(parameter.grad is None for parameter in self.names), "everything is in main_grad"
+        return {name: parameter.main_grad.clone() for parameter, name in self.names.items()}
+
+
+FUSED = ("BW0", "BW1", "BW2")
+ORDERS = [
+    ("B0", "W0", "B1", "W1", "B2", "W2"),
+    ("B0", "B1", "W0", "B2", "W1", "W2"),
+    ("B0", "B1", "B2", "W0", "W1", "W2"),
+]
+
+
+@pytest.mark.parametrize("order", [*ORDERS, FUSED, ("BW0", "B1", "B2", "W1", "W2")], ids=" ".join)
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_main_grad_is_that_of_autograd_in_every_order(dtype, overlap, order):
+    ours, reference = Trained(dtype, is_split=True, overlap=overlap), Trained(dtype, is_split=False)
+    for _ in range(3):  # with overlap, DDP waits for the end of the first step to learn the buckets
+        expected = reference.step(*FUSED)
+        for name, gradient in ours.step(*order).items():
+            assert gradient.dtype == torch.float32
+            assert torch.equal(gradient, expected[name]), name
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=" ".join)
+def test_a_bucket_is_reduced_as_soon_as_its_last_gradient_is_there(order):
+    """At the W of the last microbatch: never at its B, nor at the W of an earlier one that runs after that B."""
+    trained = Trained(torch.float32, is_split=True, overlap=True)
+    assert len(trained.ddp.bucket_groups) > 1
+    trained.step(*order)
+    trained.step(*order)
+    events = trained.events
+    for name in trained.names.values():
+        assert events.count(name) == 1
+        assert events.index(f"W{LAST}") < events.index(name) < events.index("end"), f"{name}: {events}"
+
+
+def test_grad_sync_follows_each_operation_by_itself():
+    trained = Trained(torch.float32, is_split=True, overlap=True)
+    [group, *_] = trained.ddp.bucket_groups
+    grad_sync, seen = GradSync(trained.ddp.no_sync, 1), []
+    for enabled in (False, False, True, True, False, True, False):
+        grad_sync.enable(0, enabled)
+        seen.append(group.is_last_microbatch)
+    grad_sync.enable_all()
+    assert seen == [False, False, True, True, False, True, False]
+    assert group.is_last_microbatch, "as DDP expects it between steps"
+
+
+def test_grad_sync_has_a_switch_for_each_chunk():
+    chunks = [Trained(torch.float32, is_split=True, overlap=True) for _ in range(2)]
+    grad_sync = GradSync([chunk.ddp.no_sync for chunk in chunks], 2)
+    grad_sync.enable(0, False)
+    grad_sync.enable(1, False)
+    grad_sync.enable(1, True)
+    assert [chunk.ddp.bucket_groups[0].is_last_microbatch for chunk in chunks] == [False, True]
+
+
+def test_without_no_sync_there_is_nothing_to_switch():
+    grad_sync = GradSync(None, 1)
+    grad_sync.enable(0, False)
+    grad_sync.enable(0, True)
+    grad_sync.enable_all()
