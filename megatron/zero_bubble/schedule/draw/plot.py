@@ -9,8 +9,8 @@ from typing import NamedTuple
 from megatron.zero_bubble.schedule.draw import canvas, palette
 from megatron.zero_bubble.schedule.draw.canvas import line, number, rect, text
 
-_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 30, 44, 52
-_WIDTH, _HEIGHT = 760, 440
+_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 180, 44, 52
+_WIDTH, _HEIGHT = 900, 440
 
 
 class Series(NamedTuple):
@@ -39,7 +39,7 @@ def to_plot(series: Sequence[Series], *, title: str, x_label: str, y_label: str)
         ]
     for y in canvas.ticks(largest_y, 6):
         elements += [line(*at(0, y), *at(largest_x, y)), text(_LEFT - 8, at(0, y)[1] + 4, number(y, 4), 11, "end")]
-    elements.append(text(_WIDTH / 2, _HEIGHT - 14, x_label, anchor="middle"))
+    elements.append(text((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 14, x_label, anchor="middle"))
     elements.append(
         f'<g transform="translate(16 {_HEIGHT / 2}) rotate(-90)">{text(0, 0, y_label, anchor="middle")}</g>'
     )
@@ -56,5 +56,5 @@ def _draw(k: int, series: Series, points: list[tuple[float, float]]) -> Iterator
         tip = f"{series.name}: {number(value_y, 5)} at {number(value_x, 4)}"
         yield f'<circle cx="{number(x)}" cy="{number(y)}" r="3.5" fill="{colour}"><title>{escape(tip)}</title></circle>'
     y = _TOP + 8 + 18 * k
-    yield rect(_WIDTH - 190, y - 10, 12, 12, colour)
-    yield text(_WIDTH - 172, y, series.name)
+    yield rect(_WIDTH - 160, y - 10, 12, 12, colour)
+    yield text(_WIDTH - 142, y, series.name)
