@@ -1,4 +1,4 @@
-"""The flags of tools/schedule.py, and what single flags may hold."""
+"""The flags of tools/schedule.py, and what single flags may hold; the other tools that take schedules share them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import NoReturn
 from megatron.zero_bubble.schedule import names
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """A mistake costs one line, without the usage that argparse prints above it."""
 
     def error(self, message: str) -> NoReturn:
@@ -46,14 +46,14 @@ def _numbers(at_least: float = -math.inf, above: float = -math.inf) -> Callable[
     return parse
 
 
-def _positive(word: str) -> float:
+def positive(word: str) -> float:
     [value, *more] = _numbers(above=0)(word)
     if more:
         raise argparse.ArgumentTypeError(f"expected one number, got {word!r}")
     return value
 
 
-def _at_least(smallest: int) -> Callable[[str], int]:
+def at_least(smallest: int) -> Callable[[str], int]:
     """A parser of whole numbers from `smallest` on."""
 
     def parse(word: str) -> int:
@@ -68,28 +68,33 @@ def _at_least(smallest: int) -> Callable[[str], int]:
     return parse
 
 
-def _add_size(parser: argparse.ArgumentParser, *, required: bool) -> None:
+def add_size(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    """The size of the pipeline."""
     group = parser.add_argument_group("the pipeline")
-    group.add_argument("--pipeline-size", type=_at_least(2), required=required, metavar="P", help="pipeline ranks")
-    group.add_argument("--num-microbatches", type=_at_least(1), required=required, metavar="M")
+    group.add_argument("--pipeline-size", type=at_least(2), required=required, metavar="P", help="pipeline ranks")
+    group.add_argument("--num-microbatches", type=at_least(1), required=required, metavar="M")
     group.add_argument(
-        "--num-chunks", type=_at_least(1), metavar="V", help="model chunks a rank, where there is a choice"
+        "--num-chunks", type=at_least(1), metavar="V", help="model chunks a rank, where there is a choice"
     )
     group.add_argument(
         "--microbatch-group-size",
-        type=_at_least(1),
+        type=at_least(1),
         metavar="N",
         help="microbatches that an interleaved schedule takes through a chunk before the next (default: P)",
     )
 
 
-def _add_costs(parser: argparse.ArgumentParser) -> None:
+def add_costs(parser: argparse.ArgumentParser, *, default_time: str = "1") -> None:
+    """The costs that `schedule_cli.costs.stage_costs` reads; check them with `check_costs`."""
     group = parser.add_argument_group(
         "costs of a whole rank, all its chunks together: one number, or a comma list with one a rank"
     )
     for letter, what in (("f", "forward"), ("b", "gradient of the input"), ("w", "gradient of the weights")):
         group.add_argument(
-            f"--time-{letter}", type=_numbers(above=0), metavar="T", help=f"time of {what} of a microbatch (default 1)"
+            f"--time-{letter}",
+            type=_numbers(above=0),
+            metavar="T",
+            help=f"time of {what} of a microbatch (default {default_time})",
         )
     group.add_argument(
         "--time-comm",
@@ -110,7 +115,8 @@ def _add_costs(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_limit(parser: argparse.ArgumentParser) -> None:
+def add_limit(parser: argparse.ArgumentParser) -> None:
+    """The limit of a rank's memory."""
     parser.add_argument(
         "--memory-limit",
         type=_numbers(above=0),
@@ -125,17 +131,17 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--schedule", metavar="NAME", help=f"one of {', '.join(names())}")
     source.add_argument("--input", type=Path, metavar="FILE", help="a schedule in JSON, CSV or PyTorch's CSV")
-    _add_size(parser, required=False)
-    _add_costs(parser)
-    _add_limit(parser)
+    add_size(parser, required=False)
+    add_costs(parser)
+    add_limit(parser)
 
 
 def parse_arguments(argv: list[str] | None, description: str) -> argparse.Namespace:
     """Parse, or exit with status 2 and one line."""
-    parser = _Parser(prog="schedule.py", description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+    parser = Parser(prog="schedule.py", description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
 
-    def add(name: str, what: str, *, json: bool = True, output: str = "write there instead of printing") -> _Parser:
+    def add(name: str, what: str, *, json: bool = True, output: str = "write there instead of printing") -> Parser:
         command = commands.add_parser(name, help=what, description=what, allow_abbrev=False)
         if json:
             command.add_argument("--json", action="store_true", help="print JSON")
@@ -150,19 +156,19 @@ def parse_arguments(argv: list[str] | None, description: str) -> argparse.Namesp
         "--format", choices=("grid", "json", "csv", "pytorch"), help="default: by the suffix of --output, else grid"
     )
     generate.add_argument("--lower", action="store_true", help="add sends and receives (json, pytorch)")
-    generate.add_argument("--receive-ahead", type=_at_least(0), default=2, metavar="N", help="for --lower (default 2)")
+    generate.add_argument("--receive-ahead", type=at_least(0), default=2, metavar="N", help="for --lower (default 2)")
     simulate = add("simulate", "tell what a schedule costs")
     _add_source(simulate)
     compare = add("compare", "tell what several schedules cost")
     compare.add_argument("--schedule", action="append", metavar="NAME", help="repeat for more (default: all)")
     compare.add_argument("--markdown", action="store_true", help="print the table as Markdown")
-    _add_size(compare, required=True)
-    _add_costs(compare)
-    _add_limit(compare)
+    add_size(compare, required=True)
+    add_costs(compare)
+    add_limit(compare)
     draw = add("draw", "draw a schedule", json=False, output="required; a .svg, a .html, or a .json for Perfetto")
     _add_source(draw)
     draw.add_argument("--title", help="default: the schedule's name")
-    draw.add_argument("--width", type=_at_least(200), metavar="PIXELS", help="of an SVG (default: by its contents)")
+    draw.add_argument("--width", type=at_least(200), metavar="PIXELS", help="of an SVG (default: by its contents)")
     validate = add("validate", "prove that a schedule is complete, ordered and free of deadlock")
     _add_source(validate)
     curve = add(
@@ -171,22 +177,22 @@ def parse_arguments(argv: list[str] | None, description: str) -> argparse.Namesp
         output="a .svg: plot there as well; any other: write there instead of printing",
     )
     curve.add_argument("--schedule", action="append", metavar="NAME", help="repeat for more (default: auto)")
-    _add_size(curve, required=True)
-    _add_costs(curve)
+    add_size(curve, required=True)
+    add_costs(curve)
     for flag, default, what in (("from", 0.5, "first"), ("to", 2.5, "last"), ("step", 0.125, "distance of")):
         curve.add_argument(
             f"--{flag}",
-            type=_positive,
+            type=positive,
             default=default,
             metavar="X",
             help=f"{what} limit, in P M_B (default {default})",
         )
-    arguments = parser.parse_args(_join_negative(sys.argv[1:] if argv is None else argv))
+    arguments = parser.parse_args(join_negative(sys.argv[1:] if argv is None else argv))
     _check(parser, arguments)
     return arguments
 
 
-def _join_negative(words: list[str]) -> list[str]:
+def join_negative(words: list[str]) -> list[str]:
     """`--memory-b -0.5,-1` as `--memory-b=-0.5,-1`: argparse takes a list that begins with a minus for a flag."""
     joined: list[str] = []
     for word in words:
@@ -208,9 +214,15 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
         for flag in ("pipeline_size", "num_microbatches"):
             if given[flag] is None:
                 parser.error(f"argument --{flag.replace('_', '-')} is required with --schedule")
+    check_costs(parser, arguments)
+    if arguments.command == "draw" and arguments.output is None:
+        parser.error("argument --output is required: a .svg, a .html, or a .json for Perfetto")
+
+
+def check_costs(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """A file has all costs: no flag may contradict it."""
+    given = vars(arguments)
     if given.get("costs") is not None:
         for flag in ("time_f", "time_b", "time_w", "time_comm", "memory_f", "memory_b", "memory_w"):
             if given[flag] is not None:
                 parser.error(f"argument --{flag.replace('_', '-')}: not allowed with --costs")
-    if arguments.command == "draw" and arguments.output is None:
-        parser.error("argument --output is required: a .svg, a .html, or a .json for Perfetto")

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
 
-from megatron.zero_bubble.schedule import Schedule, ScheduleError, bubbles, lower, names, validate
+from megatron.zero_bubble.schedule import Schedule, ScheduleError, bubbles, lower, validate
 from megatron.zero_bubble.schedule.draw import to_chrome_trace, to_html, to_svg
-from megatron.zero_bubble.schedule.generators import ENTRIES, entry_of
+from megatron.zero_bubble.schedule.generators import ENTRIES
 from megatron.zero_bubble.schedule.memory import peaks
 from megatron.zero_bubble.schedule.serialize import (
     schedule_to_csv,
@@ -20,7 +20,7 @@ from megatron.zero_bubble.schedule.serialize import (
 )
 from schedule_cli.files import deliver, read_schedule
 from schedule_cli.memory_curve import memory_curve
-from schedule_cli.report import Report, make_schedule, report, report_on
+from schedule_cli.report import Report, make_schedule, report_on, report_on_all
 from schedule_cli.tables import table
 
 
@@ -72,25 +72,7 @@ def simulate(arguments: argparse.Namespace) -> None:
 
 
 def compare(arguments: argparse.Namespace) -> None:
-    chosen = arguments.schedule or names()
-    found: list[Report] = []
-    refusal: ScheduleError | None = None
-    for name in chosen:
-        entry = entry_of(name)
-        own = argparse.Namespace(**vars(arguments))
-        if "num_chunks" not in entry.options:
-            own.num_chunks = None
-        if "group_size" not in entry.options:
-            own.microbatch_group_size = None
-        try:
-            found.append(report(own, *make_schedule(own, name, arguments.memory_limit)))
-        except ScheduleError as error:
-            refusal = error
-            if arguments.schedule:
-                break
-    # What was asked for by name has to be there; of all schedules, those that cannot be are left out.
-    if refusal is not None and (arguments.schedule or not found):
-        raise refusal
+    found = report_on_all(arguments)
     if arguments.json:
         deliver(_json([one.as_json() for one in found]), arguments.output)
     else:

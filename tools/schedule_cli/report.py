@@ -10,15 +10,18 @@ from typing import Any
 
 from megatron.zero_bubble.schedule import (
     Schedule,
+    ScheduleError,
     Timeline,
     bubbles,
     critical_path,
     generate,
     lower,
+    names,
     placement_for,
     simulate,
     validate,
 )
+from megatron.zero_bubble.schedule.generators import entry_of
 from megatron.zero_bubble.schedule.ir import SENDS
 from megatron.zero_bubble.schedule.memory import peaks
 from schedule_cli.costs import stage_costs
@@ -97,6 +100,31 @@ def report_on(arguments: argparse.Namespace) -> Report:
     if arguments.input is not None:
         return report(arguments, read_schedule(arguments.input), 0.0)
     return report(arguments, *make_schedule(arguments, arguments.schedule, arguments.memory_limit))
+
+
+def report_on_all(arguments: argparse.Namespace) -> list[Report]:
+    """The schedules that --schedule names, or all that can be.
+
+    What was asked for by name has to be there: raises `ScheduleError` otherwise.
+    """
+    found: list[Report] = []
+    refusal: ScheduleError | None = None
+    for name in arguments.schedule or names():
+        entry = entry_of(name)
+        own = argparse.Namespace(**vars(arguments))
+        if "num_chunks" not in entry.options:
+            own.num_chunks = None
+        if "group_size" not in entry.options:
+            own.microbatch_group_size = None
+        try:
+            found.append(report(own, *make_schedule(own, name, arguments.memory_limit)))
+        except ScheduleError as error:
+            refusal = error
+            if arguments.schedule:
+                break
+    if refusal is not None and (arguments.schedule or not found):
+        raise refusal
+    return found
 
 
 def report(arguments: argparse.Namespace, schedule: Schedule, generation_seconds: float) -> Report:
