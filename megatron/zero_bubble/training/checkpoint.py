@@ -50,7 +50,7 @@ def latest_iteration(root: str | Path) -> int:
     if not tracker.is_file():
         raise ValueError(f"--load {root}: no checkpoint there ({TRACKER} is missing)")
     text = tracker.read_text().strip()
-    if not text.isdigit():
+    if not text.isdecimal():
         raise ValueError(f"--load {root}: {TRACKER} says {text!r}, which is not an iteration")
     folder = checkpoint_folder(root, int(text))
     if not (folder / "metadata.json").is_file():

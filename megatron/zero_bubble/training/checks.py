@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron.zero_bubble import schedule
+from megatron.zero_bubble.schedule.generators import ENTRIES
 from megatron.zero_bubble.training.arguments import Arguments
 
 
@@ -51,18 +51,27 @@ def _check_ranges(args: Arguments) -> None:
         value = getattr(args, name)
         _require(value is None or value >= 1, f"{_flag(name)} must be at least 1, got {value}")
     not_negative = ("lr", "min_lr", "weight_decay", "clip_grad", "eval_iters", "num_workers", "lr_warmup_iters")
-    for name in (*not_negative, "attention_dropout", "hidden_dropout", "timing_log_level"):
+    for name in (*not_negative, "init_method_std", "exit_duration_in_mins"):
         value = getattr(args, name)
-        _require(value >= 0 and math.isfinite(value), f"{_flag(name)} must not be negative, got {value}")
+        _require(value is None or 0 <= value < math.inf, f"{_flag(name)} must be at least 0, got {value}")
+    for name in ("norm_epsilon", "adam_eps", "rotary_base"):
+        value = getattr(args, name)
+        _require(0 < value < math.inf, f"{_flag(name)} must be above 0, got {value}")
     for name in ("attention_dropout", "hidden_dropout", "adam_beta1", "adam_beta2"):
         value = getattr(args, name)
         _require(0 <= value < 1, f"{_flag(name)} must be in [0, 1), got {value}")
+    _require(0 < args.rotary_percent <= 1, f"--rotary-percent must be in (0, 1], got {args.rotary_percent}")
+    _require(args.timing_log_level in (0, 1, 2), f"--timing-log-level must be 0, 1 or 2, got {args.timing_log_level}")
 
 
 def _complete_model(args: Arguments) -> None:
     if args.max_position_embeddings is None:
         args.max_position_embeddings = args.seq_length
     if args.kv_channels is None:
+        _require(
+            args.hidden_size % args.num_attention_heads == 0,
+            f"--hidden-size {args.hidden_size} is not a multiple of --num-attention-heads {args.num_attention_heads}",
+        )
         args.kv_channels = args.hidden_size // args.num_attention_heads
     if args.ffn_hidden_size is None:
         # A gated MLP has three matrices instead of two: two thirds of the width keep its size.
@@ -75,10 +84,7 @@ def _complete_model(args: Arguments) -> None:
 def _check_model(args: Arguments) -> None:
     heads = args.num_attention_heads
     assert args.max_position_embeddings is not None
-    _require(
-        args.hidden_size % heads == 0,
-        f"--hidden-size {args.hidden_size} is not a multiple of --num-attention-heads {heads}",
-    )
+    assert args.kv_channels is not None
     _require(
         heads % args.num_query_groups == 0,
         f"--num-attention-heads {heads} is not a multiple of --num-query-groups {args.num_query_groups}",
@@ -86,6 +92,12 @@ def _check_model(args: Arguments) -> None:
     _require(
         args.max_position_embeddings >= args.seq_length,
         f"--max-position-embeddings {args.max_position_embeddings} is below --seq-length {args.seq_length}",
+    )
+    rotated = int(args.kv_channels * args.rotary_percent)
+    _require(
+        args.position_embedding_type != "rope" or rotated + rotated % 2 <= args.kv_channels,
+        f"--position-embedding-type rope rotates pairs of channels, but a head has {args.kv_channels}: "
+        f"choose another --kv-channels, or a --rotary-percent below {args.rotary_percent}",
     )
 
 
@@ -105,7 +117,7 @@ def _check_parallel(args: Arguments, has_cuda: bool) -> None:
         args.num_layers % pipeline == 0,
         f"--num-layers {args.num_layers} is not a multiple of --pipeline-model-parallel-size {pipeline}",
     )
-    for name in ("num_attention_heads", "num_query_groups"):
+    for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
         value = getattr(args, name)
         _require(
             value % tensor == 0, f"{_flag(name)} {value} is not a multiple of --tensor-model-parallel-size {tensor}"
@@ -136,14 +148,14 @@ def _check_batches(args: Arguments) -> None:
         return
     start, increment, samples = args.rampup_batch_size
     ramp = f"--rampup-batch-size {start} {increment} {samples}"
-    _require(min(start, increment) >= 1 and samples >= 0, f"{ramp}: start and increment must be at least 1")
+    _require(min(start, increment, samples) >= 1, f"{ramp}: all three must be at least 1")
     _require(
         start % step == 0 and increment % step == 0, f"{ramp}: start and increment must be multiples of {explanation}"
     )
     growth = args.global_batch_size - start
     _require(
-        growth >= 0 and growth % increment == 0,
-        f"{ramp}: does not arrive at --global-batch-size {args.global_batch_size}",
+        growth > 0 and growth % increment == 0,
+        f"{ramp}: {start} plus a multiple of {increment} is not --global-batch-size {args.global_batch_size}",
     )
 
 
@@ -167,10 +179,10 @@ def _check_schedule(args: Arguments) -> None:
     if name is None:
         return
     by = f"--zero-bubble-schedule {name}" if args.zero_bubble_schedule else "--zero-bubble"
-    _require(
-        name in schedule.names(),
-        f"--zero-bubble-schedule {name} is unknown: choose one of {', '.join(schedule.names())}",
-    )
+    # One model chunk a rank is all that the trainer builds.
+    known = [entry.name for entry in ENTRIES.values() if entry.placement == "linear"]
+    problem = "needs several model chunks a rank, which is not possible yet" if name in ENTRIES else "is unknown"
+    _require(name in known, f"--zero-bubble-schedule {name} {problem}: choose one of {', '.join(known)}")
     pipeline = args.pipeline_model_parallel_size
     _require(pipeline > 1, f"{by} needs --pipeline-model-parallel-size of at least 2, got {pipeline}")
 
@@ -195,10 +207,16 @@ def _check_data(args: Arguments) -> None:
 
 def _check_output(args: Arguments) -> None:
     _require(args.save is not None or args.save_interval is None, "--save-interval needs --save FOLDER")
-    _require(
-        args.log_numerics is None or Path(args.log_numerics).absolute().parent.is_dir(),
-        f"--log-numerics {args.log_numerics}: its folder does not exist",
-    )
+    for name in ("save", "tensorboard_dir"):
+        folder = getattr(args, name)
+        _require(
+            folder is None or not Path(folder).exists() or Path(folder).is_dir(),
+            f"{_flag(name)} {folder} is not a folder",
+        )
+    if args.log_numerics is not None:
+        file = Path(args.log_numerics).absolute()
+        _require(file.parent.is_dir(), f"--log-numerics {args.log_numerics}: its folder does not exist")
+        _require(not file.is_dir(), f"--log-numerics {args.log_numerics} is a folder; name a file")
 
 
 def _flag(name: str) -> str:

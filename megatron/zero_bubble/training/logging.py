@@ -22,16 +22,14 @@ class StepResult:
 
     lm_loss: float | None
     grad_norm: float | None
-    """None in an iteration that was skipped."""
+    """None where the optimizer did not compute it: in a skipped iteration, and in fp32 without clipping."""
     num_zeros: float | None
     learning_rate: float
     loss_scale: float
     batch_size: int
     """Sequences in the iteration."""
-
-    @property
-    def was_skipped(self) -> bool:
-        return self.grad_norm is None
+    was_skipped: bool = False
+    """Whether the optimizer left the parameters alone, because a gradient was not finite."""
 
 
 class Writer(Protocol):
@@ -135,7 +133,7 @@ class TrainingLog:
         if result.grad_norm is not None:
             line += f" grad norm: {result.grad_norm:.3f} |"
         if args.log_num_zeros_in_grad and result.num_zeros is not None:
-            line += f" num zeros: {int(result.num_zeros)} |"
+            line += f" num zeros: {result.num_zeros} |"
         line += f" number of skipped iterations: {self._skipped:3d} |"
         line += f" number of nan iterations: {self._nans:3d} |"
         print_rank_last(line)
@@ -155,14 +153,19 @@ class TrainingLog:
             "grad-norm": result.grad_norm,
             "num-zeros": result.num_zeros if self._args.log_num_zeros_in_grad else None,
         }
+        for tag, value in scalars.items():
+            if value is not None:
+                self._write_scalar(tag, value)
         for writer in self._writers:
-            for tag, value in scalars.items():
-                if value is not None:
-                    writer.add_scalar(tag, value, self._args.iteration)
-                    if not isinstance(writer, WandbWriter):
-                        writer.add_scalar(f"{tag} vs samples", value, self._args.consumed_train_samples)
             for tag, value in _memory().items():
                 writer.add_scalar(tag, value, self._args.iteration)
+
+    def _write_scalar(self, tag: str, value: float) -> None:
+        """Over iterations; for TensorBoard, which has one axis a curve, over samples too."""
+        for writer in self._writers:
+            writer.add_scalar(tag, value, self._args.iteration)
+            if not isinstance(writer, WandbWriter):
+                writer.add_scalar(f"{tag} vs samples", value, self._args.consumed_train_samples)
 
     def record_validation(self, lm_loss: float | None) -> None:
         """Print the result of an evaluation, in the words that Megatron's users grep for."""
@@ -174,9 +177,8 @@ class TrainingLog:
         line += f" lm loss PPL: {perplexity:.6E} | "
         rule = "-" * (len(line) + 1)
         print_rank_last(f"{rule}\n{line}\n{rule}")
-        for writer in self._writers:
-            writer.add_scalar("lm loss validation", lm_loss, args.iteration)
-            writer.add_scalar("lm loss validation ppl", perplexity, args.iteration)
+        for tag, value in (("lm loss validation", lm_loss), ("lm loss validation ppl", perplexity)):
+            self._write_scalar(tag, value)
 
 
 def _memory() -> dict[str, Any]:

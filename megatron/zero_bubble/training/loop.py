@@ -153,12 +153,13 @@ class Trainer:
         args.consumed_train_samples += batch_size
         result = StepResult(
             lm_loss=mean_loss(reports),
-            grad_norm=grad_norm if was_updated else None,
+            grad_norm=grad_norm,
             num_zeros=num_zeros,
             # As Megatron-LM logs it: after the scheduler's step.
             learning_rate=get_canonical_lr_for_logging(self._optimizer.param_groups) or 0.0,
             loss_scale=self._optimizer.get_loss_scale().item(),
             batch_size=batch_size,
+            was_skipped=not was_updated,
         )
         self._log.record(result)
         if self._numerics is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -24,8 +25,8 @@ class NumericsLog:
     """Writes the file from the last rank; the digests of all ranks are gathered there.
 
     Args:
-        path: the file. Lines of iterations after `iteration`, which a run that was cut short may have
-            left, are dropped: a resumed run ends with the file of one that never stopped.
+        path: the file. What a run that was cut short may have left, lines of iterations after `iteration`
+            and half a line, is dropped: a resumed run ends with the file of one that never stopped.
         iteration: the iteration that the run starts after.
     """
 
@@ -34,7 +35,7 @@ class NumericsLog:
         self._writes = dist.get_rank() == dist.get_world_size() - 1
         if self._writes:
             lines = self._path.read_text().splitlines() if iteration and self._path.exists() else []
-            kept = [line for line in lines if json.loads(line)["iteration"] <= iteration]
+            kept = [line for line in lines if _iteration_of(line) <= iteration]
             self._path.write_text("".join(f"{line}\n" for line in kept))
 
     def write(
@@ -53,3 +54,11 @@ class NumericsLog:
         }
         with open(self._path, "a") as file:
             file.write(json.dumps(entry) + "\n")
+
+
+def _iteration_of(line: str) -> float:
+    """Infinity for half a line: it is the last one, written when the run was killed."""
+    try:
+        return json.loads(line)["iteration"]
+    except json.JSONDecodeError:
+        return math.inf

@@ -1,0 +1,258 @@
+"""What flags leave open, and every mistake that can be seen from the command line alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.zero_bubble.schedule.generators import ENTRIES
+from megatron.zero_bubble.training.arguments import Arguments, parse_arguments
+from megatron.zero_bubble.training.checks import complete_and_check
+
+GOOD = {
+    "--num-layers": "8", "--hidden-size": "64", "--num-attention-heads": "4", "--seq-length": "32",
+    "--micro-batch-size": "2", "--train-iters": "10", "--lr": "1e-3",
+    "--pipeline-model-parallel-size": "4", "--mock-data": None, "--vocab-size": "100",
+}  # fmt: skip
+ONE_CHUNK = ", ".join(name for name, entry in ENTRIES.items() if entry.placement == "linear")
+TENSOR_2 = {"--tensor-model-parallel-size": "2", "--pipeline-model-parallel-size": "2"}
+
+
+def checked(changes: dict[str, str | None], *, world_size: int = 4, has_cuda: bool = False) -> Arguments:
+    """GOOD with these changes (a value of "" drops the flag), checked as one of `world_size` ranks."""
+    argv: list[str] = []
+    for name, value in {**GOOD, **changes}.items():
+        if value != "":
+            argv += [name] if value is None else [name, *value.split(" ")]
+    args = parse_arguments(argv)
+    complete_and_check(args, {"RANK": "1", "WORLD_SIZE": str(world_size), "LOCAL_RANK": "1"}, has_cuda)
+    return args
+
+
+def test_what_torchrun_says_is_taken_in():
+    args = checked({})
+    assert (args.rank, args.world_size, args.local_rank, args.data_parallel_size) == (1, 4, 1, 1)
+
+
+def test_without_torchrun_there_is_one_rank():
+    args = parse_arguments(
+        [word for flag in {**GOOD, "--pipeline-model-parallel-size": "1"}.items() for word in flag if word]
+    )
+    complete_and_check(args, {}, has_cuda=False)
+    assert (args.rank, args.world_size, args.local_rank) == (0, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "completed"),
+    [
+        ({}, {"max_position_embeddings": 32, "kv_channels": 16, "ffn_hidden_size": 256, "num_query_groups": 4}),
+        ({}, {"global_batch_size": 2, "tokenizer_type": "NullTokenizer", "distributed_backend": "gloo"}),
+        ({"--max-position-embeddings": "64"}, {"max_position_embeddings": 64}),
+        ({"--hidden-size": "1024", "--swiglu": None}, {"ffn_hidden_size": 2688}),  # 8/3 x 1024, in multiples of 64
+        ({"--hidden-size": "4", "--swiglu": None}, {"ffn_hidden_size": 64}),
+        ({"--ffn-hidden-size": "100", "--swiglu": None}, {"ffn_hidden_size": 100}),
+        ({"--hidden-size": "66", "--kv-channels": "8"}, {"kv_channels": 8}),
+        ({"--group-query-attention": None, "--num-query-groups": "2"}, {"num_query_groups": 2}),
+        ({"--position-embedding-type": "rope", "--kv-channels": "5", "--rotary-percent": "0.5"}, {"kv_channels": 5}),
+    ],
+)
+def test_defaults_that_depend_on_other_flags(changes, completed):
+    args = checked(changes)
+    assert {name: getattr(args, name) for name in completed} == completed
+
+
+def test_the_backend_follows_the_machine():
+    assert checked({}, has_cuda=True).distributed_backend == "nccl"
+    assert checked({"--distributed-backend": "gloo"}, has_cuda=True).distributed_backend == "gloo"
+
+
+def test_a_global_batch_is_one_microbatch_on_each_replica_unless_told_otherwise():
+    assert checked({}, world_size=12).global_batch_size == 6
+    assert checked({"--global-batch-size": "24"}, world_size=12).global_batch_size == 24
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "zb-h2"])
+def test_schedules_with_one_chunk_a_rank_can_be_chosen(name):
+    assert checked({"--zero-bubble-schedule": name}).schedule == name
+
+
+AT_LEAST_ONE = """
+num-layers hidden-size num-attention-heads seq-length micro-batch-size max-position-embeddings ffn-hidden-size
+kv-channels make-vocab-size-divisible-by num-query-groups tensor-model-parallel-size pipeline-model-parallel-size
+train-iters global-batch-size seed log-interval eval-interval save-interval exit-interval tensorboard-log-interval
+distributed-timeout-minutes vocab-size ddp-bucket-size lr-decay-iters
+"""
+NOT_NEGATIVE = "lr min-lr weight-decay clip-grad init-method-std exit-duration-in-mins"
+POSITIVE = "norm-epsilon adam-eps"
+FRACTION = "attention-dropout hidden-dropout adam-beta1 adam-beta2"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expectation"),
+    [
+        *[(name, value, "must be at least 1") for name in AT_LEAST_ONE.split() for value in ("0", "-3")],
+        *[(name, value, "must be at least 0") for name in NOT_NEGATIVE.split() for value in ("-0.5", "nan", "inf")],
+        *[(name, "-1", "must be at least 0") for name in ("eval-iters", "num-workers", "lr-warmup-iters")],
+        *[(name, value, "must be above 0") for name in POSITIVE.split() for value in ("0.0", "-1.0", "nan")],
+        *[(name, value, "must be in [0, 1)") for name in FRACTION.split() for value in ("1.0", "-0.1", "nan")],
+        *[("rotary-percent", value, "must be in (0, 1]") for value in ("0.0", "1.5", "nan")],
+        ("rotary-base", "0", "must be above 0"),
+        ("timing-log-level", "3", "must be 0, 1 or 2"),
+    ],
+)
+def test_a_value_out_of_range(name, value, expectation):
+    with pytest.raises(ValueError, match=r"^[^\n]+$") as error:
+        checked({f"--{name}": value})
+    assert str(error.value) == f"--{name} {expectation}, got {value}"
+
+
+MISTAKES = {
+    "heads do not divide the width": (
+        {"--hidden-size": "66"},
+        "--hidden-size 66 is not a multiple of --num-attention-heads 4",
+    ),
+    "query groups do not divide the heads": (
+        {"--group-query-attention": None, "--num-query-groups": "3"},
+        "--num-attention-heads 4 is not a multiple of --num-query-groups 3",
+    ),
+    "positions for a part of the sequence": (
+        {"--max-position-embeddings": "16"},
+        "--max-position-embeddings 16 is below --seq-length 32",
+    ),
+    "an odd number of channels to rotate": (
+        {"--position-embedding-type": "rope", "--kv-channels": "5"},
+        "--position-embedding-type rope rotates pairs of channels, but a head has 5: "
+        "choose another --kv-channels, or a --rotary-percent below 1.0",
+    ),
+    "ranks that make no whole replica": (
+        TENSOR_2 | {"--pipeline-model-parallel-size": "3"},
+        "--tensor-model-parallel-size 2 x --pipeline-model-parallel-size 3 = 6 ranks do not divide the 4 that were "
+        "started: torchrun --nproc-per-node must give a multiple of 6",
+    ),
+    "more stages than layers": (
+        {"--num-layers": "2"},
+        "--pipeline-model-parallel-size 4 has more stages than --num-layers 2",
+    ),
+    "stages of different length": (
+        {"--num-layers": "6"},
+        "--num-layers 6 is not a multiple of --pipeline-model-parallel-size 4",
+    ),
+    "heads that tensor ranks cannot share": (
+        TENSOR_2 | {"--num-attention-heads": "1"},
+        "--num-attention-heads 1 is not a multiple of --tensor-model-parallel-size 2",
+    ),
+    "query groups that tensor ranks cannot share": (
+        TENSOR_2 | {"--group-query-attention": None, "--num-query-groups": "1"},
+        "--num-query-groups 1 is not a multiple of --tensor-model-parallel-size 2",
+    ),
+    "an MLP that tensor ranks cannot share": (
+        TENSOR_2 | {"--ffn-hidden-size": "99"},
+        "--ffn-hidden-size 99 is not a multiple of --tensor-model-parallel-size 2",
+    ),
+    "gathering parameters without sharding them": (
+        {"--overlap-param-gather": None, "--overlap-grad-reduce": None},
+        "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce",
+    ),
+    "nccl without a GPU": (
+        {"--distributed-backend": "nccl"},
+        "--distributed-backend nccl needs CUDA, and torch finds none on this machine: use gloo",
+    ),
+    "microbatches that do not divide the batch": (
+        {"--global-batch-size": "7"},
+        "--global-batch-size 7 is not a multiple of --micro-batch-size 2 x 1 data-parallel replicas = 2",
+    ),
+    "a ramp of nothing": (
+        {"--global-batch-size": "8", "--rampup-batch-size": "2 2 0"},
+        "--rampup-batch-size 2 2 0: all three must be at least 1",
+    ),
+    "a ramp in parts of a microbatch": (
+        {"--global-batch-size": "8", "--rampup-batch-size": "2 3 100"},
+        "--rampup-batch-size 2 3 100: start and increment must be multiples of "
+        "--micro-batch-size 2 x 1 data-parallel replicas = 2",
+    ),
+    "a ramp past the batch": (
+        {"--global-batch-size": "8", "--rampup-batch-size": "4 6 100"},
+        "--rampup-batch-size 4 6 100: 4 plus a multiple of 6 is not --global-batch-size 8",
+    ),
+    "a ramp that starts at its end": (
+        {"--global-batch-size": "8", "--rampup-batch-size": "8 2 100"},
+        "--rampup-batch-size 8 2 100: 8 plus a multiple of 2 is not --global-batch-size 8",
+    ),
+    "the learning rate's ends swapped": ({"--min-lr": "0.1"}, "--min-lr 0.1 is above --lr 0.001"),
+    "a warm-up longer than the decay": (
+        {"--lr-warmup-iters": "10"},
+        "--lr-warmup-iters 10 leaves nothing of the 10 iterations of decay",
+    ),
+    "two warm-ups": (
+        {"--lr-warmup-iters": "1", "--lr-warmup-fraction": "0.1"},
+        "--lr-warmup-fraction 0.1 and --lr-warmup-iters 1: give one of them",
+    ),
+    "a warm-up of everything": ({"--lr-warmup-fraction": "1.0"}, "--lr-warmup-fraction 1.0 must be in [0, 1)"),
+    "an unknown schedule": (
+        {"--zero-bubble-schedule": "zb-h3"},
+        f"--zero-bubble-schedule zb-h3 is unknown: choose one of {ONE_CHUNK}",
+    ),
+    "a schedule for several chunks": (
+        {"--zero-bubble-schedule": "interleaved-zb"},
+        "--zero-bubble-schedule interleaved-zb needs several model chunks a rank, which is not possible yet: "
+        f"choose one of {ONE_CHUNK}",
+    ),
+    "no pipeline to fill": (
+        {"--zero-bubble": None, "--pipeline-model-parallel-size": "1"},
+        "--zero-bubble needs --pipeline-model-parallel-size of at least 2, got 1",
+    ),
+    "no pipeline for a schedule": (
+        {"--zero-bubble-schedule": "zb-h2", "--pipeline-model-parallel-size": "1"},
+        "--zero-bubble-schedule zb-h2 needs --pipeline-model-parallel-size of at least 2, got 1",
+    ),
+    "no vocabulary": (
+        {"--vocab-size": ""},
+        "--tokenizer-type NullTokenizer (or --mock-data) needs --vocab-size",
+    ),
+    "no tokenizer": (
+        {"--mock-data": "", "--data-path": "corpus"},
+        "--tokenizer-type is missing: HuggingFaceTokenizer, for example",
+    ),
+    "no tokenizer file": (
+        {"--tokenizer-type": "HuggingFaceTokenizer"},
+        "--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model",
+    ),
+    "nowhere to save": ({"--save-interval": "5"}, "--save-interval needs --save FOLDER"),
+}  # fmt: skip
+DATA = "give the data once: --data-path PREFIX, or --train-data-path PREFIX (and --valid-data-path), or --mock-data"
+MISTAKES |= {
+    "no data": ({"--mock-data": ""}, DATA),
+    "data twice": ({"--data-path": "corpus"}, DATA),
+    "data three times": ({"--data-path": "corpus", "--train-data-path": "corpus"}, DATA),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_one_line_that_names_flags_and_values(changes, message):
+    with pytest.raises(ValueError, match=r"^[^\n]+$") as error:
+        checked(changes)
+    assert str(error.value) == message
+
+
+def test_the_number_of_replicas_counts():
+    assert checked({"--global-batch-size": "8"}, world_size=8).data_parallel_size == 2
+    with pytest.raises(ValueError, match=r"^--global-batch-size 6 is .* x 2 data-parallel replicas = 4$"):
+        checked({"--global-batch-size": "6"}, world_size=8)
+
+
+@pytest.mark.parametrize("name", ["--save", "--tensorboard-dir"])
+def test_a_file_where_a_folder_should_be(name, tmp_path: Path):
+    file = tmp_path / "file"
+    checked({name: str(file)})  # it will be made
+    file.touch()
+    with pytest.raises(ValueError, match=f"^{name} {file} is not a folder$"):
+        checked({name: str(file)})
+
+
+def test_a_numerics_file_that_cannot_be_written(tmp_path: Path):
+    checked({"--log-numerics": str(tmp_path / "numerics.jsonl")})
+    with pytest.raises(ValueError, match=r"^--log-numerics .*/missing/file: its folder does not exist$"):
+        checked({"--log-numerics": str(tmp_path / "missing" / "file")})
+    with pytest.raises(ValueError, match=r"^--log-numerics .* is a folder; name a file$"):
+        checked({"--log-numerics": str(tmp_path)})
