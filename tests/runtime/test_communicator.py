@@ -31,19 +31,36 @@ SPEC = TensorSpec((2, 3), torch.float32, CPU)
     [
         (Placement("linear", 1), []),
         (Placement("linear", 2), [(0, 1), (1, 0)]),
-        (Placement("linear", 4), [(0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2)]),
+        (Placement("linear", 4), [(0, 1), (1, 0), (2, 3), (3, 2), (1, 2), (2, 1)]),
         (Placement("interleaved", 2, 2), [(0, 1), (1, 0)]),
-        (Placement("interleaved", 3, 2), [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]),
-        (Placement("interleaved", 4, 2), [(0, 1), (0, 3), (1, 0), (1, 2), (2, 1), (2, 3), (3, 0), (3, 2)]),
+        (Placement("interleaved", 3, 2), [(0, 1), (0, 2), (1, 0), (2, 0), (1, 2), (2, 1)]),
+        (Placement("interleaved", 4, 2), [(0, 1), (0, 3), (1, 0), (2, 3), (3, 0), (3, 2), (1, 2), (2, 1)]),
         (Placement("interleaved", 1, 3), []),
         (Placement("v", 2, 2), [(0, 1), (1, 0)]),
-        (Placement("v", 4, 2), [(0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2)]),
+        (Placement("v", 4, 2), [(0, 1), (1, 0), (2, 3), (3, 2), (1, 2), (2, 1)]),
         (Placement("v", 1, 2), []),
     ],
     ids=lambda value: f"{value.kind} p={value.num_ranks} v={value.num_chunks}" if isinstance(value, Placement) else "",
 )
 def test_channels_are_the_ordered_pairs_of_ranks_that_hold_neighbouring_stages(placement, expected):
     assert channels(placement) == expected
+
+
+def rounds_to_open(placement: Placement) -> int:
+    """How many channels open one after the other, when both ends of each go through their own in order."""
+    busy_until = [0] * placement.num_ranks
+    for ends in channels(placement):
+        both = max(busy_until[rank] for rank in ends) + 1
+        for rank in ends:
+            busy_until[rank] = both
+    return max(busy_until)
+
+
+@pytest.mark.parametrize("kind", ["linear", "interleaved", "v"])
+def test_opening_the_channels_takes_no_longer_on_more_ranks(kind):
+    rounds = {rounds_to_open(Placement(kind, p, 1 if kind == "linear" else 2)) for p in (4, 8, 64, 1024)}
+    assert len(rounds) == 1
+    assert rounds.pop() <= 8
 
 
 def message(source: int, destination: int, index: int, spec: TensorSpec = SPEC) -> torch.Tensor:

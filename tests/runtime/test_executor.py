@@ -95,6 +95,7 @@ def test_evaluation_runs_forwards_alone_and_keeps_nothing(name):
     assert pipeline.problem.gradients() == [None] * len(reference.gradients())
     for executor, stage in zip(pipeline.executors, pipeline.stages, strict=True):
         assert (executor.num_live_activations, stage.released) == (0, 0)
+        assert True not in stage.inputs_need_gradients
         assert all(output() is None for output in stage.outputs.values())
 
 

@@ -60,6 +60,7 @@ class ToyStage:
         self.ran: list[Op] = []
         self.released = 0
         self.live: list[int] = []
+        self.inputs_need_gradients: set[bool] = set()
         self.outputs: dict[tuple[int, int], weakref.ref] = {}
         self.count_live: Callable[[], int] = lambda: 0
 
@@ -68,6 +69,8 @@ class ToyStage:
         self.live.append(self.count_live() + 1)
         stage = self.stages[chunk]
         assert (input_tensor is None) == (stage == 0)
+        if input_tensor is not None:
+            self.inputs_need_gradients.add(input_tensor.requires_grad)
         x = self.problem.data[microbatch] if input_tensor is None else input_tensor
         is_last = stage == self.num_stages - 1
         layer = lambda x, weight: SplitLinear.apply(x, weight, self.store)  # noqa: E731

@@ -63,21 +63,25 @@ class Communicator(Protocol):
 
 
 def channels(placement: Placement) -> list[tuple[int, int]]:
-    """The ordered pairs of ranks that exchange messages under `placement`, in one global order."""
+    """The ordered pairs of ranks that exchange messages under `placement`, in one global order.
+
+    Channels are opened in this order: first those between ranks 0 and 1, 2 and 3, ..., which have no rank
+    in common and are opened at the same time, then those between 1 and 2, 3 and 4, ...
+    """
     pairs = set()
     for stage in range(placement.num_stages - 1):
         here, there = placement.rank_of(stage), placement.rank_of(stage + 1)
         if here != there:
             pairs |= {(here, there), (there, here)}
-    return sorted(pairs)
+    return sorted(pairs, key=lambda ends: (min(ends) % 2, ends))
 
 
 class TorchCommunicator:
     """Channels over torch.distributed, each with a process group of its own.
 
     With NCCL all operations of one group run in order on one stream, so channels that shared a group
-    would wait for each other. Only the two members of a channel take part in creating it: start-up does
-    not grow with the number of ranks.
+    would wait for each other. Only the two members of a channel take part in creating it, and most channels
+    are created at the same time: start-up does not grow with the number of ranks.
 
     Args:
         pipeline_ranks: global rank of each pipeline rank.
@@ -150,6 +154,8 @@ def _pair_group(name: str, rank: int, device: torch.device, timeout: timedelta) 
 
 @dataclass(frozen=True)
 class _TorchSend:
+    """Holds the message until NCCL has read it; gloo says that it is done only once it has been waited for."""
+
     work: dist.Work
     message: torch.Tensor
 
