@@ -23,28 +23,33 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from megatron.zero_bubble.mcore.forward_backward import MegatronStage
+from megatron.zero_bubble.mcore.placement import finalize_gradients
 from megatron.zero_bubble.runtime.communicator import TorchCommunicator
 from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
-from megatron.zero_bubble.schedule import Schedule, generate, lower, validate
+from megatron.zero_bubble.schedule import ScheduleError, lower, validate
+from megatron.zero_bubble.schedule.plan import NamedPlan, Plan
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 """After which a message between two stages that does not come fails the job: megatron-core's default."""
 
 
 def get_forward_backward_func(
-    schedule: str, store: WeightGradStore, timeout: timedelta = DEFAULT_TIMEOUT
+    schedule: str | Plan, store: WeightGradStore, timeout: timedelta = DEFAULT_TIMEOUT
 ) -> ForwardBackward:
-    """The forward-backward function that runs the schedule of this name (see `schedule.names()`).
+    """The forward-backward function that runs this schedule. megatron-core's process groups must exist.
 
     Args:
-        schedule: name of a generator.
+        schedule: name of a generator (see `schedule.names()`), or a plan.
         store: the store that the model's linear layers were split with.
         timeout: for one message between two stages.
 
     Raises:
-        UnknownSchedule: no generator has this name.
+        ScheduleError: no generator has this name, or it is for another number of chunks.
     """
+    if isinstance(schedule, str):
+        num_ranks = parallel_state.get_pipeline_model_parallel_world_size()
+        schedule = NamedPlan(schedule, num_ranks, store.num_chunks if store.num_chunks > 1 else None)
     return ForwardBackward(schedule, store, timeout)
 
 
@@ -55,13 +60,15 @@ class ForwardBackward:
     The process groups of the channels are created at the first call.
     """
 
-    def __init__(self, schedule: str, store: WeightGradStore, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
-        self._name = schedule
-        self._timeout = timeout
+    def __init__(self, plan: Plan, store: WeightGradStore, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+        chunks = plan.placement.num_chunks
+        if chunks != store.num_chunks:
+            raise ScheduleError(f"schedule {plan.name} has {chunks} chunks a rank, the store {store.num_chunks}")
+        self._plan = plan
         self._store = store
+        self._timeout = timeout
         self._executors: dict[tuple[int, bool], Executor] = {}
         self._communicator: TorchCommunicator | None = None
-        generate(schedule, num_ranks=2, num_microbatches=2)  # an unknown name is refused here, not at the first step
 
     def __call__(
         self,
@@ -125,26 +132,18 @@ class ForwardBackward:
         executor.run(stage)
         stage.finish()
         if config.finalize_model_grads_func is not None and not forward_only:
-            config.finalize_model_grads_func(
-                chunks,
-                stage.num_tokens if config.calculate_per_token_loss else None,
-                pg_collection=groups,
-                force_all_reduce=force_all_reduce,
-            )
+            num_tokens = stage.num_tokens if config.calculate_per_token_loss else None
+            placement = executor.schedule.placement
+            finalize_gradients(config, placement, chunks, num_tokens, groups, force_all_reduce)
         if config.timers is not None:
             config.timers("forward-backward").stop()
         return stage.forward_data_store
 
-    def schedule_for(self, num_ranks: int, num_microbatches: int) -> Schedule:
-        """The lowered schedule of a training step with this many microbatches."""
-        schedule = lower(generate(self._name, num_ranks, num_microbatches))
-        validate(schedule)
-        return schedule
-
     def _executor(self, pp_group: dist.ProcessGroup, num_microbatches: int, forward_only: bool) -> Executor:
         key = (num_microbatches, forward_only)
         if key not in self._executors:
-            schedule = self.schedule_for(pp_group.size(), num_microbatches)
+            schedule = self._plan.schedule(num_microbatches)
+            assert schedule.num_ranks == pp_group.size(), "a plan for another pipeline size"
             if forward_only:
                 schedule = lower(schedule.without_communication().forward_only())
                 validate(schedule)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.zero_bubble.schedule.generators import ENTRIES
+from megatron.zero_bubble.schedule import names
 from megatron.zero_bubble.training.arguments import Arguments, parse_arguments
 from megatron.zero_bubble.training.checks import complete_and_check
 
@@ -15,7 +15,6 @@ GOOD = {
     "--micro-batch-size": "2", "--train-iters": "10", "--lr": "1e-3",
     "--pipeline-model-parallel-size": "4", "--mock-data": None, "--vocab-size": "100",
 }  # fmt: skip
-ONE_CHUNK = ", ".join(name for name, entry in ENTRIES.items() if entry.placement == "linear")
 TENSOR_2 = {"--tensor-model-parallel-size": "2", "--pipeline-model-parallel-size": "2"}
 
 
@@ -136,7 +135,17 @@ MISTAKES = {
     ),
     "stages of different length": (
         {"--num-layers": "6"},
-        "--num-layers 6 is not a multiple of --pipeline-model-parallel-size 4",
+        "--num-layers 6 is not a multiple of the 4 stages that --pipeline-model-parallel-size 4 "
+        "and 1 model chunks a rank give",
+    ),
+    "chunks of different length": (
+        {"--num-layers-per-virtual-pipeline-stage": "3"},
+        "--num-layers 8 is not a multiple of --pipeline-model-parallel-size 4 x "
+        "--num-layers-per-virtual-pipeline-stage 3",
+    ),
+    "chunks said twice": (
+        {"--num-layers-per-virtual-pipeline-stage": "1", "--num-virtual-stages-per-pipeline-rank": "2"},
+        "give --num-virtual-stages-per-pipeline-rank or --num-layers-per-virtual-pipeline-stage, not both",
     ),
     "heads that tensor ranks cannot share": (
         TENSOR_2 | {"--num-attention-heads": "1"},
@@ -191,12 +200,21 @@ MISTAKES = {
     "a warm-up of everything": ({"--lr-warmup-fraction": "1.0"}, "--lr-warmup-fraction 1.0 must be in [0, 1)"),
     "an unknown schedule": (
         {"--zero-bubble-schedule": "zb-h3"},
-        f"--zero-bubble-schedule zb-h3 is unknown: choose one of {ONE_CHUNK}",
+        f"--zero-bubble-schedule zb-h3: schedule 'zb-h3' is unknown: choose one of {', '.join(names())}",
     ),
-    "a schedule for several chunks": (
-        {"--zero-bubble-schedule": "interleaved-zb"},
-        "--zero-bubble-schedule interleaved-zb needs several model chunks a rank, which is not possible yet: "
-        f"choose one of {ONE_CHUNK}",
+    "a schedule for one chunk with several": (
+        {"--zero-bubble-schedule": "zb-h1", "--num-virtual-stages-per-pipeline-rank": "2"},
+        "--zero-bubble-schedule zb-h1: schedule zb-h1 has 1 chunks a rank, got 2",
+    ),
+    "microbatches that do not fill an interleaved pipeline": (
+        {"--zero-bubble-schedule": "interleaved-1f1b", "--global-batch-size": "6"},
+        "--zero-bubble-schedule interleaved-1f1b: schedule interleaved-1f1b needs at least 4 microbatches, "
+        "one for every rank, got 3",
+    ),
+    "a schedule file that is not there": (
+        {"--zero-bubble-schedule": "file:nothing.json"},
+        "--zero-bubble-schedule file:nothing.json: cannot be read: "
+        "[Errno 2] No such file or directory: 'nothing.json'",
     ),
     "no pipeline to fill": (
         {"--zero-bubble": None, "--pipeline-model-parallel-size": "1"},

@@ -13,6 +13,7 @@ from tests.launch import TINY_GPT, run_trainings
 SCHEDULES = ("gpipe", "1f1b", "zb-h1", "zb-h2")
 PRECISIONS = {"fp32": (), "bf16": ("--bf16",)}
 MICROBATCHES = (4, 8)
+INTERLEAVED = ("base-chunks", "interleaved-1f1b", "interleaved-zb")
 CLIPPED = ("--clip-grad", "0.5")
 """The gradient norm is above this in every iteration: the whole model depends on the norm's last bit."""
 MODELS = {
@@ -39,6 +40,9 @@ def numerics(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         trainings[f"base-{precision}-{m}"] = flags(p, m, *precision_flags)
         for schedule in SCHEDULES:
             trainings[f"{schedule}-{precision}-{m}"] = flags(p, m, *precision_flags, "--zero-bubble-schedule", schedule)
+    for schedule in INTERLEAVED:
+        ours = () if schedule == "base-chunks" else ("--zero-bubble-schedule", schedule)
+        trainings[schedule] = flags(p, 8, "--num-virtual-stages-per-pipeline-rank", "2", *ours, "--num-layers", "8")
     for model, model_flags in MODELS.items():
         trainings[f"base-{model}"] = flags(p, 4, *model_flags)
         trainings[f"zb-h1-{model}"] = flags(p, 4, *model_flags, "--zero-bubble")
@@ -55,6 +59,12 @@ def test_every_schedule_equals_megatron_core(
     ours = (numerics / f"{schedule}-{precision}-{num_microbatches}.jsonl").read_bytes()
     megatrons = (numerics / f"base-{precision}-{num_microbatches}.jsonl").read_bytes()
     assert ours == megatrons
+
+
+@pytest.mark.parametrize("schedule", INTERLEAVED[1:])
+def test_interleaved_schedules_equal_megatron_cores(numerics: Path, schedule: str) -> None:
+    """Two model chunks a rank, with dropout."""
+    assert (numerics / f"{schedule}.jsonl").read_bytes() == (numerics / "base-chunks.jsonl").read_bytes()
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -26,7 +26,7 @@ def make_chunk(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
 
 
 def write(path: Path, *iterations: int, after: int = 0) -> None:
-    log = NumericsLog(str(path), after)
+    log = NumericsLog(str(path), after, log_rank=0)
     for iteration in iterations:
         log.write(iteration, 0.1 * iteration, 1.0 / iteration, [make_chunk()])
 

@@ -8,19 +8,13 @@ import tempfile
 from pathlib import Path
 
 from megatron.zero_bubble.schedule import Schedule, ScheduleError
-from megatron.zero_bubble.schedule.serialize import schedule_from_csv, schedule_from_json, schedule_from_pytorch_csv
+from megatron.zero_bubble.schedule.serialize import schedule_from_text
 
 
 def read_schedule(path: Path) -> Schedule:
-    """The schedule in `path`; its first characters tell the format."""
+    """The schedule in `path`, in any format."""
     try:
-        text = path.read_text(encoding="utf-8")
-        start = text.lstrip()
-        if start.startswith(("{", "[")):
-            return schedule_from_json(text)
-        if start.startswith("schedule,"):
-            return schedule_from_csv(text)
-        return schedule_from_pytorch_csv(text, name=path.stem)
+        return schedule_from_text(path.read_text(encoding="utf-8"), name=path.stem)
     except (ScheduleError, UnicodeDecodeError) as error:
         raise ScheduleError(f"{path}: {error}") from None
 

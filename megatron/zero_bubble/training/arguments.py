@@ -44,6 +44,14 @@ class ParallelFlags:
 
     tensor_model_parallel_size: int = flag("ranks that share each layer", 1)
     pipeline_model_parallel_size: int = flag("pipeline ranks", 1)
+    num_layers_per_virtual_pipeline_stage: int | None = flag("layers in a model chunk: several chunks a rank", None)
+    num_virtual_stages_per_pipeline_rank: int | None = flag("model chunks a rank", None)
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = flag(
+        "microbatches that pass through a chunk before the next one's turn (default: pipeline size)", None
+    )
+    pipeline_model_parallel_layout: str | None = flag("layers of each stage, in megatron-core's notation", None)
+    decoder_first_pipeline_num_layers: int | None = flag("layers of the first pipeline rank", None)
+    decoder_last_pipeline_num_layers: int | None = flag("layers of the last pipeline rank", None)
     use_distributed_optimizer: bool = flag("shard the optimizer's state over data-parallel ranks", False)
     overlap_grad_reduce: bool = flag("reduce gradients while the backward runs", False)
     overlap_param_gather: bool = flag("gather parameters while the forward runs", False)
@@ -145,7 +153,9 @@ class ZeroBubbleFlags:
     zero_bubble: bool = flag(
         "run a zero-bubble schedule (zb-h1) instead of megatron-core's own", False, names=("--enable-zero-bubble",)
     )
-    zero_bubble_schedule: str | None = flag("name of the schedule to run; see docs/schedules.md", None)
+    zero_bubble_schedule: str | None = flag(
+        "schedule to run: a name of docs/schedules.md, or file:PATH of one that tools/schedule.py wrote", None
+    )
 
 
 FLAG_GROUPS = (ModelFlags, ParallelFlags, TrainingFlags, DataFlags, OutputFlags, ZeroBubbleFlags)
@@ -155,6 +165,8 @@ FLAG_GROUPS = (ModelFlags, ParallelFlags, TrainingFlags, DataFlags, OutputFlags,
 class Arguments(*FLAG_GROUPS):  # type: ignore[misc]
     """All flags, and what the environment adds to them."""
 
+    log_rank: int = 0
+    """Global rank that holds the loss, prints the log line and writes TensorBoard."""
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
@@ -166,7 +178,10 @@ class Arguments(*FLAG_GROUPS):  # type: ignore[misc]
     @property
     def schedule(self) -> str | None:
         """The schedule of ours that was asked for, or None for megatron-core's own."""
-        return self.zero_bubble_schedule or ("zb-h1" if self.zero_bubble else None)
+        if self.zero_bubble_schedule or not self.zero_bubble:
+            return self.zero_bubble_schedule
+        has_chunks = self.num_layers_per_virtual_pipeline_stage or self.num_virtual_stages_per_pipeline_rank
+        return "interleaved-zb" if has_chunks else "zb-h1"
 
     @property
     def data_parallel_size(self) -> int:

@@ -10,8 +10,8 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron.zero_bubble.schedule.generators import ENTRIES
 from megatron.zero_bubble.training.arguments import Arguments
+from megatron.zero_bubble.training.plans import choose_placement, choose_plan
 
 
 def complete_and_check(args: Arguments, environment: Mapping[str, str], has_cuda: bool) -> None:
@@ -113,10 +113,6 @@ def _check_parallel(args: Arguments, has_cuda: bool) -> None:
         args.num_layers >= pipeline,
         f"--pipeline-model-parallel-size {pipeline} has more stages than --num-layers {args.num_layers}",
     )
-    _require(
-        args.num_layers % pipeline == 0,
-        f"--num-layers {args.num_layers} is not a multiple of --pipeline-model-parallel-size {pipeline}",
-    )
     for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
         value = getattr(args, name)
         _require(
@@ -175,16 +171,25 @@ def _check_training(args: Arguments) -> None:
 
 
 def _check_schedule(args: Arguments) -> None:
-    name = args.schedule
-    if name is None:
-        return
-    by = f"--zero-bubble-schedule {name}" if args.zero_bubble_schedule else "--zero-bubble"
-    # One model chunk a rank is all that the trainer builds.
-    known = [entry.name for entry in ENTRIES.values() if entry.placement == "linear"]
-    problem = "needs several model chunks a rank, which is not possible yet" if name in ENTRIES else "is unknown"
-    _require(name in known, f"--zero-bubble-schedule {name} {problem}: choose one of {', '.join(known)}")
-    pipeline = args.pipeline_model_parallel_size
-    _require(pipeline > 1, f"{by} needs --pipeline-model-parallel-size of at least 2, got {pipeline}")
+    plan = choose_plan(args)
+    placement = choose_placement(args, plan)
+    if args.pipeline_model_parallel_layout is None and not _has_uneven_ranks(args):
+        stages = placement.num_stages
+        _require(
+            args.num_layers % stages == 0,
+            f"--num-layers {args.num_layers} is not a multiple of the {stages} stages that "
+            f"--pipeline-model-parallel-size {placement.num_ranks} and {placement.num_chunks} model chunks a rank give",
+        )
+    if placement.kind == "v":
+        uneven = args.pipeline_model_parallel_layout is not None or _has_uneven_ranks(args)
+        _require(not uneven, f"--zero-bubble-schedule {args.schedule} places layers in a V, in even stages: no layout")
+    # The loss' rank, and of its replicas the last: in megatron-core's order of ranks, pipeline is outermost.
+    ranks_per_stage = args.world_size // placement.num_ranks
+    args.log_rank = (placement.rank_of(placement.num_stages - 1) + 1) * ranks_per_stage - 1
+
+
+def _has_uneven_ranks(args: Arguments) -> bool:
+    return args.decoder_first_pipeline_num_layers is not None or args.decoder_last_pipeline_num_layers is not None
 
 
 def _check_data(args: Arguments) -> None:

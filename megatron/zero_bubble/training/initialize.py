@@ -14,12 +14,14 @@ from megatron.core.num_microbatches_calculator import (
     unset_num_microbatches_calculator,
 )
 
+from megatron.zero_bubble.mcore.placement import embedding_ranks
+from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.model import seed_everything
 
 
 @contextmanager
-def initialized(args: Arguments) -> Iterator[None]:
+def initialized(args: Arguments, placement: Placement) -> Iterator[None]:
     """Everything global that a run needs, from start to end: process groups, seeds, microbatch counter.
 
     A process group that the caller has made is used, and left to the caller.
@@ -30,7 +32,7 @@ def initialized(args: Arguments) -> Iterator[None]:
     if owns_process_group:
         timeout = timedelta(minutes=args.distributed_timeout_minutes)
         dist.init_process_group(args.distributed_backend, timeout=timeout)
-    _initialize_megatron_core(args)
+    _initialize_megatron_core(args, placement)
     yield
     # Not after an error: the other ranks may be waiting in a collective, and the launcher ends them.
     dist.barrier()
@@ -40,10 +42,12 @@ def initialized(args: Arguments) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _initialize_megatron_core(args: Arguments) -> None:
+def _initialize_megatron_core(args: Arguments, placement: Placement) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=placement.num_chunks if placement.num_chunks > 1 else None,
+        get_embedding_ranks=embedding_ranks(placement),
         distributed_timeout_minutes=args.distributed_timeout_minutes,
     )
     seed_everything(args.seed)
@@ -59,10 +63,4 @@ def _initialize_megatron_core(args: Arguments) -> None:
 def print_rank_0(message: str) -> None:
     """Print once in the whole job."""
     if dist.get_rank() == 0:
-        print(message, flush=True)
-
-
-def print_rank_last(message: str) -> None:
-    """Print from the last rank, which holds the loss: there Megatron's users look for log lines."""
-    if dist.get_rank() == dist.get_world_size() - 1:
         print(message, flush=True)

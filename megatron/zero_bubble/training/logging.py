@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.flops import flops_per_iteration
-from megatron.zero_bubble.training.initialize import print_rank_last
 
 
 @dataclass(frozen=True)
@@ -51,13 +50,13 @@ class WandbWriter:
 
 
 def open_writers(args: Arguments) -> list[Writer]:
-    """The writers that the flags ask for; only the last rank, which holds the loss, has any.
+    """The writers that the flags ask for; only the rank that holds the loss has any.
 
     Raises:
         ValueError: the package behind a flag is not installed.
     """
     writers: list[Writer] = []
-    is_writing_rank = dist.get_rank() == dist.get_world_size() - 1
+    is_writing_rank = dist.get_rank() == args.log_rank
     if args.tensorboard_dir is not None:
         try:
             from torch.utils.tensorboard import SummaryWriter
@@ -115,6 +114,11 @@ class TrainingLog:
             self._print(result)
             self._reset()
 
+    def _say(self, text: str) -> None:
+        """Print from the rank that holds the loss: the last one, unless stages are placed in a V."""
+        if dist.get_rank() == self._args.log_rank:
+            print(text, flush=True)
+
     def _print(self, result: StepResult) -> None:
         args = self._args
         seconds = (_now() - self._start) / self._iterations
@@ -136,7 +140,7 @@ class TrainingLog:
             line += f" num zeros: {result.num_zeros} |"
         line += f" number of skipped iterations: {self._skipped:3d} |"
         line += f" number of nan iterations: {self._nans:3d} |"
-        print_rank_last(line)
+        self._say(line)
         for writer in self._writers:
             writer.add_scalar("iteration-time", seconds, args.iteration)
             if args.log_throughput:
@@ -176,7 +180,7 @@ class TrainingLog:
         line = f" validation loss at iteration {args.iteration} | lm loss value: {lm_loss:.6E} |"
         line += f" lm loss PPL: {perplexity:.6E} | "
         rule = "-" * (len(line) + 1)
-        print_rank_last(f"{rule}\n{line}\n{rule}")
+        self._say(f"{rule}\n{line}\n{rule}")
         for tag, value in (("lm loss validation", lm_loss), ("lm loss validation ppl", perplexity)):
             self._write_scalar(tag, value)
 

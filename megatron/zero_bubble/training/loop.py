@@ -77,8 +77,8 @@ class Trainer:
 
     Args:
         forward_backward: megatron-core's forward-backward function or our drop-in for it.
-        open_train_data: makes the iterator over training data, after `args.consumed_train_samples`.
-        valid_data: microbatches for evaluation.
+        train_data: microbatches, one iterator a model chunk; None for a chunk that needs no data.
+        valid_data: the same for evaluation.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class Trainer:
         scheduler: OptimizerParamScheduler,
         forward_backward: Callable[..., list[Any]],
         data_config: DataConfig,
-        train_data: DataIterator,
-        valid_data: DataIterator,
+        train_data: list[DataIterator],
+        valid_data: list[DataIterator],
         checkpointer: Checkpointer,
         log: TrainingLog,
     ) -> None:
@@ -110,7 +110,7 @@ class Trainer:
         self._valid_data = valid_data
         self._checkpointer = checkpointer
         self._log = log
-        self._numerics = NumericsLog(args.log_numerics, args.iteration) if args.log_numerics else None
+        self._numerics = NumericsLog(args.log_numerics, args.iteration, args.log_rank) if args.log_numerics else None
         self._started = time.monotonic()
         self._signalled = False
         if args.exit_signal_handler:

@@ -18,7 +18,9 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from megatron.zero_bubble.mcore.linear import split_weight_gradients
+from megatron.zero_bubble.mcore.placement import chunk_groups, copy_tied_embedding
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
+from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.training.arguments import Arguments
 
 
@@ -31,73 +33,102 @@ def seed_everything(seed: int) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(stage_seed)
 
 
-def transformer_config(args: Arguments, timers: Any) -> TransformerConfig:
+def transformer_config(args: Arguments, num_chunks: int, timers: Any) -> TransformerConfig:
     """megatron-core's model config; what has no flag keeps Megatron-LM's default for the local layers."""
     dtype = torch.bfloat16 if args.bf16 else torch.float32
     gated = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu} if args.swiglu else {}
-    return TransformerConfig(
-        num_layers=args.num_layers,
-        hidden_size=args.hidden_size,
-        num_attention_heads=args.num_attention_heads,
-        num_query_groups=args.num_query_groups,
-        kv_channels=args.kv_channels,
-        ffn_hidden_size=args.ffn_hidden_size,
-        attention_dropout=args.attention_dropout,
-        hidden_dropout=args.hidden_dropout,
-        normalization=args.normalization,
-        layernorm_epsilon=args.norm_epsilon,
-        add_bias_linear=not args.disable_bias_linear,
-        init_method_std=args.init_method_std,
-        tensor_model_parallel_size=args.tensor_model_parallel_size,
-        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        bf16=args.bf16,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        attention_softmax_in_fp32=True,
-        use_cpu_initialization=not torch.cuda.is_available(),
-        # Both fusions are kernels for CUDA; without it they compile for minutes and gain nothing.
-        bias_dropout_fusion=torch.cuda.is_available(),
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
-        deallocate_pipeline_outputs=True,
-        batch_p2p_comm=False,
-        overlap_p2p_comm=False,
-        timers=timers,
-        **gated,
-    )
+    try:
+        return TransformerConfig(
+            num_layers=args.num_layers,
+            hidden_size=args.hidden_size,
+            num_attention_heads=args.num_attention_heads,
+            num_query_groups=args.num_query_groups,
+            kv_channels=args.kv_channels,
+            ffn_hidden_size=args.ffn_hidden_size,
+            attention_dropout=args.attention_dropout,
+            hidden_dropout=args.hidden_dropout,
+            normalization=args.normalization,
+            layernorm_epsilon=args.norm_epsilon,
+            add_bias_linear=not args.disable_bias_linear,
+            init_method_std=args.init_method_std,
+            tensor_model_parallel_size=args.tensor_model_parallel_size,
+            pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=num_chunks if num_chunks > 1 else None,
+            microbatch_group_size_per_vp_stage=args.microbatch_group_size_per_virtual_pipeline_stage,
+            num_layers_in_first_pipeline_stage=args.decoder_first_pipeline_num_layers,
+            num_layers_in_last_pipeline_stage=args.decoder_last_pipeline_num_layers,
+            pipeline_model_parallel_layout=args.pipeline_model_parallel_layout,
+            bf16=args.bf16,
+            params_dtype=dtype,
+            pipeline_dtype=dtype,
+            attention_softmax_in_fp32=True,
+            use_cpu_initialization=not torch.cuda.is_available(),
+            # Both fusions are kernels for CUDA; without it they compile for minutes and gain nothing.
+            bias_dropout_fusion=torch.cuda.is_available(),
+            masked_softmax_fusion=False,
+            persist_layer_norm=False,
+            deallocate_pipeline_outputs=True,
+            batch_p2p_comm=False,
+            overlap_p2p_comm=False,
+            timers=timers,
+            **gated,
+        )
+    except (AssertionError, ValueError) as error:
+        raise ValueError(f"megatron-core refuses this model: {' '.join(str(error).split())}") from error
 
 
-def build_model(args: Arguments, config: TransformerConfig, store: WeightGradStore | None) -> list[torch.nn.Module]:
+def build_model(
+    args: Arguments, config: TransformerConfig, placement: Placement, store: WeightGradStore | None
+) -> list[torch.nn.Module]:
     """This rank's model chunks, wrapped in megatron-core's DDP.
 
     Args:
+        placement: which stages this rank holds.
         store: where linear layers put the weight gradients that B defers; None leaves them whole.
     """
-    model: torch.nn.Module = GPTModel(
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    chunks = [_build_chunk(args, config, placement, rank, chunk) for chunk in range(placement.num_chunks)]
+    copy_tied_embedding(chunks)
+    if args.bf16:
+        chunks = [Float16Module(config, chunk) for chunk in chunks]
+    if store is not None:
+        split_weight_gradients(chunks, store)
+    # As in Megatron-LM: only the first chunk's gradients are cut into buckets, the others' reduce as one.
+    ddp_config = _ddp_config(args, store is not None)
+    wrapped = [
+        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
+    for chunk in wrapped:
+        chunk.broadcast_params()
+    no_sync_funcs = [chunk.no_sync for chunk in wrapped]
+    config.no_sync_func = no_sync_funcs if len(wrapped) > 1 else no_sync_funcs[0]
+    config.finalize_model_grads_func = finalize_model_grads
+    return wrapped
+
+
+def _build_chunk(
+    args: Arguments, config: TransformerConfig, placement: Placement, rank: int, chunk: int
+) -> torch.nn.Module:
+    stage = placement.stage_of(rank, chunk)
+    model = GPTModel(
         config=config,
         transformer_layer_spec=get_gpt_layer_local_spec(normalization=args.normalization),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=stage == 0,
+        post_process=stage == placement.num_stages - 1,
         parallel_output=True,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         position_embedding_type=args.position_embedding_type,
         rotary_percent=args.rotary_percent,
         rotary_base=args.rotary_base,
+        pg_collection=chunk_groups(placement, rank, chunk),
+        vp_stage=chunk if placement.num_chunks > 1 else None,
     )
     for parameter in model.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-    model.cuda(torch.cuda.current_device())
-    if args.bf16:
-        model = Float16Module(config, model)
-    if store is not None:
-        split_weight_gradients([model], store)
-    wrapped = DistributedDataParallel(config, _ddp_config(args, store is not None), model)
-    wrapped.broadcast_params()
-    config.no_sync_func = wrapped.no_sync
-    config.finalize_model_grads_func = finalize_model_grads
-    return [wrapped]
+    return model.cuda(torch.cuda.current_device())
 
 
 def _ddp_config(args: Arguments, splits_backward: bool) -> DistributedDataParallelConfig:

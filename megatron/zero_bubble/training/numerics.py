@@ -22,17 +22,19 @@ def parameter_digest(chunks: Iterable[torch.nn.Module]) -> str:
 
 
 class NumericsLog:
-    """Writes the file from the last rank; the digests of all ranks are gathered there.
+    """Writes the file from the rank that holds the loss; the digests of all ranks are gathered there.
 
     Args:
         path: the file. What a run that was cut short may have left, lines of iterations after `iteration`
             and half a line, is dropped: a resumed run ends with the file of one that never stopped.
         iteration: the iteration that the run starts after.
+        log_rank: global rank that holds the loss.
     """
 
-    def __init__(self, path: str, iteration: int) -> None:
+    def __init__(self, path: str, iteration: int, log_rank: int) -> None:
         self._path = Path(path)
-        self._writes = dist.get_rank() == dist.get_world_size() - 1
+        self._log_rank = log_rank
+        self._writes = dist.get_rank() == log_rank
         if self._writes:
             lines = self._path.read_text().splitlines() if iteration and self._path.exists() else []
             kept = [line for line in lines if _iteration_of(line) <= iteration]
@@ -41,9 +43,9 @@ class NumericsLog:
     def write(
         self, iteration: int, lm_loss: float | None, grad_norm: float | None, chunks: Iterable[torch.nn.Module]
     ) -> None:
-        """A collective call: `lm_loss` is known on the last rank."""
+        """A collective call: `lm_loss` is known on the rank that holds the loss."""
         digests: list[str] | None = [""] * dist.get_world_size() if self._writes else None
-        dist.gather_object(parameter_digest(chunks), digests, dst=dist.get_world_size() - 1)
+        dist.gather_object(parameter_digest(chunks), digests, dst=self._log_rank)
         if not self._writes:
             return
         entry = {

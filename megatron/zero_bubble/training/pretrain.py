@@ -12,16 +12,20 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules as mcore
 from megatron.core.timers import Timers
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
+from megatron.core.utils import get_attr_wrapped_model
 
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
+from megatron.zero_bubble.schedule import Placement
+from megatron.zero_bubble.schedule.plan import Plan
 from megatron.zero_bubble.schedules import get_forward_backward_func
 from megatron.zero_bubble.training.arguments import Arguments
-from megatron.zero_bubble.training.checkpoint import Checkpointer
+from megatron.zero_bubble.training.checkpoint import Checkpointer, latest_iteration
 from megatron.zero_bubble.training.data import DataConfig, build_data_iterator, build_datasets
 from megatron.zero_bubble.training.initialize import initialized, print_rank_0
 from megatron.zero_bubble.training.logging import TrainingLog, open_writers
-from megatron.zero_bubble.training.loop import Trainer
+from megatron.zero_bubble.training.loop import DataIterator, Trainer
 from megatron.zero_bubble.training.model import build_lr_scheduler, build_model, build_optimizer, transformer_config
+from megatron.zero_bubble.training.plans import choose_placement, choose_plan
 from megatron.zero_bubble.training.tokenizer import build_tokenizer, padded_vocab_size
 
 
@@ -39,46 +43,74 @@ def pretrain(args: Arguments) -> None:
     args.padded_vocab_size = padded_vocab_size(
         tokenizer.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size
     )
-    with initialized(args):
-        _build_trainer(args, data_config, tokenizer).train()
+    plan = choose_plan(args)
+    placement = choose_placement(args, plan)
+    if args.load:
+        latest_iteration(args.load)
+    with initialized(args, placement):
+        _build_trainer(args, plan, placement, data_config, tokenizer).train()
 
 
-def _build_trainer(args: Arguments, data_config: DataConfig, tokenizer: MegatronTokenizerBase) -> Trainer:
-    config = transformer_config(args, Timers(args.timing_log_level, "minmax") if args.timing_log_level else None)
-    store = WeightGradStore() if args.schedule else None
-    model = build_model(args, config, store)
+def _build_trainer(
+    args: Arguments,
+    plan: Plan | None,
+    placement: Placement,
+    data_config: DataConfig,
+    tokenizer: MegatronTokenizerBase,
+) -> Trainer:
+    timers = Timers(args.timing_log_level, "minmax") if args.timing_log_level else None
+    config = transformer_config(args, placement.num_chunks, timers)
+    store = WeightGradStore(placement.num_chunks) if plan else None
+    model = build_model(args, config, placement, store)
     optimizer = build_optimizer(args, model, config)
     scheduler = build_lr_scheduler(args, optimizer)
     checkpointer = Checkpointer(args, model, optimizer, scheduler)
     if args.load:
         checkpointer.load()
-    _describe(args, model)
-    needs_data = parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()
-    datasets = build_datasets(data_config, tokenizer, needs_data, print_rank_0)
-    if args.eval_iters > 0 and datasets.num_samples[1] == 0:
-        print_rank_0(" > no validation data: --eval-interval and --eval-iters have no effect")
-        args.eval_iters = 0
-    place = (parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size())
+    _describe(args, plan, model)
+    train_data, valid_data = _open_data(args, data_config, tokenizer, model)
     return Trainer(
         args,
         model,
         optimizer,
         scheduler,
-        choose_forward_backward(args, store),
+        choose_forward_backward(args, plan, store),
         data_config,
-        build_data_iterator(datasets.train, data_config, args.consumed_train_samples, *place),
-        build_data_iterator(datasets.valid, data_config, args.consumed_valid_samples, *place),
+        train_data,
+        valid_data,
         checkpointer,
         TrainingLog(args, open_writers(args)),
     )
 
 
-def choose_forward_backward(args: Arguments, store: WeightGradStore | None) -> Callable[..., list[Any]]:
+def _open_data(
+    args: Arguments, data_config: DataConfig, tokenizer: MegatronTokenizerBase, model: list[torch.nn.Module]
+) -> tuple[list[DataIterator], list[DataIterator]]:
+    """Training and validation data, one iterator for each model chunk that reads: the first stage and the last."""
+    reads = [get_attr_wrapped_model(c, "pre_process") or get_attr_wrapped_model(c, "post_process") for c in model]
+    datasets = build_datasets(data_config, tokenizer, any(reads), print_rank_0)
+    if args.eval_iters > 0 and datasets.num_samples[1] == 0:
+        print_rank_0(" > no validation data: --eval-interval and --eval-iters have no effect")
+        args.eval_iters = 0
+    place = (parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size())
+
+    def open_split(split: Any, consumed_samples: int) -> list[DataIterator]:
+        return [build_data_iterator(split, data_config, consumed_samples, *place) if read else None for read in reads]
+
+    return (
+        open_split(datasets.train, args.consumed_train_samples),
+        open_split(datasets.valid, args.consumed_valid_samples),
+    )
+
+
+def choose_forward_backward(
+    args: Arguments, plan: Plan | None, store: WeightGradStore | None
+) -> Callable[..., list[Any]]:
     """Our executor with the schedule that was asked for, or megatron-core's own function, untouched."""
-    if args.schedule is None:
+    if plan is None:
         return mcore.get_forward_backward_func()
     assert store is not None
-    return get_forward_backward_func(args.schedule, store, timedelta(minutes=args.distributed_timeout_minutes))
+    return get_forward_backward_func(plan, store, timedelta(minutes=args.distributed_timeout_minutes))
 
 
 def make_data_config(args: Arguments) -> DataConfig:
@@ -88,20 +120,24 @@ def make_data_config(args: Arguments) -> DataConfig:
     return DataConfig(**values, create_attention_mask=args.reset_attention_mask)
 
 
-def _describe(args: Arguments, model: list[torch.nn.Module]) -> None:
+def _describe(args: Arguments, plan: Plan | None, model: list[torch.nn.Module]) -> None:
     """The start-up lines: parameters of each rank, the schedule, and what of the backward it defers."""
     parameters = [p for chunk in model for p in chunk.parameters()]
     deferred = sum(p.numel() for p in parameters if getattr(p, "skip_backward_post_hook", False))
     total = sum(p.numel() for p in parameters)
-    tensor, pipeline = (
+    rank = (
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_pipeline_model_parallel_rank(),
+        total,
+        deferred,
     )
-    counts: list[Any] = [None] * args.world_size
-    dist.all_gather_object(counts, (tensor, pipeline, total, deferred))
-    for tensor, pipeline, total, deferred in sorted(set(counts)):
-        share = f", {deferred / total:.1%} of them with W deferred" if args.schedule else ""
+    ranks: list[Any] = [None] * args.world_size
+    dist.all_gather_object(ranks, rank)
+    for tensor, pipeline, total, deferred in sorted(set(ranks)):
+        share = f", {deferred / total:.1%} of them with W deferred" if plan else ""
         print_rank_0(
             f" > number of parameters on (tensor, pipeline) model parallel rank ({tensor}, {pipeline}): {total}{share}"
         )
-    print_rank_0(f" > pipeline schedule: {args.schedule or 'megatron-core (1F1B)'}")
+    chunks = f", {len(model)} model chunks a rank" if len(model) > 1 else ""
+    megatrons = "megatron-core (interleaved 1F1B)" if len(model) > 1 else "megatron-core (1F1B)"
+    print_rank_0(f" > pipeline schedule: {plan.name if plan else megatrons}{chunks}")

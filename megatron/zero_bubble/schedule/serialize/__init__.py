@@ -1,5 +1,6 @@
 """Schedules and costs as text: JSON (exact), a CSV grid (for eyes and spreadsheets), PyTorch's CSV dialect."""
 
+from megatron.zero_bubble.schedule.serialize.detect import schedule_from_text
 from megatron.zero_bubble.schedule.serialize.grid import schedule_from_csv, schedule_to_csv, schedule_to_grid
 from megatron.zero_bubble.schedule.serialize.json_format import (
     costs_from_json,
@@ -15,6 +16,7 @@ __all__ = [
     "schedule_from_csv",
     "schedule_from_json",
     "schedule_from_pytorch_csv",
+    "schedule_from_text",
     "schedule_to_csv",
     "schedule_to_grid",
     "schedule_to_json",

@@ -1,0 +1,122 @@
+"""Which layers, embedding and loss each (rank, chunk) holds, where megatron-core's own numbering does not say it.
+
+megatron-core numbers virtual stages rank by rank: chunk `c` of rank `r` is stage `c * p + r`. In a V the
+odd chunks run back, so chunk 1 of rank `r` is built as if its rank were `p - 1 - r`: it gets its process
+groups with another pipeline group, of which only the rank and the size are read. The first and the last
+stage then share rank 0, and tied embeddings live there, in two copies whose gradients are added locally where
+megatron-core would all-reduce them between the first and the last rank.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_attr_wrapped_model, unwrap_model
+
+from megatron.zero_bubble.schedule import Placement
+
+
+@dataclass(frozen=True)
+class StagePosition:
+    """Stands in for the pipeline group where a chunk asks which of its row's stages it is."""
+
+    position: int
+    num_ranks: int
+
+    def rank(self) -> int:
+        return self.position
+
+    def size(self) -> int:
+        return self.num_ranks
+
+
+def chunk_groups(placement: Placement, rank: int, chunk: int) -> ProcessGroupCollection:
+    """The process groups to build chunk `chunk` of `rank` with."""
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    position = placement.stage_of(rank, chunk) % placement.num_ranks
+    if position != rank:
+        groups = copy.copy(groups)
+        groups.pp = StagePosition(position, placement.num_ranks)
+    return groups
+
+
+def embedding_ranks(placement: Placement) -> Callable[[list[int], int | None], list[int]] | None:
+    """`get_embedding_ranks` for `initialize_model_parallel`: who takes part in reducing tied embeddings.
+
+    None is megatron-core's default, the first and the last rank of a pipeline.
+    """
+    first, last = placement.rank_of(0), placement.rank_of(placement.num_stages - 1)
+    if first != last:
+        return None
+
+    def only_the_first(ranks: list[int], split_rank: int | None = None) -> list[int]:
+        return [ranks[first]]
+
+    return only_the_first
+
+
+def copy_tied_embedding(chunks: Sequence[torch.nn.Module]) -> None:
+    """Give the output layer the embedding's weights, where both are on this rank in different chunks.
+
+    megatron-core starts the output layer's copy at zero and fills it by an all-reduce between ranks.
+    """
+    tied = _tied_weights(chunks)
+    if tied is not None:
+        embedding, output = tied
+        output.data.copy_(embedding.data)
+
+
+def finalize_gradients(
+    config: Any,
+    placement: Placement,
+    chunks: list[torch.nn.Module],
+    num_tokens: torch.Tensor | None,
+    groups: ProcessGroupCollection,
+    force_all_reduce: bool | None,
+) -> None:
+    """`config.finalize_model_grads_func`, for any placement.
+
+    Args:
+        num_tokens: scalar, known on the rank of the last stage; None unless the loss is per token.
+    """
+    if placement.rank_of(placement.num_stages - 1) == placement.num_ranks - 1:
+        config.finalize_model_grads_func(chunks, num_tokens, pg_collection=groups, force_all_reduce=force_all_reduce)
+        return
+    config.finalize_model_grads_func(chunks, None, pg_collection=groups, force_all_reduce=force_all_reduce)
+    tied = _tied_weights(chunks)
+    if tied is not None:
+        embedding, output = (weight.main_grad for weight in tied)
+        embedding.add_(output)
+        output.copy_(embedding)
+    if num_tokens is not None:
+        _scale_by_tokens(placement, chunks, num_tokens, groups)
+
+
+def _scale_by_tokens(
+    placement: Placement, chunks: Sequence[Any], num_tokens: torch.Tensor, groups: ProcessGroupCollection
+) -> None:
+    """The end of megatron-core's finalize, which looks for the number of tokens on the last rank."""
+    holder = dist.get_global_rank(groups.pp, placement.rank_of(placement.num_stages - 1))
+    dist.broadcast(num_tokens, src=holder, group=groups.pp)
+    dist.all_reduce(num_tokens, group=groups.dp_cp)
+    if num_tokens > 0:
+        for chunk in chunks:
+            chunk.scale_gradients(1.0 / num_tokens)
+
+
+def _tied_weights(chunks: Sequence[torch.nn.Module]) -> tuple[Any, Any] | None:
+    """(embedding, output layer) if they are tied and on this rank, in two chunks."""
+    first = [chunk for chunk in chunks if get_attr_wrapped_model(chunk, "pre_process")]
+    last = [chunk for chunk in chunks if get_attr_wrapped_model(chunk, "post_process")]
+    if not first or not last or first[0] is last[0]:
+        return None
+    embedding, output = unwrap_model(first[0]), unwrap_model(last[0])
+    if not output.share_embeddings_and_output_weights:
+        return None
+    return embedding.shared_embedding_or_output_weight(), output.shared_embedding_or_output_weight()

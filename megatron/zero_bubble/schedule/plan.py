@@ -1,0 +1,87 @@
+"""Where a run's schedules come from: a `Plan` makes one for each number of microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from megatron.zero_bubble.schedule.costs import StageCosts
+from megatron.zero_bubble.schedule.errors import ScheduleError
+from megatron.zero_bubble.schedule.generators import generate, placement_for
+from megatron.zero_bubble.schedule.ir import Placement, Schedule
+from megatron.zero_bubble.schedule.lower import lower
+from megatron.zero_bubble.schedule.validate import validate
+
+
+class Plan(Protocol):
+    """A source of schedules, all for one placement."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def placement(self) -> Placement: ...
+
+    def schedule(self, num_microbatches: int) -> Schedule:
+        """A lowered, valid schedule. Raises `ScheduleError` if there is none for this many microbatches."""
+        ...
+
+
+@dataclass(frozen=True)
+class NamedPlan:
+    """The schedules of one generator.
+
+    `num_chunks`, `costs`, `memory_limit` and `group_size` are those of `generate`.
+    """
+
+    name: str
+    num_ranks: int
+    num_chunks: int | None = None
+    costs: StageCosts | None = None
+    memory_limit: float | Sequence[float] | None = None
+    group_size: int | None = None
+
+    @property
+    def placement(self) -> Placement:
+        return placement_for(self.name, self.num_ranks, self.num_chunks)
+
+    def schedule(self, num_microbatches: int) -> Schedule:
+        made = generate(
+            self.name,
+            self.num_ranks,
+            num_microbatches,
+            num_chunks=self.num_chunks,
+            costs=self.costs,
+            memory_limit=self.memory_limit,
+            group_size=self.group_size,
+        )
+        return _ready(made)
+
+
+@dataclass(frozen=True)
+class FixedPlan:
+    """One schedule, from a file for example; it serves one number of microbatches."""
+
+    given: Schedule
+
+    @property
+    def name(self) -> str:
+        return self.given.name
+
+    @property
+    def placement(self) -> Placement:
+        return self.given.placement
+
+    def schedule(self, num_microbatches: int) -> Schedule:
+        if num_microbatches != self.given.num_microbatches:
+            raise ScheduleError(
+                f"schedule {self.name} is for {self.given.num_microbatches} microbatches, not for {num_microbatches}"
+            )
+        return _ready(self.given)
+
+
+def _ready(schedule: Schedule) -> Schedule:
+    lowered = schedule if schedule.is_lowered else lower(schedule)
+    validate(lowered)
+    return lowered

@@ -1,0 +1,108 @@
+"""From flags to the plan of schedules and the placement of stages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron.zero_bubble.schedule import Placement, Schedule, ScheduleError
+from megatron.zero_bubble.schedule.plan import FixedPlan, NamedPlan, Plan
+from megatron.zero_bubble.schedule.serialize import schedule_from_text
+from megatron.zero_bubble.training.arguments import Arguments
+
+_FILE = "file:"
+
+
+def choose_plan(args: Arguments) -> Plan | None:
+    """The plan that the flags ask for; None for megatron-core's own schedule.
+
+    Raises:
+        ValueError: no such schedule, or it does not fit the number of ranks or chunks.
+    """
+    name = args.schedule
+    if name is None:
+        return None
+    num_ranks, num_chunks = args.pipeline_model_parallel_size, model_chunks(args)
+    if num_ranks < 2:
+        by = f"--zero-bubble-schedule {name}" if args.zero_bubble_schedule else "--zero-bubble"
+        raise ValueError(f"{by} needs --pipeline-model-parallel-size of at least 2, got {num_ranks}")
+    try:
+        if name.startswith(_FILE):
+            plan: Plan = FixedPlan(_read(Path(name.removeprefix(_FILE))))
+            if plan.placement.num_ranks != num_ranks:
+                raise ScheduleError(f"the schedule is for {plan.placement.num_ranks} ranks")
+            if num_chunks is not None and plan.placement.num_chunks != num_chunks:
+                raise ScheduleError(f"the schedule is for {plan.placement.num_chunks} chunks a rank, not {num_chunks}")
+        else:
+            plan = NamedPlan(
+                name, num_ranks, num_chunks, group_size=args.microbatch_group_size_per_virtual_pipeline_stage
+            )
+            _ = plan.placement
+        for num_microbatches in _microbatch_counts(args):
+            plan.schedule(num_microbatches)
+    except ScheduleError as error:
+        raise ValueError(f"--zero-bubble-schedule {name}: {error}") from error
+    return plan
+
+
+def choose_placement(args: Arguments, plan: Plan | None) -> Placement:
+    """Where the stages are: as the plan has it, or as megatron-core's own schedule does."""
+    if plan is not None:
+        return plan.placement
+    num_chunks = model_chunks(args) or 1
+    return Placement("interleaved" if num_chunks > 1 else "linear", args.pipeline_model_parallel_size, num_chunks)
+
+
+def model_chunks(args: Arguments) -> int | None:
+    """Chunks a rank, as far as Megatron's flags say it.
+
+    Raises:
+        ValueError: the flags contradict each other or do not divide the layers.
+    """
+    per_rank, per_chunk = args.num_virtual_stages_per_pipeline_rank, args.num_layers_per_virtual_pipeline_stage
+    if per_rank is not None and per_chunk is not None:
+        raise ValueError(
+            "give --num-virtual-stages-per-pipeline-rank or --num-layers-per-virtual-pipeline-stage, not both"
+        )
+    pipeline = args.pipeline_model_parallel_size
+    if args.pipeline_model_parallel_layout is not None:
+        return _chunks_of_layout(args)
+    if per_chunk is not None:
+        if args.num_layers % (pipeline * per_chunk) != 0:
+            raise ValueError(
+                f"--num-layers {args.num_layers} is not a multiple of --pipeline-model-parallel-size {pipeline} x "
+                f"--num-layers-per-virtual-pipeline-stage {per_chunk}"
+            )
+        per_rank = args.num_layers // pipeline // per_chunk
+    if per_rank is not None and per_rank > 1 and pipeline < 2:
+        raise ValueError(f"several model chunks a rank need --pipeline-model-parallel-size above 1, got {pipeline}")
+    return per_rank if per_rank is not None and per_rank > 1 else None
+
+
+def _chunks_of_layout(args: Arguments) -> int | None:
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    layout, pipeline = args.pipeline_model_parallel_layout, args.pipeline_model_parallel_size
+    try:
+        parsed = PipelineParallelLayerLayout(layout, pipeline)
+    except (AssertionError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"--pipeline-model-parallel-layout {layout}: megatron-core refuses it: {reason}") from error
+    chunks = parsed.virtual_pipeline_model_parallel_size
+    return chunks if chunks > 1 else None
+
+
+def _microbatch_counts(args: Arguments) -> list[int]:
+    """Every number of microbatches that a step of this run has: one, unless the batch grows."""
+    assert args.global_batch_size is not None
+    sizes = [args.global_batch_size]
+    if args.rampup_batch_size is not None:
+        start, increment, _ = args.rampup_batch_size
+        sizes = list(range(start, args.global_batch_size + 1, increment))
+    return [size // (args.micro_batch_size * args.data_parallel_size) for size in sizes]
+
+
+def _read(path: Path) -> Schedule:
+    try:
+        return schedule_from_text(path.read_text(encoding="utf-8"), name=path.stem)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ScheduleError(f"cannot be read: {error}") from None
