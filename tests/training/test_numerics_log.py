@@ -75,12 +75,12 @@ class TestFile:
         assert entry["parameters"] == [parameter_digest([make_chunk()])], "one digest a rank"
 
     def test_what_is_unknown_is_null(self, tmp_path):
-        NumericsLog(str(tmp_path / "n.jsonl"), 0).write(1, None, None, [make_chunk()])
+        NumericsLog(str(tmp_path / "n.jsonl"), 0, log_rank=0).write(1, None, None, [make_chunk()])
         entry = json.loads((tmp_path / "n.jsonl").read_text())
         assert (entry["lm_loss"], entry["grad_norm"]) == (None, None)
 
     def test_not_a_number_can_be_written_and_read(self, tmp_path):
-        NumericsLog(str(tmp_path / "n.jsonl"), 0).write(1, float("nan"), float("inf"), [make_chunk()])
+        NumericsLog(str(tmp_path / "n.jsonl"), 0, log_rank=0).write(1, float("nan"), float("inf"), [make_chunk()])
         entry = json.loads((tmp_path / "n.jsonl").read_text())
         assert (entry["lm_loss"], entry["grad_norm"]) == ("nan", "inf")
 

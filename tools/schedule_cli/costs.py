@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from megatron.zero_bubble.schedule import Placement, ScheduleError, StageCosts
-from megatron.zero_bubble.schedule.serialize import costs_from_json
+from megatron.zero_bubble.schedule.serialize import costs_from_text
 
 _DEFAULTS = {"time_f": 1, "time_b": 1, "time_w": 1, "time_comm": 0, "memory_f": 1, "memory_b": -0.5, "memory_w": -0.5}
 
@@ -47,7 +47,7 @@ def _stages_of_ranks(placement: Placement) -> list[list[int]]:
 
 def read_costs(path: Path) -> StageCosts:
     try:
-        return costs_from_json(path.read_text(encoding="utf-8"))
+        return costs_from_text(path.read_text(encoding="utf-8"))
     except (ScheduleError, UnicodeDecodeError) as error:
         raise ScheduleError(f"{path}: {error}") from None
 

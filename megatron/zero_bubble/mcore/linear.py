@@ -166,18 +166,18 @@ def _input_grad(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, torc
         handle = dist.reduce_scatter_tensor(grad_input, full_grad_input, group=ctx.tp_group, async_op=True)
     # Whatever needs no other rank runs while the tensor-parallel ranks exchange the input's gradient.
     grad_bias = grad_output.reshape(-1, grad_output.shape[-1]).sum(dim=0) if ctx.use_bias else None
-    ctx.weight_grad.store.put(
-        partial(
-            _compute_weight_grad,
-            ctx.weight_grad,
-            weight,
-            # Without its place in the graph: else the graph of the layers before would live until W.
-            saved_input.detach(),
-            grad_output,
-            ctx.gradient_accumulation_fusion,
-            ctx.tp_group if ctx.sequence_parallel else None,
-        )
+    # Without its place in the graph: else the graph of the layers before would live until W.
+    saved_input = saved_input.detach()
+    compute = partial(
+        _compute_weight_grad,
+        ctx.weight_grad,
+        weight,
+        saved_input,
+        grad_output,
+        ctx.gradient_accumulation_fusion,
+        ctx.tp_group if ctx.sequence_parallel else None,
     )
+    ctx.weight_grad.store.put(compute, held=(saved_input, grad_output))
     if handle is not None:
         handle.wait()
     return grad_input, grad_bias

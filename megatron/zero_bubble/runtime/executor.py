@@ -13,9 +13,10 @@ from typing import Protocol
 import torch
 
 from megatron.zero_bubble.runtime.communicator import Communicator, PendingReceive, PendingSend, TensorSpec
+from megatron.zero_bubble.runtime.timeline import OpRecorder
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, OpKind, Schedule
-from megatron.zero_bubble.schedule.ir import BACKWARDS
+from megatron.zero_bubble.schedule.ir import BACKWARDS, COMMUNICATION
 
 
 class Stage(Protocol):
@@ -97,6 +98,7 @@ class Executor:
         self._incoming: dict[_Key, PendingReceive] = {}
         self._outgoing: dict[_Key, torch.Tensor] = {}
         self._sends: deque[PendingSend] = deque()
+        self._recorder: OpRecorder | None = None
         self._handlers: dict[OpKind, Callable[[Stage, Op], None]] = {
             OpKind.F: self._forward,
             OpKind.B: self._backward_input,
@@ -108,15 +110,18 @@ class Executor:
             OpKind.RECV_BACKWARD: self._receive,
         }
 
-    def run(self, stage: Stage) -> None:
-        """Run all operations of one step.
+    def run(self, stage: Stage, recorder: OpRecorder | None = None) -> None:
+        """Run all operations of one step; `recorder` is told when each computes.
 
         Raises:
             LeftoverError: something was left at the end: a pending W, a message, an activation.
         """
+        self._recorder = recorder
         for op, name in self._ops:
             with torch.profiler.record_function(name):
                 self._handlers[op.kind](stage, op)
+            if recorder is not None and op.kind not in COMMUNICATION:
+                recorder.end(op)
             self._drop_finished_sends()
         for send in self._sends:
             send.wait()
@@ -134,6 +139,7 @@ class Executor:
             input_tensor = self._incoming.pop((True, op.chunk, op.microbatch)).wait()
             if self._runs_backward:
                 input_tensor.requires_grad_()
+        self._begin(op)
         output = stage.forward(op.microbatch, op.chunk, input_tensor)
         if self._runs_backward:
             self._activations[op.chunk, op.microbatch] = (input_tensor, output)
@@ -145,6 +151,7 @@ class Executor:
         if self._stages[op.chunk] + 1 < self.schedule.num_stages:
             output_grad = self._incoming.pop((False, op.chunk, op.microbatch)).wait()
         input_tensor, output = self._activations.pop((op.chunk, op.microbatch))
+        self._begin(op)
         stage.before_gradients(op)
         input_grad = stage.backward(op.microbatch, op.chunk, input_tensor, output, output_grad)
         if input_grad is not None:
@@ -156,8 +163,14 @@ class Executor:
         self._store.flush(op.chunk, op.microbatch)
 
     def _backward_weight(self, stage: Stage, op: Op) -> None:
+        self._begin(op)
         stage.before_gradients(op)
         self._store.pop(op.chunk, op.microbatch)
+
+    def _begin(self, op: Op) -> None:
+        """The inputs of `op` are there: what follows is its own time."""
+        if self._recorder is not None:
+            self._recorder.begin(op)
 
     def _hand_on(self, stage: Stage, op: Op, tensor: torch.Tensor, *, is_forward: bool) -> None:
         """Give the result of `op` to the neighbouring stage: through the send that follows, or directly."""

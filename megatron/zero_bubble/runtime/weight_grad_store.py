@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+
+import torch
 
 WeightGrad = Callable[[], None]
 """Computes the weight gradient of one layer for one microbatch and adds it to the parameter's gradient."""
@@ -21,7 +23,10 @@ class WeightGradStore:
     def __init__(self, num_chunks: int = 1) -> None:
         self._queues: list[deque[tuple[int, list[WeightGrad]]]] = [deque() for _ in range(num_chunks)]
         self._bundle: list[WeightGrad] = []
+        self._held: dict[int, int] = {}
         self._is_deferring = False
+        self.flushed_bytes = 0
+        """Memory that the W of the last flush holds: each storage once, as far as `put` was told."""
 
     @property
     def num_chunks(self) -> int:
@@ -42,15 +47,19 @@ class WeightGradStore:
         finally:
             self._is_deferring = False
 
-    def put(self, weight_grad: WeightGrad) -> None:
-        """Defer one layer's weight gradient. What it needs lives until it has run."""
+    def put(self, weight_grad: WeightGrad, held: Sequence[torch.Tensor] = ()) -> None:
+        """Defer one layer's weight gradient. What it needs, `held`, lives until it has run."""
         assert self._is_deferring, "put() outside of deferring()"
         self._bundle.append(weight_grad)
+        for tensor in held:
+            storage = tensor.untyped_storage()
+            self._held[storage.data_ptr()] = storage.nbytes()
 
     def flush(self, chunk: int, microbatch: int) -> None:
         """Queue everything put since the last flush as the W of `microbatch`."""
         self._queues[chunk].append((microbatch, self._bundle))
-        self._bundle = []
+        self.flushed_bytes = sum(self._held.values())
+        self._bundle, self._held = [], {}
 
     def pop(self, chunk: int, microbatch: int) -> None:
         """Run the oldest W of `chunk`, which must be that of `microbatch`, and release what it held."""
@@ -71,4 +80,4 @@ class WeightGradStore:
         """Forget everything that is pending, without running it."""
         for bundles in self._queues:
             bundles.clear()
-        self._bundle = []
+        self._bundle, self._held = [], {}

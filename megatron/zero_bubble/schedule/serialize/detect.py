@@ -1,10 +1,12 @@
-"""Reading a schedule whatever its format."""
+"""Reading schedules and costs whatever their format."""
 
 from __future__ import annotations
 
+from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.ir import Schedule
 from megatron.zero_bubble.schedule.serialize.grid import schedule_from_csv
-from megatron.zero_bubble.schedule.serialize.json_format import schedule_from_json
+from megatron.zero_bubble.schedule.serialize.json_format import costs_from_json, schedule_from_json
+from megatron.zero_bubble.schedule.serialize.profile import is_profile, profile_from_json
 from megatron.zero_bubble.schedule.serialize.pytorch import schedule_from_pytorch_csv
 
 
@@ -19,3 +21,8 @@ def schedule_from_text(text: str, name: str) -> Schedule:
     if start.startswith("schedule,"):
         return schedule_from_csv(text)
     return schedule_from_pytorch_csv(text, name=name)
+
+
+def costs_from_text(text: str) -> StageCosts:
+    """The costs in a file of costs, or in a profile that a run has measured. Raises `ScheduleError`."""
+    return profile_from_json(text).costs if is_profile(text) else costs_from_json(text)

@@ -1,0 +1,215 @@
+"""Measured times and memory of a run -> `StageCosts`."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron.zero_bubble.runtime.communicator import Communicator, TensorSpec
+from megatron.zero_bubble.runtime.timeline import MeasuredOp, MemoryMeter
+from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
+from megatron.zero_bubble.schedule import Op, OpKind, Placement, StageCosts
+
+_PINGS = 7
+"""Round trips of which the communication time of an edge is the median."""
+
+
+class SavedTensorMeter:
+    """For a CPU: counts what autograd saves for F, and what the store holds for W.
+
+    Each storage counts once, parameters not at all. Allocators of CPUs cannot be asked.
+    """
+
+    def __init__(self, store: WeightGradStore) -> None:
+        self._store = store
+        self._saved: dict[int, int] = {}
+        self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
+        self._held: dict[tuple[int, int], int] = {}
+
+    def begin(self, op: Op) -> None:
+        if op.kind is OpKind.F:
+            self._saved = {}
+            self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+            self._hooks.__enter__()
+
+    def end(self, op: Op) -> int:
+        key = (op.chunk, op.microbatch)
+        if op.kind is OpKind.F:
+            assert self._hooks is not None
+            self._hooks.__exit__(None, None, None)
+            self._held[key] = sum(self._saved.values())
+            return self._held[key]
+        released = self._held.pop(key)
+        if op.kind is OpKind.B:
+            self._held[key] = self._store.flushed_bytes
+            return self._held[key] - released
+        return -released
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, torch.nn.Parameter):
+            storage = tensor.untyped_storage()
+            self._saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+
+class CudaMeter:
+    """For a GPU: what the allocator has given out, before and after. Message buffers are in it."""
+
+    def __init__(self) -> None:
+        self._before = 0
+
+    def begin(self, op: Op) -> None:
+        self._before = torch.cuda.memory_allocated()
+
+    def end(self, op: Op) -> int:
+        return torch.cuda.memory_allocated() - self._before
+
+
+def memory_meter(device: torch.device, store: WeightGradStore) -> MemoryMeter:
+    return CudaMeter() if device.type == "cuda" else SavedTensorMeter(store)
+
+
+@dataclass(frozen=True)
+class ChunkCosts:
+    """One stage as measured on one rank; times in milliseconds, memory in bytes."""
+
+    stage: int
+    times: Mapping[OpKind, float]
+    """Of F, B and W. A fused backward is BW alone."""
+    memory: Mapping[OpKind, float]
+    noise: float
+    """Largest relative spread of the times: half the interquartile range over the median."""
+
+
+class Profiler:
+    """Collects the operations of the steps of a window on one rank."""
+
+    def __init__(self, placement: Placement, rank: int) -> None:
+        self._placement = placement
+        self._rank = rank
+        self._times: dict[tuple[int, OpKind], list[float]] = defaultdict(list)
+        self._memory: dict[tuple[int, OpKind], list[int]] = defaultdict(list)
+
+    def add(self, ops: Iterable[MeasuredOp]) -> None:
+        """Take in one step."""
+        for measured in ops:
+            key = (measured.op.chunk, measured.op.kind)
+            self._times[key].append((measured.end - measured.start) * 1000.0)
+            if measured.held is not None:
+                self._memory[key].append(measured.held)
+
+    def costs(self) -> list[ChunkCosts]:
+        """The medians: an outlier, such as the first step, moves nothing."""
+        found = []
+        for chunk in range(self._placement.num_chunks):
+            kinds = [kind for kind in (OpKind.F, OpKind.B, OpKind.W, OpKind.BW) if (chunk, kind) in self._times]
+            samples = {kind: self._times[chunk, kind] for kind in kinds}
+            found.append(
+                ChunkCosts(
+                    stage=self._placement.stage_of(self._rank, chunk),
+                    times={kind: statistics.median(values) for kind, values in samples.items()},
+                    memory={kind: statistics.median(self._memory.get((chunk, kind), [0])) for kind in kinds},
+                    noise=max(_spread(values) for values in samples.values()),
+                )
+            )
+        return found
+
+
+def _spread(values: Sequence[float]) -> float:
+    if len(values) < 2:
+        return 0.0
+    low, middle, high = statistics.quantiles(values, n=4)
+    return (high - low) / 2 / middle if middle > 0 else 0.0
+
+
+def measure_edges(communicator: Communicator, placement: Placement, rank: int, spec: TensorSpec) -> dict[int, float]:
+    """Milliseconds that one message takes over each edge of this rank: half a round trip, the median of several.
+
+    A collective call of all ranks of a pipeline: edge `s` joins stages `s` and `s + 1`, and they are measured
+    one after the other. Edges within a rank have no message.
+    """
+    measured = {}
+    message = torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
+    for edge in range(placement.num_stages - 1):
+        ends = (placement.rank_of(edge), placement.rank_of(edge + 1))
+        if rank not in ends or ends[0] == ends[1]:
+            continue
+        peer = ends[1] if rank == ends[0] else ends[0]
+        trips = [_round_trip(communicator, peer, message, spec, begins=rank == ends[0]) for _ in range(_PINGS)]
+        measured[edge] = statistics.median(trips) / 2 * 1000.0
+    return measured
+
+
+def _round_trip(
+    communicator: Communicator, peer: int, message: torch.Tensor, spec: TensorSpec, *, begins: bool
+) -> float:
+    answer = communicator.receive(peer, spec)
+    start = time.perf_counter()
+    if begins:
+        communicator.send(message, peer).wait()
+        answer.wait()
+    else:
+        answer.wait()
+        communicator.send(message, peer).wait()
+    if spec.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def gather_costs(
+    placement: Placement, chunks: Sequence[ChunkCosts], edges: Mapping[int, float]
+) -> tuple[StageCosts, float]:
+    """Costs of all stages, the same on every rank of the job, and the noise of the measurement.
+
+    A collective call of the whole job. Of the replicas of a stage (data and tensor parallelism) the
+    slowest and the fullest counts: the pipeline waits for it.
+    """
+    everyone: list[tuple[Sequence[ChunkCosts], Mapping[int, float]] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (chunks, edges))
+    gathered = [entry for entry in everyone if entry is not None]
+    return combine_costs(placement, gathered)
+
+
+def combine_costs(
+    placement: Placement, gathered: Sequence[tuple[Sequence[ChunkCosts], Mapping[int, float]]]
+) -> tuple[StageCosts, float]:
+    """What `gather_costs` makes of the measurements of all ranks."""
+    by_stage: dict[int, list[ChunkCosts]] = defaultdict(list)
+    by_edge: dict[int, list[float]] = defaultdict(list)
+    for chunks, edges in gathered:
+        for chunk in chunks:
+            by_stage[chunk.stage].append(chunk)
+        for edge, milliseconds in edges.items():
+            by_edge[edge].append(milliseconds)
+    stages = [_split_fused(by_stage[stage]) for stage in range(placement.num_stages)]
+    f, b, w = OpKind.F, OpKind.B, OpKind.W
+    costs = StageCosts(
+        time_f=tuple(max(times[f] for times, _ in stage) for stage in stages),
+        time_b=tuple(max(times[b] for times, _ in stage) for stage in stages),
+        time_w=tuple(max(times[w] for times, _ in stage) for stage in stages),
+        time_comm=tuple(max(by_edge.get(edge, [0.0])) for edge in range(placement.num_stages - 1)),
+        memory_f=tuple(max(memory[f] for _, memory in stage) for stage in stages),
+        memory_b=tuple(max(memory[b] for _, memory in stage) for stage in stages),
+        memory_w=tuple(max(memory[w] for _, memory in stage) for stage in stages),
+    )
+    return costs, max(chunk.noise for chunks, _ in gathered for chunk in chunks)
+
+
+def _split_fused(replicas: Sequence[ChunkCosts]) -> list[tuple[dict[OpKind, float], dict[OpKind, float]]]:
+    """Times and memory of F, B and W; a fused backward, which tells no more, counts half and half."""
+    split = []
+    for chunk in replicas:
+        times, memory = dict(chunk.times), dict(chunk.memory)
+        if OpKind.BW in times:
+            for values in (times, memory):
+                fused = values.pop(OpKind.BW)
+                values.setdefault(OpKind.B, fused / 2)
+                values.setdefault(OpKind.W, fused / 2)
+        split.append((times, memory))
+    return split

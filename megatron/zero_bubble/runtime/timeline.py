@@ -1,0 +1,131 @@
+"""What one rank really ran, and when."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from megatron.zero_bubble.schedule import Op
+
+
+class Clock(Protocol):
+    """Marks points of the computation without waiting for it; the marks become seconds later."""
+
+    def mark(self) -> Any: ...
+
+    def seconds(self, marks: Sequence[Any]) -> list[float]:
+        """On the host's monotonic clock. May wait until the marked points have been reached."""
+        ...
+
+
+class HostClock:
+    """For a CPU, where a call returns when its work is done."""
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, marks: Sequence[float]) -> list[float]:
+        return list(marks)
+
+
+class CudaClock:
+    """For a GPU: events on the current stream, so that nothing waits while operations are launched."""
+
+    def __init__(self) -> None:
+        torch.cuda.synchronize()
+        self._origin = torch.cuda.Event(enable_timing=True)
+        self._origin.record()
+        self._origin.synchronize()
+        self._origin_seconds = time.perf_counter()
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, marks: Sequence[torch.cuda.Event]) -> list[float]:
+        if marks:
+            marks[-1].synchronize()
+        return [self._origin_seconds + self._origin.elapsed_time(mark) / 1000.0 for mark in marks]
+
+
+def device_clock(device: torch.device) -> Clock:
+    return CudaClock() if device.type == "cuda" else HostClock()
+
+
+@dataclass(frozen=True)
+class MeasuredOp:
+    """One operation that a rank ran. Its time begins when its inputs are there: waiting is not in it.
+
+    `held` is the change of memory, in bytes, that it left behind; None unless memory was measured.
+    """
+
+    op: Op
+    start: float
+    end: float
+    held: int | None = None
+
+
+class MemoryMeter(Protocol):
+    """Measures what an operation leaves behind in memory."""
+
+    def begin(self, op: Op) -> None: ...
+
+    def end(self, op: Op) -> int:
+        """Change of memory since `begin`, in bytes."""
+        ...
+
+
+class OpRecorder:
+    """Collects the operations of one step. The executor calls `begin` and `end`, the owner `take`."""
+
+    def __init__(self, clock: Clock, meter: MemoryMeter | None = None) -> None:
+        self._clock = clock
+        self._meter = meter
+        self._begun: Any = None
+        self._ops: list[tuple[Op, int | None]] = []
+        self._marks: list[Any] = []
+
+    def begin(self, op: Op) -> None:
+        """The inputs of `op` are there and it starts to compute."""
+        if self._meter is not None:
+            self._meter.begin(op)
+        self._begun = self._clock.mark()
+
+    def end(self, op: Op) -> None:
+        """`op` has computed (on a GPU: has been launched)."""
+        self._marks += (self._begun, self._clock.mark())
+        self._ops.append((op, None if self._meter is None else self._meter.end(op)))
+
+    def take(self) -> list[MeasuredOp]:
+        """What was recorded since the last call."""
+        seconds = self._clock.seconds(self._marks)
+        measured = [MeasuredOp(op, seconds[2 * k], seconds[2 * k + 1], held) for k, (op, held) in enumerate(self._ops)]
+        self._ops, self._marks = [], []
+        return measured
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Of one rank and one step, in seconds: from the first operation to the last, and computing in between."""
+
+    span: float
+    work: float
+
+
+def step_time(ops: Sequence[MeasuredOp]) -> StepTime:
+    """Both figures of a step that ran at least one operation."""
+    return StepTime(span=ops[-1].end - ops[0].start, work=sum(op.end - op.start for op in ops))
+
+
+def bubble_rate(steps: Sequence[StepTime]) -> float:
+    """The bubble rate of a pipeline from the step times of its ranks: (cost - work) / cost.
+
+    `cost` is the longest span of a rank, and `work` that of the busiest one, as `simulate` has it.
+    """
+    cost = max(step.span for step in steps)
+    return (cost - max(step.work for step in steps)) / cost if cost > 0 else 0.0
