@@ -18,7 +18,10 @@ OWNERS += [entry.owner for entry in LISTED]
 
 
 def snapshot() -> list[dict[str, object]]:
-    return [dict(owner.__dict__) for owner in OWNERS] + [dict(os.environ)]
+    return [dict(owner.__dict__) for owner in OWNERS]
+
+
+PRISTINE = snapshot()
 
 
 @pytest.fixture
@@ -44,9 +47,10 @@ def test_it_is_exactly_what_is_listed_that_changes(substituted):
     after = snapshot()
     substituted.restore()
     before = snapshot()
+    assert before == PRISTINE
     changed = {
         (owner_name(owner), name)
-        for owner, old, new in zip(OWNERS, before, after, strict=False)
+        for owner, old, new in zip(OWNERS, before, after, strict=True)
         for name in new
         if new[name] is not old.get(name, substituted)
     }
@@ -59,32 +63,33 @@ def test_restore_leaves_nothing_behind(value_of_the_user, monkeypatch):
         monkeypatch.delenv(name, raising=False)
         if value_of_the_user is not None:
             monkeypatch.setenv(name, value_of_the_user)
-    before = snapshot()
+    environment = dict(os.environ)
     substitution = substitute_cuda()
     for name, value in ENVIRONMENT.items():
         assert os.environ[name] == (value_of_the_user or value)
     substitution.restore()
     substitution.restore()
-    assert snapshot() == before
+    assert snapshot() == PRISTINE
+    assert dict(os.environ) == environment
 
 
 def test_one_inside_another_is_undone_from_the_inside():
-    before = snapshot()
     outer, inner = substitute_cuda(), substitute_cuda()
     assert torch.zeros(1, device="cuda").device.type == "cpu"
     inner.restore()
     assert torch.zeros(1, device="cuda").device.type == "cpu"
     outer.restore()
-    assert snapshot() == before
+    assert snapshot() == PRISTINE
 
 
 def test_on_a_machine_with_cuda_nothing_is_touched(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    before = snapshot()
+    before, environment = snapshot(), dict(os.environ)
     substitution = substitute_cuda()
     assert snapshot() == before
     substitution.restore()
     assert snapshot() == before
+    assert dict(os.environ) == environment
 
 
 @pytest.mark.usefixtures("substituted")

@@ -124,10 +124,18 @@ def test_grad_sync_follows_each_operation_by_itself():
 def test_grad_sync_has_a_switch_for_each_chunk():
     chunks = [Trained(torch.float32, is_split=True, overlap=True) for _ in range(2)]
     grad_sync = GradSync([chunk.ddp.no_sync for chunk in chunks], 2)
+
+    def switches() -> list[bool]:
+        return [chunk.ddp.bucket_groups[0].is_last_microbatch for chunk in chunks]
+
     grad_sync.enable(0, False)
+    assert switches() == [False, True]
     grad_sync.enable(1, False)
+    assert switches() == [False, False]
     grad_sync.enable(1, True)
-    assert [chunk.ddp.bucket_groups[0].is_last_microbatch for chunk in chunks] == [False, True]
+    assert switches() == [False, True]
+    grad_sync.enable_all()
+    assert switches() == [True, True]
 
 
 def test_without_no_sync_there_is_nothing_to_switch():

@@ -150,8 +150,13 @@ def a_pipeline_of_some_of_the_ranks(rank: int) -> None:
     """Two pipelines of two ranks in one job of four: peers are pipeline ranks, and nobody else takes part."""
     placement = Placement("linear", 2)
     pipeline = [0, 2] if rank % 2 == 0 else [1, 3]
+    time.sleep(0.3 * [0, 1, 3, 2][rank])  # each pipeline's first rank meets the other's last one first
     communicator = TorchCommunicator(pipeline, pipeline.index(rank), placement, CPU, timedelta(seconds=60))
     exchange(communicator, pipeline.index(rank), placement)
+    if rank < 2:
+        communicator.send(torch.full(SPEC.shape, float(rank)), 1).wait()
+    else:
+        assert communicator.receive(0, SPEC).wait()[0, 0] == pipeline[0]
 
 
 def a_dead_rank_ends_the_wait(communicator: TorchCommunicator, rank: int) -> None:

@@ -133,13 +133,23 @@ def step(**changes: float | bool | None) -> StepResult:
 
 
 def test_skipped_and_nan_iterations_are_counted_and_left_out_of_the_loss(clock, capsys):
-    args = make_args("--log-interval", "4")
+    args = make_args("--log-interval", "5")
+    skipped_too = step(lm_loss=100.0, grad_norm=None, was_skipped=True)
     skipped = step(lm_loss=math.inf, grad_norm=None, was_skipped=True)
-    run(TrainingLog(args, []), args, clock, step(lm_loss=2.0), skipped, step(lm_loss=math.nan), step(lm_loss=4.0))
-    run(TrainingLog(args, []), args, clock, skipped, skipped, skipped, skipped)
+    run(
+        TrainingLog(args, []),
+        args,
+        clock,
+        step(lm_loss=2.0),
+        skipped,
+        step(lm_loss=math.nan),
+        skipped_too,
+        step(lm_loss=4.0),
+    )
+    run(TrainingLog(args, []), args, clock, *[skipped] * 5)
     first, second = (TRAINING_LINE.fullmatch(line).groupdict() for line in lines_of(capsys))
-    assert (first["loss"], first["norm"], first["skipped"], first["nan"]) == ("3.000000E+00", "1.500", "1", "2")
-    assert (second["loss"], second["norm"], second["skipped"], second["nan"]) == (None, None, "4", "4")
+    assert (first["loss"], first["norm"], first["skipped"], first["nan"]) == ("3.000000E+00", "1.500", "2", "2")
+    assert (second["loss"], second["norm"], second["skipped"], second["nan"]) == (None, None, "5", "5")
 
 
 def test_an_optimizer_that_computes_no_norm_skips_nothing(clock, capsys):

@@ -183,7 +183,6 @@ def _input_grad(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, torc
     return grad_input, grad_bias
 
 
-@torch.no_grad()
 def _compute_weight_grad(
     weight_grad: LayerWeightGrad,
     weight: torch.Tensor,
