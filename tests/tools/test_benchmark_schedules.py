@@ -1,0 +1,142 @@
+"""The benchmark of schedules with emulated compute: what it prints, never how fast it was."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+from benchmark_cli.emulate import Result  # noqa: E402  (tools/ is where running the script looks, too)
+from benchmark_cli.emulation import Emulation, sent_at  # noqa: E402
+from benchmark_cli.link import EmulatedLink  # noqa: E402
+from benchmark_cli.worker import StepRecord  # noqa: E402
+from benchmark_schedules import main  # noqa: E402
+
+from megatron.zero_bubble.runtime.communicator import InMemoryNetwork  # noqa: E402
+from megatron.zero_bubble.schedule import StageCosts, generate, simulate  # noqa: E402
+
+SIZE = ("--pipeline-size", "2", "--num-microbatches", "4")
+QUICK = (*SIZE, "--time-f", "2", "--time-b", "2", "--time-w", "1", "--steps", "2", "--activation-bytes", "1024")
+
+
+def run(*flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "tools" / "benchmark_schedules.py"), "--mode", "emulate", *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+
+
+def test_all_schedules_and_all_peers_as_json(tmp_path):
+    names = ("1f1b", "interleaved-zb", "zb-h2")
+    flags = [word for name in names for word in ("--schedule", name)]
+    output = tmp_path / "figures.json"
+    result = run(*QUICK, *flags, "--peers", "--json", "--output", str(output))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == ""
+    figures = json.loads(output.read_text())
+    assert [one["schedule"] for one in figures[: len(names)]] == list(names)
+    assert {one["schedule"] for one in figures[len(names) :]} == {
+        *("torch GPipe", "torch 1F1B", "torch Interleaved1F1B", "torch InterleavedZeroBubble"),
+        *("torch ZBVZeroBubble", "torch DualPipeV"),
+    }
+    for one in figures:
+        assert (one["pipeline_size"], one["num_microbatches"], len(one["steps_ms"])) == (2, 4, 2)
+        assert one["ideal_ms"] == pytest.approx(20)
+        assert one["simulated_ms"] >= 20
+        assert min(one["steps_ms"]) <= one["measured_ms"] <= max(one["steps_ms"])
+        assert 0 <= one["simulated_bubble_rate"] < 1
+        assert 0 < one["bubble_rate"] < 1
+        # Sleeps are never too short. (torch puts the B of its first stage off until W, which no simulation knows.)
+        bound = one["simulated_ms"] if one["schedule"] in names else one["ideal_ms"]
+        assert all(math.isfinite(step) and step >= bound for step in one["steps_ms"])
+        if one["schedule"] in names:
+            assert 0 <= one["exposed_communication_ms"] < one["measured_ms"]
+        else:
+            assert one["exposed_communication_ms"] is None
+
+
+def test_a_table_with_slow_messages_and_a_peer_that_refuses():
+    result = run(*QUICK[:3], "3", *QUICK[4:], "--schedule", "zb-h1", "--time-comm", "1", "--peers", "--markdown")
+    assert result.returncode == 0, result.stderr
+    assert "torch DualPipeV left out" in result.stderr
+    head, _, *rows = [line.strip("| ").split("|") for line in result.stdout.splitlines()]
+    assert [cell.strip() for cell in head][:3] == ["schedule", "chunks", "measured (ms)"]
+    assert [row[0].strip() for row in rows][:3] == ["zb-h1", "torch GPipe", "torch 1F1B"]
+    assert "torch DualPipeV" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ((*SIZE, "--schedule", "zb-h9"), "schedule 'zb-h9' is unknown"),
+        ((*SIZE, "--steps", "0"), "--steps: must be at least 1"),
+        ((*SIZE, "--activation-bytes", "0"), "--activation-bytes: must be at least 16"),
+        ((*SIZE, "--time-f", "0"), "--time-f: must be above 0"),
+        ((*SIZE, "--time-w", "1,2,3"), "--time-w: expected 1 number or 2, got 3"),
+        ((*SIZE, "--no-overlap-communication"), "messages always overlap"),
+        ((*SIZE, "--costs", "nowhere.json", "--time-f", "1"), "not allowed with --costs"),
+        ((*SIZE, "--costs", "nowhere.json"), "nowhere.json"),
+        ((*SIZE, "--schedule", "zb-h2", "--memory-limit", "1"), "above the limit"),
+        (("--pipeline-size", "2"), "--num-microbatches"),
+    ],
+)
+def test_a_mistake_is_one_line(flags, words, capsys):
+    try:
+        status = main(flags)
+    except SystemExit as exit:
+        status = exit.code
+    output, errors = capsys.readouterr()
+    assert (status, output) == (2, "")
+    assert errors.startswith("benchmark_schedules.py: error: ")
+    assert errors.count("\n") == 1
+    assert words in errors
+
+
+def test_a_step_lasts_from_the_common_start_to_the_last_return():
+    schedule = generate("zb-h1", 2, 4)
+    timeline = simulate(schedule, StageCosts.uniform(2, 100, 100, 100))
+    steps = [
+        [
+            StepRecord("zb-h1", start=10, first_start=10.1, last_end=11.6, returned=11.7, exposed=0.01),
+            StepRecord("zb-h1", start=10, first_start=10.2, last_end=11.5, returned=11.8 + late, exposed=0.02),
+        ]
+        for late in (0.0, 5.0, 0.1)
+    ]
+    result = Result("zb-h1", timeline, steps)
+    assert result.makespans == pytest.approx([1800, 6800, 1900])
+    assert result.measured == pytest.approx(1900)
+    assert result.ideal == 1200
+    assert result.bubble_rate == pytest.approx(1 - 1.2 / 1.5)
+    assert result.exposed == pytest.approx(20)
+
+
+def test_a_message_is_held_back_until_its_time():
+    network = InMemoryNetwork(2)
+    emulation = Emulation(activation_bytes=64)
+    assert emulation.spec.shape == (1, 8)
+    message = emulation.new_message(milliseconds=20)
+    sent = sent_at(message)
+    network.put(1, 0, message)
+    link = EmulatedLink(network.communicator(0))
+    begin = time.perf_counter()
+    arrived = link.receive(1, emulation.spec).wait()
+    end = time.perf_counter()
+    assert torch.equal(arrived[0, :2], message[0, :2])
+    assert end >= sent + 0.02
+    assert 0 <= link.exposed <= end - begin
+
+
+def test_emulated_compute_remembers_its_span():
+    emulation = Emulation(activation_bytes=16)
+    emulation.compute(2)
+    emulation.compute(3)
+    assert emulation.last_end - emulation.first_start >= 0.005
+    emulation.reset()
+    assert emulation.last_end == 0

@@ -1,0 +1,57 @@
+"""The flags of tools/benchmark_schedules.py; those of a schedule are tools/schedule.py's."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from schedule_cli.arguments import Parser, add_costs, add_limit, add_size, at_least, check_costs, join_negative
+
+DEFAULT_TIME = 20.0
+"""Of F, B and W each: milliseconds."""
+
+
+def parse_arguments(argv: list[str] | None, description: str) -> argparse.Namespace:
+    """Parse, or exit with status 2 and one line."""
+    parser = Parser(
+        prog="benchmark_schedules.py",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--mode", choices=("emulate",), default="emulate", help="emulate: compute is replaced by sleeps"
+    )
+    parser.add_argument("--schedule", action="append", metavar="NAME", help="repeat for more (default: all)")
+    parser.add_argument("--peers", action="store_true", help="run torch.distributed.pipelining's schedules as well")
+    parser.add_argument("--steps", type=at_least(1), default=5, metavar="N", help="measured steps of each (default 5)")
+    parser.add_argument(
+        "--activation-bytes",
+        type=at_least(16),
+        default=65536,
+        metavar="BYTES",
+        help="size of a message between stages (default 65536)",
+    )
+    parser.add_argument(
+        "--receive-ahead",
+        type=at_least(0),
+        default=2,
+        metavar="N",
+        help="compute operations between posting a receive and using it (default 2)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write there instead of printing")
+    add_size(parser, required=True)
+    add_costs(parser, default_time=f"{DEFAULT_TIME:g}")
+    add_limit(parser)
+    arguments = parser.parse_args(join_negative(sys.argv[1:] if argv is None else argv))
+    check_costs(parser, arguments)
+    if not arguments.overlap:
+        parser.error("argument --no-overlap-communication: messages always overlap with compute here")
+    if arguments.costs is None:
+        for flag in ("time_f", "time_b", "time_w"):
+            if getattr(arguments, flag) is None:
+                setattr(arguments, flag, (DEFAULT_TIME,))
+    return arguments

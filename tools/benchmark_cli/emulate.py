@@ -1,0 +1,140 @@
+"""`--mode emulate`: flags -> a run of every schedule -> figures."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from schedule_cli.costs import stage_costs
+from schedule_cli.report import report_on_all
+from schedule_cli.tables import table
+
+from benchmark_cli.launch import Records, run_job
+from benchmark_cli.peers import ONE_CHUNK, Peer, peer_placements
+from benchmark_cli.worker import Job, StepRecord
+from megatron.zero_bubble.schedule import Schedule, Timeline, generate, lower, simulate
+from megatron.zero_bubble.schedule.serialize import schedule_from_pytorch_csv
+
+
+@dataclass(frozen=True)
+class Result:
+    """One schedule: planned and measured. Times in milliseconds."""
+
+    name: str
+    timeline: Timeline
+    """Simulated."""
+    steps: list[list[StepRecord]]
+
+    @property
+    def ideal(self) -> float:
+        """The work of the busiest rank: no bubble."""
+        return float(max(self.timeline.work))
+
+    @property
+    def makespans(self) -> list[float]:
+        """Of every step, from the common start to the return of the last rank."""
+        return [1e3 * (max(rank.returned for rank in ranks) - ranks[0].start) for ranks in self.steps]
+
+    @property
+    def measured(self) -> float:
+        return median(self.makespans)
+
+    @property
+    def bubble_rate(self) -> float:
+        """Measured: (cost - ideal) / cost with cost = the longest span of a rank."""
+        costs = [1e3 * max(rank.last_end - rank.first_start for rank in ranks) for ranks in self.steps]
+        return median(1 - self.ideal / cost for cost in costs)
+
+    @property
+    def exposed(self) -> float | None:
+        """Exposed communication in a step, of the rank that has most of it; not measured for peers."""
+        worst = [max(rank.exposed or 0.0 for rank in ranks) for ranks in self.steps]
+        return None if self.steps[0][0].exposed is None else 1e3 * median(worst)
+
+    def as_json(self) -> dict[str, Any]:
+        schedule = self.timeline.schedule
+        return {
+            "schedule": self.name,
+            "pipeline_size": schedule.num_ranks,
+            "num_microbatches": schedule.num_microbatches,
+            "num_chunks": schedule.num_chunks,
+            "measured_ms": self.measured,
+            "simulated_ms": float(self.timeline.makespan),
+            "ideal_ms": self.ideal,
+            "bubble_rate": self.bubble_rate,
+            "simulated_bubble_rate": float(self.timeline.bubble_rate),
+            "exposed_communication_ms": self.exposed,
+            "steps_ms": self.makespans,
+        }
+
+
+def emulate(arguments: argparse.Namespace) -> list[Result]:
+    """Run every schedule that the flags name, and the peers. Raises `ScheduleError`."""
+    plans = [one.timeline for one in report_on_all(arguments)]
+    peers = tuple(_peers(arguments)) if arguments.peers else ()
+    longest = max([float(plan.makespan) for plan in plans] + [_one_after_the_other(peer) for peer in peers])
+    job = Job(
+        num_ranks=arguments.pipeline_size,
+        schedules=tuple((lower(plan.schedule, arguments.receive_ahead), plan.costs) for plan in plans),
+        peers=peers,
+        steps=arguments.steps,
+        activation_bytes=arguments.activation_bytes,
+        timeout=timedelta(seconds=60, milliseconds=3 * longest),
+        directory=Path(),
+    )
+    total = (1 + job.steps) * (sum(float(plan.makespan) for plan in plans) + len(peers) * longest) / 1e3
+    print(f"{len(plans) + len(peers)} schedules, {job.steps} steps each: about {total:.0f} s", file=sys.stderr)
+    records = run_job(job)
+    for name, reason in records.refused.items():
+        print(f"{name} left out: {reason}", file=sys.stderr)
+    ours = [Result(plan.schedule.name, plan, records.steps[plan.schedule.name]) for plan in plans]
+    return ours + list(_peer_results(peers, records))
+
+
+def _peers(arguments: argparse.Namespace) -> Iterator[Peer]:
+    for name, placement in peer_placements(arguments.pipeline_size, arguments.num_chunks or 2).items():
+        yield Peer(name, stage_costs(arguments, placement), placement, arguments.num_microbatches)
+
+
+def _one_after_the_other(peer: Peer) -> float:
+    """An upper bound of the makespan: a bubble as long as the work."""
+    work = [peer.costs.work(stage) for stage in range(peer.costs.num_stages)]
+    return (peer.num_microbatches + peer.placement.num_ranks) * max(work) * peer.placement.num_chunks
+
+
+def _peer_results(peers: tuple[Peer, ...], records: Records) -> Iterator[Result]:
+    for peer in peers:
+        name = f"torch {peer.name}"
+        if name in records.steps:
+            yield Result(name, simulate(_schedule_of(peer, records.orders[name]), peer.costs), records.steps[name])
+
+
+def _schedule_of(peer: Peer, order: list[list[str]]) -> Schedule:
+    if peer.name in ONE_CHUNK:
+        return generate(ONE_CHUNK[peer.name], peer.placement.num_ranks, peer.num_microbatches)
+    return schedule_from_pytorch_csv("".join(",".join(words) + "\r\n" for words in order), peer.name)
+
+
+def emulation_table(results: list[Result], *, markdown: bool = False) -> str:
+    heads = ("schedule", "chunks", "measured (ms)", "spread", "simulated", "over it", "ideal", "bubble", "exposed (ms)")
+    rows = [
+        (
+            one.name,
+            str(one.timeline.schedule.num_chunks),
+            f"{one.measured:.1f}",
+            f"{max(one.makespans) - min(one.makespans):.1f}",
+            f"{float(one.timeline.makespan):.1f}",
+            f"{100 * (one.measured / float(one.timeline.makespan) - 1):+.1f}%",
+            f"{one.ideal:.1f}",
+            f"{100 * one.bubble_rate:.2f}%",
+            "" if one.exposed is None else f"{one.exposed:.2f}",
+        )
+        for one in results
+    ]
+    return table(heads, rows, markdown=markdown)

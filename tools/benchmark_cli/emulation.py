@@ -1,0 +1,133 @@
+"""Compute that only takes time: what stands in for F, B and W.
+
+A tensor that passes between stages begins with the time at which it was sent and the time before which it may not
+be used: that is how a message can be slower than the machine's own (`time_comm`), and how its cost is measured.
+`time.perf_counter` is one clock for all processes of a machine.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import time
+from functools import partial
+
+import torch
+
+from megatron.zero_bubble.runtime.communicator import TensorSpec
+from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
+from megatron.zero_bubble.schedule import Op, Placement, StageCosts
+
+_PR_SET_TIMERSLACK = 29
+_HEADER = 2
+"""Elements of a message that are times."""
+
+
+def sleep_precisely() -> None:
+    """Let this thread wake up when it asked to: by default Linux may add 50 microseconds to every sleep."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
+
+
+def sleep_until(deadline: float) -> None:
+    while (remaining := deadline - time.perf_counter()) > 0:
+        time.sleep(remaining)
+
+
+class Emulation:
+    """The compute of one rank, as sleeps; remembers when the first began and the last ended.
+
+    Args:
+        activation_bytes: size of the tensors between stages.
+    """
+
+    def __init__(self, activation_bytes: int) -> None:
+        self.spec = TensorSpec((1, max(_HEADER, activation_bytes // 8)), torch.float64, torch.device("cpu"))
+        self.reset()
+
+    def reset(self) -> None:
+        """A new step begins."""
+        self.first_start = float("inf")
+        self.last_end = 0.0
+
+    def compute(self, milliseconds: float) -> None:
+        start = time.perf_counter()
+        self.first_start = min(self.first_start, start)
+        sleep_until(start + milliseconds / 1e3)
+        self.last_end = time.perf_counter()
+
+    def new_message(self, milliseconds: float) -> torch.Tensor:
+        """The result of an operation, made now, that takes this long to the next stage."""
+        message = self.spec.empty()
+        now = time.perf_counter()
+        message[0, 0], message[0, 1] = now, now + milliseconds / 1e3
+        return message
+
+
+def sent_at(message: torch.Tensor) -> float:
+    return float(message[0, 0])
+
+
+def await_arrival(message: torch.Tensor) -> None:
+    """Wait until the message may be used."""
+    sleep_until(float(message[0, 1]))
+
+
+class StageTimes:
+    """What one stage's operations take, in milliseconds."""
+
+    def __init__(self, costs: StageCosts, placement: Placement, stage: int) -> None:
+        self.stage = stage
+        self.is_first, self.is_last = stage == 0, stage == placement.num_stages - 1
+        self.time_f, self.time_b, self.time_w = costs.time_f[stage], costs.time_b[stage], costs.time_w[stage]
+        self.to_next = 0.0 if self.is_last else _message_time(costs, placement, stage)
+        """A message with an activation."""
+        self.to_previous = 0.0 if self.is_first else _message_time(costs, placement, stage - 1)
+        """A message with a gradient."""
+
+
+def _message_time(costs: StageCosts, placement: Placement, edge: int) -> float:
+    return costs.time_comm[edge] if placement.rank_of(edge) != placement.rank_of(edge + 1) else 0.0
+
+
+class EmulatedStage:
+    """A `Stage` for the executor: one rank's chunks, whose compute is an `Emulation`."""
+
+    def __init__(
+        self, emulation: Emulation, costs: StageCosts, placement: Placement, rank: int, store: WeightGradStore
+    ) -> None:
+        self._emulation, self._store = emulation, store
+        stages = [placement.stage_of(rank, chunk) for chunk in range(placement.num_chunks)]
+        self._times = [StageTimes(costs, placement, stage) for stage in stages]
+        self._loss = torch.zeros(1)
+
+    def forward(self, microbatch: int, chunk: int, input_tensor: torch.Tensor | None) -> torch.Tensor:
+        times = self._times[chunk]
+        self._emulation.compute(times.time_f)
+        return self._loss if times.is_last else self._emulation.new_message(times.to_next)
+
+    def backward(
+        self,
+        microbatch: int,
+        chunk: int,
+        input_tensor: torch.Tensor | None,
+        output_tensor: torch.Tensor,
+        output_grad: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        times = self._times[chunk]
+        self._emulation.compute(times.time_b)
+        weight_grad = partial(self._emulation.compute, times.time_w)
+        if self._store.is_deferring:
+            self._store.put(weight_grad)
+        else:
+            weight_grad()
+        return None if times.is_first else self._emulation.new_message(times.to_previous)
+
+    def release_output(self, output_tensor: torch.Tensor) -> None:
+        return
+
+    def before_gradients(self, op: Op) -> None:
+        return
+
+    def message_spec(self, op: Op) -> TensorSpec:
+        return self._emulation.spec

@@ -1,0 +1,46 @@
+"""Starts the ranks of an emulated run and gathers their records."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch.multiprocessing
+
+from benchmark_cli.worker import Job, StepRecord, run_rank
+
+
+@dataclass(frozen=True)
+class Records:
+    """What the ranks measured."""
+
+    steps: dict[str, list[list[StepRecord]]]
+    """By contestant: for every step the records of all ranks."""
+    refused: dict[str, str]
+    """Peers that do not run at these sizes, and why."""
+    orders: dict[str, list[list[str]]]
+    """By peer: what every rank runs."""
+
+
+def run_job(job: Job) -> Records:
+    """Run to the end; raises what a rank raised."""
+    with tempfile.TemporaryDirectory() as directory:
+        job = replace(job, directory=Path(directory))
+        # The server imports once and forks every rank: eight imports of torch on two cores take a while.
+        multiprocessing.set_forkserver_preload(["torch.distributed.pipelining"])
+        torch.multiprocessing.start_processes(
+            run_rank, args=(job,), nprocs=job.num_ranks, start_method="forkserver", daemon=True
+        )
+        return _gather([json.loads((job.directory / f"rank{rank}.json").read_text()) for rank in range(job.num_ranks)])
+
+
+def _gather(reports: list[dict]) -> Records:
+    steps: dict[str, list[list[StepRecord]]] = {}
+    for ranks in zip(*(report["steps"] for report in reports), strict=True):
+        records = [StepRecord(**record) for record in ranks]
+        assert len({record.contestant for record in records}) == 1, "the ranks ran different steps"
+        steps.setdefault(records[0].contestant, []).append(records)
+    return Records(steps, reports[0]["refused"], reports[0]["orders"])

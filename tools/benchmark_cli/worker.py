@@ -1,0 +1,127 @@
+"""One rank of an emulated run: what every spawned process does."""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from benchmark_cli.emulation import EmulatedStage, Emulation, sleep_precisely, sleep_until
+from benchmark_cli.link import EmulatedLink
+from benchmark_cli.peers import Peer, PeerRun
+from megatron.zero_bubble.runtime.communicator import TorchCommunicator
+from megatron.zero_bubble.runtime.executor import Executor
+from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
+from megatron.zero_bubble.schedule import Schedule, StageCosts
+
+_LEAD = 0.01
+"""Seconds from the agreement on a step's start to the start."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that the ranks have to know."""
+
+    num_ranks: int
+    schedules: tuple[tuple[Schedule, StageCosts], ...]
+    """Ours, lowered."""
+    peers: tuple[Peer, ...]
+    steps: int
+    activation_bytes: int
+    timeout: timedelta
+    directory: Path
+    """Where the ranks meet, and leave their records: `rank0.json`, ..."""
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step of one contestant on one rank, in seconds on the machine's clock."""
+
+    contestant: str
+    start: float
+    """The same on all ranks."""
+    first_start: float
+    """Of an operation of this rank."""
+    last_end: float
+    returned: float
+    exposed: float | None
+
+
+class Contestant(Protocol):
+    def step(self) -> None: ...
+
+
+class OwnRun:
+    """One rank of a schedule of ours: the executor as in training, over emulated compute."""
+
+    def __init__(self, schedule: Schedule, costs: StageCosts, emulation: Emulation, rank: int, job: Job) -> None:
+        store = WeightGradStore(schedule.num_chunks)
+        ranks = range(schedule.num_ranks)
+        communicator = TorchCommunicator(ranks, rank, schedule.placement, torch.device("cpu"), job.timeout)
+        self.link = EmulatedLink(communicator)
+        self._executor = Executor(schedule, rank, self.link, store)
+        self._stage = EmulatedStage(emulation, costs, schedule.placement, rank, store)
+
+    def step(self) -> None:
+        self.link.exposed = 0.0
+        self._executor.run(self._stage)
+
+
+def run_rank(rank: int, job: Job) -> None:
+    """Run all contestants in rounds, the first round unmeasured, and write the records."""
+    torch.set_num_threads(1)
+    sleep_precisely()
+    store = dist.FileStore(str(job.directory / "store"), job.num_ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=job.num_ranks, timeout=job.timeout)
+    emulation = Emulation(job.activation_bytes)
+    contestants: dict[str, Contestant] = {
+        schedule.name: OwnRun(schedule, costs, emulation, rank, job) for schedule, costs in job.schedules
+    }
+    peers, refused = _peer_runs(job, emulation, rank)
+    contestants |= peers
+    gc.collect()
+    gc.freeze()
+    records: list[StepRecord] = []
+    for round_number in range(1 + job.steps):
+        for name, contestant in contestants.items():
+            record = _run_step(name, contestant, emulation)
+            if round_number > 0:
+                records.append(record)
+    orders = {name: peer.order() for name, peer in peers.items()}
+    report = {"steps": [asdict(record) for record in records], "refused": refused, "orders": orders}
+    (job.directory / f"rank{rank}.json").write_text(json.dumps(report))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _peer_runs(job: Job, emulation: Emulation, rank: int) -> tuple[dict[str, PeerRun], dict[str, str]]:
+    """The peers that take these sizes, and why the others do not."""
+    runs: dict[str, PeerRun] = {}
+    refused: dict[str, str] = {}
+    for peer in job.peers:
+        try:
+            runs[f"torch {peer.name}"] = PeerRun(peer, emulation, rank)
+        except ValueError as error:
+            refused[f"torch {peer.name}"] = " ".join(str(error).split())
+    return runs, refused
+
+
+def _run_step(name: str, contestant: Contestant, emulation: Emulation) -> StepRecord:
+    """All ranks start at one time, which rank 0 sets once all are there."""
+    emulation.reset()
+    gc.collect()
+    dist.barrier()
+    start = torch.tensor([time.perf_counter() + _LEAD], dtype=torch.float64)
+    dist.broadcast(start, src=0)
+    sleep_until(start.item())
+    contestant.step()
+    returned = time.perf_counter()
+    exposed = contestant.link.exposed if isinstance(contestant, OwnRun) else None
+    return StepRecord(name, start.item(), emulation.first_start, emulation.last_end, returned, exposed)
