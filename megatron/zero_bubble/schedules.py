@@ -11,7 +11,7 @@ are in `main_grad`, and `config.finalize_model_grads_func` has run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -24,11 +24,17 @@ from megatron.core.utils import get_model_config
 
 from megatron.zero_bubble.mcore.forward_backward import MegatronStage
 from megatron.zero_bubble.mcore.placement import finalize_gradients
-from megatron.zero_bubble.runtime.communicator import TorchCommunicator
+from megatron.zero_bubble.runtime.communicator import TensorSpec, TorchCommunicator
 from megatron.zero_bubble.runtime.executor import Executor
+from megatron.zero_bubble.runtime.observer import StepObserver
+from megatron.zero_bubble.runtime.planning import Prediction
+from megatron.zero_bubble.runtime.profiler import measure_edges, memory_meter
+from megatron.zero_bubble.runtime.replanner import PlanningOptions, Replanner, Report
+from megatron.zero_bubble.runtime.timeline import OpRecorder, StepTime, bubble_rate, device_clock
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
-from megatron.zero_bubble.schedule import ScheduleError, lower, validate
+from megatron.zero_bubble.schedule import Schedule, ScheduleError, lower, validate
 from megatron.zero_bubble.schedule.plan import NamedPlan, Plan
+from megatron.zero_bubble.schedule.serialize import Profile
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 """After which a message between two stages that does not come fails the job: megatron-core's default."""
@@ -60,7 +66,14 @@ class ForwardBackward:
     The process groups of the channels are created at the first call.
     """
 
-    def __init__(self, plan: Plan, store: WeightGradStore, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        store: WeightGradStore,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        planning: PlanningOptions | None = None,
+        report: Callable[[Report], None] = lambda report: None,
+    ) -> None:
         chunks = plan.placement.num_chunks
         if chunks != store.num_chunks:
             raise ScheduleError(f"schedule {plan.name} has {chunks} chunks a rank, the store {store.num_chunks}")
@@ -69,6 +82,42 @@ class ForwardBackward:
         self._timeout = timeout
         self._executors: dict[tuple[int, bool], Executor] = {}
         self._communicator: TorchCommunicator | None = None
+        self._spec: TensorSpec | None = None
+        self._rank = parallel_state.get_pipeline_model_parallel_rank()
+        self._num_steps = 0
+        self.observer = StepObserver(device_clock(_device()))
+        self._replanner: Replanner | None = None
+        if planning is not None:
+            self._replanner = Replanner(
+                plan, planning, self._rank, self.observer, self._measure_edges, report, _device()
+            )
+
+    @property
+    def plan(self) -> Plan:
+        """Where the schedules come from at present."""
+        return self._plan
+
+    @property
+    def profile(self) -> Profile | None:
+        """The measured costs of the run, once it has been profiled."""
+        return self._replanner.profile if self._replanner is not None else None
+
+    def schedule(self, num_microbatches: int) -> Schedule:
+        """The schedule of a training step, as it runs at present."""
+        return self._executors[num_microbatches, False].schedule
+
+    def measured_bubble_rate(self) -> float:
+        """Of the training steps since the last call; a collective call of the pipeline's ranks."""
+        group = parallel_state.get_pipeline_model_parallel_group()
+        steps: list[StepTime] = [self.observer.take_mean()] * group.size()
+        dist.all_gather_object(steps, steps[0], group=group)
+        return bubble_rate(steps)
+
+    def predicted_bubble_rate(self, num_microbatches: int) -> float | None:
+        """What the present schedule should reach at the measured costs; None before anything is measured."""
+        if self.profile is None:
+            return None
+        return Prediction(self.profile, self.schedule(num_microbatches)).bubble_rate
 
     def __call__(
         self,
@@ -91,7 +140,7 @@ class ForwardBackward:
         """Run one step.
 
         The arguments are those of megatron-core's forward-backward functions. `p2p_communicator` is
-        only read for its pipeline group: messages go through channels of our own.
+        not used: messages go through channels of our own.
 
         Returns:
             What the loss function returned for each microbatch, on the rank that holds the last stage.
@@ -104,6 +153,8 @@ class ForwardBackward:
         config = get_model_config(chunks[0])
         _refuse_unsupported(config, adjust_tensor_shapes_fn)
         groups = pg_collection or _default_groups()
+        if self._replanner is not None and not forward_only:
+            self._go_on_with(self._replanner.before_step(num_microbatches))
         executor = self._executor(groups.pp, num_microbatches, forward_only)
         shapes = mcore.get_tensor_shapes(
             seq_length=seq_length,
@@ -129,7 +180,8 @@ class ForwardBackward:
         )
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
-        executor.run(stage)
+        self._spec = stage.message_spec()
+        executor.run(stage, None if forward_only else self._start_recording())
         stage.finish()
         if config.finalize_model_grads_func is not None and not forward_only:
             num_tokens = stage.num_tokens if config.calculate_per_token_loss else None
@@ -137,7 +189,27 @@ class ForwardBackward:
             finalize_gradients(config, placement, chunks, num_tokens, groups, force_all_reduce)
         if config.timers is not None:
             config.timers("forward-backward").stop()
+        if self._replanner is not None and not forward_only:
+            self._go_on_with(self._replanner.after_step(self._num_steps, num_microbatches))
         return stage.forward_data_store
+
+    def _start_recording(self) -> OpRecorder:
+        self._num_steps += 1
+        meter = None
+        if self._replanner is not None and self._replanner.measures_memory(self._num_steps):
+            meter = memory_meter(_device(), self._store)
+        return self.observer.start(self._num_steps, meter)
+
+    def _go_on_with(self, plan: Plan | None) -> None:
+        if plan is not None:
+            assert plan.placement == self._plan.placement, "the model's layers stay where they are"
+            self._plan = plan
+            self._executors = {}
+
+    def _measure_edges(self) -> dict[int, float]:
+        assert self._communicator is not None
+        assert self._spec is not None
+        return measure_edges(self._communicator, self._plan.placement, self._rank, self._spec)
 
     def _executor(self, pp_group: dist.ProcessGroup, num_microbatches: int, forward_only: bool) -> Executor:
         key = (num_microbatches, forward_only)

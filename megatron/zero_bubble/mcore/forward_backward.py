@@ -16,7 +16,7 @@ from megatron.core.pipeline_parallel import schedules as mcore
 from megatron.core.utils import get_model_config, get_model_type
 
 from megatron.zero_bubble.runtime.communicator import TensorSpec
-from megatron.zero_bubble.schedule import Op, OpKind, Placement
+from megatron.zero_bubble.schedule import Op, Placement
 
 NoSync = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -116,8 +116,8 @@ class MegatronStage:
     def before_gradients(self, op: Op) -> None:
         self._grad_sync.enable(op.chunk, op.microbatch == self.num_microbatches - 1)
 
-    def message_spec(self, op: Op) -> TensorSpec:
-        assert op.kind in (OpKind.RECV_FORWARD, OpKind.RECV_BACKWARD)
+    def message_spec(self, op: Op | None = None) -> TensorSpec:
+        """The same for all messages: activations and their gradients have one shape."""
         return TensorSpec(self.output_shape, self._config.pipeline_dtype, self.device)
 
     def finish(self) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import ScheduleError
-from megatron.zero_bubble.schedule.generators import generate, placement_for
+from megatron.zero_bubble.schedule.generators import entry_of, generate, placement_for
 from megatron.zero_bubble.schedule.ir import Placement, Schedule
 from megatron.zero_bubble.schedule.lower import lower
 from megatron.zero_bubble.schedule.validate import validate
@@ -45,6 +45,15 @@ class NamedPlan:
     @property
     def placement(self) -> Placement:
         return placement_for(self.name, self.num_ranks, self.num_chunks)
+
+    @property
+    def adapts(self) -> bool:
+        """Whether the generator makes another schedule for other costs."""
+        return "costs" in entry_of(self.name).options
+
+    def with_costs(self, costs: StageCosts, memory_limit: float | Sequence[float] | None) -> NamedPlan:
+        """The plan for measured costs; the limit is in their unit."""
+        return replace(self, costs=costs, memory_limit=memory_limit)
 
     def schedule(self, num_microbatches: int) -> Schedule:
         made = generate(

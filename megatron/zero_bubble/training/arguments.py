@@ -151,11 +151,37 @@ class ZeroBubbleFlags:
     """Zero bubble."""
 
     zero_bubble: bool = flag(
-        "run a zero-bubble schedule (zb-h1) instead of megatron-core's own", False, names=("--enable-zero-bubble",)
+        "run the schedule that is planned from measured times", False, names=("--enable-zero-bubble",)
     )
     zero_bubble_schedule: str | None = flag(
         "schedule to run: a name of docs/schedules.md, or file:PATH of one that tools/schedule.py wrote", None
     )
+    zero_bubble_memory_limit: str | None = flag(
+        "memory for activations: a multiple of 1F1B's peak (1.5), bytes (40GiB), or auto for what is free (default: 1)",
+        None,
+    )
+    zero_bubble_profile_iters: list[int] | None = flag(
+        "START END: the iterations, of this start of the job, to profile; 0 0 for none (default: 3 6)", None, nargs=2
+    )
+    zero_bubble_profile_output: str | None = flag("file to write the measured costs to", None)
+    zero_bubble_profile_input: str | None = flag("file of measured costs to plan with at once", None)
+    zero_bubble_replan_threshold: float = flag(
+        "plan again when a stage's time has changed by this fraction; 0 never", 0.0
+    )
+    zero_bubble_timeline: str | None = flag("folder for drawings and traces of what every rank did", None)
+    zero_bubble_timeline_iters: list[int] | None = flag(
+        "FIRST LAST: the iterations to draw (default: the two after the profile)", None, nargs=2
+    )
+    zero_bubble_v_schedule: bool = flag("the same as --zero-bubble-schedule zb-v", False)
+    zero_bubble_v_schedule_mem_setup: str = flag(
+        "with --zero-bubble-v-schedule: v-min, v-half or zb-v", "zb", choices=("min", "half", "zb")
+    )
+    zero_bubble_max_pending_backward: str | None = flag(
+        "memory limit as forwards whose backward is pending: N, or auto", None
+    )
+    zero_bubble_pipeline_timers_start_iter: int | None = flag("START of --zero-bubble-profile-iters", None)
+    zero_bubble_pipeline_timers_end_iter: int | None = flag("END of --zero-bubble-profile-iters", None)
+    enable_exactly_numeric_match: bool = flag("accepted: numerics always match", False)
 
 
 FLAG_GROUPS = (ModelFlags, ParallelFlags, TrainingFlags, DataFlags, OutputFlags, ZeroBubbleFlags)
@@ -178,10 +204,14 @@ class Arguments(*FLAG_GROUPS):  # type: ignore[misc]
     @property
     def schedule(self) -> str | None:
         """The schedule of ours that was asked for, or None for megatron-core's own."""
-        if self.zero_bubble_schedule or not self.zero_bubble:
+        if self.zero_bubble_schedule is not None:
             return self.zero_bubble_schedule
+        if self.zero_bubble_v_schedule:
+            return {"min": "v-min", "half": "v-half", "zb": "zb-v"}[self.zero_bubble_v_schedule_mem_setup]
         has_chunks = self.num_layers_per_virtual_pipeline_stage or self.num_virtual_stages_per_pipeline_rank
-        return "interleaved-zb" if has_chunks else "zb-h1"
+        if self.zero_bubble:
+            return "interleaved-zb" if has_chunks else "zb-h1"
+        return None
 
     @property
     def data_parallel_size(self) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron.zero_bubble.training.arguments import Arguments
+from megatron.zero_bubble.training.planning import planning_options
 from megatron.zero_bubble.training.plans import choose_placement, choose_plan
 
 
@@ -30,6 +31,7 @@ def complete_and_check(args: Arguments, environment: Mapping[str, str], has_cuda
     _check_batches(args)
     _check_training(args)
     _check_schedule(args)
+    _check_planning(args)
     _check_data(args)
     _check_output(args)
 
@@ -186,6 +188,24 @@ def _check_schedule(args: Arguments) -> None:
     # The loss' rank, and of its replicas the last: in megatron-core's order of ranks, pipeline is outermost.
     ranks_per_stage = args.world_size // placement.num_ranks
     args.log_rank = (placement.rank_of(placement.num_stages - 1) + 1) * ranks_per_stage - 1
+
+
+def _check_planning(args: Arguments) -> None:
+    names = ("memory_limit", "profile_iters", "profile_output", "profile_input", "timeline", "timeline_iters")
+    for name in names:
+        _require(
+            args.schedule is not None or getattr(args, f"zero_bubble_{name}") is None,
+            f"{_flag(f'zero_bubble_{name}')} needs --zero-bubble or --zero-bubble-schedule",
+        )
+    threshold = args.zero_bubble_replan_threshold
+    _require(0 <= threshold < math.inf, f"--zero-bubble-replan-threshold must be at least 0, got {threshold}")
+    if args.zero_bubble_timeline_iters is not None:
+        first, last = args.zero_bubble_timeline_iters
+        _require(
+            1 <= first <= last, f"--zero-bubble-timeline-iters {first} {last}: give the first and the last iteration"
+        )
+    if args.schedule is not None:
+        planning_options(args, choose_placement(args, choose_plan(args)))
 
 
 def _has_uneven_ranks(args: Arguments) -> bool:

@@ -27,6 +27,9 @@ class StepResult:
     loss_scale: float
     batch_size: int
     """Sequences in the iteration."""
+    bubble_rate: float | None = None
+    """Measured since the last log line, in the iterations that print one; None without a schedule of ours."""
+    predicted_bubble_rate: float | None = None
     was_skipped: bool = False
     """Whether the optimizer left the parameters alone, because a gradient was not finite."""
 
@@ -140,11 +143,19 @@ class TrainingLog:
             line += f" num zeros: {result.num_zeros} |"
         line += f" number of skipped iterations: {self._skipped:3d} |"
         line += f" number of nan iterations: {self._nans:3d} |"
+        if result.bubble_rate is not None:
+            line += f" bubble rate: {result.bubble_rate:.2%} |"
+        if result.predicted_bubble_rate is not None:
+            line += f" predicted: {result.predicted_bubble_rate:.2%} |"
         self._say(line)
         for writer in self._writers:
             writer.add_scalar("iteration-time", seconds, args.iteration)
             if args.log_throughput:
                 writer.add_scalar("throughput", throughput, args.iteration)
+            if result.bubble_rate is not None:
+                writer.add_scalar("bubble-rate", result.bubble_rate, args.iteration)
+            if result.predicted_bubble_rate is not None:
+                writer.add_scalar("predicted-bubble-rate", result.predicted_bubble_rate, args.iteration)
 
     def _write_scalars(self, result: StepResult) -> None:
         if not self._writers:

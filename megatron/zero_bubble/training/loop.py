@@ -20,12 +20,14 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
 from megatron.core.utils import get_attr_wrapped_model
 
+from megatron.zero_bubble.schedules import ForwardBackward
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.checkpoint import Checkpointer
 from megatron.zero_bubble.training.data import DataConfig, get_batch
 from megatron.zero_bubble.training.initialize import print_rank_0
 from megatron.zero_bubble.training.logging import StepResult, TrainingLog
 from megatron.zero_bubble.training.numerics import NumericsLog
+from megatron.zero_bubble.training.timeline import TimelineWriter
 
 DataIterator = Iterator[dict[str, torch.Tensor]] | None
 
@@ -93,6 +95,7 @@ class Trainer:
         valid_data: list[DataIterator],
         checkpointer: Checkpointer,
         log: TrainingLog,
+        timeline: TimelineWriter | None = None,
     ) -> None:
         self._args = args
         self._model = model
@@ -106,6 +109,8 @@ class Trainer:
             micro_batch_size=args.micro_batch_size,
             decoder_seq_length=args.seq_length,
         )
+        self._zero_bubble = forward_backward if isinstance(forward_backward, ForwardBackward) else None
+        self._timeline = timeline
         self._train_data = train_data
         self._valid_data = valid_data
         self._checkpointer = checkpointer
@@ -143,8 +148,9 @@ class Trainer:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
         batch_size = get_current_global_batch_size()
+        num_microbatches = get_num_microbatches()
         reports = self._forward_backward(
-            data_iterator=self._train_data, num_microbatches=get_num_microbatches(), forward_only=False
+            data_iterator=self._train_data, num_microbatches=num_microbatches, forward_only=False
         )
         was_updated, grad_norm, num_zeros = self._optimizer.step()
         if was_updated:
@@ -160,10 +166,22 @@ class Trainer:
             loss_scale=self._optimizer.get_loss_scale().item(),
             batch_size=batch_size,
             was_skipped=not was_updated,
+            **self._bubble_rates(num_microbatches),
         )
         self._log.record(result)
+        if self._timeline is not None:
+            self._timeline.after_iteration(args.iteration, num_microbatches)
         if self._numerics is not None:
             self._numerics.write(args.iteration, result.lm_loss, result.grad_norm, self._model)
+
+    def _bubble_rates(self, num_microbatches: int) -> dict[str, Any]:
+        """For the iterations that print a line: what of the pipeline idled, and what of it should."""
+        if self._zero_bubble is None or self._args.iteration % self._args.log_interval != 0:
+            return {}
+        return {
+            "bubble_rate": self._zero_bubble.measured_bubble_rate(),
+            "predicted_bubble_rate": self._zero_bubble.predicted_bubble_rate(num_microbatches),
+        }
 
     def evaluate(self) -> None:
         """Mean loss over `--eval-iters` iterations of validation data, printed."""

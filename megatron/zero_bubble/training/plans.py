@@ -8,6 +8,7 @@ from megatron.zero_bubble.schedule import Placement, Schedule, ScheduleError
 from megatron.zero_bubble.schedule.plan import FixedPlan, NamedPlan, Plan
 from megatron.zero_bubble.schedule.serialize import schedule_from_text
 from megatron.zero_bubble.training.arguments import Arguments
+from megatron.zero_bubble.training.planning import memory_limit
 
 _FILE = "file:"
 
@@ -33,15 +34,30 @@ def choose_plan(args: Arguments) -> Plan | None:
             if num_chunks is not None and plan.placement.num_chunks != num_chunks:
                 raise ScheduleError(f"the schedule is for {plan.placement.num_chunks} chunks a rank, not {num_chunks}")
         else:
-            plan = NamedPlan(
-                name, num_ranks, num_chunks, group_size=args.microbatch_group_size_per_virtual_pipeline_stage
-            )
-            _ = plan.placement
+            plan = _named_plan(args, name, num_chunks)
         for num_microbatches in _microbatch_counts(args):
             plan.schedule(num_microbatches)
     except ScheduleError as error:
         raise ValueError(f"--zero-bubble-schedule {name}: {error}") from error
     return plan
+
+
+def _named_plan(args: Arguments, name: str, num_chunks: int | None) -> NamedPlan:
+    """The plan before anything is measured: all stages cost the same, memory in M_B."""
+    num_ranks, limit = args.pipeline_model_parallel_size, memory_limit(args)
+    in_unit_costs = None
+    if limit is not None:
+        in_unit_costs = limit.in_unit_costs(num_ranks, max(_microbatch_counts(args)))
+        if in_unit_costs is None and name == "auto":
+            # Bytes say nothing yet: begin with what 1F1B takes.
+            in_unit_costs = float(num_ranks)
+    return NamedPlan(
+        name,
+        num_ranks,
+        num_chunks,
+        memory_limit=in_unit_costs,
+        group_size=args.microbatch_group_size_per_virtual_pipeline_stage,
+    )
 
 
 def choose_placement(args: Arguments, plan: Plan | None) -> Placement:

@@ -17,7 +17,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.schedule.plan import Plan
-from megatron.zero_bubble.schedules import get_forward_backward_func
+from megatron.zero_bubble.schedules import ForwardBackward
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.checkpoint import Checkpointer, latest_iteration
 from megatron.zero_bubble.training.data import DataConfig, build_data_iterator, build_datasets
@@ -25,7 +25,9 @@ from megatron.zero_bubble.training.initialize import initialized, print_rank_0
 from megatron.zero_bubble.training.logging import TrainingLog, open_writers
 from megatron.zero_bubble.training.loop import DataIterator, Trainer
 from megatron.zero_bubble.training.model import build_lr_scheduler, build_model, build_optimizer, transformer_config
+from megatron.zero_bubble.training.planning import planning_options, profile_window, reporter
 from megatron.zero_bubble.training.plans import choose_placement, choose_plan
+from megatron.zero_bubble.training.timeline import TimelineWriter
 from megatron.zero_bubble.training.tokenizer import build_tokenizer, padded_vocab_size
 
 
@@ -68,18 +70,20 @@ def _build_trainer(
     if args.load:
         checkpointer.load()
     _describe(args, plan, model)
+    forward_backward = choose_forward_backward(args, plan, store)
     train_data, valid_data = _open_data(args, data_config, tokenizer, model)
     return Trainer(
         args,
         model,
         optimizer,
         scheduler,
-        choose_forward_backward(args, plan, store),
+        forward_backward,
         data_config,
         train_data,
         valid_data,
         checkpointer,
         TrainingLog(args, open_writers(args)),
+        _open_timeline(args, forward_backward),
     )
 
 
@@ -110,7 +114,23 @@ def choose_forward_backward(
     if plan is None:
         return mcore.get_forward_backward_func()
     assert store is not None
-    return get_forward_backward_func(plan, store, timedelta(minutes=args.distributed_timeout_minutes))
+    return ForwardBackward(
+        plan,
+        store,
+        timeout=timedelta(minutes=args.distributed_timeout_minutes),
+        planning=planning_options(args, plan.placement),
+        report=reporter(args, print_rank_0),
+    )
+
+
+def _open_timeline(args: Arguments, forward_backward: Callable[..., list[Any]]) -> TimelineWriter | None:
+    if args.zero_bubble_timeline is None:
+        return None
+    assert isinstance(forward_backward, ForwardBackward), "checked with the flags"
+    window = profile_window(args)
+    after = args.iteration + (window[1] if window else 1)
+    first, last = args.zero_bubble_timeline_iters or (after + 1, after + 2)
+    return TimelineWriter(args.zero_bubble_timeline, first, last, args.iteration, forward_backward)
 
 
 def make_data_config(args: Arguments) -> DataConfig:

@@ -1,0 +1,170 @@
+"""From measured costs to the schedule that a running job goes on with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch.distributed as dist
+
+from megatron.zero_bubble.schedule import (
+    Placement,
+    Schedule,
+    ScheduleError,
+    StageCosts,
+    Timeline,
+    generate,
+    simulate,
+    validate,
+)
+from megatron.zero_bubble.schedule.plan import Plan
+from megatron.zero_bubble.schedule.serialize import Profile, schedule_from_json, schedule_to_json
+
+ModelDescription = Mapping[str, int | float | str | bool]
+
+_UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9, "B": 1}
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """How much memory the activations of a rank may take: `--zero-bubble-memory-limit`.
+
+    Exactly one of the three: `multiple` of 1F1B's peak, `num_bytes`, or, with neither, what is free on the device.
+    """
+
+    multiple: float | None = None
+    num_bytes: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> MemoryLimit:
+        """`1.5` or `1.5x`, `40GiB`, or `auto`.
+
+        Raises:
+            ValueError: it is none of these.
+        """
+        word = text.strip().upper()
+        if word == "AUTO":
+            return cls()
+        for unit, factor in _UNITS.items():
+            if word.endswith(unit):
+                return cls(num_bytes=int(_positive(word.removesuffix(unit), text) * factor))
+        return cls(multiple=_positive(word.removesuffix("X"), text))
+
+    def in_unit_costs(self, num_ranks: int, num_microbatches: int) -> float | None:
+        """The limit in M_B, for a plan made before anything is measured; None if that cannot be said."""
+        return None if self.multiple is None else self.multiple * min(num_ranks, num_microbatches)
+
+    def in_bytes(self, placement: Placement, costs: StageCosts, num_microbatches: int, free_bytes: int | None) -> float:
+        """The limit in the unit of measured costs.
+
+        Args:
+            free_bytes: what the device with the least has free for activations; needed for `auto` alone.
+        """
+        if self.multiple is not None:
+            return self.multiple * one_f_one_b_peak(placement, costs, num_microbatches)
+        if self.num_bytes is not None:
+            return self.num_bytes
+        assert free_bytes is not None
+        return free_bytes
+
+
+def _positive(number: str, text: str) -> float:
+    try:
+        value = float(number)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{text!r} is no memory limit: give a multiple of 1F1B's peak (1.5), bytes (40GiB) or auto")
+    return value
+
+
+def one_f_one_b_peak(placement: Placement, costs: StageCosts, num_microbatches: int) -> float:
+    """1F1B's peak of the fullest rank: rank r holds min(m, p - r) microbatches of all of its chunks."""
+    p = placement.num_ranks
+    chunks = range(placement.num_chunks)
+    held = [sum(costs.memory_f[placement.stage_of(rank, chunk)] for chunk in chunks) for rank in range(p)]
+    return max(min(num_microbatches, p - rank) * held[rank] for rank in range(p))
+
+
+@dataclass(frozen=True)
+class BroadcastPlan:
+    """A plan that only the job's first rank computes; the others are told, and validate what they get.
+
+    `schedule` is a collective call of the whole job: tensor-parallel ranks must run the very same order.
+    """
+
+    plan: Plan
+
+    @property
+    def name(self) -> str:
+        return self.plan.name
+
+    @property
+    def placement(self) -> Placement:
+        return self.plan.placement
+
+    def schedule(self, num_microbatches: int) -> Schedule:
+        answer: list[str | ScheduleError] = [""]
+        if dist.get_rank() == 0:
+            try:
+                answer = [schedule_to_json(self.plan.schedule(num_microbatches))]
+            except ScheduleError as error:
+                answer = [error]
+        dist.broadcast_object_list(answer, src=0)
+        if isinstance(answer[0], ScheduleError):
+            raise answer[0]
+        schedule = schedule_from_json(answer[0])
+        validate(schedule)
+        return schedule
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a schedule should do at measured costs."""
+
+    profile: Profile
+    schedule: Schedule
+
+    @cached_property
+    def _timeline(self) -> Timeline:
+        return simulate(self.schedule, self.profile.costs)
+
+    @property
+    def bubble_rate(self) -> float:
+        return self._timeline.bubble_rate
+
+    @property
+    def milliseconds(self) -> float:
+        """From the first operation anywhere to the last."""
+        return self._timeline.makespan
+
+    @property
+    def peak_bytes(self) -> tuple[float, ...]:
+        """Activations of each rank at their peak."""
+        return self._timeline.peak_memory
+
+    @cached_property
+    def speed_up(self) -> float:
+        """How many times as fast as 1F1B with the same work a rank: the ratio of the costs."""
+        placement, costs = self.schedule.placement, _whole_ranks(self.schedule.placement, self.profile.costs)
+        baseline = simulate(generate("1f1b", placement.num_ranks, self.schedule.num_microbatches), costs)
+        return baseline.cost / self._timeline.cost
+
+
+def _whole_ranks(placement: Placement, costs: StageCosts) -> StageCosts:
+    """The costs of the model cut into one stage a rank, each as long as that rank's chunks together."""
+    chunks = range(placement.num_chunks)
+
+    def total(values: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(sum(values[placement.stage_of(rank, c)] for c in chunks) for rank in range(placement.num_ranks))
+
+    return StageCosts(
+        time_f=total(costs.time_f),
+        time_b=total(costs.time_b),
+        time_w=total(costs.time_w),
+        time_comm=costs.time_comm[: placement.num_ranks - 1],
+        memory_f=total(costs.memory_f),
+        memory_b=total(costs.memory_b),
+        memory_w=total(costs.memory_w),
+    )

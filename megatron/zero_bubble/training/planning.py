@@ -1,0 +1,146 @@
+"""Flags of profiling and planning, and the block that is logged when a plan is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from megatron.zero_bubble.runtime.planning import MemoryLimit
+from megatron.zero_bubble.runtime.replanner import PlanningOptions, Report
+from megatron.zero_bubble.schedule import Placement, ScheduleError
+from megatron.zero_bubble.schedule.serialize import Profile, profile_from_json, profile_to_json
+from megatron.zero_bubble.training.arguments import Arguments
+
+_DEFAULT_WINDOW = (3, 6)
+_MODEL = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "seq_length"),
+    *("micro_batch_size", "tensor_model_parallel_size", "bf16", "swiglu"),
+)
+"""What the costs of a stage depend on."""
+
+
+def memory_limit(args: Arguments) -> MemoryLimit | None:
+    """The limit that the flags set; None for the schedule's own.
+
+    Raises:
+        ValueError: it cannot be read, or two flags set it.
+    """
+    text, pending = args.zero_bubble_memory_limit, args.zero_bubble_max_pending_backward
+    if text is not None and pending is not None:
+        raise ValueError("give --zero-bubble-memory-limit or --zero-bubble-max-pending-backward, not both")
+    flag = "--zero-bubble-memory-limit"
+    if pending is not None:
+        flag, text = "--zero-bubble-max-pending-backward", pending
+        if pending != "auto":
+            if not pending.isdigit() or pending == "0":
+                raise ValueError(f"{flag} {pending} is neither auto nor a number of forwards")
+            return MemoryLimit(multiple=int(pending) / args.pipeline_model_parallel_size)
+    if text is None:
+        return MemoryLimit(multiple=1.0) if args.schedule == "auto" else None
+    try:
+        limit = MemoryLimit.parse(text)
+    except ValueError as error:
+        raise ValueError(f"{flag}: {error}") from error
+    if limit == MemoryLimit() and not torch.cuda.is_available():
+        raise ValueError(f"{flag} auto asks the device what is free, and there is no CUDA: give a multiple or bytes")
+    return limit
+
+
+def profile_window(args: Arguments) -> tuple[int, int] | None:
+    """First and last profiled iteration, counted from the start of this job; None for no profiling.
+
+    Raises:
+        ValueError: the window is empty or backwards.
+    """
+    if args.zero_bubble_profile_iters is not None:
+        first, last = args.zero_bubble_profile_iters
+        flag = "--zero-bubble-profile-iters"
+    else:
+        first = args.zero_bubble_pipeline_timers_start_iter or _DEFAULT_WINDOW[0]
+        last = args.zero_bubble_pipeline_timers_end_iter or max(first, _DEFAULT_WINDOW[1])
+        flag = "--zero-bubble-pipeline-timers-start-iter, --zero-bubble-pipeline-timers-end-iter"
+    if first == last == 0:
+        return None
+    if not 1 <= first <= last:
+        raise ValueError(f"{flag} {first} {last}: give the first and the last iteration, counted from 1, or 0 0")
+    return first, last
+
+
+def planning_options(args: Arguments, placement: Placement) -> PlanningOptions | None:
+    """How this run profiles and plans; None if it does neither.
+
+    Raises:
+        ValueError: a flag is wrong, or the profile given does not fit the run.
+    """
+    window, limit = profile_window(args), memory_limit(args)
+    profile = _read_profile(args, placement)
+    if window is None and profile is None:
+        return None
+    first, last = window or (0, 0)
+    return PlanningOptions(
+        first_step=first,
+        last_step=last,
+        model=model_description(args),
+        memory_limit=limit,
+        profile=profile,
+        threshold=args.zero_bubble_replan_threshold,
+    )
+
+
+def model_description(args: Arguments) -> dict[str, int | float | str | bool]:
+    return {name: getattr(args, name) for name in _MODEL}
+
+
+def _read_profile(args: Arguments, placement: Placement) -> Profile | None:
+    if args.zero_bubble_profile_input is None:
+        return None
+    try:
+        profile = profile_from_json(Path(args.zero_bubble_profile_input).read_text(encoding="utf-8"))
+        profile.check_fits(placement, model_description(args))
+    except (OSError, UnicodeDecodeError, ScheduleError) as error:
+        raise ValueError(f"--zero-bubble-profile-input {args.zero_bubble_profile_input}: {error}") from error
+    return profile
+
+
+def reporter(args: Arguments, say: Callable[[str], None]) -> Callable[[Report], None]:
+    """What to do with a plan: print the block, and save the profile if asked to."""
+
+    def report(found: Report) -> None:
+        say(describe(found))
+        if args.zero_bubble_profile_output is not None and args.rank == 0:
+            Path(args.zero_bubble_profile_output).write_text(profile_to_json(found.prediction.profile))
+
+    return report
+
+
+def describe(report: Report) -> str:
+    """The block: costs per stage, the schedule, what it should do."""
+    prediction = report.prediction
+    profile, schedule = prediction.profile, prediction.schedule
+    costs, placement = profile.costs, profile.placement
+    source = f"measured up to step {report.step}, spread {profile.noise:.1%}" if report.step else "from a profile"
+    lines = [f" > zero-bubble plan; times {source}"]
+    lines.append("     stage  rank    F (ms)    B (ms)    W (ms)  to next (ms)  kept by F (MiB)  for W (MiB)")
+    for stage in range(costs.num_stages):
+        to_next = f"{costs.time_comm[stage]:12.2f}" if stage + 1 < costs.num_stages else " " * 12
+        lines.append(
+            f"     {stage:5d} {placement.rank_of(stage):5d} {costs.time_f[stage]:9.2f} {costs.time_b[stage]:9.2f} "
+            f"{costs.time_w[stage]:9.2f}  {to_next} {_mib(costs.memory_f[stage]):16.1f} "
+            f"{_mib(-costs.memory_w[stage]):12.1f}"
+        )
+    made = "planned" if report.is_new_plan else "kept"
+    limit = f", memory limit {_mib(report.memory_limit):.1f} MiB" if report.memory_limit is not None else ""
+    lines.append(f"     schedule {schedule.name} ({made}) for {schedule.num_microbatches} microbatches{limit}")
+    lines.append(
+        f"     predicted: bubble rate {prediction.bubble_rate:.2%}, {prediction.milliseconds:.1f} ms, "
+        f"{prediction.speed_up:.3f} times as fast as 1F1B"
+    )
+    peaks = ", ".join(f"{_mib(peak):.1f}" for peak in prediction.peak_bytes)
+    lines.append(f"     peak activations of each rank (MiB): {peaks}")
+    return "\n".join(lines)
+
+
+def _mib(num_bytes: float) -> float:
+    return num_bytes / 2**20
