@@ -85,6 +85,8 @@ class ForwardBackward:
         self._spec: TensorSpec | None = None
         self._rank = parallel_state.get_pipeline_model_parallel_rank()
         self._num_steps = 0
+        self._next_plan: Plan | None = None
+        self._predictions: dict[int, Prediction] = {}
         self.observer = StepObserver(device_clock(_device()))
         self._replanner: Replanner | None = None
         if planning is not None:
@@ -117,7 +119,11 @@ class ForwardBackward:
         """What the present schedule should reach at the measured costs; None before anything is measured."""
         if self.profile is None:
             return None
-        return Prediction(self.profile, self.schedule(num_microbatches)).bubble_rate
+        prediction = self._predictions.get(num_microbatches)
+        if prediction is None or prediction.profile is not self.profile:
+            prediction = Prediction(self.profile, self.schedule(num_microbatches))
+            self._predictions[num_microbatches] = prediction
+        return prediction.bubble_rate
 
     def __call__(
         self,
@@ -154,7 +160,8 @@ class ForwardBackward:
         _refuse_unsupported(config, adjust_tensor_shapes_fn)
         groups = pg_collection or _default_groups()
         if self._replanner is not None and not forward_only:
-            self._go_on_with(self._replanner.before_step(num_microbatches))
+            self._next_plan = self._replanner.before_step(num_microbatches) or self._next_plan
+            self._go_on_with_next_plan()
         executor = self._executor(groups.pp, num_microbatches, forward_only)
         shapes = mcore.get_tensor_shapes(
             seq_length=seq_length,
@@ -190,7 +197,7 @@ class ForwardBackward:
         if config.timers is not None:
             config.timers("forward-backward").stop()
         if self._replanner is not None and not forward_only:
-            self._go_on_with(self._replanner.after_step(self._num_steps, num_microbatches))
+            self._next_plan = self._replanner.after_step(self._num_steps, num_microbatches)
         return stage.forward_data_store
 
     def _start_recording(self) -> OpRecorder:
@@ -200,11 +207,12 @@ class ForwardBackward:
             meter = memory_meter(_device(), self._store)
         return self.observer.start(self._num_steps, meter)
 
-    def _go_on_with(self, plan: Plan | None) -> None:
-        if plan is not None:
-            assert plan.placement == self._plan.placement, "the model's layers stay where they are"
-            self._plan = plan
-            self._executors = {}
+    def _go_on_with_next_plan(self) -> None:
+        """At the start of a step: until then all that is said of the last one is about its own schedule."""
+        if self._next_plan is not None:
+            assert self._next_plan.placement == self._plan.placement, "the model's layers stay where they are"
+            self._plan, self._next_plan = self._next_plan, None
+            self._executors, self._predictions = {}, {}
 
     def _measure_edges(self) -> dict[int, float]:
         assert self._communicator is not None

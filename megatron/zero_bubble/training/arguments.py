@@ -210,7 +210,7 @@ class Arguments(*FLAG_GROUPS):  # type: ignore[misc]
             return {"min": "v-min", "half": "v-half", "zb": "zb-v"}[self.zero_bubble_v_schedule_mem_setup]
         has_chunks = self.num_layers_per_virtual_pipeline_stage or self.num_virtual_stages_per_pipeline_rank
         if self.zero_bubble:
-            return "interleaved-zb" if has_chunks else "zb-h1"
+            return "interleaved-zb" if has_chunks else "auto"
         return None
 
     @property

@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import Infeasible, ScheduleError, UnknownSchedule
+from megatron.zero_bubble.schedule.generators.auto import auto, zb_1p, zb_2p
 from megatron.zero_bubble.schedule.generators.gpipe import gpipe
 from megatron.zero_bubble.schedule.generators.interleaved import interleaved_1f1b, interleaved_zb
 from megatron.zero_bubble.schedule.generators.one_f_one_b import one_f_one_b
@@ -56,6 +57,16 @@ _ENTRIES = (
     ),
     Entry("zb-h1", "1F1B with W delayed: bubble (p-1)(F+B-W), memory p M_B", "linear", 1, zb_h1),
     Entry("zb-h2", "longer warmup, W delayed: bubble (p-1)(F+B-2W), memory (2p-1) M_B", "linear", 1, zb_h2),
+    Entry("zb-1p", "planned from the costs in 1F1B's memory, p M_B", "linear", 1, zb_1p, frozenset({"costs"})),
+    Entry("zb-2p", "planned from the costs in 2p M_B: bubble close to zero", "linear", 1, zb_2p, frozenset({"costs"})),
+    Entry(
+        "auto",
+        "planned from the costs in any memory limit, 2p M_B unless told otherwise",
+        "linear",
+        1,
+        auto,
+        frozenset({"costs", "memory_limit"}),
+    ),
     Entry(
         "interleaved-zb",
         "interleaved 1F1B with W delayed: bubble about (p-1)(F+B-2W)/v, memory (p+(p-1)/v) M_B",

@@ -1,0 +1,246 @@
+"""Lower bounds on the span: what no schedule for a placement, its costs and a memory limit gets below."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import floor, inf
+
+from megatron.zero_bubble.schedule.costs import StageCosts
+from megatron.zero_bubble.schedule.errors import ScheduleError
+from megatron.zero_bubble.schedule.ir import Placement
+
+
+@dataclass(frozen=True)
+class LowerBounds:
+    """Bounds on `Timeline.cost`, the longest span of a rank, in the unit of the times.
+
+    Each holds whether or not communication overlaps, and for schedules that fuse B and W as for those that
+    do not.
+    """
+
+    work: float
+    """The work of the busiest rank."""
+    dependency: float
+    """From the first F of a rank to its last W, through the stages after it. For equal stages
+    (m + p - 1)(F + B) + 2 (p - 1) C + W (Qi et al. 2024, arXiv 2401.10241)."""
+    memory: float
+    """The same where the memory limit leaves a rank idle until its first B and before its last one, and
+    the memory times time that all microbatches need. At least `dependency`."""
+
+    @property
+    def span(self) -> float:
+        """The best of the bounds."""
+        return max(self.work, self.dependency, self.memory)
+
+
+def lower_bounds(
+    placement: Placement,
+    num_microbatches: int,
+    costs: StageCosts,
+    memory_limit: float | Sequence[float] | None = None,
+) -> LowerBounds:
+    """The bounds for schedules with `num_microbatches` in which no rank holds more than `memory_limit`.
+
+    The limit is for all ranks or one a rank, in the unit of the costs' memory; None is no limit. Raises
+    `ScheduleError` if the costs or the limits are for another number of stages or ranks. Takes time in the
+    square of the number of stages.
+    """
+    if costs.num_stages != placement.num_stages:
+        raise ScheduleError(
+            f"the placement has {placement.num_stages} stages, but the costs are for {costs.num_stages}"
+        )
+    if memory_limit is None:
+        memory_limit = inf
+    limits = memory_limit if isinstance(memory_limit, Sequence) else (memory_limit,) * placement.num_ranks
+    if len(limits) != placement.num_ranks:
+        raise ScheduleError(f"memory_limit has {len(limits)} entries, but there are {placement.num_ranks} ranks")
+    if num_microbatches < 1:
+        raise ScheduleError(f"a bound needs at least one microbatch, got {num_microbatches}")
+    path = _Path(placement, costs)
+    free = [_Rank(path, rank, num_microbatches, inf) for rank in range(placement.num_ranks)]
+    bound = [_Rank(path, rank, num_microbatches, limit) for rank, limit in enumerate(limits)]
+    return LowerBounds(
+        work=max(rank.work for rank in free),
+        dependency=_through_others(path, free),
+        memory=max(_through_others(path, bound), max(rank.memory_time for rank in bound)),
+    )
+
+
+def _through_others(path: _Path, ranks: Sequence[_Rank]) -> float:
+    """The longest way from a rank's first F through the backward of a later rank back to its own last W.
+
+    The first F of rank r (stage a) and the last B of its stage a enclose, for every rank q whose first stage k is
+    not before a, the way from a to k, all that q does between its first F and last B, and the way back.
+    """
+    longest: float = 0
+    for near in ranks:
+        a = near.first
+        for far in ranks:
+            k = far.first
+            if k < a:
+                continue
+            way = path.forward(a, k) + path.backward(k, a)
+            longest = max(longest, way + far.window + path.costs.time_w[a])
+        longest = max(longest, near.work + near.idle)
+    return longest
+
+
+class _Path:
+    """Sums of times along the stages."""
+
+    def __init__(self, placement: Placement, costs: StageCosts) -> None:
+        self.placement = placement
+        self.costs = costs
+        size = placement.num_stages
+        edges = range(size - 1)
+        crosses = [placement.rank_of(s) != placement.rank_of(s + 1) for s in edges]
+        message = [costs.time_comm[s] if crosses[s] else 0 for s in edges] + [0]
+        self.starts_f: list[float] = [0]
+        """Stage -> earliest start of F of a microbatch, after that of stage 0."""
+        self.ends_b: list[float] = [0]
+        """Stage -> least time from the end of its B to the end of that of stage 0."""
+        for s in edges:
+            self.starts_f.append(self.starts_f[-1] + costs.time_f[s] + message[s])
+            self.ends_b.append(self.ends_b[-1] + costs.time_b[s] + message[s])
+
+    def forward(self, a: int, k: int) -> float:
+        """Least time from the start of F on stage a to its start on a later stage k."""
+        return self.starts_f[k] - self.starts_f[a]
+
+    def backward(self, k: int, a: int) -> float:
+        """Least time from the end of B on stage k to its end on an earlier stage a."""
+        return self.ends_b[k] - self.ends_b[a]
+
+    def turn(self, stage: int) -> float:
+        """Least time from the end of F on a stage to the start of its B, through the last stage and back."""
+        last = self.placement.num_stages - 1
+        to_last = self.forward(stage, last) + self.costs.time_f[last] - self.costs.time_f[stage]
+        from_last = self.costs.time_b[last] + self.backward(last, stage) - self.costs.time_b[stage]
+        return to_last + from_last if stage < last else 0
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """What one rank cannot do faster, in the memory that it has."""
+
+    path: _Path
+    rank: int
+    num_microbatches: int
+    limit: float
+
+    @cached_property
+    def stages(self) -> tuple[int, ...]:
+        placement = self.path.placement
+        return tuple(placement.stage_of(self.rank, chunk) for chunk in range(placement.num_chunks))
+
+    @property
+    def first(self) -> int:
+        return self.stages[0]
+
+    @property
+    def work(self) -> float:
+        return self.num_microbatches * sum(self.path.costs.work(s) for s in self.stages)
+
+    @cached_property
+    def available(self) -> float:
+        """The memory limit; none where an operation releases more than was allocated, which no bound here covers."""
+        costs = self.path.costs
+        for s in self.stages:
+            after_b = costs.memory_f[s] + costs.memory_b[s]
+            if costs.memory_f[s] < 0 or after_b < 0 or after_b + costs.memory_w[s] < -1e-9 * costs.memory_f[s]:
+                return inf
+        return self.limit
+
+    @cached_property
+    def window(self) -> float:
+        """Least time from the start of the first F to the end of the last B: all F and B, the W for which there
+        is no memory to wait, and the idle time."""
+        costs = self.path.costs
+        f_and_b = self.num_microbatches * sum(costs.time_f[s] + costs.time_b[s] for s in self.stages)
+        all_w = self.num_microbatches * sum(costs.time_w[s] for s in self.stages)
+        room = self.available - costs.memory_f[self.first]
+        waiting = self._most(room, [(costs.time_w[s], costs.memory_f[s] + costs.memory_b[s]) for s in self.stages])
+        return f_and_b + max(0, all_w - costs.time_w[self.first] - waiting) + self.idle
+
+    @cached_property
+    def idle(self) -> float:
+        """Least idle time between the first F and the last B.
+
+        Unless all microbatches fit at once, the last F comes after the first B, and the waits for the two add up.
+        """
+        whole = sum(self.path.costs.memory_f[s] for s in self.stages)
+        all_fit = self.num_microbatches * whole <= self.available * (1 + 1e-9)
+        return max(self.idle_before_b, self.idle_after_f) if all_fit else self.idle_before_b + self.idle_after_f
+
+    @property
+    def idle_before_b(self) -> float:
+        """From the first F to the first B a rank runs nothing but the F that fit in its memory."""
+        costs, last = self.path.costs, self.stages[-1]
+        wait = self.path.forward(self.first, last) + costs.time_f[last] + self.path.turn(last)
+        return max(0, wait - self._most(self.available, [(costs.time_f[s], costs.memory_f[s]) for s in self.stages]))
+
+    @property
+    def idle_after_f(self) -> float:
+        """From the end of the last F to the start of the last B a rank has only the B and W of what it holds at
+        the last F. Microbatch m - 1 is whole in all stages then."""
+        costs, last = self.path.costs, self.stages[-1]
+        wait = self.path.turn(last)
+        own: float = 0
+        if last != self.first:
+            wait += costs.time_b[last] + self.path.backward(last, self.first) - costs.time_b[self.first]
+            own = sum(costs.time_b[s] + costs.time_w[s] for s in self.stages[1:])
+        room = self.available - sum(costs.memory_f[s] for s in self.stages)
+        items = []
+        for s in self.stages:
+            items.append((costs.time_b[s] + costs.time_w[s], costs.memory_f[s]))
+            items.append((costs.time_w[s], costs.memory_f[s] + costs.memory_b[s]))
+        return max(0, wait - own - self._most(room, items, self.num_microbatches - 1))
+
+    @property
+    def memory_time(self) -> float:
+        """Memory times time that the microbatches need, over the limit: the limit is not reached while memory
+        fills, no faster than F runs, and drains, no faster than B and W run."""
+        costs, limit = self.path.costs, self.available
+        if limit == inf or limit <= 0:
+            return 0
+        needed: float = 0
+        fill_rate = drain_rate = largest = 0.0
+        for s in self.stages:
+            f, b, w = costs.time_f[s], costs.time_b[s], costs.time_w[s]
+            whole, after_b = costs.memory_f[s], costs.memory_f[s] + costs.memory_b[s]
+            needed += self.num_microbatches * (whole * (f + self.path.turn(s) + b) + after_b * w)
+            fill_rate = max(fill_rate, whole / f)
+            drain_rate = max(drain_rate, whole / (b + w), after_b / w)
+            largest = max(largest, whole)
+            if after_b + costs.memory_w[s] > 1e-9 * whole:
+                return 0  # what is never released does not drain
+        if fill_rate == 0 or drain_rate == 0:
+            return 0
+        ramp = max(0, limit - largest)
+        ramps = ramp / fill_rate + ramp / drain_rate
+        unused = ramp * ramps / 2
+        if limit * ramps - unused < needed:  # the ramps do not overlap
+            return (needed + unused) / limit
+        return needed / limit
+
+    def _most(self, room: float, items: Sequence[tuple[float, float]], copies: int | None = None) -> float:
+        """No less than the most time that fits in `room`, of items (time, memory), each `copies` times at most.
+
+        A fractional knapsack; where all items take the same memory, a whole number of them.
+        """
+        if copies is None:
+            copies = self.num_microbatches
+        sizes = {memory for _, memory in items}
+        if len(sizes) == 1 and room != inf and min(sizes) > 0:
+            room = min(sizes) * floor(room / min(sizes) * (1 + 1e-9) + 1e-9)
+        most: float = 0
+        for time, memory in sorted(items, key=lambda item: item[0] / item[1] if item[1] > 0 else inf, reverse=True):
+            if memory <= 0:
+                most += time * copies
+                continue
+            count = min(copies, max(0, room) / memory)
+            most += time * count
+            room -= count * memory
+        return most

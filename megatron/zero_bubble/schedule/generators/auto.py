@@ -1,0 +1,158 @@
+"""The automatic scheduler for one chunk a rank, at any memory limit; ZB-1p and ZB-2p are two of its limits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from megatron.zero_bubble.schedule.bounds import lower_bounds
+from megatron.zero_bubble.schedule.costs import StageCosts
+from megatron.zero_bubble.schedule.generators.one_f_one_b import one_f_one_b
+from megatron.zero_bubble.schedule.generators.zb_h1 import zb_h1
+from megatron.zero_bubble.schedule.generators.zb_h2 import zb_h2
+from megatron.zero_bubble.schedule.ir import Placement, Schedule
+from megatron.zero_bubble.schedule.planner.clock import Plan
+from megatron.zero_bubble.schedule.planner.fill import GapRule
+from megatron.zero_bubble.schedule.planner.greedy import Policy
+from megatron.zero_bubble.schedule.planner.portfolio import Portfolio
+from megatron.zero_bubble.schedule.planner.problem import Problem
+from megatron.zero_bubble.schedule.planner.profiles import (
+    Profile,
+    alternating_orders,
+    capacities,
+    neighbours,
+    profiles,
+    sloped_caps,
+)
+
+BUDGET = 600_000
+"""Operations to plan in all candidates together: a second or so."""
+LEAST_CANDIDATES = 12
+"""Candidates to try however large the schedule is."""
+WORTH_CLIMBING = 0.001
+"""The distance from the bound above which single ranks are tuned."""
+
+
+def auto(
+    num_ranks: int, num_microbatches: int, *, costs: StageCosts, memory_limit: Sequence[float] | None = None
+) -> Schedule:
+    """The best schedule found for these costs within `memory_limit` (one a rank; by default 2p M_B, as ZB-2p).
+
+    Searches over the number of F before the first B of every rank, and over rules for the gaps; see
+    `planner`. The larger the limit the shorter the span: what a lower limit allows is tried too, in steps of
+    p/8 M_B. Raises `Infeasible` with the smallest limit that works.
+    """
+    return _scheduled("auto", num_ranks, num_microbatches, costs, memory_limit or multiple_of_p(costs, num_ranks, 2))
+
+
+def zb_1p(num_ranks: int, num_microbatches: int, *, costs: StageCosts) -> Schedule:
+    """The automatic scheduler in the memory of 1F1B: p M_B on every rank, in its own M_B."""
+    return _scheduled("zb-1p", num_ranks, num_microbatches, costs, multiple_of_p(costs, num_ranks, 1))
+
+
+def zb_2p(num_ranks: int, num_microbatches: int, *, costs: StageCosts) -> Schedule:
+    """The automatic scheduler in twice the memory of 1F1B, 2p M_B, where the bubble can be close to zero."""
+    return _scheduled("zb-2p", num_ranks, num_microbatches, costs, multiple_of_p(costs, num_ranks, 2))
+
+
+def multiple_of_p(costs: StageCosts, num_ranks: int, factor: float) -> tuple[float, ...]:
+    """Rank -> factor times p M_B, where M_B is what one microbatch holds on this rank, between F and B."""
+    return tuple(factor * num_ranks * memory for memory in costs.memory_f)
+
+
+def _scheduled(
+    name: str, num_ranks: int, num_microbatches: int, costs: StageCosts, limits: Sequence[float]
+) -> Schedule:
+    problem = Problem.feasible(Placement("linear", num_ranks), num_microbatches, costs, limits)
+    return problem.schedule(name, plan_linear(problem).orders)
+
+
+def plan_linear(problem: Problem) -> Plan:
+    """The best plan found for one chunk a rank."""
+    budget = max(BUDGET, LEAST_CANDIDATES * problem.num_ops)
+    portfolio = Portfolio(_bound(problem), budget)
+    portfolio.in_order(problem, problem.one_by_one())
+    for level in _levels(problem):
+        if portfolio.finished or _bound(level) >= portfolio.cost:
+            break
+        _try_level(portfolio, level)
+    assert portfolio.best is not None, "one microbatch after the other fits in any limit that is feasible"
+    return portfolio.best
+
+
+def _bound(problem: Problem) -> float:
+    return lower_bounds(problem.placement, problem.num_microbatches, problem.costs, problem.limits).span
+
+
+def _levels(problem: Problem) -> Iterator[Problem]:
+    """The problem at its own limits, and at limits that are p/8 M_B lower each time."""
+    steps = multiple_of_p(problem.costs, problem.num_ranks, 1 / 8)
+    limits = problem.limits
+    while all(limit >= least for limit, least in zip(limits, problem.smallest_limits, strict=True)):
+        yield replace(problem, limits=limits)
+        limits = tuple(limit - step for limit, step in zip(limits, steps, strict=True))
+        if max(steps) <= 0:
+            return
+
+
+def _try_level(portfolio: Portfolio, problem: Problem) -> None:
+    """All that is worth trying at one memory limit, the most promising first."""
+    fits_h1 = all(cap >= n for cap, n in zip(capacities(problem), _h1_profile(problem), strict=True))
+    searches = (_try_profiles, _try_policies) if fits_h1 else (_try_policies, _try_profiles)
+    for search in (*searches, _try_published):
+        search(portfolio, problem)
+
+
+def _try_profiles(portfolio: Portfolio, problem: Problem) -> None:
+    tried: list[tuple[float, Profile]] = []
+    for profile in profiles(problem):
+        if portfolio.finished:
+            return
+        tried.append((portfolio.fill(problem, alternating_orders(problem, profile), GapRule.BALANCED), profile))
+    for _, profile in sorted(tried)[:2]:
+        orders = alternating_orders(problem, profile)
+        for rule, target in ((GapRule.BALANCED, portfolio.bound), (GapRule.ALWAYS, 0), (GapRule.NEVER, 0)):
+            if not portfolio.finished:
+                portfolio.fill(problem, orders, rule, target)
+    cost, profile = min(tried)
+    if cost == portfolio.cost > portfolio.bound * (1 + WORTH_CLIMBING):
+        _climb(portfolio, problem, profile)
+
+
+def _climb(portfolio: Portfolio, problem: Problem, profile: Profile) -> None:
+    """Change one profile step by step, as long as that helps."""
+    improved = True
+    while improved:
+        improved = False
+        for candidate in neighbours(problem, profile):
+            if portfolio.finished:
+                return
+            before = portfolio.cost
+            if portfolio.fill(problem, alternating_orders(problem, candidate), GapRule.BALANCED) < before * (1 - 1e-9):
+                profile, improved = candidate, True
+                break
+
+
+def _try_policies(portfolio: Portfolio, problem: Problem) -> None:
+    policies = [
+        Policy(GapRule.BALANCED, GapRule.ALWAYS),
+        Policy(GapRule.BALANCED, GapRule.BALANCED),
+        Policy(GapRule.NEVER, GapRule.BALANCED),
+        Policy(GapRule.NEVER, GapRule.NEVER),
+        *(Policy(caps=caps) for caps in sloped_caps(problem)),
+    ]
+    for policy in policies:
+        if portfolio.finished:
+            return
+        portfolio.greedy(problem, policy)
+
+
+def _try_published(portfolio: Portfolio, problem: Problem) -> None:
+    """1F1B, ZB-H1 and ZB-H2 as they are: where stages differ one of them may happen to suit."""
+    for generator in (one_f_one_b, zb_h1, zb_h2):
+        if not portfolio.finished:
+            portfolio.in_order(problem, problem.orders(generator(problem.num_ranks, problem.num_microbatches)))
+
+
+def _h1_profile(problem: Problem) -> Profile:
+    return tuple(min(problem.num_ranks - rank, problem.num_microbatches) for rank in range(problem.num_ranks))

@@ -1,0 +1,175 @@
+"""What is to be planned, flattened into tuples that a planner's inner loop can index."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron.zero_bubble.schedule.costs import StageCosts
+from megatron.zero_bubble.schedule.errors import Infeasible
+from megatron.zero_bubble.schedule.ir import Op, OpKind, Placement, Schedule
+
+Order = list[int]
+"""Operations of one rank as codes, in microbatch order a stage.
+
+With S stages, F of stage s is s, B is S + s and W is 2S + s; the k-th time that a code occurs is
+microbatch k.
+"""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What one microbatch holds on a stage, never growing after the start of F.
+
+    A B or W that allocates has its memory set aside when F starts: a planner that looks at F alone
+    then never finds itself without the memory to finish what it began.
+    """
+
+    whole: float
+    """From the start of F to the end of B."""
+    after_b: float
+    """From the end of B to the end of W."""
+    after_w: float
+    """For ever: zero, unless W releases less than F and B took."""
+
+    @classmethod
+    def of(cls, costs: StageCosts, stage: int) -> Footprint:
+        after_f = costs.memory_f[stage]
+        after_b = after_f + costs.memory_b[stage]
+        after_w = after_b + costs.memory_w[stage]
+        return cls(max(after_f, after_b, after_w, 0), max(after_b, after_w, 0), max(after_w, 0))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Order F, B and W of every stage and microbatch so that the longest span of a rank is short.
+
+    `limits` is the memory that the operations of each rank may hold, in the unit of the costs.
+    """
+
+    placement: Placement
+    num_microbatches: int
+    costs: StageCosts
+    limits: tuple[float, ...]
+
+    @classmethod
+    def feasible(
+        cls, placement: Placement, num_microbatches: int, costs: StageCosts, limits: Sequence[float]
+    ) -> Problem:
+        """Raises `Infeasible`, with the smallest limit that works on every rank, if there is no schedule."""
+        problem = cls(placement, num_microbatches, costs, tuple(limits))
+        for rank, (needed, limit) in enumerate(zip(problem.smallest_limits, problem.limits, strict=True)):
+            if limit < needed - tolerance(needed):
+                smallest = max(problem.smallest_limits)
+                raise Infeasible(
+                    f"rank {rank} needs at least {needed:g} of memory, above the limit of {limit:g}; "
+                    f"{smallest:g} is enough for every rank",
+                    smallest,
+                )
+        return problem
+
+    @property
+    def num_ranks(self) -> int:
+        return self.placement.num_ranks
+
+    @property
+    def num_stages(self) -> int:
+        return self.placement.num_stages
+
+    @property
+    def num_ops(self) -> int:
+        return 3 * self.num_stages * self.num_microbatches
+
+    @cached_property
+    def rank_of(self) -> tuple[int, ...]:
+        """Stage -> rank."""
+        return tuple(self.placement.rank_of(stage) for stage in range(self.num_stages))
+
+    @cached_property
+    def stages_of(self) -> tuple[tuple[int, ...], ...]:
+        """Rank -> its stages in model order."""
+        return tuple(
+            tuple(self.placement.stage_of(rank, chunk) for chunk in range(self.placement.num_chunks))
+            for rank in range(self.num_ranks)
+        )
+
+    @cached_property
+    def message(self) -> tuple[float, ...]:
+        """Edge -> time of a message between stage s and s + 1; none is sent where both are on one rank."""
+        edges = range(self.num_stages - 1)
+        return tuple(0 if self.rank_of[s] == self.rank_of[s + 1] else self.costs.time_comm[s] for s in edges)
+
+    @cached_property
+    def duration(self) -> tuple[float, ...]:
+        """Code -> time."""
+        return self.costs.time_f + self.costs.time_b + self.costs.time_w
+
+    @cached_property
+    def footprints(self) -> tuple[Footprint, ...]:
+        """Stage -> what a microbatch holds there."""
+        return tuple(Footprint.of(self.costs, stage) for stage in range(self.num_stages))
+
+    @cached_property
+    def allocation(self) -> tuple[float, ...]:
+        """Code -> change of memory, above zero for F only."""
+        f = tuple(each.whole for each in self.footprints)
+        b = tuple(each.after_b - each.whole for each in self.footprints)
+        w = tuple(each.after_w - each.after_b for each in self.footprints)
+        return f + b + w
+
+    @cached_property
+    def work(self) -> tuple[float, ...]:
+        """Rank -> time of all its operations."""
+        return tuple(self.num_microbatches * sum(map(self.costs.work, stages)) for stages in self.stages_of)
+
+    @cached_property
+    def smallest_limits(self) -> tuple[float, ...]:
+        """Rank -> the memory it needs if it runs one microbatch after the other.
+
+        No schedule with B and W apart needs less: a microbatch is in all stages of a rank at once between
+        its last F there and its first B.
+        """
+        return tuple(
+            sum(self.footprints[s].whole + (self.num_microbatches - 1) * self.footprints[s].after_w for s in stages)
+            for stages in self.stages_of
+        )
+
+    def one_by_one(self) -> list[Order]:
+        """The order with the smallest memory: one microbatch after the other."""
+        size = self.num_stages
+        orders: list[Order] = []
+        for stages in self.stages_of:
+            backward = [code for s in reversed(stages) for code in (size + s, 2 * size + s)]
+            orders.append([*stages, *backward] * self.num_microbatches)
+        return orders
+
+    def orders(self, schedule: Schedule) -> list[Order]:
+        """The operations of a schedule as codes, BW as B and W."""
+        size = self.num_stages
+        offsets = {OpKind.F: (0,), OpKind.B: (size,), OpKind.W: (2 * size,), OpKind.BW: (size, 2 * size)}
+        return [
+            [offset + stages[op.chunk] for op in ops for offset in offsets[op.kind]]
+            for ops, stages in zip(schedule.ops, self.stages_of, strict=True)
+        ]
+
+    def schedule(self, name: str, orders: Sequence[Order]) -> Schedule:
+        """The orders as a schedule."""
+        kinds = (OpKind.F, OpKind.B, OpKind.W)
+        size = self.num_stages
+        what = [(kinds[code // size], self.placement.chunk_of(code % size)) for code in range(3 * size)]
+        counts = [0] * (3 * size)
+        ranks: list[tuple[Op, ...]] = []
+        for order in orders:
+            ops = []
+            for code in order:
+                kind, chunk = what[code]
+                ops.append(Op(kind, counts[code], chunk))
+                counts[code] += 1
+            ranks.append(tuple(ops))
+        return Schedule(name, self.placement, self.num_microbatches, tuple(ranks))
+
+
+def tolerance(amount: float) -> float:
+    """By how much sums of floats that should be equal may differ."""
+    return 1e-9 * abs(amount)
