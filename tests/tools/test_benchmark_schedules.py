@@ -104,8 +104,8 @@ def test_a_step_lasts_from_the_common_start_to_the_last_return():
     timeline = simulate(schedule, StageCosts.uniform(2, 100, 100, 100))
     steps = [
         [
-            StepRecord("zb-h1", start=10, first_start=10.1, last_end=11.6, returned=11.7, exposed=0.01),
-            StepRecord("zb-h1", start=10, first_start=10.2, last_end=11.5, returned=11.8 + late, exposed=0.02),
+            StepRecord("zb-h1", start=10, first_start=10.1, last_end=11.6, returned=11.7, busy=1, exposed=0.01),
+            StepRecord("zb-h1", start=10, first_start=10.2, last_end=11.5, returned=11.8 + late, busy=1, exposed=0.02),
         ]
         for late in (0.0, 5.0, 0.1)
     ]

@@ -51,7 +51,10 @@ class StepRecord:
     """Of an operation of this rank."""
     last_end: float
     returned: float
+    busy: float
+    """Processor time of the thread that ran the step."""
     exposed: float | None
+    """Waiting for messages that had been sent; of peers it is not known."""
 
 
 class Contestant(Protocol):
@@ -121,7 +124,8 @@ def _run_step(name: str, contestant: Contestant, emulation: Emulation) -> StepRe
     start = torch.tensor([time.perf_counter() + _LEAD], dtype=torch.float64)
     dist.broadcast(start, src=0)
     sleep_until(start.item())
+    begin = time.thread_time()
     contestant.step()
-    returned = time.perf_counter()
+    returned, busy = time.perf_counter(), time.thread_time() - begin
     exposed = contestant.link.exposed if isinstance(contestant, OwnRun) else None
-    return StepRecord(name, start.item(), emulation.first_start, emulation.last_end, returned, exposed)
+    return StepRecord(name, start.item(), emulation.first_start, emulation.last_end, returned, busy, exposed)

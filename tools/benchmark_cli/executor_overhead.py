@@ -1,0 +1,98 @@
+"""What the executor itself costs: a step without compute, and without a network."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from megatron.zero_bubble.runtime.communicator import PendingReceive, PendingSend, TensorSpec
+from megatron.zero_bubble.runtime.executor import Executor
+from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
+from megatron.zero_bubble.schedule import Op, Schedule
+
+_SPEC = TensorSpec((1,), torch.float32, torch.device("cpu"))
+
+
+class _Sent:
+    def is_done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return
+
+
+class _Received:
+    def __init__(self) -> None:
+        self._message = _SPEC.empty()
+
+    def wait(self) -> torch.Tensor:
+        return self._message
+
+
+class _Nowhere:
+    """A communicator whose messages are always there."""
+
+    def __init__(self) -> None:
+        self._sent, self._received = _Sent(), _Received()
+
+    def send(self, tensor: torch.Tensor, destination: int) -> PendingSend:
+        return self._sent
+
+    def receive(self, source: int, spec: TensorSpec) -> PendingReceive:
+        return self._received
+
+
+class _NoCompute:
+    """A stage whose operations return at once; B defers one weight gradient."""
+
+    def __init__(self, schedule: Schedule, rank: int, store: WeightGradStore) -> None:
+        self._store, self._tensor = store, _SPEC.empty()
+        self._is_first = [schedule.placement.stage_of(rank, chunk) == 0 for chunk in range(schedule.num_chunks)]
+
+    def forward(self, microbatch: int, chunk: int, input_tensor: torch.Tensor | None) -> torch.Tensor:
+        return self._tensor
+
+    def backward(
+        self,
+        microbatch: int,
+        chunk: int,
+        input_tensor: torch.Tensor | None,
+        output_tensor: torch.Tensor,
+        output_grad: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        if self._store.is_deferring:
+            self._store.put(_nothing)
+        return None if self._is_first[chunk] else self._tensor
+
+    def release_output(self, output_tensor: torch.Tensor) -> None:
+        return
+
+    def before_gradients(self, op: Op) -> None:
+        return
+
+    def message_spec(self, op: Op) -> TensorSpec:
+        return _SPEC
+
+
+def _nothing() -> None:
+    return
+
+
+def seconds_per_op(schedule: Schedule, steps: int) -> list[float]:
+    """Of every step of every rank: seconds of this thread per operation, sends and receives included.
+
+    Args:
+        schedule: lowered.
+    """
+    measured = []
+    for rank in range(schedule.num_ranks):
+        store = WeightGradStore(schedule.num_chunks)
+        executor = Executor(schedule, rank, _Nowhere(), store)
+        stage = _NoCompute(schedule, rank, store)
+        executor.run(stage)
+        for _ in range(steps):
+            begin = time.thread_time()
+            executor.run(stage)
+            measured.append((time.thread_time() - begin) / len(schedule.ops[rank]))
+    return measured
