@@ -93,8 +93,11 @@ def test_a_required_flag_that_is_missing_is_named(dropped):
     ("flags", "schedule"),
     [
         ([], None),
-        (["--zero-bubble"], "zb-h1"),
-        (["--enable-zero-bubble"], "zb-h1"),
+        (["--zero-bubble"], "auto"),
+        (["--enable-zero-bubble"], "auto"),
+        (["--zero-bubble", "--num-virtual-stages-per-pipeline-rank", "2"], "interleaved-zb"),
+        (["--zero-bubble-v-schedule"], "zb-v"),
+        (["--zero-bubble-v-schedule", "--zero-bubble-v-schedule-mem-setup", "half"], "v-half"),
         (["--zero-bubble-schedule", "zb-h2"], "zb-h2"),
         (["--zero-bubble", "--zero-bubble-schedule", "1f1b"], "1f1b"),
     ],
