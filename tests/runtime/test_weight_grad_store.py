@@ -4,6 +4,7 @@ import weakref
 from functools import partial
 
 import pytest
+import torch
 
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 
@@ -109,6 +110,18 @@ def test_what_a_w_holds_lives_until_it_has_run():
     store.pop(0, 0)
     assert seen == [[True, True], [False, True]]
     assert not any(reference() is not None for reference in alive)
+
+
+def test_flush_tells_what_the_w_holds_each_storage_once():
+    store = WeightGradStore()
+    activation, gradient = torch.zeros(6), torch.zeros(2, dtype=torch.bfloat16)
+    with store.deferring():
+        store.put(list, held=(activation, gradient))
+        store.put(list, held=(activation[2:], activation.view(2, 3)))  # two layers with one input: q, k and v
+    store.flush(0, 0)
+    assert store.flushed_bytes == 6 * 4 + 2 * 2
+    backward(store, 1, list)
+    assert store.flushed_bytes == 0, "of the last flush alone"
 
 
 def test_clear_forgets_without_running(ran):
