@@ -16,7 +16,7 @@ def main() -> int:
     """Parse, check, train; a user's mistake gives one line and exit status 2 on every rank."""
     quiet_start_up()
     substitute_cuda()
-    # Only now: megatron-core looks at the device while it is imported.
+    # Only now: what follows imports megatron-core, which looks for a device and compiles as it is imported.
     from megatron.zero_bubble.training.arguments import parse_arguments
     from megatron.zero_bubble.training.checks import complete_and_check
     from megatron.zero_bubble.training.pretrain import pretrain

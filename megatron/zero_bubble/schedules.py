@@ -200,6 +200,13 @@ class ForwardBackward:
             self._next_plan = self._replanner.after_step(self._num_steps, num_microbatches)
         return stage.forward_data_store
 
+    def close(self) -> None:
+        """Close the channels, before the job's process groups are destroyed."""
+        if self._communicator is not None:
+            self._communicator.close()
+            self._communicator = None
+        self._executors = {}
+
     def _start_recording(self) -> OpRecorder:
         self._num_steps += 1
         meter = None
@@ -244,6 +251,8 @@ def _refuse_unsupported(config: Any, adjust_tensor_shapes_fn: Any) -> None:
             config.num_microbatches_with_partial_activation_checkpoints is not None
         ),
         "overlap_moe_expert_parallel_comm": config.overlap_moe_expert_parallel_comm,
+        # Its backward runs under autocast; W runs later, outside of it.
+        "enable_autocast": config.enable_autocast,
         "adjust_tensor_shapes_fn": adjust_tensor_shapes_fn is not None,
     }
     for setting, is_on in reasons.items():

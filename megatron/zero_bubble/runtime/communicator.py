@@ -121,6 +121,12 @@ class TorchCommunicator:
                 arrived = self.receive(source, TensorSpec((1,), probe.dtype, device)).wait()
                 assert arrived.item() == source, f"channel {source}->{destination} is crossed with another"
 
+    def close(self) -> None:
+        """Shut the channels down; nothing may be under way. NCCL complains at exit of those that are still open."""
+        for group in self._groups.values():
+            group.shutdown()
+        self._groups = {}
+
     def send(self, tensor: torch.Tensor, destination: int) -> PendingSend:
         message = tensor.detach().contiguous()
         return _TorchSend(self._groups[self._rank, destination].send([message], _DESTINATION, 0), message)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch.distributed as dist
@@ -91,10 +91,12 @@ def one_f_one_b_peak(placement: Placement, costs: StageCosts, num_microbatches: 
 class BroadcastPlan:
     """A plan that only the job's first rank computes; the others are told, and validate what they get.
 
-    `schedule` is a collective call of the whole job: tensor-parallel ranks must run the very same order.
+    `schedule` is a collective call of the whole job, the first time for each number of microbatches:
+    tensor-parallel ranks must run the very same order.
     """
 
     plan: Plan
+    _known: dict[int, Schedule] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -105,6 +107,8 @@ class BroadcastPlan:
         return self.plan.placement
 
     def schedule(self, num_microbatches: int) -> Schedule:
+        if num_microbatches in self._known:
+            return self._known[num_microbatches]
         answer: list[str | ScheduleError] = [""]
         if dist.get_rank() == 0:
             try:
@@ -116,6 +120,7 @@ class BroadcastPlan:
             raise answer[0]
         schedule = schedule_from_json(answer[0])
         validate(schedule)
+        self._known[num_microbatches] = schedule
         return schedule
 
 

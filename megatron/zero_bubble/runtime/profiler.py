@@ -52,7 +52,8 @@ class SavedTensorMeter:
         return -released
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not isinstance(tensor, torch.nn.Parameter):
+        # A transposed weight is a view of its parameter.
+        if not isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter):
             storage = tensor.untyped_storage()
             self._saved[storage.data_ptr()] = storage.nbytes()
         return tensor

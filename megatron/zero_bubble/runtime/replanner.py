@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
 from megatron.zero_bubble.runtime.observer import StepObserver
 from megatron.zero_bubble.runtime.planning import BroadcastPlan, MemoryLimit, ModelDescription, Prediction
-from megatron.zero_bubble.runtime.profiler import ChunkCosts, Profiler, gather_costs
+from megatron.zero_bubble.runtime.profiler import Profiler, gather_costs
 from megatron.zero_bubble.runtime.timeline import MeasuredOp
 from megatron.zero_bubble.schedule import StageCosts
 from megatron.zero_bubble.schedule.plan import NamedPlan, Plan
@@ -49,11 +49,11 @@ class Report:
     memory_limit: float | None
     """In bytes."""
     step: int
-    """After this one."""
+    """The costs were measured up to this one; 0 if they were given."""
 
 
 class Replanner:
-    """Decides, at the end of a step, with which plan the run goes on.
+    """Decides, between two steps, with which plan the run goes on: one for each number of microbatches.
 
     Args:
         plan: what the run starts with. A `NamedPlan` is made anew from costs, any other is kept.
@@ -82,46 +82,55 @@ class Replanner:
         self._profiler = Profiler(plan.placement, rank)
         self._edges: Mapping[int, float] = {}
         self._profile = options.profile
-        self._is_planned = False
+        self._step = 0
+        self._planned_for: set[int] = set()
+        """Numbers of microbatches whose schedule is made from the present profile."""
         observer.sinks.append(self._collect)
 
     @property
     def profile(self) -> Profile | None:
         """The costs that the present plan was made from, if it was."""
-        return self._profile if self._is_planned else None
+        return self._profile if self._planned_for else None
 
     def measures_memory(self, step: int) -> bool:
         return self._profile is None and self._options.first_step <= step <= self._options.last_step
 
     def before_step(self, num_microbatches: int) -> Plan | None:
-        """The plan to go on with, if a given profile is to be planned with now; a collective call."""
-        if self._is_planned or self._profile is None:
+        """The plan to go on with, if the next step is the first with this many microbatches; a collective call.
+
+        The memory limit may depend on the number, and the first step of all plans from a given profile.
+        """
+        if self._profile is None or num_microbatches in self._planned_for:
             return None
-        return self._decide(0, num_microbatches)
+        return self._decide(num_microbatches)
 
     def after_step(self, step: int, num_microbatches: int) -> Plan | None:
         """The plan to go on with, if there is a new one; a collective call."""
         options = self._options
-        if not self._is_planned and step == options.last_step:
-            self._observer.flush()
+        if self._profile is None and step == options.last_step:
             self._edges = self._measure_edges()
-            self._measure(self._profiler.costs())
-            return self._decide(step, num_microbatches)
-        if self._is_planned and options.threshold > 0 and step % _DRIFT_STEPS == 0:
+            self._profile = self._measure()
+            self._step = step
+            return self._decide(num_microbatches)
+        if self._profile is not None and options.threshold > 0 and step % _DRIFT_STEPS == 0:
             return self._look_for_drift(step, num_microbatches)
         return None
 
     def _collect(self, step: int, ops: Sequence[MeasuredOp]) -> None:
-        if self._is_planned or step >= self._options.first_step:
+        """What nobody will look at is not kept."""
+        options = self._options
+        if options.threshold > 0 if self._profile is not None else options.first_step <= step <= options.last_step:
             self._profiler.add(ops)
 
-    def _measure(self, chunks: list[ChunkCosts]) -> None:
+    def _measure(self) -> Profile:
+        """What was collected on all ranks, as one profile; a collective call."""
+        self._observer.flush()
         placement = self._plan.placement
-        costs, noise = gather_costs(placement, chunks, self._edges)
-        self._profile = Profile(placement, costs, noise, self._options.model)
+        costs, noise = gather_costs(placement, self._profiler.costs(), self._edges)
         self._profiler = Profiler(placement, self._rank)
+        return Profile(placement, costs, noise, self._options.model)
 
-    def _decide(self, step: int, num_microbatches: int) -> Plan | None:
+    def _decide(self, num_microbatches: int) -> Plan | None:
         """Plan from the profile. The first rank plans for all, so that all run the same."""
         profile = self._profile
         assert profile is not None
@@ -130,25 +139,21 @@ class Replanner:
         if isinstance(self._plan, NamedPlan) and self._plan.adapts:
             plan = BroadcastPlan(self._plan.with_costs(profile.costs, limit))
         schedule = (plan or self._plan).schedule(num_microbatches)
-        self._is_planned = True
-        self._report(Report(Prediction(profile, schedule), plan is not None, limit, step))
+        self._planned_for.add(num_microbatches)
+        self._report(Report(Prediction(profile, schedule), plan is not None, limit, self._step))
         return plan
 
     def _look_for_drift(self, step: int, num_microbatches: int) -> Plan | None:
-        self._observer.flush()
-        chunks = self._profiler.costs()
-        assert self._profile is not None
-        change = torch.tensor([_largest_change(chunks, self._profile.costs)], device=self._device)
-        dist.all_reduce(change, op=dist.ReduceOp.MAX)
-        if change.item() <= self._options.threshold:
-            self._profiler = Profiler(self._plan.placement, self._rank)
+        """Every rank compares the same two profiles, so that all come to the same verdict."""
+        old, new = self._profile, self._measure()
+        assert old is not None
+        if _largest_change(old.costs, new.costs) <= self._options.threshold:
             return None
-        old = self._profile
-        self._measure(chunks)
-        # Memory is measured in the first window only: it does not drift.
-        costs = _with_memory_of(self._profile.costs, old.costs)
-        self._profile = Profile(old.placement, costs, self._profile.noise, old.model)
-        return self._decide(step, num_microbatches)
+        # Memory and messages are measured in the first window only: they do not drift.
+        costs = replace(old.costs, time_f=new.costs.time_f, time_b=new.costs.time_b, time_w=new.costs.time_w)
+        self._profile, self._step = replace(old, costs=costs, noise=new.noise), step
+        self._planned_for = set()
+        return self._decide(num_microbatches)
 
     def _limit_in_bytes(self, costs: StageCosts, num_microbatches: int) -> float | None:
         limit = self._options.memory_limit
@@ -168,19 +173,6 @@ def _free_bytes(device: torch.device) -> int:
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-def _largest_change(chunks: Sequence[ChunkCosts], costs: StageCosts) -> float:
+def _largest_change(old: StageCosts, new: StageCosts) -> float:
     """The largest relative change of a stage's F + B + W."""
-    changes = [abs(sum(chunk.times.values()) / costs.work(chunk.stage) - 1.0) for chunk in chunks]
-    return max(changes)
-
-
-def _with_memory_of(times: StageCosts, memory: StageCosts) -> StageCosts:
-    return StageCosts(
-        times.time_f,
-        times.time_b,
-        times.time_w,
-        memory.time_comm,
-        memory.memory_f,
-        memory.memory_b,
-        memory.memory_w,
-    )
+    return max(abs(new.work(stage) / old.work(stage) - 1.0) for stage in range(old.num_stages))

@@ -44,6 +44,7 @@ class ParallelFlags:
 
     tensor_model_parallel_size: int = flag("ranks that share each layer", 1)
     pipeline_model_parallel_size: int = flag("pipeline ranks", 1)
+    sequence_parallel: bool = flag("split the sequence over tensor-parallel ranks outside of linear layers", False)
     num_layers_per_virtual_pipeline_stage: int | None = flag("layers in a model chunk: several chunks a rank", None)
     num_virtual_stages_per_pipeline_rank: int | None = flag("model chunks a rank", None)
     microbatch_group_size_per_virtual_pipeline_stage: int | None = flag(

@@ -121,6 +121,11 @@ def _check_parallel(args: Arguments, has_cuda: bool) -> None:
             value % tensor == 0, f"{_flag(name)} {value} is not a multiple of --tensor-model-parallel-size {tensor}"
         )
     _require(
+        not args.sequence_parallel or (tensor > 1 and args.seq_length % tensor == 0),
+        f"--sequence-parallel splits --seq-length {args.seq_length} over --tensor-model-parallel-size {tensor}: "
+        "the size must be above 1 and divide the length",
+    )
+    _require(
         not args.overlap_param_gather or (args.use_distributed_optimizer and args.overlap_grad_reduce),
         "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce",
     )

@@ -142,6 +142,11 @@ class Trainer:
         if args.save and saved_at != args.iteration:
             self._checkpointer.save()
 
+    def close(self) -> None:
+        """Leave nothing open that the process groups carry."""
+        if self._zero_bubble is not None:
+            self._zero_bubble.close()
+
     def _train_step(self) -> None:
         args = self._args
         for chunk in self._model:

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
+from megatron.zero_bubble.mcore.layer_spec import local_block_spec
 from megatron.zero_bubble.mcore.linear import split_weight_gradients
 from megatron.zero_bubble.mcore.placement import chunk_groups, copy_tied_embedding
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
@@ -52,6 +52,7 @@ def transformer_config(args: Arguments, num_chunks: int, timers: Any) -> Transfo
             add_bias_linear=not args.disable_bias_linear,
             init_method_std=args.init_method_std,
             tensor_model_parallel_size=args.tensor_model_parallel_size,
+            sequence_parallel=args.sequence_parallel,
             pipeline_model_parallel_size=args.pipeline_model_parallel_size,
             virtual_pipeline_model_parallel_size=num_chunks if num_chunks > 1 else None,
             microbatch_group_size_per_vp_stage=args.microbatch_group_size_per_virtual_pipeline_stage,
@@ -111,9 +112,11 @@ def _build_chunk(
     args: Arguments, config: TransformerConfig, placement: Placement, rank: int, chunk: int
 ) -> torch.nn.Module:
     stage = placement.stage_of(rank, chunk)
+    groups = chunk_groups(placement, rank, chunk)
+    vp_stage = chunk if placement.num_chunks > 1 else None
     model = GPTModel(
         config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(normalization=args.normalization),
+        transformer_layer_spec=local_block_spec(config, vp_stage, groups.pp.rank()),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=stage == 0,
@@ -123,8 +126,8 @@ def _build_chunk(
         position_embedding_type=args.position_embedding_type,
         rotary_percent=args.rotary_percent,
         rotary_base=args.rotary_base,
-        pg_collection=chunk_groups(placement, rank, chunk),
-        vp_stage=chunk if placement.num_chunks > 1 else None,
+        pg_collection=groups,
+        vp_stage=vp_stage,
     )
     for parameter in model.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)

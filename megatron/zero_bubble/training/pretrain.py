@@ -15,7 +15,7 @@ from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
-from megatron.zero_bubble.schedule import Placement
+from megatron.zero_bubble.schedule import Placement, ScheduleError
 from megatron.zero_bubble.schedule.plan import Plan
 from megatron.zero_bubble.schedules import ForwardBackward
 from megatron.zero_bubble.training.arguments import Arguments
@@ -50,7 +50,14 @@ def pretrain(args: Arguments) -> None:
     if args.load:
         latest_iteration(args.load)
     with initialized(args, placement):
-        _build_trainer(args, plan, placement, data_config, tokenizer).train()
+        trainer = _build_trainer(args, plan, placement, data_config, tokenizer)
+        try:
+            trainer.train()
+        except ScheduleError:
+            raise  # no plan fits under the memory limit
+        except ValueError as error:
+            raise RuntimeError("this is no mistake of the command line") from error
+        trainer.close()
 
 
 def _build_trainer(

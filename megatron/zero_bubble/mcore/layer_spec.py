@@ -1,0 +1,41 @@
+"""megatron-core's local layers, with a norm that allows sequence parallelism without apex or Transformer Engine."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+
+class SequenceParallelNorm:
+    """torch's LayerNorm or RMSNorm, whose parameters say that their gradients are partial.
+
+    Under sequence parallelism each tensor-parallel rank normalises its slice of the sequence.
+    megatron-core sums the gradients of parameters marked `sequence_parallel` over the ranks at the end of a
+    step; its own wrapper of torch's norms does not mark them, and refuses.
+    """
+
+    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> Any:
+        norms = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
+        norm = norms[config.normalization](hidden_size, eps=eps)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = True
+        return norm
+
+
+def local_block_spec(
+    config: TransformerConfig, vp_stage: int | None, pp_rank: int
+) -> ModuleSpec | TransformerBlockSubmodules:
+    """The spec of one model chunk's decoder."""
+    layer = get_gpt_layer_local_spec(normalization=config.normalization)
+    if not config.sequence_parallel:
+        return layer
+    layer = copy.deepcopy(layer)
+    layer.submodules.input_layernorm = SequenceParallelNorm
+    layer.submodules.pre_mlp_layernorm = SequenceParallelNorm
+    num_layers = get_num_layers_to_build(config, vp_stage, pp_rank)
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=SequenceParallelNorm)

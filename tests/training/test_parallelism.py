@@ -1,0 +1,57 @@
+"""Under megatron-core's other kinds of parallelism too, numbers are those of its own schedule, byte for byte."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.launch import TINY_GPT, run_trainings
+
+COMMON = [
+    *TINY_GPT,
+    *("--pipeline-model-parallel-size", "2", "--global-batch-size", "8", "--clip-grad", "0.5", "--train-iters", "5"),
+]
+BUCKETS = ("--ddp-bucket-size", "4000")
+"""Several buckets on the first stage, so that some reduce while W's are still to come."""
+LAYOUTS = {
+    "tp2": ("--tensor-model-parallel-size", "2"),
+    "tp2-sp": ("--tensor-model-parallel-size", "2", "--sequence-parallel"),
+    "tp2-sp-rms": (
+        *("--tensor-model-parallel-size", "2", "--sequence-parallel", "--normalization", "RMSNorm", "--swiglu"),
+        *("--disable-bias-linear", "--untie-embeddings-and-output-weights", "--bf16"),
+    ),
+    "dp2": (),
+    "dp2-distributed-optimizer": ("--use-distributed-optimizer", "--bf16"),
+    "dp2-overlap-grad-reduce": ("--overlap-grad-reduce", *BUCKETS),
+    "dp2-overlap-both": (
+        *("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather", *BUCKETS),
+        "--untie-embeddings-and-output-weights",
+    ),
+}
+SCHEDULES = ("zb-h1", "zb-2p")
+
+
+@pytest.fixture(scope="module")
+def numerics(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four ranks, two of them a pipeline; `base-*` are megatron-core's own."""
+    folder = tmp_path_factory.mktemp("parallelism")
+    trainings = {}
+    for layout, flags in LAYOUTS.items():
+        trainings[f"base-{layout}"] = [*COMMON, *flags]
+        for schedule in SCHEDULES:
+            trainings[f"{schedule}-{layout}"] = [*COMMON, *flags, "--zero-bubble-schedule", schedule]
+    run_trainings(4, trainings, folder)
+    return folder
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_numerics_equal_megatron_core(numerics: Path, schedule: str, layout: str) -> None:
+    assert (numerics / f"{schedule}-{layout}.jsonl").read_bytes() == (numerics / f"base-{layout}.jsonl").read_bytes()
+
+
+def test_the_layouts_are_really_different(numerics: Path) -> None:
+    files = {layout: (numerics / f"base-{layout}.jsonl").read_bytes() for layout in LAYOUTS}
+    assert files["tp2"] != files["dp2"]
+    assert files["dp2"] != files["dp2-distributed-optimizer"]
