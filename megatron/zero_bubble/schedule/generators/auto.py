@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from statistics import median
 
 from megatron.zero_bubble.schedule.bounds import lower_bounds
 from megatron.zero_bubble.schedule.costs import StageCosts
@@ -67,15 +68,15 @@ def _scheduled(
     return problem.schedule(name, plan_linear(problem).orders)
 
 
-def plan_linear(problem: Problem) -> Plan:
-    """The best plan found for one chunk a rank."""
-    budget = max(BUDGET, LEAST_CANDIDATES * problem.num_ops)
-    portfolio = Portfolio(_bound(problem), budget)
+def plan_linear(problem: Problem, budget: int = BUDGET) -> Plan:
+    """The best plan found for one chunk a rank; `budget` as `BUDGET`."""
+    portfolio = Portfolio(_bound(problem), max(budget, LEAST_CANDIDATES * problem.num_ops))
     portfolio.in_order(problem, problem.one_by_one())
     for level in _levels(problem):
         if portfolio.finished or _bound(level) >= portfolio.cost:
             break
         _try_level(portfolio, level)
+    _try_equal_stages(portfolio, problem)
     assert portfolio.best is not None, "one microbatch after the other fits in any limit that is feasible"
     return portfolio.best
 
@@ -152,6 +153,25 @@ def _try_published(portfolio: Portfolio, problem: Problem) -> None:
     for generator in (one_f_one_b, zb_h1, zb_h2):
         if not portfolio.finished:
             portfolio.in_order(problem, problem.orders(generator(problem.num_ranks, problem.num_microbatches)))
+
+
+def _try_equal_stages(portfolio: Portfolio, problem: Problem) -> None:
+    """What is planned for stages that all take as long as most of them do, in p and in 2p M_B."""
+    costs = replace(
+        problem.costs,
+        time_f=(median(problem.costs.time_f),) * problem.num_stages,
+        time_b=(median(problem.costs.time_b),) * problem.num_stages,
+        time_w=(median(problem.costs.time_w),) * problem.num_stages,
+        time_comm=(median(problem.costs.time_comm or (0,)),) * (problem.num_stages - 1),
+    )
+    if costs == problem.costs:
+        return
+    for factor in (2, 1):
+        limits = multiple_of_p(problem.costs, problem.num_ranks, factor)
+        if portfolio.finished or any(limit > own for limit, own in zip(limits, problem.limits, strict=True)):
+            continue
+        equal = replace(problem, costs=costs, limits=limits)
+        portfolio.in_order(problem, plan_linear(equal, BUDGET // 2).orders)
 
 
 def _h1_profile(problem: Problem) -> Profile:
