@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import ROWS, checked, random_costs, row_costs, row_id
 
-from megatron.zero_bubble.schedule import Infeasible, Placement, StageCosts, generate, simulate
+from megatron.zero_bubble.schedule import Infeasible, Placement, StageCosts, generate, lower, simulate, validate
 from megatron.zero_bubble.schedule.bounds import lower_bounds
 
 EIGHTHS = range(4, 21)
@@ -121,3 +121,15 @@ def test_b_that_allocates_fits_too():
 def test_plans_are_the_same_every_time():
     costs = with_vocabulary(4, 0.5)
     assert generate("auto", 4, 10, costs=costs) == generate("auto", 4, 10, costs=costs)
+
+
+@pytest.mark.parametrize("p", [2, 4, 8])
+def test_with_activation_recomputation_never_slower_than_1f1b_in_its_memory(p: int):
+    """B adds memory there: what it recomputes lives until W."""
+    costs = StageCosts.uniform(p, 1, 2, 0.5, memory_f=0.1, memory_b=0.4, memory_w=-0.5)
+    limit = p * 0.1 + 0.4
+    planned = generate("auto", p, 2 * p, costs=costs, memory_limit=limit)
+    validate(lower(planned))
+    timeline = simulate(planned, costs)
+    assert timeline.cost <= simulate(generate("1f1b", p, 2 * p), costs).cost
+    assert max(timeline.peak_memory) <= limit

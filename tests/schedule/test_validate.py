@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,16 @@ from hypothesis import strategies as st
 from random_schedules import runs, schedules
 from test_lower import made_of
 
-from megatron.zero_bubble.schedule import Deadlock, InvalidSchedule, Schedule, generate, lower, names, validate
+from megatron.zero_bubble.schedule import (
+    Deadlock,
+    Infeasible,
+    InvalidSchedule,
+    Schedule,
+    generate,
+    lower,
+    names,
+    validate,
+)
 
 
 @pytest.mark.parametrize("name", names())
@@ -121,3 +131,8 @@ def test_validation_agrees_with_running(schedule, ahead, data):
     except InvalidSchedule:
         valid = False
     assert valid == runs(changed)
+
+
+def test_a_limit_that_is_too_small_can_be_told_to_other_ranks():
+    told = pickle.loads(pickle.dumps(Infeasible("rank 0 needs 2", 2.0)))
+    assert (str(told), told.smallest_limit) == ("rank 0 needs 2", 2.0)

@@ -23,6 +23,21 @@ MODELS = {
         *("--group-query-attention", "--num-query-groups", "2", "--untie-embeddings-and-output-weights"),
     ),
     "unclipped": ("--clip-grad", "0"),
+    "fp16": ("--fp16", "--initial-loss-scale", "1e6", "--hysteresis", "1"),
+    "per-token-loss": ("--calculate-per-token-loss",),
+    "recompute-selective": ("--recompute-granularity", "selective"),
+    "recompute-full": (
+        *("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"),
+        "--bf16",
+    ),
+    "recompute-block": (
+        "--recompute-granularity",
+        "full",
+        "--recompute-method",
+        "block",
+        "--recompute-num-layers",
+        "1",
+    ),
 }
 
 

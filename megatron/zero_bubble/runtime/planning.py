@@ -80,11 +80,18 @@ def _positive(number: str, text: str) -> float:
 
 
 def one_f_one_b_peak(placement: Placement, costs: StageCosts, num_microbatches: int) -> float:
-    """1F1B's peak of the fullest rank: rank r holds min(m, p - r) microbatches of all of its chunks."""
-    p = placement.num_ranks
-    chunks = range(placement.num_chunks)
-    held = [sum(costs.memory_f[placement.stage_of(rank, chunk)] for chunk in chunks) for rank in range(p)]
-    return max(min(num_microbatches, p - rank) * held[rank] for rank in range(p))
+    """1F1B's peak of the fullest rank: rank r holds min(m, p - r) microbatches of all of its chunks.
+
+    With activation recomputation the oldest of them holds more in its backward than it did since its
+    forward: what is recomputed lives until W.
+    """
+    p, chunks = placement.num_ranks, range(placement.num_chunks)
+    peaks = []
+    for rank in range(p):
+        stages = [placement.stage_of(rank, chunk) for chunk in chunks]
+        held = min(num_microbatches, p - rank) * sum(costs.memory_f[stage] for stage in stages)
+        peaks.append(held + max(0, *(costs.memory_b[stage] for stage in stages)))
+    return max(peaks)
 
 
 @dataclass(frozen=True)

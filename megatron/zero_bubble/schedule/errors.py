@@ -31,5 +31,9 @@ class Infeasible(ScheduleError):
     """No schedule fits under the memory limit; `smallest_limit` is the smallest that works."""
 
     def __init__(self, message: str, smallest_limit: float) -> None:
-        super().__init__(message)
+        # Both as arguments: an exception is pickled, to be told to other ranks, by what it was made from.
+        super().__init__(message, smallest_limit)
         self.smallest_limit = smallest_limit
+
+    def __str__(self) -> str:
+        return str(self.args[0])

@@ -87,6 +87,17 @@ class TrainingFlags:
     adam_beta2: float = flag("Adam's second moment", 0.999)
     adam_eps: float = flag("Adam's epsilon", 1e-8)
     bf16: bool = flag("train in bfloat16 with fp32 master weights", False)
+    fp16: bool = flag("train in float16 with fp32 master weights and a loss scale", False)
+    loss_scale: float | None = flag("constant loss scale (default: it adapts)", None)
+    initial_loss_scale: float = flag("loss scale to start from", 2.0**32)
+    min_loss_scale: float = flag("lowest loss scale", 1.0)
+    loss_scale_window: int = flag("iterations without overflow after which the scale grows", 1000)
+    hysteresis: int = flag("overflows after which the scale shrinks", 2)
+    calculate_per_token_loss: bool = flag("weigh every token alike, not every microbatch", False)
+    recompute_activations: bool = flag("the same as --recompute-granularity selective", False)
+    recompute_granularity: str | None = flag("what to recompute in backward", None, choices=("selective", "full"))
+    recompute_method: str | None = flag("which layers full recomputation covers", None, choices=("uniform", "block"))
+    recompute_num_layers: int | None = flag("layers of one recomputed unit, or of the recomputed block", None)
     accumulate_allreduce_grads_in_fp32: bool = flag(
         "accumulate and reduce gradients in fp32 (always with --bf16)", False
     )

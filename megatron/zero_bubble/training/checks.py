@@ -163,6 +163,16 @@ def _check_batches(args: Arguments) -> None:
 
 
 def _check_training(args: Arguments) -> None:
+    _require(not (args.bf16 and args.fp16), "--bf16 and --fp16: give one of them")
+    if args.recompute_activations:
+        _require(
+            args.recompute_granularity in (None, "selective"),
+            f"--recompute-activations is --recompute-granularity selective, but {args.recompute_granularity} is given",
+        )
+        args.recompute_granularity = "selective"
+    for name in ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
+        value = getattr(args, name)
+        _require(value is None or 0 < value < math.inf, f"{_flag(name)} must be above 0, got {value}")
     _require(args.min_lr <= args.lr, f"--min-lr {args.min_lr} is above --lr {args.lr}")
     decay = args.lr_decay_iters or args.train_iters
     fraction = args.lr_warmup_fraction

@@ -35,7 +35,7 @@ def seed_everything(seed: int) -> None:
 
 def transformer_config(args: Arguments, num_chunks: int, timers: Any) -> TransformerConfig:
     """megatron-core's model config; what has no flag keeps Megatron-LM's default for the local layers."""
-    dtype = torch.bfloat16 if args.bf16 else torch.float32
+    dtype = parameter_dtype(args)
     gated = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu} if args.swiglu else {}
     try:
         return TransformerConfig(
@@ -60,6 +60,11 @@ def transformer_config(args: Arguments, num_chunks: int, timers: Any) -> Transfo
             num_layers_in_last_pipeline_stage=args.decoder_last_pipeline_num_layers,
             pipeline_model_parallel_layout=args.pipeline_model_parallel_layout,
             bf16=args.bf16,
+            fp16=args.fp16,
+            calculate_per_token_loss=args.calculate_per_token_loss,
+            recompute_granularity=args.recompute_granularity,
+            recompute_method=args.recompute_method,
+            recompute_num_layers=args.recompute_num_layers,
             params_dtype=dtype,
             pipeline_dtype=dtype,
             attention_softmax_in_fp32=True,
@@ -78,6 +83,13 @@ def transformer_config(args: Arguments, num_chunks: int, timers: Any) -> Transfo
         raise ValueError(f"megatron-core refuses this model: {' '.join(str(error).split())}") from error
 
 
+def parameter_dtype(args: Arguments) -> torch.dtype:
+    """What the model computes in."""
+    if args.bf16:
+        return torch.bfloat16
+    return torch.float16 if args.fp16 else torch.float32
+
+
 def build_model(
     args: Arguments, config: TransformerConfig, placement: Placement, store: WeightGradStore | None
 ) -> list[torch.nn.Module]:
@@ -90,7 +102,7 @@ def build_model(
     rank = parallel_state.get_pipeline_model_parallel_rank()
     chunks = [_build_chunk(args, config, placement, rank, chunk) for chunk in range(placement.num_chunks)]
     copy_tied_embedding(chunks)
-    if args.bf16:
+    if args.bf16 or args.fp16:
         chunks = [Float16Module(config, chunk) for chunk in chunks]
     if store is not None:
         split_weight_gradients(chunks, store)
@@ -159,6 +171,12 @@ def build_optimizer(args: Arguments, model: list[torch.nn.Module], config: Trans
             adam_eps=args.adam_eps,
             clip_grad=args.clip_grad,
             bf16=args.bf16,
+            fp16=args.fp16,
+            loss_scale=args.loss_scale,
+            initial_loss_scale=args.initial_loss_scale,
+            min_loss_scale=args.min_loss_scale,
+            loss_scale_window=args.loss_scale_window,
+            hysteresis=args.hysteresis,
             params_dtype=config.params_dtype,
             use_distributed_optimizer=args.use_distributed_optimizer,
             overlap_param_gather=args.overlap_param_gather,

@@ -25,6 +25,7 @@ from megatron.zero_bubble.schedule.planner.profiles import (
     profiles,
     sloped_caps,
 )
+from megatron.zero_bubble.schedule.simulate import simulate
 
 BUDGET = 600_000
 """Operations to plan in all candidates together: a second or so."""
@@ -57,15 +58,37 @@ def zb_2p(num_ranks: int, num_microbatches: int, *, costs: StageCosts) -> Schedu
 
 
 def multiple_of_p(costs: StageCosts, num_ranks: int, factor: float) -> tuple[float, ...]:
-    """Rank -> factor times p M_B, where M_B is what one microbatch holds on this rank, between F and B."""
-    return tuple(factor * num_ranks * memory for memory in costs.memory_f)
+    """Rank -> factor times p M_B, where M_B is what one microbatch holds on this rank, between F and B.
+
+    What B adds comes on top: with activation recomputation a microbatch holds more after its B than before it.
+    """
+    return tuple(
+        factor * num_ranks * kept + max(0, added) for kept, added in zip(costs.memory_f, costs.memory_b, strict=True)
+    )
 
 
 def _scheduled(
     name: str, num_ranks: int, num_microbatches: int, costs: StageCosts, limits: Sequence[float]
 ) -> Schedule:
     problem = Problem.feasible(Placement("linear", num_ranks), num_microbatches, costs, limits)
-    return problem.schedule(name, plan_linear(problem).orders)
+    planned = problem.schedule(name, plan_linear(problem).orders)
+    return _published_if_better(planned, problem) if max(costs.memory_b) > 0 else planned
+
+
+def _published_if_better(planned: Schedule, problem: Problem) -> Schedule:
+    """The best of `planned`, 1F1B, ZB-H1 and ZB-H2 within the limits.
+
+    With activation recomputation B adds memory. The planner keeps room for that from F on, so that B never
+    waits for it; a fixed order in which B and W follow each other closely may do with less.
+    """
+    best, cost = planned, simulate(planned, problem.costs).cost
+    for generator in (one_f_one_b, zb_h1, zb_h2):
+        candidate = generator(problem.num_ranks, problem.num_microbatches)
+        timeline = simulate(candidate, problem.costs)
+        fits = all(peak <= limit for peak, limit in zip(timeline.peak_memory, problem.limits, strict=True))
+        if fits and timeline.cost < cost:
+            best, cost = replace(candidate, name=planned.name), timeline.cost
+    return best
 
 
 def plan_linear(problem: Problem, budget: int = BUDGET) -> Plan:
@@ -87,7 +110,7 @@ def _bound(problem: Problem) -> float:
 
 def _levels(problem: Problem) -> Iterator[Problem]:
     """The problem at its own limits, and at limits that are p/8 M_B lower each time."""
-    steps = multiple_of_p(problem.costs, problem.num_ranks, 1 / 8)
+    steps = tuple(problem.num_ranks / 8 * memory for memory in problem.costs.memory_f)
     limits = problem.limits
     while all(limit >= least for limit, least in zip(limits, problem.smallest_limits, strict=True)):
         yield replace(problem, limits=limits)
@@ -169,6 +192,8 @@ def _try_equal_stages(portfolio: Portfolio, problem: Problem) -> None:
     for factor in (2, 1):
         limits = multiple_of_p(problem.costs, problem.num_ranks, factor)
         if portfolio.finished or any(limit > own for limit, own in zip(limits, problem.limits, strict=True)):
+            continue
+        if any(limit < least for limit, least in zip(limits, problem.smallest_limits, strict=True)):
             continue
         equal = replace(problem, costs=costs, limits=limits)
         portfolio.in_order(problem, plan_linear(equal, BUDGET // 2).orders)
