@@ -36,9 +36,12 @@ def test_a_folder_without_checkpoints(tmp_path: Path) -> None:
     assert f"--load {tmp_path}" in line
 
 
-def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_run(tmp_path: Path) -> None:
     saved = run(2, PRETRAIN, *BASE, "--train-iters", "1", "--save", str(tmp_path))
     assert saved.returncode == 0, saved.stderr
+    (line,) = errors_of(*BASE, "--train-iters", "2", "--load", str(tmp_path))
+    assert f"--load {tmp_path}" in line
+    assert "--override-opt_param-scheduler" in line
     (line,) = errors_of(*BASE, "--hidden-size", "64", "--load", str(tmp_path))
     assert "--hidden-size 64" in line
     assert "32" in line

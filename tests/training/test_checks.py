@@ -198,6 +198,24 @@ MISTAKES = {
         "--lr-warmup-fraction 0.1 and --lr-warmup-iters 1: give one of them",
     ),
     "a warm-up of everything": ({"--lr-warmup-fraction": "1.0"}, "--lr-warmup-fraction 1.0 must be in [0, 1)"),
+    "experts with a bias": (
+        {"--num-experts": "4"},
+        "--num-experts 4 needs --disable-bias-linear: megatron-core's local experts have no working bias",
+    ),
+    "experts that ranks cannot share": (
+        {"--num-experts": "4", "--disable-bias-linear": None, "--expert-model-parallel-size": "2"},
+        "--expert-model-parallel-size 2 must divide the 1 data-parallel replicas and --num-experts 4",
+    ),
+    "more experts for a token than there are": (
+        {"--num-experts": "4", "--disable-bias-linear": None, "--moe-router-topk": "5"},
+        "--moe-router-topk 5 is not between 1 and --num-experts 4",
+    ),
+    "a sequence for one tensor rank": (
+        {"--sequence-parallel": None},
+        "--sequence-parallel splits --seq-length 32 over --tensor-model-parallel-size 1: "
+        "the size must be above 1 and divide the length",
+    ),
+    "two precisions": ({"--bf16": None, "--fp16": None}, "--bf16 and --fp16: give one of them"),
     "an unknown schedule": (
         {"--zero-bubble-schedule": "zb-h3"},
         f"--zero-bubble-schedule zb-h3: schedule 'zb-h3' is unknown: choose one of {', '.join(names())}",

@@ -13,7 +13,7 @@ def model(**changes: int | bool) -> SimpleNamespace:
         "num_layers": 2, "hidden_size": 10, "num_attention_heads": 2, "num_query_groups": 2, "kv_channels": 5,
         "ffn_hidden_size": 40, "swiglu": False, "seq_length": 8, "padded_vocab_size": 100,
     }  # fmt: skip
-    return SimpleNamespace(**{**flags, **changes})
+    return SimpleNamespace(num_experts=None, **{**flags, **changes})
 
 
 # Multiplications and additions of one token in one forward.

@@ -22,6 +22,7 @@ MODELS = {
         *("--position-embedding-type", "rope", "--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear"),
         *("--group-query-attention", "--num-query-groups", "2", "--untie-embeddings-and-output-weights"),
     ),
+    "experts": ("--num-experts", "4", "--moe-aux-loss-coeff", "0.01", "--disable-bias-linear"),
     "unclipped": ("--clip-grad", "0"),
     "fp16": ("--fp16", "--initial-loss-scale", "1e6", "--hysteresis", "1"),
     "per-token-loss": ("--calculate-per-token-loss",),

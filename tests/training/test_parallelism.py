@@ -28,6 +28,10 @@ LAYOUTS = {
         *("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather", *BUCKETS),
         "--untie-embeddings-and-output-weights",
     ),
+    "dp2-ep2": (
+        *("--expert-model-parallel-size", "2", "--num-experts", "4", "--moe-aux-loss-coeff", "0.01"),
+        *("--disable-bias-linear", "--swiglu", "--use-distributed-optimizer"),
+    ),
 }
 SCHEDULES = ("zb-h1", "zb-2p")
 

@@ -35,6 +35,7 @@ def substitutions() -> Iterator[Substitution]:
     yield from _streams()
     yield from _random_state()
     yield from _tensors()
+    yield from _experts()
 
 
 ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
@@ -123,6 +124,14 @@ def _tensors() -> Iterator[Substitution]:
         cpu_type = getattr(torch, f"{kind}Tensor")
         yield Substitution(torch.cuda, f"{kind}Tensor", cpu_type, "the optimizer builds and compares CUDA tensor types")
     yield Substitution(torch.Tensor, "type", _cuda_named(torch.Tensor.type), "the optimizer compares type names")
+
+
+def _experts() -> Iterator[Substitution]:
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        reason = "the router asks whether it is None, and without Transformer Engine the name is not there"
+        yield Substitution(moe_utils, "te_general_gemm", None, reason)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

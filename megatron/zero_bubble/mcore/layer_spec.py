@@ -31,7 +31,7 @@ def local_block_spec(
     config: TransformerConfig, vp_stage: int | None, pp_rank: int
 ) -> ModuleSpec | TransformerBlockSubmodules:
     """The spec of one model chunk's decoder."""
-    layer = get_gpt_layer_local_spec(normalization=config.normalization)
+    layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, normalization=config.normalization)
     if not config.sequence_parallel:
         return layer
     layer = copy.deepcopy(layer)

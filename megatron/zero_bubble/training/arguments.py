@@ -35,6 +35,12 @@ class ModelFlags:
     hidden_dropout: float = flag("dropout of the residual branches", 0.1)
     init_method_std: float = flag("standard deviation of the initial weights", 0.02)
     make_vocab_size_divisible_by: int = flag("pad the vocabulary to a multiple of this times the tensor size", 128)
+    num_experts: int | None = flag("experts of each layer's MLP (default: one dense MLP)", None)
+    moe_router_topk: int = flag("experts that a token is sent to", 2)
+    moe_aux_loss_coeff: float = flag("weight of the loss that balances experts", 0.0)
+    moe_token_dispatcher_type: str = flag(
+        "how tokens reach their experts", "allgather", choices=("allgather", "alltoall")
+    )
     transformer_impl: str = flag("layers: megatron-core's own", "local", choices=("local",))
 
 
@@ -44,6 +50,7 @@ class ParallelFlags:
 
     tensor_model_parallel_size: int = flag("ranks that share each layer", 1)
     pipeline_model_parallel_size: int = flag("pipeline ranks", 1)
+    expert_model_parallel_size: int = flag("ranks that share the experts, among the data-parallel ones", 1)
     sequence_parallel: bool = flag("split the sequence over tensor-parallel ranks outside of linear layers", False)
     num_layers_per_virtual_pipeline_stage: int | None = flag("layers in a model chunk: several chunks a rank", None)
     num_virtual_stages_per_pipeline_rank: int | None = flag("model chunks a rank", None)
@@ -153,6 +160,14 @@ class OutputFlags:
     load: str | None = flag("folder to resume from", None)
     save_interval: int | None = flag("iterations between checkpoints", None, names=("--persistent-save-interval",))
     ckpt_format: str = flag("format of checkpoints", "torch_dist", choices=("torch_dist",))
+    override_opt_param_scheduler: bool = flag(
+        "where the learning rate's schedule in the checkpoint differs from the flags, take the flags'",
+        False,
+        names=("--override-opt_param-scheduler",),
+    )
+    use_checkpoint_opt_param_scheduler: bool = flag(
+        "where it differs, take the checkpoint's", False, names=("--use-checkpoint-opt_param-scheduler",)
+    )
     finetune: bool = flag("load the model alone and begin at iteration 0", False)
     no_load_optim: bool = flag("do not load the optimizer", False)
     no_load_rng: bool = flag("do not load the random state", False)

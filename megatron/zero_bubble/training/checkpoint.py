@@ -31,7 +31,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 _MODEL_SHAPE = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
     *("max_position_embeddings", "position_embedding_type", "padded_vocab_size", "normalization", "swiglu"),
-    *("untie_embeddings_and_output_weights", "disable_bias_linear"),
+    *("untie_embeddings_and_output_weights", "disable_bias_linear", "num_experts"),
 )
 _OF_ONE_RANK = ("rank", "local_rank")
 
@@ -153,9 +153,21 @@ class Checkpointer:
         else:
             self._optimizer.reload_model_params()
         if not self._args.finetune:
-            self._scheduler.load_state_dict(state["opt_param_scheduler"])
+            self._restore_scheduler(state["opt_param_scheduler"])
         if with_rng:
             _set_rng_state(state["rng_state"][0])
+
+    def _restore_scheduler(self, state: dict[str, Any]) -> None:
+        try:
+            self._scheduler.load_state_dict(state)
+        except AssertionError as error:
+            reason = " ".join(str(error).removeprefix("OptimizerParamScheduler: ").split()).replace(
+                "checkpointvalue", "checkpoint value"
+            )
+            raise ValueError(
+                f"--load {self._args.load}: the learning rate's schedule was another one ({reason}): give the flags of "
+                "that run, --override-opt_param-scheduler or --use-checkpoint-opt_param-scheduler"
+            ) from error
 
     def _new_metadata(self) -> dict[str, Any]:
         return {
@@ -180,7 +192,9 @@ class Checkpointer:
                 raise ValueError(f"{flag} {ours}: the checkpoint in --load {self._args.load} was saved with {theirs}")
 
     def _same_layout(self, saved: argparse.Namespace) -> bool:
-        names = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+        names = ["tensor_model_parallel_size", "pipeline_model_parallel_size"]
+        if self._args.expert_model_parallel_size > 1:
+            names += ["expert_model_parallel_size", "world_size"]
         same = all(getattr(saved, name, None) == getattr(self._args, name) for name in names)
         if not same:
             print_rank_0("  the checkpoint has another layout of ranks: its random state is not loaded")
@@ -196,16 +210,17 @@ def _rng_state() -> ShardedObject:
         "cuda_rng_state": torch.cuda.get_rng_state(),
         "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
     }
-    return ShardedObject(
-        "rng_state",
-        [state],
-        (
-            parallel_state.get_pipeline_model_parallel_world_size(),
-            parallel_state.get_tensor_model_parallel_world_size(),
-        ),
-        (parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()),
-        replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True),
-    )
+    place = [
+        (parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_world_size()),
+        (parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()),
+    ]
+    replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    if parallel_state.get_expert_model_parallel_world_size() > 1:
+        # Experts draw from a generator that differs between the replicas.
+        place.append((replica, parallel_state.get_data_parallel_world_size(with_context_parallel=True)))
+        replica = 0
+    ranks, sizes = zip(*place, strict=True)
+    return ShardedObject("rng_state", [state], sizes, ranks, replica_id=replica)
 
 
 def _set_rng_state(state: dict[str, Any]) -> None:

@@ -48,6 +48,7 @@ def _check_ranges(args: Arguments) -> None:
         *("tensor_model_parallel_size", "pipeline_model_parallel_size", "train_iters", "global_batch_size", "seed"),
         *("log_interval", "eval_interval", "save_interval", "exit_interval", "tensorboard_log_interval"),
         *("distributed_timeout_minutes", "vocab_size", "ddp_bucket_size", "lr_decay_iters"),
+        *("num_experts", "expert_model_parallel_size"),
     )
     for name in at_least_one:
         value = getattr(args, name)
@@ -120,6 +121,24 @@ def _check_parallel(args: Arguments, has_cuda: bool) -> None:
         _require(
             value % tensor == 0, f"{_flag(name)} {value} is not a multiple of --tensor-model-parallel-size {tensor}"
         )
+    experts, expert_ranks = args.num_experts, args.expert_model_parallel_size
+    _require(
+        args.data_parallel_size % expert_ranks == 0 and (experts or 1) % expert_ranks == 0,
+        f"--expert-model-parallel-size {expert_ranks} must divide the {args.data_parallel_size} data-parallel replicas "
+        f"and --num-experts {experts}",
+    )
+    _require(
+        experts is None or args.disable_bias_linear,
+        f"--num-experts {experts} needs --disable-bias-linear: megatron-core's local experts have no working bias",
+    )
+    _require(
+        experts is None or has_cuda or args.moe_token_dispatcher_type == "allgather",
+        f"--moe-token-dispatcher-type {args.moe_token_dispatcher_type} needs CUDA: use allgather",
+    )
+    _require(
+        experts is None or 1 <= args.moe_router_topk <= experts,
+        f"--moe-router-topk {args.moe_router_topk} is not between 1 and --num-experts {experts}",
+    )
     _require(
         not args.sequence_parallel or (tensor > 1 and args.seq_length % tensor == 0),
         f"--sequence-parallel splits --seq-length {args.seq_length} over --tensor-model-parallel-size {tensor}: "
@@ -246,6 +265,10 @@ def _check_data(args: Arguments) -> None:
 
 
 def _check_output(args: Arguments) -> None:
+    _require(
+        not (args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler),
+        "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler contradict each other",
+    )
     _require(args.save is not None or args.save_interval is None, "--save-interval needs --save FOLDER")
     for name in ("save", "tensorboard_dir"):
         folder = getattr(args, name)

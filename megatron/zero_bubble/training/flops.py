@@ -18,6 +18,8 @@ def flops_per_iteration(args: Arguments, batch_size: int) -> float:
     projections = args.hidden_size * (2 * query + key_value)
     attention = query * args.seq_length
     mlp = (3 if args.swiglu else 2) * args.hidden_size * args.ffn_hidden_size
+    if args.num_experts is not None:
+        mlp *= args.moe_router_topk
     logits = args.hidden_size * args.padded_vocab_size
     per_token = args.num_layers * (projections + attention + mlp) + logits
     return 3 * 2 * per_token * args.seq_length * batch_size
