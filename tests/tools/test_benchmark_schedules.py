@@ -121,7 +121,7 @@ def test_a_message_is_held_back_until_its_time():
     network = InMemoryNetwork(2)
     emulation = Emulation(activation_bytes=64)
     assert emulation.spec.shape == (1, 8)
-    message = emulation.new_message(milliseconds=20)
+    message = emulation.produce(milliseconds=1, travel=20)
     sent = sent_at(message)
     network.put(1, 0, message)
     link = EmulatedLink(network.communicator(0))

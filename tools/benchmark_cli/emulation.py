@@ -51,26 +51,30 @@ class Emulation:
         self.last_end = 0.0
 
     def compute(self, milliseconds: float) -> None:
+        """An operation whose result stays on this rank."""
         start = time.perf_counter()
         self.first_start = min(self.first_start, start)
         sleep_until(start + milliseconds / 1e3)
         self.last_end = time.perf_counter()
 
-    def new_message(self, milliseconds: float) -> torch.Tensor:
-        """The result of an operation, made now, that takes this long to the next stage."""
+    def produce(self, milliseconds: float, travel: float) -> torch.Tensor:
+        """An operation that makes a message, which takes `travel` milliseconds at least to the next stage."""
+        start = time.perf_counter()
+        self.first_start = min(self.first_start, start)
         message = self.spec.empty()
-        now = time.perf_counter()
-        message[0, 0], message[0, 1] = now, now + milliseconds / 1e3
+        sleep_until(start + milliseconds / 1e3)
+        self.last_end = time.perf_counter()
+        message.numpy()[0, :_HEADER] = self.last_end, self.last_end + travel / 1e3
         return message
 
 
 def sent_at(message: torch.Tensor) -> float:
-    return float(message[0, 0])
+    return float(message.numpy()[0, 0])
 
 
 def await_arrival(message: torch.Tensor) -> None:
     """Wait until the message may be used."""
-    sleep_until(float(message[0, 1]))
+    sleep_until(float(message.detach().numpy()[0, 1]))
 
 
 class StageTimes:
@@ -103,8 +107,10 @@ class EmulatedStage:
 
     def forward(self, microbatch: int, chunk: int, input_tensor: torch.Tensor | None) -> torch.Tensor:
         times = self._times[chunk]
-        self._emulation.compute(times.time_f)
-        return self._loss if times.is_last else self._emulation.new_message(times.to_next)
+        if times.is_last:
+            self._emulation.compute(times.time_f)
+            return self._loss
+        return self._emulation.produce(times.time_f, times.to_next)
 
     def backward(
         self,
@@ -115,13 +121,15 @@ class EmulatedStage:
         output_grad: torch.Tensor | None,
     ) -> torch.Tensor | None:
         times = self._times[chunk]
-        self._emulation.compute(times.time_b)
         weight_grad = partial(self._emulation.compute, times.time_w)
         if self._store.is_deferring:
             self._store.put(weight_grad)
         else:
             weight_grad()
-        return None if times.is_first else self._emulation.new_message(times.to_previous)
+        if times.is_first:
+            self._emulation.compute(times.time_b)
+            return None
+        return self._emulation.produce(times.time_b, times.to_previous)
 
     def release_output(self, output_tensor: torch.Tensor) -> None:
         return

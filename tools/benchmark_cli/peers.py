@@ -104,9 +104,9 @@ class _Module(torch.nn.Module):
         self._anchor = torch.zeros(1, requires_grad=times.is_first)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # Autograd runs the nodes that were made last first: B before W.
-        weight = _WeightNode.apply(self.weight, self._times, self._emulation)
-        return _Join.apply(_InputNode.apply(x, self._anchor, self._times, self._emulation), weight)
+        output = _InputNode.apply(x, self._anchor, self._times, self._emulation)
+        # Autograd runs the nodes that were made last first: in a whole backward, W before B and its message.
+        return _Join.apply(output, _WeightNode.apply(self.weight, self._times, self._emulation), self._times)
 
 
 class _InputNode(torch.autograd.Function):
@@ -115,15 +115,17 @@ class _InputNode(torch.autograd.Function):
         ctx.times, ctx.emulation = times, emulation
         if not times.is_first:
             await_arrival(x)
-        emulation.compute(times.time_f)
-        return torch.zeros(1, 1) if times.is_last else emulation.new_message(times.to_next)
+        if times.is_last:
+            emulation.compute(times.time_f)
+            return torch.zeros(1, 1)
+        return emulation.produce(times.time_f, times.to_next)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        if not ctx.times.is_last:
-            await_arrival(grads[0])
-        ctx.emulation.compute(ctx.times.time_b)
-        return None if ctx.times.is_first else ctx.emulation.new_message(ctx.times.to_previous), None, None, None
+        if ctx.times.is_first:
+            ctx.emulation.compute(ctx.times.time_b)
+            return None, None, None, None
+        return ctx.emulation.produce(ctx.times.time_b, ctx.times.to_previous), None, None, None
 
 
 class _WeightNode(torch.autograd.Function):
@@ -139,11 +141,16 @@ class _WeightNode(torch.autograd.Function):
 
 
 class _Join(torch.autograd.Function):
+    """Where both begin. It runs once for B and once more for W."""
+
     @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, weight: torch.Tensor) -> Any:
+    def forward(ctx: Any, output: torch.Tensor, weight: torch.Tensor, times: StageTimes) -> Any:
+        ctx.times = times
         ctx.mark_dirty(output)  # a view would not do: the runtime detaches outputs in place
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return grads[0], torch.zeros(1)
+        if not ctx.times.is_last:
+            await_arrival(grads[0])
+        return grads[0], torch.zeros(1), None
