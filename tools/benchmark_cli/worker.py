@@ -16,10 +16,10 @@ import torch.distributed as dist
 from benchmark_cli.emulation import EmulatedStage, Emulation, sleep_precisely, sleep_until
 from benchmark_cli.link import EmulatedLink
 from benchmark_cli.peers import Peer, PeerRun
-from megatron.zero_bubble.runtime.communicator import TorchCommunicator
+from megatron.zero_bubble.runtime.communicator import Communicator, TorchCommunicator, channels
 from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
-from megatron.zero_bubble.schedule import Schedule, StageCosts
+from megatron.zero_bubble.schedule import Placement, Schedule, StageCosts
 
 _LEAD = 0.01
 """Seconds from the agreement on a step's start to the start."""
@@ -64,10 +64,10 @@ class Contestant(Protocol):
 class OwnRun:
     """One rank of a schedule of ours: the executor as in training, over emulated compute."""
 
-    def __init__(self, schedule: Schedule, costs: StageCosts, emulation: Emulation, rank: int, job: Job) -> None:
+    def __init__(
+        self, schedule: Schedule, costs: StageCosts, emulation: Emulation, rank: int, communicator: Communicator
+    ) -> None:
         store = WeightGradStore(schedule.num_chunks)
-        ranks = range(schedule.num_ranks)
-        communicator = TorchCommunicator(ranks, rank, schedule.placement, torch.device("cpu"), job.timeout)
         self.link = EmulatedLink(communicator)
         self._executor = Executor(schedule, rank, self.link, store)
         self._stage = EmulatedStage(emulation, costs, schedule.placement, rank, store)
@@ -84,8 +84,10 @@ def run_rank(rank: int, job: Job) -> None:
     store = dist.FileStore(str(job.directory / "store"), job.num_ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=job.num_ranks, timeout=job.timeout)
     emulation = Emulation(job.activation_bytes)
+    communicators = _open_channels(job, rank)
     contestants: dict[str, Contestant] = {
-        schedule.name: OwnRun(schedule, costs, emulation, rank, job) for schedule, costs in job.schedules
+        schedule.name: OwnRun(schedule, costs, emulation, rank, communicators[schedule.placement])
+        for schedule, costs in job.schedules
     }
     peers, refused = _peer_runs(job, emulation, rank)
     contestants |= peers
@@ -101,7 +103,23 @@ def run_rank(rank: int, job: Job) -> None:
     report = {"steps": [asdict(record) for record in records], "refused": refused, "orders": orders}
     (job.directory / f"rank{rank}.json").write_text(json.dumps(report))
     dist.barrier()
+    for communicator in set(communicators.values()):
+        communicator.close()
     dist.destroy_process_group()
+
+
+def _open_channels(job: Job, rank: int) -> dict[Placement, TorchCommunicator]:
+    """One set of channels for all placements that have the same ones: start-up takes a while."""
+    by_channels: dict[tuple[tuple[int, int], ...], TorchCommunicator] = {}
+    by_placement: dict[Placement, TorchCommunicator] = {}
+    for placement in dict.fromkeys(schedule.placement for schedule, _ in job.schedules):
+        ends = tuple(channels(placement))
+        if ends not in by_channels:
+            by_channels[ends] = TorchCommunicator(
+                range(job.num_ranks), rank, placement, torch.device("cpu"), job.timeout
+            )
+        by_placement[placement] = by_channels[ends]
+    return by_placement
 
 
 def _peer_runs(job: Job, emulation: Emulation, rank: int) -> tuple[dict[str, PeerRun], dict[str, str]]:
