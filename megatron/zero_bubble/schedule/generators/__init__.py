@@ -17,6 +17,7 @@ from megatron.zero_bubble.schedule.generators.auto import auto, zb_1p, zb_2p
 from megatron.zero_bubble.schedule.generators.gpipe import gpipe
 from megatron.zero_bubble.schedule.generators.interleaved import interleaved_1f1b, interleaved_zb
 from megatron.zero_bubble.schedule.generators.one_f_one_b import one_f_one_b
+from megatron.zero_bubble.schedule.generators.v_shaped import v_half, v_min, zb_v
 from megatron.zero_bubble.schedule.generators.zb_h1 import zb_h1
 from megatron.zero_bubble.schedule.generators.zb_h2 import zb_h2
 from megatron.zero_bubble.schedule.ir import Placement, PlacementKind, Schedule
@@ -43,6 +44,7 @@ class Entry:
 
 
 _INTERLEAVED = frozenset({"num_chunks", "group_size"})
+_PLANNED = frozenset({"costs", "memory_limit"})
 
 _ENTRIES = (
     Entry("gpipe", "all F, then all backwards: bubble (p-1)(F+B+W), memory m M_B", "linear", 1, gpipe),
@@ -65,8 +67,11 @@ _ENTRIES = (
         "linear",
         1,
         auto,
-        frozenset({"costs", "memory_limit"}),
+        _PLANNED,
     ),
+    Entry("zb-v", "placed in a V: no bubble where F = B = W, memory p M_B", "v", 2, zb_v, _PLANNED),
+    Entry("v-half", "placed in a V: about half of 1F1B's bubble, memory (p/2 + 1) M_B", "v", 2, v_half, _PLANNED),
+    Entry("v-min", "placed in a V: two thirds of 1F1B's bubble, memory (p/3 + 1) M_B", "v", 2, v_min, _PLANNED),
     Entry(
         "interleaved-zb",
         "interleaved 1F1B with W delayed: bubble about (p-1)(F+B-2W)/v, memory (p+(p-1)/v) M_B",
