@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+from megatron.zero_bubble.runtime.observer import StepObserver
+from megatron.zero_bubble.runtime.timeline import StepTime
+from megatron.zero_bubble.schedule import Op, OpKind
+
+
+class FakeClock:
+    """The test says what time it is."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def mark(self):
+        return self.now
+
+    def seconds(self, marks):
+        return list(marks)
+
+
+def run_step(observer: StepObserver, clock: FakeClock, step: int, *pauses: float) -> None:
+    """One operation of a second for each pause, which comes before it."""
+    recorder = observer.start(step)
+    for microbatch, pause in enumerate(pauses):
+        clock.now += pause
+        op = Op(OpKind.F, microbatch)
+        recorder.begin(op)
+        clock.now += 1.0
+        recorder.end(op)
+
+
+def test_what_a_step_recorded_is_passed_on_when_the_next_one_starts():
+    clock = FakeClock()
+    observer, seen = StepObserver(clock), []
+    observer.sinks.append(lambda step, ops: seen.append((step, [str(m.op) for m in ops])))
+    run_step(observer, clock, 1, 0.0, 0.0)
+    assert seen == []
+    run_step(observer, clock, 2, 0.0)
+    assert seen == [(1, ["F0", "F1"])]
+    observer.flush()
+    assert seen == [(1, ["F0", "F1"]), (2, ["F0"])]
+    observer.flush()
+    assert len(seen) == 2, "each step once"
+
+
+def test_every_sink_is_told():
+    clock = FakeClock()
+    observer, seen = StepObserver(clock), []
+    observer.sinks += [lambda step, ops: seen.append("a"), lambda step, ops: seen.append("b")]
+    run_step(observer, clock, 1, 0.0)
+    observer.flush()
+    assert seen == ["a", "b"]
+
+
+def test_the_mean_step_is_over_the_steps_since_the_last_call():
+    clock = FakeClock()
+    observer = StepObserver(clock)
+    run_step(observer, clock, 1, 0.0, 2.0)  # spans 4 s, works 2 s
+    run_step(observer, clock, 2, 5.0, 0.0)  # what comes before the first operation is not in the span
+    assert observer.take_mean() == StepTime(span=3.0, work=2.0)
+    assert observer.take_mean() == StepTime(0.0, 0.0)
+    run_step(observer, clock, 3, 0.0)
+    assert observer.take_mean() == StepTime(1.0, 1.0)
+
+
+def test_a_step_without_operations_counts_for_nothing():
+    clock = FakeClock()
+    observer = StepObserver(clock)
+    run_step(observer, clock, 1)
+    run_step(observer, clock, 2, 0.0)
+    assert observer.take_mean() == StepTime(1.0, 1.0)
+
+
+def test_the_meter_of_a_step_measures_that_step_alone():
+    class Meter:
+        def begin(self, op):
+            pass
+
+        def end(self, op):
+            return 5
+
+    clock = FakeClock()
+    observer, held = StepObserver(clock), []
+    observer.sinks.append(lambda step, ops: held.append([m.held for m in ops]))
+    recorder = observer.start(1, Meter())
+    recorder.begin(Op(OpKind.F, 0))
+    recorder.end(Op(OpKind.F, 0))
+    run_step(observer, clock, 2, 0.0)
+    observer.flush()
+    assert held == [[5], [None]]

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from megatron.zero_bubble.runtime.communicator import InMemoryNetwork, TensorSpec
+from megatron.zero_bubble.runtime.profiler import ChunkCosts, Profiler, combine_costs, measure_edges
+from megatron.zero_bubble.runtime.timeline import MeasuredOp
+from megatron.zero_bubble.schedule import Op, OpKind, Placement
+
+F, B, W, BW = OpKind.F, OpKind.B, OpKind.W, OpKind.BW
+LINEAR = Placement("linear", 2)
+SPEC = TensorSpec((2, 3), torch.float32, torch.device("cpu"))
+
+
+def step(*ops: tuple[OpKind, int, float, int | None]) -> list[MeasuredOp]:
+    """(kind, chunk, milliseconds, bytes) of every operation."""
+    return [MeasuredOp(Op(kind, 0, chunk), 1.0, 1.0 + ms / 1000, held) for kind, chunk, ms, held in ops]
+
+
+def test_times_are_medians_in_milliseconds_and_memory_medians_in_bytes():
+    profiler = Profiler(LINEAR, rank=1)
+    for f, b, w, held in ((2.0, 3.0, 1.0, 100), (4.0, 3.5, 1.5, 120), (3.0, 2.5, 0.5, 110)):
+        profiler.add(step((F, 0, f, held), (B, 0, b, -held // 2), (W, 0, w, -held // 2)))
+    (costs,) = profiler.costs()
+    assert costs.stage == 1
+    assert costs.times == {F: pytest.approx(3.0), B: pytest.approx(3.0), W: pytest.approx(1.0)}
+    assert costs.memory == {F: 110, B: -55, W: -55}
+
+
+def test_outliers_move_nothing_but_the_noise_is_told():
+    quiet, noisy = Profiler(LINEAR, 0), Profiler(LINEAR, 0)
+    for k in range(20):
+        quiet.add(step((F, 0, 2.0, None), (B, 0, 2.0, None), (W, 0, 1.0, None)))
+        slow = 500.0 if k == 0 else 2.0
+        noisy.add(step((F, 0, slow, None), (B, 0, 1.0 + k % 2, None), (W, 0, 1.0, None)))
+    assert noisy.costs()[0].times[F] == pytest.approx(2.0)
+    assert quiet.costs()[0].noise == pytest.approx(0.0, abs=1e-9)
+    # B is 1 or 2 in turn: the quartiles are 1 and 2, the median 1.5.
+    assert noisy.costs()[0].noise == pytest.approx(0.5 / 1.5)
+
+
+def test_one_sample_has_no_spread():
+    profiler = Profiler(LINEAR, 0)
+    profiler.add(step((F, 0, 2.0, None), (B, 0, 2.0, None), (W, 0, 1.0, None)))
+    assert profiler.costs()[0].noise == 0.0
+
+
+def test_memory_that_was_not_measured_is_zero():
+    profiler = Profiler(LINEAR, 0)
+    profiler.add(step((F, 0, 2.0, None), (BW, 0, 2.0, None)))
+    assert profiler.costs()[0].memory == {F: 0, BW: 0}
+
+
+def test_every_chunk_is_a_stage_of_its_own():
+    profiler = Profiler(Placement("v", 2, 2), rank=0)
+    profiler.add(step(*[(kind, chunk, 1.0 + chunk, 0) for chunk in (0, 1) for kind in (F, B, W)]))
+    costs = profiler.costs()
+    assert [c.stage for c in costs] == [0, 3], "in a V the first and the last stage share rank 0"
+    assert [c.times[F] for c in costs] == [pytest.approx(1.0), pytest.approx(2.0)]
+
+
+def chunk(stage: int, f: float, b: float, w: float, memory: float = 100.0, noise: float = 0.0) -> ChunkCosts:
+    return ChunkCosts(stage, {F: f, B: b, W: w}, {F: memory, B: -memory / 4, W: -memory * 3 / 4}, noise)
+
+
+def test_of_replicas_the_slowest_and_the_fullest_counts():
+    gathered = [
+        ([chunk(0, 1.0, 2.0, 3.0, noise=0.01)], {0: 0.25}),
+        ([chunk(1, 5.0, 5.0, 5.0)], {0: 0.5}),
+        ([chunk(0, 2.0, 1.0, 3.5, memory=120.0, noise=0.03)], {0: 0.125}),
+        ([chunk(1, 4.0, 6.0, 5.0, noise=0.02)], {}),
+    ]
+    costs, noise = combine_costs(LINEAR, gathered)
+    assert (costs.time_f, costs.time_b, costs.time_w) == ((2.0, 5.0), (2.0, 6.0), (3.5, 5.0))
+    assert costs.time_comm == (0.5,)
+    assert costs.memory_f == (120.0, 100.0)
+    assert noise == 0.03
+
+
+def test_edges_within_a_rank_cost_nothing():
+    placement = Placement("v", 2, 2)
+    gathered = [
+        ([chunk(0, 1, 1, 1), chunk(3, 1, 1, 1)], {0: 0.5, 2: 0.25}),
+        ([chunk(1, 1, 1, 1), chunk(2, 1, 1, 1)], {0: 0.5, 2: 0.25}),
+    ]
+    assert combine_costs(placement, gathered)[0].time_comm == (0.5, 0.0, 0.25)
+
+
+def test_a_fused_backward_counts_half_and_half():
+    fused = ChunkCosts(0, {F: 1.0, BW: 4.0}, {F: 10.0, BW: -10.0}, 0.0)
+    costs, _ = combine_costs(Placement("linear", 1), [([fused], {})])
+    assert (costs.time_f, costs.time_b, costs.time_w) == ((1.0,), (2.0,), (2.0,))
+    assert (costs.memory_f, costs.memory_b, costs.memory_w) == ((10.0,), (-5.0,), (-5.0,))
+
+
+def test_where_some_backwards_are_split_the_fused_ones_tell_nothing_more():
+    mixed = ChunkCosts(0, {F: 1.0, B: 3.0, W: 1.5, BW: 4.0}, {F: 8.0, B: -2.0, W: -6.0, BW: -8.0}, 0.0)
+    costs, _ = combine_costs(Placement("linear", 1), [([mixed], {})])
+    assert (costs.time_b, costs.time_w, costs.memory_b, costs.memory_w) == ((3.0,), (1.5,), (-2.0,), (-6.0,))
+
+
+@pytest.mark.parametrize("placement", [Placement("linear", 3), Placement("v", 2, 2), Placement("interleaved", 3, 2)])
+def test_every_edge_between_ranks_is_measured_by_both_its_ends(placement):
+    network = InMemoryNetwork(placement.num_ranks)
+
+    def measure(rank: int) -> dict[int, float]:
+        return measure_edges(network.communicator(rank), placement, rank, SPEC)
+
+    with ThreadPoolExecutor(placement.num_ranks) as pool:
+        measured = list(pool.map(measure, range(placement.num_ranks)))
+    for edge in range(placement.num_stages - 1):
+        ends = {placement.rank_of(edge), placement.rank_of(edge + 1)}
+        knows = {rank for rank, edges in enumerate(measured) if edge in edges}
+        assert knows == (ends if len(ends) == 2 else set())
+    assert all(0 < ms < 1000 for edges in measured for ms in edges.values())
+    assert network.undelivered() == []
