@@ -72,7 +72,7 @@ class Replanner:
         report: Callable[[Report], None],
         device: torch.device,
     ) -> None:
-        self._plan = plan
+        self._plan = plan.plan if isinstance(plan, BroadcastPlan) else plan
         self._options = options
         self._rank = rank
         self._observer = observer
@@ -138,7 +138,7 @@ class Replanner:
         plan: Plan | None = None
         if isinstance(self._plan, NamedPlan) and self._plan.adapts:
             plan = BroadcastPlan(self._plan.with_costs(profile.costs, limit))
-        schedule = (plan or self._plan).schedule(num_microbatches)
+        schedule = (plan or BroadcastPlan(self._plan)).schedule(num_microbatches)
         self._planned_for.add(num_microbatches)
         self._report(Report(Prediction(profile, schedule), plan is not None, limit, self._step))
         return plan

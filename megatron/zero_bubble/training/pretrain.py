@@ -14,6 +14,7 @@ from megatron.core.timers import Timers
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 from megatron.core.utils import get_attr_wrapped_model
 
+from megatron.zero_bubble.runtime.planning import BroadcastPlan
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Placement, ScheduleError
 from megatron.zero_bubble.schedule.plan import Plan
@@ -122,7 +123,8 @@ def choose_forward_backward(
         return mcore.get_forward_backward_func()
     assert store is not None
     return ForwardBackward(
-        plan,
+        # All ranks run what the first one plans: a solver with a time limit may find something else on each.
+        BroadcastPlan(plan),
         store,
         timeout=timedelta(minutes=args.distributed_timeout_minutes),
         planning=planning_options(args, plan.placement),

@@ -17,6 +17,7 @@ from megatron.zero_bubble.schedule.generators.auto import auto, zb_1p, zb_2p
 from megatron.zero_bubble.schedule.generators.gpipe import gpipe
 from megatron.zero_bubble.schedule.generators.interleaved import interleaved_1f1b, interleaved_zb
 from megatron.zero_bubble.schedule.generators.one_f_one_b import one_f_one_b
+from megatron.zero_bubble.schedule.generators.optimal import optimal
 from megatron.zero_bubble.schedule.generators.v_shaped import v_half, v_min, zb_v
 from megatron.zero_bubble.schedule.generators.zb_h1 import zb_h1
 from megatron.zero_bubble.schedule.generators.zb_h2 import zb_h2
@@ -67,6 +68,14 @@ _ENTRIES = (
         "linear",
         1,
         auto,
+        _PLANNED,
+    ),
+    Entry(
+        "optimal",
+        "the best that a constraint solver finds, or proves; small instances, needs the extra solver",
+        "linear",
+        1,
+        optimal,
         _PLANNED,
     ),
     Entry("zb-v", "placed in a V: no bubble where F = B = W, memory p M_B", "v", 2, zb_v, _PLANNED),

@@ -76,7 +76,7 @@ class _Greedy(Clock):
             elif blocked and w >= 0:
                 return w, now
         if code >= 0 and ready <= now:
-            if code != f or self.may_delay(rank, now, b_ready, f, self.policy.forwards):
+            if code != f or b_ready <= now or self.may_delay(rank, now, b_ready, f, self.policy.forwards):
                 return code, now
             ready = b_ready
         if w >= 0 and self.may_delay(rank, now, ready, w, self.policy.weights):

@@ -1,0 +1,203 @@
+"""The best order of all, or a bound on it: a constraint program on OR-tools' CP-SAT, for small instances.
+
+Every F, B and W is an interval of its rank's time; intervals of a rank do not overlap, a stage runs each
+kind in microbatch order, inputs come before what uses them, and memory is a reservoir that F fills and B
+and W drain. The longest span is minimised, starting from the best heuristic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.zero_bubble.schedule.bounds import lower_bounds
+from megatron.zero_bubble.schedule.costs import StageCosts
+from megatron.zero_bubble.schedule.errors import ScheduleError
+from megatron.zero_bubble.schedule.generators.auto import auto, multiple_of_p
+from megatron.zero_bubble.schedule.ir import Op, OpKind, Placement, Schedule
+from megatron.zero_bubble.schedule.simulate import simulate
+
+TIME_LIMIT = 20.0
+"""Seconds that the solver may take."""
+RESOLUTION = 10_000
+"""Steps that the longest operation is cut into: the solver counts in whole numbers."""
+TOLERANCE = 5e-4
+"""Relative distance from the bound that counts as none: what rounding to whole steps may cost."""
+MAX_OPERATIONS = 1_000
+"""F, B and W of all stages: beyond it the solver does not even find back to its start."""
+_KINDS = (OpKind.F, OpKind.B, OpKind.W)
+_Key = tuple[OpKind, int, int]
+"""(kind, stage, microbatch)."""
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What the solver found."""
+
+    schedule: Schedule
+    cost: float
+    """The longest span of a rank, simulated with the exact costs."""
+    bound: float
+    """No schedule is better than this."""
+
+    @property
+    def is_optimal(self) -> bool:
+        """Whether nothing better is left, but for the solver's resolution."""
+        return self.cost <= self.bound * (1 + TOLERANCE)
+
+
+def optimal(
+    num_ranks: int, num_microbatches: int, *, costs: StageCosts, memory_limit: Sequence[float] | None = None
+) -> Schedule:
+    """The schedule of `solve` within `memory_limit` (one a rank; by default 2p M_B)."""
+    return solve(num_ranks, num_microbatches, costs=costs, memory_limit=memory_limit).schedule
+
+
+def solve(
+    num_ranks: int,
+    num_microbatches: int,
+    *,
+    costs: StageCosts,
+    memory_limit: Sequence[float] | None = None,
+    time_limit: float = TIME_LIMIT,
+) -> Solution:
+    """The best schedule for one chunk a rank that the solver finds in `time_limit` seconds, never worse than `auto`'s.
+
+    Raises:
+        Infeasible: no schedule fits under the memory limit.
+        ScheduleError: OR-tools is not installed, or the instance is too large.
+    """
+    if 3 * num_ranks * num_microbatches > MAX_OPERATIONS:
+        raise ScheduleError(
+            f"schedule optimal is for small instances: {num_ranks} ranks x {num_microbatches} microbatches "
+            f"are more than {MAX_OPERATIONS // 3}; use auto"
+        )
+    limits = tuple(memory_limit or multiple_of_p(costs, num_ranks, 2))
+    start = auto(num_ranks, num_microbatches, costs=costs, memory_limit=limits)
+    timeline = simulate(start, costs)
+    bound = float(lower_bounds(start.placement, num_microbatches, costs, limits).span)
+    best = Solution(_named(start), timeline.cost, bound)
+    if best.is_optimal:
+        return best
+    program = _Program(num_ranks, num_microbatches, costs, limits)
+    program.begin_with(start)
+    orders, proven = program.solve(time_limit, bound)
+    bound = max(bound, proven)
+    found = Schedule("optimal", start.placement, num_microbatches, orders) if orders is not None else best.schedule
+    cost = simulate(found, costs).cost
+    return Solution(found, cost, bound) if cost < best.cost else Solution(best.schedule, best.cost, bound)
+
+
+def _named(schedule: Schedule) -> Schedule:
+    return Schedule("optimal", schedule.placement, schedule.num_microbatches, schedule.ops)
+
+
+class _Program:
+    """The constraint program. Times are in steps of `1 / scale` of the costs' unit."""
+
+    def __init__(self, num_ranks: int, num_microbatches: int, costs: StageCosts, limits: Sequence[float]) -> None:
+        try:
+            from ortools.sat.python import cp_model
+        except ImportError:
+            raise ScheduleError("schedule optimal needs OR-tools: pip install 'megatron-zero-bubble[solver]'") from None
+        self._cp: Any = cp_model
+        self._model = cp_model.CpModel()
+        self._costs = costs
+        self._num_microbatches = num_microbatches
+        self._stages = range(num_ranks)
+        self._times = costs.times()
+        self._scale = RESOLUTION / max(max(self._times[kind]) for kind in _KINDS)
+        self._starts: dict[_Key, Any] = {}
+        self._placement = Placement("linear", num_ranks)
+        horizon = sum(self._steps(costs.work(stage)) + 4 for stage in self._stages) * num_microbatches
+        self._horizon = horizon + 2 * sum(self._steps(time) for time in costs.time_comm)
+        self._span = self._model.new_int_var(0, self._horizon, "span")
+        for stage in self._stages:
+            self._add_stage(stage)
+            self._add_memory(stage, limits[stage])
+        self._add_dependencies()
+        self._model.minimize(self._span)
+
+    def begin_with(self, schedule: Schedule) -> None:
+        """Hint the times of `schedule`."""
+        timeline = simulate(schedule, self._costs)
+        for rank, lane in enumerate(timeline.lanes):
+            for op, start, _ in lane:
+                kinds = (OpKind.B, OpKind.W) if op.kind is OpKind.BW else (op.kind,)
+                for kind in kinds:
+                    delay = self._times[OpKind.B][rank] if kind is not op.kind and kind is OpKind.W else 0
+                    self._model.add_hint(self._starts[kind, rank, op.microbatch], self._steps(start + delay))
+
+    def solve(self, time_limit: float, bound: float) -> tuple[tuple[tuple[Op, ...], ...] | None, float]:
+        """(the orders found, if any; a bound in the costs' unit)."""
+        # Rounded down: what is a bound at the exact costs must not cut off anything at the rounded ones.
+        slack = 3 * self._num_microbatches * len(self._stages)
+        self._model.add(self._span >= max(0, self._steps(bound) - slack))
+        solver = self._cp.CpSolver()
+        solver.parameters.max_time_in_seconds = time_limit
+        status = solver.solve(self._model)
+        if status not in (self._cp.OPTIMAL, self._cp.FEASIBLE):
+            return None, 0.0
+        orders = []
+        for stage in self._stages:
+            keys = [key for key in self._starts if key[1] == stage]
+            keys.sort(key=lambda key: (solver.value(self._starts[key]), _KINDS.index(key[0])))
+            orders.append(tuple(Op(kind, microbatch) for kind, _, microbatch in keys))
+        # A rounded time is off by half a step at most, and so is each operation and message on the way.
+        return tuple(orders), (solver.best_objective_bound - slack) / self._scale
+
+    def _steps(self, time: float) -> int:
+        return round(float(time) * self._scale)
+
+    def _duration(self, kind: OpKind, stage: int) -> int:
+        return max(1, self._steps(self._times[kind][stage]))
+
+    def _end(self, kind: OpKind, stage: int, microbatch: int) -> Any:
+        return self._starts[kind, stage, microbatch] + self._duration(kind, stage)
+
+    def _add_stage(self, stage: int) -> None:
+        intervals = []
+        for kind in _KINDS:
+            duration = self._duration(kind, stage)
+            for k in range(self._num_microbatches):
+                start = self._model.new_int_var(0, self._horizon, f"{kind.value}{k}@{stage}")
+                self._starts[kind, stage, k] = start
+                intervals.append(self._model.new_fixed_size_interval_var(start, duration, f"i{kind.value}{k}@{stage}"))
+                if k > 0:
+                    self._model.add(start >= self._end(kind, stage, k - 1))
+        self._model.add_no_overlap(intervals)
+        for k in range(self._num_microbatches):
+            self._model.add(self._starts[OpKind.W, stage, k] >= self._end(OpKind.B, stage, k))
+        last = self._end(OpKind.W, stage, self._num_microbatches - 1)
+        self._model.add(self._span >= last - self._starts[OpKind.F, stage, 0])
+
+    def _add_dependencies(self) -> None:
+        f, b = OpKind.F, OpKind.B
+        last = len(self._stages) - 1
+        for stage in self._stages:
+            for k in range(self._num_microbatches):
+                if stage > 0:
+                    comm = self._steps(self._costs.time_comm[stage - 1])
+                    self._model.add(self._starts[f, stage, k] >= self._end(f, stage - 1, k) + comm)
+                if stage < last:
+                    comm = self._steps(self._costs.time_comm[stage])
+                    self._model.add(self._starts[b, stage, k] >= self._end(b, stage + 1, k) + comm)
+                else:
+                    self._model.add(self._starts[b, stage, k] >= self._end(f, stage, k))
+
+    def _add_memory(self, stage: int, limit: float) -> None:
+        costs = self._costs
+        whole = max(abs(costs.memory_f[stage]), abs(costs.memory_b[stage]), abs(costs.memory_w[stage]), 1e-30)
+        unit = RESOLUTION / whole
+        changes = (costs.memory_f[stage], costs.memory_b[stage], costs.memory_w[stage])
+        if limit == float("inf") or limit >= self._num_microbatches * sum(max(0, change) for change in changes):
+            return
+        times, demands = [], []
+        for k in range(self._num_microbatches):
+            times += [self._starts[OpKind.F, stage, k], self._end(OpKind.B, stage, k), self._end(OpKind.W, stage, k)]
+            demands += [round(change * unit) for change in changes]
+        low = min(0, sum(demand for demand in demands if demand < 0))
+        # Half a unit for each change that was rounded.
+        high = int(limit * unit) + len(demands) // 2
+        self._model.add_reservoir_constraint(times, demands, low, high)
