@@ -7,9 +7,11 @@
 
 Emulated: the executor that trains, one process a rank, and messages of --activation-bytes over gloo; in place of
 compute every rank sleeps for the times of F, B and W, in milliseconds. That shows bubbles on any two cores, because
-a sleeping rank needs none. A step is measured from a common start to the return of the last rank. The schedules
-take turns, so that whatever else the machine does meets all of them; the table has medians. --time-comm is how
-long a message takes at least, whatever the machine needs for it.
+a sleeping rank needs none. A step is measured from a common start to the return of the last rank, its span is the
+longest time that a rank needs from its first operation to its last, and the bubble is what the span has more than
+the work. The schedules take turns, so that whatever else the machine does meets all of them; the table has medians.
+--time-comm is how long a message takes at least, whatever the machine needs for it. On a machine that others use
+too, `chrt -f 1` before the command keeps them out (as root).
 
 A mistake ends with one line and exit status 2.
 """

@@ -52,6 +52,7 @@ def test_all_schedules_and_all_peers_as_json(tmp_path):
         assert one["simulated_ms"] >= 20
         assert min(one["steps_ms"]) <= one["measured_ms"] <= max(one["steps_ms"])
         assert 0 <= one["simulated_bubble_rate"] < 1
+        assert one["ideal_ms"] <= one["span_ms"] <= max(one["steps_ms"])
         assert 0 < one["bubble_rate"] < 1
         # Sleeps are never too short. (torch puts the B of its first stage off until W, which no simulation knows.)
         bound = one["simulated_ms"] if one["schedule"] in names else one["ideal_ms"]
@@ -113,6 +114,7 @@ def test_a_step_lasts_from_the_common_start_to_the_last_return():
     assert result.makespans == pytest.approx([1800, 6800, 1900])
     assert result.measured == pytest.approx(1900)
     assert result.ideal == 1200
+    assert result.spans == pytest.approx([1500] * 3)
     assert result.bubble_rate == pytest.approx(1 - 1.2 / 1.5)
     assert result.exposed == pytest.approx(20)
 
