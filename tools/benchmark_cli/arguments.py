@@ -23,7 +23,9 @@ def parse_arguments(argv: list[str] | None, description: str) -> argparse.Namesp
     parser.add_argument(
         "--mode", choices=("emulate",), default="emulate", help="emulate: compute is replaced by sleeps"
     )
-    parser.add_argument("--schedule", action="append", metavar="NAME", help="repeat for more (default: all)")
+    parser.add_argument(
+        "--schedule", action="append", metavar="NAME", help="repeat for more (default: all but optimal)"
+    )
     parser.add_argument("--peers", action="store_true", help="run torch.distributed.pipelining's schedules as well")
     parser.add_argument("--steps", type=at_least(1), default=5, metavar="N", help="measured steps of each (default 5)")
     parser.add_argument(

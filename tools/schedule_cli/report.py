@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -102,14 +102,14 @@ def report_on(arguments: argparse.Namespace) -> Report:
     return report(arguments, *make_schedule(arguments, arguments.schedule, arguments.memory_limit))
 
 
-def report_on_all(arguments: argparse.Namespace) -> list[Report]:
-    """The schedules that --schedule names, or all that can be.
+def report_on_all(arguments: argparse.Namespace, leave_out: Collection[str] = ()) -> list[Report]:
+    """The schedules that --schedule names, or all that can be but those to `leave_out`.
 
     What was asked for by name has to be there: raises `ScheduleError` otherwise.
     """
     found: list[Report] = []
     refusal: ScheduleError | None = None
-    for name in arguments.schedule or names():
+    for name in arguments.schedule or [name for name in names() if name not in leave_out]:
         entry = entry_of(name)
         own = argparse.Namespace(**vars(arguments))
         if "num_chunks" not in entry.options:
