@@ -136,7 +136,7 @@ MISTAKES = {
     "stages of different length": (
         {"--num-layers": "6"},
         "--num-layers 6 is not a multiple of the 4 stages that --pipeline-model-parallel-size 4 "
-        "and 1 model chunks a rank give",
+        "and 1 model chunks a rank give; --allow-padding-num-layers spreads them unevenly",
     ),
     "chunks of different length": (
         {"--num-layers-per-virtual-pipeline-stage": "3"},

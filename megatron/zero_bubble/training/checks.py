@@ -10,7 +10,9 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
+from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.training.arguments import Arguments
+from megatron.zero_bubble.training.layers import spread_layers, to_layout
 from megatron.zero_bubble.training.planning import planning_options
 from megatron.zero_bubble.training.plans import choose_placement, choose_plan
 
@@ -210,18 +212,29 @@ def _check_schedule(args: Arguments) -> None:
     plan = choose_plan(args)
     placement = choose_placement(args, plan)
     if args.pipeline_model_parallel_layout is None and not _has_uneven_ranks(args):
-        stages = placement.num_stages
-        _require(
-            args.num_layers % stages == 0,
-            f"--num-layers {args.num_layers} is not a multiple of the {stages} stages that "
-            f"--pipeline-model-parallel-size {placement.num_ranks} and {placement.num_chunks} model chunks a rank give",
-        )
-    if placement.kind == "v":
-        uneven = args.pipeline_model_parallel_layout is not None or _has_uneven_ranks(args)
-        _require(not uneven, f"--zero-bubble-schedule {args.schedule} places layers in a V, in even stages: no layout")
+        _check_layers(args, placement)
+    _require(
+        placement.kind != "v" or not _has_uneven_ranks(args),
+        f"--zero-bubble-schedule {args.schedule} places layers in a V, where the first rank is the last too: "
+        "--pipeline-model-parallel-layout gives uneven stages, not --decoder-first-pipeline-num-layers",
+    )
     # The loss' rank, and of its replicas the last: in megatron-core's order of ranks, pipeline is outermost.
     ranks_per_stage = args.world_size // placement.num_ranks
     args.log_rank = (placement.rank_of(placement.num_stages - 1) + 1) * ranks_per_stage - 1
+
+
+def _check_layers(args: Arguments, placement: Placement) -> None:
+    """The stages get equal numbers of layers, or with `--allow-padding-num-layers` nearly so."""
+    stages = placement.num_stages
+    if args.num_layers % stages == 0:
+        return
+    _require(
+        args.allow_padding_num_layers,
+        f"--num-layers {args.num_layers} is not a multiple of the {stages} stages that --pipeline-model-parallel-size "
+        f"{placement.num_ranks} and {placement.num_chunks} model chunks a rank give; "
+        "--allow-padding-num-layers spreads them unevenly",
+    )
+    args.pipeline_model_parallel_layout = to_layout(spread_layers(args.num_layers, stages))
 
 
 def _check_planning(args: Arguments) -> None:

@@ -83,12 +83,12 @@ def model_chunks(args: Arguments) -> int | None:
     if args.pipeline_model_parallel_layout is not None:
         return _chunks_of_layout(args)
     if per_chunk is not None:
-        if args.num_layers % (pipeline * per_chunk) != 0:
+        if not args.allow_padding_num_layers and args.num_layers % (pipeline * per_chunk) != 0:
             raise ValueError(
                 f"--num-layers {args.num_layers} is not a multiple of --pipeline-model-parallel-size {pipeline} x "
                 f"--num-layers-per-virtual-pipeline-stage {per_chunk}"
             )
-        per_rank = args.num_layers // pipeline // per_chunk
+        per_rank = -(-args.num_layers // (pipeline * per_chunk))
     if per_rank is not None and per_rank > 1 and pipeline < 2:
         raise ValueError(f"several model chunks a rank need --pipeline-model-parallel-size above 1, got {pipeline}")
     return per_rank if per_rank is not None and per_rank > 1 else None

@@ -23,6 +23,7 @@ from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.checkpoint import Checkpointer, latest_iteration
 from megatron.zero_bubble.training.data import DataConfig, build_data_iterator, build_datasets
 from megatron.zero_bubble.training.initialize import initialized, print_rank_0
+from megatron.zero_bubble.training.layers import layers_of_layout
 from megatron.zero_bubble.training.logging import TrainingLog, open_writers
 from megatron.zero_bubble.training.loop import DataIterator, Trainer
 from megatron.zero_bubble.training.model import build_lr_scheduler, build_model, build_optimizer, transformer_config
@@ -167,6 +168,9 @@ def _describe(args: Arguments, plan: Plan | None, model: list[torch.nn.Module]) 
         print_rank_0(
             f" > number of parameters on (tensor, pipeline) model parallel rank ({tensor}, {pipeline}): {total}{share}"
         )
+    if args.pipeline_model_parallel_layout is not None:
+        layers = layers_of_layout(args.pipeline_model_parallel_layout, args.pipeline_model_parallel_size)
+        print_rank_0(f" > layers of each stage: {', '.join(map(str, layers))}")
     chunks = f", {len(model)} model chunks a rank" if len(model) > 1 else ""
     megatrons = "megatron-core (interleaved 1F1B)" if len(model) > 1 else "megatron-core (1F1B)"
     print_rank_0(f" > pipeline schedule: {plan.name if plan else megatrons}{chunks}")

@@ -1,0 +1,213 @@
+"""When a run plans: after its window, before the first step from a given profile, when times drift."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.zero_bubble.runtime.observer import StepObserver
+from megatron.zero_bubble.runtime.planning import MemoryLimit
+from megatron.zero_bubble.runtime.replanner import PlanningOptions, Replanner, Report
+from megatron.zero_bubble.schedule import OpKind, Placement, ScheduleError, StageCosts
+from megatron.zero_bubble.schedule.plan import NamedPlan, Plan
+from megatron.zero_bubble.schedule.serialize import Profile
+
+MODEL = {"num_layers": 4}
+GIVEN = Profile(Placement("linear", 1), StageCosts.uniform(1, 5, 5, 5, 0, 100, -50, -50), 0.0, MODEL)
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def mark(self):
+        return self.now
+
+    def seconds(self, marks):
+        return list(marks)
+
+
+@pytest.fixture(autouse=True)
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Run:
+    """A pipeline of one rank, whose operations take as many milliseconds as the test says."""
+
+    def __init__(self, plan: Plan | None = None, **options) -> None:
+        self.clock = FakeClock()
+        self.observer = StepObserver(self.clock)
+        self.plan: Plan = plan or NamedPlan("auto", 1)
+        self.reports: list[Report] = []
+        self.edges_measured_at: list[int] = []
+        self.step = 0
+        self.new_plans: list[int] = []
+        """Steps that the first began with a new plan."""
+        self.replanner = Replanner(
+            self.plan,
+            PlanningOptions(**{"first_step": 2, "last_step": 3, "model": MODEL, **options}),
+            rank=0,
+            observer=self.observer,
+            measure_edges=self._measure_edges,
+            report=self.reports.append,
+            device=torch.device("cpu"),
+        )
+
+    def _measure_edges(self) -> dict[int, float]:
+        self.edges_measured_at.append(self.step)
+        return {}
+
+    def steps(self, count: int, milliseconds: Sequence[float] = (1.0, 1.0, 1.0), m: int = 2) -> None:
+        for _ in range(count):
+            self._go_on_with(self.replanner.before_step(m), self.step + 1)
+            self.step += 1
+            self._run(dict(zip((OpKind.F, OpKind.B, OpKind.W), milliseconds, strict=True)), m)
+            self._go_on_with(self.replanner.after_step(self.step, m), self.step + 1)
+
+    def _run(self, times: dict[OpKind, float], m: int) -> None:
+        times[OpKind.BW] = times[OpKind.B] + times[OpKind.W]
+        recorder = self.observer.start(self.step)
+        for op in self.plan.schedule(m).compute_ops(0):
+            recorder.begin(op)
+            self.clock.now += times[op.kind] / 1000
+            recorder.end(op)
+
+    def _go_on_with(self, plan: Plan | None, step: int) -> None:
+        if plan is not None:
+            self.plan = plan
+            self.new_plans.append(step)
+
+
+def test_a_run_is_planned_after_its_window_from_the_steps_in_it():
+    run = Run()
+    run.steps(1, (100.0, 100.0, 100.0))  # before the window
+    run.steps(2, (3.0, 2.0, 1.0))
+    run.steps(3, (100.0, 100.0, 100.0))
+    assert run.new_plans == [4]
+    (report,) = run.reports
+    assert (report.step, report.is_new_plan, report.memory_limit) == (3, True, None)
+    costs = report.prediction.profile.costs
+    assert costs.time_f[0] == pytest.approx(3.0)
+    assert costs.time_b[0] == pytest.approx(2.0)
+    assert costs.time_w[0] == pytest.approx(1.0)
+    assert report.prediction.profile.model == MODEL
+    assert report.prediction.schedule == run.plan.schedule(2)
+    assert run.edges_measured_at == [3]
+
+
+def test_the_profile_is_known_once_it_has_been_planned_with():
+    run = Run()
+    run.steps(2)
+    assert run.replanner.profile is None
+    run.steps(1)
+    assert run.replanner.profile is run.reports[0].prediction.profile
+
+
+def test_memory_is_measured_in_the_window_alone():
+    run = Run()
+    assert [run.replanner.measures_memory(step) for step in (1, 2, 3, 4)] == [False, True, True, False]
+    run.steps(3)
+    assert not run.replanner.measures_memory(3)
+
+
+def test_a_given_profile_is_planned_with_before_the_first_step():
+    run = Run(profile=GIVEN)
+    assert run.replanner.profile is None
+    run.steps(6)
+    assert run.new_plans == [1]
+    (report,) = run.reports
+    assert (report.step, report.prediction.profile) == (0, GIVEN)
+    assert run.edges_measured_at == [], "nothing is measured"
+    assert not run.replanner.measures_memory(2)
+
+
+def test_a_plan_that_does_not_adapt_is_kept_and_only_predicted():
+    run = Run(NamedPlan("1f1b", 1))
+    run.steps(6, (3.0, 2.0, 1.0))
+    assert run.new_plans == []
+    (report,) = run.reports
+    assert not report.is_new_plan
+    assert report.prediction.schedule.name == "1f1b"
+    costs = report.prediction.profile.costs
+    assert costs.work(0) == pytest.approx(6.0)
+    assert costs.time_b == costs.time_w, "a fused backward tells no more"
+
+
+def test_each_number_of_microbatches_is_planned_once():
+    """`--rampup-batch-size`: the limit, a multiple of 1F1B's peak, grows with the number until the pipeline is full."""
+    run = Run(profile=GIVEN, memory_limit=MemoryLimit(multiple=1.0))
+    for m in (1, 1, 2, 2, 3):
+        run.steps(1, m=m)
+    assert run.new_plans == [1, 3, 5]
+    assert [report.prediction.schedule.num_microbatches for report in run.reports] == [1, 2, 3]
+
+
+def test_numbers_of_microbatches_before_the_window_ends_need_no_plan():
+    run = Run()
+    run.steps(1, m=1)
+    run.steps(2, m=2)
+    run.steps(1, m=3)
+    assert run.new_plans == [4, 4]  # after the window for 2, and at once again for 3
+    assert run.plan.schedule(3).num_microbatches == 3
+
+
+@pytest.mark.parametrize(("limit", "in_bytes"), [(MemoryLimit(multiple=1.5), 150.0), (MemoryLimit(num_bytes=700), 700)])
+def test_the_memory_limit_is_turned_into_bytes(limit, in_bytes):
+    run = Run(profile=GIVEN, memory_limit=limit)
+    run.steps(1)
+    assert run.reports[0].memory_limit == in_bytes
+    assert max(run.reports[0].prediction.peak_bytes) <= in_bytes
+
+
+def test_a_limit_that_nothing_fits_under_is_an_error_that_names_the_smallest():
+    run = Run(profile=GIVEN, memory_limit=MemoryLimit(num_bytes=99))
+    with pytest.raises(ScheduleError, match=r"^[^\n]*\b100\b[^\n]*$"):
+        run.steps(1)
+
+
+def test_without_a_threshold_drift_changes_nothing():
+    run = Run()
+    run.steps(3)
+    run.steps(60, (9.0, 9.0, 9.0))
+    assert run.new_plans == [4]
+
+
+@pytest.mark.parametrize(("milliseconds", "replanned_at"), [(1.2, []), (1.3, [21]), (0.7, [21])])
+def test_a_run_is_planned_again_when_its_times_drift_by_more_than_the_threshold(milliseconds, replanned_at):
+    run = Run(threshold=0.25)
+    run.steps(3)
+    run.steps(30, (milliseconds,) * 3)
+    assert run.new_plans == [4, *replanned_at]
+    if replanned_at:
+        assert run.reports[-1].step == 20
+        assert run.reports[-1].prediction.profile.costs.time_f[0] == pytest.approx(milliseconds)
+
+
+def test_drift_is_looked_for_between_two_looks_not_since_the_start():
+    """A slow machine that has become fast again is planned for twice."""
+    run = Run(threshold=0.25)
+    run.steps(20)
+    run.steps(20, (2.0, 2.0, 2.0))
+    run.steps(20)
+    run.steps(20)
+    assert run.new_plans == [4, 41, 61]
+
+
+def test_drift_leaves_memory_messages_and_model_as_they_were():
+    run = Run(profile=GIVEN, threshold=0.25)
+    run.steps(20, (1.0, 1.0, 1.0))
+    new = run.reports[-1].prediction.profile
+    assert new.costs.time_f[0] == pytest.approx(1.0)
+    assert (new.costs.memory_f, new.costs.memory_w, new.costs.time_comm) == (
+        GIVEN.costs.memory_f,
+        GIVEN.costs.memory_w,
+        GIVEN.costs.time_comm,
+    )
+    assert (new.placement, new.model) == (GIVEN.placement, GIVEN.model)
+    assert run.reports[-1].prediction.profile is run.replanner.profile

@@ -1,0 +1,101 @@
+"""`--allow-padding-num-layers`: layers over stages that do not divide their number."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron.zero_bubble.training.layers import layers_of_layout, spread_layers, to_layout
+from tests.launch import PRETRAIN, TINY_GPT, run, run_trainings
+from tests.training.test_checks import checked
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_stages", "layers"),
+    [
+        (8, 4, [2, 2, 2, 2]),
+        (10, 4, [2, 3, 3, 2]),
+        (9, 4, [2, 3, 2, 2]),
+        (11, 4, [3, 3, 3, 2]),
+        (7, 4, [2, 2, 2, 1]),
+        (5, 2, [3, 2]),
+        (3, 3, [1, 1, 1]),
+        (6, 1, [6]),
+    ],
+)
+def test_layers_are_spread_evenly_and_the_ends_get_the_fewer(num_layers, num_stages, layers):
+    assert spread_layers(num_layers, num_stages) == layers
+
+
+@pytest.mark.parametrize("num_layers", range(6, 30))
+def test_no_layer_is_lost_and_stages_differ_by_one_at_most(num_layers):
+    layers = spread_layers(num_layers, 6)
+    assert sum(layers) == num_layers
+    assert max(layers) - min(layers) <= 1
+    assert layers[-1] == min(layers)
+
+
+def test_a_stage_without_a_layer_is_refused():
+    with pytest.raises(ValueError, match=r"^--num-layers 3 is not enough for 4 stages of at least one layer$"):
+        spread_layers(3, 4)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_megatron_core_reads_the_layout_as_it_was_meant(num_ranks):
+    layers = [2, 3, 3, 2]
+    assert layers_of_layout(to_layout(layers), num_ranks) == layers
+
+
+@pytest.mark.parametrize(
+    ("changes", "layout"),
+    [
+        ({}, None),
+        ({"--num-layers": "10"}, "Et*2|t*3|t*3|t*2L"),
+        ({"--num-layers": "10", "--zero-bubble": None}, "Et*2|t*3|t*3|t*2L"),
+        ({"--num-layers": "9", "--num-virtual-stages-per-pipeline-rank": "2"}, "Et*1|t*2|t*1|t*1|t*1|t*1|t*1|t*1L"),
+        ({"--num-layers": "7", "--num-layers-per-virtual-pipeline-stage": "2"}, "Et*2|t*2|t*2|t*1L"),
+        ({"--num-layers": "9", "--zero-bubble-schedule": "zb-v"}, "Et*1|t*2|t*1|t*1|t*1|t*1|t*1|t*1L"),
+    ],
+)
+def test_what_the_flag_makes_of_other_flags(changes, layout):
+    changes = {"--global-batch-size": "16", **changes, "--allow-padding-num-layers": None}
+    assert checked(changes).pipeline_model_parallel_layout == layout
+
+
+def test_without_the_flag_the_number_must_be_a_multiple():
+    with pytest.raises(ValueError, match=r"^--num-layers 10 is not a multiple of the 4 stages .*; --allow-padding-num"):
+        checked({"--num-layers": "10"})
+
+
+def test_a_layout_of_the_users_own_stands():
+    own = "Et|ttt|tttt|ttL"
+    args = checked({"--num-layers": "10", "--pipeline-model-parallel-layout": own, "--allow-padding-num-layers": None})
+    assert args.pipeline_model_parallel_layout == own
+
+
+UNEVEN = [
+    *(*TINY_GPT, "--num-layers", "5", "--train-iters", "3", "--allow-padding-num-layers"),
+    *("--pipeline-model-parallel-size", "2", "--global-batch-size", "4"),
+]
+CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "2")
+
+
+def test_schedules_equal_megatron_cores_with_uneven_stages(tmp_path: Path) -> None:
+    trainings = {
+        "base": UNEVEN,
+        "zb-h1": [*UNEVEN, "--zero-bubble-schedule", "zb-h1"],
+        "base-chunks": [*UNEVEN, *CHUNKS],
+        "interleaved-zb": [*UNEVEN, *CHUNKS, "--zero-bubble"],
+    }
+    run_trainings(2, trainings, tmp_path)
+    numerics = {name: (tmp_path / f"{name}.jsonl").read_bytes() for name in trainings}
+    assert numerics["zb-h1"] == numerics["base"]
+    assert numerics["interleaved-zb"] == numerics["base-chunks"] != numerics["base"]
+
+
+def test_the_start_up_lines_say_what_each_stage_got() -> None:
+    result = run(2, PRETRAIN, *UNEVEN, "--zero-bubble", timeout=100)
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"^ > layers of each stage: 3, 2$", result.stdout, re.MULTILINE)
