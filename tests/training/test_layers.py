@@ -56,7 +56,6 @@ def test_megatron_core_reads_the_layout_as_it_was_meant(num_ranks):
         ({"--num-layers": "10", "--zero-bubble": None}, "Et*2|t*3|t*3|t*2L"),
         ({"--num-layers": "9", "--num-virtual-stages-per-pipeline-rank": "2"}, "Et*1|t*2|t*1|t*1|t*1|t*1|t*1|t*1L"),
         ({"--num-layers": "7", "--num-layers-per-virtual-pipeline-stage": "2"}, "Et*2|t*2|t*2|t*1L"),
-        ({"--num-layers": "9", "--zero-bubble-schedule": "zb-v"}, "Et*1|t*2|t*1|t*1|t*1|t*1|t*1|t*1L"),
     ],
 )
 def test_what_the_flag_makes_of_other_flags(changes, layout):
@@ -67,6 +66,18 @@ def test_what_the_flag_makes_of_other_flags(changes, layout):
 def test_without_the_flag_the_number_must_be_a_multiple():
     with pytest.raises(ValueError, match=r"^--num-layers 10 is not a multiple of the 4 stages .*; --allow-padding-num"):
         checked({"--num-layers": "10"})
+
+
+@pytest.mark.parametrize("more", [{}, {"--allow-padding-num-layers": None}])
+def test_a_v_has_even_stages(more):
+    with pytest.raises(
+        ValueError, match=r"^--num-layers 9 is not a multiple of the 8 stages [^;]*2 model chunks a rank give$"
+    ):
+        checked({"--num-layers": "9", "--global-batch-size": "16", "--zero-bubble-schedule": "zb-v", **more})
+    with pytest.raises(
+        ValueError, match=r"^--zero-bubble-schedule zb-v places layers in a V, in even stages: no layout$"
+    ):
+        checked({"--zero-bubble-schedule": "zb-v", "--pipeline-model-parallel-layout": "Et|t|t|t|t|t|t|tL", **more})
 
 
 def test_a_layout_of_the_users_own_stands():

@@ -213,10 +213,11 @@ def _check_schedule(args: Arguments) -> None:
     placement = choose_placement(args, plan)
     if args.pipeline_model_parallel_layout is None and not _has_uneven_ranks(args):
         _check_layers(args, placement)
+    # megatron-core counts a layout's layers by the process's own rank, whatever stage it is told to build.
+    uneven = args.pipeline_model_parallel_layout is not None or _has_uneven_ranks(args)
     _require(
-        placement.kind != "v" or not _has_uneven_ranks(args),
-        f"--zero-bubble-schedule {args.schedule} places layers in a V, where the first rank is the last too: "
-        "--pipeline-model-parallel-layout gives uneven stages, not --decoder-first-pipeline-num-layers",
+        placement.kind != "v" or not uneven,
+        f"--zero-bubble-schedule {args.schedule} places layers in a V, in even stages: no layout",
     )
     # The loss' rank, and of its replicas the last: in megatron-core's order of ranks, pipeline is outermost.
     ranks_per_stage = args.world_size // placement.num_ranks
@@ -228,11 +229,12 @@ def _check_layers(args: Arguments, placement: Placement) -> None:
     stages = placement.num_stages
     if args.num_layers % stages == 0:
         return
+    can_be_uneven = placement.kind != "v"
+    hint = "; --allow-padding-num-layers spreads them unevenly" if can_be_uneven else ""
     _require(
-        args.allow_padding_num_layers,
+        args.allow_padding_num_layers and can_be_uneven,
         f"--num-layers {args.num_layers} is not a multiple of the {stages} stages that --pipeline-model-parallel-size "
-        f"{placement.num_ranks} and {placement.num_chunks} model chunks a rank give; "
-        "--allow-padding-num-layers spreads them unevenly",
+        f"{placement.num_ranks} and {placement.num_chunks} model chunks a rank give{hint}",
     )
     args.pipeline_model_parallel_layout = to_layout(spread_layers(args.num_layers, stages))
 

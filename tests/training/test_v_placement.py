@@ -1,0 +1,120 @@
+"""Layers placed in a V compute what 1F1B computes: the same losses, and bit for bit the same parameters.
+
+No dropout, because its random numbers are drawn rank by rank, and no clipping, because the order in which a
+norm is summed may differ.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.zero_bubble.schedule import Op, OpKind, Placement, Schedule
+from megatron.zero_bubble.schedule.serialize import schedule_to_json
+from tests.launch import TINY_GPT, run_trainings
+
+MICROBATCHES = 4
+EXACT = ("--clip-grad", "0", "--attention-dropout", "0", "--hidden-dropout", "0", "--lr-decay-style", "constant")
+MODELS = {
+    "tied": (),
+    "untied": ("--untie-embeddings-and-output-weights",),
+    "tied-bf16": ("--bf16",),
+    "tied-per-token": ("--calculate-per-token-loss",),
+}
+
+
+def all_forwards_first() -> Schedule:
+    """A V schedule that no generator makes: every F, then every B, then every W, chunk by chunk."""
+    microbatches = range(MICROBATCHES)
+    lane = [
+        *(Op(OpKind.F, m, chunk) for chunk in (0, 1) for m in microbatches),
+        *(Op(OpKind.B, m, chunk) for chunk in (1, 0) for m in microbatches),
+        *(Op(OpKind.W, m, chunk) for chunk in (1, 0) for m in microbatches),
+    ]
+    return Schedule("all-forwards-first", Placement("v", 2, 2), MICROBATCHES, (tuple(lane), tuple(lane)))
+
+
+def flags(folder: Path, name: str, loaded: str, until: int, *more: str) -> list[str]:
+    return [
+        *(*TINY_GPT, *EXACT, "--pipeline-model-parallel-size", "2", "--global-batch-size", str(MICROBATCHES)),
+        *("--train-iters", str(until), "--save", str(folder / name), *more),
+        *(("--load", str(folder / loaded), "--override-opt_param-scheduler") if loaded else ()),
+    ]
+
+
+def trainings_of(folder: Path, model: tuple[str, ...], schedule_file: Path) -> dict[str, list[str]]:
+    """1F1B to iteration 1, from there each schedule to 3, and each from the other's checkpoint to 4."""
+    in_v = (*model, "--zero-bubble-schedule", f"file:{schedule_file}")
+    return {
+        "start": flags(folder, "start", "", 1, *model),
+        "1f1b": flags(folder, "1f1b", "start", 3, *model),
+        "v": flags(folder, "v", "start", 3, *in_v),
+        "zb-v": flags(folder, "zb-v", "start", 3, *model, "--zero-bubble-schedule", "zb-v"),
+        "1f1b-from-v": flags(folder, "1f1b-from-v", "v", 4, *model),
+        "v-from-1f1b": flags(folder, "v-from-1f1b", "1f1b", 4, *in_v),
+    }
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for each model, with the checkpoints and numerics of its trainings; all in one job."""
+    root = tmp_path_factory.mktemp("v")
+    file = root / "all_forwards_first.json"
+    file.write_text(schedule_to_json(all_forwards_first()))
+    trainings = {}
+    for name, model in MODELS.items():
+        (root / name).mkdir()
+        trainings |= {f"{name}/{k}": v for k, v in trainings_of(root / name, model, file).items()}
+    run_trainings(2, trainings, root)
+    return root
+
+
+@pytest.fixture(params=MODELS)
+def folder(request: pytest.FixtureRequest, root: Path) -> Path:
+    return root / request.param
+
+
+@pytest.fixture(autouse=True)
+def one_rank() -> Iterator[None]:
+    """megatron-core reads checkpoints in a job only."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def losses(folder: Path, name: str) -> dict[int, str]:
+    lines = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+    return {line["iteration"]: line["lm_loss"] for line in lines}
+
+
+def tensors(folder: Path, name: str, iteration: int) -> dict[str, torch.Tensor]:
+    """Everything in a checkpoint that is a tensor: parameters, master weights, the optimizer's moments."""
+    from megatron.core import dist_checkpointing
+
+    state = dist_checkpointing.load_plain_tensors(str(folder / name / f"iter_{iteration:07d}"))
+    return {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def differences(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> list[str]:
+    assert ours.keys() == theirs.keys()
+    return [key for key, value in ours.items() if not torch.equal(value, theirs[key])]
+
+
+@pytest.mark.parametrize("schedule", ["v", "zb-v"])
+def test_a_v_gives_the_losses_parameters_and_moments_of_1f1b(folder: Path, schedule: str) -> None:
+    assert losses(folder, schedule) == losses(folder, "1f1b")
+    assert len(set(losses(folder, schedule).values())) == 2
+    ours, theirs = tensors(folder, schedule, 3), tensors(folder, "1f1b", 3)
+    assert differences(ours, theirs) == []
+    assert any("exp_avg_sq" in key for key in ours)
+    assert differences(theirs, tensors(folder, "start", 1)), "training changes them"
+
+
+def test_a_checkpoint_of_either_placement_goes_on_in_the_other(folder: Path) -> None:
+    assert losses(folder, "1f1b-from-v") == losses(folder, "v-from-1f1b")
+    assert differences(tensors(folder, "v-from-1f1b", 4), tensors(folder, "1f1b-from-v", 4)) == []
