@@ -19,9 +19,9 @@ from megatron.zero_bubble.schedule import (
     validate,
 )
 from megatron.zero_bubble.schedule.plan import Plan
-from megatron.zero_bubble.schedule.serialize import Profile, schedule_from_json, schedule_to_json
+from megatron.zero_bubble.schedule.serialize import Profile, Setting, schedule_from_json, schedule_to_json
 
-ModelDescription = Mapping[str, int | float | str | bool]
+ModelDescription = Mapping[str, Setting]
 
 _UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9, "B": 1}
 

@@ -240,7 +240,10 @@ def _check_layers(args: Arguments, placement: Placement) -> None:
 
 
 def _check_planning(args: Arguments) -> None:
-    names = ("memory_limit", "profile_iters", "profile_output", "profile_input", "timeline", "timeline_iters")
+    names = (
+        *("memory_limit", "max_pending_backward", "profile_iters", "profile_output", "profile_input"),
+        *("timeline", "timeline_iters"),
+    )
     for name in names:
         _require(
             args.schedule is not None or getattr(args, f"zero_bubble_{name}") is None,
@@ -285,16 +288,18 @@ def _check_output(args: Arguments) -> None:
         "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler contradict each other",
     )
     _require(args.save is not None or args.save_interval is None, "--save-interval needs --save FOLDER")
-    for name in ("save", "tensorboard_dir"):
+    for name in ("save", "tensorboard_dir", "zero_bubble_timeline"):
         folder = getattr(args, name)
         _require(
             folder is None or not Path(folder).exists() or Path(folder).is_dir(),
             f"{_flag(name)} {folder} is not a folder",
         )
-    if args.log_numerics is not None:
-        file = Path(args.log_numerics).absolute()
-        _require(file.parent.is_dir(), f"--log-numerics {args.log_numerics}: its folder does not exist")
-        _require(not file.is_dir(), f"--log-numerics {args.log_numerics} is a folder; name a file")
+    for name in ("log_numerics", "zero_bubble_profile_output"):
+        value = getattr(args, name)
+        if value is not None:
+            file = Path(value).absolute()
+            _require(file.parent.is_dir(), f"{_flag(name)} {value}: its folder does not exist")
+            _require(not file.is_dir(), f"{_flag(name)} {value} is a folder; name a file")
 
 
 def _flag(name: str) -> str:

@@ -10,13 +10,16 @@ import torch
 from megatron.zero_bubble.runtime.planning import MemoryLimit
 from megatron.zero_bubble.runtime.replanner import PlanningOptions, Report
 from megatron.zero_bubble.schedule import Placement, ScheduleError
-from megatron.zero_bubble.schedule.serialize import Profile, profile_from_json, profile_to_json
+from megatron.zero_bubble.schedule.serialize import Profile, Setting, profile_from_json, profile_to_json
 from megatron.zero_bubble.training.arguments import Arguments
 
 _DEFAULT_WINDOW = (3, 6)
 _MODEL = (
-    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "seq_length"),
-    *("micro_batch_size", "tensor_model_parallel_size", "bf16", "swiglu"),
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+    *("seq_length", "micro_batch_size", "bf16", "fp16", "swiglu", "num_experts", "moe_router_topk"),
+    *("tensor_model_parallel_size", "expert_model_parallel_size", "sequence_parallel"),
+    *("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+    *("recompute_granularity", "recompute_method", "recompute_num_layers"),
 )
 """What the costs of a stage depend on."""
 
@@ -58,8 +61,9 @@ def profile_window(args: Arguments) -> tuple[int, int] | None:
         first, last = args.zero_bubble_profile_iters
         flag = "--zero-bubble-profile-iters"
     else:
-        first = args.zero_bubble_pipeline_timers_start_iter or _DEFAULT_WINDOW[0]
-        last = args.zero_bubble_pipeline_timers_end_iter or max(first, _DEFAULT_WINDOW[1])
+        first, last = args.zero_bubble_pipeline_timers_start_iter, args.zero_bubble_pipeline_timers_end_iter
+        first = _DEFAULT_WINDOW[0] if first is None else first
+        last = max(first, _DEFAULT_WINDOW[1]) if last is None else last
         flag = "--zero-bubble-pipeline-timers-start-iter, --zero-bubble-pipeline-timers-end-iter"
     if first == last == 0:
         return None
@@ -89,7 +93,7 @@ def planning_options(args: Arguments, placement: Placement) -> PlanningOptions |
     )
 
 
-def model_description(args: Arguments) -> dict[str, int | float | str | bool]:
+def model_description(args: Arguments) -> dict[str, Setting]:
     return {name: getattr(args, name) for name in _MODEL}
 
 
@@ -139,6 +143,8 @@ def describe(report: Report) -> str:
     )
     peaks = ", ".join(f"{_mib(peak):.1f}" for peak in prediction.peak_bytes)
     lines.append(f"     peak activations of each rank (MiB): {peaks}")
+    if report.memory_limit is not None and max(prediction.peak_bytes) > report.memory_limit * (1 + 1e-9):
+        lines.append("     that is above the memory limit, which this schedule does not adapt to")
     return "\n".join(lines)
 
 

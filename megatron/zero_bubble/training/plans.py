@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
-from megatron.zero_bubble.schedule import Placement, Schedule, ScheduleError
+from megatron.zero_bubble.schedule import Infeasible, Placement, Schedule, ScheduleError, simulate
+from megatron.zero_bubble.schedule.generators import default_costs
 from megatron.zero_bubble.schedule.plan import FixedPlan, NamedPlan, Plan
 from megatron.zero_bubble.schedule.serialize import schedule_from_text
 from megatron.zero_bubble.training.arguments import Arguments
@@ -37,6 +39,10 @@ def choose_plan(args: Arguments) -> Plan | None:
             plan = _named_plan(args, name, num_chunks)
         for num_microbatches in _microbatch_counts(args):
             plan.schedule(num_microbatches)
+        if isinstance(plan, FixedPlan):
+            _check_memory(args, plan.given)
+    except Infeasible as error:
+        raise ValueError(f"{_limit_flag(args)}: schedule {name} needs {_multiple(args, error.smallest_limit)}") from error
     except ScheduleError as error:
         raise ValueError(f"--zero-bubble-schedule {name}: {error}") from error
     return plan
@@ -58,6 +64,30 @@ def _named_plan(args: Arguments, name: str, num_chunks: int | None) -> NamedPlan
         memory_limit=in_unit_costs,
         group_size=args.microbatch_group_size_per_virtual_pipeline_stage,
     )
+
+
+def _check_memory(args: Arguments, schedule: Schedule) -> None:
+    """A schedule file cannot adapt to a limit. What bytes allow is known once the run has been measured."""
+    limit = memory_limit(args)
+    in_unit_costs = limit.in_unit_costs(schedule.num_ranks, schedule.num_microbatches) if limit is not None else None
+    peak = max(simulate(schedule, default_costs(schedule.placement)).peak_memory)
+    if in_unit_costs is not None and peak > in_unit_costs * (1 + 1e-9):
+        raise Infeasible("it does not fit under the limit", peak)
+
+
+def _limit_flag(args: Arguments) -> str:
+    pending = args.zero_bubble_max_pending_backward
+    if pending is not None:
+        return f"--zero-bubble-max-pending-backward {pending}"
+    return f"--zero-bubble-memory-limit {args.zero_bubble_memory_limit or '1 (the default)'}"
+
+
+def _multiple(args: Arguments, smallest: float) -> str:
+    """A limit in M_B in the words of the flag that set it, rounded so that it suffices."""
+    if args.zero_bubble_max_pending_backward is not None:
+        return f"at least {math.ceil(smallest - 1e-9)}"
+    peak = min(args.pipeline_model_parallel_size, max(_microbatch_counts(args)))
+    return f"at least {math.ceil(smallest / peak * 1000 - 1e-6) / 1000:g} times 1F1B's peak"
 
 
 def choose_placement(args: Arguments, plan: Plan | None) -> Placement:

@@ -8,11 +8,12 @@ from megatron.zero_bubble.schedule.serialize.json_format import (
     schedule_from_json,
     schedule_to_json,
 )
-from megatron.zero_bubble.schedule.serialize.profile import Profile, profile_from_json, profile_to_json
+from megatron.zero_bubble.schedule.serialize.profile import Profile, Setting, profile_from_json, profile_to_json
 from megatron.zero_bubble.schedule.serialize.pytorch import schedule_from_pytorch_csv, schedule_to_pytorch_csv
 
 __all__ = [
     "Profile",
+    "Setting",
     "costs_from_json",
     "costs_from_text",
     "costs_to_json",

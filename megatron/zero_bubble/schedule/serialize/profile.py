@@ -14,6 +14,9 @@ from megatron.zero_bubble.schedule.serialize.json_format import costs_from_json,
 _FORMAT = "megatron-zero-bubble profile"
 _VERSION = 1
 
+Setting = int | float | str | bool | None
+"""A value that JSON knows."""
+
 
 @dataclass(frozen=True)
 class Profile:
@@ -26,9 +29,9 @@ class Profile:
     placement: Placement
     costs: StageCosts
     noise: float
-    model: Mapping[str, int | float | str | bool]
+    model: Mapping[str, Setting]
 
-    def check_fits(self, placement: Placement, model: Mapping[str, int | float | str | bool]) -> None:
+    def check_fits(self, placement: Placement, model: Mapping[str, Setting]) -> None:
         """Raise `ScheduleError`, naming the first thing that differs, unless the profile is of such a run."""
         for name, ours in asdict(placement).items():
             theirs = getattr(self.placement, name)
