@@ -42,7 +42,9 @@ def choose_plan(args: Arguments) -> Plan | None:
         if isinstance(plan, FixedPlan):
             _check_memory(args, plan.given)
     except Infeasible as error:
-        raise ValueError(f"{_limit_flag(args)}: schedule {name} needs {_multiple(args, error.smallest_limit)}") from error
+        raise ValueError(
+            f"{_limit_flag(args)}: schedule {name} needs {_multiple(args, error.smallest_limit)}"
+        ) from error
     except ScheduleError as error:
         raise ValueError(f"--zero-bubble-schedule {name}: {error}") from error
     return plan
