@@ -184,6 +184,7 @@ class ZeroBubbleFlags:
     zero_bubble_schedule: str | None = flag(
         "schedule to run: a name of docs/schedules.md, or file:PATH of one that tools/schedule.py wrote", None
     )
+    zero_bubble_strict: bool = flag("refuse a model with a weight whose gradient cannot be deferred", False)
     zero_bubble_memory_limit: str | None = flag(
         "memory for activations: a multiple of 1F1B's peak (1.5), bytes (40GiB), or auto for what is free (default: 1)",
         None,

@@ -242,11 +242,11 @@ def _check_layers(args: Arguments, placement: Placement) -> None:
 def _check_planning(args: Arguments) -> None:
     names = (
         *("memory_limit", "max_pending_backward", "profile_iters", "profile_output", "profile_input"),
-        *("timeline", "timeline_iters"),
+        *("timeline", "timeline_iters", "strict"),
     )
     for name in names:
         _require(
-            args.schedule is not None or getattr(args, f"zero_bubble_{name}") is None,
+            args.schedule is not None or getattr(args, f"zero_bubble_{name}") in (None, False),
             f"{_flag(f'zero_bubble_{name}')} needs --zero-bubble or --zero-bubble-schedule",
         )
     threshold = args.zero_bubble_replan_threshold

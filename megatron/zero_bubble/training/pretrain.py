@@ -7,7 +7,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules as mcore
 from megatron.core.timers import Timers
@@ -22,8 +21,8 @@ from megatron.zero_bubble.schedules import ForwardBackward
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.checkpoint import Checkpointer, latest_iteration
 from megatron.zero_bubble.training.data import DataConfig, build_data_iterator, build_datasets
+from megatron.zero_bubble.training.description import describe
 from megatron.zero_bubble.training.initialize import initialized, print_rank_0
-from megatron.zero_bubble.training.layers import layers_of_layout
 from megatron.zero_bubble.training.logging import TrainingLog, open_writers
 from megatron.zero_bubble.training.loop import DataIterator, Trainer
 from megatron.zero_bubble.training.model import build_lr_scheduler, build_model, build_optimizer, transformer_config
@@ -78,7 +77,7 @@ def _build_trainer(
     checkpointer = Checkpointer(args, model, optimizer, scheduler)
     if args.load:
         checkpointer.load()
-    _describe(args, plan, model)
+    describe(args, plan, model)
     forward_backward = choose_forward_backward(args, plan, store)
     train_data, valid_data = _open_data(args, data_config, tokenizer, model)
     return Trainer(
@@ -148,29 +147,3 @@ def make_data_config(args: Arguments) -> DataConfig:
     names = DataConfig.__dataclass_fields__
     values = {name: getattr(args, name) for name in names if hasattr(args, name)}
     return DataConfig(**values, create_attention_mask=args.reset_attention_mask)
-
-
-def _describe(args: Arguments, plan: Plan | None, model: list[torch.nn.Module]) -> None:
-    """The start-up lines: parameters of each rank, the schedule, and what of the backward it defers."""
-    parameters = [p for chunk in model for p in chunk.parameters()]
-    deferred = sum(p.numel() for p in parameters if getattr(p, "skip_backward_post_hook", False))
-    total = sum(p.numel() for p in parameters)
-    rank = (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_pipeline_model_parallel_rank(),
-        total,
-        deferred,
-    )
-    ranks: list[Any] = [None] * args.world_size
-    dist.all_gather_object(ranks, rank)
-    for tensor, pipeline, total, deferred in sorted(set(ranks)):
-        share = f", {deferred / total:.1%} of them with W deferred" if plan else ""
-        print_rank_0(
-            f" > number of parameters on (tensor, pipeline) model parallel rank ({tensor}, {pipeline}): {total}{share}"
-        )
-    if args.pipeline_model_parallel_layout is not None:
-        layers = layers_of_layout(args.pipeline_model_parallel_layout, args.pipeline_model_parallel_size)
-        print_rank_0(f" > layers of each stage: {', '.join(map(str, layers))}")
-    chunks = f", {len(model)} model chunks a rank" if len(model) > 1 else ""
-    megatrons = "megatron-core (interleaved 1F1B)" if len(model) > 1 else "megatron-core (1F1B)"
-    print_rank_0(f" > pipeline schedule: {plan.name if plan else megatrons}{chunks}")

@@ -1,0 +1,61 @@
+"""Which gradients stay in B, by what holds the parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from split_layers import HIDDEN, OUTPUT, Layers, one_rank
+
+from megatron.zero_bubble.mcore.linear import split_weight_gradients
+from megatron.zero_bubble.mcore.unsplit import count_gradients
+from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
+
+
+@pytest.fixture(scope="module", autouse=True)
+def groups() -> Iterator[None]:
+    with one_rank():
+        yield
+
+
+class Router(torch.nn.Module):
+    """A weight in a module that nobody knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(4, HIDDEN))
+
+
+def stage() -> torch.nn.Module:
+    """Two layers with a router each, an embedding and a norm."""
+    parts = torch.nn.ModuleDict({"embedding": torch.nn.Embedding(8, HIDDEN), "norm": torch.nn.LayerNorm(HIDDEN)})
+    parts["layers"] = torch.nn.ModuleList(torch.nn.ModuleDict({"mlp": Layers(), "router": Router()}) for _ in range(2))
+    return parts
+
+
+def test_every_parameter_is_counted_where_its_gradient_is_computed():
+    model = stage()
+    split_weight_gradients([model], WeightGradStore())
+    gradients = count_gradients([model])
+    assert gradients.in_w == 2 * 2 * HIDDEN * OUTPUT
+    assert gradients.embeddings == 8 * HIDDEN
+    assert gradients.vectors == 2 * HIDDEN + 2 * (HIDDEN + OUTPUT)
+    assert gradients.unsplit == (("layers.*.router (Router)", 2 * 4 * HIDDEN),)
+    assert gradients.total == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_a_linear_layer_that_was_not_split_is_named_and_frozen_weights_are_not():
+    model = Layers(bias=False)
+    model.row.weight.requires_grad_(False)
+    assert count_gradients([model]).unsplit == (("column (ColumnParallelLinear)", HIDDEN * OUTPUT),)
+
+
+def test_the_names_are_those_inside_the_wrappers():
+    class Wrapper(torch.nn.Module):
+        def __init__(self, module: torch.nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+    [(name, _)] = count_gradients([Wrapper(Wrapper(torch.nn.ModuleDict({"gate": Router()})))]).unsplit
+    assert name == "gate (Router)"
