@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -37,9 +38,14 @@ def run(num_ranks: int, script: str | Path, *flags: str, timeout: float = 120) -
     return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=timeout, check=False)
 
 
-def run_trainings(num_ranks: int, trainings: dict[str, Sequence[str]], folder: Path) -> None:
-    """Run several trainings in one job, each with `--log-numerics folder/NAME.jsonl`: start-up is paid once."""
+def run_trainings(num_ranks: int, trainings: dict[str, Sequence[str]], folder: Path) -> dict[str, str]:
+    """Run several trainings in one job, each with `--log-numerics folder/NAME.jsonl`: start-up is paid once.
+
+    Returns what each printed.
+    """
     plan = {name: [*flags, "--log-numerics", str(folder / f"{name}.jsonl")] for name, flags in trainings.items()}
     (folder / "plan.json").write_text(json.dumps(plan))
     result = run(num_ranks, ROOT / "tests" / "several_trainings.py", str(folder / "plan.json"), timeout=400)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
+    _, *parts = re.split(r"^training (.*)\n", result.stdout, flags=re.MULTILINE)
+    return dict(zip(parts[::2], parts[1::2], strict=True))

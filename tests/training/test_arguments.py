@@ -98,7 +98,6 @@ def test_a_required_flag_that_is_missing_is_named(dropped):
         ([], None),
         (["--zero-bubble"], "auto"),
         (["--enable-zero-bubble"], "auto"),
-        (["--zero-bubble", "--num-virtual-stages-per-pipeline-rank", "2"], "interleaved-zb"),
         (["--zero-bubble-v-schedule"], "zb-v"),
         (["--zero-bubble-v-schedule", "--zero-bubble-v-schedule-mem-setup", "half"], "v-half"),
         (["--zero-bubble-schedule", "zb-h2"], "zb-h2"),

@@ -5,6 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from megatron.zero_bubble.schedule import Placement, StageCosts
+from megatron.zero_bubble.schedule.serialize import Profile, profile_to_json
+from megatron.zero_bubble.training.arguments import parse_arguments
+from megatron.zero_bubble.training.checks import complete_and_check
+from megatron.zero_bubble.training.planning import model_description
 from tests.launch import PRETRAIN, TINY_GPT, run
 
 BASE = [*TINY_GPT, "--pipeline-model-parallel-size", "2", "--global-batch-size", "4", "--zero-bubble"]
@@ -15,6 +20,7 @@ def errors_of(*flags: str) -> list[str]:
     """The lines in which `pretrain_gpt.py` complains, having ended by itself with an error."""
     result = run(2, PRETRAIN, *flags, timeout=120)
     assert result.returncode != 0, result.stdout
+    assert " iteration " not in result.stdout, "it trained: " + result.stdout
     assert 'pretrain_gpt.py", line' not in result.stderr, "a traceback: " + result.stderr
     return re.findall(r"pretrain_gpt\.py: error: (.*)", result.stderr)
 
@@ -29,6 +35,20 @@ def test_missing_data(tmp_path: Path) -> None:
     (line,) = errors_of(*REAL_DATA, "--tokenizer-type", "NullTokenizer", "--data-path", str(tmp_path / "nothing"))
     assert "--data-path" in line
     assert str(tmp_path / "nothing") in line
+
+
+def test_a_limit_in_bytes_under_the_smallest_possible(tmp_path: Path) -> None:
+    """What bytes allow is known when there are measured costs, here before the first iteration."""
+    args = parse_arguments(BASE)
+    complete_and_check(args, {"WORLD_SIZE": "2"}, has_cuda=False)
+    costs = StageCosts.uniform(2, memory_f=2000, memory_b=-500, memory_w=-1500)
+    file = tmp_path / "profile.json"
+    file.write_text(profile_to_json(Profile(Placement("linear", 2), costs, 0.0, model_description(args))))
+    (line,) = errors_of(*BASE, "--zero-bubble-profile-input", str(file), "--zero-bubble-memory-limit", "1KB")
+    assert line == (
+        "--zero-bubble-memory-limit 1KB: schedule auto does not fit in the memory limit of 1000 bytes: "
+        "the smallest that works is 2000"
+    )
 
 
 def test_a_folder_without_checkpoints(tmp_path: Path) -> None:

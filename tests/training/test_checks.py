@@ -76,6 +76,22 @@ def test_schedules_with_one_chunk_a_rank_can_be_chosen(name):
     assert checked({"--zero-bubble-schedule": name}).schedule == name
 
 
+@pytest.mark.parametrize(
+    ("changes", "schedule", "chunks"),
+    [
+        ({}, "auto", None),
+        ({"--num-virtual-stages-per-pipeline-rank": "2"}, "interleaved-zb", 2),
+        ({"--num-layers-per-virtual-pipeline-stage": "1"}, "interleaved-zb", 2),
+        ({"--num-layers-per-virtual-pipeline-stage": "2"}, "auto", None),
+        ({"--pipeline-model-parallel-layout": "Et|t|t|t|t|t|t|tL"}, "interleaved-zb", 2),
+        ({"--pipeline-model-parallel-layout": "Ett|ttt|tt|tL"}, "auto", None),
+    ],
+)
+def test_zero_bubble_plans_for_as_many_chunks_as_megatrons_flags_make(changes, schedule, chunks):
+    args = checked({"--zero-bubble": None, "--global-batch-size": "16", **changes})
+    assert (args.schedule, args.model_chunks) == (schedule, chunks)
+
+
 AT_LEAST_ONE = """
 num-layers hidden-size num-attention-heads seq-length micro-batch-size max-position-embeddings ffn-hidden-size
 kv-channels make-vocab-size-divisible-by num-query-groups tensor-model-parallel-size pipeline-model-parallel-size

@@ -56,6 +56,7 @@ def numerics(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         trainings[f"base-{precision}-{m}"] = flags(p, m, *precision_flags)
         for schedule in SCHEDULES:
             trainings[f"{schedule}-{precision}-{m}"] = flags(p, m, *precision_flags, "--zero-bubble-schedule", schedule)
+    trainings["planned"] = flags(p, 8, "--zero-bubble")
     for schedule in INTERLEAVED:
         ours = () if schedule == "base-chunks" else ("--zero-bubble-schedule", schedule)
         trainings[schedule] = flags(p, 8, "--num-virtual-stages-per-pipeline-rank", "2", *ours, "--num-layers", "8")
@@ -84,6 +85,10 @@ def test_every_schedule_equals_megatron_core(
     ours = (numerics / f"{schedule}-{precision}-{num_microbatches}.jsonl").read_bytes()
     megatrons = (numerics / f"base-{precision}-{num_microbatches}.jsonl").read_bytes()
     assert ours == megatrons
+
+
+def test_a_schedule_that_is_planned_in_the_middle_equals_megatron_cores(numerics: Path) -> None:
+    assert (numerics / "planned.jsonl").read_bytes() == (numerics / "base-fp32-8.jsonl").read_bytes()
 
 
 @pytest.mark.parametrize("schedule", INTERLEAVED[1:])

@@ -13,7 +13,7 @@ from megatron.zero_bubble.runtime.observer import StepObserver
 from megatron.zero_bubble.runtime.planning import BroadcastPlan, MemoryLimit, ModelDescription, Prediction
 from megatron.zero_bubble.runtime.profiler import Profiler, gather_costs
 from megatron.zero_bubble.runtime.timeline import MeasuredOp
-from megatron.zero_bubble.schedule import Infeasible, ScheduleError, StageCosts
+from megatron.zero_bubble.schedule import Infeasible, StageCosts
 from megatron.zero_bubble.schedule.plan import NamedPlan, Plan
 from megatron.zero_bubble.schedule.serialize import Profile
 
@@ -143,9 +143,11 @@ class Replanner:
             schedule = (plan or BroadcastPlan(self._plan)).schedule(num_microbatches)
         except Infeasible as error:
             assert limit is not None
-            raise ScheduleError(
+            smallest = math.ceil(error.smallest_limit)
+            raise Infeasible(
                 f"schedule {self._plan.name} does not fit in the memory limit of {limit:.0f} bytes: "
-                f"the smallest that works is {math.ceil(error.smallest_limit)}"
+                f"the smallest that works is {smallest}",
+                smallest,
             ) from error
         self._planned_for.add(num_microbatches)
         self._report(Report(Prediction(profile, schedule), plan is not None, limit, self._step))

@@ -225,6 +225,8 @@ class Arguments(*FLAG_GROUPS):  # type: ignore[misc]
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
+    model_chunks: int | None = None
+    """Several chunks a rank, if Megatron's flags say so; None leaves the number to the schedule."""
     padded_vocab_size: int = 0
     iteration: int = 0
     consumed_train_samples: int = 0
@@ -237,9 +239,8 @@ class Arguments(*FLAG_GROUPS):  # type: ignore[misc]
             return self.zero_bubble_schedule
         if self.zero_bubble_v_schedule:
             return {"min": "v-min", "half": "v-half", "zb": "zb-v"}[self.zero_bubble_v_schedule_mem_setup]
-        has_chunks = self.num_layers_per_virtual_pipeline_stage or self.num_virtual_stages_per_pipeline_rank
         if self.zero_bubble:
-            return "interleaved-zb" if has_chunks else "auto"
+            return "auto" if self.model_chunks is None else "interleaved-zb"
         return None
 
     @property

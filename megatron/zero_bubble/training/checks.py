@@ -14,7 +14,7 @@ from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.layers import spread_layers, to_layout
 from megatron.zero_bubble.training.planning import planning_options
-from megatron.zero_bubble.training.plans import choose_placement, choose_plan
+from megatron.zero_bubble.training.plans import choose_placement, choose_plan, chunks_of_flags
 
 
 def complete_and_check(args: Arguments, environment: Mapping[str, str], has_cuda: bool) -> None:
@@ -209,6 +209,7 @@ def _check_training(args: Arguments) -> None:
 
 
 def _check_schedule(args: Arguments) -> None:
+    args.model_chunks = chunks_of_flags(args)
     plan = choose_plan(args)
     placement = choose_placement(args, plan)
     if args.pipeline_model_parallel_layout is None and not _has_uneven_ranks(args):

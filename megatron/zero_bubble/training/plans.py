@@ -24,7 +24,7 @@ def choose_plan(args: Arguments) -> Plan | None:
     name = args.schedule
     if name is None:
         return None
-    num_ranks, num_chunks = args.pipeline_model_parallel_size, model_chunks(args)
+    num_ranks, num_chunks = args.pipeline_model_parallel_size, args.model_chunks
     if num_ranks < 2:
         by = f"--zero-bubble-schedule {name}" if args.zero_bubble_schedule else "--zero-bubble"
         raise ValueError(f"{by} needs --pipeline-model-parallel-size of at least 2, got {num_ranks}")
@@ -43,7 +43,7 @@ def choose_plan(args: Arguments) -> Plan | None:
             _check_memory(args, plan.given)
     except Infeasible as error:
         raise ValueError(
-            f"{_limit_flag(args)}: schedule {name} needs {_multiple(args, error.smallest_limit)}"
+            f"{limit_flag(args)}: schedule {name} needs {_multiple(args, error.smallest_limit)}"
         ) from error
     except ScheduleError as error:
         raise ValueError(f"--zero-bubble-schedule {name}: {error}") from error
@@ -77,7 +77,8 @@ def _check_memory(args: Arguments, schedule: Schedule) -> None:
         raise Infeasible("it does not fit under the limit", peak)
 
 
-def _limit_flag(args: Arguments) -> str:
+def limit_flag(args: Arguments) -> str:
+    """The memory limit as the user gave it."""
     pending = args.zero_bubble_max_pending_backward
     if pending is not None:
         return f"--zero-bubble-max-pending-backward {pending}"
@@ -96,12 +97,12 @@ def choose_placement(args: Arguments, plan: Plan | None) -> Placement:
     """Where the stages are: as the plan has it, or as megatron-core's own schedule does."""
     if plan is not None:
         return plan.placement
-    num_chunks = model_chunks(args) or 1
+    num_chunks = args.model_chunks or 1
     return Placement("interleaved" if num_chunks > 1 else "linear", args.pipeline_model_parallel_size, num_chunks)
 
 
-def model_chunks(args: Arguments) -> int | None:
-    """Chunks a rank, as far as Megatron's flags say it.
+def chunks_of_flags(args: Arguments) -> int | None:
+    """Chunks a rank, if Megatron's flags ask for several.
 
     Raises:
         ValueError: the flags contradict each other or do not divide the layers.

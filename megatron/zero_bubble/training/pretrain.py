@@ -15,7 +15,7 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from megatron.zero_bubble.runtime.planning import BroadcastPlan
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
-from megatron.zero_bubble.schedule import Placement, ScheduleError
+from megatron.zero_bubble.schedule import Infeasible, Placement
 from megatron.zero_bubble.schedule.plan import Plan
 from megatron.zero_bubble.schedules import ForwardBackward
 from megatron.zero_bubble.training.arguments import Arguments
@@ -27,7 +27,7 @@ from megatron.zero_bubble.training.logging import TrainingLog, open_writers
 from megatron.zero_bubble.training.loop import DataIterator, Trainer
 from megatron.zero_bubble.training.model import build_lr_scheduler, build_model, build_optimizer, transformer_config
 from megatron.zero_bubble.training.planning import planning_options, profile_window, reporter
-from megatron.zero_bubble.training.plans import choose_placement, choose_plan
+from megatron.zero_bubble.training.plans import choose_placement, choose_plan, limit_flag
 from megatron.zero_bubble.training.timeline import TimelineWriter
 from megatron.zero_bubble.training.tokenizer import build_tokenizer, padded_vocab_size
 
@@ -54,8 +54,8 @@ def pretrain(args: Arguments) -> None:
         trainer = _build_trainer(args, plan, placement, data_config, tokenizer)
         try:
             trainer.train()
-        except ScheduleError:
-            raise  # no plan fits under the memory limit
+        except Infeasible as error:
+            raise ValueError(f"{limit_flag(args)}: {error}") from error
         except ValueError as error:
             raise RuntimeError("this is no mistake of the command line") from error
         trainer.close()

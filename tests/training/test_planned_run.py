@@ -1,0 +1,154 @@
+"""Runs driven by measured times: what they compute, print and write."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from megatron.zero_bubble.schedule.serialize import costs_from_text, profile_from_json
+from tests.launch import TINY_GPT, run_trainings
+
+PIPELINE = [*TINY_GPT, "--pipeline-model-parallel-size", "2", "--clip-grad", "0.5"]
+WINDOW_END, LOOK, LAST = 4, 20, 22
+"""Iterations: the last profiled one, the one after which drift is looked for, the last one."""
+DRAWN = (6, 7)
+RAMP = ("--global-batch-size", "6", "--rampup-batch-size", "2", "2", "12")
+UNEVEN = {
+    "first": ("--decoder-first-pipeline-num-layers", "1"),
+    "last": ("--decoder-last-pipeline-num-layers", "1"),
+    "layout": ("--pipeline-model-parallel-layout", "Ett|ttL", "--untie-embeddings-and-output-weights"),
+    "layout-of-chunks": ("--pipeline-model-parallel-layout", "E|tt|t|tL"),
+}
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Trainings on two ranks; those whose name begins with `base` use megatron-core's own schedule."""
+
+    folder: Path
+    printed: dict[str, str]
+
+    def numerics(self, name: str) -> bytes:
+        return (self.folder / f"{name}.jsonl").read_bytes()
+
+    def log_lines(self, name: str) -> dict[int, str]:
+        """By iteration."""
+        found = re.finditer(r"^ \[.*?\] iteration +(\d+)/.*$", self.printed[name], re.MULTILINE)
+        return {int(match[1]): match[0] for match in found}
+
+    def plans(self, name: str) -> list[str]:
+        """The blocks, each said when a plan is made."""
+        return re.findall(r"^ > zero-bubble plan; .*\n(?:     .*\n)+", self.printed[name], re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    folder = tmp_path_factory.mktemp("planned")
+    long = [*PIPELINE, "--global-batch-size", "4", "--train-iters", str(LAST)]
+    profile = str(folder / "profile.json")
+    trainings = {
+        "base": long,
+        "planned": [
+            *(*long, "--zero-bubble", "--zero-bubble-profile-iters", "2", str(WINDOW_END)),
+            *("--zero-bubble-profile-output", profile, "--zero-bubble-replan-threshold", "1e-9"),
+            *("--zero-bubble-timeline", str(folder / "timeline"), "--zero-bubble-timeline-iters", *map(str, DRAWN)),
+        ],
+        "from-profile": [
+            *(*long, "--zero-bubble", "--zero-bubble-profile-input", profile, "--zero-bubble-memory-limit", "1.5"),
+        ],
+        "base-ramp": [*PIPELINE, *RAMP],
+        "ramp": [*PIPELINE, *RAMP, "--zero-bubble", "--zero-bubble-profile-iters", "1", "2"],
+    }
+    for name, flags in UNEVEN.items():
+        uneven = [*PIPELINE, "--global-batch-size", "4", "--train-iters", "8", *flags]
+        trainings |= {f"base-{name}": uneven, name: [*uneven, "--zero-bubble"]}
+    return Runs(folder, run_trainings(2, trainings, folder))
+
+
+@pytest.mark.parametrize("name", ["planned", "from-profile"])
+def test_profiling_planning_and_planning_again_change_no_number(runs: Runs, name: str) -> None:
+    assert runs.numerics(name) == runs.numerics("base")
+
+
+def test_a_batch_that_grows_changes_no_number(runs: Runs) -> None:
+    assert runs.numerics("ramp") == runs.numerics("base-ramp")
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_uneven_stages_compute_what_megatron_cores_do(runs: Runs, name: str) -> None:
+    assert runs.numerics(name) == runs.numerics(f"base-{name}")
+    assert runs.plans(name)
+
+
+def test_the_block_says_times_schedule_and_prediction(runs: Runs) -> None:
+    """After the window, and once more when the times have drifted."""
+    number = r"+(-?[\d.]+)"
+    first, again = runs.plans("planned")
+    assert re.match(rf" > zero-bubble plan; times measured up to step {WINDOW_END}, spread [\d.]+%\n", first)
+    assert re.match(rf" > zero-bubble plan; times measured up to step {LOOK}, spread [\d.]+%\n", again)
+    for block in (first, again):
+        stages = re.findall(rf"^ {number} {number} {number} {number} {number} .*", block, re.MULTILINE)
+        assert [(stage, rank) for stage, rank, *_ in stages] == [("0", "0"), ("1", "1")]
+        assert all(float(time) > 0 for _, _, *times in stages for time in times)
+        assert re.search(r"schedule auto \(planned\) for 4 microbatches, memory limit [\d.]+ MiB\n", block)
+        assert re.search(r"predicted: bubble rate [\d.]+%, [\d.]+ ms, [\d.]+ times as fast as 1F1B\n", block)
+        assert re.search(r"peak activations of each rank \(MiB\): [\d.]+, [\d.]+\n", block)
+
+
+def test_the_log_line_ends_with_the_measured_and_the_predicted_bubble(runs: Runs) -> None:
+    """Prediction begins with the profile."""
+    measured = r"\| number of nan iterations: +0 \| bubble rate: \d+\.\d\d% \|"
+    lines = runs.log_lines("planned")
+    assert sorted(lines) == list(range(1, LAST + 1))
+    for iteration, line in lines.items():
+        predicted = r" predicted: \d+\.\d\d% \|" if iteration >= WINDOW_END else ""
+        assert re.search(f"{measured}{predicted}$", line), line
+    assert all("bubble" not in line for line in runs.log_lines("base").values())
+
+
+def test_a_profile_saves_the_profiling(runs: Runs) -> None:
+    """The plan is there before the first iteration, and made from the very same costs."""
+    text = (runs.folder / "profile.json").read_text()
+    profile = profile_from_json(text)
+    assert costs_from_text(text) == profile.costs
+    assert profile.costs.num_stages == 2
+    assert min(profile.costs.memory_f) > 0
+    [block] = runs.plans("from-profile")
+    assert block.startswith(" > zero-bubble plan; times from a profile\n")
+    assert all(" predicted: " in line for line in runs.log_lines("from-profile").values())
+    start = runs.printed["from-profile"].index
+    assert start(block) < start(" iteration ")
+
+
+def test_each_number_of_microbatches_has_a_plan(runs: Runs) -> None:
+    """Only the first is measured: the others are planned from its costs when their first step comes."""
+    printed = runs.printed["ramp"]
+    planned = re.findall(r"schedule auto \(planned\) for (\d) microbatches", printed)
+    assert planned == ["2", "4", "6"]
+    sizes = [int(size) for size in re.findall(r"global batch size: +(\d+) ", printed)]
+    assert sizes == [2, 2, 2, 4, 4, 6, 6, 6, 6, 6]
+
+
+@pytest.mark.parametrize("iteration", DRAWN)
+def test_a_timeline_shows_what_every_rank_did_beside_the_plan(runs: Runs, iteration: int) -> None:
+    stem = str(runs.folder / "timeline" / f"iteration_{iteration:07d}")
+    events = json.loads(Path(f"{stem}.trace.json").read_text())["traceEvents"]
+    for rank in range(2):
+        names = [event["name"] for event in events if event["ph"] == "X" and event["tid"] == rank]
+        assert sorted(names) == sorted(f"{kind}{microbatch}" for kind in "FBW" for microbatch in range(4))
+    for kind in ("measured", "planned"):
+        svg = Path(f"{stem}.{kind}.svg").read_text()
+        assert ElementTree.fromstring(svg).tag == "{http://www.w3.org/2000/svg}svg"
+        assert svg in Path(f"{stem}.html").read_text()
+        assert Path(f"{stem}.{kind}.html").exists()
+    assert "waiting for B" in Path(f"{stem}.html").read_text()
+
+
+def test_no_other_iteration_is_drawn(runs: Runs) -> None:
+    files = {path.name.split(".")[0] for path in (runs.folder / "timeline").iterdir()}
+    assert files == {f"iteration_{iteration:07d}" for iteration in DRAWN}
