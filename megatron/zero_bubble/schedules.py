@@ -31,6 +31,7 @@ from megatron.zero_bubble.runtime.planning import Prediction
 from megatron.zero_bubble.runtime.profiler import measure_edges, memory_meter
 from megatron.zero_bubble.runtime.replanner import PlanningOptions, Replanner, Report
 from megatron.zero_bubble.runtime.timeline import OpRecorder, StepTime, bubble_rate, device_clock
+from megatron.zero_bubble.runtime.watchdog import Position
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Schedule, ScheduleError, lower, validate
 from megatron.zero_bubble.schedule.plan import NamedPlan, Plan
@@ -85,6 +86,8 @@ class ForwardBackward:
         self._spec: TensorSpec | None = None
         self._rank = parallel_state.get_pipeline_model_parallel_rank()
         self._num_steps = 0
+        self._last_executor: Executor | None = None
+        self._is_in_step = False
         self._next_plan: Plan | None = None
         self._predictions: dict[int, Prediction] = {}
         self.observer = StepObserver(device_clock(_device()))
@@ -107,6 +110,16 @@ class ForwardBackward:
     def schedule(self, num_microbatches: int) -> Schedule:
         """The schedule of a training step, as it runs at present."""
         return self._executors[num_microbatches, False].schedule
+
+    def position(self) -> Position | None:
+        """Where this rank is in a step, None between two: for a `Watchdog`, from another thread."""
+        executor = self._last_executor
+        if executor is None:
+            return None
+        index, has_inputs = executor.position()
+        if not self._is_in_step and index == len(executor.schedule.ops[executor.rank]):
+            return None
+        return Position(self._num_steps, executor.schedule, executor.rank, index, has_inputs)
 
     def measured_bubble_rate(self) -> float:
         """Of the training steps since the last call; a collective call of the pipeline's ranks."""
@@ -188,12 +201,14 @@ class ForwardBackward:
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
         self._spec = stage.message_spec()
+        self._last_executor, self._is_in_step = executor, True
         executor.run(stage, None if forward_only else self._start_recording())
         stage.finish()
         if config.finalize_model_grads_func is not None and not forward_only:
             num_tokens = stage.num_tokens if config.calculate_per_token_loss else None
             placement = executor.schedule.placement
             finalize_gradients(config, placement, chunks, num_tokens, groups, force_all_reduce)
+        self._is_in_step = False
         if config.timers is not None:
             config.timers("forward-backward").stop()
         if self._replanner is not None and not forward_only:

@@ -103,6 +103,8 @@ class Executor:
         self._outgoing: dict[_Key, torch.Tensor] = {}
         self._sends: deque[PendingSend] = deque()
         self._recorder: OpRecorder | None = None
+        self._position = 0
+        self._begun = -1
         self._handlers: dict[OpKind, Callable[[Stage, Op], None]] = {
             OpKind.F: self._forward,
             OpKind.B: self._backward_input,
@@ -123,12 +125,15 @@ class Executor:
         self._recorder = recorder
         # A range that nobody sees costs as much as all the rest here.
         is_profiled = torch.autograd._profiler_enabled()
-        for op, name in self._ops:
+        self._begun = -1
+        for position, (op, name) in enumerate(self._ops):
+            self._position = position
             with torch.profiler.record_function(name) if is_profiled else _NO_RANGE:
                 self._handlers[op.kind](stage, op)
             if recorder is not None and op.kind not in COMMUNICATION:
                 recorder.end(op)
             self._drop_finished_sends()
+        self._position = len(self._ops)
         for send in self._sends:
             send.wait()
         self._sends.clear()
@@ -138,6 +143,21 @@ class Executor:
     def num_live_activations(self) -> int:
         """Microbatches, summed over chunks, whose forward has run and whose B or BW has not."""
         return len(self._activations)
+
+    def position(self) -> tuple[int, bool]:
+        """Index of the operation this rank is at, and whether its inputs are there: for another thread to ask.
+
+        The index is the number of operations once all have run. Where a GPU records the step, the device is asked,
+        not the process, which runs ahead of it: then the operation is one that computes.
+        """
+        launched = self._position
+        reached = self._recorder.num_reached() if self._recorder is not None else None
+        if reached is None:
+            return launched, self._begun == launched
+        computing = [index for index, (op, _) in enumerate(self._ops) if op.kind not in COMMUNICATION]
+        done, has_begun = divmod(reached, 2)
+        position = computing[done] if done < len(computing) else len(self._ops)
+        return position, bool(has_begun) or position == self._begun == launched
 
     def _forward(self, stage: Stage, op: Op) -> None:
         input_tensor = None
@@ -175,6 +195,7 @@ class Executor:
 
     def _begin(self, op: Op) -> None:
         """The inputs of `op` are there: what follows is its own time."""
+        self._begun = self._position
         if self._recorder is not None:
             self._recorder.begin(op)
 

@@ -21,6 +21,10 @@ class Clock(Protocol):
         """On the host's monotonic clock. May wait until the marked points have been reached."""
         ...
 
+    def num_reached(self, marks: Sequence[Any]) -> int | None:
+        """How many of the marks have been reached, without waiting; None where all always have."""
+        ...
+
 
 class HostClock:
     """For a CPU, where a call returns when its work is done."""
@@ -30,6 +34,9 @@ class HostClock:
 
     def seconds(self, marks: Sequence[float]) -> list[float]:
         return list(marks)
+
+    def num_reached(self, marks: Sequence[float]) -> None:
+        return None
 
 
 class CudaClock:
@@ -51,6 +58,9 @@ class CudaClock:
         if marks:
             marks[-1].synchronize()
         return [self._origin_seconds + self._origin.elapsed_time(mark) / 1000.0 for mark in marks]
+
+    def num_reached(self, marks: Sequence[torch.cuda.Event]) -> int:
+        return sum(mark.query() for mark in list(marks))
 
 
 def device_clock(device: torch.device) -> Clock:
@@ -100,6 +110,10 @@ class OpRecorder:
         """`op` has computed (on a GPU: has been launched)."""
         self._marks += (self._begun, self._clock.mark())
         self._ops.append((op, None if self._meter is None else self._meter.end(op)))
+
+    def num_reached(self) -> int | None:
+        """Beginnings and ends of operations that a GPU has passed; None if there is nothing to ask. For any thread."""
+        return self._clock.num_reached(self._marks) if self._marks else None
 
     def take(self) -> list[MeasuredOp]:
         """What was recorded since the last call."""

@@ -201,6 +201,11 @@ class ZeroBubbleFlags:
     zero_bubble_timeline_iters: list[int] | None = flag(
         "FIRST LAST: the iterations to draw (default: the two after the profile)", None, nargs=2
     )
+    zero_bubble_timeout: float | None = flag(
+        "seconds at one operation after which the job says where every rank is and ends; 0 never "
+        "(default: nine tenths of --distributed-timeout-minutes)",
+        None,
+    )
     zero_bubble_v_schedule: bool = flag("the same as --zero-bubble-schedule zb-v", False)
     zero_bubble_v_schedule_mem_setup: str = flag(
         "with --zero-bubble-v-schedule: v-min, v-half or zb-v", "zb", choices=("min", "half", "zb")

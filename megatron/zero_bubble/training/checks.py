@@ -12,9 +12,11 @@ from pathlib import Path
 
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.training.arguments import Arguments
+from megatron.zero_bubble.training.environment import check_environment
 from megatron.zero_bubble.training.layers import spread_layers, to_layout
 from megatron.zero_bubble.training.planning import planning_options
 from megatron.zero_bubble.training.plans import choose_placement, choose_plan, chunks_of_flags
+from megatron.zero_bubble.training.stalls import check_stall_timeout
 
 
 def complete_and_check(args: Arguments, environment: Mapping[str, str], has_cuda: bool) -> None:
@@ -34,6 +36,8 @@ def complete_and_check(args: Arguments, environment: Mapping[str, str], has_cuda
     _check_training(args)
     _check_schedule(args)
     _check_planning(args)
+    check_stall_timeout(args)
+    check_environment(args, environment, has_cuda)
     _check_data(args)
     _check_output(args)
 
@@ -243,7 +247,7 @@ def _check_layers(args: Arguments, placement: Placement) -> None:
 def _check_planning(args: Arguments) -> None:
     names = (
         *("memory_limit", "max_pending_backward", "profile_iters", "profile_output", "profile_input"),
-        *("timeline", "timeline_iters", "strict"),
+        *("timeline", "timeline_iters", "strict", "timeout"),
     )
     for name in names:
         _require(

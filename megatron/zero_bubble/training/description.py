@@ -1,7 +1,8 @@
-"""The start-up lines: parameters of each rank, what of their gradients is deferred and what is not, the schedule."""
+"""The start-up lines: parameters, deferred gradients, the schedule, and on which host each stage is."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,8 +11,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.zero_bubble.mcore.unsplit import Gradients, count_gradients
+from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.schedule.plan import Plan
 from megatron.zero_bubble.training.arguments import Arguments
+from megatron.zero_bubble.training.environment import describe_hosts, environment_warnings, host_name
 from megatron.zero_bubble.training.initialize import print_rank_0
 from megatron.zero_bubble.training.layers import layers_of_layout
 
@@ -46,6 +49,17 @@ def describe(args: Arguments, plan: Plan | None, model: list[torch.nn.Module]) -
     chunks = f", {len(model)} model chunks a rank" if len(model) > 1 else ""
     megatrons = "megatron-core (interleaved 1F1B)" if len(model) > 1 else "megatron-core (1F1B)"
     print_rank_0(f" > pipeline schedule: {plan.name if plan else megatrons}{chunks}")
+
+
+def describe_places(args: Arguments, placement: Placement) -> None:
+    """Print which host holds what, and what the environment costs, once in the job; a collective call of all ranks."""
+    for warning in environment_warnings(args, os.environ, torch.cuda.is_available()):
+        print_rank_0(f" > WARNING: {warning}")
+    places: list[Any] = [None] * args.world_size
+    dist.all_gather_object(places, (parallel_state.get_pipeline_model_parallel_rank(), host_name(os.environ)))
+    pipeline_ranks, hosts = zip(*places, strict=True)
+    for line in describe_hosts(placement, pipeline_ranks, hosts):
+        print_rank_0(f" > {line}")
 
 
 def unsplit_modules(ranks: Mapping[ModelRank, Gradients]) -> dict[str, float]:

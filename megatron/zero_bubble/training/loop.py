@@ -20,6 +20,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
 from megatron.core.utils import get_attr_wrapped_model
 
+from megatron.zero_bubble.runtime.watchdog import Watchdog
 from megatron.zero_bubble.schedules import ForwardBackward
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.checkpoint import Checkpointer
@@ -96,6 +97,7 @@ class Trainer:
         checkpointer: Checkpointer,
         log: TrainingLog,
         timeline: TimelineWriter | None = None,
+        watchdog: Watchdog | None = None,
     ) -> None:
         self._args = args
         self._model = model
@@ -111,6 +113,7 @@ class Trainer:
         )
         self._zero_bubble = forward_backward if isinstance(forward_backward, ForwardBackward) else None
         self._timeline = timeline
+        self._watchdog = watchdog
         self._train_data = train_data
         self._valid_data = valid_data
         self._checkpointer = checkpointer
@@ -144,6 +147,8 @@ class Trainer:
 
     def close(self) -> None:
         """Leave nothing open that the process groups carry."""
+        if self._watchdog is not None:
+            self._watchdog.close()
         if self._zero_bubble is not None:
             self._zero_bubble.close()
 

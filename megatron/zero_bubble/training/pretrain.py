@@ -21,13 +21,14 @@ from megatron.zero_bubble.schedules import ForwardBackward
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.checkpoint import Checkpointer, latest_iteration
 from megatron.zero_bubble.training.data import DataConfig, build_data_iterator, build_datasets
-from megatron.zero_bubble.training.description import describe
+from megatron.zero_bubble.training.description import describe, describe_places
 from megatron.zero_bubble.training.initialize import initialized, print_rank_0
 from megatron.zero_bubble.training.logging import TrainingLog, open_writers
 from megatron.zero_bubble.training.loop import DataIterator, Trainer
 from megatron.zero_bubble.training.model import build_lr_scheduler, build_model, build_optimizer, transformer_config
 from megatron.zero_bubble.training.planning import planning_options, profile_window, reporter
 from megatron.zero_bubble.training.plans import choose_placement, choose_plan, limit_flag
+from megatron.zero_bubble.training.stalls import open_watchdog
 from megatron.zero_bubble.training.timeline import TimelineWriter
 from megatron.zero_bubble.training.tokenizer import build_tokenizer, padded_vocab_size
 
@@ -78,6 +79,7 @@ def _build_trainer(
     if args.load:
         checkpointer.load()
     describe(args, plan, model)
+    describe_places(args, placement)
     forward_backward = choose_forward_backward(args, plan, store)
     train_data, valid_data = _open_data(args, data_config, tokenizer, model)
     return Trainer(
@@ -92,6 +94,7 @@ def _build_trainer(
         checkpointer,
         TrainingLog(args, open_writers(args)),
         _open_timeline(args, forward_backward),
+        open_watchdog(args, forward_backward),
     )
 
 

@@ -1,0 +1,199 @@
+"""Finds a pipeline that stands still, and where each of its ranks stands.
+
+A rank that hangs is silent, and its neighbours wait. So each rank has a thread that looks every now and then
+whether its rank has come further. The first that sees it stand still for too long raises an alarm in the
+job's store; at that every rank writes there where it is, the first one reports, and all leave. A running
+job's store gets one small request a rank and look, and the operations themselves none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from megatron.zero_bubble.schedule import Schedule
+from megatron.zero_bubble.schedule.ir import COMMUNICATION
+
+_LOOKS = 10
+"""Within the time that is allowed."""
+_LONGEST_PAUSE = 5.0
+"""Between two looks, in seconds: the report waits for two."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a rank is in a step: at the operation `index` of its (lowered) schedule, or behind the last one."""
+
+    step: int
+    """Training steps begun since the job's start."""
+    schedule: Schedule
+    pipeline_rank: int
+    index: int
+    has_inputs: bool
+    """Whether what the operation needs from other ranks has arrived."""
+
+    def __str__(self) -> str:
+        ops = self.schedule.ops[self.pipeline_rank]
+        if self.index == len(ops):
+            return f"finishes step {self.step}: all {len(ops)} operations have run"
+        op = ops[self.index]
+        verb = "computes" if self.has_inputs else ("is at" if op.kind in COMMUNICATION else "waits for the input of")
+        return f"{verb} {op}, operation {self.index + 1} of {len(ops)} in step {self.step}"
+
+    def excerpt(self) -> str:
+        """The operations around it, it in brackets."""
+        ops = self.schedule.ops[self.pipeline_rank]
+        return self.schedule.excerpt(self.pipeline_rank, min(self.index, len(ops) - 1), radius=3)
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What a rank tells of itself when there is an alarm."""
+
+    rank: int
+    host: str
+    pid: int
+    seconds: float
+    """Since it was last seen to move."""
+    where: str
+    """Its `Position` in words."""
+    excerpt: str
+    """Its schedule around the position; empty between two steps."""
+    line: str
+    """The line of code that its main thread is at."""
+    is_computing: bool
+
+
+@dataclass(frozen=True)
+class Stall:
+    """A pipeline that stands still: the rank that raised the alarm and what each rank told, None for no answer."""
+
+    schedule: str
+    timeout: float
+    raised_by: int
+    states: tuple[RankState | None, ...]
+
+
+class Watchdog:
+    """Watches one rank of a job from a thread of its own, from creation until `close`.
+
+    Args:
+        store: of the job; all ranks make their watchdogs in the same order. Used through a connection of its own.
+        position: where this rank is, None between two steps; called on the watchdog's thread.
+        timeout: seconds at one operation after which there is an alarm.
+        report: called on the one rank that raised the alarm first.
+        leave: called on every rank at the end, after the report. It should not return: a rank that hangs
+            cannot be asked to go.
+        host: what this rank's machine is called.
+        device: where the rank computes.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        position: Callable[[], Position | None],
+        timeout: float,
+        report: Callable[[Stall], None],
+        leave: Callable[[], None],
+        host: str,
+        device: torch.device,
+    ) -> None:
+        # A connection is busy while its owner waits for a key. torch before 2.8 has one alone: no step waits there.
+        own = store.clone() if hasattr(store, "clone") else store
+        generation = own.add(f"megatron.zero_bubble/watchdogs of {rank}", 1)
+        self._store = dist.PrefixStore(f"megatron.zero_bubble/watchdog/{generation}", own)
+        self._rank, self._world_size = rank, world_size
+        self._position, self._timeout = position, timeout
+        self._report, self._leave = report, leave
+        self._host, self._device = host, device
+        self._pause = min(_LONGEST_PAUSE, timeout / _LOOKS)
+        self._seen: Position | None = None
+        self._seen_at = time.monotonic()
+        self._closed = threading.Event()
+        self._watched = threading.get_ident()
+        self._thread = threading.Thread(target=self._watch, name="pipeline watchdog", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop watching: nothing will be reported any more."""
+        self._closed.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        try:
+            while not self._closed.wait(self._pause):
+                self._look()
+                if self._stands_still() and self._store.add("alarms", 1) == 1:
+                    self._raise_alarm()
+                if self._store.check(["alarm"]):
+                    self._answer()
+                    self._leave()
+                    return
+        except dist.DistError:
+            # The store has gone, and with it the job: the launcher ends it.
+            return
+
+    def _look(self) -> None:
+        position = self._position()
+        if position != self._seen:
+            self._seen, self._seen_at = position, time.monotonic()
+
+    def _stands_still(self) -> bool:
+        return self._seen is not None and time.monotonic() - self._seen_at > self._timeout
+
+    def _raise_alarm(self) -> None:
+        """Ask everyone, report what they say, and let them go."""
+        assert self._seen is not None
+        self._store.set("alarm", str(self._rank))
+        self._publish()
+        deadline = time.monotonic() + 2 * self._pause + 1.0
+        ranks = range(self._world_size)
+        while time.monotonic() < deadline and int(self._store.add("answers", 0)) < self._world_size:
+            time.sleep(0.05)
+        answers = [self._store.get(f"{rank}") if self._store.check([f"{rank}"]) else None for rank in ranks]
+        states = tuple(None if answer is None else RankState(**json.loads(answer)) for answer in answers)
+        self._report(Stall(self._seen.schedule.name, self._timeout, self._rank, states))
+        self._store.set("reported", "")
+
+    def _answer(self) -> None:
+        if not self._store.check([f"{self._rank}"]):
+            self._publish()
+        deadline = time.monotonic() + 4 * self._pause + 2.0
+        while time.monotonic() < deadline and not self._store.check(["reported"]):
+            time.sleep(0.05)
+
+    def _publish(self) -> None:
+        position = self._seen
+        state = RankState(
+            rank=self._rank,
+            host=self._host,
+            pid=os.getpid(),
+            seconds=time.monotonic() - self._seen_at,
+            where=str(position) if position is not None else "is between two steps",
+            excerpt=position.excerpt() if position is not None else "",
+            line=_line_of(sys._current_frames().get(self._watched)),
+            is_computing=position is not None and position.has_inputs,
+        )
+        self._store.set(f"{self._rank}", json.dumps(asdict(state)))
+        self._store.add("answers", 1)
+
+
+def _line_of(frame: FrameType | None) -> str:
+    if frame is None:
+        return ""
+    innermost = traceback.extract_stack(frame, limit=1)[-1]
+    return f"{innermost.name}, {os.path.basename(innermost.filename)}:{innermost.lineno}"

@@ -1,0 +1,73 @@
+"""What the environment of the ranks says: on which host a rank is, and settings of CUDA that pipelines cannot use."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+
+from megatron.zero_bubble.schedule import Placement
+from megatron.zero_bubble.training.arguments import Arguments
+
+
+def host_name(environment: Mapping[str, str]) -> str:
+    """The name of this machine: Slurm's name of the node, where the job runs under it."""
+    return environment.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def check_environment(args: Arguments, environment: Mapping[str, str], has_cuda: bool) -> None:
+    """Raises:
+    ValueError: a setting under which a schedule of ours cannot run.
+    """
+    if not has_cuda or args.schedule is None:
+        return
+    if environment.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
+        raise ValueError(
+            "CUDA_LAUNCH_BLOCKING=1 makes a receive that is posted ahead wait for its message, which may wait for this "
+            "rank: unset it"
+        )
+
+
+def environment_warnings(args: Arguments, environment: Mapping[str, str], has_cuda: bool) -> list[str]:
+    """Settings that work and cost time, one line each."""
+    if not has_cuda or args.schedule is None:
+        return []
+    found = []
+    connections = environment.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    if connections.isdigit() and int(connections) < 8:
+        tensor = ", with tensor parallelism too" if args.tensor_model_parallel_size > 1 else ""
+        found.append(
+            f"CUDA_DEVICE_MAX_CONNECTIONS={connections}: kernels of all streams share {connections} queue(s) of the "
+            "device, and messages between stages wait behind computation. Unset it, or set 8 or more" + tensor
+        )
+    if environment.get("TORCH_NCCL_BLOCKING_WAIT", "0") != "0":
+        found.append(
+            "TORCH_NCCL_BLOCKING_WAIT=1: the process waits for each message, and launches nothing meanwhile. Unset it"
+        )
+    return found
+
+
+def describe_hosts(placement: Placement, pipeline_ranks: Sequence[int], hosts: Sequence[str]) -> list[str]:
+    """Which host holds which stages, one line a host, in the order of global ranks.
+
+    Args:
+        pipeline_ranks: of each global rank.
+        hosts: the name of each global rank's host.
+    """
+    lines = []
+    for host in dict.fromkeys(hosts):
+        ranks = [rank for rank, name in enumerate(hosts) if name == host]
+        held = {pipeline_ranks[rank] for rank in ranks}
+        stages = sorted(placement.stage_of(rank, chunk) for rank in held for chunk in range(placement.num_chunks))
+        lines.append(f"host {host} holds stages {_ranges(stages)} on ranks {_ranges(ranks)}")
+    return lines
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Of ascending numbers: 0-3, 7."""
+    words: list[str] = []
+    first = numbers[0]
+    for number, following in zip(numbers, (*numbers[1:], None), strict=True):
+        if following != number + 1:
+            words.append(str(first) if first == number else f"{first}-{number}")
+            first = following if following is not None else first
+    return ", ".join(words)

@@ -1,0 +1,44 @@
+"""Trains like pretrain_gpt.py, but the last rank's data never comes from its ninth microbatch on."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from itertools import count
+from typing import Any
+
+from megatron.zero_bubble.mcore.cpu import substitute_cuda
+
+GOOD_BATCHES = 8
+
+
+def hang() -> None:
+    """Stands in for a file system that does not answer."""
+    while True:
+        time.sleep(60)
+
+
+def main() -> None:
+    substitute_cuda()
+    from megatron.zero_bubble.training import loop
+    from megatron.zero_bubble.training.arguments import parse_arguments
+    from megatron.zero_bubble.training.checks import complete_and_check
+    from megatron.zero_bubble.training.pretrain import pretrain
+
+    get_batch, batches = loop.get_batch, count()
+
+    def get_batch_or_hang(*args: Any, **options: Any) -> Any:
+        if next(batches) == GOOD_BATCHES:
+            hang()
+        return get_batch(*args, **options)
+
+    args = parse_arguments(sys.argv[1:])
+    complete_and_check(args, os.environ, has_cuda=False)
+    if args.rank == args.world_size - 1:
+        loop.get_batch = get_batch_or_hang
+    pretrain(args)
+
+
+if __name__ == "__main__":
+    main()
