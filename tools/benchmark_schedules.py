@@ -4,6 +4,9 @@
     python tools/benchmark_schedules.py --mode emulate --pipeline-size 4 --num-microbatches 8 --peers
     python tools/benchmark_schedules.py --mode emulate --schedule 1f1b --schedule zb-h1 --pipeline-size 8 \\
         --num-microbatches 16 --time-f 18.5 --time-b 18.1 --time-w 9.3 --time-comm 0.6 --json
+    python tools/benchmark_schedules.py --mode train --pipeline-size 2 --num-microbatches 4 --schedule zb-h1 \\
+        --schedule zb-2p --peers -- --num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 256 \\
+        --micro-batch-size 2 --mock-data --vocab-size 4095
 
 Emulated: the executor that trains, one process a rank, and messages of --activation-bytes over gloo; in place of
 compute every rank sleeps for the times of F, B and W, in milliseconds. That shows bubbles on any two cores, because
@@ -13,7 +16,15 @@ the work. The schedules take turns, so that whatever else the machine does meets
 --time-comm is how long a message takes at least, whatever the machine needs for it. On a machine that others use
 too, `chrt -f 1` before the command keeps them out (as root).
 
-A mistake ends with one line and exit status 2.
+Trained: pretrain_gpt.py itself, a job for every schedule, with the flags that follow `--`. megatron-core's own 1F1B
+always runs, as what the others are compared with. The schedules take turns, and a turn's ratio is taken to the turn of
+1F1B in the same round; the interval is a bootstrap over rounds. --peers runs megatron-core's interleaved schedule and
+torch.distributed.pipelining's schedules on the same layers, data, optimizer and loop (tools/pretrain_gpt_torch.py).
+What measures bubbles are our schedules' runs; `predicted` of megatron-core's, and of torch's where the order is the
+same, is simulated from the costs that a run of ours in the same placement measured. Memory is the allocator's peak on
+the fullest GPU; without CUDA it is the resident memory of the largest process, its libraries included.
+
+A mistake ends with one line and exit status 2, a training that fails with status 1.
 """
 
 from __future__ import annotations
@@ -23,24 +34,47 @@ import sys
 
 from benchmark_cli.arguments import parse_arguments
 from benchmark_cli.emulate import emulate, emulation_table
+from benchmark_cli.train import compare_trainings
+from benchmark_cli.train_arguments import parse_train_arguments, wants_training
+from benchmark_cli.train_report import train_plot, train_table
 from schedule_cli.files import deliver
-
-from megatron.zero_bubble.schedule import ScheduleError
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = parse_arguments(argv, __doc__ or "")
     try:
-        results = emulate(arguments)
-        if arguments.json:
-            text = json.dumps([one.as_json() for one in results], indent=1) + "\n"
-        else:
-            text = emulation_table(results, markdown=arguments.markdown)
-        deliver(text, arguments.output)
-    except (ScheduleError, OSError) as error:
-        print(f"benchmark_schedules.py: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        _train(argv) if wants_training(argv) else _emulate(argv)
+    except (ValueError, OSError) as error:
+        return _report(error, 2)
+    except RuntimeError as error:
+        return _report(error, 1)
     return 0
+
+
+def _emulate(argv: list[str] | None) -> None:
+    arguments = parse_arguments(argv, __doc__ or "")
+    results = emulate(arguments)
+    if arguments.json:
+        text = json.dumps([one.as_json() for one in results], indent=1) + "\n"
+    else:
+        text = emulation_table(results, markdown=arguments.markdown)
+    deliver(text, arguments.output)
+
+
+def _train(argv: list[str] | None) -> None:
+    arguments = parse_train_arguments(argv, __doc__ or "")
+    results = compare_trainings(arguments)
+    if arguments.json:
+        text = json.dumps([one.as_json() for one in results], indent=1) + "\n"
+    else:
+        text = train_table(results, markdown=arguments.markdown)
+    deliver(text, arguments.output)
+    if arguments.plot is not None:
+        deliver(train_plot(results), arguments.plot)
+
+
+def _report(error: Exception, status: int) -> int:
+    print(f"benchmark_schedules.py: error: {' '.join(str(error).split())}", file=sys.stderr)
+    return status
 
 
 if __name__ == "__main__":

@@ -21,7 +21,10 @@ def parse_arguments(argv: list[str] | None, description: str) -> argparse.Namesp
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--mode", choices=("emulate",), default="emulate", help="emulate: compute is replaced by sleeps"
+        "--mode",
+        choices=("emulate", "train"),
+        default="emulate",
+        help="emulate: compute is replaced by sleeps; train: pretrain_gpt.py runs (flags: --mode train --help)",
     )
     parser.add_argument(
         "--schedule", action="append", metavar="NAME", help="repeat for more (default: all but optimal)"

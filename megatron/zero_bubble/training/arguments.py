@@ -148,6 +148,9 @@ class OutputFlags:
 
     log_interval: int = flag("iterations between log lines", 100)
     log_throughput: bool = flag("log TFLOP/s per GPU", False)
+    log_memory_interval: int | None = flag(
+        "iterations between lines with every rank's memory, where there is CUDA", None
+    )
     timing_log_level: int = flag("detail of megatron-core's timers, 0 to 2", 0)
     tensorboard_dir: str | None = flag("folder for TensorBoard", None)
     tensorboard_log_interval: int = flag("iterations between TensorBoard entries", 1)

@@ -53,6 +53,7 @@ def _check_ranges(args: Arguments) -> None:
         *("max_position_embeddings", "ffn_hidden_size", "kv_channels", "make_vocab_size_divisible_by"),
         *("tensor_model_parallel_size", "pipeline_model_parallel_size", "train_iters", "global_batch_size", "seed"),
         *("log_interval", "eval_interval", "save_interval", "exit_interval", "tensorboard_log_interval"),
+        "log_memory_interval",
         *("distributed_timeout_minutes", "vocab_size", "ddp_bucket_size", "lr_decay_iters"),
         *("num_experts", "expert_model_parallel_size"),
     )

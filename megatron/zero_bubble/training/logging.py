@@ -116,6 +116,9 @@ class TrainingLog:
         if args.iteration % args.log_interval == 0:
             self._print(result)
             self._reset()
+        if args.log_memory_interval is not None and args.iteration % args.log_memory_interval == 0:
+            for line in memory_lines(args.iteration):
+                print(line, flush=True)
 
     def _say(self, text: str) -> None:
         """Print from the rank that holds the loss: the last one, unless stages are placed in a V."""
@@ -194,6 +197,20 @@ class TrainingLog:
         self._say(f"{rule}\n{line}\n{rule}")
         for tag, value in (("lm loss validation", lm_loss), ("lm loss validation ppl", perplexity)):
             self._write_scalar(tag, value)
+
+
+def memory_lines(iteration: int) -> list[str]:
+    """What this rank's allocator has given out and holds, in Megatron's words; nothing without CUDA."""
+    if not torch.cuda.is_available():
+        return []
+    figures = {
+        "allocated": torch.cuda.memory_allocated(),
+        "max allocated": torch.cuda.max_memory_allocated(),
+        "reserved": torch.cuda.memory_reserved(),
+        "max reserved": torch.cuda.max_memory_reserved(),
+    }
+    words = " | ".join(f"{name}: {value / 2**20:.2f}" for name, value in figures.items())
+    return [f"[Rank {dist.get_rank()}] (after {iteration} iterations) memory (MB) | {words}"]
 
 
 def _memory() -> dict[str, Any]:

@@ -40,13 +40,8 @@ def pretrain(args: Arguments) -> None:
         ValueError: the data, the tokenizer or the checkpoint does not fit.
     """
     data_config = make_data_config(args)
-    tokenizer = build_tokenizer(
-        args.tokenizer_type, args.tokenizer_model, args.vocab_size, args.vocab_file, args.merge_file
-    )
+    tokenizer = load_tokenizer(args)
     data_config.validate(tokenizer.vocab_size)
-    args.padded_vocab_size = padded_vocab_size(
-        tokenizer.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size
-    )
     plan = choose_plan(args)
     placement = choose_placement(args, plan)
     if args.load:
@@ -60,6 +55,17 @@ def pretrain(args: Arguments) -> None:
         except ValueError as error:
             raise RuntimeError("this is no mistake of the command line") from error
         trainer.close()
+
+
+def load_tokenizer(args: Arguments) -> MegatronTokenizerBase:
+    """The tokenizer that the flags name; sets `args.padded_vocab_size`. Raises `ValueError` if it cannot be read."""
+    tokenizer = build_tokenizer(
+        args.tokenizer_type, args.tokenizer_model, args.vocab_size, args.vocab_file, args.merge_file
+    )
+    args.padded_vocab_size = padded_vocab_size(
+        tokenizer.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size
+    )
+    return tokenizer
 
 
 def _build_trainer(
@@ -81,7 +87,7 @@ def _build_trainer(
     describe(args, plan, model)
     describe_places(args, placement)
     forward_backward = choose_forward_backward(args, plan, store)
-    train_data, valid_data = _open_data(args, data_config, tokenizer, model)
+    train_data, valid_data = open_data(args, data_config, tokenizer, model)
     return Trainer(
         args,
         model,
@@ -98,7 +104,7 @@ def _build_trainer(
     )
 
 
-def _open_data(
+def open_data(
     args: Arguments, data_config: DataConfig, tokenizer: MegatronTokenizerBase, model: list[torch.nn.Module]
 ) -> tuple[list[DataIterator], list[DataIterator]]:
     """Training and validation data, one iterator for each model chunk that reads: the first stage and the last."""

@@ -1,0 +1,107 @@
+"""One turn: a whole training in processes of its own, and what its log says."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+_ITERATION = re.compile(r"\biteration +(\d+)/ *\d+ \|.* elapsed time per iteration \(ms\): ([\d.]+) \|")
+_BUBBLE = re.compile(r"\| bubble rate: ([\d.]+)% \|")
+_PREDICTED = re.compile(r"\| predicted: ([\d.]+)% \|")
+_PLANNED = re.compile(r"predicted: bubble rate [\d.]+%, ([\d.]+) ms")
+_MEMORY = re.compile(r"memory \(MB\) \|.*\bmax allocated: ([\d.]+)")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one training measured, after its warmup."""
+
+    iteration_ms: tuple[float, ...]
+    """Of every interval, the mean time of an iteration."""
+    bubble_rates: tuple[float, ...]
+    """Measured, of every interval; empty where nothing measures it."""
+    predicted_bubble_rate: float | None
+    predicted_ms: float | None
+    peak_bytes: float
+    """Of the fullest rank: what the allocator gave out at most; without CUDA, the resident memory of the process."""
+
+
+def read_log(text: str, warmup: int, resident_bytes: float) -> Turn:
+    """What the log lines say of the iterations after the `warmup`th."""
+    lines = [
+        (int(match[1]), float(match[2]), match.string) for match in map(_ITERATION.search, text.splitlines()) if match
+    ]
+    measured = [(milliseconds, line) for iteration, milliseconds, line in lines if iteration > warmup]
+    if not measured:
+        raise RuntimeError("the training logged no iteration after its warmup")
+    bubbles = [float(match[1]) / 100 for _, line in measured if (match := _BUBBLE.search(line))]
+    predicted = _PREDICTED.search(measured[-1][1])
+    planned = _PLANNED.findall(text)
+    memory = [float(value) * 2**20 for value in _MEMORY.findall(text)]
+    return Turn(
+        tuple(milliseconds for milliseconds, _ in measured),
+        tuple(bubbles),
+        float(predicted[1]) / 100 if predicted else None,
+        float(planned[-1]) if planned else None,
+        max(memory, default=resident_bytes),
+    )
+
+
+def take_turn(command: Sequence[str], environment: Mapping[str, str], warmup: int, timeout: float) -> Turn:
+    """Run a training to its end.
+
+    Raises:
+        RuntimeError: it failed or took longer than `timeout` seconds; one line.
+    """
+    with tempfile.TemporaryFile("w+", errors="replace") as log:
+        process = subprocess.Popen(
+            command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        late = threading.Event()
+
+        def give_up() -> None:
+            late.set()
+            _end(process)
+
+        timer = threading.Timer(timeout, give_up)
+        timer.start()
+        try:
+            # wait4 tells what the largest process of the job had in memory; Popen.wait does not.
+            _, status, usage = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+        except BaseException:
+            _end(process)
+            raise
+        finally:
+            timer.cancel()
+        log.seek(0)
+        text = log.read()
+    if late.is_set():
+        raise RuntimeError(f"not done after {timeout:g} s")
+    if process.returncode != 0:
+        raise RuntimeError(_reason(text, process.returncode))
+    return read_log(text, warmup, usage.ru_maxrss * 1024.0)
+
+
+def _end(process: subprocess.Popen) -> None:
+    """The launcher and its ranks, which are in a session of their own."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _reason(text: str, status: int) -> str:
+    """The line in which a training says what is wrong, or the last line of a traceback."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    for line in lines:
+        if ": error: " in line:
+            return line.split(": error: ", 1)[1]
+    errors = [line for line in lines if re.search(r"^(\[rank\d+\]: ?)?[\w.]*(Error|Exception)\b", line)]
+    return errors[0] if errors else f"it ended with status {status}"

@@ -1,0 +1,41 @@
+#!/usr/bin/env python3
+"""pretrain_gpt.py under a schedule of torch.distributed.pipelining: a peer to measure against.
+
+    torchrun --nproc-per-node 4 tools/pretrain_gpt_torch.py ZBVZeroBubble <pretrain_gpt.py's flags>
+
+Model, data, optimizer, loop and log line are pretrain_gpt.py's; forward and backward are
+torch.distributed.pipelining's. megatron-core's linear layers multiply with torch.nn.functional.linear, whose backward
+that runtime can split. For pipeline parallelism alone; nothing is evaluated or saved, and every token counts in the
+loss. Schedules with several chunks a rank need --num-virtual-stages-per-pipeline-rank.
+
+A mistake ends with one line and exit status 2.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+
+from megatron.zero_bubble.mcore.cpu import substitute_cuda
+
+PROG = "pretrain_gpt_torch.py"
+
+
+def main() -> int:
+    warnings.filterwarnings("ignore", category=UserWarning)  # megatron-core's, about what a CPU has not
+    substitute_cuda()
+    # Only now: megatron-core looks for a device as it is imported.
+    from benchmark_cli.torch_training import train
+
+    try:
+        train(sys.argv[1] if len(sys.argv) > 1 else "", sys.argv[2:], PROG)
+    except ValueError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{PROG}: error: {error}", file=sys.stderr, flush=True)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

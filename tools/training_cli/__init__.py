@@ -1,0 +1,1 @@
+"""What the tools share that start trainings, or reason about them, from pretrain_gpt.py's flags."""
