@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from megatron.core.utils import get_model_config
 
 from megatron.zero_bubble.mcore.forward_backward import MegatronStage
 from megatron.zero_bubble.mcore.placement import finalize_gradients
+from megatron.zero_bubble.mcore.post_validation import PostValidation
 from megatron.zero_bubble.runtime.communicator import TensorSpec, TorchCommunicator
 from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.observer import StepObserver
@@ -33,8 +35,10 @@ from megatron.zero_bubble.runtime.replanner import PlanningOptions, Replanner, R
 from megatron.zero_bubble.runtime.timeline import OpRecorder, StepTime, bubble_rate, device_clock
 from megatron.zero_bubble.runtime.watchdog import Position
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
-from megatron.zero_bubble.schedule import Schedule, ScheduleError, lower, validate
+from megatron.zero_bubble.schedule import Schedule, ScheduleError, lower, validate, with_post_validation
+from megatron.zero_bubble.schedule.generators import default_costs
 from megatron.zero_bubble.schedule.plan import NamedPlan, Plan
+from megatron.zero_bubble.schedule.post_validation import num_forwards_before_validation
 from megatron.zero_bubble.schedule.serialize import Profile
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
@@ -74,6 +78,7 @@ class ForwardBackward:
         timeout: timedelta = DEFAULT_TIMEOUT,
         planning: PlanningOptions | None = None,
         report: Callable[[Report], None] = lambda report: None,
+        post_validation: PostValidation | None = None,
     ) -> None:
         chunks = plan.placement.num_chunks
         if chunks != store.num_chunks:
@@ -81,6 +86,7 @@ class ForwardBackward:
         self._plan = plan
         self._store = store
         self._timeout = timeout
+        self._post_validation = post_validation
         self._executors: dict[tuple[int, bool], Executor] = {}
         self._communicator: TorchCommunicator | None = None
         self._spec: TensorSpec | None = None
@@ -175,6 +181,8 @@ class ForwardBackward:
         if self._replanner is not None and not forward_only:
             self._next_plan = self._replanner.before_step(num_microbatches) or self._next_plan
             self._go_on_with_next_plan()
+        if forward_only:
+            self.settle()
         executor = self._executor(groups.pp, num_microbatches, forward_only)
         shapes = mcore.get_tensor_shapes(
             seq_length=seq_length,
@@ -197,23 +205,38 @@ class ForwardBackward:
             forward_only=forward_only,
             collect_non_loss_data=collect_non_loss_data,
             first_val_step=first_val_step,
+            finalize=partial(self._finalize, groups=groups, force_all_reduce=force_all_reduce),
+            post_validation=None if forward_only else self._post_validation,
+            num_early_forwards=num_forwards_before_validation(executor.schedule),
         )
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
         self._spec = stage.message_spec()
         self._last_executor, self._is_in_step = executor, True
         executor.run(stage, None if forward_only else self._start_recording())
-        stage.finish()
-        if config.finalize_model_grads_func is not None and not forward_only:
-            num_tokens = stage.num_tokens if config.calculate_per_token_loss else None
-            placement = executor.schedule.placement
-            finalize_gradients(config, placement, chunks, num_tokens, groups, force_all_reduce)
+        if not executor.schedule.has_post_validation:
+            stage.finish()
         self._is_in_step = False
+        self.observer.stop()
         if config.timers is not None:
             config.timers("forward-backward").stop()
         if self._replanner is not None and not forward_only:
             self._next_plan = self._replanner.after_step(self._num_steps, num_microbatches)
         return stage.forward_data_store
+
+    def settle(self) -> None:
+        """Validate the last step now, where a schedule with post-validation has left it open.
+
+        To be called on every rank before anything but a training step reads parameters or the optimizer.
+        """
+        if self._post_validation is not None:
+            self._post_validation.validate()
+
+    def _finalize(self, stage: MegatronStage, *, groups: ProcessGroupCollection, force_all_reduce: bool | None) -> None:
+        config, chunks = get_model_config(stage.model_chunks[0]), list(stage.model_chunks)
+        if config.finalize_model_grads_func is not None and not stage.forward_only:
+            num_tokens = stage.num_tokens if config.calculate_per_token_loss else None
+            finalize_gradients(config, stage.placement, chunks, num_tokens, groups, force_all_reduce)
 
     def close(self) -> None:
         """Close the channels, before the job's process groups are destroyed."""
@@ -248,6 +271,10 @@ class ForwardBackward:
             assert schedule.num_ranks == pp_group.size(), "a plan for another pipeline size"
             if forward_only:
                 schedule = lower(schedule.without_communication().forward_only())
+                validate(schedule)
+            elif self._post_validation is not None:
+                costs = self.profile.costs if self.profile is not None else default_costs(schedule.placement)
+                schedule = lower(with_post_validation(schedule, costs))
                 validate(schedule)
             if self._communicator is None:
                 ranks = dist.get_process_group_ranks(pp_group)

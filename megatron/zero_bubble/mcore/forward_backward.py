@@ -15,6 +15,8 @@ import torch
 from megatron.core.pipeline_parallel import schedules as mcore
 from megatron.core.utils import get_model_config, get_model_type
 
+from megatron.zero_bubble.mcore.post_validation import PostValidation
+from megatron.zero_bubble.mcore.restart import Restart, RewindableIterator
 from megatron.zero_bubble.runtime.communicator import TensorSpec
 from megatron.zero_bubble.schedule import Op, Placement
 
@@ -58,6 +60,9 @@ class MegatronStage:
         cp_group_size: context-parallel size, by which megatron-core scales the loss.
         forward_data_store: what the loss function returned, one entry a microbatch, on the last stage.
         num_tokens: sum of the token counts that the loss function returned.
+        finalize: reduces the gradients of this rank, as megatron-core does at the end of a step.
+        post_validation: takes the optimizer's step within the schedule; None where that comes after it.
+        num_early_forwards: that all ranks run before they validate.
     """
 
     forward_step_func: Callable[..., Any]
@@ -73,12 +78,27 @@ class MegatronStage:
     collect_non_loss_data: bool = False
     first_val_step: bool | None = None
     forward_data_store: list[Any] = field(default_factory=list)
+    finalize: Callable[[MegatronStage], None] = lambda stage: None
+    post_validation: PostValidation | None = None
+    num_early_forwards: int = 0
 
     def __post_init__(self) -> None:
         self._config = get_model_config(self.model_chunks[0])
         self._model_type = get_model_type(self.model_chunks[0])
         self._grad_sync = GradSync(self._config.no_sync_func, len(self.model_chunks))
         self.num_tokens = torch.zeros([], dtype=torch.int, device=self.device)
+        self._restart: Restart | None = None
+        self._rewindable: list[RewindableIterator] = []
+        if self.post_validation is not None and self.post_validation.is_pending:
+            self._prepare_restart()
+
+    def _prepare_restart(self) -> None:
+        """The last step may turn out wrong, and what runs until then be run again."""
+        self._restart = Restart(self.model_chunks)
+        # Chunks that share an iterator share it still.
+        wrapped = {id(source): RewindableIterator(source) for source in self.data_iterators if source is not None}
+        self._rewindable = list(wrapped.values())
+        self.data_iterators = [None if source is None else wrapped[id(source)] for source in self.data_iterators]
 
     def forward(self, microbatch: int, chunk: int, input_tensor: torch.Tensor | None) -> torch.Tensor:
         stage = self.placement.stage_of(self.rank, chunk)
@@ -121,5 +141,28 @@ class MegatronStage:
         return TensorSpec(self.output_shape, self._config.pipeline_dtype, self.device)
 
     def finish(self) -> None:
-        """All operations have run: leave `no_sync`, as DDP expects between steps."""
+        """All gradients have been added up: leave `no_sync`, as DDP expects between steps, and reduce them."""
         self._grad_sync.enable_all()
+        self.finalize(self)
+
+    def step(self) -> None:
+        assert self.post_validation is not None
+        self.finish()
+        self.post_validation.step()
+
+    def validate(self) -> bool:
+        assert self.post_validation is not None
+        was_wrong = self.post_validation.validate(self.num_early_forwards)
+        if not was_wrong:
+            self._restart = None
+            for iterator in self._rewindable:
+                iterator.forget()
+        return was_wrong
+
+    def restart(self) -> None:
+        assert self._restart is not None
+        self._restart.apply()
+        for iterator in self._rewindable:
+            iterator.rewind()
+        self.forward_data_store.clear()
+        self.num_tokens.zero_()

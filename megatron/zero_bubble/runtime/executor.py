@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, cast
 
 import torch
 
@@ -17,7 +17,9 @@ from megatron.zero_bubble.runtime.communicator import Communicator, PendingRecei
 from megatron.zero_bubble.runtime.timeline import OpRecorder
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, OpKind, Schedule
-from megatron.zero_bubble.schedule.ir import BACKWARDS, COMMUNICATION
+from megatron.zero_bubble.schedule.ir import BACKWARDS, COMMUNICATION, SENDS
+from megatron.zero_bubble.schedule.messages import other_end
+from megatron.zero_bubble.schedule.post_validation import before_validation
 
 
 class Stage(Protocol):
@@ -54,6 +56,22 @@ class Stage(Protocol):
 
     def message_spec(self, op: Op) -> TensorSpec:
         """Shape, type and device of the message that the receive `op` brings."""
+        ...
+
+
+class SteppingStage(Stage, Protocol):
+    """A stage that takes the optimizer's step itself: what a schedule with post-validation runs."""
+
+    def step(self) -> None:
+        """All gradients of this rank are there: step, before the state of the other ranks' is known."""
+        ...
+
+    def validate(self) -> bool:
+        """Confirm or amend the last step; whether the forwards of this step used wrong weights, on any rank."""
+        ...
+
+    def restart(self) -> None:
+        """Forget the forwards of this step: they are run again, on the same data, in the same order."""
         ...
 
 
@@ -97,6 +115,8 @@ class Executor:
         self._store = weight_grad_store
         self._stages = [schedule.placement.stage_of(rank, chunk) for chunk in range(schedule.num_chunks)]
         self._ops = [(op, str(op)) for op in schedule.ops[rank]]
+        self._redone = [(op, str(op)) for op in before_validation(schedule, rank)]
+        self._stale = _stale_receives(schedule, rank)
         self._runs_backward = any(op.kind in BACKWARDS for op, _ in self._ops)
         self._activations: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
         self._incoming: dict[_Key, PendingReceive] = {}
@@ -105,6 +125,7 @@ class Executor:
         self._recorder: OpRecorder | None = None
         self._position = 0
         self._begun = -1
+        self._is_profiled = False
         self._handlers: dict[OpKind, Callable[[Stage, Op], None]] = {
             OpKind.F: self._forward,
             OpKind.B: self._backward_input,
@@ -114,6 +135,8 @@ class Executor:
             OpKind.SEND_BACKWARD: self._send,
             OpKind.RECV_FORWARD: self._receive,
             OpKind.RECV_BACKWARD: self._receive,
+            OpKind.STEP: self._step,
+            OpKind.VALIDATE: self._validate,
         }
 
     def run(self, stage: Stage, recorder: OpRecorder | None = None) -> None:
@@ -124,20 +147,23 @@ class Executor:
         """
         self._recorder = recorder
         # A range that nobody sees costs as much as all the rest here.
-        is_profiled = torch.autograd._profiler_enabled()
+        self._is_profiled = torch.autograd._profiler_enabled()
         self._begun = -1
-        for position, (op, name) in enumerate(self._ops):
-            self._position = position
-            with torch.profiler.record_function(name) if is_profiled else _NO_RANGE:
-                self._handlers[op.kind](stage, op)
-            if recorder is not None and op.kind not in COMMUNICATION:
-                recorder.end(op)
-            self._drop_finished_sends()
+        self._run(stage, self._ops)
         self._position = len(self._ops)
         for send in self._sends:
             send.wait()
         self._sends.clear()
         self._check_nothing_left()
+
+    def _run(self, stage: Stage, ops: Sequence[tuple[Op, str]]) -> None:
+        for position, (op, name) in enumerate(ops):
+            self._position = position
+            with torch.profiler.record_function(name) if self._is_profiled else _NO_RANGE:
+                self._handlers[op.kind](stage, op)
+            if self._recorder is not None and op.kind not in COMMUNICATION:
+                self._recorder.end(op)
+            self._drop_finished_sends()
 
     @property
     def num_live_activations(self) -> int:
@@ -193,6 +219,29 @@ class Executor:
         stage.before_gradients(op)
         self._store.pop(op.chunk, op.microbatch)
 
+    def _step(self, stage: Stage, op: Op) -> None:
+        self._begin(op)
+        cast(SteppingStage, stage).step()
+
+    def _validate(self, given: Stage, op: Op) -> None:
+        """Where the step was wrong, everything that stands before `op` is run again, and every rank does so.
+
+        What was sent before has to be received, for a channel keeps its order; then all of it is sent anew.
+        """
+        stage = cast(SteppingStage, given)
+        is_wrong = stage.validate()
+        if is_wrong:
+            for receive in self._stale:
+                self._receive(stage, receive)
+            for message in self._incoming.values():
+                message.wait()
+            self._incoming.clear()
+            self._activations.clear()
+            stage.restart()
+            self._run(stage, self._redone)
+            self._position = len(self._redone)
+        self._begin(op)
+
     def _begin(self, op: Op) -> None:
         """The inputs of `op` are there: what follows is its own time."""
         self._begun = self._position
@@ -235,3 +284,19 @@ class Executor:
         if left:
             ops = self.schedule.excerpt(self.rank, len(self._ops) - 1)
             raise LeftoverError(f"{self.schedule.name}: at the end of a step {'; '.join(left)}. {ops}")
+
+
+def _stale_receives(schedule: Schedule, rank: int) -> list[Op]:
+    """What other ranks send to `rank` before they validate, and `rank` itself receives only after it has.
+
+    In the order of every channel. Should the validation fail, these messages were made with wrong weights.
+    """
+    received = set(before_validation(schedule, rank))
+    stale = []
+    for source in range(schedule.num_ranks):
+        for op in before_validation(schedule, source):
+            if op.kind in SENDS:
+                destination, receive = other_end(schedule.placement, source, op)
+                if destination == rank and receive not in received:
+                    stale.append(receive)
+    return stale

@@ -21,19 +21,24 @@ class StepObserver:
         self._clock = clock
         self._recorder: OpRecorder | None = None
         self._step = 0
+        self._is_running = False
         self._times: list[StepTime] = []
         self.sinks: list[Sink] = []
 
     def start(self, step: int, meter: MemoryMeter | None = None) -> OpRecorder:
         """The recorder for `step`; `meter` measures memory too."""
         self.flush()
-        self._step = step
+        self._step, self._is_running = step, True
         self._recorder = OpRecorder(self._clock, meter)
         return self._recorder
 
+    def stop(self) -> None:
+        """The step that was started has ended."""
+        self._is_running = False
+
     def flush(self) -> None:
-        """Take in what has been recorded so far."""
-        ops = self._recorder.take() if self._recorder is not None else []
+        """Take in the steps that have ended."""
+        ops = self._recorder.take() if self._recorder is not None and not self._is_running else []
         if ops:
             self._times.append(step_time(ops))
             for sink in self.sinks:

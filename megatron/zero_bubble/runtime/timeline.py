@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from megatron.zero_bubble.schedule import Op
+from megatron.zero_bubble.schedule.ir import POST_VALIDATION
 
 
 class Clock(Protocol):
@@ -102,14 +103,15 @@ class OpRecorder:
 
     def begin(self, op: Op) -> None:
         """The inputs of `op` are there and it starts to compute."""
-        if self._meter is not None:
+        if self._meter is not None and op.kind not in POST_VALIDATION:
             self._meter.begin(op)
         self._begun = self._clock.mark()
 
     def end(self, op: Op) -> None:
         """`op` has computed (on a GPU: has been launched)."""
         self._marks += (self._begun, self._clock.mark())
-        self._ops.append((op, None if self._meter is None else self._meter.end(op)))
+        metered = self._meter is not None and op.kind not in POST_VALIDATION
+        self._ops.append((op, self._meter.end(op) if self._meter and metered else None))
 
     def num_reached(self) -> int | None:
         """Beginnings and ends of operations that a GPU has passed; None if there is nothing to ask. For any thread."""
@@ -132,8 +134,14 @@ class StepTime:
 
 
 def step_time(ops: Sequence[MeasuredOp]) -> StepTime:
-    """Both figures of a step that ran at least one operation."""
-    return StepTime(span=ops[-1].end - ops[0].start, work=sum(op.end - op.start for op in ops))
+    """Both figures of a step that ran at least one operation.
+
+    The optimizer's work is in neither. What was run again counts once as work: the rest of its time is lost.
+    """
+    computed = {measured.op: measured for measured in ops if measured.op.kind not in POST_VALIDATION}
+    last = max(measured.end for measured in computed.values())
+    work = sum(measured.end - measured.start for measured in computed.values())
+    return StepTime(span=last - ops[0].start, work=work)
 
 
 def bubble_rate(steps: Sequence[StepTime]) -> float:

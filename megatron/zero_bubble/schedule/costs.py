@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from megatron.zero_bubble.schedule.errors import ScheduleError
-from megatron.zero_bubble.schedule.ir import OpKind
+from megatron.zero_bubble.schedule.ir import POST_VALIDATION, OpKind
 
 
 @dataclass(frozen=True)
@@ -83,15 +83,21 @@ class StageCosts:
     def num_stages(self) -> int:
         return len(self.time_f)
 
-    def times(self) -> dict[OpKind, Sequence[float]]:
-        """Per compute operation, its time on every stage."""
-        fused = tuple(b + w for b, w in zip(self.time_b, self.time_w, strict=True))
-        return {OpKind.F: self.time_f, OpKind.B: self.time_b, OpKind.W: self.time_w, OpKind.BW: fused}
+    def times(self) -> Mapping[OpKind, Sequence[float]]:
+        """Per operation that is not communication, its time on every stage.
 
-    def memory(self) -> dict[OpKind, Sequence[float]]:
-        """Per compute operation, its change of memory on every stage."""
+        STEP and VALIDATE cost nothing: the optimizer's work is outside of a schedule's times, with
+        post-validation and without.
+        """
+        fused = tuple(b + w for b, w in zip(self.time_b, self.time_w, strict=True))
+        times = {OpKind.F: self.time_f, OpKind.B: self.time_b, OpKind.W: self.time_w, OpKind.BW: fused}
+        return times | dict.fromkeys(POST_VALIDATION, (0,) * self.num_stages)
+
+    def memory(self) -> Mapping[OpKind, Sequence[float]]:
+        """Per operation that is not communication, its change of memory on every stage."""
         fused = tuple(b + w for b, w in zip(self.memory_b, self.memory_w, strict=True))
-        return {OpKind.F: self.memory_f, OpKind.B: self.memory_b, OpKind.W: self.memory_w, OpKind.BW: fused}
+        memory = {OpKind.F: self.memory_f, OpKind.B: self.memory_b, OpKind.W: self.memory_w, OpKind.BW: fused}
+        return memory | dict.fromkeys(POST_VALIDATION, (0,) * self.num_stages)
 
     def work(self, stage: int) -> float:
         """Time of F, B and W of one microbatch on `stage`."""

@@ -31,6 +31,10 @@ class OpKind(str, Enum):
     RECV_FORWARD = "RECV_FORWARD"
     SEND_BACKWARD = "SEND_BACKWARD"
     RECV_BACKWARD = "RECV_BACKWARD"
+    STEP = "STEP"
+    """The optimizer's step of this rank, before the state of all gradients is known."""
+    VALIDATE = "VALIDATE"
+    """The state of all gradients is known: the step of the iteration before is confirmed or amended."""
 
     __str__ = str.__str__
 
@@ -38,6 +42,8 @@ class OpKind(str, Enum):
 SENDS = frozenset({OpKind.SEND_FORWARD, OpKind.SEND_BACKWARD})
 RECEIVES = frozenset({OpKind.RECV_FORWARD, OpKind.RECV_BACKWARD})
 COMMUNICATION = SENDS | RECEIVES
+POST_VALIDATION = frozenset({OpKind.STEP, OpKind.VALIDATE})
+"""What `with_post_validation` adds: once a rank and iteration; the number in their names is the iteration's."""
 BACKWARDS = frozenset({OpKind.B, OpKind.BW})
 """The operations that produce the gradient of a stage's input."""
 
@@ -151,6 +157,11 @@ class Schedule:
     def splits_backward(self) -> bool:
         """Whether any W is an operation of its own."""
         return any(op.kind is OpKind.W for rank_ops in self.ops for op in rank_ops)
+
+    @property
+    def has_post_validation(self) -> bool:
+        """Whether the ranks step before the state of all gradients is known, and validate later."""
+        return any(op.kind is OpKind.STEP for rank_ops in self.ops for op in rank_ops)
 
     def compute_ops(self, rank: int) -> Iterator[Op]:
         """The operations of `rank` without communication."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megatron.zero_bubble.schedule.errors import InvalidSchedule, ScheduleError
-from megatron.zero_bubble.schedule.ir import Op, Schedule
+from megatron.zero_bubble.schedule.ir import Op, OpKind, Schedule
 from megatron.zero_bubble.schedule.messages import other_end, receive_before, send_after
 
 RECEIVE_AHEAD = 2
@@ -28,7 +28,9 @@ def lower(schedule: Schedule, receive_ahead: int = RECEIVE_AHEAD) -> Schedule:
     gradients alike. A send stands right after the operation that makes the tensor. The receives of a
     channel stand in exactly the order in which the source sends on it; each is posted before the
     compute operation that stands `receive_ahead` compute operations before its consumer, and earlier only
-    where the order of its channel forces it. Neighbouring stages on one rank exchange no message.
+    where the order of its channel forces it. A receive whose consumer stands after a VALIDATE is not posted
+    before it either: where the validation fails, messages come once more. Neighbouring stages on one rank
+    exchange no message.
 
     A receive is only *posted* where it stands, and the wait is at its consumer: hence the lowered schedule
     deadlocks only if the schedule itself does. Lowering is idempotent: communication that is already
@@ -82,11 +84,13 @@ def _lower_rank(
 ) -> tuple[Op, ...]:
     """The operations of `rank` with its receives and sends."""
     posted_before: dict[int, list[Op]] = defaultdict(list)
+    barriers = [0] + [position + 1 for position, op in enumerate(schedule.ops[rank]) if op.kind is OpKind.VALIDATE]
     for source in sorted(incoming):
         latest = len(schedule.ops[rank])
         positions = []
         for message in reversed(incoming[source]):
-            latest = min(latest, max(0, message.consumer - receive_ahead))
+            barrier = max(position for position in barriers if position <= message.consumer)
+            latest = min(latest, max(barrier, message.consumer - receive_ahead))
             positions.append(latest)
         for position, message in zip(reversed(positions), incoming[source], strict=True):
             posted_before[position].append(message.receive)

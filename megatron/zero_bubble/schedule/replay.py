@@ -16,8 +16,15 @@ def dependencies(placement: Placement, kind: OpKind, stage: int, microbatch: int
     """The compute operations that have to end before this compute operation can start.
 
     F waits for F of the stage before; B and BW for the stage's own F and for the backward of the stage
-    after; W for its own B.
+    after; W for its own B. VALIDATE waits for the STEP of every rank in the iteration before; a rank is named by
+    the stage of its first chunk.
     """
+    if kind is OpKind.STEP:
+        return []
+    if kind is OpKind.VALIDATE:
+        before = microbatch - 1
+        ranks = range(placement.num_ranks) if before >= 0 else ()
+        return [(OpKind.STEP, placement.stage_of(rank), before) for rank in ranks]
     if kind is OpKind.F:
         return [(OpKind.F, stage - 1, microbatch)] if stage > 0 else []
     if kind is OpKind.W:
@@ -64,7 +71,7 @@ def _first_missing(schedule: Schedule, rank: int, position: int, done: set[Node]
         return None  # a receive is only posted, and whoever consumes it waits; a send stands after its operation
     for needed in dependencies(placement, kind, placement.stage_of(rank, chunk), microbatch):
         if lowered and placement.rank_of(needed[1]) != rank:
-            needed = (_SEND_OF[needed[0]], needed[1], needed[2])
+            needed = (_SEND_OF.get(needed[0], needed[0]), needed[1], needed[2])
         if needed not in done:
             return needed
     return None

@@ -16,7 +16,8 @@ def simulate(schedule: Schedule, costs: StageCosts, *, overlap_communication: bo
     Every rank runs its operations in order, each as soon as the rank is free and its inputs are there.
     A tensor that crosses ranks takes `costs.time_comm` of its edge. If communication overlaps, both ranks go on
     computing meanwhile. If it does not, it occupies both: the sender for that time right after the
-    operation that made the tensor, the receiver for that time right before the one that uses it.
+    operation that made the tensor, the receiver for that time right before the one that uses it. The state
+    that VALIDATE waits for takes as long as the slowest message.
 
     Nothing but sums and maxima of the given numbers is computed, so that integers and fractions give
     exact results. Raises `ScheduleError` if the costs are for another number of stages, and `Deadlock`.
@@ -36,6 +37,8 @@ def simulate(schedule: Schedule, costs: StageCosts, *, overlap_communication: bo
         stage = placement.stage_of(rank, op.chunk)
         start = free[rank]
         comm = message_time(placement, costs, rank, receive_before(placement, rank, op))
+        if op.kind is OpKind.VALIDATE:
+            comm = max(costs.time_comm, default=0)
         for needed in dependencies(placement, op.kind, stage, op.microbatch):
             if placement.rank_of(needed[1]) != rank:  # what the rank itself ran is there
                 sent = ends[needed]

@@ -7,6 +7,7 @@ from collections import defaultdict, deque
 from megatron.zero_bubble.schedule.errors import InvalidSchedule
 from megatron.zero_bubble.schedule.ir import BACKWARDS, COMMUNICATION, RECEIVES, SENDS, Op, OpKind, Schedule
 from megatron.zero_bubble.schedule.messages import other_end, receive_before, send_after
+from megatron.zero_bubble.schedule.post_validation import check_post_validation
 from megatron.zero_bubble.schedule.replay import dependencies, replay
 
 _Positions = list[dict[Op, int]]
@@ -23,6 +24,7 @@ def validate(schedule: Schedule) -> None:
     - What an operation needs from its own rank stands before it.
     - In a lowered schedule: every tensor that leaves a rank is sent, after it was made, and received
       before it is used; the k-th send of a channel and its k-th receive name the same message.
+    - With post-validation: what `check_post_validation` says.
     - Replayed with ranks that run their operations in order, every rank reaches its end. A send never
       blocks; an operation that uses a message waits until it was sent.
 
@@ -34,6 +36,8 @@ def validate(schedule: Schedule) -> None:
     _check_complete(schedule, positions)
     _check_order(schedule)
     _check_own_rank(schedule, positions)
+    if schedule.has_post_validation:
+        check_post_validation(schedule)
     if schedule.is_lowered:
         _check_messages(schedule, positions)
         _check_channels(schedule)

@@ -200,6 +200,17 @@ class ZeroBubbleFlags:
     zero_bubble_replan_threshold: float = flag(
         "plan again when a stage's time has changed by this fraction; 0 never", 0.0
     )
+    zero_bubble_post_validation: bool = flag(
+        "step without waiting for the norm of all gradients, validate after",
+        False,
+        names=("--enable-optimizer-post-validation",),
+    )
+    zero_bubble_rollback: str | None = flag(
+        "how a step that was wrong is undone: from a copy, or by inverting AdamW (default: snapshot)",
+        None,
+        choices=("snapshot", "inverse"),
+    )
+    zero_bubble_rollback_on_host: bool = flag("keep the snapshot's copy in host memory", False)
     zero_bubble_timeline: str | None = flag("folder for drawings and traces of what every rank did", None)
     zero_bubble_timeline_iters: list[int] | None = flag(
         "FIRST LAST: the iterations to draw (default: the two after the profile)", None, nargs=2

@@ -16,6 +16,7 @@ from megatron.zero_bubble.training.environment import check_environment
 from megatron.zero_bubble.training.layers import spread_layers, to_layout
 from megatron.zero_bubble.training.planning import planning_options
 from megatron.zero_bubble.training.plans import choose_placement, choose_plan, chunks_of_flags
+from megatron.zero_bubble.training.post_validation import check_post_validation
 from megatron.zero_bubble.training.stalls import check_stall_timeout
 
 
@@ -257,6 +258,7 @@ def _check_planning(args: Arguments) -> None:
         )
     threshold = args.zero_bubble_replan_threshold
     _require(0 <= threshold < math.inf, f"--zero-bubble-replan-threshold must be at least 0, got {threshold}")
+    check_post_validation(args)
     if args.zero_bubble_timeline_iters is not None:
         first, last = args.zero_bubble_timeline_iters
         _require(

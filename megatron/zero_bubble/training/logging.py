@@ -30,6 +30,10 @@ class StepResult:
     bubble_rate: float | None = None
     """Measured since the last log line, in the iterations that print one; None without a schedule of ours."""
     predicted_bubble_rate: float | None = None
+    was_rolled_back: bool = False
+    """Whether post-validation had to amend the step."""
+    num_redone_forwards: int = 0
+    """Forwards, of all ranks of a pipeline, that were run again for that."""
     was_skipped: bool = False
     """Whether the optimizer left the parameters alone, because a gradient was not finite."""
 
@@ -92,6 +96,8 @@ class TrainingLog:
         self._iterations = 0
         self._skipped = 0
         self._nans = 0
+        self._rollbacks = 0
+        self._redone = 0
         self._start = _now()
 
     def pause(self) -> float:
@@ -106,6 +112,8 @@ class TrainingLog:
         args = self._args
         self._iterations += 1
         self._skipped += result.was_skipped
+        self._rollbacks += result.was_rolled_back
+        self._redone += result.num_redone_forwards
         if result.lm_loss is not None:
             is_nan = not math.isfinite(result.lm_loss)
             self._nans += is_nan
@@ -150,6 +158,8 @@ class TrainingLog:
             line += f" bubble rate: {result.bubble_rate:.2%} |"
         if result.predicted_bubble_rate is not None:
             line += f" predicted: {result.predicted_bubble_rate:.2%} |"
+        if self._rollbacks:
+            line += f" rollbacks: {self._rollbacks} | redone forwards: {self._redone} |"
         self._say(line)
         for writer in self._writers:
             writer.add_scalar("iteration-time", seconds, args.iteration)

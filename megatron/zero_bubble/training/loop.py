@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
 from megatron.core.utils import get_attr_wrapped_model
 
+from megatron.zero_bubble.mcore.post_validation import PostValidation, StepOutcome
 from megatron.zero_bubble.runtime.watchdog import Watchdog
 from megatron.zero_bubble.schedules import ForwardBackward
 from megatron.zero_bubble.training.arguments import Arguments
@@ -28,6 +30,7 @@ from megatron.zero_bubble.training.data import DataConfig, get_batch
 from megatron.zero_bubble.training.initialize import print_rank_0
 from megatron.zero_bubble.training.logging import StepResult, TrainingLog
 from megatron.zero_bubble.training.numerics import NumericsLog
+from megatron.zero_bubble.training.post_validation import RollbackWatch
 from megatron.zero_bubble.training.timeline import TimelineWriter
 
 DataIterator = Iterator[dict[str, torch.Tensor]] | None
@@ -75,6 +78,33 @@ def mean_loss(reports: list[dict[str, torch.Tensor]]) -> float | None:
     return (total[0] / total[1]).item()
 
 
+@dataclass(frozen=True)
+class _Iteration:
+    """What is known of an iteration before its step is settled."""
+
+    lm_loss: float | None
+    batch_size: int
+    predicted_bubble_rate: float | None
+
+
+@dataclass(frozen=True)
+class _Votes:
+    """Every rank's reasons to stop, on their way."""
+
+    reasons: torch.Tensor
+    work: Any
+
+    @classmethod
+    def cast(cls, *reasons: bool) -> _Votes:
+        votes = torch.tensor(reasons, dtype=torch.int, device=torch.cuda.current_device())
+        return cls(votes, dist.all_reduce(votes, op=dist.ReduceOp.MAX, async_op=True))
+
+    def count(self) -> tuple[bool, ...]:
+        """Which reason any rank has; waits for the votes of all."""
+        self.work.wait()
+        return tuple(bool(vote) for vote in self.reasons.tolist())
+
+
 class Trainer:
     """Runs iterations until the last one, an exit interval, a time limit or a signal.
 
@@ -82,6 +112,8 @@ class Trainer:
         forward_backward: megatron-core's forward-backward function or our drop-in for it.
         train_data: microbatches, one iterator a model chunk; None for a chunk that needs no data.
         valid_data: the same for evaluation.
+        post_validation: takes the optimizer's steps from within the schedule, if that is so. The outcome of an
+            iteration is then known in the next one, and logged there.
     """
 
     def __init__(
@@ -98,6 +130,7 @@ class Trainer:
         log: TrainingLog,
         timeline: TimelineWriter | None = None,
         watchdog: Watchdog | None = None,
+        post_validation: PostValidation | None = None,
     ) -> None:
         self._args = args
         self._model = model
@@ -114,6 +147,11 @@ class Trainer:
         self._zero_bubble = forward_backward if isinstance(forward_backward, ForwardBackward) else None
         self._timeline = timeline
         self._watchdog = watchdog
+        self._post_validation = post_validation
+        self._unsettled: _Iteration | None = None
+        self._watch = RollbackWatch()
+        if post_validation is not None:
+            post_validation.settled = self._complete_unsettled
         self._train_data = train_data
         self._valid_data = valid_data
         self._checkpointer = checkpointer
@@ -121,6 +159,7 @@ class Trainer:
         self._numerics = NumericsLog(args.log_numerics, args.iteration, args.log_rank) if args.log_numerics else None
         self._started = time.monotonic()
         self._signalled = False
+        self._votes: _Votes | None = None
         if args.exit_signal_handler:
             signal.signal(signal.SIGTERM, self._on_signal)
 
@@ -140,8 +179,10 @@ class Trainer:
                 self._pausing(self._checkpointer.save)
                 saved_at = args.iteration
             if reason:
+                self._settle()
                 print_rank_0(f"exiting at iteration {args.iteration}: {reason}")
                 return
+        self._settle()
         if args.save and saved_at != args.iteration:
             self._checkpointer.save()
 
@@ -154,44 +195,76 @@ class Trainer:
 
     def _train_step(self) -> None:
         args = self._args
-        for chunk in self._model:
-            chunk.zero_grad_buffer()
-        self._optimizer.zero_grad()
+        if self._unsettled is None:
+            self._zero_gradients()
         batch_size = get_current_global_batch_size()
         num_microbatches = get_num_microbatches()
         reports = self._forward_backward(
             data_iterator=self._train_data, num_microbatches=num_microbatches, forward_only=False
         )
-        was_updated, grad_norm, num_zeros = self._optimizer.step()
-        if was_updated:
-            self._scheduler.step(increment=batch_size)
         args.iteration += 1
         args.consumed_train_samples += batch_size
+        iteration = _Iteration(mean_loss(reports), batch_size, self._predicted_bubble_rate(num_microbatches))
+        if self._post_validation is None:
+            self._complete(iteration, StepOutcome(*self._optimizer.step()))
+        else:
+            self._unsettled = iteration
+        if self._timeline is not None:
+            self._timeline.after_iteration(args.iteration, num_microbatches)
+
+    def _zero_gradients(self) -> None:
+        for chunk in self._model:
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+
+    def _complete_unsettled(self, outcome: StepOutcome) -> None:
+        """The last iteration's step is settled: its gradients are no longer needed to amend it."""
+        assert self._unsettled is not None
+        iteration, self._unsettled = self._unsettled, None
+        self._complete(iteration, outcome)
+        self._zero_gradients()
+
+    def _complete(self, iteration: _Iteration, outcome: StepOutcome) -> None:
+        """The parameters of the iteration are there: what follows from its step, and the log."""
+        if outcome.was_updated:
+            self._scheduler.step(increment=iteration.batch_size)
         result = StepResult(
-            lm_loss=mean_loss(reports),
-            grad_norm=grad_norm,
-            num_zeros=num_zeros,
+            lm_loss=iteration.lm_loss,
+            grad_norm=outcome.grad_norm,
+            num_zeros=outcome.num_zeros,
             # As Megatron-LM logs it: after the scheduler's step.
             learning_rate=get_canonical_lr_for_logging(self._optimizer.param_groups) or 0.0,
             loss_scale=self._optimizer.get_loss_scale().item(),
-            batch_size=batch_size,
-            was_skipped=not was_updated,
-            **self._bubble_rates(num_microbatches),
+            batch_size=iteration.batch_size,
+            was_skipped=not outcome.was_updated,
+            bubble_rate=self._measured_bubble_rate(),
+            predicted_bubble_rate=iteration.predicted_bubble_rate,
+            was_rolled_back=outcome.was_amended,
+            num_redone_forwards=outcome.num_redone_forwards,
         )
         self._log.record(result)
-        if self._timeline is not None:
-            self._timeline.after_iteration(args.iteration, num_microbatches)
+        if self._post_validation is not None and (warning := self._watch.warning(outcome.was_amended)):
+            print_rank_0(warning)
         if self._numerics is not None:
-            self._numerics.write(args.iteration, result.lm_loss, result.grad_norm, self._model)
+            self._numerics.write(self._args.iteration, result.lm_loss, result.grad_norm, self._model)
 
-    def _bubble_rates(self, num_microbatches: int) -> dict[str, Any]:
-        """For the iterations that print a line: what of the pipeline idled, and what of it should."""
-        if self._zero_bubble is None or self._args.iteration % self._args.log_interval != 0:
-            return {}
-        return {
-            "bubble_rate": self._zero_bubble.measured_bubble_rate(),
-            "predicted_bubble_rate": self._zero_bubble.predicted_bubble_rate(num_microbatches),
-        }
+    def _settle(self) -> None:
+        """Before anything but training reads the parameters: validate the last step, if that is still to be done."""
+        if self._post_validation is not None:
+            self._post_validation.validate()
+
+    def _prints_a_line(self) -> bool:
+        return self._zero_bubble is not None and self._args.iteration % self._args.log_interval == 0
+
+    def _measured_bubble_rate(self) -> float | None:
+        """For the iterations that print a line: what of the pipeline idled."""
+        return self._zero_bubble.measured_bubble_rate() if self._zero_bubble and self._prints_a_line() else None
+
+    def _predicted_bubble_rate(self, num_microbatches: int) -> float | None:
+        """What of it should, in such an iteration."""
+        if self._zero_bubble is None or not self._prints_a_line():
+            return None
+        return self._zero_bubble.predicted_bubble_rate(num_microbatches)
 
     def evaluate(self) -> None:
         """Mean loss over `--eval-iters` iterations of validation data, printed."""
@@ -211,6 +284,7 @@ class Trainer:
         self._log.record_validation(mean_loss(reports))
 
     def _pausing(self, action: Callable[[], None]) -> None:
+        self._settle()
         paused_at = self._log.pause()
         action()
         self._log.resume(paused_at)
@@ -224,11 +298,13 @@ class Trainer:
             return None
         minutes = (time.monotonic() - self._started) / 60.0
         over = args.exit_duration_in_mins is not None and minutes > args.exit_duration_in_mins
-        votes = torch.tensor([self._signalled, over], dtype=torch.int, device=torch.cuda.current_device())
-        dist.all_reduce(votes, op=dist.ReduceOp.MAX)
-        if votes[0].item():
+        cast = _Votes.cast(self._signalled, over)
+        # With post-validation nobody waits for the others here: the votes of the iteration before count.
+        votes, self._votes = (cast, None) if self._post_validation is None else (self._votes, cast)
+        signalled, over = votes.count() if votes is not None else (False, False)
+        if signalled:
             return "SIGTERM"
-        return f"--exit-duration-in-mins {args.exit_duration_in_mins}" if votes[1].item() else None
+        return f"--exit-duration-in-mins {args.exit_duration_in_mins}" if over else None
 
     def _on_signal(self, *unused: Any) -> None:
         self._signalled = True

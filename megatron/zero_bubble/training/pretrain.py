@@ -13,6 +13,7 @@ from megatron.core.timers import Timers
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 from megatron.core.utils import get_attr_wrapped_model
 
+from megatron.zero_bubble.mcore.post_validation import PostValidation
 from megatron.zero_bubble.runtime.planning import BroadcastPlan
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Infeasible, Placement
@@ -28,6 +29,7 @@ from megatron.zero_bubble.training.loop import DataIterator, Trainer
 from megatron.zero_bubble.training.model import build_lr_scheduler, build_model, build_optimizer, transformer_config
 from megatron.zero_bubble.training.planning import planning_options, profile_window, reporter
 from megatron.zero_bubble.training.plans import choose_placement, choose_plan, limit_flag
+from megatron.zero_bubble.training.post_validation import build_post_validation
 from megatron.zero_bubble.training.stalls import open_watchdog
 from megatron.zero_bubble.training.timeline import TimelineWriter
 from megatron.zero_bubble.training.tokenizer import build_tokenizer, padded_vocab_size
@@ -86,7 +88,8 @@ def _build_trainer(
         checkpointer.load()
     describe(args, plan, model)
     describe_places(args, placement)
-    forward_backward = choose_forward_backward(args, plan, store)
+    post_validation = build_post_validation(args, plan, optimizer, model)
+    forward_backward = choose_forward_backward(args, plan, store, post_validation)
     train_data, valid_data = open_data(args, data_config, tokenizer, model)
     return Trainer(
         args,
@@ -101,6 +104,7 @@ def _build_trainer(
         TrainingLog(args, open_writers(args)),
         _open_timeline(args, forward_backward),
         open_watchdog(args, forward_backward),
+        post_validation,
     )
 
 
@@ -125,7 +129,10 @@ def open_data(
 
 
 def choose_forward_backward(
-    args: Arguments, plan: Plan | None, store: WeightGradStore | None
+    args: Arguments,
+    plan: Plan | None,
+    store: WeightGradStore | None,
+    post_validation: PostValidation | None = None,
 ) -> Callable[..., list[Any]]:
     """Our executor with the schedule that was asked for, or megatron-core's own function, untouched."""
     if plan is None:
@@ -138,6 +145,7 @@ def choose_forward_backward(
         timeout=timedelta(minutes=args.distributed_timeout_minutes),
         planning=planning_options(args, plan.placement),
         report=reporter(args, print_rank_0),
+        post_validation=post_validation,
     )
 
 

@@ -1,0 +1,265 @@
+"""The optimizer's step without a global synchronisation: step first, validate after, amend if it was wrong.
+
+megatron-core's step reduces two things over all stages before it updates a parameter: the squared norm of
+the gradients and, with a loss scale, whether one of them is not finite. Here each stage looks at its own
+gradients only, starts the very same reductions in the background, and steps. In the next iteration's
+warmup the reductions are there. Mostly they confirm the step. If they say that the gradients should have
+been clipped, or that the step should have been skipped, the step is undone and the right one is done.
+The numbers are megatron-core's, bit for bit, for the reductions are: same values, same group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, clip_grads
+from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
+
+from megatron.zero_bubble.mcore.rollback import Rollback
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What an optimizer step gave. megatron-core's `optimizer.step()` returns the first three."""
+
+    was_updated: bool
+    grad_norm: float | None
+    num_zeros: float | None = None
+    was_amended: bool = False
+    """Whether the step that was taken at first was another one."""
+    num_redone_forwards: int = 0
+    """Forwards, of all ranks of a pipeline, that are run again for that."""
+
+
+@dataclass
+class _Reduction:
+    """A value that is being reduced over all stages."""
+
+    value: torch.Tensor
+    work: Any
+
+    def wait(self) -> torch.Tensor:
+        if self.work is not None:
+            self.work.wait()
+        return self.value
+
+
+@dataclass
+class _Pending:
+    """A step that was taken, or withheld, and is not validated."""
+
+    has_stepped: bool
+    squared_norms: list[_Reduction]
+    """One an optimizer, or one for all of them where they share the group."""
+    found_inf: list[_Reduction]
+    """One a loss scale: [an Inf or NaN was found, a rank has stepped]."""
+    scales: list[dict[str, Any]]
+    """The loss scales before the step."""
+
+
+class PostValidation:
+    """Steps a megatron-core optimizer and validates the steps.
+
+    Args:
+        optimizer: as `get_megatron_optimizer` makes it.
+        rollback: undoes a step of its torch optimizers.
+        model_chunks: this rank's modules in DDP.
+        settled: called with every outcome, as soon as it is known and the parameters are right.
+    """
+
+    def __init__(
+        self,
+        optimizer: MegatronOptimizer,
+        rollback: Rollback,
+        model_chunks: Sequence[Any],
+        settled: Callable[[StepOutcome], None] = lambda outcome: None,
+    ) -> None:
+        self._optimizer = optimizer
+        self._optimizers = parts(optimizer)
+        self._rollback = rollback
+        self._chunks = model_chunks
+        self._clip = optimizer.config.clip_grad
+        self._pending: _Pending | None = None
+        self.settled = settled
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a step is not validated: parameters and the loss scale may still change."""
+        return self._pending is not None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Step with the gradients of this rank, unless they show by themselves that it would be wrong."""
+        assert self._pending is None, "the last step has to be validated first"
+        scales = [scaler.state_dict() for scaler in self._scalers()]
+        found = self._prepare_gradients()
+        norms = [(_squared_norm(optimizers), group) for optimizers, group in self._norm_groups()]
+        has_stepped = not self._is_wrong(found, [norm for norm, _ in norms])
+        if has_stepped:
+            self._rollback.before_step()
+            for scaler in self._scalers():
+                scaler.update(False)
+            self._optimizer.step_with_ready_grads()
+        self._pending = _Pending(
+            has_stepped,
+            [_reduce(norm, dist.ReduceOp.SUM, group) for norm, group in norms],
+            [self._reduce_found(flag, has_stepped, optimizer) for flag, optimizer in found],
+            scales,
+        )
+
+    @torch.no_grad()
+    def validate(self, num_early_forwards: int = 0) -> bool:
+        """Wait for the state of all gradients; amend the last step if it was wrong.
+
+        Args:
+            num_early_forwards: that the ranks of a pipeline have run since, and will run again if it was wrong.
+
+        Returns:
+            Whether it was wrong on any rank: the same answer on every rank.
+        """
+        if self._pending is None:
+            return False
+        pending, self._pending = self._pending, None
+        found = [bool(reduction.wait()[0] > 0) for reduction in pending.found_inf]
+        norm = None if any(found) else self._norm(pending)
+        if any(found):
+            was_wrong = any(bool(reduction.wait()[1] > 0) for reduction in pending.found_inf)
+            self._skip(pending, found)
+        elif self._clips(norm):
+            was_wrong = True
+            self._clip_and_step(pending, norm)
+        else:
+            # An Inf here and a NaN elsewhere: the sum is a NaN, by which nothing is clipped.
+            was_wrong = norm is not None and math.isnan(norm)
+            if not pending.has_stepped:
+                self._optimizer.step_with_ready_grads()
+                self._gather_again()
+        self._rollback.prepare()
+        self.settled(
+            StepOutcome(
+                was_updated=not any(found),
+                grad_norm=norm,
+                was_amended=was_wrong,
+                num_redone_forwards=num_early_forwards if was_wrong else 0,
+            )
+        )
+        return was_wrong
+
+    def _prepare_gradients(self) -> list[tuple[torch.Tensor, MixedPrecisionOptimizer]]:
+        """megatron-core's `prepare_grads` without its reduction; for each loss scale, whether Inf or NaN was found."""
+        found = []
+        for optimizer in self._optimizers:
+            scaler = getattr(optimizer, "grad_scaler", None)
+            if scaler is None:
+                optimizer.prepare_grads()
+                continue
+            flag = optimizer.found_inf.zero_()
+            if not optimizer.is_stub_optimizer:
+                optimizer._copy_model_grads_to_main_grads()
+                gradients = optimizer._collect_main_grad_data_for_unscaling()
+                torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, scaler.inv_scale)
+            found.append((flag, optimizer))
+        return found
+
+    def _norm_groups(self) -> list[tuple[list[MegatronOptimizer], dist.ProcessGroup]]:
+        """The optimizers whose gradients go into one sum, and over which ranks it is: as megatron-core has it."""
+        if isinstance(self._optimizer, ChainedOptimizer) and self._optimizer.grads_states_parallel_group_is_shared():
+            return [(self._optimizers, self._optimizer.get_grad_stats_parallel_group())]
+        return [([optimizer], optimizer.get_grad_stats_parallel_group()) for optimizer in self._optimizers]
+
+    def _is_wrong(self, found: list[tuple[torch.Tensor, MixedPrecisionOptimizer]], norms: list[torch.Tensor]) -> bool:
+        """Whether the gradients of this stage alone rule the step out: all members of a stage decide alike."""
+        zero = torch.zeros(1, device=norms[0].device)
+        state = torch.cat([sum((flag for flag, _ in found), zero), sum(norms, zero)])
+        group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        if group.size() > 1 and self._optimizer.config.use_distributed_optimizer:
+            # Members that step exchange parameters.
+            dist.all_reduce(state, group=group)
+        inf, squared_norm = state.tolist()
+        return inf > 0 or self._clips(squared_norm**0.5)
+
+    def _reduce_found(self, flag: torch.Tensor, has_stepped: bool, optimizer: MixedPrecisionOptimizer) -> _Reduction:
+        both = torch.cat([flag, torch.full_like(flag, float(has_stepped))])
+        return _reduce(both, dist.ReduceOp.MAX, optimizer.get_grad_stats_parallel_group())
+
+    def _norm(self, pending: _Pending) -> float | None:
+        """The norm as megatron-core's `step` returns it: a sum of squares of each group, and their root."""
+        norms = [reduction.wait().item() ** 0.5 for reduction in pending.squared_norms]
+        if len(norms) == 1:
+            return norms[0]
+        return math.sqrt(sum(norm**2 for norm in norms))
+
+    def _clips(self, norm: float | None) -> bool:
+        """Whether megatron-core's clipping changes gradients of this norm (a NaN changes none)."""
+        return norm is not None and self._clip > 0.0 and self._clip / (norm + 1.0e-6) < 1.0
+
+    def _skip(self, pending: _Pending, found: list[bool]) -> None:
+        if pending.has_stepped:
+            self._rollback.undo()
+            self._hand_out_parameters()
+        for scaler, before, is_found in zip(self._scalers(), pending.scales, found, strict=True):
+            scaler.load_state_dict(before)
+            scaler.update(is_found)
+
+    def _clip_and_step(self, pending: _Pending, norm: float | None) -> None:
+        if pending.has_stepped:
+            self._rollback.undo()
+        else:
+            for scaler in self._scalers():
+                scaler.update(False)
+        for optimizer in self._optimizers:
+            parameters = optimizer.get_parameters()
+            if parameters:
+                clip_grads.clip_grad_by_total_norm_fp32(parameters, self._clip, norm)
+        self._optimizer.step_with_ready_grads()
+        self._gather_again()
+
+    def _hand_out_parameters(self) -> None:
+        """The optimizer's parameters were put back: put back what the model computes with, too."""
+        for optimizer in self._optimizers:
+            if isinstance(optimizer, MixedPrecisionOptimizer) and not optimizer.is_stub_optimizer:
+                optimizer._copy_main_params_to_model_params()
+        if self._optimizer.config.use_distributed_optimizer:
+            for chunk in self._chunks:
+                chunk.start_param_sync(force_sync=True)
+
+    def _gather_again(self) -> None:
+        """With overlapped gathering the first forwards have gathered the parameters of the wrong step."""
+        if self._optimizer.config.use_distributed_optimizer and self._optimizer.config.overlap_param_gather:
+            for chunk in self._chunks:
+                chunk.start_param_sync(force_sync=True)
+
+    def _scalers(self) -> list[Any]:
+        scalers = (getattr(optimizer, "grad_scaler", None) for optimizer in self._optimizers)
+        return [scaler for scaler in scalers if scaler is not None]
+
+
+def parts(optimizer: MegatronOptimizer) -> list[Any]:
+    """The optimizers that a chained one consists of; any other consists of itself."""
+    return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+
+
+def torch_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
+    """The torch (apex, Transformer Engine) optimizers inside; none on a rank without parameters."""
+    return [part.optimizer for part in parts(optimizer) if part.optimizer is not None]
+
+
+def _squared_norm(optimizers: Sequence[MegatronOptimizer]) -> torch.Tensor:
+    """This rank's term of the global norm, by the function that megatron-core computes it with; one element, fp32."""
+    gradients = [gradient for optimizer in optimizers for gradient in optimizer.get_main_grads_for_grad_norm()]
+    device = torch.cuda.current_device()
+    if not gradients:
+        return torch.zeros(1, dtype=torch.float, device=device)
+    overflow = torch.zeros(1, dtype=torch.int, device=device)
+    norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, overflow, [gradients], False)
+    return norm**2.0
+
+
+def _reduce(value: torch.Tensor, op: Any, group: dist.ProcessGroup) -> _Reduction:
+    return _Reduction(value, dist.all_reduce(value, op=op, group=group, async_op=True))

@@ -1,0 +1,141 @@
+"""The passes for a step that is taken first and validated after: `with_post_validation` and `repeat`.
+
+Clipping by the global norm and the check for Inf and NaN need the gradients of all stages. With
+post-validation a rank steps as soon as its own gradients are complete (STEP) and goes on with the next
+iteration; before that iteration's first backward it learns the state of all gradients and confirms the
+step or amends it (VALIDATE). A step that was wrong has the forwards before VALIDATE run again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from megatron.zero_bubble.schedule.costs import StageCosts
+from megatron.zero_bubble.schedule.errors import InvalidSchedule
+from megatron.zero_bubble.schedule.ir import POST_VALIDATION, Op, OpKind, Schedule
+from megatron.zero_bubble.schedule.simulate import simulate
+
+_STEP, _VALIDATE = Op(OpKind.STEP, 0), Op(OpKind.VALIDATE, 0)
+
+
+def repeat(schedule: Schedule, num_steps: int) -> Schedule:
+    """`num_steps` iterations of `schedule` one after the other, with the microbatches numbered on.
+
+    The result is for simulation and drawings. STEP and VALIDATE are numbered by iteration: the ranks'
+    `STEP1` are validated by `VALIDATE2`.
+    """
+
+    def moved(ops: Iterable[Op], step: int) -> Iterable[Op]:
+        for op in ops:
+            yield op._replace(
+                microbatch=step if op.kind in POST_VALIDATION else op.microbatch + step * schedule.num_microbatches
+            )
+
+    ops = tuple(
+        tuple(op for step in range(num_steps) for op in moved(schedule.compute_ops(rank), step))
+        for rank in range(schedule.num_ranks)
+    )
+    return replace(schedule, num_microbatches=schedule.num_microbatches * num_steps, ops=ops)
+
+
+def iteration_time(schedule: Schedule, costs: StageCosts) -> float:
+    """The time from one iteration to the next when iterations follow each other, in the unit of the costs.
+
+    Without post-validation every iteration waits for the last rank of the one before: it is the makespan. With
+    it, ranks that are done go on: it is what the third iteration adds to the first two.
+    """
+    if not schedule.has_post_validation:
+        return simulate(schedule, costs).makespan
+    two, three = (simulate(repeat(schedule, steps), costs).makespan for steps in (2, 3))
+    return three - two
+
+
+def with_post_validation(schedule: Schedule, costs: StageCosts) -> Schedule:
+    """The same schedule with STEP at the end of every rank and VALIDATE in its warmup, without communication.
+
+    VALIDATE stands where, in an iteration that follows another one, the state of all gradients has been
+    there for as long as one forward takes: it delays nothing, a late rank hardly either, and few
+    forwards have to be run again should the validation fail. It stands before the first B, BW and W of its
+    rank, which add to the gradients; where the state comes later than that, the simulation shows the
+    wait. It also stands before any forward whose input another rank makes after its own VALIDATE.
+    """
+    schedule = without_post_validation(schedule)
+    stepped = replace(schedule, ops=tuple((*ops, _STEP) for ops in schedule.ops))
+    lanes = simulate(repeat(stepped, 2), costs).lanes
+    lengths = [len(ops) for ops in stepped.ops]
+    known = max(lane[n - 1].end for lane, n in zip(lanes, lengths, strict=True)) + max(costs.time_comm, default=0)
+    settled = known + max(costs.time_f)
+    counts = []
+    for lane, n in zip(lanes, lengths, strict=True):
+        warmup = next(k for k, timed in enumerate(lane[n:]) if timed.op.kind is not OpKind.F)
+        counts.append(sum(timed.start < settled * (1 - 1e-9) for timed in lane[n : n + warmup]))
+    counts = _closed(schedule, counts)
+    return replace(
+        stepped,
+        ops=tuple((*ops[:count], _VALIDATE, *ops[count:]) for ops, count in zip(stepped.ops, counts, strict=True)),
+    )
+
+
+def without_post_validation(schedule: Schedule) -> Schedule:
+    """The schedule of compute operations that `with_post_validation` made this one from."""
+    ops = (
+        tuple(op for op in schedule.compute_ops(r) if op.kind not in POST_VALIDATION) for r in range(schedule.num_ranks)
+    )
+    return replace(schedule, ops=tuple(ops))
+
+
+def _closed(schedule: Schedule, counts: list[int]) -> list[int]:
+    """How many forwards stand before VALIDATE on every rank, so that the inputs of these are made by such, too."""
+    placement = schedule.placement
+    while True:
+        early = {
+            (placement.stage_of(rank, op.chunk), op.microbatch)
+            for rank, count in enumerate(counts)
+            for op in schedule.ops[rank][:count]
+        }
+        closed = []
+        for rank, count in enumerate(counts):
+            stages = [(placement.stage_of(rank, op.chunk), op.microbatch) for op in schedule.ops[rank][:count]]
+            lacking = (k for k, (stage, m) in enumerate(stages) if stage > 0 and (stage - 1, m) not in early)
+            closed.append(next(lacking, count))
+        if closed == counts:
+            return counts
+        counts = closed
+
+
+def before_validation(schedule: Schedule, rank: int) -> tuple[Op, ...]:
+    """The operations of `rank`, communication included, that are run again should the validation fail."""
+    ops = schedule.ops[rank]
+    return ops[: next((k for k, op in enumerate(ops) if op.kind is OpKind.VALIDATE), 0)]
+
+
+def num_forwards_before_validation(schedule: Schedule) -> int:
+    """How many forwards, on all ranks together, are run again should the validation fail."""
+    before = (op for rank in range(schedule.num_ranks) for op in before_validation(schedule, rank))
+    return sum(op.kind is OpKind.F for op in before)
+
+
+def check_post_validation(schedule: Schedule) -> None:
+    """Raise `InvalidSchedule` unless every rank has one STEP, its last operation, and one VALIDATE, before
+    which only forwards stand whose inputs are made by forwards that stand before a VALIDATE, too."""
+    placement = schedule.placement
+    early: set[tuple[int, int]] = set()
+    for rank in range(schedule.num_ranks):
+        ops = tuple(schedule.compute_ops(rank))
+        for op in (_STEP, _VALIDATE):
+            if ops.count(op) != 1:
+                times = ops.count(op)
+                raise InvalidSchedule(f"schedule {schedule.name}: rank {rank} runs {op} {times} times, not once")
+        if ops[-1] != _STEP:
+            raise InvalidSchedule(f"schedule {schedule.name}: rank {rank} runs {ops[-1]} after {_STEP}")
+        for op in ops[: ops.index(_VALIDATE)]:
+            if op.kind is not OpKind.F:
+                raise InvalidSchedule(f"schedule {schedule.name}: rank {rank} runs {op} before {_VALIDATE}")
+            early.add((placement.stage_of(rank, op.chunk), op.microbatch))
+    for stage, microbatch in sorted(early):
+        if stage > 0 and (stage - 1, microbatch) not in early:
+            raise InvalidSchedule(
+                f"schedule {schedule.name}: stage {stage} runs F{microbatch} before {_VALIDATE}, "
+                f"but stage {stage - 1} runs its own after it"
+            )
