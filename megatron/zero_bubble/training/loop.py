@@ -246,7 +246,14 @@ class Trainer:
         if self._post_validation is not None and (warning := self._watch.warning(outcome.was_amended)):
             print_rank_0(warning)
         if self._numerics is not None:
+            self._gather_parameters()
             self._numerics.write(self._args.iteration, result.lm_loss, result.grad_norm, self._model)
+
+    def _gather_parameters(self) -> None:
+        """With overlapped gathering the parameters of other replicas' shards arrive during the next forward."""
+        if self._args.overlap_param_gather:
+            for chunk in self._model:
+                chunk.start_param_sync(force_sync=True)
 
     def _settle(self) -> None:
         """Before anything but training reads the parameters: validate the last step, if that is still to be done."""
