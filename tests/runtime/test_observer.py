@@ -27,6 +27,7 @@ def run_step(observer: StepObserver, clock: FakeClock, step: int, *pauses: float
         recorder.begin(op)
         clock.now += 1.0
         recorder.end(op)
+    observer.stop()
 
 
 def test_what_a_step_recorded_is_passed_on_when_the_next_one_starts():
@@ -88,3 +89,16 @@ def test_the_meter_of_a_step_measures_that_step_alone():
     run_step(observer, clock, 2, 0.0)
     observer.flush()
     assert held == [[5], [None]]
+
+
+def test_a_step_that_runs_is_not_taken_in():
+    clock = FakeClock()
+    observer = StepObserver(clock)
+    run_step(observer, clock, 1, 0.0)
+    recorder = observer.start(2)
+    recorder.begin(Op(OpKind.F, 0))
+    clock.now += 5.0
+    recorder.end(Op(OpKind.F, 0))
+    assert observer.take_mean() == StepTime(1.0, 1.0)
+    observer.stop()
+    assert observer.take_mean() == StepTime(5.0, 5.0)

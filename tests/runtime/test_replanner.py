@@ -77,6 +77,7 @@ class Run:
             recorder.begin(op)
             self.clock.now += times[op.kind] / 1000
             recorder.end(op)
+        self.observer.stop()
 
     def _go_on_with(self, plan: Plan | None, step: int) -> None:
         if plan is not None:

@@ -27,6 +27,7 @@ class StepObserver:
 
     def start(self, step: int, meter: MemoryMeter | None = None) -> OpRecorder:
         """The recorder for `step`; `meter` measures memory too."""
+        self.stop()
         self.flush()
         self._step, self._is_running = step, True
         self._recorder = OpRecorder(self._clock, meter)
