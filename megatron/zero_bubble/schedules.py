@@ -40,6 +40,7 @@ from megatron.zero_bubble.schedule.generators import default_costs
 from megatron.zero_bubble.schedule.plan import NamedPlan, Plan
 from megatron.zero_bubble.schedule.post_validation import num_forwards_before_validation
 from megatron.zero_bubble.schedule.serialize import Profile
+from megatron.zero_bubble.schedule.tail import reorder_tail
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 """After which a message between two stages that does not come fails the job: megatron-core's default."""
@@ -183,7 +184,7 @@ class ForwardBackward:
             self._go_on_with_next_plan()
         if forward_only:
             self.settle()
-        executor = self._executor(groups.pp, num_microbatches, forward_only)
+        executor = self._executor(groups.pp, num_microbatches, forward_only, _overlaps_reduction(chunks, groups))
         shapes = mcore.get_tensor_shapes(
             seq_length=seq_length,
             micro_batch_size=micro_batch_size,
@@ -264,18 +265,14 @@ class ForwardBackward:
         assert self._spec is not None
         return measure_edges(self._communicator, self._plan.placement, self._rank, self._spec)
 
-    def _executor(self, pp_group: dist.ProcessGroup, num_microbatches: int, forward_only: bool) -> Executor:
+    def _executor(
+        self, pp_group: dist.ProcessGroup, num_microbatches: int, forward_only: bool, overlaps_reduction: bool
+    ) -> Executor:
         key = (num_microbatches, forward_only)
         if key not in self._executors:
             schedule = self._plan.schedule(num_microbatches)
             assert schedule.num_ranks == pp_group.size(), "a plan for another pipeline size"
-            if forward_only:
-                schedule = lower(schedule.without_communication().forward_only())
-                validate(schedule)
-            elif self._post_validation is not None:
-                costs = self.profile.costs if self.profile is not None else default_costs(schedule.placement)
-                schedule = lower(with_post_validation(schedule, costs))
-                validate(schedule)
+            schedule = self._adapt(schedule, forward_only, overlaps_reduction)
             if self._communicator is None:
                 ranks = dist.get_process_group_ranks(pp_group)
                 self._communicator = TorchCommunicator(
@@ -283,6 +280,19 @@ class ForwardBackward:
                 )
             self._executors[key] = Executor(schedule, pp_group.rank(), self._communicator, self._store)
         return self._executors[key]
+
+    def _adapt(self, schedule: Schedule, forward_only: bool, overlaps_reduction: bool) -> Schedule:
+        """The plan's schedule as the step at hand runs it."""
+        if forward_only:
+            schedule = lower(schedule.without_communication().forward_only())
+        else:
+            if overlaps_reduction:
+                schedule = reorder_tail(schedule)
+            if self._post_validation is not None:
+                costs = self.profile.costs if self.profile is not None else default_costs(schedule.placement)
+                schedule = lower(with_post_validation(schedule, costs))
+        validate(schedule)
+        return schedule
 
 
 def _refuse_unsupported(config: Any, adjust_tensor_shapes_fn: Any) -> None:
@@ -300,6 +310,12 @@ def _refuse_unsupported(config: Any, adjust_tensor_shapes_fn: Any) -> None:
     for setting, is_on in reasons.items():
         if is_on:
             raise ValueError(f"{setting} is not supported by zero-bubble schedules: switch it off")
+
+
+def _overlaps_reduction(chunks: Sequence[Any], groups: ProcessGroupCollection) -> bool:
+    """Whether gradients are reduced over replicas while the backward runs (`--overlap-grad-reduce`)."""
+    ddp_config = getattr(chunks[0], "ddp_config", None)
+    return ddp_config is not None and ddp_config.overlap_grad_reduce and groups.dp_cp.size() > 1
 
 
 def _default_groups() -> ProcessGroupCollection:

@@ -44,7 +44,7 @@ class Trained:
 
     def _recording(self, group: object, start: Callable[..., None]) -> Callable[..., None]:
         def recording(*args: object, **kwargs: object) -> None:
-            self.events += [self.names[parameter] for parameter in group.params]
+            self.events += sorted(self.names[parameter] for parameter in group.params)
             start(*args, **kwargs)
 
         return recording
@@ -61,6 +61,11 @@ class Trained:
             if kind == "W":
                 self.store.pop(0, microbatch)
                 continue
+            if kind == "WT":  # this and all later ones, as the executor does it
+                self.store.pop_by_parameter(
+                    0, range(microbatch, MICROBATCHES), lambda m: self._before_share(grad_sync, m)
+                )
+                continue
             x, gradient = data[microbatch]
             output = self.ddp(x)
             if kind == "BW":
@@ -76,15 +81,21 @@ class Trained:
         return {name: parameter.main_grad.clone() for parameter, name in self.names.items()}
 
 
+    def _before_share(self, grad_sync: GradSync, microbatch: int) -> None:
+        self.events.append(f"share of W{microbatch}")
+        grad_sync.enable(0, microbatch == LAST)
+
+
 FUSED = ("BW0", "BW1", "BW2")
 ORDERS = [
     ("B0", "W0", "B1", "W1", "B2", "W2"),
     ("B0", "B1", "W0", "B2", "W1", "W2"),
     ("B0", "B1", "B2", "W0", "W1", "W2"),
 ]
+IN_TAIL = [("B0", "B1", "B2", "WT0"), ("B0", "W0", "B1", "B2", "WT1")]
 
 
-@pytest.mark.parametrize("order", [*ORDERS, FUSED, ("BW0", "B1", "B2", "W1", "W2")], ids=" ".join)
+@pytest.mark.parametrize("order", [*ORDERS, *IN_TAIL, FUSED, ("BW0", "B1", "B2", "W1", "W2")], ids=" ".join)
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_main_grad_is_that_of_autograd_in_every_order(dtype, overlap, order):
@@ -107,6 +118,17 @@ def test_a_bucket_is_reduced_as_soon_as_its_last_gradient_is_there(order):
     for name in trained.names.values():
         assert events.count(name) == 1
         assert events.index(f"W{LAST}") < events.index(name) < events.index("end"), f"{name}: {events}"
+
+
+@pytest.mark.parametrize("order", IN_TAIL, ids=" ".join)
+def test_in_the_tail_a_bucket_is_reduced_before_the_next_parameters_first_w(order):
+    trained = Trained(torch.float32, is_split=True, overlap=True)
+    trained.step(*order)
+    trained.step(*order)
+    tail = trained.events[len(order) :]
+    shares = [f"share of W{m}" for m in range(int(order[-1][-1]), MICROBATCHES)]
+    # The row-parallel layer is the later one of the two.
+    assert tail == [*shares, "row.bias", "row.weight", *shares, "column.bias", "column.weight", "end"]
 
 
 def test_grad_sync_follows_each_operation_by_itself():

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from toy_pipeline import BATCH, WIDTH, Pipeline, Problem, ToyStage
+from toy_pipeline import BATCH, LAYERS, WIDTH, Pipeline, Problem, ToyStage
 
 from megatron.zero_bubble.runtime.communicator import InMemoryNetwork
 from megatron.zero_bubble.runtime.executor import Executor, LeftoverError
@@ -21,6 +21,7 @@ from megatron.zero_bubble.schedule import (
     simulate,
     validate,
 )
+from megatron.zero_bubble.schedule.tail import reorder_tail, run_together
 
 
 def chunk_after_chunk(placement: Placement, num_microbatches: int, *backwards: OpKind) -> Schedule:
@@ -81,6 +82,21 @@ def test_operations_run_in_the_order_of_the_schedule_and_hold_the_memory_it_says
         last = schedule.num_stages - 1
         assert stage.released == schedule.num_microbatches * sum(held < last for held in stage.stages)
         assert pipeline.executors[rank].num_live_activations == 0
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-h2", "interleaved-zb", "zb-v"])
+def test_the_tail_runs_parameter_by_parameter_and_computes_the_same(name):
+    schedule = reorder_tail(lower(generate(name, 3, 6)))
+    reference = Problem(schedule.num_stages, 6)
+    reference.run_by_autograd()
+    pipeline = Pipeline(schedule, Problem(schedule.num_stages, 6))
+    pipeline.run()
+    assert_equal(pipeline.problem, reference)
+    for stage, ops in zip(pipeline.stages, schedule.ops, strict=True):
+        groups = [group for group in run_together(ops) if group[0].kind is OpKind.W_TAIL]
+        expected = [op for group in groups for _ in range(LAYERS) for op in group]
+        assert stage.ran[-len(expected) :] == expected, "DDP is told each time which microbatch is next"
+    assert max(len(group) for ops in schedule.ops for group in run_together(ops)) > 1
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved-zb"])

@@ -48,6 +48,17 @@ class FakeMeter:
         return 7
 
 
+def test_operations_that_run_as_one_get_equal_shares():
+    clock = FakeClock()
+    meter = FakeMeter(clock)
+    recorder = OpRecorder(clock, meter)
+    tail = tuple(Op(OpKind.W_TAIL, microbatch) for microbatch in (2, 3))
+    recorder.begin(tail[0])
+    recorder.end(*tail)
+    assert recorder.take() == [MeasuredOp(tail[0], 10.0, 15.0, 7), MeasuredOp(tail[1], 15.0, 20.0, 7)]
+    assert [call for call, _ in meter.calls] == ["begin WT2", "end WT2", "begin WT3", "end WT3"]
+
+
 def test_a_recorder_keeps_when_each_operation_ran():
     clock = FakeClock()
     recorder = OpRecorder(clock)

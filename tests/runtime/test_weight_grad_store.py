@@ -43,6 +43,28 @@ def test_pop_runs_one_microbatch_in_the_order_of_put(ran):
     assert store.pending() == []
 
 
+def test_pop_by_parameter_runs_all_microbatches_of_one_parameter_before_the_next(ran):
+    store = WeightGradStore()
+    for microbatch in (4, 5, 6):
+        with store.deferring():
+            # The embedding's weight is the output layer's too: its gradients must keep their order.
+            for parameter in ("shared", "mlp", "shared"):
+                store.put(partial(ran.append, f"{parameter} {microbatch}"), parameter=parameter)
+        store.flush(0, microbatch)
+    store.pop_by_parameter(0, [4, 5], lambda microbatch: ran.append(f"before {microbatch}"))
+    assert ran[1::2] == ["shared 4", "shared 4", "shared 5", "shared 5", "mlp 4", "mlp 5"]
+    assert ran[0::2] == ["before 4", "before 4", "before 5", "before 5", "before 4", "before 5"]
+    assert store.pending() == [(0, 6)]
+
+
+def test_w_of_unknown_parameters_are_not_reordered(ran):
+    store = WeightGradStore()
+    for microbatch in (0, 1):
+        backward(store, microbatch, *(partial(ran.append, f"{layer} {microbatch}") for layer in ("last", "first")))
+    store.pop_by_parameter(0, [0, 1], lambda microbatch: None)
+    assert ran == ["last 0", "first 0", "last 1", "first 1"]
+
+
 def test_each_chunk_is_a_queue_of_its_own(ran):
     store = WeightGradStore(num_chunks=2)
     for chunk, microbatch in ((1, 0), (0, 0), (1, 1)):
@@ -78,6 +100,7 @@ def test_it_defers_only_during_a_b():
         (lambda store: store.put(print), "outside of deferring"),
         (lambda store: store.pop(0, 0), "W of microbatch 0, chunk 0: nothing is pending"),
         (lambda store: store.pop(1, 3), "W of microbatch 3, chunk 1: the oldest pending is 2"),
+        (lambda store: store.pop_by_parameter(1, [3], print), "W of microbatch 3, chunk 1: the oldest pending is 2"),
     ],
 )
 def test_a_broken_protocol_is_refused(call, message):
@@ -110,6 +133,25 @@ def test_what_a_w_holds_lives_until_it_has_run():
     store.pop(0, 0)
     assert seen == [[True, True], [False, True]]
     assert not any(reference() is not None for reference in alive)
+
+
+def test_by_parameter_too_a_w_is_released_when_it_has_run():
+    store = WeightGradStore()
+    tensors = {name: Tensor() for name in ("last 0", "first 0", "last 1", "first 1")}
+    alive = {name: weakref.ref(tensor) for name, tensor in tensors.items()}
+    seen = []
+
+    def weight_grad(tensor: Tensor) -> None:
+        seen.append(" ".join(name.replace(" ", "") for name, reference in alive.items() if reference() is not None))
+
+    for microbatch in (0, 1):
+        with store.deferring():
+            for layer in ("last", "first"):
+                store.put(partial(weight_grad, tensors.pop(f"{layer} {microbatch}")), parameter=layer)
+        store.flush(0, microbatch)
+    store.pop_by_parameter(0, [0, 1], lambda microbatch: None)
+    assert seen == ["last0 first0 last1 first1", "first0 last1 first1", "first0 first1", "first1"]
+    assert all(reference() is None for reference in alive.values())
 
 
 def test_flush_tells_what_the_w_holds_each_storage_once():

@@ -14,6 +14,7 @@ from megatron.zero_bubble.runtime.communicator import Communicator, InMemoryNetw
 from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, OpKind, Schedule
+from megatron.zero_bubble.schedule.ir import SPLIT_WEIGHT_GRADIENTS
 
 WIDTH, BATCH, LAYERS = 8, 3, 2
 """Of a message, in a microbatch, in a stage."""
@@ -33,7 +34,7 @@ class SplitLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         weight_grad = partial(add_weight_grad, weight, x.detach(), grad)
         if ctx.store.is_deferring:
-            ctx.store.put(weight_grad)
+            ctx.store.put(weight_grad, parameter=weight)
         else:
             weight_grad()
         return grad @ weight, None, None
@@ -95,7 +96,7 @@ class ToyStage:
 
     def before_gradients(self, op):
         self.ran.append(op)
-        if op.kind is OpKind.W:
+        if op.kind in SPLIT_WEIGHT_GRADIENTS:
             assert self.outputs[op.chunk, op.microbatch]() is None, "B left the activation alive"
 
     def message_spec(self, op):

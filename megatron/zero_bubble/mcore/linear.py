@@ -177,7 +177,7 @@ def _input_grad(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, torc
         ctx.gradient_accumulation_fusion,
         ctx.tp_group if ctx.sequence_parallel else None,
     )
-    ctx.weight_grad.store.put(compute, held=(saved_input, grad_output))
+    ctx.weight_grad.store.put(compute, held=(saved_input, grad_output), parameter=weight)
     if handle is not None:
         handle.wait()
     return grad_input, grad_bias

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 
@@ -20,6 +20,7 @@ from megatron.zero_bubble.schedule import Op, OpKind, Schedule
 from megatron.zero_bubble.schedule.ir import BACKWARDS, COMMUNICATION, SENDS
 from megatron.zero_bubble.schedule.messages import other_end
 from megatron.zero_bubble.schedule.post_validation import before_validation
+from megatron.zero_bubble.schedule.tail import run_together
 
 
 class Stage(Protocol):
@@ -51,7 +52,10 @@ class Stage(Protocol):
         ...
 
     def before_gradients(self, op: Op) -> None:
-        """Called before each B, W and BW: the operations that add to parameters' gradients."""
+        """Called before each B, W and BW: the operations that add to parameters' gradients.
+
+        Where the W of several microbatches run as one, it is called before each parameter's share of each.
+        """
         ...
 
     def message_spec(self, op: Op) -> TensorSpec:
@@ -96,6 +100,24 @@ _Key = tuple[bool, int, int]
 """A message or an activation: (is forward, chunk, microbatch)."""
 
 
+class _Step(NamedTuple):
+    """Operations that run as one: a single one, but in the tail."""
+
+    position: int
+    """Of the first one, in its rank's operations."""
+    ops: tuple[Op, ...]
+    name: str
+
+
+def _steps(ops: Sequence[Op]) -> list[_Step]:
+    steps: list[_Step] = []
+    position = 0
+    for together in run_together(ops):
+        steps.append(_Step(position, together, " ".join(map(str, together))))
+        position += len(together)
+    return steps
+
+
 class Executor:
     """Runs one rank's operations of a lowered schedule.
 
@@ -114,10 +136,11 @@ class Executor:
         self._communicator = communicator
         self._store = weight_grad_store
         self._stages = [schedule.placement.stage_of(rank, chunk) for chunk in range(schedule.num_chunks)]
-        self._ops = [(op, str(op)) for op in schedule.ops[rank]]
-        self._redone = [(op, str(op)) for op in before_validation(schedule, rank)]
+        self._steps = _steps(schedule.ops[rank])
+        self._redone = _steps(before_validation(schedule, rank))
+        self._num_ops = len(schedule.ops[rank])
         self._stale = _stale_receives(schedule, rank)
-        self._runs_backward = any(op.kind in BACKWARDS for op, _ in self._ops)
+        self._runs_backward = any(op.kind in BACKWARDS for op in schedule.ops[rank])
         self._activations: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
         self._incoming: dict[_Key, PendingReceive] = {}
         self._outgoing: dict[_Key, torch.Tensor] = {}
@@ -126,10 +149,11 @@ class Executor:
         self._position = 0
         self._begun = -1
         self._is_profiled = False
-        self._handlers: dict[OpKind, Callable[[Stage, Op], None]] = {
+        self._handlers: dict[OpKind, Callable[..., None]] = {
             OpKind.F: self._forward,
             OpKind.B: self._backward_input,
             OpKind.W: self._backward_weight,
+            OpKind.W_TAIL: self._backward_weights,
             OpKind.BW: self._backward,
             OpKind.SEND_FORWARD: self._send,
             OpKind.SEND_BACKWARD: self._send,
@@ -149,20 +173,20 @@ class Executor:
         # A range that nobody sees costs as much as all the rest here.
         self._is_profiled = torch.autograd._profiler_enabled()
         self._begun = -1
-        self._run(stage, self._ops)
-        self._position = len(self._ops)
+        self._run(stage, self._steps)
+        self._position = self._num_ops
         for send in self._sends:
             send.wait()
         self._sends.clear()
         self._check_nothing_left()
 
-    def _run(self, stage: Stage, ops: Sequence[tuple[Op, str]]) -> None:
-        for position, (op, name) in enumerate(ops):
+    def _run(self, stage: Stage, steps: Sequence[_Step]) -> None:
+        for position, ops, name in steps:
             self._position = position
             with torch.profiler.record_function(name) if self._is_profiled else _NO_RANGE:
-                self._handlers[op.kind](stage, op)
-            if self._recorder is not None and op.kind not in COMMUNICATION:
-                self._recorder.end(op)
+                self._handlers[ops[0].kind](stage, *ops)
+            if self._recorder is not None and ops[0].kind not in COMMUNICATION:
+                self._recorder.end(*ops)
             self._drop_finished_sends()
 
     @property
@@ -180,9 +204,9 @@ class Executor:
         reached = self._recorder.num_reached() if self._recorder is not None else None
         if reached is None:
             return launched, self._begun == launched
-        computing = [index for index, (op, _) in enumerate(self._ops) if op.kind not in COMMUNICATION]
+        computing = [position for position, ops, _ in self._steps if ops[0].kind not in COMMUNICATION]
         done, has_begun = divmod(reached, 2)
-        position = computing[done] if done < len(computing) else len(self._ops)
+        position = computing[done] if done < len(computing) else self._num_ops
         return position, bool(has_begun) or position == self._begun == launched
 
     def _forward(self, stage: Stage, op: Op) -> None:
@@ -219,6 +243,13 @@ class Executor:
         stage.before_gradients(op)
         self._store.pop(op.chunk, op.microbatch)
 
+    def _backward_weights(self, stage: Stage, *ops: Op) -> None:
+        """W of several microbatches of one chunk, parameter by parameter."""
+        by_microbatch = {op.microbatch: op for op in ops}
+        self._begin(ops[0])
+        self._store.pop_by_parameter(
+            ops[0].chunk, list(by_microbatch), lambda microbatch: stage.before_gradients(by_microbatch[microbatch])
+        )
     def _step(self, stage: Stage, op: Op) -> None:
         self._begin(op)
         cast(SteppingStage, stage).step()
@@ -239,7 +270,7 @@ class Executor:
             self._activations.clear()
             stage.restart()
             self._run(stage, self._redone)
-            self._position = len(self._redone)
+            self._position = len(before_validation(self.schedule, self.rank))
         self._begin(op)
 
     def _begin(self, op: Op) -> None:
@@ -282,7 +313,7 @@ class Executor:
         for words, messages in (("received, not used", self._incoming), ("computed, not sent", self._outgoing)):
             left += [f"a message of microbatch {m}, chunk {c} was {words}" for _, c, m in messages]
         if left:
-            ops = self.schedule.excerpt(self.rank, len(self._ops) - 1)
+            ops = self.schedule.excerpt(self.rank, self._num_ops - 1)
             raise LeftoverError(f"{self.schedule.name}: at the end of a step {'; '.join(left)}. {ops}")
 
 

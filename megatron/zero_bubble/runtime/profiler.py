@@ -15,6 +15,7 @@ from megatron.zero_bubble.runtime.communicator import Communicator, TensorSpec
 from megatron.zero_bubble.runtime.timeline import MeasuredOp, MemoryMeter
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, OpKind, Placement, StageCosts
+from megatron.zero_bubble.schedule.ir import SPLIT_WEIGHT_GRADIENTS
 
 _PINGS = 7
 """Round trips of which the communication time of an edge is the median."""
@@ -100,7 +101,8 @@ class Profiler:
     def add(self, ops: Iterable[MeasuredOp]) -> None:
         """Take in one step."""
         for measured in ops:
-            key = (measured.op.chunk, measured.op.kind)
+            kind = OpKind.W if measured.op.kind in SPLIT_WEIGHT_GRADIENTS else measured.op.kind
+            key = (measured.op.chunk, kind)
             self._times[key].append((measured.end - measured.start) * 1000.0)
             if measured.held is not None:
                 self._memory[key].append(measured.held)

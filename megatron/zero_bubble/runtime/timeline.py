@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -98,7 +98,7 @@ class OpRecorder:
         self._clock = clock
         self._meter = meter
         self._begun: Any = None
-        self._ops: list[tuple[Op, int | None]] = []
+        self._ops: list[tuple[tuple[Op, ...], int | None]] = []
         self._marks: list[Any] = []
 
     def begin(self, op: Op) -> None:
@@ -107,11 +107,11 @@ class OpRecorder:
             self._meter.begin(op)
         self._begun = self._clock.mark()
 
-    def end(self, op: Op) -> None:
-        """`op` has computed (on a GPU: has been launched)."""
+    def end(self, *ops: Op) -> None:
+        """The operation has computed (on a GPU: has been launched), or the operations that run as one."""
         self._marks += (self._begun, self._clock.mark())
-        metered = self._meter is not None and op.kind not in POST_VALIDATION
-        self._ops.append((op, self._meter.end(op) if self._meter and metered else None))
+        metered = self._meter is not None and ops[0].kind not in POST_VALIDATION
+        self._ops.append((ops, self._held(ops, self._meter) if self._meter and metered else None))
 
     def num_reached(self) -> int | None:
         """Beginnings and ends of operations that a GPU has passed; None if there is nothing to ask. For any thread."""
@@ -120,9 +120,26 @@ class OpRecorder:
     def take(self) -> list[MeasuredOp]:
         """What was recorded since the last call."""
         seconds = self._clock.seconds(self._marks)
-        measured = [MeasuredOp(op, seconds[2 * k], seconds[2 * k + 1], held) for k, (op, held) in enumerate(self._ops)]
+        intervals = zip(seconds[::2], seconds[1::2], strict=True)
+        measured = [op for (ops, held), times in zip(self._ops, intervals, strict=True) for op in _share(ops, *times, held)]
         self._ops, self._marks = [], []
         return measured
+
+    @staticmethod
+    def _held(ops: Sequence[Op], meter: MemoryMeter) -> int:
+        held = meter.end(ops[0])
+        for op in ops[1:]:
+            meter.begin(op)
+            held += meter.end(op)
+        return held
+
+
+def _share(ops: Sequence[Op], start: float, end: float, held: int | None) -> Iterator[MeasuredOp]:
+    """Equal shares for operations that ran as one."""
+    each = (end - start) / len(ops)
+    share = None if held is None else round(held / len(ops))
+    for k, op in enumerate(ops):
+        yield MeasuredOp(op, start + k * each, end if k + 1 == len(ops) else start + (k + 1) * each, share)
 
 
 @dataclass(frozen=True)

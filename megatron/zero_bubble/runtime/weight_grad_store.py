@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -11,18 +11,21 @@ import torch
 WeightGrad = Callable[[], None]
 """Computes the weight gradient of one layer for one microbatch and adds it to the parameter's gradient."""
 
+_Bundle = list[tuple[Hashable, WeightGrad]]
+"""W of one microbatch and chunk, in the order of B: of each layer what tells its parameter from others, and its W."""
+
 
 class WeightGradStore:
     """Deferred weight gradients of one pipeline rank: one first-in-first-out queue per model chunk.
 
     While a B runs inside `deferring()`, each layer hands over its weight gradient with `put`; `flush`
-    closes that microbatch's bundle and `pop` runs the oldest bundle of a chunk. Outside of
-    `deferring()` a layer computes its weight gradient itself, fused with B.
+    closes that microbatch's bundle and `pop` runs the oldest bundle of a chunk, `pop_by_parameter` several.
+    Outside of `deferring()` a layer computes its weight gradient itself, fused with B.
     """
 
     def __init__(self, num_chunks: int = 1) -> None:
-        self._queues: list[deque[tuple[int, list[WeightGrad]]]] = [deque() for _ in range(num_chunks)]
-        self._bundle: list[WeightGrad] = []
+        self._queues: list[deque[tuple[int, _Bundle]]] = [deque() for _ in range(num_chunks)]
+        self._bundle: _Bundle = []
         self._held: dict[int, int] = {}
         self._is_deferring = False
         self.flushed_bytes = 0
@@ -47,10 +50,15 @@ class WeightGradStore:
         finally:
             self._is_deferring = False
 
-    def put(self, weight_grad: WeightGrad, held: Sequence[torch.Tensor] = ()) -> None:
-        """Defer one layer's weight gradient. What it needs, `held`, lives until it has run."""
+    def put(self, weight_grad: WeightGrad, held: Sequence[torch.Tensor] = (), parameter: Hashable = None) -> None:
+        """Defer one layer's weight gradient.
+
+        Args:
+            held: what it needs, which lives until it has run.
+            parameter: what it adds to. W with the same one are never reordered among each other.
+        """
         assert self._is_deferring, "put() outside of deferring()"
-        self._bundle.append(weight_grad)
+        self._bundle.append((parameter, weight_grad))
         for tensor in held:
             storage = tensor.untyped_storage()
             self._held[storage.data_ptr()] = storage.nbytes()
@@ -63,14 +71,36 @@ class WeightGradStore:
 
     def pop(self, chunk: int, microbatch: int) -> None:
         """Run the oldest W of `chunk`, which must be that of `microbatch`, and release what it held."""
+        # In the order of B, from the last layer to the first, as autograd would have done it.
+        bundle = self._take(chunk, microbatch)[::-1]
+        while bundle:
+            bundle.pop()[1]()
+
+    def pop_by_parameter(self, chunk: int, microbatches: Sequence[int], before: Callable[[int], None]) -> None:
+        """Run the oldest W of `chunk`, those of `microbatches`, parameter by parameter.
+
+        Parameters come in the order of B, from the last layer to the first; the microbatches of each in theirs.
+        `before` is told each time which microbatch is next.
+        """
+        pending = self._take_by_parameter(chunk, microbatches)[::-1]
+        while pending:
+            microbatch, weight_grad = pending.pop()
+            before(microbatch)
+            weight_grad()
+
+    def _take_by_parameter(self, chunk: int, microbatches: Sequence[int]) -> list[tuple[int, WeightGrad]]:
+        by_parameter: dict[Hashable, list[tuple[int, WeightGrad]]] = {}
+        for microbatch in microbatches:
+            for parameter, weight_grad in self._take(chunk, microbatch):
+                by_parameter.setdefault(parameter, []).append((microbatch, weight_grad))
+        return [entry for of_one in by_parameter.values() for entry in of_one]
+
+    def _take(self, chunk: int, microbatch: int) -> _Bundle:
         assert self._queues[chunk], f"W of microbatch {microbatch}, chunk {chunk}: nothing is pending"
         oldest, bundle = self._queues[chunk][0]
         assert oldest == microbatch, f"W of microbatch {microbatch}, chunk {chunk}: the oldest pending is {oldest}"
         self._queues[chunk].popleft()
-        # In the order of B, from the last layer to the first, as autograd would have done it.
-        bundle.reverse()
-        while bundle:
-            bundle.pop()()
+        return bundle
 
     def pending(self) -> list[tuple[int, int]]:
         """(chunk, microbatch) of every W that has not run, oldest first within a chunk."""

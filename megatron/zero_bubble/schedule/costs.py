@@ -90,15 +90,19 @@ class StageCosts:
         post-validation and without.
         """
         fused = tuple(b + w for b, w in zip(self.time_b, self.time_w, strict=True))
-        times = {OpKind.F: self.time_f, OpKind.B: self.time_b, OpKind.W: self.time_w, OpKind.BW: fused}
-        return times | dict.fromkeys(POST_VALIDATION, (0,) * self.num_stages)
+        return self._by_kind(self.time_f, self.time_b, self.time_w, fused)
 
     def memory(self) -> Mapping[OpKind, Sequence[float]]:
         """Per operation that is not communication, its change of memory on every stage."""
         fused = tuple(b + w for b, w in zip(self.memory_b, self.memory_w, strict=True))
-        memory = {OpKind.F: self.memory_f, OpKind.B: self.memory_b, OpKind.W: self.memory_w, OpKind.BW: fused}
-        return memory | dict.fromkeys(POST_VALIDATION, (0,) * self.num_stages)
+        return self._by_kind(self.memory_f, self.memory_b, self.memory_w, fused)
 
     def work(self, stage: int) -> float:
         """Time of F, B and W of one microbatch on `stage`."""
         return self.time_f[stage] + self.time_b[stage] + self.time_w[stage]
+
+    def _by_kind(
+        self, f: Sequence[float], b: Sequence[float], w: Sequence[float], fused: Sequence[float]
+    ) -> Mapping[OpKind, Sequence[float]]:
+        compute = {OpKind.F: f, OpKind.B: b, OpKind.W: w, OpKind.W_TAIL: w, OpKind.BW: fused}
+        return compute | dict.fromkeys(POST_VALIDATION, (0,) * self.num_stages)

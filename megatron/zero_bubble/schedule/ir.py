@@ -27,6 +27,8 @@ class OpKind(str, Enum):
     """Backward, gradient of the weights only: what nobody waits for."""
     BW = "BW"
     """Backward, both gradients in one operation, as autograd computes them."""
+    W_TAIL = "WT"
+    """A W at the end of a rank. Neighbours of one chunk run as one, parameter by parameter (see `reorder_tail`)."""
     SEND_FORWARD = "SEND_FORWARD"
     RECV_FORWARD = "RECV_FORWARD"
     SEND_BACKWARD = "SEND_BACKWARD"
@@ -46,6 +48,8 @@ POST_VALIDATION = frozenset({OpKind.STEP, OpKind.VALIDATE})
 """What `with_post_validation` adds: once a rank and iteration; the number in their names is the iteration's."""
 BACKWARDS = frozenset({OpKind.B, OpKind.BW})
 """The operations that produce the gradient of a stage's input."""
+SPLIT_WEIGHT_GRADIENTS = frozenset({OpKind.W, OpKind.W_TAIL})
+"""The operations that produce gradients of weights alone."""
 
 
 class Op(NamedTuple):
@@ -156,7 +160,7 @@ class Schedule:
     @property
     def splits_backward(self) -> bool:
         """Whether any W is an operation of its own."""
-        return any(op.kind is OpKind.W for rank_ops in self.ops for op in rank_ops)
+        return any(op.kind in SPLIT_WEIGHT_GRADIENTS for rank_ops in self.ops for op in rank_ops)
 
     @property
     def has_post_validation(self) -> bool:

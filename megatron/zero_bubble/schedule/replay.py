@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from megatron.zero_bubble.schedule.errors import Deadlock
-from megatron.zero_bubble.schedule.ir import COMMUNICATION, OpKind, Placement, Schedule
+from megatron.zero_bubble.schedule.ir import COMMUNICATION, SPLIT_WEIGHT_GRADIENTS, OpKind, Placement, Schedule
 
 Node = tuple[OpKind, int, int]
 """(kind, stage, microbatch): an operation, named by its stage instead of its rank and chunk. BW is a B."""
@@ -27,7 +27,7 @@ def dependencies(placement: Placement, kind: OpKind, stage: int, microbatch: int
         return [(OpKind.STEP, placement.stage_of(rank), before) for rank in ranks]
     if kind is OpKind.F:
         return [(OpKind.F, stage - 1, microbatch)] if stage > 0 else []
-    if kind is OpKind.W:
+    if kind in SPLIT_WEIGHT_GRADIENTS:
         return [(OpKind.B, stage, microbatch)]
     own = (OpKind.F, stage, microbatch)
     return [own, (OpKind.B, stage + 1, microbatch)] if stage < placement.num_stages - 1 else [own]

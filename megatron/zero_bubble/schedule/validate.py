@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections import defaultdict, deque
 
 from megatron.zero_bubble.schedule.errors import InvalidSchedule
-from megatron.zero_bubble.schedule.ir import BACKWARDS, COMMUNICATION, RECEIVES, SENDS, Op, OpKind, Schedule
+from megatron.zero_bubble.schedule.ir import (
+    BACKWARDS,
+    COMMUNICATION,
+    RECEIVES,
+    SENDS,
+    SPLIT_WEIGHT_GRADIENTS,
+    Op,
+    OpKind,
+    Schedule,
+)
 from megatron.zero_bubble.schedule.messages import other_end, receive_before, send_after
 from megatron.zero_bubble.schedule.post_validation import check_post_validation
 from megatron.zero_bubble.schedule.replay import dependencies, replay
@@ -74,6 +83,11 @@ def _check_complete(schedule: Schedule, positions: _Positions) -> None:
                 if forward_only:
                     continue
                 fused, b, w = (Op(kind, microbatch, chunk) for kind in (OpKind.BW, OpKind.B, OpKind.W))
+                in_tail = w._replace(kind=OpKind.W_TAIL)
+                if in_tail in here:
+                    if w in here:
+                        raise _fail(schedule, f"rank {rank} runs {in_tail} and also {w}")
+                    w = in_tail
                 if fused in here:
                     if b in here or w in here:
                         raise _fail(schedule, f"rank {rank} runs {fused} and also {b if b in here else w}")
@@ -86,7 +100,7 @@ def _check_complete(schedule: Schedule, positions: _Positions) -> None:
 _IN_ORDER: tuple[tuple[frozenset[OpKind], str], ...] = (
     (frozenset({OpKind.F}), "forwards"),
     (BACKWARDS, "gradients of inputs"),
-    (frozenset({OpKind.W, OpKind.BW}), "gradients of weights"),
+    (SPLIT_WEIGHT_GRADIENTS | {OpKind.BW}, "gradients of weights"),
 )
 
 

@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from megatron.zero_bubble.runtime.timeline import MeasuredOp
 from megatron.zero_bubble.schedule import OpKind, Schedule, StageCosts, TimedOp, Timeline, bubbles, simulate
 from megatron.zero_bubble.schedule.draw import to_chrome_trace, to_html, to_svg
+from megatron.zero_bubble.schedule.ir import SPLIT_WEIGHT_GRADIENTS
 from megatron.zero_bubble.schedule.serialize import Profile
 from megatron.zero_bubble.schedules import ForwardBackward
 
@@ -97,7 +98,8 @@ def _costs_of(schedule: Schedule, lanes: Sequence[Sequence[TimedOp]], profile: P
     samples: dict[tuple[OpKind, int], list[float]] = {}
     for rank, lane in enumerate(lanes):
         for op, start, end in lane:
-            samples.setdefault((op.kind, placement.stage_of(rank, op.chunk)), []).append(end - start)
+            kind = OpKind.W if op.kind in SPLIT_WEIGHT_GRADIENTS else op.kind
+            samples.setdefault((kind, placement.stage_of(rank, op.chunk)), []).append(end - start)
 
     def mean(kind: OpKind, share: float) -> tuple[float, ...]:
         """A fused backward is counted as half B and half W."""

@@ -10,6 +10,7 @@ MEANINGS = {
     OpKind.F: "F forward",
     OpKind.B: "B input gradient",
     OpKind.W: "W weight gradient",
+    OpKind.W_TAIL: "WT weight gradient, by parameter",
     OpKind.BW: "BW both gradients",
 }
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
@@ -26,8 +27,9 @@ def mix(first: str, second: str, share: float) -> str:
 
 
 def fill_of(kind: OpKind, chunk: int, num_chunks: int) -> str:
-    """The colour of an operation: later chunks are darker."""
-    return mix(FILLS[kind], "#000000", 0.5 * chunk / (num_chunks - 1) if num_chunks > 1 else 0)
+    """The colour of an operation: later chunks are darker. A W in the tail is a W."""
+    fill = FILLS[OpKind.W if kind is OpKind.W_TAIL else kind]
+    return mix(fill, "#000000", 0.5 * chunk / (num_chunks - 1) if num_chunks > 1 else 0)
 
 
 def is_dark(colour: str) -> bool:

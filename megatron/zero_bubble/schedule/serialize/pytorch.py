@@ -4,6 +4,7 @@ A row a rank, in rank order; a cell an action, written stage, letters, microbatc
 not ours: I is the gradient of the input (our B), W that of the weights, B both (our BW). An empty cell is
 an idle slot, and `(0F1;3B0)OVERLAP_F_B` is two actions that run as one. What shards, unshards and reduces belongs
 to FSDP there, and sends and receives stand where that runtime wants them: a reader here leaves out both.
+It knows no W_TAIL, which becomes a W.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from megatron.zero_bubble.schedule.ir import COMMUNICATION, Op, OpKind, Placemen
 _LETTERS = {
     OpKind.F: "F",
     OpKind.B: "I",
+    OpKind.W_TAIL: "W",
     OpKind.W: "W",
     OpKind.BW: "B",
     OpKind.SEND_FORWARD: "SEND_F",
@@ -27,7 +29,7 @@ _LETTERS = {
     OpKind.SEND_BACKWARD: "SEND_B",
     OpKind.RECV_BACKWARD: "RECV_B",
 }
-_KINDS = {letters: kind for kind, letters in _LETTERS.items()}
+_KINDS = {letters: kind for kind, letters in _LETTERS.items() if kind is not OpKind.W_TAIL}
 _LEFT_OUT = {"UNSHARD", "RESHARD", "REDUCE_GRAD"} | {_LETTERS[kind] for kind in COMMUNICATION}
 _ACTION = re.compile(r"(\d{1,9})([A-Z_]+?)(\d{0,9})", re.ASCII)
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")

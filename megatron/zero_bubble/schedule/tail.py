@@ -1,0 +1,101 @@
+"""Weight gradients that are left at the end of a rank, reordered by parameter: for overlap with data parallelism.
+
+The gradient of a parameter can be reduced over the data-parallel replicas once its last W is done. In microbatch
+order that is in the very last W for all parameters alike. The W's after a rank's last B depend on
+nothing any more, so they can be done parameter by parameter: all microbatches of one, which is reduced while the
+next one's are computed ("Zero Bubble Pipeline Parallelism", appendix A). What is added to one parameter keeps its
+order, and with it its bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megatron.zero_bubble.schedule.errors import ScheduleError
+from megatron.zero_bubble.schedule.ir import SPLIT_WEIGHT_GRADIENTS, Op, OpKind, Schedule
+from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline
+
+
+def reorder_tail(schedule: Schedule) -> Schedule:
+    """The same schedule, lowered or not, with a rank's last W's as W_TAIL, chunk by chunk, the last chunk first.
+
+    Neither times nor peak memory change: in the tail a rank waits for nobody and allocates nothing.
+    """
+    return replace(schedule, ops=tuple(_reorder(ops) for ops in schedule.ops))
+
+
+def _reorder(ops: Sequence[Op]) -> tuple[Op, ...]:
+    start = len(ops)
+    while start > 0 and ops[start - 1].kind in SPLIT_WEIGHT_GRADIENTS:
+        start -= 1
+    tail = [op._replace(kind=OpKind.W_TAIL) for op in ops[start:]]
+    return (*ops[:start], *sorted(tail, key=lambda op: (-op.chunk, op.microbatch)))
+
+
+def run_together(ops: Sequence[Op]) -> list[tuple[Op, ...]]:
+    """The operations of a rank, those that run as one taken together: neighbouring W_TAIL's of one chunk."""
+    groups: list[tuple[Op, ...]] = []
+    for op in ops:
+        last = groups[-1][-1] if groups else None
+        if last is not None and (last.kind, last.chunk) == (op.kind, op.chunk) and op.kind is OpKind.W_TAIL:
+            groups[-1] = (*groups[-1], op)
+        else:
+            groups.append((op,))
+    return groups
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """When the gradients of every rank are reduced, in the unit and from the start of the timeline's times."""
+
+    ends: tuple[float, ...]
+    makespan: float
+    """Until the last gradient anywhere is reduced."""
+    exposed: float
+    """What the makespan has more than without a reduction."""
+
+
+def simulate_reduction(timeline: Timeline, time_reduce: Sequence[float], num_buckets: int) -> Reduction:
+    """Reduce the gradients while `timeline` runs, bucket by bucket, on a link of each rank's own.
+
+    A chunk's parameters fill `num_buckets` buckets of equal size, whose gradients are ready in equal steps of the
+    chunk's last gradients: those of the last microbatch, or of the tail as a whole where it is reordered. A link
+    carries one bucket after the other, in the order in which they are ready, and takes no time from compute.
+
+    Args:
+        time_reduce: for each stage, the time to reduce all its gradients.
+
+    Raises:
+        ScheduleError: the times are not one a stage, or there is no bucket.
+    """
+    schedule = timeline.schedule
+    if len(time_reduce) != schedule.num_stages or num_buckets < 1:
+        raise ScheduleError(
+            f"a reduction needs {schedule.num_stages} times and at least one bucket, "
+            f"got {len(time_reduce)} and {num_buckets}"
+        )
+    ends = []
+    for rank, lane in enumerate(timeline.lanes):
+        ready = []
+        for first, last in _last_gradients(lane, schedule.num_chunks):
+            each = time_reduce[schedule.placement.stage_of(rank, last.op.chunk)] / num_buckets
+            step = (last.end - first.start) / num_buckets
+            ready += [(first.start + (k + 1) * step, each) for k in range(num_buckets)]
+        end: float = 0
+        for time, each in sorted(ready):
+            end = max(end, time) + each
+        ends.append(max(end, lane[-1].end))
+    begin = min(lane[0].start for lane in timeline.lanes)
+    makespan = max(ends) - begin
+    return Reduction(tuple(ends), makespan, makespan - timeline.makespan)
+
+
+def _last_gradients(lane: Sequence[TimedOp], num_chunks: int) -> list[tuple[TimedOp, TimedOp]]:
+    """Of each chunk, the first and the last of the operations that together complete its gradients."""
+    timed = {one.op: one for one in lane}
+    last: dict[int, tuple[TimedOp, TimedOp]] = {}
+    for group in run_together([one.op for one in lane]):
+        if group[0].kind in SPLIT_WEIGHT_GRADIENTS | {OpKind.BW}:
+            last[group[0].chunk] = timed[group[0]], timed[group[-1]]
+    return [last[chunk] for chunk in range(num_chunks)]

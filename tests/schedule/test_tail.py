@@ -1,0 +1,130 @@
+"""The W's at the end of a rank, reordered by parameter, and the reduction that they hide."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from random_schedules import schedules
+
+from megatron.zero_bubble.schedule import (
+    InvalidSchedule,
+    Op,
+    OpKind,
+    Placement,
+    Schedule,
+    ScheduleError,
+    StageCosts,
+    generate,
+    lower,
+    names,
+    simulate,
+    validate,
+)
+from megatron.zero_bubble.schedule.serialize import schedule_from_json, schedule_to_json
+from megatron.zero_bubble.schedule.tail import Reduction, reorder_tail, run_together, simulate_reduction
+
+
+def words(schedule: Schedule, rank: int) -> str:
+    return " ".join(map(str, schedule.ops[rank]))
+
+
+def lane(*ops: str) -> tuple[Op, ...]:
+    """`W3.1` and the like; no communication."""
+    return tuple(Op(OpKind(w.rstrip(".0123456789")), *map(int, w.lstrip("FBWT").split("."))) for w in ops)
+
+
+def test_what_is_left_after_the_last_backward_is_the_tail():
+    schedule = reorder_tail(generate("zb-h2", 2, 3))
+    assert words(schedule, 0) == "F0 F1 F2 B0 W0 B1 W1 B2 WT2"
+    assert words(schedule, 1) == "F0 B0 F1 B1 F2 B2 WT0 WT1 WT2"
+
+
+def test_the_last_chunk_comes_first_each_in_microbatch_order():
+    ops = lane("F0", "F1", "F0.1", "F1.1", "B0.1", "B1.1", "B0", "W0.1", "B1", "W0", "W1.1", "W1")
+    schedule = Schedule("v", Placement("v", 1, 2), 2, (ops,))
+    validate(schedule)
+    assert words(reorder_tail(schedule), 0).endswith("W0.1 B1 WT1.1 WT0 WT1")
+
+
+def test_a_fused_backward_leaves_no_tail():
+    assert reorder_tail(generate("1f1b", 4, 8)) == generate("1f1b", 4, 8)
+
+
+@settings(max_examples=60, deadline=None)
+@given(schedules())
+def test_nothing_but_the_order_of_the_last_gradients_changes(schedule):
+    """Valid, as long and as large as before, the same after lowering, and the same when done twice."""
+    reordered = reorder_tail(schedule)
+    validate(reordered)
+    validate(lower(reordered))
+    assert lower(reordered) == reorder_tail(lower(schedule))
+    assert reorder_tail(reordered) == reordered
+    costs = StageCosts.uniform(schedule.num_stages, 3, 5, 2, time_comm=1, memory_f=4, memory_b=-1, memory_w=-3)
+    before, after = simulate(schedule, costs), simulate(reordered, costs)
+    assert (after.spans, after.makespan, after.peak_memory) == (before.spans, before.makespan, before.peak_memory)
+    assert schedule_from_json(schedule_to_json(reordered)) == reordered
+
+
+def test_neighbours_of_one_chunk_run_together():
+    groups = run_together(lane("W0", "W1", "WT2.1", "WT3.1", "WT2", "WT3"))
+    assert [" ".join(map(str, group)) for group in groups] == ["W0", "W1", "WT2.1 WT3.1", "WT2 WT3"]
+
+
+def test_a_gradient_is_computed_once():
+    schedule = reorder_tail(generate("zb-h2", 2, 3))
+    twice = (*schedule.ops[0][:-1], *lane("W2", "WT2"))
+    with pytest.raises(InvalidSchedule, match="rank 0 runs WT2 and also W2"):
+        validate(replace(schedule, ops=(twice, schedule.ops[1])))
+    early = (*schedule.ops[1][:-4], *lane("WT0", "WT1", "WT2", "B2"))
+    with pytest.raises(InvalidSchedule, match="rank 1 runs WT2 before B2, which it needs"):
+        validate(replace(schedule, ops=(schedule.ops[0], early)))
+
+
+def hidden(name: str, *, reordered: bool, num_buckets: int = 10) -> Fraction:
+    """Share of a reduction that takes three W's, with equal F, B and W on four ranks."""
+    schedule = generate(name, 4, 8)
+    each = Fraction(1, schedule.num_chunks)
+    costs = StageCosts.uniform(schedule.num_stages, each, each, each)
+    timeline = simulate(reorder_tail(schedule) if reordered else schedule, costs)
+    reduction = simulate_reduction(timeline, [3 * each] * schedule.num_stages, num_buckets)
+    return 1 - reduction.exposed / 3
+
+
+def test_the_reduction_is_hidden_behind_the_tail():
+    """Of ten buckets all but one; in microbatch order, what of them the very last W covers."""
+    for name in ("zb-h2", "zb-2p"):
+        assert hidden(name, reordered=False) == Fraction(3, 10)
+        assert hidden(name, reordered=True) == Fraction(9, 10)
+    assert hidden("zb-v", reordered=True) == Fraction(19, 20)
+
+
+@pytest.mark.parametrize("name", [name for name in names() if name != "optimal"])
+def test_reordering_never_hides_less(name):
+    assert hidden(name, reordered=True) >= hidden(name, reordered=False)
+
+
+def test_a_schedule_without_a_tail_on_its_last_rank_hides_nothing_more():
+    """ZB-H1's first rank computes each W right after its B, up to the end."""
+    assert hidden("zb-h1", reordered=True) == hidden("zb-h1", reordered=False) == Fraction(3, 10)
+
+
+def test_one_rank_and_a_link_that_is_slower_than_compute():
+    costs = StageCosts.uniform(1, 1, 1, 4)
+    schedule = Schedule("two", Placement("linear", 1), 2, (lane("F0", "F1", "B0", "B1", "WT0", "WT1"),))
+    timeline = simulate(schedule, costs)
+    assert timeline.makespan == 12
+    # Four buckets, ready at 6, 8, 10 and 12, each 3 long.
+    assert simulate_reduction(timeline, [12], 4) == Reduction(ends=(18,), makespan=18, exposed=6)
+    in_order = Schedule("two", Placement("linear", 1), 2, (lane("F0", "F1", "B0", "B1", "W0", "W1"),))
+    # Ready at 9, 10, 11 and 12.
+    assert simulate_reduction(simulate(in_order, costs), [12], 4).exposed == 9
+
+
+@pytest.mark.parametrize(("times", "buckets"), [([1], 2), ([1, 1], 0)])
+def test_a_reduction_that_does_not_fit_is_refused(times, buckets):
+    timeline = simulate(generate("zb-h1", 2, 2), StageCosts.uniform(2))
+    with pytest.raises(ScheduleError, match="needs 2 times and at least one bucket"):
+        simulate_reduction(timeline, times, buckets)
