@@ -80,7 +80,6 @@ class Trained:
         assert all(parameter.grad is None for parameter in self.names), "everything is in main_grad"
         return {name: parameter.main_grad.clone() for parameter, name in self.names.items()}
 
-
     def _before_share(self, grad_sync: GradSync, microbatch: int) -> None:
         self.events.append(f"share of W{microbatch}")
         grad_sync.enable(0, microbatch == LAST)

@@ -121,7 +121,9 @@ class OpRecorder:
         """What was recorded since the last call."""
         seconds = self._clock.seconds(self._marks)
         intervals = zip(seconds[::2], seconds[1::2], strict=True)
-        measured = [op for (ops, held), times in zip(self._ops, intervals, strict=True) for op in _share(ops, *times, held)]
+        measured = [
+            op for (ops, held), times in zip(self._ops, intervals, strict=True) for op in _share(ops, *times, held)
+        ]
         self._ops, self._marks = [], []
         return measured
 
