@@ -21,6 +21,7 @@ def main(plan: str) -> None:
     from megatron.zero_bubble.training.initialize import print_rank_0
     from megatron.zero_bubble.training.pretrain import pretrain
 
+    gc.freeze()  # the modules: collecting them takes a second
     for number, (name, flags) in enumerate(json.loads(Path(plan).read_text()).items()):
         args = parse_arguments(flags)
         complete_and_check(args, os.environ, torch.cuda.is_available())
