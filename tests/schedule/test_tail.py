@@ -22,6 +22,7 @@ from megatron.zero_bubble.schedule import (
     names,
     simulate,
     validate,
+    with_post_validation,
 )
 from megatron.zero_bubble.schedule.serialize import schedule_from_json, schedule_to_json
 from megatron.zero_bubble.schedule.tail import Reduction, reorder_tail, run_together, simulate_reduction
@@ -47,6 +48,14 @@ def test_the_last_chunk_comes_first_each_in_microbatch_order():
     schedule = Schedule("v", Placement("v", 1, 2), 2, (ops,))
     validate(schedule)
     assert words(reorder_tail(schedule), 0).endswith("W0.1 B1 WT1.1 WT0 WT1")
+
+
+def test_the_optimizers_step_stays_behind_the_tail():
+    schedule, costs = generate("zb-h2", 2, 3), StageCosts.uniform(2)
+    reordered = reorder_tail(with_post_validation(schedule, costs))
+    validate(reordered)
+    assert words(reordered, 1).endswith("B2 WT0 WT1 WT2 STEP0")
+    assert reordered == with_post_validation(reorder_tail(schedule), costs)
 
 
 def test_a_fused_backward_leaves_no_tail():

@@ -250,6 +250,7 @@ class Executor:
         self._store.pop_by_parameter(
             ops[0].chunk, list(by_microbatch), lambda microbatch: stage.before_gradients(by_microbatch[microbatch])
         )
+
     def _step(self, stage: Stage, op: Op) -> None:
         self._begin(op)
         cast(SteppingStage, stage).step()

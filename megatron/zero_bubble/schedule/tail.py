@@ -26,11 +26,12 @@ def reorder_tail(schedule: Schedule) -> Schedule:
 
 
 def _reorder(ops: Sequence[Op]) -> tuple[Op, ...]:
-    start = len(ops)
+    end = len(ops) - sum(op.kind is OpKind.STEP for op in ops[-1:])
+    start = end
     while start > 0 and ops[start - 1].kind in SPLIT_WEIGHT_GRADIENTS:
         start -= 1
-    tail = [op._replace(kind=OpKind.W_TAIL) for op in ops[start:]]
-    return (*ops[:start], *sorted(tail, key=lambda op: (-op.chunk, op.microbatch)))
+    tail = [op._replace(kind=OpKind.W_TAIL) for op in ops[start:end]]
+    return (*ops[:start], *sorted(tail, key=lambda op: (-op.chunk, op.microbatch)), *ops[end:])
 
 
 def run_together(ops: Sequence[Op]) -> list[tuple[Op, ...]]:
