@@ -4,6 +4,8 @@
     python tools/benchmark_schedules.py --mode emulate --pipeline-size 4 --num-microbatches 8 --peers
     python tools/benchmark_schedules.py --mode emulate --schedule 1f1b --schedule zb-h1 --pipeline-size 8 \\
         --num-microbatches 16 --time-f 18.5 --time-b 18.1 --time-w 9.3 --time-comm 0.6 --json
+    python tools/benchmark_schedules.py --mode emulate --schedule zb-2p --pipeline-size 4 --num-microbatches 8 \\
+        --data-parallel-size 2 --time-reduce 60
     python tools/benchmark_schedules.py --mode train --pipeline-size 2 --num-microbatches 4 --schedule zb-h1 \\
         --schedule zb-2p --peers -- --num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 256 \\
         --micro-batch-size 2 --mock-data --vocab-size 4095
@@ -15,6 +17,9 @@ longest time that a rank needs from its first operation to its last, and the bub
 the work. The schedules take turns, so that whatever else the machine does meets all of them; the table has medians.
 --time-comm is how long a message takes at least, whatever the machine needs for it. On a machine that others use
 too, `chrt -f 1` before the command keeps them out (as root).
+
+With --data-parallel-size and --time-reduce the pipeline runs in replicas, whose gradients are reduced over an emulated
+link while they compute. Schedules run with the W's of their tail in microbatch order, and parameter by parameter.
 
 Trained: pretrain_gpt.py itself, a job for every schedule, with the flags that follow `--`. megatron-core's own 1F1B
 always runs, as what the others are compared with. The schedules take turns, and a turn's ratio is taken to the turn of

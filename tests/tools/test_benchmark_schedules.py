@@ -73,9 +73,25 @@ def test_a_table_with_slow_messages_and_a_peer_that_refuses():
     assert "torch DualPipeV" not in result.stdout
 
 
+def test_replicas_reduce_their_gradients_with_the_tail_in_both_orders():
+    flags = ("--schedule", "zb-2p", "--data-parallel-size", "2", "--time-reduce", "4", "--buckets", "4", "--json")
+    result = run(*QUICK, *flags)
+    assert result.returncode == 0, result.stderr
+    in_order, by_parameter = json.loads(result.stdout)
+    assert [one["schedule"] for one in (in_order, by_parameter)] == ["zb-2p", "zb-2p, tail by parameter"]
+    # The link is busy with one bucket at least when the last gradient is there.
+    assert min(one["exposed_reduction_ms"] for one in (in_order, by_parameter)) >= 1
+    assert by_parameter["simulated_exposed_reduction_ms"] < in_order["simulated_exposed_reduction_ms"]
+    for one in (in_order, by_parameter):
+        assert min(one["steps_ms"]) >= one["simulated_ms"] - 1e-6
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
+        ((*SIZE, "--time-reduce", "5"), "--time-reduce: it needs --data-parallel-size of at least 2"),
+        ((*SIZE, "--data-parallel-size", "2"), "replicas need it"),
+        ((*SIZE, "--data-parallel-size", "2", "--time-reduce", "5", "--peers"), "leave out --time-reduce"),
         ((*SIZE, "--schedule", "zb-h9"), "schedule 'zb-h9' is unknown"),
         ((*SIZE, "--steps", "0"), "--steps: must be at least 1"),
         ((*SIZE, "--activation-bytes", "0"), "--activation-bytes: must be at least 16"),

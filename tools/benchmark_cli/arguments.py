@@ -6,7 +6,16 @@ import argparse
 import sys
 from pathlib import Path
 
-from schedule_cli.arguments import Parser, add_costs, add_limit, add_size, at_least, check_costs, join_negative
+from schedule_cli.arguments import (
+    Parser,
+    add_costs,
+    add_limit,
+    add_size,
+    at_least,
+    check_costs,
+    join_negative,
+    positive,
+)
 
 DEFAULT_TIME = 20.0
 """Of F, B and W each: milliseconds."""
@@ -45,6 +54,18 @@ def parse_arguments(argv: list[str] | None, description: str) -> argparse.Namesp
         metavar="N",
         help="compute operations between posting a receive and using it (default 2)",
     )
+    parser.add_argument(
+        "--data-parallel-size", type=at_least(1), default=1, metavar="N", help="replicas of the pipeline (default 1)"
+    )
+    parser.add_argument(
+        "--time-reduce",
+        type=positive,
+        metavar="MS",
+        help="reduce the gradients of a rank over the replicas, which takes so long",
+    )
+    parser.add_argument(
+        "--buckets", type=at_least(1), default=10, metavar="N", help="in which the gradients are reduced (default 10)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write there instead of printing")
@@ -55,6 +76,10 @@ def parse_arguments(argv: list[str] | None, description: str) -> argparse.Namesp
     check_costs(parser, arguments)
     if not arguments.overlap:
         parser.error("argument --no-overlap-communication: messages always overlap with compute here")
+    if (arguments.data_parallel_size > 1) != (arguments.time_reduce is not None):
+        parser.error("argument --time-reduce: it needs --data-parallel-size of at least 2, and replicas need it")
+    if arguments.peers and arguments.time_reduce is not None:
+        parser.error("argument --peers: their gradients are not reduced here: leave out --time-reduce")
     if arguments.costs is None:
         for flag in ("time_f", "time_b", "time_w"):
             if getattr(arguments, flag) is None:

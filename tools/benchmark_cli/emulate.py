@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -17,9 +17,11 @@ from schedule_cli.tables import table
 
 from benchmark_cli.launch import Records, run_job
 from benchmark_cli.peers import ONE_CHUNK, Peer, peer_placements
+from benchmark_cli.reduction import ReductionCosts
 from benchmark_cli.worker import Job, StepRecord
 from megatron.zero_bubble.schedule import Schedule, Timeline, generate, lower, simulate
 from megatron.zero_bubble.schedule.serialize import schedule_from_pytorch_csv
+from megatron.zero_bubble.schedule.tail import Reduction, reorder_tail, simulate_reduction
 
 SLOW_TO_MAKE = ("optimal",)
 """Schedules that have to be asked for."""
@@ -33,6 +35,18 @@ class Result:
     timeline: Timeline
     """Simulated."""
     steps: list[list[StepRecord]]
+    reduction: Reduction | None = None
+    """Simulated, where gradients are reduced."""
+
+    @property
+    def simulated(self) -> float:
+        """The makespan, until the last gradient is reduced."""
+        return float(self.timeline.makespan if self.reduction is None else self.reduction.makespan)
+
+    @property
+    def exposed_reduction(self) -> float:
+        """Measured: from the last operation anywhere to the return of the last rank."""
+        return 1e3 * median(max(r.returned for r in ranks) - max(r.last_end for r in ranks) for ranks in self.steps)
 
     @property
     def ideal(self) -> float:
@@ -66,13 +80,21 @@ class Result:
 
     def as_json(self) -> dict[str, Any]:
         schedule = self.timeline.schedule
-        return {
+        reduction = (
+            {}
+            if self.reduction is None
+            else {
+                "exposed_reduction_ms": self.exposed_reduction,
+                "simulated_exposed_reduction_ms": float(self.reduction.exposed),
+            }
+        )
+        return reduction | {
             "schedule": self.name,
             "pipeline_size": schedule.num_ranks,
             "num_microbatches": schedule.num_microbatches,
             "num_chunks": schedule.num_chunks,
             "measured_ms": self.measured,
-            "simulated_ms": float(self.timeline.makespan),
+            "simulated_ms": self.simulated,
             "ideal_ms": self.ideal,
             "span_ms": median(self.spans),
             "bubble_rate": self.bubble_rate,
@@ -85,6 +107,10 @@ class Result:
 def emulate(arguments: argparse.Namespace) -> list[Result]:
     """Run every schedule that the flags name, and the peers. Raises `ScheduleError`."""
     plans = [one.timeline for one in report_on_all(arguments, leave_out=SLOW_TO_MAKE)]
+    costs = None
+    if arguments.time_reduce is not None:
+        costs = ReductionCosts(arguments.data_parallel_size, arguments.time_reduce, arguments.buckets)
+        plans = [one for plan in plans for one in _with_reordered_tail(plan)]
     peers = tuple(_peers(arguments)) if arguments.peers else ()
     longest = max([float(plan.makespan) for plan in plans] + [_one_after_the_other(peer) for peer in peers])
     job = Job(
@@ -95,14 +121,34 @@ def emulate(arguments: argparse.Namespace) -> list[Result]:
         activation_bytes=arguments.activation_bytes,
         timeout=timedelta(seconds=60, milliseconds=3 * longest),
         directory=Path(),
+        reduction=costs,
     )
     total = (1 + job.steps) * (sum(float(plan.makespan) for plan in plans) + len(peers) * longest) / 1e3
     print(f"{len(plans) + len(peers)} schedules, {job.steps} steps each: about {total:.0f} s", file=sys.stderr)
     records = run_job(job)
     for name, reason in records.refused.items():
         print(f"{name} left out: {reason}", file=sys.stderr)
-    ours = [Result(plan.schedule.name, plan, records.steps[plan.schedule.name]) for plan in plans]
+    ours = [
+        Result(plan.schedule.name, plan, records.steps[plan.schedule.name], _simulated_reduction(plan, costs))
+        for plan in plans
+    ]
     return ours + list(_peer_results(peers, records))
+
+
+def _with_reordered_tail(plan: Timeline) -> Iterator[Timeline]:
+    """The plan, and if it has W's in its tail the plan with those done parameter by parameter."""
+    yield plan
+    reordered = replace(reorder_tail(plan.schedule), name=f"{plan.schedule.name}, tail by parameter")
+    if reordered.ops != plan.schedule.ops:
+        yield simulate(reordered, plan.costs)
+
+
+def _simulated_reduction(plan: Timeline, costs: ReductionCosts | None) -> Reduction | None:
+    if costs is None:
+        return None
+    schedule = plan.schedule
+    times = [costs.time_reduce / schedule.num_chunks] * schedule.num_stages
+    return simulate_reduction(plan, times, costs.num_buckets)
 
 
 def _peers(arguments: argparse.Namespace) -> Iterator[Peer]:
@@ -130,19 +176,36 @@ def _schedule_of(peer: Peer, order: list[list[str]]) -> Schedule:
 
 
 def emulation_table(results: list[Result], *, markdown: bool = False) -> str:
-    heads = ("schedule", "chunks", "measured (ms)", "spread", "simulated", "over it", "span", "bubble", "exposed (ms)")
-    rows = [
+    heads: tuple[str, ...] = (
+        "schedule",
+        "chunks",
+        "measured (ms)",
+        "spread",
+        "simulated",
+        "over it",
+        "span",
+        "bubble",
+        "exposed (ms)",
+    )
+    rows: list[tuple[str, ...]] = [
         (
             one.name,
             str(one.timeline.schedule.num_chunks),
             f"{one.measured:.1f}",
             f"{max(one.makespans) - min(one.makespans):.1f}",
-            f"{float(one.timeline.makespan):.1f}",
-            f"{100 * (one.measured / float(one.timeline.makespan) - 1):+.1f}%",
+            f"{one.simulated:.1f}",
+            f"{100 * (one.measured / one.simulated - 1):+.1f}%",
             f"{median(one.spans):.1f}",
             f"{100 * one.bubble_rate:.2f}%",
             "" if one.exposed is None else f"{one.exposed:.2f}",
         )
         for one in results
+    ]
+    if results[0].reduction is None:
+        return table(heads, rows, markdown=markdown)
+    heads = (*heads, "reduction exposed (ms)", "simulated")
+    rows = [
+        (*row, f"{one.exposed_reduction:.1f}", f"{float(one.reduction.exposed):.1f}" if one.reduction else "")
+        for row, one in zip(rows, results, strict=True)
     ]
     return table(heads, rows, markdown=markdown)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import ctypes
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 
 import torch
 
 from megatron.zero_bubble.runtime.communicator import TensorSpec
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
-from megatron.zero_bubble.schedule import Op, Placement, StageCosts
+from megatron.zero_bubble.schedule import Op, Placement, Schedule, StageCosts
 
 _PR_SET_TIMERSLACK = 29
 _HEADER = 2
@@ -95,12 +96,27 @@ def _message_time(costs: StageCosts, placement: Placement, edge: int) -> float:
 
 
 class EmulatedStage:
-    """A `Stage` for the executor: one rank's chunks, whose compute is an `Emulation`."""
+    """A `Stage` for the executor: one rank's chunks, whose compute is an `Emulation`.
+
+    Args:
+        num_parameters: into how many equal parts, one a parameter, W is cut.
+        reduce: called when the gradient of a parameter is complete.
+    """
 
     def __init__(
-        self, emulation: Emulation, costs: StageCosts, placement: Placement, rank: int, store: WeightGradStore
+        self,
+        emulation: Emulation,
+        costs: StageCosts,
+        schedule: Schedule,
+        rank: int,
+        store: WeightGradStore,
+        num_parameters: int = 1,
+        reduce: Callable[[], None] | None = None,
     ) -> None:
         self._emulation, self._store = emulation, store
+        self._num_parameters, self._reduce = num_parameters, reduce
+        self._last_microbatch = schedule.num_microbatches - 1
+        placement = schedule.placement
         stages = [placement.stage_of(rank, chunk) for chunk in range(placement.num_chunks)]
         self._times = [StageTimes(costs, placement, stage) for stage in stages]
         self._loss = torch.zeros(1)
@@ -121,15 +137,22 @@ class EmulatedStage:
         output_grad: torch.Tensor | None,
     ) -> torch.Tensor | None:
         times = self._times[chunk]
-        weight_grad = partial(self._emulation.compute, times.time_w)
-        if self._store.is_deferring:
-            self._store.put(weight_grad)
-        else:
-            weight_grad()
+        for parameter in range(self._num_parameters):
+            weight_grad = partial(self._weight_grad, times.time_w / self._num_parameters, microbatch)
+            if self._store.is_deferring:
+                self._store.put(weight_grad, parameter=parameter)
+            else:
+                weight_grad()
         if times.is_first:
             self._emulation.compute(times.time_b)
             return None
         return self._emulation.produce(times.time_b, times.to_previous)
+
+    def _weight_grad(self, milliseconds: float, microbatch: int) -> None:
+        """W of one parameter."""
+        self._emulation.compute(milliseconds)
+        if self._reduce is not None and microbatch == self._last_microbatch:
+            self._reduce()
 
     def release_output(self, output_tensor: torch.Tensor) -> None:
         return

@@ -32,9 +32,9 @@ def run_job(job: Job) -> Records:
         # The server imports once and forks every rank: eight imports of torch on two cores take a while.
         multiprocessing.set_forkserver_preload(["torch.distributed.pipelining"])
         torch.multiprocessing.start_processes(
-            run_rank, args=(job,), nprocs=job.num_ranks, start_method="forkserver", daemon=True
+            run_rank, args=(job,), nprocs=job.world_size, start_method="forkserver", daemon=True
         )
-        return _gather([json.loads((job.directory / f"rank{rank}.json").read_text()) for rank in range(job.num_ranks)])
+        return _gather([json.loads((job.directory / f"rank{rank}.json").read_text()) for rank in range(job.world_size)])
 
 
 def _gather(reports: list[dict]) -> Records:

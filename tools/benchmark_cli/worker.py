@@ -16,6 +16,7 @@ import torch.distributed as dist
 from benchmark_cli.emulation import EmulatedStage, Emulation, sleep_precisely, sleep_until
 from benchmark_cli.link import EmulatedLink
 from benchmark_cli.peers import Peer, PeerRun
+from benchmark_cli.reduction import ReductionCosts, ReductionLink
 from megatron.zero_bubble.runtime.communicator import Communicator, TorchCommunicator, channels
 from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
@@ -38,6 +39,13 @@ class Job:
     timeout: timedelta
     directory: Path
     """Where the ranks meet, and leave their records: `rank0.json`, ..."""
+    reduction: ReductionCosts | None = None
+    """Of gradients, where there are replicas."""
+
+    @property
+    def world_size(self) -> int:
+        """Of all replicas; each is `num_ranks` processes in a row."""
+        return self.num_ranks * (self.reduction.data_parallel_size if self.reduction else 1)
 
 
 @dataclass(frozen=True)
@@ -65,28 +73,51 @@ class OwnRun:
     """One rank of a schedule of ours: the executor as in training, over emulated compute."""
 
     def __init__(
-        self, schedule: Schedule, costs: StageCosts, emulation: Emulation, rank: int, communicator: Communicator
+        self,
+        schedule: Schedule,
+        costs: StageCosts,
+        emulation: Emulation,
+        rank: int,
+        communicator: Communicator,
+        reduction: ReductionCosts | None,
+        replicas: dist.ProcessGroup | None,
     ) -> None:
         store = WeightGradStore(schedule.num_chunks)
         self.link = EmulatedLink(communicator)
         self._executor = Executor(schedule, rank, self.link, store)
-        self._stage = EmulatedStage(emulation, costs, schedule.placement, rank, store)
+        if reduction is None or replicas is None:
+            self._reduction, self._stage = None, EmulatedStage(emulation, costs, schedule, rank, store)
+            return
+        self._reduction = ReductionLink(reduction, schedule.num_chunks, replicas)
+        buckets = reduction.num_buckets
+        self._stage = EmulatedStage(emulation, costs, schedule, rank, store, buckets, self._reduction.start)
 
     def step(self) -> None:
         self.link.exposed = 0.0
         self._executor.run(self._stage)
+        if self._reduction is not None:
+            self._reduction.finish()
 
 
 def run_rank(rank: int, job: Job) -> None:
     """Run all contestants in rounds, the first round unmeasured, and write the records."""
     torch.set_num_threads(1)
     sleep_precisely()
-    store = dist.FileStore(str(job.directory / "store"), job.num_ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=job.num_ranks, timeout=job.timeout)
+    store = dist.FileStore(str(job.directory / "store"), job.world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=job.world_size, timeout=job.timeout)
     emulation = Emulation(job.activation_bytes)
     communicators = _open_channels(job, rank)
+    replicas = _replicas(job, rank)
     contestants: dict[str, Contestant] = {
-        schedule.name: OwnRun(schedule, costs, emulation, rank, communicators[schedule.placement])
+        schedule.name: OwnRun(
+            schedule,
+            costs,
+            emulation,
+            rank % job.num_ranks,
+            communicators[schedule.placement],
+            job.reduction,
+            replicas,
+        )
         for schedule, costs in job.schedules
     }
     peers, refused = _peer_runs(job, emulation, rank)
@@ -108,6 +139,14 @@ def run_rank(rank: int, job: Job) -> None:
     dist.destroy_process_group()
 
 
+def _replicas(job: Job, rank: int) -> dist.ProcessGroup | None:
+    """The processes that hold the same stages."""
+    if job.reduction is None:
+        return None
+    groups = [dist.new_group(list(range(first, job.world_size, job.num_ranks))) for first in range(job.num_ranks)]
+    return groups[rank % job.num_ranks]
+
+
 def _open_channels(job: Job, rank: int) -> dict[Placement, TorchCommunicator]:
     """One set of channels for all placements that have the same ones: start-up takes a while."""
     by_channels: dict[tuple[tuple[int, int], ...], TorchCommunicator] = {}
@@ -115,8 +154,9 @@ def _open_channels(job: Job, rank: int) -> dict[Placement, TorchCommunicator]:
     for placement in dict.fromkeys(schedule.placement for schedule, _ in job.schedules):
         ends = tuple(channels(placement))
         if ends not in by_channels:
+            first = rank - rank % job.num_ranks
             by_channels[ends] = TorchCommunicator(
-                range(job.num_ranks), rank, placement, torch.device("cpu"), job.timeout
+                range(first, first + job.num_ranks), rank - first, placement, torch.device("cpu"), job.timeout
             )
         by_placement[placement] = by_channels[ends]
     return by_placement
