@@ -231,6 +231,11 @@ class ZeroBubbleFlags:
     zero_bubble_pipeline_timers_end_iter: int | None = flag("END of --zero-bubble-profile-iters", None)
     enable_exactly_numeric_match: bool = flag("accepted: numerics always match", False)
 
+    @property
+    def asks_for_schedule(self) -> bool:
+        """Whether a schedule of ours is to run; otherwise megatron-core's own does."""
+        return self.zero_bubble or self.zero_bubble_v_schedule or self.zero_bubble_schedule is not None
+
 
 FLAG_GROUPS = (ModelFlags, ParallelFlags, TrainingFlags, DataFlags, OutputFlags, ZeroBubbleFlags)
 

@@ -14,7 +14,7 @@ from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.environment import check_environment
 from megatron.zero_bubble.training.layers import spread_layers, to_layout
-from megatron.zero_bubble.training.planning import planning_options
+from megatron.zero_bubble.training.planning import check_zero_bubble_flags, planning_options
 from megatron.zero_bubble.training.plans import choose_placement, choose_plan, chunks_of_flags
 from megatron.zero_bubble.training.post_validation import check_post_validation
 from megatron.zero_bubble.training.stalls import check_stall_timeout
@@ -218,17 +218,26 @@ def _check_schedule(args: Arguments) -> None:
     args.model_chunks = chunks_of_flags(args)
     plan = choose_plan(args)
     placement = choose_placement(args, plan)
-    if args.pipeline_model_parallel_layout is None and not _has_uneven_ranks(args):
-        _check_layers(args, placement)
+    check_stages(args, placement)
+    # The loss' rank, and of its replicas the last: in megatron-core's order of ranks, pipeline is outermost.
+    ranks_per_stage = args.world_size // placement.num_ranks
+    args.log_rank = (placement.rank_of(placement.num_stages - 1) + 1) * ranks_per_stage - 1
+
+
+def check_stages(args: Arguments, placement: Placement) -> None:
+    """Refuse layers that do not fit the stages; `--allow-padding-num-layers` is turned into a layout.
+
+    Raises:
+        ValueError: which flags contradict each other.
+    """
     # megatron-core counts a layout's layers by the process's own rank, whatever stage it is told to build.
     uneven = args.pipeline_model_parallel_layout is not None or _has_uneven_ranks(args)
     _require(
         placement.kind != "v" or not uneven,
         f"--zero-bubble-schedule {args.schedule} places layers in a V, in even stages: no layout",
     )
-    # The loss' rank, and of its replicas the last: in megatron-core's order of ranks, pipeline is outermost.
-    ranks_per_stage = args.world_size // placement.num_ranks
-    args.log_rank = (placement.rank_of(placement.num_stages - 1) + 1) * ranks_per_stage - 1
+    if not uneven:
+        _check_layers(args, placement)
 
 
 def _check_layers(args: Arguments, placement: Placement) -> None:
@@ -247,23 +256,8 @@ def _check_layers(args: Arguments, placement: Placement) -> None:
 
 
 def _check_planning(args: Arguments) -> None:
-    names = (
-        *("memory_limit", "max_pending_backward", "profile_iters", "profile_output", "profile_input"),
-        *("timeline", "timeline_iters", "strict", "timeout"),
-    )
-    for name in names:
-        _require(
-            args.schedule is not None or getattr(args, f"zero_bubble_{name}") in (None, False),
-            f"{_flag(f'zero_bubble_{name}')} needs --zero-bubble or --zero-bubble-schedule",
-        )
-    threshold = args.zero_bubble_replan_threshold
-    _require(0 <= threshold < math.inf, f"--zero-bubble-replan-threshold must be at least 0, got {threshold}")
+    check_zero_bubble_flags(args)
     check_post_validation(args)
-    if args.zero_bubble_timeline_iters is not None:
-        first, last = args.zero_bubble_timeline_iters
-        _require(
-            1 <= first <= last, f"--zero-bubble-timeline-iters {first} {last}: give the first and the last iteration"
-        )
     if args.schedule is not None:
         planning_options(args, choose_placement(args, choose_plan(args)))
 

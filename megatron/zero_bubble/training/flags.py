@@ -47,13 +47,28 @@ def parse_flags(arguments: type[T], groups: Sequence[type], argv: Sequence[str],
     Raises:
         ValueError: an unknown flag, a missing one, or a value of the wrong kind; one line.
     """
-    parser = FlagParser(prog=prog, allow_abbrev=False)
-    hints = get_type_hints(arguments)
+    return arguments(**vars(make_parser(groups, prog=prog).parse_args(argv)))
+
+
+def take_flags(arguments: type[T], groups: Sequence[type], argv: Sequence[str]) -> tuple[T, list[str]]:
+    """Parse the flags of `groups` out of `argv`, where they may stand anywhere, and give back the rest in its order.
+
+    Raises:
+        ValueError: a missing flag, or a value of the wrong kind; one line.
+    """
+    taken, rest = make_parser(groups, add_help=False).parse_known_args(argv)
+    return arguments(**vars(taken)), rest
+
+
+def make_parser(groups: Sequence[type], **options: Any) -> FlagParser:
+    """The parser of the dataclasses `groups`; `options` are those of `argparse.ArgumentParser`."""
+    parser = FlagParser(allow_abbrev=False, **options)
     for group in groups:
         section = parser.add_argument_group((group.__doc__ or group.__name__).splitlines()[0].rstrip("."))
+        hints = get_type_hints(group)
         for entry in fields(group):
             _add(section, entry, hints[entry.name])
-    return arguments(**vars(parser.parse_args(argv)))
+    return parser
 
 
 def _add(section: argparse._ArgumentGroup, entry: Field[Any], hint: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from megatron.zero_bubble.runtime.planning import MemoryLimit
 from megatron.zero_bubble.runtime.replanner import PlanningOptions, Report
 from megatron.zero_bubble.schedule import Placement, ScheduleError
 from megatron.zero_bubble.schedule.serialize import Profile, Setting, profile_from_json, profile_to_json
-from megatron.zero_bubble.training.arguments import Arguments
+from megatron.zero_bubble.training.arguments import Arguments, ZeroBubbleFlags
 
 _DEFAULT_WINDOW = (3, 6)
 _MODEL = (
@@ -22,6 +23,28 @@ _MODEL = (
     *("recompute_granularity", "recompute_method", "recompute_num_layers"),
 )
 """What the costs of a stage depend on."""
+
+
+def check_zero_bubble_flags(flags: ZeroBubbleFlags) -> None:
+    """Refuse what can be seen to be wrong without knowing the model.
+
+    Raises:
+        ValueError: the first flag found that cannot work.
+    """
+    names = (
+        *("memory_limit", "max_pending_backward", "profile_iters", "profile_output", "profile_input"),
+        *("timeline", "timeline_iters", "strict", "timeout"),
+    )
+    for name in names:
+        if not flags.asks_for_schedule and getattr(flags, f"zero_bubble_{name}") not in (None, False):
+            raise ValueError(f"--zero-bubble-{name.replace('_', '-')} needs --zero-bubble or --zero-bubble-schedule")
+    threshold = flags.zero_bubble_replan_threshold
+    if not 0 <= threshold < math.inf:
+        raise ValueError(f"--zero-bubble-replan-threshold must be at least 0, got {threshold}")
+    if flags.zero_bubble_timeline_iters is not None:
+        first, last = flags.zero_bubble_timeline_iters
+        if not 1 <= first <= last:
+            raise ValueError(f"--zero-bubble-timeline-iters {first} {last}: give the first and the last iteration")
 
 
 def memory_limit(args: Arguments) -> MemoryLimit | None:

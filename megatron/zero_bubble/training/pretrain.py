@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron.zero_bubble.mcore.post_validation import PostValidation
-from megatron.zero_bubble.runtime.planning import BroadcastPlan
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Infeasible, Placement
 from megatron.zero_bubble.schedule.plan import Plan
@@ -27,11 +25,10 @@ from megatron.zero_bubble.training.initialize import initialized, print_rank_0
 from megatron.zero_bubble.training.logging import TrainingLog, open_writers
 from megatron.zero_bubble.training.loop import DataIterator, Trainer
 from megatron.zero_bubble.training.model import build_lr_scheduler, build_model, build_optimizer, transformer_config
-from megatron.zero_bubble.training.planning import planning_options, profile_window, reporter
 from megatron.zero_bubble.training.plans import choose_placement, choose_plan, limit_flag
 from megatron.zero_bubble.training.post_validation import build_post_validation
+from megatron.zero_bubble.training.running import open_timeline, run_plan
 from megatron.zero_bubble.training.stalls import open_watchdog
-from megatron.zero_bubble.training.timeline import TimelineWriter
 from megatron.zero_bubble.training.tokenizer import build_tokenizer, padded_vocab_size
 
 
@@ -102,7 +99,7 @@ def _build_trainer(
         valid_data,
         checkpointer,
         TrainingLog(args, open_writers(args)),
-        _open_timeline(args, forward_backward),
+        open_timeline(args, forward_backward) if isinstance(forward_backward, ForwardBackward) else None,
         open_watchdog(args, forward_backward),
         post_validation,
     )
@@ -138,25 +135,7 @@ def choose_forward_backward(
     if plan is None:
         return mcore.get_forward_backward_func()
     assert store is not None
-    return ForwardBackward(
-        # All ranks run what the first one plans: a solver with a time limit may find something else on each.
-        BroadcastPlan(plan),
-        store,
-        timeout=timedelta(minutes=args.distributed_timeout_minutes),
-        planning=planning_options(args, plan.placement),
-        report=reporter(args, print_rank_0),
-        post_validation=post_validation,
-    )
-
-
-def _open_timeline(args: Arguments, forward_backward: Callable[..., list[Any]]) -> TimelineWriter | None:
-    if args.zero_bubble_timeline is None:
-        return None
-    assert isinstance(forward_backward, ForwardBackward), "checked with the flags"
-    window = profile_window(args)
-    after = args.iteration + (window[1] if window else 1)
-    first, last = args.zero_bubble_timeline_iters or (after + 1, after + 2)
-    return TimelineWriter(args.zero_bubble_timeline, first, last, args.iteration, forward_backward)
+    return run_plan(args, plan, store, post_validation)
 
 
 def make_data_config(args: Arguments) -> DataConfig:

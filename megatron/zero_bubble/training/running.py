@@ -1,0 +1,40 @@
+"""Runs a plan: what `pretrain_gpt.py` and the launcher for Megatron-LM's scripts share."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from megatron.zero_bubble.mcore.post_validation import PostValidation
+from megatron.zero_bubble.runtime.planning import BroadcastPlan
+from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
+from megatron.zero_bubble.schedule.plan import Plan
+from megatron.zero_bubble.schedules import ForwardBackward
+from megatron.zero_bubble.training.arguments import Arguments
+from megatron.zero_bubble.training.initialize import print_rank_0
+from megatron.zero_bubble.training.planning import planning_options, profile_window, reporter
+from megatron.zero_bubble.training.timeline import TimelineWriter
+
+
+def run_plan(
+    args: Arguments, plan: Plan, store: WeightGradStore, post_validation: PostValidation | None = None
+) -> ForwardBackward:
+    """The forward-backward function that runs `plan`, and profiles and plans anew as the flags say."""
+    return ForwardBackward(
+        # All ranks run what the first one plans: a solver with a time limit may find something else on each.
+        BroadcastPlan(plan),
+        store,
+        timeout=timedelta(minutes=args.distributed_timeout_minutes),
+        planning=planning_options(args, plan.placement),
+        report=reporter(args, print_rank_0),
+        post_validation=post_validation,
+    )
+
+
+def open_timeline(args: Arguments, forward_backward: ForwardBackward) -> TimelineWriter | None:
+    """What draws the iterations of `--zero-bubble-timeline`; `args.iteration` is the one the job starts after."""
+    if args.zero_bubble_timeline is None:
+        return None
+    window = profile_window(args)
+    after = args.iteration + (window[1] if window else 1)
+    first, last = args.zero_bubble_timeline_iters or (after + 1, after + 2)
+    return TimelineWriter(args.zero_bubble_timeline, first, last, args.iteration, forward_backward)
