@@ -54,6 +54,11 @@ class CpuSubstitution:
             self._originals.append((owner, name, owner.__dict__.get(name, _ABSENT)))
             setattr(owner, name, replacement)
 
+    @property
+    def is_applied(self) -> bool:
+        """Whether anything is stood in for: nothing is where there is CUDA."""
+        return bool(self._originals)
+
     def restore(self) -> None:
         """Put back what was there before. Calling it again does nothing."""
         while self._originals:
@@ -81,6 +86,8 @@ def _devices() -> Iterator[Substitution]:
     yield Substitution(torch.cuda, "current_device", lambda: "cpu", reason)
     for name in _FACTORIES:
         yield Substitution(torch, name, _on_cpu(getattr(torch, name)), 'megatron-core calls it with device="cuda"')
+    reason = "Megatron-LM makes its process groups only where there is a device"
+    yield Substitution(torch.cuda, "device_count", lambda: 1, reason)
     yield Substitution(torch.cuda, "synchronize", _nothing, "timers and the optimizer wait for the device")
     yield Substitution(torch.cuda, "set_device", _nothing, "the CPU is always the current device")
     for name in ("range_push", "range_pop"):

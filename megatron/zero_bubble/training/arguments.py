@@ -234,7 +234,16 @@ class ZeroBubbleFlags:
     @property
     def asks_for_schedule(self) -> bool:
         """Whether a schedule of ours is to run; otherwise megatron-core's own does."""
-        return self.zero_bubble or self.zero_bubble_v_schedule or self.zero_bubble_schedule is not None
+        return self.zero_bubble or self.named_schedule is not None
+
+    @property
+    def named_schedule(self) -> str | None:
+        """The schedule that was asked for by name."""
+        if self.zero_bubble_schedule is not None:
+            return self.zero_bubble_schedule
+        if self.zero_bubble_v_schedule:
+            return {"min": "v-min", "half": "v-half", "zb": "zb-v"}[self.zero_bubble_v_schedule_mem_setup]
+        return None
 
 
 FLAG_GROUPS = (ModelFlags, ParallelFlags, TrainingFlags, DataFlags, OutputFlags, ZeroBubbleFlags)
@@ -259,10 +268,8 @@ class Arguments(*FLAG_GROUPS):  # type: ignore[misc]
     @property
     def schedule(self) -> str | None:
         """The schedule of ours that was asked for, or None for megatron-core's own."""
-        if self.zero_bubble_schedule is not None:
-            return self.zero_bubble_schedule
-        if self.zero_bubble_v_schedule:
-            return {"min": "v-min", "half": "v-half", "zb": "zb-v"}[self.zero_bubble_v_schedule_mem_setup]
+        if self.named_schedule is not None:
+            return self.named_schedule
         if self.zero_bubble:
             return "auto" if self.model_chunks is None else "interleaved-zb"
         return None

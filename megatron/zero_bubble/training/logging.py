@@ -154,10 +154,7 @@ class TrainingLog:
             line += f" num zeros: {result.num_zeros} |"
         line += f" number of skipped iterations: {self._skipped:3d} |"
         line += f" number of nan iterations: {self._nans:3d} |"
-        if result.bubble_rate is not None:
-            line += f" bubble rate: {result.bubble_rate:.2%} |"
-        if result.predicted_bubble_rate is not None:
-            line += f" predicted: {result.predicted_bubble_rate:.2%} |"
+        line += bubble_fields(result.bubble_rate, result.predicted_bubble_rate)
         if self._rollbacks:
             line += f" rollbacks: {self._rollbacks} | redone forwards: {self._redone} |"
         self._say(line)
@@ -207,6 +204,12 @@ class TrainingLog:
         self._say(f"{rule}\n{line}\n{rule}")
         for tag, value in (("lm loss validation", lm_loss), ("lm loss validation ppl", perplexity)):
             self._write_scalar(tag, value)
+
+
+def bubble_fields(measured: float | None, predicted: float | None) -> str:
+    """What follows Megatron's own fields of the log line."""
+    line = f" bubble rate: {measured:.2%} |" if measured is not None else ""
+    return line + (f" predicted: {predicted:.2%} |" if predicted is not None else "")
 
 
 def memory_lines(iteration: int) -> list[str]:

@@ -38,8 +38,8 @@ def check_stall_timeout(args: Arguments) -> None:
         )
 
 
-def open_watchdog(args: Arguments, forward_backward: object) -> Watchdog | None:
-    """Watch this rank, if a schedule of ours runs and nobody has switched it off; a collective call."""
+def open_watchdog(args: Arguments, forward_backward: object, program: str = "pretrain_gpt.py") -> Watchdog | None:
+    """Watch this rank of `program`, if a schedule of ours runs and nobody has switched it off; a collective call."""
     timeout = stall_timeout(args)
     if not isinstance(forward_backward, ForwardBackward) or timeout == 0:
         return None
@@ -50,7 +50,7 @@ def open_watchdog(args: Arguments, forward_backward: object) -> Watchdog | None:
         world_size=args.world_size,
         position=forward_backward.position,
         timeout=timeout,
-        report=lambda stall: print(f"pretrain_gpt.py: error: {describe(stall)}", file=sys.stderr, flush=True),
+        report=lambda stall: print(f"{program}: error: {describe(stall)}", file=sys.stderr, flush=True),
         leave=_leave,
         host=host_name(os.environ),
         device=torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"),

@@ -1,0 +1,1 @@
+"""Runs an unmodified Megatron-LM training script with schedules of ours."""

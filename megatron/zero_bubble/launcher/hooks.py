@@ -1,0 +1,151 @@
+"""Replaces functions of somebody else's modules for a while, and puts them back."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.zero_bubble.launcher.errors import HookError
+
+Function = Callable[..., Any]
+
+
+class Call:
+    """One call of a hooked function: its arguments by name, to read, to change, and to go on with."""
+
+    def __init__(self, original: Function, bound: inspect.BoundArguments) -> None:
+        self._original = original
+        self._bound = bound
+
+    def __getitem__(self, parameter: str) -> Any:
+        return self._bound.arguments[parameter]
+
+    def __setitem__(self, parameter: str, value: Any) -> None:
+        self._bound.arguments[parameter] = value
+
+    def proceed(self) -> Any:
+        """Call the original with the arguments as they are now."""
+        return self._original(*self._bound.args, **self._bound.kwargs)
+
+
+@dataclass(frozen=True)
+class Hook:
+    """`around` is called in place of the function `module.name`.
+
+    Attributes:
+        name: of a function of the module, or `Class.method`.
+        parameters: names that `around` reads or sets; the function must have them.
+        reason: why it is hooked, for the documentation and for error messages.
+        around: gets the `Call`; what it returns is what the caller gets.
+        versions: of megatron-core, as `0.16`, where the function exists; empty for all that are supported.
+    """
+
+    module: str
+    name: str
+    parameters: tuple[str, ...]
+    reason: str
+    around: Callable[[Call], Any]
+    versions: tuple[str, ...] = ()
+
+    @property
+    def target(self) -> str:
+        return f"{self.module}.{self.name}"
+
+    def applies_to(self, version: str) -> bool:
+        """Whether megatron-core `version` (as `0.16.1`) has the function."""
+        return not self.versions or minor_version(version) in self.versions
+
+
+def minor_version(version: str) -> str:
+    """`0.16` of `0.16.1rc0`."""
+    return ".".join(version.split(".")[:2])
+
+
+@dataclass(frozen=True)
+class Target:
+    """A function that was found: `owner.attribute` is `function`."""
+
+    owner: Any
+    attribute: str
+    function: Function
+    signature: inspect.Signature
+
+
+class InstalledHooks:
+    """Hooks in place, everywhere the functions have been imported by name; `restore()` undoes them.
+
+    All targets are looked at before the first is replaced.
+
+    Raises:
+        HookError: a target is missing, or lacks a parameter.
+    """
+
+    def __init__(self, hooks: Iterable[Hook], version: str, mark: object = None) -> None:
+        found = [(hook, find_target(hook, version)) for hook in hooks]
+        self._replaced: list[tuple[Target, Function]] = []
+        for hook, target in found:
+            replacement = _make_replacement(hook, target, mark)
+            _replace_everywhere(target, target.function, replacement)
+            self._replaced.append((target, replacement))
+
+    def restore(self) -> None:
+        """Put the originals back, also where the replacement was imported by name since; again does nothing."""
+        while self._replaced:
+            target, replacement = self._replaced.pop()
+            _replace_everywhere(target, replacement, target.function)
+
+
+def find_target(hook: Hook, version: str) -> Target:
+    """The function that `hook` is for.
+
+    Raises:
+        HookError: it is missing, or lacks a parameter.
+    """
+    try:
+        owner: Any = importlib.import_module(hook.module)
+        *classes, attribute = hook.name.split(".")
+        for name in classes:
+            owner = getattr(owner, name)
+        function = getattr(owner, attribute)
+    except (ImportError, AttributeError) as error:
+        raise HookError(f"megatron-core {version} has no {hook.target}, which is hooked: {error}") from error
+    signature = inspect.signature(function)
+    missing = [name for name in hook.parameters if name not in signature.parameters]
+    if missing:
+        raise HookError(
+            f"{hook.target} of megatron-core {version} has another signature than the hook is for: "
+            f"no {', '.join(missing)} in {signature}"
+        )
+    return Target(owner, attribute, function, signature)
+
+
+def mark_of(function: Function) -> Any:
+    """The `mark` of the hooks that `function` was replaced by; None if it was not."""
+    return getattr(function, _MARK, None)
+
+
+_MARK = "_megatron_zero_bubble"
+
+
+def _make_replacement(hook: Hook, target: Target, mark: object) -> Function:
+    @functools.wraps(target.function)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        bound = target.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return hook.around(Call(target.function, bound))
+
+    setattr(replacement, _MARK, mark)
+    return replacement
+
+
+def _replace_everywhere(target: Target, old: Function, new: Function) -> None:
+    setattr(target.owner, target.attribute, new)
+    for module in list(sys.modules.values()):
+        names = vars(module) if hasattr(module, "__dict__") else {}
+        for name in [name for name, value in list(names.items()) if value is old]:
+            setattr(module, name, new)

@@ -1,0 +1,121 @@
+"""Puts everything in place for a script, and takes it away again: `enable` and `disable`."""
+
+from __future__ import annotations
+
+import importlib
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from megatron.zero_bubble.launcher.errors import LauncherError
+from megatron.zero_bubble.launcher.flags import LaunchFlags, flags_from_keywords
+from megatron.zero_bubble.launcher.hooks import Hook, InstalledHooks, mark_of, minor_version
+from megatron.zero_bubble.mcore.cpu import CpuSubstitution, substitute_cuda
+
+if TYPE_CHECKING:
+    from megatron.zero_bubble.launcher.session import Session
+
+SUPPORTED = ("0.16",)
+"""Versions of megatron-core that the hooks were tried with; docs/megatron_lm.md says how."""
+
+
+class Launch:
+    """Substitutions and hooks that are in place until `close()`.
+
+    Args:
+        flags: what is asked for; without a schedule only the substitutions for a CPU are applied.
+
+    Raises:
+        LauncherError: megatron-core or Megatron-LM's trainer is missing, of another version, or not as expected.
+    """
+
+    def __init__(self, flags: LaunchFlags) -> None:
+        self._cpu: CpuSubstitution | None = None
+        self._hooks: InstalledHooks | None = None
+        self.session: Session | None = None
+        try:
+            self._open(flags)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, flags: LaunchFlags) -> None:
+        if find_spec("megatron.core") is None:
+            raise LauncherError("megatron.core is found neither beside the script nor installed")
+        if flags.zero_bubble_cpu:
+            self._cpu = substitute_cuda()
+        version = supported_version()
+        try:
+            importlib.import_module("megatron.training.training")
+        except ModuleNotFoundError as error:
+            if error.name not in ("megatron.training", "megatron.training.training"):
+                raise  # it is there, but something that it needs is not
+            raise LauncherError(
+                f"{error.name}, Megatron-LM's trainer, is not found: the script has to lie in a Megatron-LM, beside it"
+            ) from None
+        # Only now: it imports megatron-core, which looks for a device and compiles as it is imported.
+        from megatron.zero_bubble.launcher.session import Session, cpu_hooks
+
+        hooks: list[Hook] = []
+        if self._cpu is not None and self._cpu.is_applied:
+            hooks += [hook for hook in cpu_hooks() if hook.applies_to(version)]
+        if flags.asks_for_schedule:
+            self.session = Session(flags)
+            hooks += [hook for hook in self.session.hooks() if hook.applies_to(version)]
+        self._hooks = InstalledHooks(hooks, version, mark=self)
+
+    def close(self) -> None:
+        """Put everything back. Calling it again does nothing."""
+        if self.session is not None:
+            self.session.close()
+        if self._hooks is not None:
+            self._hooks.restore()
+        if self._cpu is not None:
+            self._cpu.restore()
+
+
+def supported_version() -> str:
+    """The version of the megatron-core that is imported.
+
+    Raises:
+        LauncherError: it is not supported.
+    """
+    core = importlib.import_module("megatron.core")
+    if minor_version(core.__version__) not in SUPPORTED:
+        raise LauncherError(
+            f"megatron-core {core.__version__} of {core.__path__[0]} is not supported: "
+            f"the versions that are begin with {', '.join(SUPPORTED)}"
+        )
+    return core.__version__
+
+
+def enable(schedule: str | None = None, *, cpu: bool = False, **settings: object) -> None:
+    """Run this process's training with a schedule of ours. Call it before Megatron-LM's `pretrain`, on every rank.
+
+    Args:
+        schedule: as `--zero-bubble-schedule`; None plans one from measured times, as `--zero-bubble`.
+        cpu: as `--zero-bubble-cpu`.
+        settings: the other flags by name, as `memory_limit="1.5"` for `--zero-bubble-memory-limit 1.5`.
+
+    Raises:
+        ValueError: it is enabled already, too late, or something does not fit.
+    """
+    if _current() is not None:
+        raise LauncherError("zero bubble is enabled already: call disable() first")
+    flags = flags_from_keywords(schedule, cpu, settings)
+    state = importlib.import_module("megatron.core.parallel_state")
+    if state.model_parallel_is_initialized():
+        raise LauncherError("megatron-core's process groups are there already: call enable() before pretrain()")
+    Launch(flags)
+
+
+def disable() -> None:
+    """Undo `enable()`; does nothing where it is not enabled."""
+    launch = _current()
+    if launch is not None:
+        launch.close()
+
+
+def _current() -> Launch | None:
+    """The launch that is in place: the function that it replaced knows."""
+    schedules = importlib.import_module("megatron.core.pipeline_parallel.schedules")
+    return mark_of(schedules.get_forward_backward_func)

@@ -1,0 +1,51 @@
+"""`python -m megatron.zero_bubble SCRIPT ARGUMENTS`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from megatron.zero_bubble.launcher.errors import LauncherError
+from megatron.zero_bubble.launcher.flags import (
+    PROGRAM,
+    CommandLine,
+    complete_script_arguments,
+    help_text,
+    parse_command_line,
+)
+from megatron.zero_bubble.launcher.launch import Launch
+from megatron.zero_bubble.launcher.script import prepare_path, run_script
+from megatron.zero_bubble.training.start_up import quiet_start_up, report
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the script; a user's mistake gives one line and exit status 2 on every rank."""
+    try:
+        command = parse_command_line(argv)
+        if command.wants_help and os.environ.get("RANK", "0") == "0":
+            print(help_text(), flush=True)
+        if command.script is not None:
+            _run(command)
+    except LauncherError as error:
+        return report(PROGRAM, error)
+    return 0
+
+
+def _run(command: CommandLine) -> None:
+    flags, script = command.flags, command.script
+    assert script is not None
+    prepare_path(script)
+    if command.wants_help or not (flags.asks_for_schedule or flags.zero_bubble_cpu):
+        run_script(script, command.script_arguments)
+        return
+    quiet_start_up()
+    launch = Launch(flags)
+    try:
+        run_script(script, complete_script_arguments(flags, command.script_arguments))
+    except SystemExit as end:
+        # Megatron-LM leaves this way at --exit-interval and the like.
+        if end.code not in (None, 0):
+            raise
+    if launch.session is not None:
+        launch.session.check_trained()
+    launch.close()

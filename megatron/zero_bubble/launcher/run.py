@@ -1,0 +1,141 @@
+"""One training run under a schedule of ours: from the script's settings to the function that runs its steps."""
+
+from __future__ import annotations
+
+import os
+import re
+from argparse import Namespace
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from megatron.zero_bubble.launcher.errors import LauncherError, users_mistakes
+from megatron.zero_bubble.launcher.flags import PROGRAM, LaunchFlags
+from megatron.zero_bubble.launcher.hooks import Call
+from megatron.zero_bubble.launcher.settings import refuse_what_cannot_work, settings_of
+from megatron.zero_bubble.launcher.v_placement import VPlacement
+from megatron.zero_bubble.mcore.linear import split_weight_gradients
+from megatron.zero_bubble.runtime.watchdog import Watchdog
+from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
+from megatron.zero_bubble.schedule import Infeasible
+from megatron.zero_bubble.schedules import ForwardBackward
+from megatron.zero_bubble.training.checks import check_stages
+from megatron.zero_bubble.training.description import describe, describe_places
+from megatron.zero_bubble.training.environment import check_environment
+from megatron.zero_bubble.training.logging import bubble_fields
+from megatron.zero_bubble.training.planning import planning_options
+from megatron.zero_bubble.training.plans import choose_plan, limit_flag
+from megatron.zero_bubble.training.running import open_timeline, run_plan
+from megatron.zero_bubble.training.stalls import check_stall_timeout, open_watchdog
+from megatron.zero_bubble.training.timeline import TimelineWriter
+
+_LOG_LINE = re.compile(r" \[[^]]*\] iteration +(\d+)/ *\d+ \|")
+
+
+class Run:
+    """Known once the script has parsed its arguments, before it makes process groups and builds its model.
+
+    Args:
+        script: the script's arguments, as Megatron-LM's `get_args()` gives them.
+
+    Raises:
+        LauncherError: the script's settings and our flags contradict each other.
+    """
+
+    def __init__(self, script: Namespace, flags: LaunchFlags) -> None:
+        self._script = script
+        with users_mistakes():
+            self._settings = settings_of(script, flags)
+            plan = choose_plan(self._settings)
+            assert plan is not None, "a run is made where a schedule was asked for"
+            refuse_what_cannot_work(script, self._settings, plan.placement)
+            check_stages(self._settings, plan.placement)
+            planning_options(self._settings, plan.placement)
+            check_stall_timeout(self._settings)
+            check_environment(self._settings, os.environ, torch.cuda.is_available())
+        self._plan = plan
+        self._store = WeightGradStore(plan.placement.num_chunks)
+        self._chunks: list[torch.nn.Module] = []
+        self._forward_backward: ForwardBackward | None = None
+        self._timeline: TimelineWriter | None = None
+        self._watchdog: Watchdog | None = None
+        self._num_microbatches = 0
+        self.num_steps = 0
+        """Training steps so far."""
+        self.v_placement = VPlacement(plan.placement) if plan.placement.kind == "v" else None
+
+    def wrap_in_ddp(self, call: Call) -> None:
+        """Around the constructor of megatron-core's DDP: split the layers of the chunk that is wrapped."""
+        with users_mistakes():
+            split_weight_gradients([call["module"]], self._store)
+        # Hands the hook that accumulates and reduces a weight's gradient to the layer, which calls it in W.
+        call["ddp_config"] = replace(call["ddp_config"], delay_wgrad_compute=True)
+        call.proceed()
+        self._chunks.append(call["self"])
+
+    def forward_backward(self, **arguments: Any) -> list[Any]:
+        """The drop-in for megatron-core's forward-backward function, and what our trainer does around it."""
+        run = self._forward_backward or self._start()
+        if self.v_placement is not None:
+            arguments["forward_step_func"] = self.v_placement.placed(arguments["forward_step_func"])
+        try:
+            losses = run(**arguments)
+        except Infeasible as error:
+            raise LauncherError(f"{limit_flag(self._settings)}: {error}") from error
+        if self.v_placement is not None:
+            losses = self.v_placement.to_last_rank(losses)
+        if not arguments.get("forward_only", False):
+            self.num_steps += 1
+            self._num_microbatches = arguments["num_microbatches"]
+            if self._timeline is not None:
+                self._timeline.after_iteration(self._settings.iteration + self.num_steps, self._num_microbatches)
+        return losses
+
+    def _start(self) -> ForwardBackward:
+        """Before the first step, when the model is built and a checkpoint loaded; a collective call."""
+        self._settings.iteration = getattr(self._script, "iteration", 0)
+        with users_mistakes():
+            describe(self._settings, self._plan, self._chunks)
+        describe_places(self._settings, self._plan.placement)
+        self._forward_backward = run_plan(self._settings, self._plan, self._store)
+        self._timeline = open_timeline(self._settings, self._forward_backward)
+        self._watchdog = open_watchdog(self._settings, self._forward_backward, PROGRAM)
+        return self._forward_backward
+
+    def extend_log_line(self, message: str) -> str:
+        """The script's log line with the bubble rates at its end; any other message as it is. A collective call."""
+        match = _LOG_LINE.match(message)
+        if match is None or self._forward_backward is None or self.num_steps == 0:
+            return message
+        measured = self._forward_backward.measured_bubble_rate()
+        predicted = self._forward_backward.predicted_bubble_rate(self._num_microbatches)
+        _write_scalars(int(match[1]), {"bubble-rate": measured, "predicted-bubble-rate": predicted})
+        return message + bubble_fields(measured, predicted)
+
+    @property
+    def had_nothing_to_train(self) -> bool:
+        """Whether the script's own flags, or a finished checkpoint, leave no iteration to train."""
+        done, last = getattr(self._script, "iteration", 0), getattr(self._script, "train_iters", None)
+        return bool(getattr(self._script, "skip_train", False)) or (last is not None and done >= last)
+
+    def close(self) -> None:
+        """Leave nothing open that the process groups carry."""
+        if self._watchdog is not None:
+            self._watchdog.close()
+            self._watchdog = None
+        if self._forward_backward is not None:
+            self._forward_backward.close()
+            self._forward_backward = None
+
+
+def _write_scalars(iteration: int, scalars: dict[str, float | None]) -> None:
+    """To the script's TensorBoard and Weights & Biases, where it has opened them."""
+    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
+    tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
+    for tag, value in scalars.items():
+        if value is not None and tensorboard is not None:
+            tensorboard.add_scalar(tag, value, iteration)
+        if value is not None and wandb is not None:
+            wandb.log({tag: value}, iteration)

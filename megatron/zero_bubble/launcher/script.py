@@ -1,0 +1,48 @@
+"""Runs a script as `python SCRIPT ARGUMENTS` would, in this process."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import module_from_spec
+from pathlib import Path
+
+_NAMESPACE = "megatron"
+_HOME = Path(__file__).resolve().parents[3]
+"""The folder of the `megatron` that this package is a part of."""
+
+
+def run_script(script: Path, arguments: Sequence[str]) -> None:
+    """Run the script as `__main__`; `prepare_path` comes before."""
+    sys.argv = [str(script), *arguments]
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def prepare_path(script: Path) -> None:
+    """Make imports find what they would find without the launcher, and this package.
+
+    Python puts a script's folder first on `sys.path`; `-m` had put the working directory there. The
+    folder may hold a `megatron` of its own. Where it is a namespace, as ours is, Python merges the two; where
+    it is a package with an `__init__.py`, it takes the name, and our part is added to its path.
+    """
+    sys.path[0] = str(script.resolve().parent)
+    spec = PathFinder.find_spec(_NAMESPACE, sys.path)
+    if spec is not None and spec.origin is not None:
+        _adopt(spec)
+    elif not any(Path(part, "zero_bubble").is_dir() for part in sys.modules[_NAMESPACE].__path__):
+        sys.path.append(str(_HOME))
+
+
+def _adopt(spec: ModuleSpec) -> None:
+    """Import the package that the script would import, and make our part a part of it."""
+    ours = {name: module for name, module in sys.modules.items() if name.startswith(f"{_NAMESPACE}.")}
+    package = module_from_spec(spec)
+    sys.modules[_NAMESPACE] = package
+    assert spec.loader is not None
+    spec.loader.exec_module(package)
+    package.__path__.append(str(_HOME / _NAMESPACE))
+    for name, module in ours.items():
+        if name.count(".") == 1:
+            setattr(package, name.split(".")[1], module)

@@ -1,0 +1,138 @@
+"""A launch from the script's start to its end, and the table of everything that is hooked for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from megatron.zero_bubble.launcher.errors import LauncherError
+from megatron.zero_bubble.launcher.flags import LaunchFlags
+from megatron.zero_bubble.launcher.hooks import Call, Hook
+from megatron.zero_bubble.launcher.run import Run
+from megatron.zero_bubble.launcher.v_placement import VPlacement
+
+
+class Session:
+    """What the hooks do. The run begins when the script has its arguments and makes its process groups."""
+
+    def __init__(self, flags: LaunchFlags) -> None:
+        self.flags = flags
+        self._run: Run | None = None
+
+    def hooks(self) -> Iterator[Hook]:
+        """Everything that is hooked for a schedule, in the order in which the script comes to it.
+
+        The hooks of a V are in place under every schedule, and do nothing unless the stages are placed in a V.
+        """
+        state = "megatron.core.parallel_state"
+        yield Hook(
+            state,
+            "initialize_model_parallel",
+            ("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "get_embedding_ranks"),
+            "here the script's arguments are complete and nothing is built: the schedule is chosen and checked",
+            self._begin,
+        )
+        yield Hook(
+            "megatron.core.models.gpt.gpt_model",
+            "GPTModel.__init__",
+            ("pre_process", "post_process", "vp_stage", "pg_collection"),
+            "in a V, a chunk's layers, embedding and loss are not those that megatron-core's numbering says",
+            partial(self._in_v, VPlacement.build),
+        )
+        for name, is_stage in (("first", VPlacement.is_first_stage), ("last", VPlacement.is_last_stage)):
+            yield Hook(
+                state,
+                f"is_pipeline_{name}_stage",
+                ("ignore_virtual", "vp_stage"),
+                f"scripts read data where it is true; in a V the {name} stage is on rank 0",
+                partial(self._in_v, is_stage),
+            )
+        yield Hook(
+            "megatron.core.distributed.distributed_data_parallel",
+            "DistributedDataParallel.__init__",
+            ("module", "ddp_config"),
+            "linear layers are split before DDP wraps them, and DDP hands them its hook to call in W",
+            lambda call: self.run.wrap_in_ddp(call),
+        )
+        yield Hook(
+            "megatron.core.pipeline_parallel.schedules",
+            "get_forward_backward_func",
+            (),
+            "the schedule itself",
+            lambda call: self.run.forward_backward,
+        )
+        yield Hook(
+            "megatron.training.utils",
+            "print_rank_last",
+            ("message",),
+            "the bubble rate follows the fields of the training log line",
+            self._log,
+        )
+
+    @property
+    def run(self) -> Run:
+        """The run, once it has begun."""
+        if self._run is None:
+            raise LauncherError(
+                "the script builds a model or asks for its schedule before megatron-core's process groups are there: "
+                "only Megatron-LM's order of start-up is supported"
+            )
+        return self._run
+
+    def _begin(self, call: Call) -> Any:
+        from megatron.training.global_vars import get_args
+
+        self._run = Run(get_args(), self.flags)
+        if self._run.v_placement is not None:
+            self._run.v_placement.set_embedding_ranks(call)
+        return call.proceed()
+
+    def _in_v(self, handle: Callable[[VPlacement, Call], Any], call: Call) -> Any:
+        placement = self._run.v_placement if self._run is not None else None
+        return call.proceed() if placement is None else handle(placement, call)
+
+    def _log(self, call: Call) -> None:
+        if self._run is not None:
+            call["message"] = self._run.extend_log_line(call["message"])
+        call.proceed()
+
+    def check_trained(self) -> None:
+        """At the script's end.
+
+        Raises:
+            LauncherError: no step ran under the schedule, so that nothing of what was asked for has happened.
+        """
+        if self._run is None or (self._run.num_steps == 0 and not self._run.had_nothing_to_train):
+            raise LauncherError(
+                "the script ended without a training step through megatron-core's get_forward_backward_func: "
+                "the schedule had no effect"
+            )
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._run.close()
+
+
+def cpu_hooks() -> Iterator[Hook]:
+    """What `--zero-bubble-cpu` hooks in Megatron-LM's trainer, beside the substitutions of `mcore/cpu.py`."""
+
+    def allow_no_cuda(call: Call) -> Any:
+        call["allow_no_cuda"] = True
+        return call.proceed()
+
+    yield Hook(
+        "megatron.training.initialize",
+        "initialize_megatron",
+        ("allow_no_cuda",),
+        "it stops where there is no CUDA, unless told otherwise",
+        allow_no_cuda,
+    )
+    yield Hook(
+        "megatron.legacy.fused_kernels",
+        "load",
+        (),
+        "it looks for nvcc, and builds nothing",
+        lambda call: None,
+        versions=("0.16",),
+    )

@@ -1,0 +1,109 @@
+"""Makes a script that knows megatron-core's own placements build and feed stages that lie in a V."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.utils import get_attr_wrapped_model
+
+from megatron.zero_bubble.launcher.hooks import Call
+from megatron.zero_bubble.mcore.placement import chunk_groups, copy_tied_embedding, embedding_ranks
+from megatron.zero_bubble.schedule import Placement
+
+
+class VPlacement:
+    """The first and the last stage are on rank 0: what that changes for the script.
+
+    A script asks megatron-core which stage it is at in order to read data, and expects the losses on the last
+    rank, which logs them.
+    """
+
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
+        self._chunks: list[torch.nn.Module] = []
+        self._running: int | None = None
+        """The stage whose forward step runs."""
+
+    def set_embedding_ranks(self, call: Call) -> None:
+        """`initialize_model_parallel`: who takes part in reducing tied embeddings."""
+        call["get_embedding_ranks"] = embedding_ranks(self._placement)
+
+    def build(self, call: Call) -> None:
+        """Around the constructor of `GPTModel`: the chunk gets the layers, the embedding and the loss of its stage."""
+        chunk = call["vp_stage"]
+        assert chunk is not None, "the script builds two chunks a rank: checked at its start"
+        rank = parallel_state.get_pipeline_model_parallel_rank()
+        stage = self._placement.stage_of(rank, chunk)
+        call["pre_process"] = stage == 0
+        call["post_process"] = stage == self._placement.num_stages - 1
+        call["pg_collection"] = chunk_groups(self._placement, rank, chunk)
+        call.proceed()
+        self._chunks.append(call["self"])
+        if len(self._chunks) == self._placement.num_chunks:
+            copy_tied_embedding(self._chunks)
+            self._chunks = []
+
+    def is_first_stage(self, call: Call) -> bool:
+        return self._is_stage(call, 0)
+
+    def is_last_stage(self, call: Call) -> bool:
+        return self._is_stage(call, self._placement.num_stages - 1)
+
+    def _is_stage(self, call: Call, wanted: int) -> bool:
+        """Answer for the stage whose forward step runs, else for the chunk that is asked about, else for the rank."""
+        if self._running is not None:
+            return self._running == wanted
+        if call["ignore_virtual"] or call["vp_stage"] is None:
+            return call.proceed()
+        rank = parallel_state.get_pipeline_model_parallel_rank()
+        return self._placement.stage_of(rank, call["vp_stage"]) == wanted
+
+    def placed(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
+        """The script's forward step, which is told of the stage that it runs for."""
+
+        def placed_forward_step(data_iterator: Any, model: torch.nn.Module, *more: Any, **options: Any) -> Any:
+            rank = parallel_state.get_pipeline_model_parallel_rank()
+            stage = self._placement.stage_of(rank, get_attr_wrapped_model(model, "vp_stage"))
+            with self._at(stage):
+                return forward_step(data_iterator, model, *more, **options)
+
+        return placed_forward_step
+
+    @contextmanager
+    def _at(self, stage: int) -> Iterator[None]:
+        self._running = stage
+        try:
+            yield
+        finally:
+            self._running = None
+
+    def to_last_rank(self, losses: list[Any]) -> list[Any]:
+        """What the loss function returned, on the last rank too; a collective call of the pipeline.
+
+        Args:
+            losses: one entry a microbatch on the rank of the last stage, of tensors and plain values.
+        """
+        group = parallel_state.get_pipeline_model_parallel_group()
+        holder = self._placement.rank_of(self._placement.num_stages - 1)
+        # On the host: an object travels with its device, and that is another one on each rank.
+        objects: list[Any] = [_moved(losses, "cpu") if group.rank() == holder else None]
+        dist.broadcast_object_list(objects, src=dist.get_global_rank(group, holder), group=group)
+        if group.rank() == group.size() - 1:
+            return _moved(objects[0], torch.cuda.current_device())
+        return losses
+
+
+def _moved(value: Any, device: Any) -> Any:
+    """A copy of nested lists, tuples and dictionaries with their tensors on `device`."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: _moved(entry, device) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_moved(entry, device) for entry in value)
+    return value

@@ -1,0 +1,159 @@
+"""Model, optimizer, training, evaluation, log line and checkpoints."""
+
+import dataclasses
+import time
+import zlib
+from datetime import datetime
+from pathlib import Path
+
+import torch
+from megatron.core import mpu
+from megatron.core.distributed import DistributedDataParallel as DDP
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.utils import (
+    is_pp_first_stage,
+    is_pp_last_stage,
+    is_vp_first_stage,
+    is_vp_last_stage,
+)
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config, unwrap_model
+from megatron.training.global_vars import get_args
+from megatron.training.initialize import initialize_megatron
+from megatron.training.utils import print_rank_last
+
+
+def pretrain(model_provider, forward_step, data_provider, argv=None):
+    initialize_megatron(argv)
+    args = get_args()
+    model = get_model(model_provider)
+    config = get_model_config(model[0])
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=1e-2,
+            clip_grad=args.clip_grad,
+            use_distributed_optimizer=args.use_distributed_optimizer,
+            params_dtype=torch.float32,
+        ),
+        model,
+    )
+    if args.load is not None:
+        load_checkpoint(args, model, optimizer)
+    train(args, model, config, optimizer, forward_step, data_provider)
+    if args.save is not None:
+        save_checkpoint(args, model, optimizer)
+    evaluate(args, model, forward_step, data_provider)
+
+
+def get_model(model_provider):
+    args, groups = get_args(), ProcessGroupCollection.use_mpu_process_groups()
+    size = args.virtual_pipeline_model_parallel_size
+    model = []
+    for stage in range(size or 1):
+        vp_stage = stage if size is not None else None
+        chunk = model_provider(
+            is_pp_first_stage(groups.pp) and is_vp_first_stage(vp_stage, size),
+            is_pp_last_stage(groups.pp) and is_vp_last_stage(vp_stage, size),
+            vp_stage,
+            groups,
+        )
+        chunk.vp_stage = vp_stage
+        initialize_by_name(chunk)
+        model.append(chunk)
+    ddp_config = DistributedDataParallelConfig(
+        overlap_grad_reduce=args.overlap_grad_reduce,
+        use_distributed_optimizer=args.use_distributed_optimizer,
+        bucket_size=4000 if args.overlap_grad_reduce else None,
+    )
+    config = get_model_config(model[0])
+    return [
+        DDP(config=config, ddp_config=dataclasses.replace(ddp_config), module=chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(model)
+    ]
+
+
+def initialize_by_name(chunk):
+    """The same model wherever its layers are."""
+    for name, parameter in chunk.named_parameters():
+        parts = name.split(".")
+        if parts[:2] == ["decoder", "layers"]:
+            parts[2] = str(chunk.decoder.layers[int(parts[2])].layer_number)
+        if parts[-1] == "weight" and parameter.dim() > 1:
+            name = "table" if parts[-2] in ("word_embeddings", "output_layer") else ".".join(parts)
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            parameter.data.normal_(std=0.05, generator=generator)
+
+
+def train(args, model, config, optimizer, forward_step, data_provider):
+    config.grad_scale_func = optimizer.scale_loss
+    if args.overlap_grad_reduce:
+        config.no_sync_func = [chunk.no_sync for chunk in model]
+        if len(model) == 1:
+            config.no_sync_func = config.no_sync_func[0]
+    config.finalize_model_grads_func = finalize_model_grads
+    forward_backward_func = get_forward_backward_func()
+    data = [data_provider(chunk.module.vp_stage, seed=args.iteration) for chunk in model]
+    iteration = args.iteration
+    while iteration < args.train_iters:
+        start = time.perf_counter()
+        for chunk in model:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        losses = forward_backward_func(**step_arguments(args, forward_step, data, model), forward_only=False)
+        _, grad_norm, _ = optimizer.step()
+        iteration += 1
+        line = f" [{datetime.now()}] iteration {iteration:8d}/{args.train_iters:8d} |"
+        line += f" elapsed time per iteration (ms): {(time.perf_counter() - start) * 1000:.1f} |"
+        if mpu.is_pipeline_last_stage(ignore_virtual=True):
+            line += f" lm loss: {mean_loss(losses).hex()} |"
+        print_rank_last(line + (f" grad norm: {grad_norm.hex()} |" if grad_norm else ""))
+    args.iteration = iteration
+
+
+def evaluate(args, model, forward_step, data_provider):
+    forward_backward_func = get_forward_backward_func()
+    data = [data_provider(chunk.module.vp_stage, seed=99) for chunk in model]
+    with torch.no_grad():
+        for _ in range(args.eval_iters):
+            losses = forward_backward_func(**step_arguments(args, forward_step, data, model), forward_only=True)
+    if mpu.is_pipeline_last_stage(ignore_virtual=True):
+        print_rank_last(f" validation loss | lm loss value: {mean_loss(losses).hex()} |")
+    else:
+        print_rank_last("")
+
+
+def step_arguments(args, forward_step, data, model):
+    return {
+        "forward_step_func": forward_step,
+        "data_iterator": data if len(model) > 1 else data[0],
+        "model": model,
+        "num_microbatches": get_num_microbatches(),
+        "seq_length": args.seq_length,
+        "micro_batch_size": args.micro_batch_size,
+    }
+
+
+def mean_loss(losses):
+    total = torch.stack([loss["lm loss"] for loss in losses]).sum(dim=0)
+    torch.distributed.all_reduce(total, group=mpu.get_data_parallel_group())
+    return (total[0] / total[1]).item()
+
+
+def checkpoint_of(args, folder):
+    return Path(folder) / f"rank_{args.rank}.pt"
+
+
+def save_checkpoint(args, model, optimizer):
+    states = [chunk.state_dict() for chunk in unwrap_model(model)]
+    torch.save((args.iteration, states, optimizer.state_dict()), checkpoint_of(args, args.save))
+
+
+def load_checkpoint(args, model, optimizer):
+    args.iteration, states, optimizer_state = torch.load(checkpoint_of(args, args.load), weights_only=False)
+    for chunk, state in zip(unwrap_model(model), states, strict=True):
+        chunk.load_state_dict(state)
+    optimizer.load_state_dict(optimizer_state)

@@ -1,0 +1,80 @@
+"""Trains a very small GPT the way Megatron-LM's `pretrain_gpt.py` does: `python pretrain_small.py <flags>`."""
+
+from functools import partial
+
+import torch
+from megatron.core import mpu
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import TransformerConfig
+from megatron.core.utils import get_attr_wrapped_model
+from megatron.training.global_vars import get_args
+from megatron.training.training import pretrain
+
+VOCABULARY = 128
+
+
+def model_provider(pre_process, post_process, vp_stage, pg_collection):
+    args = get_args()
+    config = TransformerConfig(
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
+        pipeline_dtype=torch.float32,
+        use_cpu_initialization=True,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        batch_p2p_comm=False,
+    )
+    return GPTModel(
+        config,
+        get_gpt_layer_local_spec(),
+        VOCABULARY,
+        args.seq_length,
+        pre_process=pre_process,
+        post_process=post_process,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        vp_stage=vp_stage,
+        pg_collection=pg_collection,
+    )
+
+
+def data_provider(vp_stage, seed):
+    """Random tokens, for the chunks that read them."""
+    is_whole_rank = vp_stage is None
+    if mpu.is_pipeline_first_stage(is_whole_rank, vp_stage) or mpu.is_pipeline_last_stage(is_whole_rank, vp_stage):
+        return batches(get_args(), seed)
+    return None
+
+
+def batches(args, seed):
+    generator = torch.Generator().manual_seed(1000 * seed + mpu.get_data_parallel_rank())
+    while True:
+        yield torch.randint(VOCABULARY, (args.micro_batch_size, args.seq_length + 1), generator=generator)
+
+
+def loss_func(output):
+    loss, count = output.float().sum(), torch.tensor(output.numel(), dtype=torch.int)
+    return loss, count, {"lm loss": torch.stack([loss.detach(), count])}
+
+
+def forward_step(data_iterator, model):
+    vp_stage = get_attr_wrapped_model(model, "vp_stage")
+    is_whole_rank = vp_stage is None
+    tokens = labels = None
+    if mpu.is_pipeline_first_stage(is_whole_rank, vp_stage) or mpu.is_pipeline_last_stage(is_whole_rank, vp_stage):
+        batch = next(data_iterator)
+        tokens, labels = batch[:, :-1], batch[:, 1:]
+    length = get_args().seq_length
+    positions = torch.arange(length).unsqueeze(0)
+    mask = torch.ones(length, length).tril().logical_not().view(1, 1, length, length)
+    return model(tokens, positions, mask, labels=labels), partial(loss_func)
+
+
+if __name__ == "__main__":
+    pretrain(model_provider, forward_step, data_provider)

@@ -1,0 +1,47 @@
+"""Runs trainings of the small script one after the other in the same processes. Started by `test_launch.py`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+import megatron.zero_bubble as zb
+from megatron.zero_bubble.launcher.flags import LaunchFlags
+from megatron.zero_bubble.launcher.launch import Launch
+
+
+def main(plan: Path) -> None:
+    """`plan` names each training's flags and, unless it is to have megatron-core's schedule, what `enable` is told."""
+    sys.path.insert(0, str(Path(__file__).parent / "checkout"))
+    dist.init_process_group("gloo")
+    for name, (settings, flags) in json.loads(plan.read_text()).items():
+        if settings is None:
+            launch = Launch(LaunchFlags(zero_bubble_cpu=True))
+        else:
+            zb.enable(**settings, cpu=True)
+        train(flags, plan.parent / f"{name}.{dist.get_rank()}.txt")
+        if settings is None:
+            launch.close()
+        else:
+            zb.disable()
+    dist.destroy_process_group()
+
+
+def train(flags: list[str], output: Path) -> None:
+    from megatron.core import mpu
+    from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
+    from megatron.training.training import pretrain
+    from pretrain_small import data_provider, forward_step, model_provider
+
+    with output.open("w") as file, contextlib.redirect_stdout(file):
+        pretrain(model_provider, forward_step, data_provider, flags)
+    mpu.destroy_model_parallel()
+    unset_num_microbatches_calculator()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

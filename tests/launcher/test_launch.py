@@ -1,0 +1,126 @@
+"""A script that calls megatron-core as Megatron-LM does trains the same under schedules of ours."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.launch import ROOT, run
+
+CHECKOUT = ROOT / "tests" / "launcher" / "checkout"
+P2 = ("--pipeline-model-parallel-size", "2", "--clip-grad", "0.5")
+"""The gradient norm is above this in every iteration."""
+UNTIED = ("--untie-embeddings-and-output-weights", "--overlap-grad-reduce")
+CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "2")
+UNCLIPPED = ("--pipeline-model-parallel-size", "2", "--clip-grad", "0")
+"""Across placements the order of adding up the norm differs, and nothing else."""
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One file of log lines a training; those without settings ran with megatron-core's own schedule."""
+    folder = tmp_path_factory.mktemp("launcher")
+    ours, theirs, plain = (str(folder / name) for name in ("ours", "theirs", "plain"))
+    first, rest = ("--train-iters", "2"), ("--train-iters", "4")
+    trainings = {
+        "base": (None, P2),
+        "zb-h1": ({"schedule": "zb-h1"}, P2),
+        "base-untied": (None, (*P2, *UNTIED)),
+        "zb-2p-untied": ({"schedule": "zb-2p"}, (*P2, *UNTIED)),
+        "planned": ({"profile_iters": [1, 2], "timeline": str(folder / "timeline"), "strict": True}, P2),
+        "base-again": (None, P2),
+        "base-unclipped": (None, UNCLIPPED),
+        "zb-v": ({"schedule": "zb-v"}, (*UNCLIPPED, *CHUNKS)),
+        "base-chunks": (None, (*P2, *CHUNKS)),
+        "interleaved-zb": ({"schedule": "interleaved-zb"}, (*P2, *CHUNKS)),
+        "saved-by-ours": ({"schedule": "zb-h1"}, (*P2, *first, "--save", ours)),
+        "resumed-by-theirs": (None, (*P2, *rest, "--load", ours)),
+        "saved-by-theirs": (None, (*P2, *first, "--save", theirs)),
+        "resumed-by-ours": ({"schedule": "zb-h1"}, (*P2, *rest, "--load", theirs)),
+    }
+    for name in (ours, theirs, plain):
+        Path(name).mkdir()
+    (folder / "plan.json").write_text(json.dumps(trainings))
+    result = run(2, ROOT / "tests" / "launcher" / "enabled_in_turn.py", str(folder / "plan.json"), timeout=400)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
+    return folder
+
+
+def numbers(log: str) -> list[str]:
+    """Loss and gradient norm of every iteration, and the validation loss, to the last bit."""
+    return re.findall(r"(?:lm loss|grad norm|lm loss value): (\S+)", log)
+
+
+def numbers_of(logs: Path, training: str) -> list[str]:
+    return numbers((logs / f"{training}.1.txt").read_text())
+
+
+@pytest.mark.parametrize(
+    ("training", "same"),
+    [
+        ("zb-h1", "base"),
+        ("zb-2p-untied", "base-untied"),
+        ("planned", "base"),
+        ("interleaved-zb", "base-chunks"),
+    ],
+)
+def test_numbers_are_those_of_the_script_alone(logs: Path, training: str, same: str) -> None:
+    assert numbers_of(logs, training) == numbers_of(logs, same)
+
+
+def test_a_v_gives_the_same_losses(logs: Path) -> None:
+    """On the last rank, which logs them, although the first holds them; norms are added up in another order."""
+    ours, theirs = (numbers_of(logs, training) for training in ("zb-v", "base-unclipped"))
+    assert ours[0:8:2] + ours[8:] == theirs[0:8:2] + theirs[8:]
+    assert [float.fromhex(x) for x in ours[1:8:2]] == pytest.approx([float.fromhex(x) for x in theirs[1:8:2]], rel=1e-6)
+
+
+def test_the_script_is_itself_again_after_disable(logs: Path) -> None:
+    log = (logs / "base-again.1.txt").read_text()
+    assert numbers(log) == numbers_of(logs, "base")
+    assert "bubble rate" not in log
+
+
+@pytest.mark.parametrize("who", ["ours", "theirs"])
+def test_a_checkpoint_goes_on_either_way(logs: Path, who: str) -> None:
+    other = {"ours": "theirs", "theirs": "ours"}[who]
+    saved, resumed = numbers_of(logs, f"saved-by-{who}"), numbers_of(logs, f"resumed-by-{other}")
+    # Each ends with a validation.
+    assert saved[:-1] == numbers_of(logs, "base")[:4]
+    assert len(resumed) == 5
+    assert numbers_of(logs, "resumed-by-theirs") == numbers_of(logs, "resumed-by-ours")
+
+
+def test_the_numbers_are_those_of_a_training(logs: Path) -> None:
+    """Clipping in every iteration, different losses, and settings that make a difference: the files can differ."""
+    base = numbers_of(logs, "base")
+    assert len(base) == 9
+    assert len(set(base)) == 9
+    assert all(float.fromhex(norm) > 0.5 for norm in base[1:8:2])
+    assert base != numbers_of(logs, "base-untied")
+
+
+def test_the_bubble_rate_follows_the_script_s_own_fields(logs: Path) -> None:
+    lines = (logs / "planned.1.txt").read_text().splitlines()
+    iterations = [line for line in lines if "] iteration " in line]
+    assert re.search(r"grad norm: \S+ \| bubble rate: \d+\.\d\d% \|$", iterations[0])
+    assert re.search(r"\| bubble rate: \d+\.\d\d% \| predicted: \d+\.\d\d% \|$", iterations[3])
+    assert not [line for line in lines if "validation" in line and "bubble" in line]
+
+
+def test_start_up_plan_and_timeline_are_those_of_our_own_trainer(logs: Path) -> None:
+    said = (logs / "planned.0.txt").read_text()
+    assert " > pipeline schedule: auto" in said
+    assert "with W deferred" in said
+    assert " > zero-bubble plan; times measured up to step 2" in said
+    assert (logs / "timeline" / "iteration_0000003.html").is_file()
+
+
+def test_the_command_line_does_the_same(logs: Path) -> None:
+    flags = ["--zero-bubble-cpu", str(CHECKOUT / "pretrain_small.py"), *P2, "--zero-bubble-schedule", "zb-h1"]
+    result = run(2, "-m", "megatron.zero_bubble", *flags)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert numbers(result.stdout) == numbers_of(logs, "base")

@@ -1,0 +1,101 @@
+"""What cannot work ends in one line and a non-zero exit, before or after the script, and never in a hang."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from megatron.zero_bubble.launcher.errors import LauncherError
+from megatron.zero_bubble.launcher.flags import LaunchFlags
+from megatron.zero_bubble.launcher.run import Run
+from tests.launch import ROOT, environment
+
+CHECKOUT = ROOT / "tests" / "launcher" / "checkout"
+FLAGS = ("--zero-bubble-cpu", "--zero-bubble-schedule", "zb-h1")
+
+
+def script_arguments(**changed: object) -> Namespace:
+    """What Megatron-LM's `get_args()` gives, as far as it is read."""
+    settings = Namespace(num_layers=8, hidden_size=32, num_attention_heads=4, seq_length=16, micro_batch_size=1)
+    settings.global_batch_size, settings.rampup_batch_size, settings.data_parallel_size = 8, None, 1
+    settings.world_size, settings.rank, settings.tensor_model_parallel_size = 4, 0, 1
+    settings.pipeline_model_parallel_size, settings.pipeline_model_parallel_layout = 4, None
+    settings.virtual_pipeline_model_parallel_size = settings.num_layers_per_virtual_pipeline_stage = None
+    settings.train_iters, settings.iteration = 10, 0
+    vars(settings).update(changed)
+    return settings
+
+
+def start(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "megatron.zero_bubble", str(script), *arguments]
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+
+
+def error_of(result: subprocess.CompletedProcess[str]) -> str:
+    assert result.returncode == 2, result.stderr
+    assert "Traceback" not in result.stderr
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("megatron.zero_bubble: error: ")]
+    return line
+
+
+@pytest.mark.parametrize(
+    ("schedule", "changed", "words"),
+    [
+        ("zb-v", {"num_layers_per_virtual_pipeline_stage": 1}, ["zb-v", "--num-layers-per-virtual-pipeline-stage 1"]),
+        ("zb-v", {"virtual_pipeline_model_parallel_size": None}, ["--num-virtual-stages-per-pipeline-rank 2"]),
+        ("zb-v", {"mtp_num_layers": 1}, ["--mtp-num-layers 1"]),
+        ("zb-v", {"num_layers": 12}, ["--num-layers 12", "8 stages"]),
+        ("zb-h1", {"virtual_pipeline_model_parallel_size": 2}, ["zb-h1", "2"]),
+        ("zb-h1", {"pipeline_model_parallel_size": 1}, ["--pipeline-model-parallel-size", "zb-h1"]),
+        ("zb-h1", {"use_megatron_fsdp": True}, ["--use-megatron-fsdp", "zb-h1"]),
+        ("zb-h1", {"overlap_moe_expert_parallel_comm": True}, ["--overlap-moe-expert-parallel-comm"]),
+        ("zb-h1", {"cuda_graph_impl": "local"}, ["--cuda-graph-impl local"]),
+        ("zb-h3", {}, ["zb-h3", "zb-h1, zb-h2"]),
+        ("file:no/such/file.json", {}, ["no/such/file.json"]),
+    ],
+)
+def test_flags_that_contradict_the_script_s(schedule: str, changed: dict[str, object], words: list[str]) -> None:
+    if schedule == "zb-v":
+        changed = {"virtual_pipeline_model_parallel_size": 2, **changed}
+    with pytest.raises(LauncherError) as error:
+        Run(script_arguments(**changed), LaunchFlags(zero_bubble_schedule=schedule))
+    assert all(word in str(error.value) for word in words)
+    assert "\n" not in str(error.value)
+
+
+def test_a_script_that_fits_is_not_refused() -> None:
+    Run(script_arguments(), LaunchFlags(zero_bubble_schedule="zb-h1"))
+    chunks = {"virtual_pipeline_model_parallel_size": 2}
+    assert Run(script_arguments(**chunks), LaunchFlags(zero_bubble_schedule="zb-v")).v_placement is not None
+    assert Run(script_arguments(**chunks), LaunchFlags(zero_bubble=True)).v_placement is None
+
+
+def test_a_script_that_never_trains(tmp_path: Path) -> None:
+    script = tmp_path / "prepare.py"
+    script.write_text("import sys\nprint('done')\nsys.exit()\n")
+    (tmp_path / "megatron").symlink_to(CHECKOUT / "megatron")
+    result = start(script, *FLAGS)
+    assert result.stdout == "done\n"
+    assert "without a training step" in error_of(result)
+
+
+def test_another_version_of_megatron_core(tmp_path: Path) -> None:
+    (tmp_path / "pretrain.py").write_text("print('not reached')\n")
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "__init__.py").write_text("__version__ = '0.9.0'\n")
+    result = start(tmp_path / "pretrain.py", "--zero-bubble-schedule", "zb-h1")
+    error = error_of(result)
+    assert "0.9.0" in error
+    assert "0.16" in error
+    assert str(core) in error
+    assert result.stdout == ""
+
+
+def test_a_script_without_megatron_lm_s_trainer(tmp_path: Path) -> None:
+    (tmp_path / "pretrain.py").touch()
+    assert "megatron.training" in error_of(start(tmp_path / "pretrain.py", *FLAGS))
