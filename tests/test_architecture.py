@@ -1,4 +1,4 @@
-"""Imports run one way: schedule <- runtime <- mcore <- schedules.py <- training <- pretrain_gpt.py."""
+"""Imports run one way: schedule <- runtime <- mcore <- schedules.py <- training <- launcher and pretrain_gpt.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = "megatron.zero_bubble"
-LAYERS = ("schedule", "runtime", "mcore", "schedules", "training")
+LAYERS = ("schedule", "runtime", "mcore", "schedules", "training", "launcher")
 ALLOWED = {"schedule": (), "runtime": ("torch",)}
 """What else of these two a layer may import; the others may import both."""
 
@@ -56,9 +56,14 @@ def test_a_file_imports_only_from_its_own_layer_and_below(layer, path, package):
     assert not wrong, f"{path.name} of {layer} must not import {wrong}"
 
 
-def test_the_package_root_imports_no_layer():
-    imports = imports_of(ROOT / "megatron" / "zero_bubble" / "__init__.py", PACKAGE)
-    assert not [module for module in imports if within(module, PACKAGE) or within(module, "torch")]
+def test_the_package_root_and_the_command_import_nothing_but_the_launcher():
+    """The root does so when it is asked for `enable`: see also the test that schedules load without torch."""
+    for name in ("__init__.py", "__main__.py"):
+        imports = imports_of(ROOT / "megatron" / "zero_bubble" / name, PACKAGE)
+        ours = {module for module in imports if within(module, PACKAGE)}
+        assert ours
+        assert all(within(module, f"{PACKAGE}.launcher") for module in ours)
+        assert not [module for module in imports if within(module, "torch")]
 
 
 def test_the_megatron_namespace_stays_open():
