@@ -35,6 +35,7 @@ A mistake ends with one line and exit status 2, a training that fails with statu
 from __future__ import annotations
 
 import json
+import signal
 import sys
 
 from benchmark_cli.arguments import parse_arguments
@@ -67,6 +68,8 @@ def _emulate(argv: list[str] | None) -> None:
 
 def _train(argv: list[str] | None) -> None:
     arguments = parse_train_arguments(argv, __doc__ or "")
+    # As an exception, so that the training under way is ended too.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     results = compare_trainings(arguments)
     if arguments.json:
         text = json.dumps([one.as_json() for one in results], indent=1) + "\n"

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,9 @@ _BUBBLE = re.compile(r"\| bubble rate: ([\d.]+)% \|")
 _PREDICTED = re.compile(r"\| predicted: ([\d.]+)% \|")
 _PLANNED = re.compile(r"predicted: bubble rate [\d.]+%, ([\d.]+) ms")
 _MEMORY = re.compile(r"memory \(MB\) \|.*\bmax allocated: ([\d.]+)")
+
+_GRACE = 60.0
+"""Seconds that a launcher has for ending its ranks; torchrun itself gives them 30."""
 
 
 @dataclass(frozen=True)
@@ -60,41 +64,36 @@ def take_turn(command: Sequence[str], environment: Mapping[str, str], warmup: in
         RuntimeError: it failed or took longer than `timeout` seconds; one line.
     """
     with tempfile.TemporaryFile("w+", errors="replace") as log:
-        process = subprocess.Popen(
-            command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        late = threading.Event()
-
-        def give_up() -> None:
-            late.set()
-            _end(process)
-
-        timer = threading.Timer(timeout, give_up)
-        timer.start()
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        over = threading.Event()
+        guard = threading.Thread(target=_end_when_late, args=(process.pid, timeout, over), daemon=True)
+        guard.start()
+        begin = time.monotonic()
         try:
             # wait4 tells what the largest process of the job had in memory; Popen.wait does not.
             _, status, usage = os.wait4(process.pid, 0)
-            process.returncode = os.waitstatus_to_exitcode(status)
         except BaseException:
-            _end(process)
+            os.kill(process.pid, signal.SIGTERM)
+            os.waitpid(process.pid, 0)
             raise
         finally:
-            timer.cancel()
+            over.set()
+            guard.join()
+        seconds, process.returncode = time.monotonic() - begin, os.waitstatus_to_exitcode(status)
         log.seek(0)
         text = log.read()
-    if late.is_set():
-        raise RuntimeError(f"not done after {timeout:g} s")
     if process.returncode != 0:
-        raise RuntimeError(_reason(text, process.returncode))
+        late = seconds >= timeout
+        raise RuntimeError(f"not done after {timeout:g} s" if late else _reason(text, process.returncode))
     return read_log(text, warmup, usage.ru_maxrss * 1024.0)
 
 
-def _end(process: subprocess.Popen) -> None:
-    """The launcher and its ranks, which are in a session of their own."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
+def _end_when_late(launcher: int, timeout: float, over: threading.Event) -> None:
+    """SIGTERM, for torchrun then ends its ranks, which are in sessions of their own; SIGKILL would leave them."""
+    if not over.wait(timeout):
+        os.kill(launcher, signal.SIGTERM)
+        if not over.wait(_GRACE):
+            os.kill(launcher, signal.SIGKILL)
 
 
 def _reason(text: str, status: int) -> str:
