@@ -20,11 +20,11 @@ def stage_costs(arguments: argparse.Namespace, placement: Placement) -> StageCos
     Flags, and files with one entry a rank, are for whole ranks. M_B is the memory of F of one microbatch on a
     whole rank, on the rank where it is largest.
     """
-    costs = _split(_costs_of_ranks(arguments, placement.num_ranks), placement)
+    costs = split_costs(_costs_of_ranks(arguments, placement.num_ranks), placement)
     if arguments.costs is not None:
         costs = read_costs(arguments.costs)
         if costs.num_stages == placement.num_ranks:
-            costs = _split(costs, placement)
+            costs = split_costs(costs, placement)
         elif costs.num_stages != placement.num_stages:
             raise ScheduleError(
                 f"{arguments.costs} has costs of {costs.num_stages} stages: expected {placement.num_stages}, or "
@@ -66,7 +66,7 @@ def _costs_of_ranks(arguments: argparse.Namespace, num_ranks: int) -> StageCosts
     return StageCosts(**values)
 
 
-def _split(costs: StageCosts, placement: Placement) -> StageCosts:
+def split_costs(costs: StageCosts, placement: Placement) -> StageCosts:
     """Costs of whole ranks, in equal parts for the chunks.
 
     A message takes as long between chunks as between ranks. Where an interleaved placement goes from the last

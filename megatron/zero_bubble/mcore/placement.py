@@ -37,10 +37,10 @@ class StagePosition:
 
 
 def chunk_groups(placement: Placement, rank: int, chunk: int) -> ProcessGroupCollection:
-    """The process groups to build chunk `chunk` of `rank` with."""
+    """The process groups to build chunk `chunk` of `rank` with, in whatever process of whatever job."""
     groups = ProcessGroupCollection.use_mpu_process_groups()
     position = placement.stage_of(rank, chunk) % placement.num_ranks
-    if position != rank:
+    if (position, placement.num_ranks) != (groups.pp.rank(), groups.pp.size()):
         groups = copy.copy(groups)
         groups.pp = StagePosition(position, placement.num_ranks)
     return groups

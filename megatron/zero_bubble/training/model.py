@@ -96,15 +96,21 @@ def parameter_dtype(args: Arguments) -> torch.dtype:
 
 
 def build_model(
-    args: Arguments, config: TransformerConfig, placement: Placement, store: WeightGradStore | None
+    args: Arguments,
+    config: TransformerConfig,
+    placement: Placement,
+    store: WeightGradStore | None,
+    rank: int | None = None,
 ) -> list[torch.nn.Module]:
-    """This rank's model chunks, wrapped in megatron-core's DDP.
+    """A pipeline rank's model chunks, wrapped in megatron-core's DDP.
 
     Args:
         placement: which stages this rank holds.
         store: where linear layers put the weight gradients that B defers; None leaves them whole.
+        rank: whose; this process's unless a process stands in for another rank.
     """
-    rank = parallel_state.get_pipeline_model_parallel_rank()
+    if rank is None:
+        rank = parallel_state.get_pipeline_model_parallel_rank()
     chunks = [_build_chunk(args, config, placement, rank, chunk) for chunk in range(placement.num_chunks)]
     copy_tied_embedding(chunks)
     if args.bf16 or args.fp16:

@@ -1,0 +1,234 @@
+"""The estimate: parameters of real models, operations as --log-throughput counts them, memory as published."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+from estimate import main  # noqa: E402  (tools/ is where running the script looks, too)
+from estimate_cli.arguments import job_of, parse_arguments  # noqa: E402
+from estimate_cli.cluster import States, rank_parameters, stages_of  # noqa: E402
+from estimate_cli.estimate import Job, estimate, model_flops  # noqa: E402
+from estimate_cli.model import Stage, stage_activations, stage_flops, stage_parameters  # noqa: E402
+from training_cli.flags import complete_arguments  # noqa: E402
+from training_cli.one_process import one_process, rank_model  # noqa: E402
+
+from megatron.zero_bubble.schedule import Placement, StageCosts  # noqa: E402
+from megatron.zero_bubble.schedule.serialize import Profile, profile_to_json  # noqa: E402
+from megatron.zero_bubble.training.flops import flops_per_iteration  # noqa: E402
+
+SMALL = ["--num-layers", "8", "--hidden-size", "48", "--num-attention-heads", "4", "--seq-length", "16"]
+SMALL += ["--micro-batch-size", "2", "--vocab-size", "300", "--pipeline-model-parallel-size", "2"]
+LLAMA = ["--position-embedding-type", "rope", "--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear"]
+LLAMA += ["--group-query-attention", "--num-query-groups", "2", "--untie-embeddings-and-output-weights"]
+MODELS = {
+    "gpt": [],
+    "untied": ["--untie-embeddings-and-output-weights"],
+    "llama-like": LLAMA,
+    "wide heads": ["--kv-channels", "20", "--ffn-hidden-size", "100"],
+    "experts": ["--num-experts", "4", "--disable-bias-linear"],
+}
+TOOL = ["--world-size", "8"]
+PAPER = json.loads((ROOT / "tests" / "tools" / "paper_memory.json").read_text())
+"""Peak memory in GB that Qi et al. 2024 report on A100 with 80 GB."""
+
+
+def arguments(*flags: str, world_size: int = 2, base: list[str] = SMALL):
+    required = ["--train-iters", "1", "--lr", "1e-4", "--mock-data"]
+    return complete_arguments([*base, *required, *flags], world_size, "test", has_cuda=True)
+
+
+def count(model) -> int:
+    return sum(parameter.numel() for chunk in model for parameter in chunk.parameters())
+
+
+@pytest.mark.parametrize("placement", [Placement("linear", 2), Placement("interleaved", 2, 2), Placement("v", 2, 2)])
+@pytest.mark.parametrize("model", MODELS)
+def test_parameters_are_those_of_megatron_cores_model(model, placement):
+    args = arguments(*MODELS[model])
+    with one_process(args):
+        real = [count(rank_model(args, placement, rank, None)) for rank in range(placement.num_ranks)]
+    assert [sum(held) for held in rank_parameters(args, placement)] == real
+
+
+def test_a_single_stage_shares_its_tied_embedding():
+    args = arguments()
+    stage = Stage(8, is_first=True, is_last=True)
+    untied = arguments("--untie-embeddings-and-output-weights")
+    table = args.padded_vocab_size * args.hidden_size
+    assert stage_parameters(untied, stage).dense - stage_parameters(args, stage).dense == table
+
+
+def test_tensor_parallel_ranks_share_matrices_and_column_biases():
+    layer = Stage(1, is_first=False, is_last=False)
+    whole = stage_parameters(arguments(), layer).dense
+    half = stage_parameters(arguments("--tensor-model-parallel-size", "2", world_size=4), layer).dense
+    # Both norms, and the biases of the two row-parallel layers, are on every rank.
+    on_every_rank = 2 * 2 * 48 + 2 * 48
+    assert whole - on_every_rank == 2 * (half - on_every_rank)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_operations_are_those_of_the_log_line(model):
+    """Which counts half of the attention's products, for a causal mask; time is spent on all of them."""
+    args = arguments("--global-batch-size", "8", *MODELS[model])
+    stages = stages_of(args, Placement("linear", 2))
+    computed = 4 * sum(stage_flops(args, stage).total for stage in stages)
+    masked = 8 * args.seq_length * 8 * 6 * args.seq_length * args.kv_channels * args.num_attention_heads
+    assert computed - masked == pytest.approx(flops_per_iteration(args, 8), rel=1e-12)
+
+
+def test_a_plain_layer_costs_what_is_published():
+    args = arguments("--bf16")
+    s, b, h, a = 16, 2, 48, 4
+    layer = Stage(1, is_first=False, is_last=False)
+    assert stage_flops(args, layer) == (s * b * h * (24 * h + 4 * s), s * b * h * (24 * h + 8 * s), s * b * h * 24 * h)
+    held = stage_activations(args, layer)
+    assert held.after_f == s * b * (34 * h + 5 * a * s)
+    assert held.after_b == 32 * s * b * h
+
+
+def test_tensor_and_sequence_parallel_activations_are_as_published():
+    """Korthikanti et al. 2022: sbh (10 + 24/t + 5as/(ht)), and all of it over t with sequence parallelism."""
+    s, b, h, a, t = 16, 2, 48, 4, 2
+    flags = ("--bf16", "--tensor-model-parallel-size", "2")
+    layer = Stage(1, is_first=False, is_last=False)
+    split = stage_activations(arguments(*flags, world_size=4), layer).after_f
+    assert split == pytest.approx(s * b * h * (10 + 24 / t + 5 * a * s / (h * t)))
+    sequence = stage_activations(arguments(*flags, "--sequence-parallel", world_size=4), layer).after_f
+    assert sequence == pytest.approx(s * b * h * (34 + 5 * a * s / h) / t)
+
+
+def test_recomputation_keeps_less_and_computes_more():
+    layer = Stage(4, is_first=False, is_last=False)
+    plain, selective = arguments("--bf16"), arguments("--bf16", "--recompute-activations")
+    full = arguments(
+        *("--bf16", "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+    )
+    kept = [stage_activations(args, layer).after_f for args in (plain, selective, full)]
+    assert kept[0] - kept[1] == 4 * 16 * 2 * 5 * 4 * 16
+    assert kept[2] == 4 * 2 * 16 * 2 * 48
+    b = [stage_flops(args, layer).b for args in (plain, selective, full)]
+    assert b[2] - b[0] == stage_flops(plain, layer).f
+    assert b[0] < b[1] < b[2]
+
+
+@pytest.mark.parametrize(
+    ("precision", "expected"),
+    [
+        ("--fp16", [16, 4 + 12 / 8, 2 + 14 / 8, 16 / 8]),
+        # pretrain_gpt.py accumulates the gradients of bf16 in fp32.
+        ("--bf16", [18, 6 + 12 / 8, 2 + 16 / 8, 18 / 8]),
+    ],
+)
+def test_zero_divides_what_each_stage_divides(precision, expected):
+    args = arguments(precision)
+    assert [States.of(args, stage).bytes_a_parameter(8) for stage in range(4)] == expected
+
+
+def test_experts_are_shared_by_fewer_replicas():
+    args = SimpleNamespace(data_parallel_size=4, expert_model_parallel_size=2)
+    states = States(2, 2, 12, zero_stage=1)
+    parameters = SimpleNamespace(dense=10, expert=100)
+    assert states.of_rank(args, parameters) == 10 * (4 + 12 / 4) + 100 * (4 + 12 / 2)
+
+
+def job(*flags: str, tool: list[str] = TOOL) -> Job:
+    return job_of(parse_arguments([*tool, "--", *flags], ""))
+
+
+def paper_job(name: str) -> Job:
+    size = PAPER[name]["model"]
+    p, ends = size["pipeline"], size["layers_at_the_ends"]
+    flags = ["--num-layers", size["layers"], "--hidden-size", size["hidden"], "--num-attention-heads", size["heads"]]
+    flags += ["--pipeline-model-parallel-size", p, "--decoder-first-pipeline-num-layers", ends]
+    flags += ["--decoder-last-pipeline-num-layers", ends, "--micro-batch-size", size["micro_batch"]]
+    flags += ["--global-batch-size", 3 * p * size["micro_batch"], "--seq-length", 1024, "--vocab-size", 50257]
+    flags += ["--fp16", "--untie-embeddings-and-output-weights"]
+    return job(*map(str, flags), tool=["--world-size", str(p), "--reserved-memory", "1B"])
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_memory_is_within_6_percent_of_the_papers(name):
+    measured = PAPER[name]["peak_memory_GB"]
+    found = {schedule: max(estimate(paper_job(name), schedule).total_bytes) / 1e9 for schedule in measured}
+    assert found == pytest.approx(measured, rel=0.06)
+
+
+def test_what_does_not_fit_is_said_so_and_auto_takes_what_is_left(capsys):
+    flags = [*SMALL, "--num-layers", "4", "--global-batch-size", "32"]
+    whole = estimate(job(*flags, tool=["--world-size", "2"]), "zb-2p")
+    room = str(int(max(whole.total_bytes) - 1))
+    assert main(["--world-size", "2", "--device-memory", f"{room}B", "--json", "--", *flags]) == 0
+    by_name = {one["schedule"]: one for one in json.loads(capsys.readouterr().out)["schedules"]}
+    assert whole.fits
+    assert not by_name["zb-2p"]["fits"]
+    assert by_name["1f1b"]["fits"]
+    assert by_name["auto"]["fits"]
+    assert by_name["1f1b"]["ratio_to_1f1b"] == 1
+    assert {"interleaved-zb", "zb-v", "v-min"} <= set(by_name)
+
+
+def test_post_validation_pays_for_spans_instead_of_the_makespan():
+    flags = [*SMALL, "--hidden-size", "4096", "--pipeline-model-parallel-size", "4", "--global-batch-size", "16"]
+    waiting = estimate(job(*flags, tool=["--world-size", "4"]), "zb-h2")
+    going_on = estimate(job(*flags, tool=["--world-size", "4", "--post-validation"]), "zb-h2")
+    assert waiting.iteration_ms == waiting.timeline.makespan
+    assert going_on.iteration_ms == going_on.timeline.cost < waiting.iteration_ms
+
+
+def test_a_profile_replaces_operations(tmp_path):
+    args = arguments()
+    from megatron.zero_bubble.training.planning import model_description
+
+    file = tmp_path / "profile.json"
+    costs = StageCosts.uniform(2, 10, 11, 9, 1, 2**30, -(2**29), -(2**29))
+    file.write_text(profile_to_json(Profile(Placement("linear", 2), costs, 0.0, model_description(args))))
+    found = job(*SMALL, "--global-batch-size", "8", tool=["--world-size", "2", "--profile", str(file)])
+    assert estimate(found, "1f1b").timeline.costs == costs
+    assert estimate(found, "zb-v").timeline.costs.time_f == (5,) * 4
+    assert max(estimate(found, "1f1b").activation_bytes) == 2 * 2**30
+
+
+def test_the_table_names_every_schedule_and_the_refused_ones(capsys):
+    flags = [*SMALL, "--num-layers", "6", "--global-batch-size", "8"]
+    assert main(["--world-size", "2", "--per-rank", "--", *flags]) == 0
+    output = capsys.readouterr().out
+    assert "zb-v: 4 stages do not divide 6 layers" in output
+    assert "zb-h1, rank 1" in output
+    assert "bytes a parameter: 4 + 4 for its gradient + 8 for Adam" in output
+    totals = model_flops(job(*flags, tool=["--world-size", "2"]))
+    assert f"1 : {totals.b / totals.f:.3f} : {totals.w / totals.f:.3f}" in output
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--world-size", "2", "--", *SMALL, "--num-laers", "2"], "--num-laers"),
+        (["--world-size", "2", "--", *SMALL, "--num-attention-heads", "5"], "--hidden-size 48"),
+        (["--world-size", "2", "--device-memory", "80", "--", *SMALL], "expected bytes such as 80GiB"),
+        (["--world-size", "2", "--mfu", "1.5", "--", *SMALL], "--mfu: must not be above 1"),
+        (["--world-size", "3", "--", *SMALL], "do not divide the 3"),
+        (["--world-size", "2", "--profile", "nowhere.json", "--", *SMALL], "nowhere.json"),
+        (["--world-size", "2", "--schedule", "zb-h9", "--", *SMALL], "zb-h9"),
+        (["--world-size", "2", "--zero-stage", "4", "--", *SMALL], "--zero-stage"),
+        (["--world-size", "2", "--", *SMALL, "--pipeline-model-parallel-size", "1"], "at least 2"),
+        (["--", *SMALL], "--world-size"),
+    ],
+)
+def test_a_mistake_is_one_line(flags, words, capsys):
+    try:
+        status = main(flags)
+    except SystemExit as exit:
+        status = exit.code
+    output, errors = capsys.readouterr()
+    assert (status, output, errors.count("\n")) == (2, "", 1)
+    assert errors.startswith("estimate.py: error: ")
+    assert words in errors

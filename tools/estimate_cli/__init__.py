@@ -1,0 +1,1 @@
+"""What tools/estimate.py consists of."""

@@ -1,0 +1,108 @@
+"""The machine that a training would run on, and how the model lies on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from estimate_cli.model import Parameters, Stage, element_bytes, stage_parameters
+from megatron.zero_bubble.schedule import Placement
+from megatron.zero_bubble.training.arguments import Arguments
+from megatron.zero_bubble.training.layers import layers_of_layout, spread_layers
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal devices, each with one link."""
+
+    memory: float
+    """Bytes of a device."""
+    reserved: float
+    """Bytes of it that no tensor gets: context, communication buffers, fragments."""
+    flops: float
+    """That a layer reaches, a second."""
+    bandwidth: float
+    """Bytes a second, of a message to another device."""
+    latency: float
+    """Seconds of an empty message."""
+
+    def message_ms(self, num_bytes: float) -> float:
+        return 1e3 * (self.latency + num_bytes / self.bandwidth)
+
+
+def stages_of(args: Arguments, placement: Placement) -> list[Stage]:
+    """The stages in model order.
+
+    Raises:
+        ValueError: the layers cannot be cut like this.
+    """
+    last = placement.num_stages - 1
+    layers = _layers_of(args, placement)
+    return [Stage(count, stage == 0, stage == last) for stage, count in enumerate(layers)]
+
+
+def _layers_of(args: Arguments, placement: Placement) -> list[int]:
+    stages = placement.num_stages
+    first, final = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+    if placement.kind == "linear" and args.pipeline_model_parallel_layout is not None:
+        layers = layers_of_layout(args.pipeline_model_parallel_layout, placement.num_ranks)
+        if len(layers) == stages:
+            return layers
+    if placement.kind == "linear" and (first is not None or final is not None):
+        return _with_uneven_ends(args.num_layers, stages, first, final)
+    if args.num_layers % stages == 0:
+        return [args.num_layers // stages] * stages
+    if args.allow_padding_num_layers and placement.kind != "v":
+        return spread_layers(args.num_layers, stages)
+    raise ValueError(f"{stages} stages do not divide {args.num_layers} layers")
+
+
+def _with_uneven_ends(num_layers: int, stages: int, first: int | None, last: int | None) -> list[int]:
+    ends = [count for count in (first, last) if count is not None]
+    between = stages - len(ends)
+    rest = num_layers - sum(ends)
+    if (between and (rest <= 0 or rest % between)) or (not between and rest):
+        raise ValueError(f"{rest} layers between the first and the last stage are not equal shares of {between} stages")
+    middle = [rest // between] * between if between else []
+    return [*([first] if first is not None else []), *middle, *([last] if last is not None else [])]
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes a parameter of what a rank keeps between iterations, and which ranks share it.
+
+    ZeRO (Rajbhandari et al. 2020): the optimizer's part is divided among the d data-parallel ranks from stage 1 on,
+    the gradients from stage 2, the parameters from stage 3. In mixed precision a parameter takes 2 bytes, its
+    gradient 2, or 4 where gradients accumulate in fp32, and Adam 12: the fp32 copy and two moments.
+    """
+
+    parameter: int
+    gradient: int
+    optimizer: int
+    zero_stage: int
+
+    @classmethod
+    def of(cls, args: Arguments, zero_stage: int) -> States:
+        size = element_bytes(args)
+        in_fp32 = args.accumulate_allreduce_grads_in_fp32 or args.bf16 or size == 4
+        return cls(size, 4 if in_fp32 else size, 12 if size == 2 else 8, zero_stage)
+
+    def bytes_a_parameter(self, replicas: int) -> float:
+        """What one of `replicas` ranks holds for each parameter of its model part."""
+        shared = [self.zero_stage >= stage for stage in (3, 2, 1)]
+        parts = (self.parameter, self.gradient, self.optimizer)
+        return sum(part / replicas if is_shared else part for part, is_shared in zip(parts, shared, strict=True))
+
+    def of_rank(self, args: Arguments, parameters: Parameters) -> float:
+        """Bytes of all states of a rank with these parameters."""
+        replicas = args.data_parallel_size
+        expert = parameters.expert * self.bytes_a_parameter(max(1, replicas // args.expert_model_parallel_size))
+        return parameters.dense * self.bytes_a_parameter(replicas) + expert
+
+
+def rank_parameters(args: Arguments, placement: Placement) -> list[Parameters]:
+    """Of every pipeline rank, all its chunks together."""
+    stages = stages_of(args, placement)
+    ranks = [Parameters(0, 0)] * placement.num_ranks
+    for stage, held in enumerate(stages):
+        ranks[placement.rank_of(stage)] += stage_parameters(args, held)
+    return ranks
