@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Memory and speed of a model of the zero-bubble paper (Qi et al. 2024) under each schedule, estimated for its
 # machines: nodes of 8 A100 with 80 GB. Flags of tools/estimate.py may follow, then -- and more of pretrain_gpt.py's:
-# MODEL=6.2B MICROBATCHES=64 examples/estimate_paper.sh --post-validation --schedule 1f1b --schedule zb-2p
+# MODEL=6.2B examples/estimate_paper.sh --schedule 1f1b --schedule zb-2p -- --zero-bubble --zero-bubble-post-validation
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -12,9 +12,9 @@ Memory is parameters, gradients and Adam, divided as --zero-stage says; the acti
 holds at its peak; and --reserved-memory. The fullest rank decides what fits, and is the one in the table.
 
 The activations are those of layers that keep every tensor once (Korthikanti et al. 2022); `make gpu-check` compares
-with an allocator. An iteration is the makespan (with --post-validation the longest span of a rank) and the reduction
-of gradients. The optimizer's own time is not counted, and tensor-parallel communication only as far as --mfu or the
-profile contains it.
+with an allocator. An iteration is the makespan, or what follows each other closely with --zero-bubble-post-validation,
+and the reduction of gradients. The optimizer's own time is not counted, and tensor-parallel communication only as far
+as --mfu or the profile contains it.
 
 A mistake ends with one line and exit status 2.
 """

@@ -59,11 +59,6 @@ def parse_arguments(argv: Sequence[str] | None, description: str) -> argparse.Na
         help="what data-parallel ranks divide among them (default: 1 with --use-distributed-optimizer, else 0)",
     )
     parser.add_argument(
-        "--post-validation",
-        action="store_true",
-        help="the optimizer steps without waiting for all ranks: an iteration is a rank's span, not the makespan",
-    )
-    parser.add_argument(
         "--schedule", action="append", metavar="NAME", help="repeat for more (default: all but optimal)"
     )
     parser.add_argument(
@@ -109,8 +104,7 @@ def job_of(arguments: argparse.Namespace) -> Job:
         bandwidth=arguments.interconnect_bandwidth * 1e9,
         latency=arguments.interconnect_latency * 1e-6,
     )
-    profile = _profile(arguments.profile, args)
-    return Job(args, cluster, States.of(args, stage), profile, arguments.post_validation)
+    return Job(args, cluster, States.of(args, stage), _profile(arguments.profile, args))
 
 
 def _profile(path: Path | None, args: Arguments) -> Profile | None:

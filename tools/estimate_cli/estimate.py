@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from schedule_cli.costs import split_costs
@@ -15,8 +16,10 @@ from megatron.zero_bubble.schedule import (
     StageCosts,
     Timeline,
     generate,
+    iteration_time,
     placement_for,
     simulate,
+    with_post_validation,
 )
 from megatron.zero_bubble.schedule.serialize import Profile
 from megatron.zero_bubble.training.arguments import Arguments
@@ -35,8 +38,6 @@ class Job:
     states: States
     profile: Profile | None
     """Measured costs; without it they follow from operations and bytes."""
-    has_post_validation: bool = False
-    """Whether the optimizer steps before all ranks are done."""
 
     @property
     def num_microbatches(self) -> int:
@@ -80,15 +81,13 @@ class Estimate:
         parameters = max(sum(held) for held in rank_parameters(args, self.timeline.schedule.placement))
         return self.job.cluster.message_ms(2 * (replicas - 1) / replicas * parameters * states.gradient)
 
-    @property
+    @cached_property
     def iteration_ms(self) -> float:
-        """From one iteration to the next: forward, backward and the reduction, not the optimizer's step itself.
-
-        An optimizer that waits for all ranks makes it the makespan; with post-validation a rank goes on after its
-        own last operation, and it is the longest span of a rank.
-        """
-        span = self.timeline.cost if self.job.has_post_validation else self.timeline.makespan
-        return float(span) + self.reduction_ms
+        """From one iteration to the next: forward, backward and the reduction, not the optimizer's step itself."""
+        schedule, costs = self.timeline.schedule, self.timeline.costs
+        if self.job.args.zero_bubble_post_validation:
+            schedule = with_post_validation(schedule, costs)
+        return float(iteration_time(schedule, costs)) + self.reduction_ms
 
     @property
     def tokens_per_second(self) -> float:

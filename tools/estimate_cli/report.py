@@ -55,6 +55,7 @@ def _head(job: Job) -> str:
     counts = [sum(held) for held in _parameters(job)]
     flops = model_flops(job)
     costs = "measured: a profile" if job.profile is not None else f"{cluster.flops / 1e12:.4g} TFLOP/s in layers"
+    optimizer = "steps first, validates after" if args.zero_bubble_post_validation else "waits for all ranks"
     lines = [
         f"parameters of a rank: {min(counts) / 1e6:.1f} to {max(counts) / 1e6:.1f} million, "
         f"{sum(counts) * args.tensor_model_parallel_size / 1e9:.3f} billion in all (tied copies counted)",
@@ -64,7 +65,11 @@ def _head(job: Job) -> str:
         f"operations of an iteration: {flops_per_iteration(args, args.global_batch_size):.4g}; of a microbatch on a "
         f"tensor-parallel rank F : B : W = 1 : {flops.b / flops.f:.3f} : {flops.w / flops.f:.3f}",
         f"costs: {costs}; {job.num_microbatches} microbatches; the optimizer "
-        + ("steps before all ranks are done (post-validation)" if job.has_post_validation else "waits for all ranks"),
+        + (
+            "steps before all ranks are done (post-validation)"
+            if args.zero_bubble_post_validation
+            else "waits for all ranks"
+        ),
     ]
     return "\n".join(lines) + "\n"
 
