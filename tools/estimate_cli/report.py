@@ -64,12 +64,7 @@ def _head(job: Job) -> str:
         f"{states.bytes_a_parameter(args.data_parallel_size):.4g}",
         f"operations of an iteration: {flops_per_iteration(args, args.global_batch_size):.4g}; of a microbatch on a "
         f"tensor-parallel rank F : B : W = 1 : {flops.b / flops.f:.3f} : {flops.w / flops.f:.3f}",
-        f"costs: {costs}; {job.num_microbatches} microbatches; the optimizer "
-        + (
-            "steps before all ranks are done (post-validation)"
-            if args.zero_bubble_post_validation
-            else "waits for all ranks"
-        ),
+        f"costs: {costs}; {job.num_microbatches} microbatches; the optimizer {optimizer}",
     ]
     return "\n".join(lines) + "\n"
 
