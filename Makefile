@@ -2,6 +2,7 @@
 #
 #   make pretrain    train a small GPT on four pipeline ranks with ZB-H1
 #   make test        the tests
+#   make test-slurm  the Slurm examples on a Slurm of two nodes, which apt-get installs; as root
 #   make lint        ruff (format, check) and mypy
 #
 # PYTHON=python3.12 chooses the interpreter that .venv is made from; FLAGS='...' are passed on.
@@ -11,7 +12,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: pretrain test lint format clean
+.PHONY: pretrain test test-slurm lint format clean
 
 $(INSTALLED): pyproject.toml constraints.txt setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -27,6 +28,12 @@ pretrain: $(INSTALLED)
 
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(FLAGS)
+
+# Skipped, with the reason, where it cannot be: without root, without namespaces, on a system without apt-get.
+test-slurm: $(INSTALLED)
+	@command -v slurmctld >/dev/null && command -v munged >/dev/null && command -v ip >/dev/null || \
+		{ apt-get update && apt-get install --yes --no-install-recommends slurm-wlm munge iproute2; } || true
+	PATH="$$PATH:/usr/sbin:/sbin" OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/slurm $(FLAGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .

@@ -39,6 +39,7 @@ MEGATRON_HAS_TOO = """
 --microbatch-group-size-per-virtual-pipeline-stage --decoder-first-pipeline-num-layers
 --decoder-last-pipeline-num-layers --fp16 --loss-scale --initial-loss-scale --recompute-granularity --recompute-method
 --recompute-num-layers --recompute-activations
+--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --log-memory-interval
 """
 """Names that are not ours to give another meaning."""
 

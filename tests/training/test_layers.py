@@ -1,4 +1,4 @@
-"""`--allow-padding-num-layers`: layers over stages that do not divide their number."""
+"""Layers over stages that do not divide their number, and stages in which embedding and loss count as a layer."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import pytest
 from megatron.zero_bubble.training.layers import layers_of_layout, spread_layers, to_layout
 from tests.launch import PRETRAIN, TINY_GPT, run, run_trainings
 from tests.training.test_checks import checked
+
+EMBEDDING, LOSS = "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"
 
 
 @pytest.mark.parametrize(
@@ -63,6 +65,27 @@ def test_what_the_flag_makes_of_other_flags(changes, layout):
     assert checked(changes).pipeline_model_parallel_layout == layout
 
 
+@pytest.mark.parametrize(
+    ("changes", "layout"),
+    [
+        ({"--num-layers": "10", EMBEDDING: None, LOSS: None}, "Et*2|t*3|t*3|t*2L"),
+        ({"--num-layers": "11", EMBEDDING: None}, "Et*2|t*3|t*3|t*3L"),
+        ({"--num-layers": "11", LOSS: None}, "Et*3|t*3|t*3|t*2L"),
+        ({"--num-layers": "6", "--num-virtual-stages-per-pipeline-rank": "2", EMBEDDING: None, LOSS: None},
+         "E|t*1|t*1|t*1|t*1|t*1|t*1|L"),
+    ],
+)  # fmt: skip
+def test_the_embedding_and_the_loss_can_take_the_place_of_a_layer_each(changes, layout):
+    args = checked({"--global-batch-size": "16", **changes})
+    assert args.pipeline_model_parallel_layout == layout
+    assert sum(layers_of_layout(layout, 4)) == args.num_layers
+
+
+def test_layers_and_ends_must_be_a_multiple_of_the_stages():
+    with pytest.raises(ValueError, match=r"^--num-layers 9 and, by .*, 2 more are not a multiple of the 4 stages "):
+        checked({"--num-layers": "9", EMBEDDING: None, LOSS: None})
+
+
 def test_without_the_flag_the_number_must_be_a_multiple():
     with pytest.raises(ValueError, match=r"^--num-layers 10 is not a multiple of the 4 stages .*; --allow-padding-num"):
         checked({"--num-layers": "10"})
@@ -78,6 +101,8 @@ def test_a_v_has_even_stages(more):
         ValueError, match=r"^--zero-bubble-schedule zb-v places layers in a V, in even stages: no layout$"
     ):
         checked({"--zero-bubble-schedule": "zb-v", "--pipeline-model-parallel-layout": "Et|t|t|t|t|t|t|tL", **more})
+    with pytest.raises(ValueError, match=r"^--zero-bubble-schedule zb-v .*: no --account-for-embedding-in-pipeline-sp"):
+        checked({"--zero-bubble-schedule": "zb-v", "--num-layers": "6", EMBEDDING: None, LOSS: None, **more})
 
 
 def test_a_layout_of_the_users_own_stands():
@@ -91,6 +116,8 @@ UNEVEN = [
     *("--pipeline-model-parallel-size", "2", "--global-batch-size", "4"),
 ]
 CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "2")
+ENDS = (*CHUNKS, "--num-layers", "2", EMBEDDING, LOSS)
+"""Of four stages the first has the embedding alone, and the last the loss."""
 
 
 def test_schedules_equal_megatron_cores_with_uneven_stages(tmp_path: Path) -> None:
@@ -99,11 +126,14 @@ def test_schedules_equal_megatron_cores_with_uneven_stages(tmp_path: Path) -> No
         "zb-h1": [*UNEVEN, "--zero-bubble-schedule", "zb-h1"],
         "base-chunks": [*UNEVEN, *CHUNKS],
         "interleaved-zb": [*UNEVEN, *CHUNKS, "--zero-bubble"],
+        "base-ends": [*UNEVEN, *ENDS],
+        "ends": [*UNEVEN, *ENDS, "--zero-bubble"],
     }
     run_trainings(2, trainings, tmp_path)
     numerics = {name: (tmp_path / f"{name}.jsonl").read_bytes() for name in trainings}
     assert numerics["zb-h1"] == numerics["base"]
     assert numerics["interleaved-zb"] == numerics["base-chunks"] != numerics["base"]
+    assert numerics["ends"] == numerics["base-ends"] != numerics["base"]
 
 
 def test_the_start_up_lines_say_what_each_stage_got() -> None:

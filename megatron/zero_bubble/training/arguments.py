@@ -60,6 +60,8 @@ class ParallelFlags:
     pipeline_model_parallel_layout: str | None = flag("layers of each stage, in megatron-core's notation", None)
     decoder_first_pipeline_num_layers: int | None = flag("layers of the first pipeline rank", None)
     decoder_last_pipeline_num_layers: int | None = flag("layers of the last pipeline rank", None)
+    account_for_embedding_in_pipeline_split: bool = flag("count the embedding as a layer of the first stage", False)
+    account_for_loss_in_pipeline_split: bool = flag("count the loss as a layer of the last stage", False)
     allow_padding_num_layers: bool = flag("spread layers over stages that do not divide their number", False)
     use_distributed_optimizer: bool = flag("shard the optimizer's state over data-parallel ranks", False)
     overlap_grad_reduce: bool = flag("reduce gradients while the backward runs", False)

@@ -13,7 +13,7 @@ from pathlib import Path
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.environment import check_environment
-from megatron.zero_bubble.training.layers import spread_layers, to_layout
+from megatron.zero_bubble.training.layers import choose_layout
 from megatron.zero_bubble.training.planning import check_zero_bubble_flags, planning_options
 from megatron.zero_bubble.training.plans import choose_placement, choose_plan, chunks_of_flags
 from megatron.zero_bubble.training.post_validation import check_post_validation
@@ -237,22 +237,7 @@ def check_stages(args: Arguments, placement: Placement) -> None:
         f"--zero-bubble-schedule {args.schedule} places layers in a V, in even stages: no layout",
     )
     if not uneven:
-        _check_layers(args, placement)
-
-
-def _check_layers(args: Arguments, placement: Placement) -> None:
-    """The stages get equal numbers of layers, or with `--allow-padding-num-layers` nearly so."""
-    stages = placement.num_stages
-    if args.num_layers % stages == 0:
-        return
-    can_be_uneven = placement.kind != "v"
-    hint = "; --allow-padding-num-layers spreads them unevenly" if can_be_uneven else ""
-    _require(
-        args.allow_padding_num_layers and can_be_uneven,
-        f"--num-layers {args.num_layers} is not a multiple of the {stages} stages that --pipeline-model-parallel-size "
-        f"{placement.num_ranks} and {placement.num_chunks} model chunks a rank give{hint}",
-    )
-    args.pipeline_model_parallel_layout = to_layout(spread_layers(args.num_layers, stages))
+        args.pipeline_model_parallel_layout = choose_layout(args, placement)
 
 
 def _check_planning(args: Arguments) -> None:

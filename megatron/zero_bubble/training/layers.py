@@ -1,6 +1,49 @@
-"""`--allow-padding-num-layers`: a number of layers that the stages do not divide."""
+"""How many layers each stage gets: where they are not all alike, the layout that says so."""
 
 from __future__ import annotations
+
+from megatron.zero_bubble.schedule import Placement
+from megatron.zero_bubble.training.arguments import Arguments
+
+
+def choose_layout(args: Arguments, placement: Placement) -> str | None:
+    """The layout that spreads the layers as the flags ask; None where all stages get as many.
+
+    Raises:
+        ValueError: the stages do not divide the layers, and no flag says what to do about it.
+    """
+    stages, layers = placement.num_stages, args.num_layers
+    split = f"{stages} stages that --pipeline-model-parallel-size {placement.num_ranks} and {placement.num_chunks} "
+    split += "model chunks a rank give"
+    embedding, loss = args.account_for_embedding_in_pipeline_split, args.account_for_loss_in_pipeline_split
+    if embedding or loss:
+        if placement.kind == "v":
+            raise ValueError(
+                f"--zero-bubble-schedule {args.schedule} places layers in a V, in even stages: no "
+                "--account-for-embedding-in-pipeline-split, no --account-for-loss-in-pipeline-split"
+            )
+        counted = layers + embedding + loss
+        if counted % stages != 0:
+            raise ValueError(
+                f"--num-layers {layers} and, by --account-for-embedding-in-pipeline-split and "
+                f"--account-for-loss-in-pipeline-split, {embedding + loss} more are not a multiple of the {split}"
+            )
+        return to_layout(spread_with_ends(counted // stages, stages, embedding=embedding, loss=loss))
+    if layers % stages == 0:
+        return None
+    can_be_uneven = placement.kind != "v"
+    if not (args.allow_padding_num_layers and can_be_uneven):
+        hint = "; --allow-padding-num-layers spreads them unevenly" if can_be_uneven else ""
+        raise ValueError(f"--num-layers {layers} is not a multiple of the {split}{hint}")
+    return to_layout(spread_layers(layers, stages))
+
+
+def spread_with_ends(per_stage: int, num_stages: int, *, embedding: bool, loss: bool) -> list[int]:
+    """Layers of each stage when the embedding and the loss take the place of one each."""
+    layers = [per_stage] * num_stages
+    layers[0] -= embedding
+    layers[-1] -= loss
+    return layers
 
 
 def spread_layers(num_layers: int, num_stages: int) -> list[int]:
@@ -22,7 +65,7 @@ def spread_layers(num_layers: int, num_stages: int) -> list[int]:
 
 def to_layout(layers: list[int]) -> str:
     """The stages in megatron-core's notation of `--pipeline-model-parallel-layout`."""
-    return f"E{'|'.join(f't*{count}' for count in layers)}L"
+    return f"E{'|'.join(f't*{count}' if count else '' for count in layers)}L"
 
 
 def layers_of_layout(layout: str, num_ranks: int) -> list[int]:

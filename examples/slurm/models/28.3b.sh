@@ -1,0 +1,6 @@
+# 28.3B parameters on 32 GPUs.
+GPT_MODEL_ARGS=(--num-layers 62 --hidden-size 6144 --num-attention-heads 48)
+PIPELINE_SIZE=32
+CHUNKS=2
+MICRO_BATCH_SIZE=1
+NUM_MICROBATCHES=${NUM_MICROBATCHES:-128}
