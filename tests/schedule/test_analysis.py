@@ -8,8 +8,16 @@ from hypothesis import strategies as st
 from random_schedules import schedules
 from test_lower import made_of
 
-from megatron.zero_bubble.schedule import StageCosts, bubbles, critical_path, generate, simulate
-from megatron.zero_bubble.schedule.analysis import Bubble
+from megatron.zero_bubble.schedule import (
+    StageCosts,
+    bubbles,
+    critical_path,
+    generate,
+    repeat,
+    simulate,
+    with_post_validation,
+)
+from megatron.zero_bubble.schedule.analysis import Bubble, causes
 from megatron.zero_bubble.schedule.memory import memory_held, peaks
 
 
@@ -21,7 +29,7 @@ def test_bubbles_of_a_small_case():
     """Rank 0 waits for B0 from 3 to 32; rank 1 starts at 13, and ends 7 before rank 0."""
     costs = StageCosts((3, 5), (2, 4), (1, 6), (10,), (1, 1), (-1, -1), (0, 0))
     timeline = simulate(made_of("linear", 2, 1, 1, "F0 B0 W0", "F0 B0 W0"), costs)
-    assert bubbles(timeline) == (Bubble(0, 0, 29, 0, 0), Bubble(13, 0, 0, 0, 7))
+    assert bubbles(timeline) == (Bubble(0, 0, 29, 0, 0, 0), Bubble(13, 0, 0, 0, 0, 7))
 
 
 def test_one_f_one_b_waits_where_the_formula_says():
@@ -36,13 +44,40 @@ def test_one_f_one_b_waits_where_the_formula_says():
 
 def test_a_fast_rank_waits_for_forwards():
     costs = StageCosts((9, 1), (1, 1), (1, 1), (0,), (1, 1), (-1, -1), (0, 0))
-    assert bubbles(simulate(generate("gpipe", 2, 2), costs))[1] == Bubble(9, 8, 0, 0, 2)
+    assert bubbles(simulate(generate("gpipe", 2, 2), costs))[1] == Bubble(9, 8, 0, 0, 0, 2)
 
 
 def test_communication_that_occupies_the_rank_is_a_cause_of_its_own():
     schedule = made_of("linear", 2, 1, 2, "F0 F1 BW0 BW1", "F0 BW0 F1 BW1")
     timeline = simulate(schedule, StageCosts.uniform(2, 10, 10, 10, 1), overlap_communication=False)
-    assert bubbles(timeline)[0] == Bubble(0, 0, 19 + 11, 1 + 2 + 1, 0)
+    assert bubbles(timeline)[0] == Bubble(0, 0, 19 + 11, 0, 1 + 2 + 1, 0)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_waiting_for_validation_is_a_cause_of_its_own(overlap):
+    """Rank 0 steps at 9; rank 1, whose W takes 10, steps at 16, and what it knows takes 1 to get to rank 0."""
+    ops = "VALIDATE0 F0 B0 W0 STEP0"
+    costs = StageCosts((2, 2), (1, 1), (1, 10), (1,), (1, 1), (-1, -1), (0, 0))
+    once = made_of("linear", 2, 1, 1, ops, ops)
+    timeline = simulate(repeat(once, 2), costs, overlap_communication=overlap)
+    first, second = bubbles(timeline)
+    assert (first.waiting_for_validation, second.waiting_for_validation) == (8 if overlap else 9, 0)
+    assert (first.warmup, second.warmup) == (0, 3)
+    path = "0:VALIDATE0 0:F0 1:F0 1:B0 1:W0 1:STEP0 0:VALIDATE1 0:F1 1:F1 1:B1 1:W1 1:STEP1"
+    assert words(critical_path(timeline)) == path
+
+
+def test_causes_are_listed_in_words():
+    plain = simulate(generate("zb-h1", 4, 8), StageCosts.uniform(4))
+    assert causes(plain) == {
+        "warmup": (0, 1, 2, 3),
+        "waiting for F": (0, 0, 0, 0),
+        "waiting for B": (3, 2, 1, 0),
+        "communication": (0, 0, 0, 0),
+        "tail": (0, 0, 0, 0),
+    }
+    validated = simulate(with_post_validation(plain.schedule, plain.costs), plain.costs)
+    assert causes(validated) == {**causes(plain), "waiting for validation": (0, 0, 0, 0)}
 
 
 @settings(max_examples=50, deadline=None)
@@ -83,7 +118,7 @@ def test_a_busy_receiver_is_what_its_next_op_waits_for():
 def test_empty_timelines():
     empty = simulate(made_of("linear", 2, 1, 1, "", ""), StageCosts.uniform(2))
     assert critical_path(empty) == ()
-    assert bubbles(empty) == (Bubble(0, 0, 0, 0, 0),) * 2
+    assert bubbles(empty) == (Bubble(0, 0, 0, 0, 0, 0),) * 2
     assert (empty.cost, empty.makespan, empty.bubble_rate, empty.peak_memory) == (0, 0, 0, (0, 0))
 
 

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 from test_lower import made_of
 
-from megatron.zero_bubble.schedule import StageCosts, generate, simulate
+from megatron.zero_bubble.schedule import StageCosts, generate, repeat, simulate, with_post_validation
 from megatron.zero_bubble.schedule.draw import (
     Series,
     canvas,
@@ -20,7 +20,7 @@ from megatron.zero_bubble.schedule.draw import (
     to_plot,
     to_svg,
 )
-from megatron.zero_bubble.schedule.ir import OpKind
+from megatron.zero_bubble.schedule.ir import COMMUNICATION, OpKind
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -114,6 +114,45 @@ def test_html_is_self_contained():
     assert re.findall(r"<t[hd]>(.*?)</t[hd]>", rows[1])[-1] == "F2"
 
 
+def test_steps_and_validations_are_marks_where_a_schedule_has_them():
+    costs = StageCosts.uniform(4, 4, 4, 4)
+    once = with_post_validation(generate("zb-2p", 4, 8, costs=costs), costs)
+    timeline = simulate(repeat(once, 2), costs)
+    svg = to_svg(timeline, width=1000)
+    ops = ops_in(svg)
+    assert len(ops) == 4 * 2 * (3 * 8 + 2)
+    scale = (1000 - 76 - 24) / float(timeline.makespan)
+    for rank in range(4):
+        mark, tip = ops["STEP0", rank]
+        time = float(timeline.lanes[rank][3 * 8 + 1].start)
+        assert float(mark["x"]) + float(mark["width"]) / 2 == pytest.approx(76 + time * scale, abs=0.01)
+        assert float(mark["width"]) >= 2, "it takes no time, and has to be seen"
+        assert mark["fill"] == palette.FILLS[OpKind.STEP]
+        assert tip == f"STEP0 on rank {rank}, at {time:g}"
+        assert ops["VALIDATE1", rank][0]["fill"] == palette.FILLS[OpKind.VALIDATE]
+    words = {node.text for node in ElementTree.fromstring(svg).iter(f"{SVG}text")}
+    assert {palette.MEANINGS[OpKind.STEP], palette.MEANINGS[OpKind.VALIDATE]} <= words
+    assert "VALIDATE" not in to_svg(timeline_of())
+    assert "waiting for validation" in to_html(timeline)
+    assert "validation" not in to_html(timeline_of())
+
+
+def test_marks_do_not_decide_how_wide_a_drawing_is():
+    timeline = timeline_of("1f1b")
+    validated = simulate(with_post_validation(timeline.schedule, timeline.costs), timeline.costs)
+    widths = [ElementTree.fromstring(to_svg(one)).attrib["width"] for one in (timeline, validated)]
+    assert widths[0] == widths[1]
+
+
+def test_what_takes_no_time_is_an_instant_of_the_trace():
+    costs = StageCosts.uniform(2)
+    timeline = simulate(repeat(with_post_validation(generate("1f1b", 2, 2), costs), 2), costs)
+    events = json.loads(to_chrome_trace(timeline, microseconds=10))["traceEvents"]
+    [step] = [event for event in events if event["name"] == "STEP1" and event["tid"] == 1]
+    assert (step["ph"], step["s"], step["args"]) == ("i", "t", {"iteration": 1})
+    assert step["ts"] == 10 * timeline.lanes[1][-1].start
+
+
 def test_chrome_trace():
     timeline = timeline_of()
     events = json.loads(to_chrome_trace(timeline, microseconds=10))["traceEvents"]
@@ -172,4 +211,4 @@ def test_kinds_stay_apart_for_colour_blind_eyes(matrix):
     for first, second in combinations(palette.FILLS.values(), 2):
         distance = sum((a - b) ** 2 for a, b in zip(seen(first), seen(second), strict=True)) ** 0.5
         assert distance > 0.15, (first, second)
-    assert set(palette.FILLS) == {OpKind.F, OpKind.B, OpKind.W, OpKind.BW}
+    assert set(palette.MEANINGS) == set(OpKind) - COMMUNICATION == {*palette.FILLS, OpKind.W_TAIL}

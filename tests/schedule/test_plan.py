@@ -4,7 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.zero_bubble.schedule import Op, OpKind, Placement, Schedule, ScheduleError, StageCosts, generate
+from megatron.zero_bubble.schedule import (
+    Op,
+    OpKind,
+    Placement,
+    Schedule,
+    ScheduleError,
+    StageCosts,
+    generate,
+    lower,
+    with_post_validation,
+)
 from megatron.zero_bubble.schedule.plan import FixedPlan, NamedPlan
 
 
@@ -53,6 +63,25 @@ def test_a_fixed_plan_serves_its_own_number_of_microbatches():
 def test_a_schedule_that_is_lowered_already_is_taken_as_it_is():
     lowered = NamedPlan("1f1b", 2).schedule(4)
     assert FixedPlan(lowered).schedule(4) is lowered
+
+
+def test_post_validation_is_no_part_of_a_plan_but_is_checked():
+    plain, costs = generate("zb-2p", 4, 8), StageCosts.uniform(4)
+    given = with_post_validation(plain, costs)
+    for fixed in (given, lower(given)):
+        schedule = FixedPlan(fixed).schedule(8)
+        assert schedule.without_communication() == plain
+        assert schedule.is_lowered
+    with pytest.raises(ScheduleError, match="rank 1 runs STEP0 0 times"):
+        FixedPlan(without(given, 1, Op(OpKind.STEP, 0))).schedule(8)
+    only_validate = without(given, 1, Op(OpKind.STEP, 0))
+    for rank in (0, 2, 3):
+        only_validate = without(only_validate, rank, Op(OpKind.STEP, 0))
+    with pytest.raises(ScheduleError, match="rank 0 runs STEP0 0 times"):
+        FixedPlan(only_validate).schedule(8)
+    twice = replace(given, ops=((Op(OpKind.STEP, 1), *given.ops[0]), *given.ops[1:]))
+    with pytest.raises(ScheduleError, match="rank 0 runs STEP1: an iteration has STEP0 and VALIDATE0 only"):
+        FixedPlan(twice).schedule(8)
 
 
 def without(schedule: Schedule, rank: int, op: Op) -> Schedule:

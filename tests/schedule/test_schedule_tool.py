@@ -73,6 +73,7 @@ def test_simulate_as_json(ok):
         "warmup": 1,
         "waiting_for_forward": 0,
         "waiting_for_backward": 2,
+        "waiting_for_validation": 0,
         "communication": 0,
         "tail": 0,
     }
@@ -91,6 +92,10 @@ def test_simulate_as_json(ok):
         "span": [27, 26, 25, 24],
         "num_messages": 2 * 3 * 8,
         "overlap_communication": True,
+        "post_validation": False,
+        "steps": 1,
+        "iteration_time": 27,
+        "iteration_time_without_post_validation": 27,
     }
 
 
@@ -133,6 +138,35 @@ def test_communication_that_does_not_overlap_costs_more(ok):
     )
     assert occupying["cost"] > overlapped["cost"]
     assert occupying["bubble"][1]["communication"] > 0
+
+
+def test_post_validation_lets_iterations_interlock(ok):
+    flags = ["--schedule", "zb-2p", *SIZE, "--post-validation"]
+    once, twice = (json.loads(ok("simulate", *flags, "--steps", steps, "--json")) for steps in (1, 2))
+    for one in (once, twice):
+        assert (one["iteration_time"], one["iteration_time_without_post_validation"]) == (24, 27)
+        assert one["post_validation"] is True
+        assert one["num_microbatches"] == 8
+    assert (once["makespan"], twice["makespan"]) == (27, 27 + 24)
+    assert (once["bubble_rate"], twice["bubble_rate"]) == (0, 0)
+    table = ok("compare", *flags, "--schedule", "1f1b").splitlines()
+    assert [line.split()[-3:] for line in table] == [
+        ["iteration", "without", "gain"],
+        ["24", "27", "12.50%"],
+        ["33", "33", "0.00%"],
+    ]
+    assert "waiting for validation" in ok("simulate", *flags)
+
+
+def test_post_validation_in_a_file(ok, tmp_path):
+    path = tmp_path / "schedule.json"
+    ok("generate", "--schedule", "zb-2p", *SIZE, "--post-validation", "--lower", "--output", path)
+    assert schedule_from_json(path.read_text()).has_post_validation
+    assert json.loads(ok("simulate", "--input", path, "--steps", "3", "--json"))["makespan"] == 27 + 24 + 24
+    drawing = tmp_path / "drawing.svg"
+    ok("draw", "--input", path, "--steps", "2", "--output", drawing)
+    assert ">zb-2p, 2 iterations</text>" in drawing.read_text()
+    assert "VALIDATE1 on rank 3" in drawing.read_text()
 
 
 def test_compare(ok):
@@ -233,6 +267,9 @@ BAD = {
     "draw --schedule zb-h1 {size} --output {tmp}/none/new.svg": "cannot write {tmp}/none/new.svg: No such file",
     "draw --schedule zb-h1 {size} --output {tmp}/folder.svg": "cannot write {tmp}/folder.svg: Is a directory",
     "simulate --input {tmp}/incomplete.csv": "rank 0 lacks B0",
+    "generate --schedule zb-h1 {size} --post-validation --format pytorch": "PyTorch's CSV has no word: write JSON",
+    "simulate --schedule zb-h1 {size} --steps 2": "--steps 2 needs --post-validation: without it an iteration starts",
+    "draw --schedule zb-h1 {size} --steps 0 --output {tmp}/new.svg": "--steps: must be at least 1, got 0",
     "draw --schedule zb-h1 {size} --memory-limit 1 --output {tmp}/new.svg": "is enough for every rank",
     "memory-curve --schedule zb-h1 {size} --from 2 --to 1": "--to 1 is below --from 2",
     "memory-curve --schedule zb-h1 {size} --step 0": "--step: must be above 0",

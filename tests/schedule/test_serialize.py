@@ -9,7 +9,17 @@ from hypothesis import strategies as st
 from random_schedules import schedules
 from test_lower import made_of
 
-from megatron.zero_bubble.schedule import Placement, Schedule, ScheduleError, StageCosts, generate, lower, validate
+from megatron.zero_bubble.schedule import (
+    Placement,
+    Schedule,
+    ScheduleError,
+    StageCosts,
+    generate,
+    lower,
+    repeat,
+    validate,
+    with_post_validation,
+)
 from megatron.zero_bubble.schedule.serialize import (
     costs_from_json,
     costs_to_json,
@@ -47,6 +57,30 @@ def test_pytorchs_dialect_round_trips(schedule, lowered):
     assert read.num_microbatches == schedule.num_microbatches
     if schedule.num_ranks > 1 and schedule.num_chunks > 1:
         assert read.placement == schedule.placement
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-2p", "zb-v", "interleaved-zb"])
+def test_post_validation_round_trips_in_our_own_formats(name, steps):
+    schedule = generate(name, 4, 8)
+    schedule = repeat(with_post_validation(schedule, StageCosts.uniform(schedule.num_stages)), steps)
+    assert schedule_from_json(schedule_to_json(schedule)) == schedule
+    assert schedule_from_json(schedule_to_json(lower(schedule))) == lower(schedule)
+    assert schedule_from_csv(schedule_to_csv(schedule)) == schedule
+
+
+def test_the_grid_has_columns_for_what_takes_no_time():
+    ops = ("F0 VALIDATE0 F1 BW0 BW1 STEP0", "VALIDATE0 F0 BW0 F1 BW1 STEP0")
+    assert schedule_to_grid(made_of("linear", 2, 1, 2, *ops)) == (
+        "rank 0 |           F0  VALIDATE0 F1          BW0 ---           BW1 --- STEP0\n"
+        "rank 1 | VALIDATE0               F0  BW0 --- F1  BW1 --- STEP0\n"
+    )
+
+
+def test_pytorchs_dialect_has_no_word_for_post_validation():
+    schedule = with_post_validation(generate("zb-h1", 2, 2), StageCosts.uniform(2))
+    with pytest.raises(ScheduleError, match=r"zb-h1 has STEP and VALIDATE, .* write JSON or CSV"):
+        schedule_to_pytorch_csv(schedule)
 
 
 def test_json_is_readable():

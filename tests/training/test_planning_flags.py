@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.zero_bubble.schedule import Op, OpKind, Placement, Schedule, StageCosts, generate
+from megatron.zero_bubble.schedule import Op, OpKind, Placement, Schedule, StageCosts, generate, with_post_validation
 from megatron.zero_bubble.schedule.serialize import Profile, profile_to_json, schedule_to_json
 from megatron.zero_bubble.training.planning import model_description
 from tests.training.test_checks import checked
@@ -148,6 +148,16 @@ def test_a_schedule_file_above_the_limit_is_refused(tmp_path: Path):
     file = schedule_file(generate("gpipe", 4, 8), tmp_path / "gpipe.json")
     assert refusal({**file, "--zero-bubble-memory-limit": "1.9"}).endswith("needs at least 2 times 1F1B's peak")
     checked({**PLANNED, **file, "--zero-bubble-memory-limit": "2"})
+
+
+def test_a_schedule_file_with_post_validation_needs_the_flag(tmp_path: Path):
+    given = with_post_validation(SCHEDULE, StageCosts.uniform(4))
+    file = schedule_file(given, tmp_path / "schedule.json")
+    assert refusal(file) == (
+        f"--zero-bubble-schedule file:{tmp_path}/schedule.json: "
+        "its STEP and VALIDATE need --zero-bubble-post-validation"
+    )
+    checked({**PLANNED, **file, "--zero-bubble-post-validation": None})
 
 
 @pytest.mark.parametrize("limit", ["0", "-1", "much", "1.5 GB a rank", "nan"])

@@ -126,6 +126,25 @@ def add_limit(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_post_validation(parser: argparse.ArgumentParser) -> None:
+    """Whether the optimizer steps before the state of all gradients is known."""
+    parser.add_argument(
+        "--post-validation",
+        action="store_true",
+        help="step first and validate in the next warmup: iterations interlock (docs/post_validation.md)",
+    )
+
+
+def _add_steps(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--steps",
+        type=at_least(1),
+        default=1,
+        metavar="N",
+        help="iterations, one after the other; above 1 with post-validation only, without it none overlap (default 1)",
+    )
+
+
 def _add_source(parser: argparse.ArgumentParser) -> None:
     """One schedule, by name or from a file."""
     source = parser.add_mutually_exclusive_group(required=True)
@@ -155,18 +174,24 @@ def parse_arguments(argv: list[str] | None, description: str) -> argparse.Namesp
     generate.add_argument(
         "--format", choices=("grid", "json", "csv", "pytorch"), help="default: by the suffix of --output, else grid"
     )
+    add_post_validation(generate)
     generate.add_argument("--lower", action="store_true", help="add sends and receives (json, pytorch)")
     generate.add_argument("--receive-ahead", type=at_least(0), default=2, metavar="N", help="for --lower (default 2)")
     simulate = add("simulate", "tell what a schedule costs")
     _add_source(simulate)
+    add_post_validation(simulate)
+    _add_steps(simulate)
     compare = add("compare", "tell what several schedules cost")
     compare.add_argument("--schedule", action="append", metavar="NAME", help="repeat for more (default: all)")
     compare.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     add_size(compare, required=True)
     add_costs(compare)
     add_limit(compare)
+    add_post_validation(compare)
     draw = add("draw", "draw a schedule", json=False, output="required; a .svg, a .html, or a .json for Perfetto")
     _add_source(draw)
+    add_post_validation(draw)
+    _add_steps(draw)
     draw.add_argument("--title", help="default: the schedule's name")
     draw.add_argument("--width", type=at_least(200), metavar="PIXELS", help="of an SVG (default: by its contents)")
     validate = add("validate", "prove that a schedule is complete, ordered and free of deadlock")

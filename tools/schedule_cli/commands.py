@@ -8,7 +8,8 @@ from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
 
-from megatron.zero_bubble.schedule import Schedule, ScheduleError, bubbles, lower, validate
+from megatron.zero_bubble.schedule import Schedule, ScheduleError, lower, validate, with_post_validation
+from megatron.zero_bubble.schedule.analysis import causes
 from megatron.zero_bubble.schedule.draw import to_chrome_trace, to_html, to_svg
 from megatron.zero_bubble.schedule.generators import ENTRIES
 from megatron.zero_bubble.schedule.memory import peaks
@@ -18,6 +19,7 @@ from megatron.zero_bubble.schedule.serialize import (
     schedule_to_json,
     schedule_to_pytorch_csv,
 )
+from schedule_cli.costs import stage_costs
 from schedule_cli.files import deliver, read_schedule
 from schedule_cli.memory_curve import memory_curve
 from schedule_cli.report import Report, make_schedule, report_on, report_on_all
@@ -43,6 +45,8 @@ def list_schedules(arguments: argparse.Namespace) -> None:
 
 def generate(arguments: argparse.Namespace) -> None:
     schedule = _source(arguments)
+    if arguments.post_validation:
+        schedule = with_post_validation(schedule, stage_costs(arguments, schedule.placement))
     if arguments.lower:
         schedule = lower(schedule, arguments.receive_ahead)
     validate(schedule)
@@ -72,7 +76,7 @@ def simulate(arguments: argparse.Namespace) -> None:
 
 
 def compare(arguments: argparse.Namespace) -> None:
-    found = report_on_all(arguments)
+    found = report_on_all(arguments, post_validation=arguments.post_validation)
     if arguments.json:
         deliver(_json([one.as_json() for one in found]), arguments.output)
     else:
@@ -80,8 +84,17 @@ def compare(arguments: argparse.Namespace) -> None:
 
 
 def _summary(found: list[Report], *, markdown: bool = False) -> str:
-    heads = ("schedule", "bubble", "cost", "above bound", "makespan", "memory (M_B)", "messages", "made in")
-    rows = [
+    heads: tuple[str, ...] = (
+        "schedule",
+        "bubble",
+        "cost",
+        "above bound",
+        "makespan",
+        "memory (M_B)",
+        "messages",
+        "made in",
+    )
+    rows: list[tuple[str, ...]] = [
         (
             one.schedule.name,
             f"{100 * float(one.timeline.bubble_rate):.2f}%",
@@ -94,19 +107,25 @@ def _summary(found: list[Report], *, markdown: bool = False) -> str:
         )
         for one in found
     ]
+    if any(one.schedule.has_post_validation for one in found):
+        heads += ("iteration", "without", "gain")
+        rows = [(*row, *_iteration_times(one)) for row, one in zip(rows, found, strict=True)]
     return table(heads, rows, markdown=markdown)
+
+
+def _iteration_times(one: Report) -> tuple[str, str, str]:
+    """With post-validation and without it, and by how much iterations are faster for it."""
+    return f"{float(one.iteration_time):.6g}", f"{float(one.without_post_validation):.6g}", f"{100 * one.gain:.2f}%"
 
 
 def _ranks(found: Report) -> str:
     """Span, bubble by cause and peak memory of every rank."""
-    heads = ("rank", "span", "warmup", "waiting for F", "waiting for B", "communication", "tail", "memory (M_B)", "at")
-    peak = peaks(found.schedule, found.timeline.costs)
+    idle = causes(found.timeline)
     rows = []
-    for rank, bubble in enumerate(bubbles(found.timeline)):
-        causes = (bubble.warmup, bubble.waiting_for_forward, bubble.waiting_for_backward, bubble.communication)
-        values = (found.timeline.spans[rank], *causes, bubble.tail, found.peak_memory[rank])
-        rows.append((str(rank), *(f"{float(value):.6g}" for value in values), str(peak[rank].op or "")))
-    return table(heads, rows)
+    for rank, peak in enumerate(peaks(found.timeline.schedule, found.timeline.costs)):
+        values = (found.timeline.spans[rank], *(cause[rank] for cause in idle.values()), peak.amount)
+        rows.append((str(rank), *(f"{float(value):.6g}" for value in values), str(peak.op or "")))
+    return table(("rank", "span", *idle, "memory (M_B)", "at"), rows)
 
 
 def draw(arguments: argparse.Namespace) -> None:
@@ -114,10 +133,13 @@ def draw(arguments: argparse.Namespace) -> None:
     if output.suffix not in (".svg", ".html", ".json"):
         raise ScheduleError(f"--output {output} must end in .svg, .html, or .json (for Perfetto)")
     timeline = report_on(arguments).timeline
+    title = arguments.title
+    if title is None and arguments.steps > 1:
+        title = f"{timeline.schedule.name}, {arguments.steps} iterations"
     if output.suffix == ".svg":
-        deliver(to_svg(timeline, title=arguments.title, width=arguments.width), output)
+        deliver(to_svg(timeline, title=title, width=arguments.width), output)
     elif output.suffix == ".html":
-        deliver(to_html(timeline, title=arguments.title), output)
+        deliver(to_html(timeline, title=title), output)
     else:
         deliver(to_chrome_trace(timeline), output)
 

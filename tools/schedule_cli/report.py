@@ -15,15 +15,19 @@ from megatron.zero_bubble.schedule import (
     bubbles,
     critical_path,
     generate,
+    iteration_time,
     lower,
     names,
     placement_for,
+    repeat,
     simulate,
     validate,
+    with_post_validation,
 )
 from megatron.zero_bubble.schedule.generators import entry_of
 from megatron.zero_bubble.schedule.ir import SENDS
 from megatron.zero_bubble.schedule.memory import peaks
+from megatron.zero_bubble.schedule.post_validation import without_post_validation
 from schedule_cli.costs import stage_costs
 from schedule_cli.files import read_schedule
 
@@ -32,13 +36,22 @@ from schedule_cli.files import read_schedule
 class Report:
     """A valid schedule and its simulation, memory in M_B."""
 
+    schedule: Schedule
+    """Of one iteration."""
     timeline: Timeline
+    """Of `steps` iterations."""
+    steps: int
+    iteration_time: float
+    """From one iteration to the next."""
+    without_post_validation: float
+    """The same if every iteration waits for the last rank of the one before."""
     lower_bound: float
     generation_seconds: float
 
     @property
-    def schedule(self) -> Schedule:
-        return self.timeline.schedule
+    def gain(self) -> float:
+        """By what share iterations are faster for post-validation."""
+        return float(self.without_post_validation / self.iteration_time - 1)
 
     @property
     def above_bound(self) -> float:
@@ -68,12 +81,16 @@ class Report:
             "bubble_rate": timeline.bubble_rate,
             "lower_bound": self.lower_bound,
             "peak_memory": self.peak_memory,
-            "peak_memory_op": [str(peak.op) for peak in peaks(schedule, timeline.costs)],
+            "peak_memory_op": [str(peak.op) for peak in peaks(timeline.schedule, timeline.costs)],
             "span": list(timeline.spans),
             "bubble": [asdict(bubble) for bubble in bubbles(timeline)],
             "critical_path": [f"{rank}:{timed.op}" for rank, timed in critical_path(timeline)],
             "num_messages": self.num_messages,
             "overlap_communication": timeline.overlap_communication,
+            "post_validation": schedule.has_post_validation,
+            "steps": self.steps,
+            "iteration_time": self.iteration_time,
+            "iteration_time_without_post_validation": self.without_post_validation,
             "generation_seconds": self.generation_seconds,
         }
 
@@ -98,11 +115,15 @@ def make_schedule(arguments: argparse.Namespace, name: str, limit: Sequence[floa
 def report_on(arguments: argparse.Namespace) -> Report:
     """The schedule that --schedule or --input names."""
     if arguments.input is not None:
-        return report(arguments, read_schedule(arguments.input), 0.0)
-    return report(arguments, *make_schedule(arguments, arguments.schedule, arguments.memory_limit))
+        schedule, seconds = read_schedule(arguments.input), 0.0
+    else:
+        schedule, seconds = make_schedule(arguments, arguments.schedule, arguments.memory_limit)
+    return report(arguments, schedule, seconds, post_validation=arguments.post_validation, steps=arguments.steps)
 
 
-def report_on_all(arguments: argparse.Namespace, leave_out: Collection[str] = ()) -> list[Report]:
+def report_on_all(
+    arguments: argparse.Namespace, leave_out: Collection[str] = (), *, post_validation: bool = False
+) -> list[Report]:
     """The schedules that --schedule names, or all that can be but those to `leave_out`.
 
     What was asked for by name has to be there: raises `ScheduleError` otherwise.
@@ -117,7 +138,8 @@ def report_on_all(arguments: argparse.Namespace, leave_out: Collection[str] = ()
         if "group_size" not in entry.options:
             own.microbatch_group_size = None
         try:
-            found.append(report(own, *make_schedule(own, name, arguments.memory_limit)))
+            made = make_schedule(own, name, arguments.memory_limit)
+            found.append(report(own, *made, post_validation=post_validation))
         except ScheduleError as error:
             refusal = error
             if arguments.schedule:
@@ -127,12 +149,30 @@ def report_on_all(arguments: argparse.Namespace, leave_out: Collection[str] = ()
     return found
 
 
-def report(arguments: argparse.Namespace, schedule: Schedule, generation_seconds: float) -> Report:
-    """Validate and simulate."""
+def report(
+    arguments: argparse.Namespace,
+    schedule: Schedule,
+    generation_seconds: float,
+    *,
+    post_validation: bool = False,
+    steps: int = 1,
+) -> Report:
+    """Validate and simulate `steps` iterations, after each other with post-validation, which is added if asked for."""
     validate(schedule)
     costs = stage_costs(arguments, schedule.placement)
-    timeline = simulate(schedule, costs, overlap_communication=arguments.overlap)
-    return Report(timeline, _lower_bound(timeline), generation_seconds)
+    if post_validation:
+        schedule = with_post_validation(schedule, costs)
+        validate(schedule)
+    elif steps > 1 and not schedule.has_post_validation:
+        raise ScheduleError(
+            f"--steps {steps} needs --post-validation: without it an iteration starts when the one before has ended"
+        )
+    timeline = simulate(repeat(schedule, steps), costs, overlap_communication=arguments.overlap)
+    with_it, without = (
+        iteration_time(one, costs, overlap_communication=arguments.overlap)
+        for one in (schedule, without_post_validation(schedule))
+    )
+    return Report(schedule, timeline, steps, with_it, without, _lower_bound(timeline), generation_seconds)
 
 
 def _lower_bound(timeline: Timeline) -> float:

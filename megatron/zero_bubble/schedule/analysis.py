@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from itertools import pairwise
 
 from megatron.zero_bubble.schedule.ir import Op, OpKind
-from megatron.zero_bubble.schedule.messages import message_time, receive_before, send_after
+from megatron.zero_bubble.schedule.messages import input_time, message_time, receive_before, send_after
 from megatron.zero_bubble.schedule.replay import Node, dependencies
 from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline
 
@@ -16,11 +17,13 @@ class Bubble:
     """The time that one rank does not compute, from the first operation anywhere to the last anywhere, by cause."""
 
     warmup: float
-    """Before the rank's first operation: the pipeline fills."""
+    """Before the rank's first F: the pipeline fills."""
     waiting_for_forward: float
     """Before a later F, whose input is not there yet."""
     waiting_for_backward: float
     """Before a B or BW, whose gradient is not there yet."""
+    waiting_for_validation: float
+    """Before a VALIDATE: the state of all gradients of the iteration before is not there yet."""
     communication: float
     """Sending and receiving, where that occupies the rank."""
     tail: float
@@ -34,7 +37,8 @@ class Bubble:
     @property
     def within_span(self) -> float:
         """The part between the rank's first and last operation, which its span pays for."""
-        return self.waiting_for_forward + self.waiting_for_backward + self.communication
+        waiting = self.waiting_for_forward + self.waiting_for_backward + self.waiting_for_validation
+        return waiting + self.communication
 
 
 def bubbles(timeline: Timeline) -> tuple[Bubble, ...]:
@@ -45,22 +49,38 @@ def bubbles(timeline: Timeline) -> tuple[Bubble, ...]:
     return tuple(_bubble(timeline, rank, begin, end) for rank in range(len(timeline.lanes)))
 
 
+def causes(timeline: Timeline) -> dict[str, tuple[float, ...]]:
+    """For tables: the causes in words, each with its time on every rank; validation only where there is one."""
+    found = bubbles(timeline)
+    words = {
+        "warmup": "warmup",
+        "waiting_for_forward": "waiting for F",
+        "waiting_for_backward": "waiting for B",
+        "waiting_for_validation": "waiting for validation",
+        "communication": "communication",
+        "tail": "tail",
+    }
+    if not timeline.schedule.has_post_validation:
+        del words["waiting_for_validation"]
+    return {word: tuple(getattr(bubble, name) for bubble in found) for name, word in words.items()}
+
+
 def _bubble(timeline: Timeline, rank: int, begin: float, end: float) -> Bubble:
     lane = timeline.lanes[rank]
+    if lane and lane[0].op.kind is OpKind.VALIDATE:
+        lane = lane[1:]  # the pipeline still fills
     if not lane:
-        return Bubble(end - begin, 0, 0, 0, 0)
-    forward: float = 0
-    backward: float = 0
+        return Bubble(end - begin, 0, 0, 0, 0, 0)
+    waiting: dict[OpKind, float] = defaultdict(int)
     communication: float = 0
     for before, timed in pairwise(lane):
         gap = timed.start - before.end
         busy = 0 if timeline.overlap_communication else _busy_between(timeline, rank, before.op, timed.op)
         communication += busy
-        if timed.op.kind is OpKind.F:
-            forward += gap - busy
-        else:
-            backward += gap - busy
-    return Bubble(lane[0].start - begin, forward, backward, communication, end - lane[-1].end)
+        waiting[timed.op.kind] += gap - busy
+    forward, validation = waiting.pop(OpKind.F, 0), waiting.pop(OpKind.VALIDATE, 0)
+    backward = sum(waiting.values())
+    return Bubble(lane[0].start - begin, forward, backward, validation, communication, end - lane[-1].end)
 
 
 def _busy_between(timeline: Timeline, rank: int, before: Op, op: Op) -> float:
@@ -102,7 +122,7 @@ def _limited_by(
         before = timeline.lanes[rank][position - 1]
         sending = 0 if overlap else message_time(placement, costs, rank, send_after(placement, rank, before.op))
         candidates.append((before.end + sending, (rank, position - 1)))
-    comm = message_time(placement, costs, rank, receive_before(placement, rank, op)) if overlap else 0
+    comm = input_time(placement, costs, rank, op) if overlap or op.kind is OpKind.VALIDATE else 0
     for needed in dependencies(placement, op.kind, placement.stage_of(rank, op.chunk), op.microbatch):
         source, at = where[needed]
         if source != rank:

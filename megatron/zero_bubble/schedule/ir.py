@@ -165,7 +165,7 @@ class Schedule:
     @property
     def has_post_validation(self) -> bool:
         """Whether the ranks step before the state of all gradients is known, and validate later."""
-        return any(op.kind is OpKind.STEP for rank_ops in self.ops for op in rank_ops)
+        return any(op.kind in POST_VALIDATION for rank_ops in self.ops for op in rank_ops)
 
     def compute_ops(self, rank: int) -> Iterator[Op]:
         """The operations of `rank` without communication."""

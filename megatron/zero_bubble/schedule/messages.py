@@ -43,6 +43,16 @@ def message_time(placement: Placement, costs: StageCosts, rank: int, message: Op
     return costs.time_comm[stage if towards_last else stage - 1]
 
 
+def input_time(placement: Placement, costs: StageCosts, rank: int, op: Op) -> float:
+    """How long what the compute operation `op` of `rank` needs from other ranks is on its way; 0 if it needs nothing.
+
+    The state of all gradients, which VALIDATE needs, takes as long as the slowest message.
+    """
+    if op.kind is OpKind.VALIDATE:
+        return max(costs.time_comm, default=0)
+    return message_time(placement, costs, rank, receive_before(placement, rank, op))
+
+
 def _if_remote(placement: Placement, rank: int, neighbour: int, op: Op, kind: OpKind) -> Op | None:
     """A message of `kind` for `op`, unless the stage `neighbour` does not exist or is on the same rank."""
     if not 0 <= neighbour < placement.num_stages or placement.rank_of(neighbour) == rank:

@@ -11,6 +11,7 @@ from megatron.zero_bubble.schedule.errors import ScheduleError
 from megatron.zero_bubble.schedule.generators import entry_of, generate, placement_for
 from megatron.zero_bubble.schedule.ir import Placement, Schedule
 from megatron.zero_bubble.schedule.lower import lower
+from megatron.zero_bubble.schedule.post_validation import without_post_validation
 from megatron.zero_bubble.schedule.validate import validate
 
 
@@ -70,7 +71,10 @@ class NamedPlan:
 
 @dataclass(frozen=True)
 class FixedPlan:
-    """One schedule, from a file for example; it serves one number of microbatches."""
+    """One schedule, from a file for example; it serves one number of microbatches.
+
+    Like every plan's, its schedules are without post-validation, whatever was given: who runs them adds that.
+    """
 
     given: Schedule
 
@@ -87,6 +91,9 @@ class FixedPlan:
             raise ScheduleError(
                 f"schedule {self.name} is for {self.given.num_microbatches} microbatches, not for {num_microbatches}"
             )
+        if self.given.has_post_validation:
+            validate(self.given)
+            return _ready(without_post_validation(self.given))
         return _ready(self.given)
 
 

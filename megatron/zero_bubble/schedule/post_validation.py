@@ -39,16 +39,17 @@ def repeat(schedule: Schedule, num_steps: int) -> Schedule:
     return replace(schedule, num_microbatches=schedule.num_microbatches * num_steps, ops=ops)
 
 
-def iteration_time(schedule: Schedule, costs: StageCosts) -> float:
+def iteration_time(schedule: Schedule, costs: StageCosts, *, overlap_communication: bool = True) -> float:
     """The time from one iteration to the next when iterations follow each other, in the unit of the costs.
 
     Without post-validation every iteration waits for the last rank of the one before: it is the makespan. With
     it, ranks that are done go on: it is what the third iteration adds to the first two.
     """
-    if not schedule.has_post_validation:
-        return simulate(schedule, costs).makespan
-    two, three = (simulate(repeat(schedule, steps), costs).makespan for steps in (2, 3))
-    return three - two
+
+    def makespan(num_steps: int) -> float:
+        return simulate(repeat(schedule, num_steps), costs, overlap_communication=overlap_communication).makespan
+
+    return makespan(3) - makespan(2) if schedule.has_post_validation else makespan(1)
 
 
 def with_post_validation(schedule: Schedule, costs: StageCosts) -> Schedule:
@@ -123,6 +124,11 @@ def check_post_validation(schedule: Schedule) -> None:
     early: set[tuple[int, int]] = set()
     for rank in range(schedule.num_ranks):
         ops = tuple(schedule.compute_ops(rank))
+        for op in ops:
+            if op.kind in POST_VALIDATION and op not in (_STEP, _VALIDATE):
+                raise InvalidSchedule(
+                    f"schedule {schedule.name}: rank {rank} runs {op}: an iteration has {_STEP} and {_VALIDATE} only"
+                )
         for op in (_STEP, _VALIDATE):
             if ops.count(op) != 1:
                 times = ops.count(op)

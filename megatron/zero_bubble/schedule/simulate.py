@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import ScheduleError
 from megatron.zero_bubble.schedule.ir import OpKind, Schedule
-from megatron.zero_bubble.schedule.messages import message_time, receive_before, send_after
+from megatron.zero_bubble.schedule.messages import input_time, message_time, send_after
 from megatron.zero_bubble.schedule.replay import Node, dependencies, replay
 from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline
 
@@ -17,7 +17,7 @@ def simulate(schedule: Schedule, costs: StageCosts, *, overlap_communication: bo
     A tensor that crosses ranks takes `costs.time_comm` of its edge. If communication overlaps, both ranks go on
     computing meanwhile. If it does not, it occupies both: the sender for that time right after the
     operation that made the tensor, the receiver for that time right before the one that uses it. The state
-    that VALIDATE waits for takes as long as the slowest message.
+    that VALIDATE waits for takes as long as the slowest message, and occupies nobody.
 
     Nothing but sums and maxima of the given numbers is computed, so that integers and fractions give
     exact results. Raises `ScheduleError` if the costs are for another number of stages, and `Deadlock`.
@@ -36,13 +36,13 @@ def simulate(schedule: Schedule, costs: StageCosts, *, overlap_communication: bo
         op = schedule.ops[rank][position]
         stage = placement.stage_of(rank, op.chunk)
         start = free[rank]
-        comm = message_time(placement, costs, rank, receive_before(placement, rank, op))
-        if op.kind is OpKind.VALIDATE:
-            comm = max(costs.time_comm, default=0)
+        comm = input_time(placement, costs, rank, op)
+        # The state that VALIDATE waits for is reduced in the background in any case.
+        overlaps = overlap_communication or op.kind is OpKind.VALIDATE
         for needed in dependencies(placement, op.kind, stage, op.microbatch):
             if placement.rank_of(needed[1]) != rank:  # what the rank itself ran is there
                 sent = ends[needed]
-                start = max(start, sent + comm) if overlap_communication else max(start, sent) + comm
+                start = max(start, sent + comm) if overlaps else max(start, sent) + comm
         end = start + times[op.kind][stage]
         lanes[rank].append(TimedOp(op, start, end))
         ends[OpKind.B if op.kind is OpKind.BW else op.kind, stage, op.microbatch] = end

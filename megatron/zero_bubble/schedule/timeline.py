@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megatron.zero_bubble.schedule.costs import StageCosts
-from megatron.zero_bubble.schedule.ir import Op, Schedule
+from megatron.zero_bubble.schedule.ir import POST_VALIDATION, Op, Schedule
 from megatron.zero_bubble.schedule.memory import peak_memory
 
 
@@ -34,8 +34,12 @@ class Timeline:
 
     @property
     def spans(self) -> tuple[float, ...]:
-        """For every rank, the time from the start of its first operation to the end of its last."""
-        return tuple(lane[-1].end - lane[0].start if lane else 0 for lane in self.lanes)
+        """For every rank, the time from the start of its first operation to the end of its last.
+
+        STEP and VALIDATE do not count: a rank validates long before its first forward arrives, if there is time.
+        """
+        computing = ([timed for timed in lane if timed.op.kind not in POST_VALIDATION] for lane in self.lanes)
+        return tuple(lane[-1].end - lane[0].start if lane else 0 for lane in computing)
 
     @property
     def cost(self) -> float:

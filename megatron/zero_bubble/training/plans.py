@@ -40,6 +40,8 @@ def choose_plan(args: Arguments) -> Plan | None:
         for num_microbatches in _microbatch_counts(args):
             plan.schedule(num_microbatches)
         if isinstance(plan, FixedPlan):
+            if plan.given.has_post_validation and not args.zero_bubble_post_validation:
+                raise ScheduleError("its STEP and VALIDATE need --zero-bubble-post-validation")
             _check_memory(args, plan.given)
     except Infeasible as error:
         raise ValueError(

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.zero_bubble.runtime.timeline import MeasuredOp
-from megatron.zero_bubble.schedule import OpKind, Schedule, StageCosts, TimedOp, Timeline, bubbles, simulate
+from megatron.zero_bubble.schedule import OpKind, Schedule, StageCosts, TimedOp, Timeline, simulate
+from megatron.zero_bubble.schedule.analysis import causes
 from megatron.zero_bubble.schedule.draw import to_chrome_trace, to_html, to_svg
 from megatron.zero_bubble.schedule.ir import SPLIT_WEIGHT_GRADIENTS
 from megatron.zero_bubble.schedule.serialize import Profile
@@ -123,12 +124,12 @@ def _costs_of(schedule: Schedule, lanes: Sequence[Sequence[TimedOp]], profile: P
 
 def idle_table(timeline: Timeline) -> str:
     """The idle time of every rank by cause, in milliseconds."""
-    lines = [f"{'rank':>4} {'warmup':>10} {'waiting for F':>14} {'waiting for B':>14} {'tail':>10}"]
-    for rank, bubble in enumerate(bubbles(timeline)):
-        lines.append(
-            f"{rank:4d} {bubble.warmup:10.2f} {bubble.waiting_for_forward:14.2f} "
-            f"{bubble.waiting_for_backward:14.2f} {bubble.tail:10.2f}"
-        )
+    idle = causes(timeline)
+    del idle["communication"]  # measured, it is part of the waiting
+    widths = [max(len(word), 10) for word in idle]
+    lines = ["rank " + " ".join(word.rjust(width) for word, width in zip(idle, widths, strict=True))]
+    for rank, times in enumerate(zip(*idle.values(), strict=True)):
+        lines.append(f"{rank:4d} " + " ".join(f"{time:{width}.2f}" for time, width in zip(times, widths, strict=True)))
     return "\n".join(lines)
 
 

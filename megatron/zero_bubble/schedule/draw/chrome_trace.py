@@ -6,7 +6,8 @@ import json
 from typing import Any
 
 from megatron.zero_bubble.schedule.draw import curves
-from megatron.zero_bubble.schedule.timeline import Timeline
+from megatron.zero_bubble.schedule.ir import POST_VALIDATION, Schedule
+from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline
 
 
 def to_chrome_trace(timeline: Timeline, *, microseconds: float = 1000) -> str:
@@ -20,27 +21,22 @@ def to_chrome_trace(timeline: Timeline, *, microseconds: float = 1000) -> str:
     ]
     for rank, lane in enumerate(timeline.lanes):
         events.append({"ph": "M", "pid": 0, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}})
-        for op, start, end in lane:
-            events.append(
-                {
-                    "ph": "X",
-                    "pid": 0,
-                    "tid": rank,
-                    "name": str(op),
-                    "cat": op.kind.value,
-                    "ts": float(start) * microseconds,
-                    "dur": float(end - start) * microseconds,
-                    "args": {
-                        "stage": schedule.placement.stage_of(rank, op.chunk),
-                        "chunk": op.chunk,
-                        "microbatch": op.microbatch,
-                    },
-                }
-            )
+        events += (_event(schedule, rank, timed, microseconds) for timed in lane)
         events += _counter(f"memory of rank {rank}", curves.memory(timeline, rank), microseconds)
     events += _counter("idle ranks", curves.idle_ranks(timeline), microseconds)
     lines = ",\n".join(json.dumps(event) for event in events)
     return f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n]}}\n'
+
+
+def _event(schedule: Schedule, rank: int, timed: TimedOp, microseconds: float) -> dict[str, Any]:
+    """One operation: a slice, or an instant if it takes no time (STEP and VALIDATE, simulated)."""
+    op, start, end = timed
+    place = {"pid": 0, "tid": rank, "name": str(op), "cat": op.kind.value, "ts": float(start) * microseconds}
+    length = {"ph": "X", "dur": float(end - start) * microseconds} if end > start else {"ph": "i", "s": "t"}
+    if op.kind in POST_VALIDATION:
+        return {**place, **length, "args": {"iteration": op.microbatch}}
+    stage = schedule.placement.stage_of(rank, op.chunk)
+    return {**place, **length, "args": {"stage": stage, "chunk": op.chunk, "microbatch": op.microbatch}}
 
 
 def _counter(name: str, steps: curves.Steps, microseconds: float) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from megatron.zero_bubble.schedule.analysis import bubbles
+from megatron.zero_bubble.schedule.analysis import causes
 from megatron.zero_bubble.schedule.draw.canvas import number
 from megatron.zero_bubble.schedule.draw.svg import to_svg
 from megatron.zero_bubble.schedule.memory import peaks
@@ -74,12 +74,11 @@ def to_html(timeline: Timeline, *, title: str | None = None, memory_unit: str = 
 
 def _table(timeline: Timeline, memory_unit: str) -> str:
     """Span, work, bubble by cause and peak memory of every rank."""
-    heads = ("rank", "span", "work", "warmup", "waiting for F", "waiting for B", "communication", "tail")
-    rows = ["".join(f"<th>{head}</th>" for head in (*heads, f"peak memory ({escape(memory_unit)})", "reached by"))]
-    peak = peaks(timeline.schedule, timeline.costs)
-    for rank, bubble in enumerate(bubbles(timeline)):
-        causes = (bubble.warmup, bubble.waiting_for_forward, bubble.waiting_for_backward, bubble.communication)
-        values = (timeline.spans[rank], timeline.work[rank], *causes, bubble.tail, peak[rank].amount)
-        cells = [str(rank), *(number(value, 4) for value in values), str(peak[rank].op or "")]
+    idle = causes(timeline)
+    heads = ("rank", "span", "work", *idle, f"peak memory ({escape(memory_unit)})", "reached by")
+    rows = ["".join(f"<th>{head}</th>" for head in heads)]
+    for rank, peak in enumerate(peaks(timeline.schedule, timeline.costs)):
+        times = (timeline.spans[rank], timeline.work[rank], *(cause[rank] for cause in idle.values()))
+        cells = [str(rank), *(number(value, 4) for value in (*times, peak.amount)), str(peak.op or "")]
         rows.append("".join(f"<td>{cell}</td>" for cell in cells))
     return "<table>\n" + "\n".join(f"<tr>{row}</tr>" for row in rows) + "\n</table>"

@@ -5,13 +5,22 @@ from __future__ import annotations
 from megatron.zero_bubble.schedule.ir import OpKind
 
 # Okabe and Ito, "Color Universal Design", 2008.
-FILLS = {OpKind.F: "#56b4e9", OpKind.B: "#e69f00", OpKind.W: "#009e73", OpKind.BW: "#cc79a7"}
+FILLS = {
+    OpKind.F: "#56b4e9",
+    OpKind.B: "#e69f00",
+    OpKind.W: "#009e73",
+    OpKind.BW: "#cc79a7",
+    OpKind.STEP: "#000000",
+    OpKind.VALIDATE: "#d55e00",
+}
 MEANINGS = {
     OpKind.F: "F forward",
     OpKind.B: "B input gradient",
     OpKind.W: "W weight gradient",
     OpKind.W_TAIL: "WT weight gradient, by parameter",
     OpKind.BW: "BW both gradients",
+    OpKind.STEP: "STEP optimizer",
+    OpKind.VALIDATE: "VALIDATE step confirmed or amended",
 }
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 """For lines that belong to different schedules."""

@@ -7,12 +7,15 @@ from dataclasses import dataclass
 
 from megatron.zero_bubble.schedule.draw import canvas, curves, palette
 from megatron.zero_bubble.schedule.draw.canvas import INK, line, number, rect, text
+from megatron.zero_bubble.schedule.ir import POST_VALIDATION
 from megatron.zero_bubble.schedule.memory import memory_held
 from megatron.zero_bubble.schedule.timeline import Timeline
 
 _LEFT, _RIGHT, _TOP = 76, 24, 66
 _CURVE_HEIGHT, _CURVE_GAP = 84, 44
 _MIN_WIDTH, _MAX_WIDTH = 920, 16000
+_MARK_WIDTH = 3
+"""Of STEP and VALIDATE, which take no time in a simulation."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,8 @@ def _layout(timeline: Timeline, width: int | None) -> _Layout:
     lanes = [lane for lane in timeline.lanes if lane]
     num_lanes = len(timeline.lanes)
     duration = float(timeline.makespan) or 1.0
-    shortest = min((float(timed.end - timed.start) for lane in lanes for timed in lane), default=1.0)
+    computing = (timed for lane in lanes for timed in lane if timed.op.kind not in POST_VALIDATION)
+    shortest = min((float(timed.end - timed.start) for timed in computing), default=1.0)
     if width is None:
         digits = len(str(timeline.schedule.num_microbatches - 1))
         wanted = duration / max(shortest, duration / _MAX_WIDTH) * (7 * digits + 5)
@@ -116,6 +120,8 @@ def _lane(timeline: Timeline, layout: _Layout, rank: int, memory_unit: str) -> I
     yield rect(layout.x(begin), top, layout.x(end) - layout.x(begin), height, "#f2f2f2")
     held = memory_held(schedule, timeline.costs, rank)
     for (op, start, stop), (_, during, _) in zip(timeline.lanes[rank], held, strict=True):
+        if op.kind in POST_VALIDATION:
+            continue
         fill = palette.fill_of(op.kind, op.chunk, schedule.num_chunks)
         x, width = layout.x(start), layout.x(stop) - layout.x(start)
         tip = (
@@ -129,6 +135,17 @@ def _lane(timeline: Timeline, layout: _Layout, rank: int, memory_unit: str) -> I
                 ink = "#ffffff" if palette.is_dark(fill) else INK
                 yield text(x + width / 2, top + height / 2 + size / 3, label, size, "middle", ink)
                 break
+    yield from _marks(timeline, layout, rank)
+
+
+def _marks(timeline: Timeline, layout: _Layout, rank: int) -> Iterator[str]:
+    """STEP and VALIDATE of a lane, above everything else."""
+    for op, start, stop in timeline.lanes[rank]:
+        if op.kind in POST_VALIDATION:
+            width = max(_MARK_WIDTH, layout.x(stop) - layout.x(start))
+            x = (layout.x(start) + layout.x(stop) - width) / 2
+            tip = f"{op} on rank {rank}, at {number(start, 4)}"
+            yield rect(x, layout.lane_top(rank) - 1, width, layout.lane_height + 2, palette.FILLS[op.kind], tip)
 
 
 def _curve_frame(layout: _Layout, k: int, name: str, largest: float) -> Iterator[str]:

@@ -42,7 +42,14 @@ class _Action(NamedTuple):
 
 
 def schedule_to_pytorch_csv(schedule: Schedule) -> str:
-    """The schedule for `_load_csv`, format "compute_only", or "compute_comms" if it is lowered."""
+    """The schedule for `_load_csv`, format "compute_only", or "compute_comms" if it is lowered.
+
+    Raises `ScheduleError` for a schedule with post-validation.
+    """
+    if schedule.has_post_validation:
+        raise ScheduleError(
+            f"schedule {schedule.name} has STEP and VALIDATE, for which PyTorch's CSV has no word: write JSON or CSV"
+        )
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\r\n")
     for rank, ops in enumerate(schedule.ops):
