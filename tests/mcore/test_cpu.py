@@ -106,6 +106,9 @@ class TestWhatMegatronCoreAsksOfCuda:
         arguments = arguments if isinstance(arguments, tuple) else (arguments,)
         assert getattr(torch, factory)(*arguments, device=device).device.type == "cpu"
 
+    def test_memory_is_not_pinned_for_a_copy_that_there_is_not(self):
+        assert torch.tensor([1, 2], device="cpu", pin_memory=True).cuda().tolist() == [1, 2]
+
     def test_other_devices_are_left_alone(self):
         assert torch.zeros(2, device="meta").device.type == "meta"
         assert torch.zeros(2, device=torch.cuda.current_device()).device.type == "cpu"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,11 @@ LAYOUTS = {
         *("--disable-bias-linear", "--swiglu", "--use-distributed-optimizer"),
     ),
 }
+NO_DROPOUT = (
+    *("--attention-dropout", "0", "--hidden-dropout", "0", "--position-embedding-type", "rope"),
+    *("--group-query-attention", "--num-query-groups", "2", "--overlap-grad-reduce", *BUCKETS),
+)
+LAYOUTS["cp2"] = ("--context-parallel-size", "2", *NO_DROPOUT)
 SCHEDULES = ("zb-h1", "zb-2p")
 
 
@@ -45,6 +51,7 @@ def numerics(tmp_path_factory: pytest.TempPathFactory) -> Path:
         trainings[f"base-{layout}"] = [*COMMON, *flags]
         for schedule in SCHEDULES:
             trainings[f"{schedule}-{layout}"] = [*COMMON, *flags, "--zero-bubble-schedule", schedule]
+    trainings["without-cp"] = [*COMMON, *NO_DROPOUT]
     run_trainings(4, trainings, folder)
     return folder
 
@@ -53,6 +60,17 @@ def numerics(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_numerics_equal_megatron_core(numerics: Path, schedule: str, layout: str) -> None:
     assert (numerics / f"{schedule}-{layout}.jsonl").read_bytes() == (numerics / f"base-{layout}.jsonl").read_bytes()
+
+
+def test_context_parallelism_computes_what_one_rank_computes(numerics: Path) -> None:
+    """Up to rounding: the sums are others."""
+    whole, parts = (
+        [json.loads(line) for line in (numerics / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("without-cp", "base-cp2")
+    )
+    for key in ("lm_loss", "grad_norm"):
+        expected = [float.fromhex(line[key]) for line in whole]
+        assert [float.fromhex(line[key]) for line in parts] == pytest.approx(expected, rel=1e-4)
 
 
 def test_the_layouts_are_really_different(numerics: Path) -> None:

@@ -151,6 +151,8 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
         device = kwargs.get("device")
         if device is not None and str(device).startswith("cuda"):
             kwargs["device"] = "cpu"
+        # With context parallelism, rotary positions are pinned, to be copied to the device.
+        kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
 
     return on_cpu

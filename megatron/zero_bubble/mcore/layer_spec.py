@@ -1,4 +1,4 @@
-"""megatron-core's local layers, with a norm that allows sequence parallelism without apex or Transformer Engine."""
+"""megatron-core's local layers, made to allow sequence and context parallelism without apex or Transformer Engine."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+from megatron.zero_bubble.mcore.context_parallel import ContextParallelAttention
 
 
 class SequenceParallelNorm:
@@ -32,9 +34,11 @@ def local_block_spec(
 ) -> ModuleSpec | TransformerBlockSubmodules:
     """The spec of one model chunk's decoder."""
     layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, normalization=config.normalization)
+    layer = copy.deepcopy(layer)
+    if config.context_parallel_size > 1:
+        layer.submodules.self_attention.submodules.core_attention = ContextParallelAttention
     if not config.sequence_parallel:
         return layer
-    layer = copy.deepcopy(layer)
     layer.submodules.input_layernorm = SequenceParallelNorm
     layer.submodules.pre_mlp_layernorm = SequenceParallelNorm
     num_layers = get_num_layers_to_build(config, vp_stage, pp_rank)

@@ -50,6 +50,7 @@ class ParallelFlags:
 
     tensor_model_parallel_size: int = flag("ranks that share each layer", 1)
     pipeline_model_parallel_size: int = flag("pipeline ranks", 1)
+    context_parallel_size: int = flag("ranks that share each sequence", 1)
     expert_model_parallel_size: int = flag("ranks that share the experts, among the data-parallel ones", 1)
     sequence_parallel: bool = flag("split the sequence over tensor-parallel ranks outside of linear layers", False)
     num_layers_per_virtual_pipeline_stage: int | None = flag("layers in a model chunk: several chunks a rank", None)
@@ -278,7 +279,8 @@ class Arguments(*FLAG_GROUPS):  # type: ignore[misc]
 
     @property
     def data_parallel_size(self) -> int:
-        return self.world_size // (self.tensor_model_parallel_size * self.pipeline_model_parallel_size)
+        tensor, pipeline = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
+        return self.world_size // (tensor * pipeline * self.context_parallel_size)
 
 
 def parse_arguments(argv: Sequence[str], prog: str = "pretrain_gpt.py") -> Arguments:

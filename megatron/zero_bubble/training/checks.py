@@ -56,7 +56,7 @@ def _check_ranges(args: Arguments) -> None:
         *("log_interval", "eval_interval", "save_interval", "exit_interval", "tensorboard_log_interval"),
         "log_memory_interval",
         *("distributed_timeout_minutes", "vocab_size", "ddp_bucket_size", "lr_decay_iters"),
-        *("num_experts", "expert_model_parallel_size"),
+        *("num_experts", "expert_model_parallel_size", "context_parallel_size"),
     )
     for name in at_least_one:
         value = getattr(args, name)
@@ -114,11 +114,19 @@ def _check_model(args: Arguments) -> None:
 
 def _check_parallel(args: Arguments, has_cuda: bool) -> None:
     tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    context = args.context_parallel_size
+    ranks = tensor * pipeline * context
     sizes = f"--tensor-model-parallel-size {tensor} x --pipeline-model-parallel-size {pipeline}"
+    sizes += f" x --context-parallel-size {context}" if context > 1 else ""
     _require(
-        args.world_size % (tensor * pipeline) == 0,
-        f"{sizes} = {tensor * pipeline} ranks do not divide the {args.world_size} that were started: "
-        f"torchrun --nproc-per-node must give a multiple of {tensor * pipeline}",
+        args.world_size % ranks == 0,
+        f"{sizes} = {ranks} ranks do not divide the {args.world_size} that were started: "
+        f"torchrun --nproc-per-node must give a multiple of {ranks}",
+    )
+    parts = 2 * context * (tensor if args.sequence_parallel else 1)
+    _require(
+        context == 1 or args.seq_length % parts == 0,
+        f"--context-parallel-size {context} cuts --seq-length {args.seq_length} into {parts} equal parts",
     )
     _require(
         args.num_layers >= pipeline,

@@ -47,6 +47,7 @@ def _initialize_megatron_core(args: Arguments, placement: Placement) -> None:
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=placement.num_chunks if placement.num_chunks > 1 else None,
+        context_parallel_size=args.context_parallel_size,
         expert_model_parallel_size=args.expert_model_parallel_size,
         get_embedding_ranks=embedding_ranks(placement),
         distributed_timeout_minutes=args.distributed_timeout_minutes,

@@ -56,6 +56,7 @@ def transformer_config(args: Arguments, num_chunks: int, timers: Any) -> Transfo
             moe_router_topk=args.moe_router_topk,
             moe_aux_loss_coeff=args.moe_aux_loss_coeff,
             moe_token_dispatcher_type=args.moe_token_dispatcher_type,
+            context_parallel_size=args.context_parallel_size,
             expert_model_parallel_size=args.expert_model_parallel_size,
             sequence_parallel=args.sequence_parallel,
             pipeline_model_parallel_size=args.pipeline_model_parallel_size,
