@@ -4,6 +4,7 @@
 #   make test        the tests
 #   make test-slurm  the Slurm examples on a Slurm of two nodes, which apt-get installs; as root
 #   make lint        ruff (format, check) and mypy
+#   make gpu-check   numerics, times and memory on one CUDA device
 #
 # PYTHON=python3.12 chooses the interpreter that .venv is made from; FLAGS='...' are passed on.
 
@@ -12,7 +13,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: pretrain test test-slurm lint format clean
+.PHONY: pretrain test test-slurm gpu-check lint format clean
 
 $(INSTALLED): pyproject.toml constraints.txt setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -34,6 +35,9 @@ test-slurm: $(INSTALLED)
 	@command -v slurmctld >/dev/null && command -v munged >/dev/null && command -v ip >/dev/null || \
 		{ apt-get update && apt-get install --yes --no-install-recommends slurm-wlm munge iproute2; } || true
 	PATH="$$PATH:/usr/sbin:/sbin" OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/slurm $(FLAGS)
+
+gpu-check: $(INSTALLED)
+	$(BIN)/python tools/gpu_check.py $(FLAGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
