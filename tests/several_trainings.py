@@ -2,16 +2,46 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron.zero_bubble.mcore.cpu import substitute_cuda
+
+FAULT = "inf:"
+"""`inf:ITERATION@RANK` among the flags: a gradient of this pipeline rank is infinite in this iteration."""
+
+
+@contextlib.contextmanager
+def infinite_gradients(faults: set[tuple[int, ...]]) -> Iterator[None]:
+    """Put the Inf in right after the gradients have been reduced over replicas."""
+    from megatron.core import parallel_state
+
+    from megatron.zero_bubble import schedules
+
+    finalize, iteration = schedules.finalize_gradients, 0
+
+    def finalize_and_spoil(config: Any, placement: Any, chunks: list[Any], *more: Any) -> None:
+        nonlocal iteration
+        iteration += 1
+        finalize(config, placement, chunks, *more)
+        if (iteration, parallel_state.get_pipeline_model_parallel_rank()) in faults:
+            for parameter in chunks[0].parameters():
+                parameter.main_grad.view(-1)[0] = float("inf")
+
+    schedules.finalize_gradients = finalize_and_spoil
+    try:
+        yield
+    finally:
+        schedules.finalize_gradients = finalize
 
 
 def main(plan: str) -> None:
@@ -23,13 +53,15 @@ def main(plan: str) -> None:
 
     gc.freeze()  # the modules: collecting them takes a second
     for number, (name, flags) in enumerate(json.loads(Path(plan).read_text()).items()):
+        faults = [flags.pop(index) for index in reversed(range(len(flags))) if flags[index].startswith(FAULT)]
         args = parse_arguments(flags)
         complete_and_check(args, os.environ, torch.cuda.is_available())
         # Each training in process groups of its own: those of all together would have a thousand threads.
         store = dist.FileStore(f"{plan}.{number}.store", args.world_size)
         dist.init_process_group(args.distributed_backend, store=store, rank=args.rank, world_size=args.world_size)
         print_rank_0(f"training {name}")
-        pretrain(args)
+        with infinite_gradients({tuple(map(int, fault[len(FAULT) :].split("@"))) for fault in faults}):
+            pretrain(args)
         gc.collect()  # the model holds some of the groups, and has cycles
         dist.destroy_process_group()
 

@@ -1,0 +1,136 @@
+"""A step that turns out wrong: the executor runs the forwards before VALIDATE again, on every rank."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from toy_pipeline import Pipeline, Problem, ToyStage
+
+from megatron.zero_bubble.schedule import Op, OpKind, StageCosts, generate, lower, names, validate, with_post_validation
+from megatron.zero_bubble.schedule.post_validation import before_validation
+
+LR = 0.1
+
+
+class Optimizer:
+    """Plain gradient descent for all ranks, whose steps of the iterations `wrong` are first taken the wrong way."""
+
+    def __init__(self, problem: Problem, wrong: set[int]) -> None:
+        self.problem, self.wrong = problem, wrong
+        self.lock = threading.Lock()
+
+    def step(self, stages: list[int], iteration: int) -> None:
+        """Each stage steps by itself, and too far if its step is to be amended."""
+        self._move(stages, -LR * (10.0 if iteration in self.wrong else 1.0))
+
+    def amend(self, stages: list[int], iteration: int) -> bool:
+        if iteration not in self.wrong:
+            return False
+        with torch.no_grad():
+            for stage in stages:
+                for weight, before in zip(self.problem.weights[stage], self.saved[stage], strict=True):
+                    weight.copy_(before).add_(weight.grad, alpha=-LR)
+        return True
+
+    def _move(self, stages: list[int], rate: float) -> None:
+        with torch.no_grad():
+            for stage in stages:
+                self.saved[stage] = [weight.clone() for weight in self.problem.weights[stage]]
+                for weight in self.problem.weights[stage]:
+                    weight.add_(weight.grad, alpha=rate)
+
+    saved: dict[int, list[torch.Tensor]]
+
+
+class SteppingToyStage(ToyStage):
+    """A toy stage that steps within the schedule."""
+
+    optimizer: Optimizer
+    iteration = 0
+    restarts = 0
+
+    def step(self) -> None:
+        self.optimizer.step(self.stages, self.iteration)
+        self.iteration += 1
+
+    def validate(self) -> bool:
+        was_wrong = self.iteration > 0 and self.optimizer.amend(self.stages, self.iteration - 1)
+        self._zero_gradients()
+        return was_wrong
+
+    def restart(self) -> None:
+        self.restarts += 1
+
+    def _zero_gradients(self) -> None:
+        for stage in self.stages:
+            for weight in self.problem.weights[stage]:
+                weight.grad = None
+
+
+def pipeline_of(schedule, wrong: set[int]) -> Pipeline:
+    problem = Problem(schedule.num_stages, schedule.num_microbatches)
+    pipeline = Pipeline(schedule, problem)
+    optimizer = Optimizer(problem, wrong)
+    optimizer.saved = {}
+    for stage in pipeline.stages:
+        stage.__class__ = SteppingToyStage
+        stage.optimizer = optimizer
+    return pipeline
+
+
+def train_in_order(num_stages: int, num_microbatches: int, iterations: int) -> tuple[Problem, list[dict]]:
+    """The same training in one process: gradients of all microbatches, then the right step."""
+    problem, losses = Problem(num_stages, num_microbatches), []
+    for _ in range(iterations):
+        for stage in problem.weights:
+            for weight in stage:
+                weight.grad = None
+        problem.run_by_autograd()
+        losses.append(dict(problem.losses))
+        with torch.no_grad():
+            for stage in problem.weights:
+                for weight in stage:
+                    weight.add_(weight.grad, alpha=-LR)
+    return problem, losses
+
+
+def post_validated(name: str, p: int, m: int):
+    schedule = generate(name, p, m)
+    schedule = lower(with_post_validation(schedule, StageCosts.uniform(schedule.num_stages)))
+    validate(schedule)
+    return schedule
+
+
+@pytest.mark.parametrize("wrong", [set(), {0}, {0, 1, 2}], ids=["none", "first", "all"])
+@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (3, 6), (4, 8)])
+def test_training_is_that_of_right_steps(name, p, m, wrong):
+    """Losses and weights bit for bit, whichever steps were wrong at first; the threads follow no common clock."""
+    schedule = post_validated(name, p, m)
+    pipeline = pipeline_of(schedule, wrong)
+    reference, losses = train_in_order(schedule.num_stages, m, iterations=3)
+    for expected in losses:
+        pipeline.run()
+        assert all(torch.equal(pipeline.problem.losses[k], expected[k]) for k in range(m))
+    for stage in pipeline.stages:
+        stage.validate()  # the last step
+        assert stage.restarts == len(wrong - {2})
+    for ours, right in zip(pipeline.problem.weights, reference.weights, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, right, strict=True))
+    assert pipeline.network.undelivered() == []
+
+
+def test_only_what_stands_before_validation_runs_again():
+    schedule = post_validated("zb-2p", 4, 8)
+    pipeline = pipeline_of(schedule, wrong={0})
+    pipeline.run()
+    for stage in pipeline.stages:
+        stage.ran.clear()
+    pipeline.run()
+    for rank, stage in enumerate(pipeline.stages):
+        again = [op for op in before_validation(schedule, rank) if op.kind is OpKind.F]
+        computed = [op for op in schedule.ops[rank] if op.kind in (OpKind.F, OpKind.B, OpKind.W, OpKind.BW)]
+        assert stage.ran == again + computed
+        assert again == [Op(OpKind.F, m) for m in range(4 - rank)]

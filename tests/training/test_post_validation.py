@@ -1,0 +1,141 @@
+"""The promise of `--zero-bubble-post-validation`: the numbers of the step that waits for all ranks, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from tests.launch import TINY_GPT, run, run_trainings
+from tests.several_trainings import FAULT
+
+FP16 = ("--fp16", "--initial-loss-scale", "65536", "--hysteresis", "1", "--loss-scale-window", "4")
+SOME_CLIPPED = ("--clip-grad", "1.3")
+ALL_CLIPPED = ("--clip-grad", "0.3")
+NONE_CLIPPED = ("--clip-grad", "1e6")
+UNTIED = ("--untie-embeddings-and-output-weights",)
+SHARDED = ("--use-distributed-optimizer",)
+
+
+def infs(*places: str) -> tuple[str, ...]:
+    return tuple(f"{FAULT}{place}" for place in places)
+
+
+TWO_RANKS = {
+    "fp32, clipped now and then": (*SOME_CLIPPED, "--train-iters", "50"),
+    "bf16, clipped always": ("--bf16", *ALL_CLIPPED),
+    "bf16, an Inf without a loss scale": ("--bf16", *SOME_CLIPPED, *UNTIED, *infs("9@1")),
+    "fp32, never clipped": (*NONE_CLIPPED, *UNTIED),
+    "fp16, Inf first, last, on each and on both": (
+        *FP16,
+        *SOME_CLIPPED,
+        *infs("1@0", "5@1", "8@0", "8@1", "12@1"),
+        *("--train-iters", "50"),
+    ),
+}
+FOUR_RANKS = {
+    "fp32, clipped now and then": SOME_CLIPPED,
+    "fp16, an Inf on each rank in turn": (*FP16, *SOME_CLIPPED, *infs("3@0", "5@1", "7@2", "9@3", "12@0", "12@2")),
+    "a V, bf16, untied": (
+        *("--zero-bubble-schedule", "zb-v", "--num-layers", "8", "--bf16", *SOME_CLIPPED, *UNTIED, *infs("11@2")),
+        # Dropout follows the order of the two chunks' forwards, and that a plan made from measured times.
+        *("--zero-bubble-profile-iters", "0", "0"),
+    ),
+}
+REPLICAS = {
+    "replicas, fp16": (*FP16, *SOME_CLIPPED, *infs("4@1", "12@0")),
+    "distributed optimizer, fp16": (*FP16, *SOME_CLIPPED, *SHARDED, *infs("4@1", "12@0")),
+    "distributed optimizer, fp32, all overlapped": (
+        *(*SOME_CLIPPED, *SHARDED, "--overlap-grad-reduce", "--overlap-param-gather"),
+    ),
+    "experts on two ranks": (
+        *("--num-experts", "4", "--expert-model-parallel-size", "2", "--moe-aux-loss-coeff", "0.01"),
+        *("--disable-bias-linear", *SOME_CLIPPED),
+    ),
+}
+"""Two pipeline ranks, and two replicas of each."""
+
+LAYOUTS = {2: (2, TWO_RANKS), 4: (4, FOUR_RANKS), "2 x 2": (2, REPLICAS)}
+CASES = [(layout, case) for layout, (_, cases) in LAYOUTS.items() for case in cases]
+
+
+def flags(num_ranks: int, *more: str) -> list[str]:
+    """Dropout is on, embeddings are tied unless a case says otherwise."""
+    sizes = ["--pipeline-model-parallel-size", str(num_ranks), "--global-batch-size", "4", "--train-iters", "12"]
+    return [*TINY_GPT, *sizes, "--zero-bubble-schedule", "zb-2p", *more]
+
+
+@pytest.fixture(scope="module")
+def numerics(tmp_path_factory: pytest.TempPathFactory) -> dict[object, Path]:
+    """The numerics files of every case, with the step at the end and, in `.post`, with post-validation."""
+    folders: dict[object, Path] = {}
+    for layout, (num_ranks, cases) in LAYOUTS.items():
+        folders[layout] = tmp_path_factory.mktemp("numerics")
+        trainings = {}
+        for case, case_flags in cases.items():
+            trainings[case] = flags(num_ranks, *case_flags)
+            trainings[f"{case}.post"] = [*trainings[case], "--zero-bubble-post-validation"]
+        run_trainings(2 if layout == 2 else 4, trainings, folders[layout])
+    return folders
+
+
+def lines_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(("layout", "case"), CASES, ids=[f"{layout} ranks: {case}" for layout, case in CASES])
+def test_the_numbers_are_those_of_a_step_that_waits(numerics: dict[object, Path], layout: object, case: str) -> None:
+    ours = (numerics[layout] / f"{case}.post.jsonl").read_bytes()
+    assert ours == (numerics[layout] / f"{case}.jsonl").read_bytes()
+
+
+def test_the_cases_are_what_they_say(numerics: dict[object, Path]) -> None:
+    """Clipping in all, some and no iterations; skipped steps where an Inf was put, and no other."""
+
+    def norms(case: str) -> list[float | None]:
+        values = [line["grad_norm"] for line in lines_of(numerics[2] / f"{case}.jsonl")]
+        return [None if value is None else float.fromhex(value) for value in values]
+
+    some = norms("fp32, clipped now and then")
+    assert len(some) == 50
+    assert min(some) < 1.3 < max(some)
+    assert min(norms("bf16, clipped always")) > 0.3
+    skipped = [k for k, norm in enumerate(norms("fp16, Inf first, last, on each and on both"), 1) if norm is None]
+    assert skipped == [1, 5, 8, 12]
+    assert math.isinf(norms("bf16, an Inf without a loss scale")[8])
+
+
+def test_the_inverse_is_close(numerics: dict[object, Path], tmp_path: Path) -> None:
+    """Rolled back by inverting AdamW: 50 iterations, many of them amended, with losses within 1e-4."""
+    case = "fp32, clipped now and then"
+    inverse = ["--zero-bubble-post-validation", "--zero-bubble-rollback", "inverse"]
+    run_trainings(2, {"inverse": [*flags(2, *TWO_RANKS[case]), *inverse]}, tmp_path)
+    exact, close = lines_of(numerics[2] / f"{case}.jsonl"), lines_of(tmp_path / "inverse.jsonl")
+    assert len(close) == 50
+    for a, b in zip(exact, close, strict=True):
+        assert float.fromhex(b["lm_loss"]) == pytest.approx(float.fromhex(a["lm_loss"]), rel=1e-4)
+
+
+def test_what_is_logged_is_settled(tmp_path: Path) -> None:
+    """The norm belongs to its iteration; rollbacks are counted; evaluation and checkpoints see the right parameters."""
+    more = ("--eval-interval", "4", "--eval-iters", "1", "--save-interval", "6", "--exit-signal-handler")
+    results = {}
+    for name, post in {"waits": (), "post": ("--zero-bubble-post-validation",)}.items():
+        save = ("--save", str(tmp_path / name))
+        results[name] = run(2, "pretrain_gpt.py", *flags(2, *ALL_CLIPPED, *more, *save, *post))
+        assert results[name].returncode == 0, results[name].stderr
+    words = ("iteration ", "lm loss", "grad norm", "learning rate", "consumed samples", "validation loss")
+
+    def figures(output: str) -> list[str]:
+        fields = [f.strip() for line in output.splitlines() if "lm loss" in line for f in line.split("|")]
+        return [field.split("]")[-1] for field in fields if any(word in field for word in words)]
+
+    assert figures(results["post"].stdout) == figures(results["waits"].stdout)
+    lines = [line for line in results["post"].stdout.splitlines() if "lm loss:" in line]
+    assert len(lines) == 12
+    assert all(" rollbacks: 1 | redone forwards: " in line for line in lines)
+    settled_by_evaluation = [line for line in lines if "redone forwards: 0 |" in line]
+    assert [int(line.split("iteration")[1].split("/")[0]) for line in settled_by_evaluation] == [4, 6, 8, 12]
+    assert "rollbacks" not in results["waits"].stdout
