@@ -40,10 +40,13 @@ import sys
 
 from benchmark_cli.arguments import parse_arguments
 from benchmark_cli.emulate import emulate, emulation_table
+from benchmark_cli.measured import draw_median_step, profile_of
 from benchmark_cli.train import compare_trainings
 from benchmark_cli.train_arguments import parse_train_arguments, wants_training
 from benchmark_cli.train_report import train_plot, train_table
 from schedule_cli.files import deliver
+
+from megatron.zero_bubble.schedule.serialize import profile_to_json
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -59,6 +62,12 @@ def main(argv: list[str] | None = None) -> int:
 def _emulate(argv: list[str] | None) -> None:
     arguments = parse_arguments(argv, __doc__ or "")
     results = emulate(arguments)
+    ours = [one for one in results if one.edges is not None]
+    if arguments.profile_output is not None:
+        deliver(profile_to_json(profile_of(ours[0])), arguments.profile_output)
+    if arguments.timeline is not None:
+        for one in ours:
+            draw_median_step(one, arguments.timeline)
     if arguments.json:
         text = json.dumps([one.as_json() for one in results], indent=1) + "\n"
     else:

@@ -58,6 +58,15 @@ def test_svg_draws_every_op_where_it_runs():
     assert len(set(tops)) == 3
 
 
+def test_drawings_of_one_width_and_duration_have_one_scale():
+    short, long = timeline_of("zb-h2"), timeline_of("1f1b")
+    assert short.makespan < long.makespan
+    svgs = [to_svg(timeline, width=1000, duration=float(long.makespan)) for timeline in (short, long)]
+    assert svgs[1] == to_svg(long, width=1000)
+    first, other = (ops_in(svg)["F0", 0][0]["width"] for svg in svgs)
+    assert first == other
+
+
 def test_a_timeline_may_begin_late():
     """As one that was measured does."""
     early = timeline_of()

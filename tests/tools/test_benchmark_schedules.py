@@ -16,13 +16,14 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
 from benchmark_cli.emulate import Result  # noqa: E402  (tools/ is where running the script looks, too)
-from benchmark_cli.emulation import Emulation, sent_at  # noqa: E402
+from benchmark_cli.emulation import Emulation, await_arrival  # noqa: E402
 from benchmark_cli.link import EmulatedLink  # noqa: E402
 from benchmark_cli.worker import StepRecord  # noqa: E402
 from benchmark_schedules import main  # noqa: E402
 
 from megatron.zero_bubble.runtime.communicator import InMemoryNetwork  # noqa: E402
-from megatron.zero_bubble.schedule import StageCosts, generate, simulate  # noqa: E402
+from megatron.zero_bubble.schedule import Placement, StageCosts, generate, simulate  # noqa: E402
+from megatron.zero_bubble.schedule.serialize import profile_from_json  # noqa: E402
 
 SIZE = ("--pipeline-size", "2", "--num-microbatches", "4")
 QUICK = (*SIZE, "--time-f", "2", "--time-b", "2", "--time-w", "1", "--steps", "2", "--activation-bytes", "1024")
@@ -61,6 +62,29 @@ def test_all_schedules_and_all_peers_as_json(tmp_path):
             assert 0 <= one["exposed_communication_ms"] < one["measured_ms"]
         else:
             assert one["exposed_communication_ms"] is None
+
+
+def test_a_run_leaves_a_profile_and_timelines(tmp_path):
+    """What tools/schedule.py predicts from the profile lies above what the asked times give: no sleep is too short."""
+    profile, folder = tmp_path / "profile.json", tmp_path / "timeline"
+    flags = ("--schedule", "zb-v", "--time-comm", "1", "--profile-output", str(profile), "--timeline", str(folder))
+    result = run(*QUICK, *flags, "--json")
+    assert result.returncode == 0, result.stderr
+    [figures] = json.loads(result.stdout)
+    found = profile_from_json(profile.read_text())
+    assert found.placement == Placement("v", 2, 2)
+    assert all(time >= 1 for time in (*found.costs.time_f, *found.costs.time_b))
+    assert all(time >= 0.5 for time in found.costs.time_w)
+    ends = [found.costs.time_comm[edge] >= 1 for edge in (0, 2)]
+    assert (ends, found.costs.time_comm[1]) == ([True, True], 0), "the turn of the V needs no message"
+    command = [sys.executable, str(ROOT / "tools" / "schedule.py"), "simulate", "--schedule", "zb-v", *SIZE]
+    predicted = subprocess.run(
+        [*command, "--costs", str(profile), "--json"], capture_output=True, text=True, check=True
+    )
+    assert json.loads(predicted.stdout)["makespan"] > figures["simulated_ms"]
+    assert len(list(folder.glob("zb-v.*"))) == 6
+    trace = json.loads((folder / "zb-v.trace.json").read_text())["traceEvents"]
+    assert sum(event["ph"] == "X" for event in trace) == 2 * 2 * 3 * 4
 
 
 def test_a_table_with_slow_messages_and_a_peer_that_refuses():
@@ -102,6 +126,7 @@ def test_replicas_reduce_their_gradients_with_the_tail_in_both_orders():
         ((*SIZE, "--costs", "nowhere.json"), "nowhere.json"),
         ((*SIZE, "--schedule", "zb-h2", "--memory-limit", "1"), "above the limit"),
         (("--pipeline-size", "2"), "--num-microbatches"),
+        ((*SIZE, "--profile-output", "profile.json"), "--profile-output: give one --schedule"),
     ],
 )
 def test_a_mistake_is_one_line(flags, words, capsys):
@@ -140,7 +165,7 @@ def test_a_message_is_held_back_until_its_time():
     emulation = Emulation(activation_bytes=64)
     assert emulation.spec.shape == (1, 8)
     message = emulation.produce(milliseconds=1, travel=20)
-    sent = sent_at(message)
+    sent = float(message[0, 0])
     network.put(1, 0, message)
     link = EmulatedLink(network.communicator(0))
     begin = time.perf_counter()
@@ -148,6 +173,7 @@ def test_a_message_is_held_back_until_its_time():
     end = time.perf_counter()
     assert torch.equal(arrived[0, :2], message[0, :2])
     assert end >= sent + 0.02
+    assert await_arrival(message) == sent
     assert 0 <= link.exposed <= end - begin
 
 

@@ -66,6 +66,15 @@ def parse_arguments(argv: list[str] | None, description: str) -> argparse.Namesp
     parser.add_argument(
         "--buckets", type=at_least(1), default=10, metavar="N", help="in which the gradients are reduced (default 10)"
     )
+    parser.add_argument(
+        "--profile-output",
+        type=Path,
+        metavar="FILE",
+        help="write the measured times of the schedule, of which there must be one: --costs FILE reads them",
+    )
+    parser.add_argument(
+        "--timeline", type=Path, metavar="DIR", help="draw the median step of every schedule there, beside the plan"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write there instead of printing")
@@ -74,10 +83,15 @@ def parse_arguments(argv: list[str] | None, description: str) -> argparse.Namesp
     add_limit(parser)
     arguments = parser.parse_args(join_negative(sys.argv[1:] if argv is None else argv))
     check_costs(parser, arguments)
+    if arguments.profile_output is not None and len(arguments.schedule or ()) != 1:
+        parser.error("argument --profile-output: give one --schedule, whose placement the profile is of")
     if not arguments.overlap:
         parser.error("argument --no-overlap-communication: messages always overlap with compute here")
     if (arguments.data_parallel_size > 1) != (arguments.time_reduce is not None):
         parser.error("argument --time-reduce: it needs --data-parallel-size of at least 2, and replicas need it")
+    for name in ("profile_output", "timeline"):
+        if getattr(arguments, name) is not None and arguments.time_reduce is not None:
+            parser.error(f"argument --{name.replace('_', '-')}: of one pipeline: leave out --time-reduce")
     if arguments.peers and arguments.time_reduce is not None:
         parser.error("argument --peers: their gradients are not reduced here: leave out --time-reduce")
     if arguments.costs is None:

@@ -37,6 +37,8 @@ class Result:
     steps: list[list[StepRecord]]
     reduction: Reduction | None = None
     """Simulated, where gradients are reduced."""
+    edges: list[dict[int, float]] | None = None
+    """For every rank, milliseconds of a message over each of its edges; not measured for peers."""
 
     @property
     def simulated(self) -> float:
@@ -129,7 +131,13 @@ def emulate(arguments: argparse.Namespace) -> list[Result]:
     for name, reason in records.refused.items():
         print(f"{name} left out: {reason}", file=sys.stderr)
     ours = [
-        Result(plan.schedule.name, plan, records.steps[plan.schedule.name], _simulated_reduction(plan, costs))
+        Result(
+            plan.schedule.name,
+            plan,
+            records.steps[plan.schedule.name],
+            _simulated_reduction(plan, costs),
+            records.edges[plan.schedule.name],
+        )
         for plan in plans
     ]
     return ours + list(_peer_results(peers, records))

@@ -20,8 +20,10 @@ from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, Placement, Schedule, StageCosts
 
 _PR_SET_TIMERSLACK = 29
-_HEADER = 2
-"""Elements of a message that are times."""
+_WAKING_UP = 60e-6
+"""Seconds by which a sleep is shortened: the least that waking up takes on machines at hand."""
+_Header = ctypes.c_double * 2
+"""The first elements of a message: when it was sent, and when it may be used."""
 
 
 def sleep_precisely() -> None:
@@ -31,8 +33,10 @@ def sleep_precisely() -> None:
 
 
 def sleep_until(deadline: float) -> None:
+    """Never too short, and seldom longer: waking up takes a while, and what is left of that passes in a loop."""
     while (remaining := deadline - time.perf_counter()) > 0:
-        time.sleep(remaining)
+        if remaining > _WAKING_UP:
+            time.sleep(remaining - _WAKING_UP)
 
 
 class Emulation:
@@ -43,7 +47,7 @@ class Emulation:
     """
 
     def __init__(self, activation_bytes: int) -> None:
-        self.spec = TensorSpec((1, max(_HEADER, activation_bytes // 8)), torch.float64, torch.device("cpu"))
+        self.spec = TensorSpec((1, max(len(_Header()), activation_bytes // 8)), torch.float64, torch.device("cpu"))
         self.reset()
 
     def reset(self) -> None:
@@ -63,19 +67,23 @@ class Emulation:
         start = time.perf_counter()
         self.first_start = min(self.first_start, start)
         message = self.spec.empty()
+        # Not through torch, and not after the sleep: its code has left the caches by then, unlike in a training.
+        header = _header_of(message)
         sleep_until(start + milliseconds / 1e3)
         self.last_end = time.perf_counter()
-        message.numpy()[0, :_HEADER] = self.last_end, self.last_end + travel / 1e3
+        header[0], header[1] = self.last_end, self.last_end + travel / 1e3
         return message
 
 
-def sent_at(message: torch.Tensor) -> float:
-    return float(message.numpy()[0, 0])
+def _header_of(message: torch.Tensor) -> ctypes.Array[ctypes.c_double]:
+    return _Header.from_address(message.data_ptr())
 
 
-def await_arrival(message: torch.Tensor) -> None:
-    """Wait until the message may be used."""
-    sleep_until(float(message.detach().numpy()[0, 1]))
+def await_arrival(message: torch.Tensor) -> float:
+    """Wait until the message may be used; returns when it was sent."""
+    sent, usable = _header_of(message)
+    sleep_until(usable)
+    return sent
 
 
 class StageTimes:

@@ -23,6 +23,8 @@ class Records:
     """Peers that do not run at these sizes, and why."""
     orders: dict[str, list[list[str]]]
     """By peer: what every rank runs."""
+    edges: dict[str, list[dict[int, float]]]
+    """By schedule of ours: for every rank, milliseconds of a message over each of its edges."""
 
 
 def run_job(job: Job) -> Records:
@@ -43,4 +45,8 @@ def _gather(reports: list[dict]) -> Records:
         records = [StepRecord(**record) for record in ranks]
         assert len({record.contestant for record in records}) == 1, "the ranks ran different steps"
         steps.setdefault(records[0].contestant, []).append(records)
-    return Records(steps, reports[0]["refused"], reports[0]["orders"])
+    edges = {
+        name: [{int(edge): time for edge, time in report["edges"][name].items()} for report in reports]
+        for name in reports[0]["edges"]
+    }
+    return Records(steps, reports[0]["refused"], reports[0]["orders"], edges)

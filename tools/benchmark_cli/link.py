@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from benchmark_cli.emulation import await_arrival, sent_at
+from benchmark_cli.emulation import await_arrival
 from megatron.zero_bubble.runtime.communicator import Communicator, PendingReceive, PendingSend, TensorSpec
 
 
@@ -39,6 +39,6 @@ class _Receive:
     def wait(self) -> torch.Tensor:
         start = time.perf_counter()
         message = self.inner.wait()
-        await_arrival(message)
-        self.link.exposed += max(0.0, time.perf_counter() - max(start, sent_at(message)))
+        sent = await_arrival(message)
+        self.link.exposed += max(0.0, time.perf_counter() - max(start, sent))
         return message

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
@@ -19,6 +19,8 @@ from benchmark_cli.peers import Peer, PeerRun
 from benchmark_cli.reduction import ReductionCosts, ReductionLink
 from megatron.zero_bubble.runtime.communicator import Communicator, TorchCommunicator, channels
 from megatron.zero_bubble.runtime.executor import Executor
+from megatron.zero_bubble.runtime.profiler import measure_edges
+from megatron.zero_bubble.runtime.timeline import HostClock, OpRecorder
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Placement, Schedule, StageCosts
 
@@ -63,6 +65,8 @@ class StepRecord:
     """Processor time of the thread that ran the step."""
     exposed: float | None
     """Waiting for messages that had been sent; of peers it is not known."""
+    ops: list[tuple[float, float]] | None = None
+    """Start and end of every compute operation, in the schedule's order; of peers they are not known."""
 
 
 class Contestant(Protocol):
@@ -84,6 +88,7 @@ class OwnRun:
     ) -> None:
         store = WeightGradStore(schedule.num_chunks)
         self.link = EmulatedLink(communicator)
+        self.recorder = OpRecorder(HostClock())
         self._executor = Executor(schedule, rank, self.link, store)
         if reduction is None or replicas is None:
             self._reduction, self._stage = None, EmulatedStage(emulation, costs, schedule, rank, store)
@@ -94,7 +99,7 @@ class OwnRun:
 
     def step(self) -> None:
         self.link.exposed = 0.0
-        self._executor.run(self._stage)
+        self._executor.run(self._stage, self.recorder)
         if self._reduction is not None:
             self._reduction.finish()
 
@@ -130,8 +135,17 @@ def run_rank(rank: int, job: Job) -> None:
             record = _run_step(name, contestant, emulation)
             if round_number > 0:
                 records.append(record)
-    orders = {name: peer.order() for name, peer in peers.items()}
-    report = {"steps": [asdict(record) for record in records], "refused": refused, "orders": orders}
+    report = {
+        "steps": [asdict(record) for record in records],
+        "refused": refused,
+        "orders": {name: peer.order() for name, peer in peers.items()},
+        "edges": {
+            schedule.name: measure_edges(
+                communicators[schedule.placement], schedule.placement, rank % job.num_ranks, emulation.spec
+            )
+            for schedule, _ in job.schedules
+        },
+    }
     (job.directory / f"rank{rank}.json").write_text(json.dumps(report))
     dist.barrier()
     for communicator in set(communicators.values()):
@@ -185,5 +199,8 @@ def _run_step(name: str, contestant: Contestant, emulation: Emulation) -> StepRe
     begin = time.thread_time()
     contestant.step()
     returned, busy = time.perf_counter(), time.thread_time() - begin
-    exposed = contestant.link.exposed if isinstance(contestant, OwnRun) else None
-    return StepRecord(name, start.item(), emulation.first_start, emulation.last_end, returned, busy, exposed)
+    record = StepRecord(name, start.item(), emulation.first_start, emulation.last_end, returned, busy, None)
+    if isinstance(contestant, OwnRun):
+        ops = [(measured.start, measured.end) for measured in contestant.recorder.take()]
+        record = replace(record, exposed=contestant.link.exposed, ops=ops)
+    return record

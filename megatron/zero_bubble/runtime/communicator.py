@@ -128,8 +128,10 @@ class TorchCommunicator:
         self._groups = {}
 
     def send(self, tensor: torch.Tensor, destination: int) -> PendingSend:
-        message = tensor.detach().contiguous()
-        return _TorchSend(self._groups[self._rank, destination].send([message], _DESTINATION, 0), message)
+        message = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
+        work = self._groups[self._rank, destination].send([message], _DESTINATION, 0)
+        # The sender may take the values from its tensor. Only now, because the receiver waits for the message.
+        return _TorchSend(work, message.detach())
 
     def receive(self, source: int, spec: TensorSpec) -> PendingReceive:
         buffer = spec.empty()

@@ -12,15 +12,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.zero_bubble.runtime.timeline import MeasuredOp
-from megatron.zero_bubble.schedule import OpKind, Schedule, StageCosts, TimedOp, Timeline, simulate
-from megatron.zero_bubble.schedule.analysis import causes
-from megatron.zero_bubble.schedule.draw import to_chrome_trace, to_html, to_svg
-from megatron.zero_bubble.schedule.ir import SPLIT_WEIGHT_GRADIENTS
-from megatron.zero_bubble.schedule.serialize import Profile
+from megatron.zero_bubble.schedule import StageCosts, TimedOp
 from megatron.zero_bubble.schedules import ForwardBackward
+from megatron.zero_bubble.training.timeline_files import measured_timeline, write_timeline
 
 _CLOCK_ROUNDS = 9
-_UNIT = "MiB"
 
 
 class TimelineWriter:
@@ -58,79 +54,14 @@ class TimelineWriter:
         dist.all_gather_object(lanes, lane, group=group)
         if dist.get_rank() == 0:
             schedule = self._source.schedule(num_microbatches).without_communication()
-            self._write(iteration, measured_timeline(schedule, lanes, self._source.profile))
-
-    def _write(self, iteration: int, measured: Timeline) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        planned = simulate(measured.schedule, measured.costs)
-        name = f"iteration_{iteration:07d}"
-        titles = {
-            "measured": f"{measured.schedule.name}, iteration {iteration}, as it ran",
-            "planned": f"{measured.schedule.name}, as it would run with the times of this iteration",
-        }
-        svgs = []
-        for kind, timeline in (("measured", measured), ("planned", planned)):
-            svg = to_svg(timeline, title=titles[kind], memory_unit=_UNIT)
-            svgs.append(svg)
-            (self._folder / f"{name}.{kind}.svg").write_text(svg)
-            (self._folder / f"{name}.{kind}.html").write_text(to_html(timeline, title=titles[kind], memory_unit=_UNIT))
-        (self._folder / f"{name}.trace.json").write_text(to_chrome_trace(measured))
-        (self._folder / f"{name}.html").write_text(
-            _PAGE.format(name=name, idle=idle_table(measured), svgs="".join(svgs))
-        )
+            profile = self._source.profile
+            timeline = measured_timeline(schedule, lanes, _in_mebibytes(profile.costs) if profile else None)
+            write_timeline(self._folder, f"iteration_{iteration:07d}", timeline, "MiB")
 
 
-_PAGE = """<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><title>{name}</title>
-<style>body {{ font: 14px sans-serif; margin: 1em; }} svg {{ max-width: 100%; height: auto; }}</style></head>
-<body>{svgs}<h2>Idle time by cause (ms)</h2><pre>{idle}</pre></body></html>
-"""
-
-
-def measured_timeline(schedule: Schedule, lanes: Sequence[Sequence[TimedOp]], profile: Profile | None) -> Timeline:
-    """The measured operations as a `Timeline`, from time 0, with this step's mean times as its costs."""
-    begin = min(lane[0].start for lane in lanes if lane)
-    moved = tuple(tuple(TimedOp(op, start - begin, end - begin) for op, start, end in lane) for lane in lanes)
-    return Timeline(schedule, _costs_of(schedule, moved, profile), True, moved)
-
-
-def _costs_of(schedule: Schedule, lanes: Sequence[Sequence[TimedOp]], profile: Profile | None) -> StageCosts:
-    placement = schedule.placement
-    samples: dict[tuple[OpKind, int], list[float]] = {}
-    for rank, lane in enumerate(lanes):
-        for op, start, end in lane:
-            kind = OpKind.W if op.kind in SPLIT_WEIGHT_GRADIENTS else op.kind
-            samples.setdefault((kind, placement.stage_of(rank, op.chunk)), []).append(end - start)
-
-    def mean(kind: OpKind, share: float) -> tuple[float, ...]:
-        """A fused backward is counted as half B and half W."""
-        times = []
-        for stage in range(placement.num_stages):
-            values = samples.get((kind, stage)) or [share * v for v in samples.get((OpKind.BW, stage), [1e-6])]
-            times.append(statistics.fmean(values))
-        return tuple(times)
-
-    count = placement.num_stages
-    f, b, w = mean(OpKind.F, 1.0), mean(OpKind.B, 0.5), mean(OpKind.W, 0.5)
-    if profile is None:
-        nothing = (0.0,) * count
-        return StageCosts(f, b, w, nothing[1:], nothing, nothing, nothing)
-    mib = {
-        name: tuple(value / 2**20 for value in getattr(profile.costs, name))
-        for name in ("memory_f", "memory_b", "memory_w")
-    }
-    return replace(profile.costs, time_f=f, time_b=b, time_w=w, **mib)
-
-
-def idle_table(timeline: Timeline) -> str:
-    """The idle time of every rank by cause, in milliseconds."""
-    idle = causes(timeline)
-    del idle["communication"]  # measured, it is part of the waiting
-    widths = [max(len(word), 10) for word in idle]
-    lines = ["rank " + " ".join(word.rjust(width) for word, width in zip(idle, widths, strict=True))]
-    for rank, times in enumerate(zip(*idle.values(), strict=True)):
-        lines.append(f"{rank:4d} " + " ".join(f"{time:{width}.2f}" for time, width in zip(times, widths, strict=True)))
-    return "\n".join(lines)
+def _in_mebibytes(costs: StageCosts) -> StageCosts:
+    names = ("memory_f", "memory_b", "memory_w")
+    return replace(costs, **{name: tuple(value / 2**20 for value in getattr(costs, name)) for name in names})
 
 
 def clock_offset(group: dist.ProcessGroup) -> float:

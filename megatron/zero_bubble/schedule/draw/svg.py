@@ -23,13 +23,13 @@ class _Layout:
     """Where things are, in pixels."""
 
     begin: float
-    scale: float
+    duration: float
     lane_height: float
     num_lanes: int
     width: float
 
     def x(self, time: float) -> float:
-        return _LEFT + float(time - self.begin) * self.scale
+        return _LEFT + float(time - self.begin) * (self.width - _LEFT - _RIGHT) / self.duration
 
     def lane_top(self, rank: int) -> float:
         return _TOP + rank * (self.lane_height + 2)
@@ -42,13 +42,24 @@ class _Layout:
         return self.lanes_bottom + _CURVE_GAP + 8 + k * (_CURVE_HEIGHT + _CURVE_GAP)
 
 
-def to_svg(timeline: Timeline, *, title: str | None = None, memory_unit: str = "M_B", width: int | None = None) -> str:
+def to_svg(
+    timeline: Timeline,
+    *,
+    title: str | None = None,
+    memory_unit: str = "M_B",
+    width: int | None = None,
+    duration: float | None = None,
+) -> str:
     """The drawing as text. Hovering over an operation shows its stage, times and memory.
 
-    `title` is the schedule's name by default, `memory_unit` names the unit of the costs' memory, `width` is
-    in pixels, wide enough for labels on the operations by default.
+    Args:
+        title: the schedule's name by default.
+        memory_unit: names the unit of the costs' memory.
+        width: in pixels; wide enough for labels on the operations by default.
+        duration: the time that the width shows, at least the makespan, which it is by default. Drawings of the
+            same width and duration can be compared.
     """
-    layout = _layout(timeline, width)
+    layout = _layout(timeline, width, float(duration or timeline.makespan) or 1.0)
     elements = [
         *_header(timeline, layout, title or timeline.schedule.name, memory_unit),
         *_grid(timeline, layout),
@@ -59,10 +70,9 @@ def to_svg(timeline: Timeline, *, title: str | None = None, memory_unit: str = "
     return canvas.document(layout.width, layout.curve_top(2) - _CURVE_GAP + 16, elements)
 
 
-def _layout(timeline: Timeline, width: int | None) -> _Layout:
+def _layout(timeline: Timeline, width: int | None, duration: float) -> _Layout:
     lanes = [lane for lane in timeline.lanes if lane]
     num_lanes = len(timeline.lanes)
-    duration = float(timeline.makespan) or 1.0
     computing = (timed for lane in lanes for timed in lane if timed.op.kind not in POST_VALIDATION)
     shortest = min((float(timed.end - timed.start) for timed in computing), default=1.0)
     if width is None:
@@ -71,7 +81,7 @@ def _layout(timeline: Timeline, width: int | None) -> _Layout:
         width = int(min(_MAX_WIDTH, max(_MIN_WIDTH, wanted + _LEFT + _RIGHT)))
     return _Layout(
         begin=min((lane[0].start for lane in lanes), default=0),
-        scale=(width - _LEFT - _RIGHT) / duration,
+        duration=duration,
         lane_height=24 if num_lanes <= 8 else 20 if num_lanes <= 16 else 16,
         num_lanes=num_lanes,
         width=width,
@@ -105,7 +115,7 @@ def _header(timeline: Timeline, layout: _Layout, title: str, memory_unit: str) -
 def _grid(timeline: Timeline, layout: _Layout) -> Iterator[str]:
     """Vertical lines through lanes and curves, with the time below the lanes."""
     bottom = layout.curve_top(1) + _CURVE_HEIGHT
-    for time in canvas.ticks(float(timeline.makespan), max(4, int(layout.width / 120))):
+    for time in canvas.ticks(layout.duration, max(4, int(layout.width / 120))):
         x = layout.x(layout.begin + time)
         yield line(x, layout.lanes_bottom, x, bottom)
         yield text(x, layout.lanes_bottom + 14, number(time, 4), size=10, anchor="middle")
