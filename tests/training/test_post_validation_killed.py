@@ -1,0 +1,37 @@
+"""Killed around an optimizer step that is not validated yet, and resumed: as if nothing had happened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.dying_training import DIE, PLACES
+from tests.launch import ROOT, TINY_GPT, run
+
+SCRIPT = ROOT / "tests" / "dying_training.py"
+
+
+def train(folder: Path, death: str, *more: str) -> int:
+    flags = [
+        *TINY_GPT,
+        *("--pipeline-model-parallel-size", "2", "--global-batch-size", "4", "--train-iters", "14", "--bf16"),
+        *("--zero-bubble-schedule", "zb-2p", "--zero-bubble-post-validation", "--clip-grad", "0.3"),
+        *("--save", str(folder / "checkpoints"), "--save-interval", "3", "--log-numerics", str(folder / "numerics")),
+        *more,
+    ]
+    return run(2, SCRIPT, f"{DIE}{death}", *flags).returncode
+
+
+def test_killed_in_a_step_before_its_validation_and_in_a_rollback(tmp_path: Path) -> None:
+    """One run dies three times, at another place each time, and is resumed from its last checkpoint each time."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    whole.mkdir()
+    cut.mkdir()
+    assert train(whole, "@0") == 0
+    load = ("--load", str(cut / "checkpoints"))
+    saved = []
+    for number, place in enumerate(PLACES):
+        assert train(cut, f"{place}@5", *(load if number else ())) != 0
+        saved.append((cut / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
+    assert saved == ["3", "6", "9"]
+    assert train(cut, "@0", *load) == 0
+    assert (cut / "numerics").read_bytes() == (whole / "numerics").read_bytes()
