@@ -13,8 +13,6 @@ from pathlib import Path
 
 import psutil
 
-GPUS_PER_NODE = 2
-"""What the nodes claim to have: the ranks of a node."""
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "unshare")
 _CONFIGURATION = """
 ClusterName=test
@@ -32,19 +30,19 @@ SlurmdPidFile={folder}/slurmd.%n.pid
 SlurmdLogFile={folder}/slurmd.%n.log
 SlurmdParameters=config_overrides
 SlurmdTimeout=15
+ReturnToService=2
 KillWait=10
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 MpiDefault=none
 MailProg=/bin/true
-GresTypes=gpu
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SchedulerParameters=sched_interval=2,batch_sched_delay=0
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 NodeName=n[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first_node_port}-{last_node_port}] CPUs=2 \
-RealMemory=1000 Gres=gpu:{gpus} State=UNKNOWN
+RealMemory=1000 State=UNKNOWN
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE PriorityTier=1 GraceTime=300
 PartitionName=urgent Nodes=ALL MaxTime=INFINITE PriorityTier=2 PreemptMode=OFF
 """
@@ -159,13 +157,8 @@ class Cluster:
                 controller_port=controller_port,
                 first_node_port=first_node_port,
                 last_node_port=first_node_port + 1,
-                gpus=GPUS_PER_NODE,
             )
         )
-        # Slurm counts the files; nobody opens them.
-        for number in range(GPUS_PER_NODE):
-            (self.folder / f"gpu{number}").touch()
-        (self.folder / "gres.conf").write_text(f"Name=gpu File={self.folder}/gpu[0-{GPUS_PER_NODE - 1}]\n")
         (self.folder / "hosts").write_text(Path("/etc/hosts").read_text() + "\n127.0.0.1 n1\n127.0.0.1 n2\n")
         key = self.folder / "munge.key-file"
         key.write_bytes(os.urandom(128))

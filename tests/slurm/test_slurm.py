@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch import ROOT
-from tests.slurm.cluster import GPUS_PER_NODE, Cluster, Job, missing
+from tests.slurm.cluster import Cluster, Job, missing
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=missing() or "")
 
@@ -36,12 +36,13 @@ def submit(cluster: Cluster, script: str, folder: Path, *flags: str, **variables
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "REPOSITORY": str(ROOT),
         "MODEL": "tests/slurm/toy.sh",
+        "RANKS_PER_NODE": "2",
         "TRAIN_ITERS": str(ITERATIONS),
         "LOGS": str(folder / "logs"),
         "CHECKPOINTS": str(folder / "checkpoints"),
         **variables,
     }
-    options = ("--nodes=2", f"--gpus-per-node={GPUS_PER_NODE}", f"--output={folder}/output")
+    options = ("--nodes=2", "--gpus-per-node=0", f"--output={folder}/output")
     return cluster.submit(*options, str(EXAMPLES / script), *flags, environment=environment)
 
 
