@@ -1,4 +1,4 @@
-"""megatron-core's local layers, made to allow sequence and context parallelism without apex or Transformer Engine."""
+"""megatron-core's layers; the local ones allow sequence and context parallelism without Transformer Engine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import copy
 from typing import Any
 
 import torch
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
@@ -29,11 +32,16 @@ class SequenceParallelNorm:
         return norm
 
 
-def local_block_spec(
-    config: TransformerConfig, vp_stage: int | None, pp_rank: int
+def block_spec(
+    config: TransformerConfig, transformer_impl: str, vp_stage: int | None, pp_rank: int
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    """The spec of one model chunk's decoder."""
-    layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, normalization=config.normalization)
+    """The spec of one model chunk's decoder; `transformer_impl` is `local` or `transformer_engine`."""
+    grouped = config.moe_grouped_gemm
+    if transformer_impl == "transformer_engine":
+        return get_gpt_layer_with_transformer_engine_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=grouped)
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, moe_grouped_gemm=grouped, normalization=config.normalization
+    )
     layer = copy.deepcopy(layer)
     if config.context_parallel_size > 1:
         layer.submodules.self_attention.submodules.core_attention = ContextParallelAttention

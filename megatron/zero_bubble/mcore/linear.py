@@ -9,6 +9,8 @@ W ends by calling the hook with which megatron-core's DDP accumulates `param.gra
 and, once the last one of a bucket is there, starts the reduction: the additions are the same, in the
 same order, as with autograd. DDP hands that hook out to modules with
 `register_wgrad_accumulation_and_reduce_hooks` when its config says `delay_wgrad_compute`.
+
+Modules of Transformer Engine that defer their W themselves are put in the store's order (`transformer_engine.py`).
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from megatron.core.tensor_parallel.layers import (
 )
 from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 
+from megatron.zero_bubble.mcore.transformer_engine import deferred_parameters, defers_by_itself, put_into_store
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 
 _SPLIT_LAYERS = (ColumnParallelLinear, RowParallelLinear)
@@ -47,8 +50,11 @@ def split_weight_gradients(model_chunks: Iterable[torch.nn.Module], store: Weigh
     split = []
     for chunk in model_chunks:
         for name, module in chunk.named_modules():
-            if isinstance(module, _SPLIT_LAYERS) and _split(module, store):
-                split.append(f"{name}.weight")
+            if isinstance(module, _SPLIT_LAYERS):
+                split += [f"{name}.weight"] if _split(module, store) else []
+            elif defers_by_itself(module):
+                put_into_store(module, store)
+                split += [f"{name}.{parameter}" for parameter in deferred_parameters(module)]
     return split
 
 

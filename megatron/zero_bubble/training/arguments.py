@@ -41,7 +41,10 @@ class ModelFlags:
     moe_token_dispatcher_type: str = flag(
         "how tokens reach their experts", "allgather", choices=("allgather", "alltoall")
     )
-    transformer_impl: str = flag("layers: megatron-core's own", "local", choices=("local",))
+    moe_grouped_gemm: bool = flag("compute a rank's experts together", False)
+    transformer_impl: str = flag(
+        "layers: megatron-core's own, or Transformer Engine's", "local", choices=("local", "transformer_engine")
+    )
 
 
 @dataclass

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
+from megatron.zero_bubble.mcore.transformer_engine import check_transformer_engine
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.environment import check_environment
@@ -32,6 +33,7 @@ def complete_and_check(args: Arguments, environment: Mapping[str, str], has_cuda
     _check_ranges(args)
     _complete_model(args)
     _check_model(args)
+    _check_implementation(args)
     _check_parallel(args, has_cuda)
     _check_batches(args)
     _check_training(args)
@@ -110,6 +112,14 @@ def _check_model(args: Arguments) -> None:
         f"--position-embedding-type rope rotates pairs of channels, but a head has {args.kv_channels}: "
         f"choose another --kv-channels, or a --rotary-percent below {args.rotary_percent}",
     )
+
+
+def _check_implementation(args: Arguments) -> None:
+    if args.transformer_impl == "transformer_engine":
+        try:
+            check_transformer_engine()
+        except ValueError as error:
+            raise ValueError(f"--transformer-impl transformer_engine: {error}: use local") from error
 
 
 def _check_parallel(args: Arguments, has_cuda: bool) -> None:

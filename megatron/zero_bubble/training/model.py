@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import traceback
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,10 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
-from megatron.zero_bubble.mcore.layer_spec import local_block_spec
+from megatron.zero_bubble.mcore.layer_spec import block_spec
 from megatron.zero_bubble.mcore.linear import split_weight_gradients
 from megatron.zero_bubble.mcore.placement import chunk_groups, copy_tied_embedding
+from megatron.zero_bubble.mcore.transformer_engine import defer_weight_gradients
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.training.arguments import Arguments
@@ -55,6 +57,7 @@ def transformer_config(args: Arguments, num_chunks: int, timers: Any) -> Transfo
             num_moe_experts=args.num_experts,
             moe_router_topk=args.moe_router_topk,
             moe_aux_loss_coeff=args.moe_aux_loss_coeff,
+            moe_grouped_gemm=args.moe_grouped_gemm,
             moe_token_dispatcher_type=args.moe_token_dispatcher_type,
             context_parallel_size=args.context_parallel_size,
             expert_model_parallel_size=args.expert_model_parallel_size,
@@ -86,7 +89,13 @@ def transformer_config(args: Arguments, num_chunks: int, timers: Any) -> Transfo
             **gated,
         )
     except (AssertionError, ValueError) as error:
-        raise ValueError(f"megatron-core refuses this model: {' '.join(str(error).split())}") from error
+        raise _refused(error) from error
+
+
+def _refused(error: Exception) -> ValueError:
+    """megatron-core's reason in one line; it often asserts without a word."""
+    reason = " ".join(str(error).split()) or traceback.extract_tb(error.__traceback__)[-1].line
+    return ValueError(f"megatron-core refuses this model: {reason}")
 
 
 def parameter_dtype(args: Arguments) -> torch.dtype:
@@ -112,7 +121,12 @@ def build_model(
     """
     if rank is None:
         rank = parallel_state.get_pipeline_model_parallel_rank()
-    chunks = [_build_chunk(args, config, placement, rank, chunk) for chunk in range(placement.num_chunks)]
+    if store is not None and args.transformer_impl == "transformer_engine":
+        defer_weight_gradients(config)
+    try:
+        chunks = [_build_chunk(args, config, placement, rank, chunk) for chunk in range(placement.num_chunks)]
+    except (AssertionError, ValueError, ImportError, NotImplementedError) as error:
+        raise _refused(error) from error
     copy_tied_embedding(chunks)
     if args.bf16 or args.fp16:
         chunks = [Float16Module(config, chunk) for chunk in chunks]
@@ -140,7 +154,7 @@ def _build_chunk(
     vp_stage = chunk if placement.num_chunks > 1 else None
     model = GPTModel(
         config=config,
-        transformer_layer_spec=local_block_spec(config, vp_stage, groups.pp.rank()),
+        transformer_layer_spec=block_spec(config, args.transformer_impl, vp_stage, groups.pp.rank()),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=stage == 0,

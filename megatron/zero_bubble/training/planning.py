@@ -17,7 +17,17 @@ from megatron.zero_bubble.training.arguments import Arguments, ZeroBubbleFlags
 _DEFAULT_WINDOW = (3, 6)
 _MODEL = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
-    *("seq_length", "micro_batch_size", "bf16", "fp16", "swiglu", "num_experts", "moe_router_topk"),
+    *(
+        "seq_length",
+        "micro_batch_size",
+        "bf16",
+        "fp16",
+        "swiglu",
+        "num_experts",
+        "moe_router_topk",
+        "moe_grouped_gemm",
+        "transformer_impl",
+    ),
     *("tensor_model_parallel_size", "expert_model_parallel_size", "context_parallel_size", "sequence_parallel"),
     *("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
     *("recompute_granularity", "recompute_method", "recompute_num_layers"),

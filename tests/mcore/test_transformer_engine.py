@@ -1,0 +1,114 @@
+"""Transformer Engine's own deferral of W in our store's order, on a stand-in for its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import metadata
+
+import pytest
+import torch
+from deferring_layer import DeferringLayers
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from split_layers import MICROBATCHES, assert_equal, microbatches, one_rank, run_fused, run_split
+
+from megatron.zero_bubble.mcore import transformer_engine
+from megatron.zero_bubble.mcore.linear import split_weight_gradients
+from megatron.zero_bubble.mcore.unsplit import count_gradients
+from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
+
+NAMES = ["first.weight", "second.weight"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def groups() -> Iterator[None]:
+    with one_rank():
+        yield
+
+
+def reference() -> DeferringLayers:
+    """The same layers, built without deferral."""
+    return DeferringLayers(delay_wgrad_compute=False)
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
+def test_b_then_w_is_the_fused_backward(recompute):
+    store, model = WeightGradStore(), DeferringLayers(recompute=recompute)
+    assert split_weight_gradients([model], store) == NAMES
+    assert count_gradients([model]).in_w == count_gradients([model]).total
+    assert_equal(run_split(model, store), run_fused(reference()))
+    assert not model.first.queue
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
+def test_where_b_and_w_are_fused_w_runs_at_the_end_of_the_backward(recompute):
+    store, model = WeightGradStore(), DeferringLayers(recompute=recompute)
+    split_weight_gradients([model], store)
+    assert_equal(run_fused(model), run_fused(reference()))
+    assert store.pending() == []
+    assert not model.first.queue
+
+
+def test_the_order_is_the_stores():
+    store, model = WeightGradStore(), DeferringLayers()
+    split_weight_gradients([model], store)
+    ran = []
+    for name in ("first", "second"):
+        getattr(model, name).register_wgrad_accumulation_and_reduce_hooks(lambda name=name: ran.append(name))
+    for m, (x, gradient) in enumerate(microbatches()):
+        with store.deferring():
+            model(x).backward(gradient)
+        store.flush(0, m)
+    assert ran == []
+    assert len(model.first.queue) == MICROBATCHES
+    store.pop(0, 0)
+    assert ran == ["second", "first"]
+    store.pop_by_parameter(0, [1, 2], lambda microbatch: ran.append(microbatch))
+    assert ran[2:] == [1, "second", 2, "second", 1, "first", 2, "first"]
+
+
+def test_ddp_accumulates_at_w():
+    store, model = WeightGradStore(), DeferringLayers()
+    split_weight_gradients([model], store)
+    config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, delay_wgrad_compute=True)
+    ddp = DistributedDataParallel(model.config, config, model)
+    run_split(ddp, store)
+    expected = run_fused(reference())
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.main_grad, expected[name])
+        assert parameter.grad is None
+
+
+def test_layers_that_were_built_without_deferral_are_not_split():
+    model = reference()
+    assert split_weight_gradients([model], WeightGradStore()) == []
+    assert [name for name, _ in count_gradients([model]).unsplit] == [
+        "first (DeferringLinear)",
+        "second (DeferringLinear)",
+    ]
+
+
+def test_the_config_says_so_before_the_modules_are_built():
+    model = DeferringLayers()
+    assert not model.config.delay_wgrad_compute
+    transformer_engine.defer_weight_gradients(model.config)
+    assert model.config.delay_wgrad_compute
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [(None, "is not installed"), ("2.2.0", r"2\.2\.0 cannot defer weight gradients, 2\.3\.0 and later can")],
+)
+def test_without_a_transformer_engine_that_defers_there_is_one_line(monkeypatch, found, message):
+    def version(name: str) -> str:
+        if found is None:
+            raise metadata.PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(transformer_engine, "version", version)
+    with pytest.raises(ValueError, match=f"^Transformer Engine {message}$"):
+        transformer_engine.check_transformer_engine()
+
+
+def test_transformer_engine_from_2_3_on_is_good(monkeypatch):
+    monkeypatch.setattr(transformer_engine, "version", lambda name: "2.10.0+cu12")
+    transformer_engine.check_transformer_engine()
