@@ -216,7 +216,7 @@ def _compute_weight_grad(
 def _add_to_main_grad(weight: Any, total_input: torch.Tensor, grad_output: torch.Tensor) -> torch.Tensor:
     """apex' kernel: the product is added to `main_grad` in one pass.
 
-    Returns an empty stand-in of the gradient's shape, which DDP's hook expects and does not read.
+    Returns zeros in the gradient's shape: DDP's hook expects a gradient, and adds it where `zero_out_wgrad` is set.
     """
     import fused_weight_gradient_mlp_cuda as apex
 
@@ -224,4 +224,4 @@ def _add_to_main_grad(weight: Any, total_input: torch.Tensor, grad_output: torch
     add = apex.wgrad_gemm_accum_fp32 if wide else apex.wgrad_gemm_accum_fp16
     add(total_input, grad_output, weight.main_grad)
     weight.grad_added_to_main_grad = True
-    return weight.detach().new_empty(1).expand_as(weight)
+    return weight.detach().new_zeros(1).expand_as(weight)

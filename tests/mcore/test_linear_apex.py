@@ -1,0 +1,77 @@
+"""With apex, W goes straight into `main_grad`: its kernel's contract, on a stand-in for apex' module."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.tensor_parallel import layers as mcore_layers
+from split_layers import MICROBATCHES, Layers, one_rank, run_fused, run_split
+
+from megatron.zero_bubble.mcore.linear import split_weight_gradients
+from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
+
+
+@pytest.fixture(scope="module", autouse=True)
+def groups() -> Iterator[None]:
+    with one_rank():
+        yield
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels that were called."""
+    called: list[str] = []
+
+    def kernel(name: str):
+        def accumulate(total_input: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
+            called.append(name)
+            assert (total_input.dim(), grad_output.dim()) == (2, 2), "batch and sequence as one"
+            main_grad.add_(grad_output.t().matmul(total_input))
+
+        return accumulate
+
+    names = ("wgrad_gemm_accum_fp32", "wgrad_gemm_accum_fp16")
+    apex = SimpleNamespace(**{name: kernel(name) for name in names})
+    monkeypatch.setitem(sys.modules, "fused_weight_gradient_mlp_cuda", apex)
+    monkeypatch.setattr(mcore_layers, "fused_weight_gradient_mlp_cuda", apex, raising=False)
+    return called
+
+
+def main_grads(dtype: torch.dtype, *, fp32_main_grad: bool, fuses: bool, run: str) -> dict[str, torch.Tensor]:
+    """Of layers in DDP, with apex (`fuses`) or without."""
+    store, model = WeightGradStore(), Layers(dtype)
+    for layer in (model.column, model.row):
+        layer.gradient_accumulation_fusion = fuses
+        layer.weight.zero_out_wgrad = True  # as megatron-core marks a tied embedding
+    split_weight_gradients([model], store)
+    config = DistributedDataParallelConfig(grad_reduce_in_fp32=fp32_main_grad, delay_wgrad_compute=True)
+    ddp = DistributedDataParallel(model.config, config, model)
+    if run == "split":
+        run_split(ddp, store, dtype)
+    else:
+        run_fused(ddp, dtype)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    return {name: parameter.main_grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("run", ["split", "fused"])
+@pytest.mark.parametrize(
+    ("dtype", "fp32_main_grad", "kernel"),
+    [
+        (torch.float32, True, "wgrad_gemm_accum_fp32"),
+        (torch.bfloat16, True, "wgrad_gemm_accum_fp32"),
+        (torch.bfloat16, False, "wgrad_gemm_accum_fp16"),
+    ],
+)
+def test_the_kernel_adds_each_microbatch_once(calls, dtype, fp32_main_grad, kernel, run):
+    fused = main_grads(dtype, fp32_main_grad=fp32_main_grad, fuses=True, run=run)
+    assert calls == [kernel] * (2 * MICROBATCHES), "both layers, every microbatch"
+    plain = main_grads(dtype, fp32_main_grad=fp32_main_grad, fuses=False, run=run)
+    assert len(calls) == 2 * MICROBATCHES
+    for name, gradient in plain.items():
+        assert torch.equal(fused[name], gradient), name
