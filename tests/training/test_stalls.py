@@ -16,7 +16,7 @@ def test_a_rank_that_hangs_is_named_with_its_operation_and_the_job_ends() -> Non
     flags = ("--pipeline-model-parallel-size", "2", "--global-batch-size", "4", "--train-iters", "100")
     result = run(
         2, ROOT / "tests" / "training_that_hangs.py", *TINY_GPT, *flags,
-        "--zero-bubble-schedule", "zb-h1", "--zero-bubble-timeout", "4",
+        "--zero-bubble-schedule", "zb-h1", "--zero-bubble-timeout", "8",
     )  # fmt: skip
     assert result.returncode != 0
     assert "iteration        2/" in result.stdout
