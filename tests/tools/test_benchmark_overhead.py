@@ -29,14 +29,13 @@ def test_every_measure_as_json():
     assert result.returncode in (0, 1), result.stderr  # 1: a target was missed, on whatever machine this is
     rows = json.loads(result.stdout)
     assert [row["measure"] for row in rows] == [
-        *["executor, an operation"] * 3,
-        "exposed communication",
-        "executor and gloo, an operation",
+        *["executor, an operation", "recording it for the bubble rate"] * 3,
+        *("exposed communication", "executor and gloo, an operation", "gathering the bubble rate, a log line"),
         *("fused backward", "B", "W", "B + W over the fused backward"),
     ]
     for row in rows:
         assert math.isfinite(row["value"])
-        assert row["value"] > 0
+        assert row["value"] > 0 or row["measure"].startswith("recording"), "a difference of two small times"
     assert {row["target"] for row in rows} == {100, 1.03, None}
     missed = any(row["target"] is not None and row["value"] > row["target"] for row in rows)
     assert result.returncode == int(missed)
@@ -56,7 +55,7 @@ def test_a_mistake_is_one_line(flags):
 def test_an_executor_without_compute_runs_every_rank(name):
     measured = seconds_per_op(lower(generate(name, 3, 6)), steps=2)
     assert len(measured) == 3 * 2
-    assert min(measured) > 0
+    assert all(plain > 0 and recorded > 0 for plain, recorded in measured)
 
 
 def test_a_row_is_the_median_with_quartiles():

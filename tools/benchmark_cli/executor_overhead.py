@@ -8,6 +8,8 @@ import torch
 
 from megatron.zero_bubble.runtime.communicator import PendingReceive, PendingSend, TensorSpec
 from megatron.zero_bubble.runtime.executor import Executor
+from megatron.zero_bubble.runtime.observer import StepObserver
+from megatron.zero_bubble.runtime.timeline import HostClock
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, Schedule
 
@@ -79,8 +81,10 @@ def _nothing() -> None:
     return
 
 
-def seconds_per_op(schedule: Schedule, steps: int) -> list[float]:
+def seconds_per_op(schedule: Schedule, steps: int) -> list[tuple[float, float]]:
     """Of every step of every rank: seconds of this thread per operation, sends and receives included.
+
+    The second of a pair is of a step that is recorded, as in training, for the bubble rate in the log.
 
     Args:
         schedule: lowered.
@@ -90,9 +94,15 @@ def seconds_per_op(schedule: Schedule, steps: int) -> list[float]:
         store = WeightGradStore(schedule.num_chunks)
         executor = Executor(schedule, rank, _Nowhere(), store)
         stage = _NoCompute(schedule, rank, store)
+        observer = StepObserver(HostClock())
         executor.run(stage)
-        for _ in range(steps):
+        for step in range(steps):
             begin = time.thread_time()
             executor.run(stage)
-            measured.append((time.thread_time() - begin) / len(schedule.ops[rank]))
+            middle = time.thread_time()
+            executor.run(stage, observer.start(step))
+            observer.stop()
+            observer.flush()
+            seconds = (middle - begin, time.thread_time() - middle)
+            measured.append((seconds[0] / len(schedule.ops[rank]), seconds[1] / len(schedule.ops[rank])))
     return measured

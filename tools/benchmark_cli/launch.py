@@ -25,6 +25,8 @@ class Records:
     """By peer: what every rank runs."""
     edges: dict[str, list[dict[int, float]]]
     """By schedule of ours: for every rank, milliseconds of a message over each of its edges."""
+    gathers: list[float]
+    """Seconds that the first rank needs to gather the bubble rate, several times."""
 
 
 def run_job(job: Job) -> Records:
@@ -49,4 +51,4 @@ def _gather(reports: list[dict]) -> Records:
         name: [{int(edge): time for edge, time in report["edges"][name].items()} for report in reports]
         for name in reports[0]["edges"]
     }
-    return Records(steps, reports[0]["refused"], reports[0]["orders"], edges)
+    return Records(steps, reports[0]["refused"], reports[0]["orders"], edges, reports[0]["gathers"])

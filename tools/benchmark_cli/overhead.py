@@ -56,7 +56,9 @@ def executor_rows(steps: int) -> Iterator[Row]:
     """An operation without compute and without a network."""
     for name in ("1f1b", "zb-h1", "interleaved-zb"):
         values = seconds_per_op(lower(generate(name, NUM_RANKS, NUM_MICROBATCHES)), steps)
-        yield make_row("executor, an operation", name, "µs", [1e6 * value for value in values], target=100)
+        yield make_row("executor, an operation", name, "µs", [1e6 * plain for plain, _ in values], target=100)
+        recording = [1e6 * (recorded - plain) for plain, recorded in values]
+        yield make_row("recording it for the bubble rate", name, "µs", recording)
 
 
 def split_rows(sizes: Sequence[ModelSize], rounds: int) -> Iterator[Row]:
@@ -82,12 +84,15 @@ def communication_rows(sizes: Sequence[ModelSize], steps: int) -> Iterator[Row]:
         message = 4 * size.micro_batch_size * size.seq_length * size.hidden_size
         print(f"exposed communication: messages of {message} bytes, {steps} steps", file=sys.stderr)
         job = Job(NUM_RANKS, ((schedule, costs),), (), steps, message, timedelta(minutes=1), Path())
-        ranks = [records for step in run_job(job).steps[schedule.name] for records in step]
+        found = run_job(job)
+        ranks = [records for step in found.steps[schedule.name] for records in step]
         case = f"zb-h1, F = B = W = {TIME:g} ms, messages of {message >> 10} KiB"
         shares = [100 * (one.exposed or 0.0) / (one.returned - one.start) for one in ranks]
         yield make_row("exposed communication", case, "% of a step", shares)
         busy = [1e6 * one.busy / len(schedule.ops[k % NUM_RANKS]) for k, one in enumerate(ranks)]
         yield make_row("executor and gloo, an operation", case, "µs", busy)
+        gathers = [1e3 * seconds for seconds in found.gathers]
+        yield make_row("gathering the bubble rate, a log line", f"{NUM_RANKS} ranks", "ms", gathers)
 
 
 def overhead_table(rows: Sequence[Row], *, markdown: bool = False) -> str:

@@ -20,10 +20,12 @@ from benchmark_cli.reduction import ReductionCosts, ReductionLink
 from megatron.zero_bubble.runtime.communicator import Communicator, TorchCommunicator, channels
 from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.profiler import measure_edges
-from megatron.zero_bubble.runtime.timeline import HostClock, OpRecorder
+from megatron.zero_bubble.runtime.timeline import HostClock, OpRecorder, StepTime, bubble_rate
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Placement, Schedule, StageCosts
 
+_GATHERS = 9
+"""Times that the bubble rate is gathered."""
 _LEAD = 0.01
 """Seconds from the agreement on a step's start to the start."""
 
@@ -145,12 +147,24 @@ def run_rank(rank: int, job: Job) -> None:
             )
             for schedule, _ in job.schedules
         },
+        "gathers": [_seconds_to_gather() for _ in range(_GATHERS)],
     }
     (job.directory / f"rank{rank}.json").write_text(json.dumps(report))
     dist.barrier()
     for communicator in set(communicators.values()):
         communicator.close()
     dist.destroy_process_group()
+
+
+def _seconds_to_gather() -> float:
+    """What training does for the bubble rate in a log line, with all ranks there."""
+    step = StepTime(span=1.0, work=1.0)
+    steps = [step] * dist.get_world_size()
+    dist.barrier()
+    begin = time.perf_counter()
+    dist.all_gather_object(steps, step)
+    bubble_rate(steps)
+    return time.perf_counter() - begin
 
 
 def _replicas(job: Job, rank: int) -> dist.ProcessGroup | None:

@@ -30,9 +30,11 @@ def write_timeline(folder: Path, name: str, measured: Timeline, memory_unit: str
     planned = simulate(measured.schedule, measured.costs)
     duration = float(max(measured.makespan, planned.makespan))
     width = _MARGINS + _OP_WIDTH * max(len(lane) for lane in measured.lanes)
+    schedule = measured.schedule.name
+    subject = schedule if name == schedule else f"{name}: {schedule}"
     titles = {
-        "measured": f"{name}: {measured.schedule.name} as it ran (ms)",
-        "planned": f"{name}: {measured.schedule.name} as it would run with the times measured there (ms)",
+        "measured": f"{subject} as it ran (ms)",
+        "planned": f"{subject} as it would run with the times measured there (ms)",
     }
     svgs = []
     for kind, timeline in (("measured", measured), ("planned", planned)):
