@@ -10,8 +10,9 @@ The numbers are megatron-core's, bit for bit, for the reductions are: same value
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,9 @@ from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, clip_gr
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 
 from megatron.zero_bubble.mcore.rollback import Rollback
+
+_SCHEDULED = ("lr", "weight_decay")
+"""What a scheduler changes in parameter groups from step to step."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,8 @@ class _Pending:
     """One a loss scale: [an Inf or NaN was found, a rank has stepped]."""
     scales: list[dict[str, Any]]
     """The loss scales before the step."""
+    settings: list[dict[str, Any]]
+    """Of the step: learning rate and so on of every parameter group."""
 
 
 class PostValidation:
@@ -97,21 +103,21 @@ class PostValidation:
     def step(self) -> None:
         """Step with the gradients of this rank, unless they show by themselves that it would be wrong."""
         assert self._pending is None, "the last step has to be validated first"
-        scales = [scaler.state_dict() for scaler in self._scalers()]
         found = self._prepare_gradients()
         norms = [(_squared_norm(optimizers), group) for optimizers, group in self._norm_groups()]
         has_stepped = not self._is_wrong(found, [norm for norm, _ in norms])
+        self._pending = _Pending(
+            has_stepped,
+            [_reduce(norm, dist.ReduceOp.SUM, group) for norm, group in norms],
+            [self._reduce_found(flag, has_stepped, optimizer) for flag, optimizer in found],
+            [scaler.state_dict() for scaler in self._scalers()],
+            [{name: group[name] for name in _SCHEDULED if name in group} for group in self._optimizer.param_groups],
+        )
         if has_stepped:
             self._rollback.before_step()
             for scaler in self._scalers():
                 scaler.update(False)
             self._optimizer.step_with_ready_grads()
-        self._pending = _Pending(
-            has_stepped,
-            [_reduce(norm, dist.ReduceOp.SUM, group) for norm, group in norms],
-            [self._reduce_found(flag, has_stepped, optimizer) for flag, optimizer in found],
-            scales,
-        )
 
     @torch.no_grad()
     def validate(self, num_early_forwards: int = 0) -> bool:
@@ -128,18 +134,8 @@ class PostValidation:
         pending, self._pending = self._pending, None
         found = [bool(reduction.wait()[0] > 0) for reduction in pending.found_inf]
         norm = None if any(found) else self._norm(pending)
-        if any(found):
-            was_wrong = any(bool(reduction.wait()[1] > 0) for reduction in pending.found_inf)
-            self._skip(pending, found)
-        elif self._clips(norm):
-            was_wrong = True
-            self._clip_and_step(pending, norm)
-        else:
-            # An Inf here and a NaN elsewhere: the sum is a NaN, by which nothing is clipped.
-            was_wrong = norm is not None and math.isnan(norm)
-            if not pending.has_stepped:
-                self._optimizer.step_with_ready_grads()
-                self._gather_again()
+        with self._as_in_the_step(pending):
+            was_wrong = self._amend(pending, found, norm)
         self._rollback.prepare()
         self.settled(
             StepOutcome(
@@ -150,6 +146,19 @@ class PostValidation:
             )
         )
         return was_wrong
+
+    def _amend(self, pending: _Pending, found: list[bool], norm: float | None) -> bool:
+        """Turn the step that was taken into the right one; whether it was another, on any rank."""
+        if any(found):
+            self._skip(pending, found)
+            return any(bool(reduction.wait()[1] > 0) for reduction in pending.found_inf)
+        if self._clips(norm):
+            self._clip_and_step(pending, norm)
+            return True
+        if not pending.has_stepped:
+            self._step_again()
+        # An Inf on one rank and a NaN on another: the sum is a NaN, by which nothing is clipped.
+        return norm is not None and math.isnan(norm)
 
     def _prepare_gradients(self) -> list[tuple[torch.Tensor, MixedPrecisionOptimizer]]:
         """megatron-core's `prepare_grads` without its reduction; for each loss scale, whether Inf or NaN was found."""
@@ -217,8 +226,24 @@ class PostValidation:
             parameters = optimizer.get_parameters()
             if parameters:
                 clip_grads.clip_grad_by_total_norm_fp32(parameters, self._clip, norm)
+        self._step_again()
+
+    def _step_again(self) -> None:
         self._optimizer.step_with_ready_grads()
         self._gather_again()
+
+    @contextlib.contextmanager
+    def _as_in_the_step(self, pending: _Pending) -> Iterator[None]:
+        """With the learning rates of the step: a training loop may have moved its scheduler on since."""
+        groups = self._optimizer.param_groups
+        now = [
+            {name: group[name] for name in settings} for group, settings in zip(groups, pending.settings, strict=True)
+        ]
+        for group, settings in zip(groups, pending.settings, strict=True):
+            group.update(settings)
+        yield
+        for group, settings in zip(groups, now, strict=True):
+            group.update(settings)
 
     def _hand_out_parameters(self) -> None:
         """The optimizer's parameters were put back: put back what the model computes with, too."""
