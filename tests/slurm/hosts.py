@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -79,8 +81,15 @@ class Host:
             )
 
     def remove(self) -> None:
+        """And whatever still runs there."""
+        running = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True, check=False)
+        for process in running.stdout.split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(process), signal.SIGKILL)
         _try("ip", "netns", "del", self.name)
         shutil.rmtree(self._etc, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            self._etc.parent.rmdir()
 
 
 class TwoHosts:
