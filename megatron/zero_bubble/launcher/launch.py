@@ -14,7 +14,7 @@ from megatron.zero_bubble.mcore.cpu import CpuSubstitution, substitute_cuda
 if TYPE_CHECKING:
     from megatron.zero_bubble.launcher.session import Session
 
-SUPPORTED = ("0.16",)
+SUPPORTED = ("0.16", "0.17", "0.18", "0.19", "0.20")
 """Versions of megatron-core that the hooks were tried with; docs/megatron_lm.md says how."""
 
 

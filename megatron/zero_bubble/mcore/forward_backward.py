@@ -7,6 +7,7 @@ and collects what the loss function returns.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,10 @@ from megatron.zero_bubble.runtime.communicator import TensorSpec
 from megatron.zero_bubble.schedule import Op, Placement
 
 NoSync = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+_TAKES_MODEL_TYPE = "model_type" in inspect.signature(mcore.backward_step).parameters
+"""megatron-core's `backward_step` lost it in 0.17."""
 
 
 class GradSync:
@@ -84,7 +89,6 @@ class MegatronStage:
 
     def __post_init__(self) -> None:
         self._config = get_model_config(self.model_chunks[0])
-        self._model_type = get_model_type(self.model_chunks[0])
         self._grad_sync = GradSync(self._config.no_sync_func, len(self.model_chunks))
         self.num_tokens = torch.zeros([], dtype=torch.int, device=self.device)
         self._restart: Restart | None = None
@@ -128,7 +132,8 @@ class MegatronStage:
         output_tensor: torch.Tensor,
         output_grad: torch.Tensor | None,
     ) -> torch.Tensor | None:
-        return mcore.backward_step(input_tensor, output_tensor, output_grad, self._model_type, self._config)
+        model_type = (get_model_type(self.model_chunks[0]),) if _TAKES_MODEL_TYPE else ()
+        return mcore.backward_step(input_tensor, output_tensor, output_grad, *model_type, self._config)
 
     def release_output(self, output_tensor: torch.Tensor) -> None:
         mcore.deallocate_output_tensor(output_tensor, self._config.deallocate_pipeline_outputs)
