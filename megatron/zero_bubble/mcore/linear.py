@@ -15,6 +15,7 @@ Modules of Transformer Engine that defer their W themselves are put in the store
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from functools import partial
 from types import MethodType
@@ -34,6 +35,11 @@ from megatron.zero_bubble.mcore.transformer_engine import deferred_parameters, d
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 
 _SPLIT_LAYERS = (ColumnParallelLinear, RowParallelLinear)
+_NUM_ARGUMENTS = 10
+"""Of the autograd function's forward until megatron-core 0.18. Then came `gtp_remat_size` and `output_dtype`."""
+_LATER_ARGUMENTS = (1, None)[
+    : len(inspect.signature(LinearWithGradAccumulationAndAsyncCommunication.forward).parameters) - _NUM_ARGUMENTS
+]
 
 
 def split_weight_gradients(model_chunks: Iterable[torch.nn.Module], store: WeightGradStore) -> list[str]:
@@ -66,6 +72,8 @@ def _split(layer: Any, store: WeightGradStore) -> bool:
         raise ValueError(
             "defer_embedding_wgrad_compute puts off the output layer's weight gradient a second time: switch it off"
         )
+    if getattr(layer, "gtp_remat_size", 1) > 1:
+        raise ValueError("gtp_remat_size shards each weight, whose gradient W adds up whole: leave it at 1")
     if not layer.weight.requires_grad:
         return False
     # Read by megatron-core's DDP: this parameter's gradient comes from a hook of its module, not from autograd.
@@ -109,8 +117,16 @@ def _forward_impl(
     tp_group: dist.ProcessGroup | None,
     grad_output_buffer: None = None,
     wgrad_deferral_limit: int | None = None,
+    gtp_remat_size: int = 1,
+    output_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Stands in for `ColumnParallelLinear._forward_impl` and `RowParallelLinear._forward_impl`."""
+    """Stands in for `ColumnParallelLinear._forward_impl` and `RowParallelLinear._forward_impl`.
+
+    The last two are of megatron-core 0.19 and 0.20: weights sharded for each layer, and logits of another type.
+    """
+    assert gtp_remat_size == 1, "refused when the layer was split"
+    if output_dtype is not None:
+        raise ValueError(f"a linear layer with another output type ({output_dtype}) cannot be split into B and W")
     if not weight.requires_grad:
         return linear_with_frozen_weight(
             input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, tp_group
@@ -147,6 +163,7 @@ class _SplitLinear(torch.autograd.Function):
             None,
             None,
             tp_group,
+            *_LATER_ARGUMENTS,
         )
 
     @staticmethod
