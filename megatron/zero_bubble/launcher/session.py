@@ -129,6 +129,13 @@ def cpu_hooks() -> Iterator[Hook]:
         allow_no_cuda,
     )
     yield Hook(
+        "megatron.training.utils",
+        "get_device_arch_version",
+        (),
+        "it asks the device, to demand a setting of older ones; a CPU answers as the newest",
+        lambda call: 10,
+    )
+    yield Hook(
         "megatron.legacy.fused_kernels",
         "load",
         (),

@@ -8,6 +8,7 @@ from megatron.core import mpu, tensor_parallel
 from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 from megatron.legacy import fused_kernels
 from megatron.training.global_vars import set_args
+from megatron.training.utils import get_device_arch_version
 
 _NUMBERS = {
     "num-layers": 4,
@@ -44,6 +45,7 @@ def validate_args(args):
         per_rank = args.num_layers // args.pipeline_model_parallel_size
         args.virtual_pipeline_model_parallel_size = per_rank // args.num_layers_per_virtual_pipeline_stage
     args.iteration = 0
+    assert get_device_arch_version() > 0
 
 
 def initialize_megatron(argv=None, allow_no_cuda=False):
