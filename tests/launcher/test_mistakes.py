@@ -54,6 +54,7 @@ def error_of(result: subprocess.CompletedProcess[str]) -> str:
         ("zb-h1", {"use_megatron_fsdp": True}, ["--use-megatron-fsdp", "zb-h1"]),
         ("zb-h1", {"overlap_moe_expert_parallel_comm": True}, ["--overlap-moe-expert-parallel-comm"]),
         ("zb-h1", {"cuda_graph_impl": "local"}, ["--cuda-graph-impl local"]),
+        ("zb-h1", {"transformer_impl": "transformer_engine"}, ["--transformer-impl transformer_engine", "use local"]),
         ("zb-h3", {}, ["zb-h3", "zb-h1, zb-h2"]),
         ("file:no/such/file.json", {}, ["no/such/file.json"]),
     ],

@@ -16,11 +16,12 @@ from megatron.zero_bubble.launcher.hooks import Call
 from megatron.zero_bubble.launcher.settings import refuse_what_cannot_work, settings_of
 from megatron.zero_bubble.launcher.v_placement import VPlacement
 from megatron.zero_bubble.mcore.linear import split_weight_gradients
+from megatron.zero_bubble.mcore.transformer_engine import defer_weight_gradients
 from megatron.zero_bubble.runtime.watchdog import Watchdog
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Infeasible
 from megatron.zero_bubble.schedules import ForwardBackward
-from megatron.zero_bubble.training.checks import check_stages
+from megatron.zero_bubble.training.checks import check_implementation, check_stages
 from megatron.zero_bubble.training.description import describe, describe_places
 from megatron.zero_bubble.training.environment import check_environment
 from megatron.zero_bubble.training.logging import bubble_fields
@@ -30,6 +31,7 @@ from megatron.zero_bubble.training.running import open_timeline, run_plan
 from megatron.zero_bubble.training.stalls import check_stall_timeout, open_watchdog
 from megatron.zero_bubble.training.timeline import TimelineWriter
 
+_TRANSFORMER_ENGINE = "transformer_engine"
 _LOG_LINE = re.compile(r" \[[^]]*\] iteration +(\d+)/ *\d+ \|")
 
 
@@ -53,6 +55,7 @@ class Run:
             check_stages(self._settings, plan.placement)
             planning_options(self._settings, plan.placement)
             check_stall_timeout(self._settings)
+            check_implementation(self._settings)
             check_environment(self._settings, os.environ, torch.cuda.is_available())
         self._plan = plan
         self._store = WeightGradStore(plan.placement.num_chunks)
@@ -64,6 +67,15 @@ class Run:
         self.num_steps = 0
         """Training steps so far."""
         self.v_placement = VPlacement(plan.placement) if plan.placement.kind == "v" else None
+
+    def build_chunk(self, call: Call) -> None:
+        """Around the constructor of `GPTModel`."""
+        if self._settings.transformer_impl == _TRANSFORMER_ENGINE:
+            defer_weight_gradients(call["config"])
+        if self.v_placement is not None:
+            self.v_placement.build(call)
+        else:
+            call.proceed()
 
     def wrap_in_ddp(self, call: Call) -> None:
         """Around the constructor of megatron-core's DDP: split the layers of the chunk that is wrapped."""

@@ -36,9 +36,10 @@ class Session:
         yield Hook(
             "megatron.core.models.gpt.gpt_model",
             "GPTModel.__init__",
-            ("pre_process", "post_process", "vp_stage", "pg_collection"),
-            "in a V, a chunk's layers, embedding and loss are not those that megatron-core's numbering says",
-            partial(self._in_v, VPlacement.build),
+            ("config", "pre_process", "post_process", "vp_stage", "pg_collection"),
+            "in a V, a chunk holds other layers than megatron-core's numbering says; "
+            "Transformer Engine is told to leave W for later",
+            lambda call: self.run.build_chunk(call),
         )
         for name, is_stage in (("first", VPlacement.is_first_stage), ("last", VPlacement.is_last_stage)):
             yield Hook(

@@ -27,8 +27,6 @@ _REFUSED_IN_V = {
     "num_layers_per_virtual_pipeline_stage": "it is megatron-core's interleaved placement",
     "mtp_num_layers": "it is a part of the last rank's stage, and the loss is on the first",
     "heterogeneous_layers_config_path": "stages take their layers in another order",
-    "account_for_embedding_in_pipeline_split": "a V has even stages",
-    "account_for_loss_in_pipeline_split": "a V has even stages",
 }
 
 

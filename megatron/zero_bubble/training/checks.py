@@ -33,7 +33,7 @@ def complete_and_check(args: Arguments, environment: Mapping[str, str], has_cuda
     _check_ranges(args)
     _complete_model(args)
     _check_model(args)
-    _check_implementation(args)
+    check_implementation(args)
     _check_parallel(args, has_cuda)
     _check_batches(args)
     _check_training(args)
@@ -114,7 +114,8 @@ def _check_model(args: Arguments) -> None:
     )
 
 
-def _check_implementation(args: Arguments) -> None:
+def check_implementation(args: Arguments) -> None:
+    """Raise `ValueError` if the layers' package is missing or too old to defer weight gradients."""
     if args.transformer_impl == "transformer_engine":
         try:
             check_transformer_engine()
