@@ -121,6 +121,6 @@ def test_start_up_plan_and_timeline_are_those_of_our_own_trainer(logs: Path) -> 
 
 def test_the_command_line_does_the_same(logs: Path) -> None:
     flags = ["--zero-bubble-cpu", str(CHECKOUT / "pretrain_small.py"), *P2, "--zero-bubble-schedule", "zb-h1"]
-    result = run(2, "-m", "megatron.zero_bubble", *flags)
+    result = run(2, "-m", "megatron.zero_bubble", *flags, timeout=400)
     assert result.returncode == 0, result.stderr[-3000:]
     assert numbers(result.stdout) == numbers_of(logs, "base")

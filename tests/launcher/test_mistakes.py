@@ -32,7 +32,7 @@ def script_arguments(**changed: object) -> Namespace:
 
 def start(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "megatron.zero_bubble", str(script), *arguments]
-    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=400, check=False)
 
 
 def error_of(result: subprocess.CompletedProcess[str]) -> str:
