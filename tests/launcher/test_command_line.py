@@ -102,6 +102,8 @@ def test_padding_becomes_a_layout():
     flags = LaunchFlags(zero_bubble_schedule="zb-h1", allow_padding_num_layers=True)
     layout = ["--pipeline-model-parallel-layout", "Et*2|t*3|t*3|t*2L"]
     assert complete_script_arguments(flags, P4) == [*P4, *layout]
+    again = ("--num-layers=4", *P4)
+    assert complete_script_arguments(flags, again) == [*again, *layout], "the last of a flag counts"
     even = ("--num-layers", "8", *P4[2:])
     assert complete_script_arguments(flags, even) == list(even)
     chunked = complete_script_arguments(flags, (*P4, *RANK_2))

@@ -10,7 +10,7 @@ from typing import Any
 from megatron.zero_bubble.launcher.errors import LauncherError, users_mistakes
 from megatron.zero_bubble.schedule.generators import ENTRIES
 from megatron.zero_bubble.training.arguments import ZeroBubbleFlags
-from megatron.zero_bubble.training.flags import flag, make_parser, take_flags
+from megatron.zero_bubble.training.flags import FlagParser, flag, make_parser, take_flags
 from megatron.zero_bubble.training.layers import spread_layers, to_layout
 from megatron.zero_bubble.training.planning import check_zero_bubble_flags
 
@@ -96,27 +96,29 @@ def complete_script_arguments(flags: LaunchFlags, arguments: Sequence[str]) -> l
 
 
 def _with_layout(arguments: list[str]) -> list[str]:
-    num_layers, num_ranks = _value(arguments, "--num-layers"), _value(arguments, "--pipeline-model-parallel-size")
-    per_chunk, per_rank = (_value(arguments, name) for name in _CHUNKS)
+    """The layout that `--allow-padding-num-layers` stands for, where the stages do not divide the layers."""
+    given, _ = _take_numbers(arguments, "--num-layers", "--pipeline-model-parallel-size", _CHUNKS[0])
+    chunks, rest = _take_numbers(arguments, _CHUNKS[1])
+    num_layers, num_ranks, per_chunk = given.values()
     if num_layers is None or num_ranks is None or per_chunk is not None:
         return arguments
-    num_stages = num_ranks * (per_rank or 1)
+    num_stages = num_ranks * (chunks[_CHUNKS[1]] or 1)
     if num_layers % num_stages == 0:
         return arguments
     with users_mistakes():
         layout = to_layout(spread_layers(num_layers, num_stages))
-    if per_rank is not None:
-        # Megatron-LM takes one of the two.
-        place = arguments.index(_CHUNKS[1])
-        arguments = arguments[:place] + arguments[place + 2 :]
-    return [*arguments, _LAYOUT, layout]
+    # Without the number of chunks: Megatron-LM takes one of the two.
+    return [*rest, _LAYOUT, layout]
 
 
-def _value(arguments: Sequence[str], name: str) -> int | None:
-    if name not in arguments[:-1]:
-        return None
-    text = arguments[arguments.index(name) + 1]
-    return int(text) if text.isdigit() else None
+def _take_numbers(arguments: Sequence[str], *names: str) -> tuple[dict[str, int | None], list[str]]:
+    """The values of these flags, the last where there are several, and the arguments without them."""
+    parser = FlagParser(add_help=False, allow_abbrev=False)
+    for name in names:
+        parser.add_argument(name, dest=name, type=int)
+    with users_mistakes():
+        taken, rest = parser.parse_known_args(arguments)
+    return vars(taken), rest
 
 
 def flags_from_keywords(schedule: str | None, cpu: bool, settings: Mapping[str, Any]) -> LaunchFlags:
