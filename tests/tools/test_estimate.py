@@ -107,6 +107,15 @@ def test_tensor_and_sequence_parallel_activations_are_as_published():
     assert sequence == pytest.approx(s * b * h * (34 + 5 * a * s / h) / t)
 
 
+def test_context_parallel_ranks_share_tokens_but_not_keys():
+    layer = Stage(1, is_first=False, is_last=False)
+    whole, half = arguments("--bf16"), arguments("--bf16", "--context-parallel-size", "2", world_size=4)
+    assert stage_activations(half, layer).after_f == stage_activations(whole, layer).after_f / 2
+    assert stage_flops(half, layer).total == stage_flops(whole, layer).total / 2
+    replicas = SimpleNamespace(data_parallel_size=1, context_parallel_size=2, expert_model_parallel_size=1)
+    assert States(2, 2, 12, zero_stage=3).of_rank(replicas, SimpleNamespace(dense=10, expert=0)) == 10 * 16 / 2
+
+
 def test_recomputation_keeps_less_and_computes_more():
     layer = Stage(4, is_first=False, is_last=False)
     plain, selective = arguments("--bf16"), arguments("--bf16", "--recompute-activations")
@@ -142,7 +151,7 @@ def test_a_snapshot_keeps_adams_part_twice():
 
 
 def test_experts_are_shared_by_fewer_replicas():
-    args = SimpleNamespace(data_parallel_size=4, expert_model_parallel_size=2)
+    args = SimpleNamespace(data_parallel_size=4, context_parallel_size=1, expert_model_parallel_size=2)
     states = States(2, 2, 12, zero_stage=1)
     parameters = SimpleNamespace(dense=10, expert=100)
     assert states.of_rank(args, parameters) == 10 * (4 + 12 / 4) + 100 * (4 + 12 / 2)
@@ -153,14 +162,15 @@ def job(*flags: str, tool: list[str] = TOOL) -> Job:
 
 
 def paper_job(name: str) -> Job:
+    """What examples/estimate_paper.sh asks for."""
     size = PAPER[name]["model"]
-    p, ends = size["pipeline"], size["layers_at_the_ends"]
+    p, batch = size["pipeline"], size["micro_batch"]
     flags = ["--num-layers", size["layers"], "--hidden-size", size["hidden"], "--num-attention-heads", size["heads"]]
-    flags += ["--pipeline-model-parallel-size", p, "--decoder-first-pipeline-num-layers", ends]
-    flags += ["--decoder-last-pipeline-num-layers", ends, "--micro-batch-size", size["micro_batch"]]
-    flags += ["--global-batch-size", 3 * p * size["micro_batch"], "--seq-length", 1024, "--vocab-size", 50257]
-    flags += ["--fp16", "--untie-embeddings-and-output-weights"]
-    return job(*map(str, flags), tool=["--world-size", str(p), "--reserved-memory", "1B"])
+    flags += ["--pipeline-model-parallel-size", p, "--micro-batch-size", batch, "--global-batch-size", 3 * p * batch]
+    flags += ["--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split", "--fp16"]
+    flags += ["--seq-length", 1024, "--vocab-size", 50257, "--untie-embeddings-and-output-weights"]
+    tool = ["--world-size", str(p), "--reserved-memory", "1B", "--num-chunks", str(size["chunks"])]
+    return job(*map(str, flags), tool=tool)
 
 
 @pytest.mark.parametrize("name", PAPER)
@@ -210,7 +220,7 @@ def test_the_table_names_every_schedule_and_the_refused_ones(capsys):
     flags = [*SMALL, "--num-layers", "6", "--global-batch-size", "8"]
     assert main(["--world-size", "2", "--per-rank", "--", *flags]) == 0
     output = capsys.readouterr().out
-    assert "zb-v: 4 stages do not divide 6 layers" in output
+    assert "\nzb-v: --num-layers 6 is not a multiple of the 4 stages" in output
     assert "zb-h1, rank 1" in output
     assert "bytes a parameter: 4 + 4 for its gradient + 8 for Adam" in output
     totals = model_flops(job(*flags, tool=["--world-size", "2"]))

@@ -62,6 +62,12 @@ def parse_arguments(argv: Sequence[str] | None, description: str) -> argparse.Na
         "--schedule", action="append", metavar="NAME", help="repeat for more (default: all but optimal)"
     )
     parser.add_argument(
+        "--num-chunks",
+        type=at_least(2),
+        metavar="V",
+        help="model chunks a rank of interleaved schedules (default: the flags', else 2)",
+    )
+    parser.add_argument(
         "--profile", type=Path, metavar="FILE", help="costs that --zero-bubble-profile-output of such a run wrote"
     )
     parser.add_argument("--per-rank", action="store_true", help="a line for every pipeline rank of every schedule")
@@ -104,7 +110,7 @@ def job_of(arguments: argparse.Namespace) -> Job:
         bandwidth=arguments.interconnect_bandwidth * 1e9,
         latency=arguments.interconnect_latency * 1e-6,
     )
-    return Job(args, cluster, States.of(args, stage), _profile(arguments.profile, args))
+    return Job(args, cluster, States.of(args, stage), _profile(arguments.profile, args), arguments.num_chunks)
 
 
 def _profile(path: Path | None, args: Arguments) -> Profile | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from estimate_cli.model import Parameters, Stage, element_bytes, stage_parameters
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.training.arguments import Arguments
-from megatron.zero_bubble.training.layers import layers_of_layout, spread_layers
+from megatron.zero_bubble.training.layers import choose_layout, layers_of_layout
 
 
 @dataclass(frozen=True)
@@ -41,19 +41,16 @@ def stages_of(args: Arguments, placement: Placement) -> list[Stage]:
 
 
 def _layers_of(args: Arguments, placement: Placement) -> list[int]:
-    stages = placement.num_stages
-    first, final = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
-    if placement.kind == "linear" and args.pipeline_model_parallel_layout is not None:
-        layers = layers_of_layout(args.pipeline_model_parallel_layout, placement.num_ranks)
+    stages, given = placement.num_stages, args.pipeline_model_parallel_layout
+    if given is not None and placement.kind != "v":
+        layers = layers_of_layout(given, placement.num_ranks)
         if len(layers) == stages:
             return layers
-    if placement.kind == "linear" and (first is not None or final is not None):
-        return _with_uneven_ends(args.num_layers, stages, first, final)
-    if args.num_layers % stages == 0:
-        return [args.num_layers // stages] * stages
-    if args.allow_padding_num_layers and placement.kind != "v":
-        return spread_layers(args.num_layers, stages)
-    raise ValueError(f"{stages} stages do not divide {args.num_layers} layers")
+    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+    if placement.kind == "linear" and (first is not None or last is not None):
+        return _with_uneven_ends(args.num_layers, stages, first, last)
+    layout = choose_layout(args, placement)
+    return [args.num_layers // stages] * stages if layout is None else layers_of_layout(layout, placement.num_ranks)
 
 
 def _with_uneven_ends(num_layers: int, stages: int, first: int | None, last: int | None) -> list[int]:
@@ -98,7 +95,7 @@ class States:
 
     def of_rank(self, args: Arguments, parameters: Parameters) -> float:
         """Bytes of all states of a rank with these parameters."""
-        replicas = args.data_parallel_size
+        replicas = args.data_parallel_size * args.context_parallel_size
         expert = parameters.expert * self.bytes_a_parameter(max(1, replicas // args.expert_model_parallel_size))
         return parameters.dense * self.bytes_a_parameter(replicas) + expert
 

@@ -27,6 +27,8 @@ from megatron.zero_bubble.training.flops import flops_per_iteration
 
 PLANNED_FOR_THE_DEVICE = "auto"
 """The schedule that may use all the memory that is left."""
+_SHORTEST = 1e-3
+"""Milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,8 @@ class Job:
     states: States
     profile: Profile | None
     """Measured costs; without it they follow from operations and bytes."""
+    num_chunks: int | None = None
+    """Model chunks a rank, for schedules that leave it open; else as the flags or the schedules have it."""
 
     @property
     def num_microbatches(self) -> int:
@@ -75,7 +79,7 @@ class Estimate:
         A ring moves 2 (d-1)/d times the bytes through every link. With --overlap-grad-reduce it is counted as hidden.
         """
         args, states = self.job.args, self.job.states
-        replicas = args.data_parallel_size
+        replicas = args.data_parallel_size * args.context_parallel_size
         if replicas == 1 or args.overlap_grad_reduce:
             return 0.0
         parameters = max(sum(held) for held in rank_parameters(args, self.timeline.schedule.placement))
@@ -131,8 +135,8 @@ def estimate(job: Job, name: str) -> Estimate:
         ValueError: the layers cannot be cut for it, or (as `ScheduleError`) it is not possible at these sizes.
     """
     args = job.args
-    entry_chunks = args.model_chunks if name.startswith("interleaved") else None
-    placement = placement_for(name, args.pipeline_model_parallel_size, entry_chunks)
+    chunks = (job.num_chunks or args.model_chunks) if name.startswith("interleaved") else None
+    placement = placement_for(name, args.pipeline_model_parallel_size, chunks)
     costs = stage_costs(job, placement)
     states = tuple(job.states.of_rank(args, held) for held in rank_parameters(args, placement))
     limit = None
@@ -164,11 +168,12 @@ def stage_costs(job: Job, placement: Placement) -> StageCosts:
     flops = [stage_flops(args, stage) for stage in stages]
     held = [stage_activations(args, stage) for stage in stages]
     message = element_bytes(args) * args.micro_batch_size * args.seq_length * args.hidden_size
-    share = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    share = args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
     turns = [placement.rank_of(s) == placement.rank_of(s + 1) for s in range(len(stages) - 1)]
 
     def milliseconds(letter: str) -> tuple[float, ...]:
-        return tuple(1e3 * getattr(one, letter) / job.cluster.flops for one in flops)
+        # A stage that has the embedding alone computes next to nothing, but costs are above zero.
+        return tuple(max(_SHORTEST, 1e3 * getattr(one, letter) / job.cluster.flops) for one in flops)
 
     return StageCosts(
         time_f=milliseconds("f"),

@@ -109,9 +109,10 @@ class Flops(NamedTuple):
 def stage_flops(args: Arguments, stage: Stage) -> Flops:
     """F = sbh (24h + 4s), B = sbh (24h + 8s), W = sbh 24h of a plain layer (Qi et al. 2024), and logits.
 
-    The local attention computes the whole matrix of scores, whatever the mask leaves of it.
+    The local attention computes the whole matrix of scores, whatever the mask leaves of it; under context
+    parallelism, those of its own queries.
     """
-    tokens = args.micro_batch_size * args.seq_length
+    tokens = rank_tokens(args)
     linear = 2.0 * tokens * sum(one.inputs * one.outputs for one in _computed_linears(args))
     core = 4.0 * tokens * args.seq_length * _widths(args)[0]
     logits = 2.0 * tokens * args.hidden_size * args.padded_vocab_size if stage.is_last else 0.0
@@ -153,7 +154,7 @@ def stage_activations(args: Arguments, stage: Stage) -> Activations:
     Korthikanti et al. 2022 count the first, Qi et al. 2024 the second, for layers of the plain kind; here every
     tensor is counted that a layer of the flags' kind keeps.
     """
-    size, tokens = element_bytes(args), args.micro_batch_size * args.seq_length
+    size, tokens = element_bytes(args), rank_tokens(args)
     held, held_for_w = _layer_activations(args)
     recomputed = 0
     if args.recompute_granularity == "full":
@@ -175,7 +176,7 @@ def stage_activations(args: Arguments, stage: Stage) -> Activations:
 
 def _layer_activations(args: Arguments) -> tuple[float, float]:
     """Bytes that one layer keeps for B, and for W."""
-    size, tokens, t = element_bytes(args), args.micro_batch_size * args.seq_length, args.tensor_model_parallel_size
+    size, tokens, t = element_bytes(args), rank_tokens(args), args.tensor_model_parallel_size
     query, key_value = _widths(args)
     hidden = size * tokens * args.hidden_size / _sequence_split(args)
     mask = tokens * args.hidden_size / _sequence_split(args) if args.hidden_dropout > 0 else 0.0
@@ -207,12 +208,17 @@ def _mlp_activations(args: Arguments) -> float:
     """
     assert args.ffn_hidden_size is not None
     tensors = 4 if args.swiglu else 2
-    return float(element_bytes(args) * args.micro_batch_size * args.seq_length * args.ffn_hidden_size * tensors)
+    return float(element_bytes(args) * rank_tokens(args) * args.ffn_hidden_size * tensors)
 
 
 def _sequence_split(args: Arguments) -> int:
     """Ranks that share what lies between linear layers."""
     return args.tensor_model_parallel_size if args.sequence_parallel else 1
+
+
+def rank_tokens(args: Arguments) -> int:
+    """Tokens of a microbatch that a context-parallel rank has."""
+    return args.micro_batch_size * args.seq_length // args.context_parallel_size
 
 
 def element_bytes(args: Arguments) -> int:
