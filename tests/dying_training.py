@@ -3,48 +3,53 @@
 from __future__ import annotations
 
 import os
-import runpy
 import signal
 import sys
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 DIE = "die:"
 PLACES = ("in the step", "between step and validation", "in a rollback")
 
 
 def die_at(place: str, count: int) -> None:
-    """Let the method that `place` means kill its process, the first one before it does anything."""
+    """Let the method that `place` means kill its process when it has run."""
     from megatron.core import parallel_state
 
     from megatron.zero_bubble.mcore.post_validation import PostValidation
-    from megatron.zero_bubble.mcore.rollback import Snapshot
 
     methods: dict[str, tuple[Any, str]] = {
-        "in the step": (Snapshot, "before_step"),
+        "in the step": (PostValidation, "_is_wrong"),
         "between step and validation": (PostValidation, "step"),
-        "in a rollback": (Snapshot, "undo"),
+        "in a rollback": (PostValidation, "_clip_and_step"),
     }
     owner, name = methods[place]
     method, calls = getattr(owner, name), 0
 
-    def counted(self: Any, *args: Any) -> None:
+    def counted(self: Any, *args: Any) -> Any:
         nonlocal calls
         calls += 1
         is_last = calls == count and parallel_state.is_pipeline_last_stage()
-        if not is_last or place != PLACES[0]:
-            method(self, *args)
+        result = method(self, *args)
         if is_last:
+            # megatron-core's checkpoint writers outlive a rank that is killed.
+            for child in psutil.Process().children(recursive=True):
+                child.kill()
             os.kill(os.getpid(), signal.SIGKILL)
+        return result
 
     setattr(owner, name, counted)
 
 
 if __name__ == "__main__":
-    from megatron.zero_bubble.mcore.cpu import substitute_cuda
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    import pretrain_gpt
 
-    substitute_cuda()
+    pretrain_gpt.substitute_cuda()
+    pretrain_gpt.substitute_cuda = lambda: None  # once is enough, and comes before megatron-core is imported
     place, count = sys.argv.pop(1).removeprefix(DIE).split("@")
     if place:
         die_at(place, int(count))
-    runpy.run_path(str(Path(__file__).parents[1] / "pretrain_gpt.py"), run_name="__main__")
+    sys.exit(pretrain_gpt.main())
