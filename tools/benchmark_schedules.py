@@ -6,6 +6,8 @@
         --num-microbatches 16 --time-f 18.5 --time-b 18.1 --time-w 9.3 --time-comm 0.6 --json
     python tools/benchmark_schedules.py --mode emulate --schedule zb-2p --pipeline-size 4 --num-microbatches 8 \\
         --data-parallel-size 2 --time-reduce 60
+    python tools/benchmark_schedules.py --mode emulate --schedule zb-2p --pipeline-size 4 --num-microbatches 8 \\
+        --post-validation
     python tools/benchmark_schedules.py --mode train --pipeline-size 2 --num-microbatches 4 --schedule zb-h1 \\
         --schedule zb-2p --peers -- --num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 256 \\
         --micro-batch-size 2 --mock-data --vocab-size 4095
@@ -20,6 +22,10 @@ too, `chrt -f 1` before the command keeps them out (as root).
 
 With --data-parallel-size and --time-reduce the pipeline runs in replicas, whose gradients are reduced over an emulated
 link while they compute. Schedules run with the W's of their tail in microbatch order, and parameter by parameter.
+
+With --post-validation every schedule runs twice: with the optimizer's reduction, an all-reduce of one number, started
+in STEP and waited for in VALIDATE, and with iterations that end with it. Five iterations follow each other without a
+barrier, after two that fill the pipeline; a step is then their mean time, from the last rank's end to its next.
 
 Trained: pretrain_gpt.py itself, a job for every schedule, with the flags that follow `--`. megatron-core's own 1F1B
 always runs, as what the others are compared with. The schedules take turns, and a turn's ratio is taken to the turn of
@@ -37,9 +43,11 @@ from __future__ import annotations
 import json
 import signal
 import sys
+from collections.abc import Sequence
 
 from benchmark_cli.arguments import parse_arguments
-from benchmark_cli.emulate import emulate, emulation_table
+from benchmark_cli.emulate import Result, emulate, emulation_table
+from benchmark_cli.iterations import emulate_iterations, iteration_table
 from benchmark_cli.measured import draw_median_step, profile_of
 from benchmark_cli.train import compare_trainings
 from benchmark_cli.train_arguments import parse_train_arguments, wants_training
@@ -61,7 +69,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def _emulate(argv: list[str] | None) -> None:
     arguments = parse_arguments(argv, __doc__ or "")
-    results = emulate(arguments)
+    results: Sequence[Result]
+    if arguments.post_validation:
+        results = iterations = emulate_iterations(arguments)
+        text = iteration_table(iterations, markdown=arguments.markdown)
+    else:
+        results = emulate(arguments)
+        text = emulation_table(results, markdown=arguments.markdown)
     ours = [one for one in results if one.edges is not None]
     if arguments.profile_output is not None:
         deliver(profile_to_json(profile_of(ours[0])), arguments.profile_output)
@@ -70,8 +84,6 @@ def _emulate(argv: list[str] | None) -> None:
             draw_median_step(one, arguments.timeline)
     if arguments.json:
         text = json.dumps([one.as_json() for one in results], indent=1) + "\n"
-    else:
-        text = emulation_table(results, markdown=arguments.markdown)
     deliver(text, arguments.output)
 
 

@@ -17,12 +17,13 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 from benchmark_cli.emulate import Result  # noqa: E402  (tools/ is where running the script looks, too)
 from benchmark_cli.emulation import Emulation, await_arrival  # noqa: E402
+from benchmark_cli.iterations import IterationResult, iteration_table  # noqa: E402
 from benchmark_cli.link import EmulatedLink  # noqa: E402
 from benchmark_cli.worker import StepRecord  # noqa: E402
 from benchmark_schedules import main  # noqa: E402
 
 from megatron.zero_bubble.runtime.communicator import InMemoryNetwork  # noqa: E402
-from megatron.zero_bubble.schedule import Placement, StageCosts, generate, simulate  # noqa: E402
+from megatron.zero_bubble.schedule import Placement, StageCosts, generate, simulate, with_post_validation  # noqa: E402
 from megatron.zero_bubble.schedule.serialize import profile_from_json  # noqa: E402
 
 SIZE = ("--pipeline-size", "2", "--num-microbatches", "4")
@@ -110,6 +111,23 @@ def test_replicas_reduce_their_gradients_with_the_tail_in_both_orders():
         assert min(one["steps_ms"]) >= one["simulated_ms"] - 1e-6
 
 
+def test_post_validation_is_measured_beside_iterations_that_wait_for_the_optimizer(tmp_path):
+    result = run(*QUICK, "--time-w", "2", "--schedule", "1f1b", "--schedule", "zb-h2", "--post-validation", "--json")
+    assert result.returncode == 0, result.stderr
+    figures = json.loads(result.stdout)
+    assert [(one["schedule"], one["post_validation"]) for one in figures] == [
+        *(("1f1b", False), ("1f1b", True)),
+        *(("zb-h2", False), ("zb-h2", True)),
+    ]
+    assert [one["simulated_ms"] for one in figures] == [30, 30, 26, 24]
+    for one in figures:
+        assert len(one["steps_ms"]) == 2
+        # Every rank works for 24 ms, and sleeps are never too short.
+        assert one["measured_ms"] >= 24
+        assert one["optimizer_reduction_ms"] > 0
+        assert one["exposed_communication_ms"] >= 0
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -125,6 +143,11 @@ def test_replicas_reduce_their_gradients_with_the_tail_in_both_orders():
         ((*SIZE, "--costs", "nowhere.json", "--time-f", "1"), "not allowed with --costs"),
         ((*SIZE, "--costs", "nowhere.json"), "nowhere.json"),
         ((*SIZE, "--schedule", "zb-h2", "--memory-limit", "1"), "above the limit"),
+        ((*SIZE, "--post-validation", "--peers"), "--peers: not with --post-validation"),
+        (
+            (*SIZE, "--post-validation", "--data-parallel-size", "2", "--time-reduce", "5"),
+            "--time-reduce: not with --post-validation",
+        ),
         (("--pipeline-size", "2"), "--num-microbatches"),
         ((*SIZE, "--profile-output", "profile.json"), "--profile-output: give one --schedule"),
     ],
@@ -158,6 +181,36 @@ def test_a_step_lasts_from_the_common_start_to_the_last_return():
     assert result.spans == pytest.approx([1500] * 3)
     assert result.bubble_rate == pytest.approx(1 - 1.2 / 1.5)
     assert result.exposed == pytest.approx(20)
+
+
+def iterations(timeline, ends, *, post_validation):
+    """Of two ranks: the second one ends an iteration at `ends`, the first one half a second before."""
+    steps = [
+        [
+            StepRecord("x", start=0, first_start=0, last_end=0, returned=end - early, busy=1, exposed=0)
+            for early in (0.5, 0)
+        ]
+        for end in ends
+    ]
+    return IterationResult("zb-h2", timeline, steps, post_validation=post_validation, optimizer_reduction=200)
+
+
+def test_an_iteration_lasts_from_one_end_of_the_last_rank_to_the_next_once_the_pipeline_is_full():
+    costs = StageCosts.uniform(2, 100, 100, 100)
+    plain = generate("zb-h2", 2, 4, costs=costs)
+    validated = with_post_validation(plain, costs)
+    filled = (5, 8, 9.2, 10.4, 11.6, 12.8, 14)
+    with_it = iterations(simulate(validated, costs), (*filled, *(20 + end for end in filled)), post_validation=True)
+    assert with_it.makespans == pytest.approx([1200, 1200])
+    assert (with_it.simulated, with_it.expected) == (1200, 1200)
+    without = iterations(simulate(plain, costs), [1.5 * k for k in range(7)], post_validation=False)
+    assert without.measured == 1500
+    assert (without.simulated, without.expected) == (1300, 1500)
+    _, row = (line.split() for line in iteration_table([without, with_it]).splitlines())
+    assert row == [
+        *("zb-h2", "1200.0", "0.0", "1200.0", "+0.0%"),
+        *("1500.0", "0.0", "1300.0", "200.0", "+0.0%", "+25.0%", "+8.3%"),
+    ]
 
 
 def test_a_message_is_held_back_until_its_time():

@@ -10,6 +10,7 @@ from schedule_cli.arguments import (
     Parser,
     add_costs,
     add_limit,
+    add_post_validation,
     add_size,
     at_least,
     check_costs,
@@ -75,6 +76,7 @@ def parse_arguments(argv: list[str] | None, description: str) -> argparse.Namesp
     parser.add_argument(
         "--timeline", type=Path, metavar="DIR", help="draw the median step of every schedule there, beside the plan"
     )
+    add_post_validation(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write there instead of printing")
@@ -82,6 +84,16 @@ def parse_arguments(argv: list[str] | None, description: str) -> argparse.Namesp
     add_costs(parser, default_time=f"{DEFAULT_TIME:g}")
     add_limit(parser)
     arguments = parser.parse_args(join_negative(sys.argv[1:] if argv is None else argv))
+    _check(parser, arguments)
+    if arguments.costs is None:
+        for flag in ("time_f", "time_b", "time_w"):
+            if getattr(arguments, flag) is None:
+                setattr(arguments, flag, (DEFAULT_TIME,))
+    return arguments
+
+
+def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """What flags mean for each other."""
     check_costs(parser, arguments)
     if arguments.profile_output is not None and len(arguments.schedule or ()) != 1:
         parser.error("argument --profile-output: give one --schedule, whose placement the profile is of")
@@ -94,8 +106,7 @@ def parse_arguments(argv: list[str] | None, description: str) -> argparse.Namesp
             parser.error(f"argument --{name.replace('_', '-')}: of one pipeline: leave out --time-reduce")
     if arguments.peers and arguments.time_reduce is not None:
         parser.error("argument --peers: their gradients are not reduced here: leave out --time-reduce")
-    if arguments.costs is None:
-        for flag in ("time_f", "time_b", "time_w"):
-            if getattr(arguments, flag) is None:
-                setattr(arguments, flag, (DEFAULT_TIME,))
-    return arguments
+    for name in ("peers", "time_reduce", "profile_output", "timeline"):
+        if arguments.post_validation and getattr(arguments, name):
+            flag = f"--{name.replace('_', '-')}"
+            parser.error(f"argument {flag}: not with --post-validation, which compares our schedules with themselves")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -103,6 +103,7 @@ class Result:
             "simulated_bubble_rate": float(self.timeline.bubble_rate),
             "exposed_communication_ms": self.exposed,
             "steps_ms": self.makespans,
+            "post_validation": False,
         }
 
 
@@ -115,16 +116,7 @@ def emulate(arguments: argparse.Namespace) -> list[Result]:
         plans = [one for plan in plans for one in _with_reordered_tail(plan)]
     peers = tuple(_peers(arguments)) if arguments.peers else ()
     longest = max([float(plan.makespan) for plan in plans] + [_one_after_the_other(peer) for peer in peers])
-    job = Job(
-        num_ranks=arguments.pipeline_size,
-        schedules=tuple((lower(plan.schedule, arguments.receive_ahead), plan.costs) for plan in plans),
-        peers=peers,
-        steps=arguments.steps,
-        activation_bytes=arguments.activation_bytes,
-        timeout=timedelta(seconds=60, milliseconds=3 * longest),
-        directory=Path(),
-        reduction=costs,
-    )
+    job = replace(make_job(arguments, plans, longest), peers=peers, reduction=costs)
     total = (1 + job.steps) * (sum(float(plan.makespan) for plan in plans) + len(peers) * longest) / 1e3
     print(f"{len(plans) + len(peers)} schedules, {job.steps} steps each: about {total:.0f} s", file=sys.stderr)
     records = run_job(job)
@@ -141,6 +133,19 @@ def emulate(arguments: argparse.Namespace) -> list[Result]:
         for plan in plans
     ]
     return ours + list(_peer_results(peers, records))
+
+
+def make_job(arguments: argparse.Namespace, plans: Sequence[Timeline], longest: float) -> Job:
+    """The job that runs these plans, of which none takes longer than `longest` milliseconds."""
+    return Job(
+        num_ranks=arguments.pipeline_size,
+        schedules=tuple((lower(plan.schedule, arguments.receive_ahead), plan.costs) for plan in plans),
+        peers=(),
+        steps=arguments.steps,
+        activation_bytes=arguments.activation_bytes,
+        timeout=timedelta(seconds=60, milliseconds=3 * longest),
+        directory=Path(),
+    )
 
 
 def _with_reordered_tail(plan: Timeline) -> Iterator[Timeline]:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+import torch.distributed as dist
 
 from megatron.zero_bubble.runtime.communicator import TensorSpec
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
@@ -104,7 +105,7 @@ def _message_time(costs: StageCosts, placement: Placement, edge: int) -> float:
 
 
 class EmulatedStage:
-    """A `Stage` for the executor: one rank's chunks, whose compute is an `Emulation`.
+    """A `SteppingStage` for the executor: one rank's chunks, whose compute is an `Emulation`.
 
     Args:
         num_parameters: into how many equal parts, one a parameter, W is cut.
@@ -128,6 +129,7 @@ class EmulatedStage:
         stages = [placement.stage_of(rank, chunk) for chunk in range(placement.num_chunks)]
         self._times = [StageTimes(costs, placement, stage) for stage in stages]
         self._loss = torch.zeros(1)
+        self._state: dist.Work | None = None
 
     def forward(self, microbatch: int, chunk: int, input_tensor: torch.Tensor | None) -> torch.Tensor:
         times = self._times[chunk]
@@ -170,3 +172,17 @@ class EmulatedStage:
 
     def message_spec(self, op: Op) -> TensorSpec:
         return self._emulation.spec
+
+    def step(self) -> None:
+        """The optimizer's step without its compute: reduce one number over all ranks, in the background."""
+        self._state = dist.all_reduce(torch.zeros(1), async_op=True)
+
+    def validate(self) -> bool:
+        """Wait for the reduction of the last step, if there was one. No step is ever wrong."""
+        if self._state is not None:
+            self._state.wait()
+            self._state = None
+        return False
+
+    def restart(self) -> None:
+        return

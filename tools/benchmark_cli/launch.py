@@ -18,7 +18,7 @@ class Records:
     """What the ranks measured."""
 
     steps: dict[str, list[list[StepRecord]]]
-    """By contestant: for every step the records of all ranks."""
+    """By contestant: for every iteration of every step the records of all ranks."""
     refused: dict[str, str]
     """Peers that do not run at these sizes, and why."""
     orders: dict[str, list[list[str]]]
@@ -27,6 +27,8 @@ class Records:
     """By schedule of ours: for every rank, milliseconds of a message over each of its edges."""
     gathers: list[float]
     """Seconds that the first rank needs to gather the bubble rate, several times."""
+    reductions: list[float]
+    """Seconds of the optimizer's reduction, each time on the rank where it took longest."""
 
 
 def run_job(job: Job) -> Records:
@@ -51,4 +53,5 @@ def _gather(reports: list[dict]) -> Records:
         name: [{int(edge): time for edge, time in report["edges"][name].items()} for report in reports]
         for name in reports[0]["edges"]
     }
-    return Records(steps, reports[0]["refused"], reports[0]["orders"], edges, reports[0]["gathers"])
+    reductions = [max(ranks) for ranks in zip(*(report["reductions"] for report in reports), strict=True)]
+    return Records(steps, reports[0]["refused"], reports[0]["orders"], edges, reports[0]["gathers"], reductions)

@@ -28,6 +28,8 @@ _GATHERS = 9
 """Times that the bubble rate is gathered."""
 _LEAD = 0.01
 """Seconds from the agreement on a step's start to the start."""
+_REDUCTIONS = 20
+"""How often the optimizer's reduction is timed."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,9 @@ class Job:
     """Where the ranks meet, and leave their records: `rank0.json`, ..."""
     reduction: ReductionCosts | None = None
     """Of gradients, where there are replicas."""
+    iterations: int = 1
+    """That a step consists of and that follow each other without a barrier. If there are several, they end with the
+    optimizer's reduction, and the next one waits for that unless its schedule has post-validation."""
 
     @property
     def world_size(self) -> int:
@@ -54,11 +59,11 @@ class Job:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step of one contestant on one rank, in seconds on the machine's clock."""
+    """One iteration of one contestant on one rank, in seconds on the machine's clock."""
 
     contestant: str
     start: float
-    """The same on all ranks."""
+    """Of the step; the same on all ranks."""
     first_start: float
     """Of an operation of this rank."""
     last_end: float
@@ -87,7 +92,9 @@ class OwnRun:
         communicator: Communicator,
         reduction: ReductionCosts | None,
         replicas: dist.ProcessGroup | None,
+        waits_for_optimizer: bool,
     ) -> None:
+        self._waits_for_optimizer = waits_for_optimizer
         store = WeightGradStore(schedule.num_chunks)
         self.link = EmulatedLink(communicator)
         self.recorder = OpRecorder(HostClock())
@@ -104,6 +111,9 @@ class OwnRun:
         self._executor.run(self._stage, self.recorder)
         if self._reduction is not None:
             self._reduction.finish()
+        if self._waits_for_optimizer:
+            self._stage.step()
+            self._stage.validate()
 
 
 def run_rank(rank: int, job: Job) -> None:
@@ -124,6 +134,7 @@ def run_rank(rank: int, job: Job) -> None:
             communicators[schedule.placement],
             job.reduction,
             replicas,
+            waits_for_optimizer=job.iterations > 1 and not schedule.has_post_validation,
         )
         for schedule, costs in job.schedules
     }
@@ -134,9 +145,8 @@ def run_rank(rank: int, job: Job) -> None:
     records: list[StepRecord] = []
     for round_number in range(1 + job.steps):
         for name, contestant in contestants.items():
-            record = _run_step(name, contestant, emulation)
-            if round_number > 0:
-                records.append(record)
+            step = _run_step(name, contestant, emulation, job.iterations if round_number > 0 else 1)
+            records += step if round_number > 0 else ()
     report = {
         "steps": [asdict(record) for record in records],
         "refused": refused,
@@ -148,6 +158,7 @@ def run_rank(rank: int, job: Job) -> None:
             for schedule, _ in job.schedules
         },
         "gathers": [_seconds_to_gather() for _ in range(_GATHERS)],
+        "reductions": _time_reductions() if job.iterations > 1 else [],
     }
     (job.directory / f"rank{rank}.json").write_text(json.dumps(report))
     dist.barrier()
@@ -202,19 +213,38 @@ def _peer_runs(job: Job, emulation: Emulation, rank: int) -> tuple[dict[str, Pee
     return runs, refused
 
 
-def _run_step(name: str, contestant: Contestant, emulation: Emulation) -> StepRecord:
-    """All ranks start at one time, which rank 0 sets once all are there."""
-    emulation.reset()
+def _run_step(name: str, contestant: Contestant, emulation: Emulation, iterations: int) -> list[StepRecord]:
+    """A record an iteration."""
     gc.collect()
+    start = _start_together()
+    records = []
+    for _ in range(iterations):
+        emulation.reset()
+        begin = time.thread_time()
+        contestant.step()
+        returned, busy = time.perf_counter(), time.thread_time() - begin
+        record = StepRecord(name, start, emulation.first_start, emulation.last_end, returned, busy, None)
+        if isinstance(contestant, OwnRun):
+            ops = [(measured.start, measured.end) for measured in contestant.recorder.take()]
+            record = replace(record, exposed=contestant.link.exposed, ops=ops)
+        records.append(record)
+    return records
+
+
+def _start_together() -> float:
+    """Return on all ranks at one time, which rank 0 sets once all are there."""
     dist.barrier()
     start = torch.tensor([time.perf_counter() + _LEAD], dtype=torch.float64)
     dist.broadcast(start, src=0)
     sleep_until(start.item())
-    begin = time.thread_time()
-    contestant.step()
-    returned, busy = time.perf_counter(), time.thread_time() - begin
-    record = StepRecord(name, start.item(), emulation.first_start, emulation.last_end, returned, busy, None)
-    if isinstance(contestant, OwnRun):
-        ops = [(measured.start, measured.end) for measured in contestant.recorder.take()]
-        record = replace(record, exposed=contestant.link.exposed, ops=ops)
-    return record
+    return start.item()
+
+
+def _time_reductions() -> list[float]:
+    """Seconds from a common start to the end of a reduction like the optimizer's, some times over."""
+    seconds = []
+    for _ in range(_REDUCTIONS):
+        start = _start_together()
+        dist.all_reduce(torch.zeros(1))
+        seconds.append(time.perf_counter() - start)
+    return seconds
