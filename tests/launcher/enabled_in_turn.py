@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -17,18 +19,22 @@ from megatron.zero_bubble.launcher.launch import Launch
 def main(plan: Path) -> None:
     """`plan` names each training's flags and, unless it is to have megatron-core's schedule, what `enable` is told."""
     sys.path.insert(0, str(Path(__file__).parent / "checkout"))
-    dist.init_process_group("gloo")
+    rank, world_size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
     for name, (settings, flags) in json.loads(plan.read_text()).items():
+        # Each training in process groups of its own: those of all together would have a thousand threads.
+        store = dist.FileStore(str(plan.parent / f"{name}.store"), world_size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
         if settings is None:
             launch = Launch(LaunchFlags(zero_bubble_cpu=True))
         else:
             zb.enable(**settings, cpu=True)
-        train(flags, plan.parent / f"{name}.{dist.get_rank()}.txt")
+        train(flags, plan.parent / f"{name}.{rank}.txt")
         if settings is None:
             launch.close()
         else:
             zb.disable()
-    dist.destroy_process_group()
+        gc.collect()  # the model holds some of the groups, and has cycles
+        dist.destroy_process_group()
 
 
 def train(flags: list[str], output: Path) -> None:

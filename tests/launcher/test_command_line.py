@@ -64,8 +64,8 @@ def test_help_is_ours_and_then_the_script_s(script):
         (["missing.py"], ["missing.py"]),
         (["SCRIPT", "--zero-bubble-shedule", "zb-h1"], ["--zero-bubble-shedule"]),
         (
-            ["SCRIPT", "--zero-bubble", "--enable-optimizer-post-validation"],
-            ["--zero-bubble-post-validation", "optimizer.step()"],
+            ["SCRIPT", "--zero-bubble", "--zero-bubble-rollback", "inverse"],
+            ["--zero-bubble-rollback", "--zero-bubble-post-validation"],
         ),
         (["SCRIPT", "--zero-bubble-timeline", "out"], ["--zero-bubble-timeline", "--zero-bubble-schedule"]),
         (["SCRIPT", "--zero-bubble-profile-iters", "2"], ["--zero-bubble-profile-iters"]),

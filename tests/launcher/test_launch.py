@@ -13,6 +13,7 @@ from tests.launch import ROOT, run
 CHECKOUT = ROOT / "tests" / "launcher" / "checkout"
 P2 = ("--pipeline-model-parallel-size", "2", "--clip-grad", "0.5")
 """The gradient norm is above this in every iteration."""
+SOMETIMES = (*P2, "--log-interval", "3", "--train-iters", "7")
 UNTIED = ("--untie-embeddings-and-output-weights", "--overlap-grad-reduce")
 CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "2")
 UNCLIPPED = ("--pipeline-model-parallel-size", "2", "--clip-grad", "0")
@@ -32,6 +33,8 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "zb-2p-untied": ({"schedule": "zb-2p"}, (*P2, *UNTIED)),
         "planned": ({"profile_iters": [1, 2], "timeline": str(folder / "timeline"), "strict": True}, P2),
         "base-again": (None, P2),
+        "base-logged-sometimes": (None, (*SOMETIMES, "--save", plain)),
+        "post-validated": ({"schedule": "zb-2p", "post_validation": True}, (*SOMETIMES, "--save", plain)),
         "base-unclipped": (None, UNCLIPPED),
         "zb-v": ({"schedule": "zb-v"}, (*UNCLIPPED, *CHUNKS)),
         "base-chunks": (None, (*P2, *CHUNKS)),
@@ -64,6 +67,7 @@ def numbers_of(logs: Path, training: str) -> list[str]:
         ("zb-h1", "base"),
         ("zb-2p-untied", "base-untied"),
         ("planned", "base"),
+        ("post-validated", "base-logged-sometimes"),
         ("interleaved-zb", "base-chunks"),
     ],
 )

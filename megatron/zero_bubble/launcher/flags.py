@@ -141,8 +141,3 @@ def flags_from_keywords(schedule: str | None, cpu: bool, settings: Mapping[str, 
 def _check(flags: LaunchFlags) -> None:
     with users_mistakes():
         check_zero_bubble_flags(flags)
-    if flags.zero_bubble_post_validation:
-        raise LauncherError(
-            "--zero-bubble-post-validation is not supported with the launcher yet: it steps inside of the schedule, "
-            "and the script calls optimizer.step() after it"
-        )

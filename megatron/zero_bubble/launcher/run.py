@@ -13,6 +13,7 @@ import torch
 from megatron.zero_bubble.launcher.errors import LauncherError, users_mistakes
 from megatron.zero_bubble.launcher.flags import PROGRAM, LaunchFlags
 from megatron.zero_bubble.launcher.hooks import Call
+from megatron.zero_bubble.launcher.post_validation import ScriptPostValidation
 from megatron.zero_bubble.launcher.settings import refuse_what_cannot_work, settings_of
 from megatron.zero_bubble.launcher.v_placement import VPlacement
 from megatron.zero_bubble.mcore.linear import split_weight_gradients
@@ -27,6 +28,7 @@ from megatron.zero_bubble.training.environment import check_environment
 from megatron.zero_bubble.training.logging import bubble_fields
 from megatron.zero_bubble.training.planning import planning_options
 from megatron.zero_bubble.training.plans import choose_plan, limit_flag
+from megatron.zero_bubble.training.post_validation import check_post_validation
 from megatron.zero_bubble.training.running import open_timeline, run_plan
 from megatron.zero_bubble.training.stalls import check_stall_timeout, open_watchdog
 from megatron.zero_bubble.training.timeline import TimelineWriter
@@ -56,10 +58,12 @@ class Run:
             planning_options(self._settings, plan.placement)
             check_stall_timeout(self._settings)
             check_implementation(self._settings)
+            check_post_validation(self._settings)
             check_environment(self._settings, os.environ, torch.cuda.is_available())
         self._plan = plan
         self._store = WeightGradStore(plan.placement.num_chunks)
         self._chunks: list[torch.nn.Module] = []
+        self.post_validation = ScriptPostValidation(script, self._settings)
         self._forward_backward: ForwardBackward | None = None
         self._timeline: TimelineWriter | None = None
         self._watchdog: Watchdog | None = None
@@ -110,7 +114,9 @@ class Run:
         with users_mistakes():
             describe(self._settings, self._plan, self._chunks)
         describe_places(self._settings, self._plan.placement)
-        self._forward_backward = run_plan(self._settings, self._plan, self._store)
+        asked = self._settings.zero_bubble_post_validation
+        post_validation = self.post_validation.build(self._plan, self._chunks) if asked else None
+        self._forward_backward = run_plan(self._settings, self._plan, self._store, post_validation)
         self._timeline = open_timeline(self._settings, self._forward_backward)
         self._watchdog = open_watchdog(self._settings, self._forward_backward, PROGRAM)
         return self._forward_backward

@@ -9,6 +9,7 @@ from typing import Any
 from megatron.zero_bubble.launcher.errors import LauncherError
 from megatron.zero_bubble.launcher.flags import LaunchFlags
 from megatron.zero_bubble.launcher.hooks import Call, Hook
+from megatron.zero_bubble.launcher.post_validation import post_validation_hooks
 from megatron.zero_bubble.launcher.run import Run
 from megatron.zero_bubble.launcher.v_placement import VPlacement
 
@@ -70,6 +71,9 @@ class Session:
             "the bubble rate follows the fields of the training log line",
             self._log,
         )
+
+        if self.flags.zero_bubble_post_validation:
+            yield from post_validation_hooks(lambda: self.run.post_validation)
 
     @property
     def run(self) -> Run:

@@ -43,11 +43,16 @@ def check_zero_bubble_flags(flags: ZeroBubbleFlags) -> None:
     """
     names = (
         *("memory_limit", "max_pending_backward", "profile_iters", "profile_output", "profile_input"),
-        *("timeline", "timeline_iters", "strict", "timeout"),
+        *("timeline", "timeline_iters", "strict", "timeout", "post_validation"),
     )
     for name in names:
         if not flags.asks_for_schedule and getattr(flags, f"zero_bubble_{name}") not in (None, False):
             raise ValueError(f"--zero-bubble-{name.replace('_', '-')} needs --zero-bubble or --zero-bubble-schedule")
+    for name in ("rollback", "rollback_on_host"):
+        if not flags.zero_bubble_post_validation and getattr(flags, f"zero_bubble_{name}"):
+            raise ValueError(f"--zero-bubble-{name.replace('_', '-')} needs --zero-bubble-post-validation")
+    if flags.zero_bubble_rollback == "inverse" and flags.zero_bubble_rollback_on_host:
+        raise ValueError("--zero-bubble-rollback-on-host and --zero-bubble-rollback inverse: the inverse keeps no copy")
     threshold = flags.zero_bubble_replan_threshold
     if not 0 <= threshold < math.inf:
         raise ValueError(f"--zero-bubble-replan-threshold must be at least 0, got {threshold}")

@@ -24,22 +24,14 @@ _TOO_OFTEN = 1 / 3
 def check_post_validation(args: Arguments) -> None:
     """Raise `ValueError` for what cannot work with post-validation: one line that names both flags and the reason."""
     if not args.zero_bubble_post_validation:
-        for name in ("rollback", "rollback_on_host"):
-            if getattr(args, f"zero_bubble_{name}"):
-                raise ValueError(f"--zero-bubble-{name.replace('_', '-')} needs {FLAG}")
         return
     reasons = {
-        "without --zero-bubble or --zero-bubble-schedule: megatron-core's own schedule has no place for it": (
-            args.schedule is None
-        ),
-        "and --log-num-zeros-in-grad: the zeros are counted over all ranks before the step": args.log_num_zeros_in_grad,
-        "and --timing-log-level 2: its timers wait for all ranks around the step": args.timing_log_level > 1,
+        "--log-num-zeros-in-grad: the zeros are counted over all ranks before the step": args.log_num_zeros_in_grad,
+        "--timing-log-level 2: its timers wait for all ranks around the step": args.timing_log_level > 1,
     }
     for reason, is_so in reasons.items():
         if is_so:
-            raise ValueError(f"{FLAG} {reason}")
-    if args.zero_bubble_rollback == "inverse" and args.zero_bubble_rollback_on_host:
-        raise ValueError("--zero-bubble-rollback-on-host and --zero-bubble-rollback inverse: the inverse keeps no copy")
+            raise ValueError(f"{FLAG} and {reason}")
 
 
 def build_post_validation(

@@ -18,6 +18,7 @@ _NUMBERS = {
     "micro-batch-size": 1,
     "global-batch-size": 4,
     "train-iters": 4,
+    "log-interval": 1,
     "eval-iters": 1,
     "pipeline-model-parallel-size": 1,
     "num-layers-per-virtual-pipeline-stage": None,

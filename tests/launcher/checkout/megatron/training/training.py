@@ -1,10 +1,9 @@
-"""Model, optimizer, training, evaluation, log line and checkpoints."""
+"""Model, optimizer, training, evaluation and log line."""
 
 import dataclasses
 import time
 import zlib
 from datetime import datetime
-from pathlib import Path
 
 import torch
 from megatron.core import mpu
@@ -20,10 +19,15 @@ from megatron.core.pipeline_parallel.utils import (
     is_vp_last_stage,
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_model_config, unwrap_model
+from megatron.core.utils import get_model_config
+from megatron.training.checkpointing import load_checkpoint, save_checkpoint
 from megatron.training.global_vars import get_args
 from megatron.training.initialize import initialize_megatron
-from megatron.training.utils import print_rank_last
+from megatron.training.utils import (
+    logical_and_across_model_parallel_group,
+    print_rank_last,
+    reduce_max_stat_across_model_parallel_group,
+)
 
 
 def pretrain(model_provider, forward_step, data_provider, argv=None):
@@ -100,17 +104,24 @@ def train(args, model, config, optimizer, forward_step, data_provider):
     iteration = args.iteration
     while iteration < args.train_iters:
         start = time.perf_counter()
+        args.curr_iteration = iteration
         for chunk in model:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
         losses = forward_backward_func(**step_arguments(args, forward_step, data, model), forward_only=False)
-        _, grad_norm, _ = optimizer.step()
+        was_updated, grad_norm, _ = optimizer.step()
+        was_updated = logical_and_across_model_parallel_group(was_updated)
+        grad_norm = reduce_max_stat_across_model_parallel_group(grad_norm)
+        if was_updated:
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.9
         iteration += 1
         line = f" [{datetime.now()}] iteration {iteration:8d}/{args.train_iters:8d} |"
         line += f" elapsed time per iteration (ms): {(time.perf_counter() - start) * 1000:.1f} |"
         if mpu.is_pipeline_last_stage(ignore_virtual=True):
             line += f" lm loss: {mean_loss(losses).hex()} |"
-        print_rank_last(line + (f" grad norm: {grad_norm.hex()} |" if grad_norm else ""))
+        if iteration % args.log_interval == 0:
+            print_rank_last(line + (f" grad norm: {grad_norm.hex()} |" if grad_norm else ""))
     args.iteration = iteration
 
 
@@ -141,19 +152,3 @@ def mean_loss(losses):
     total = torch.stack([loss["lm loss"] for loss in losses]).sum(dim=0)
     torch.distributed.all_reduce(total, group=mpu.get_data_parallel_group())
     return (total[0] / total[1]).item()
-
-
-def checkpoint_of(args, folder):
-    return Path(folder) / f"rank_{args.rank}.pt"
-
-
-def save_checkpoint(args, model, optimizer):
-    states = [chunk.state_dict() for chunk in unwrap_model(model)]
-    torch.save((args.iteration, states, optimizer.state_dict()), checkpoint_of(args, args.save))
-
-
-def load_checkpoint(args, model, optimizer):
-    args.iteration, states, optimizer_state = torch.load(checkpoint_of(args, args.load), weights_only=False)
-    for chunk, state in zip(unwrap_model(model), states, strict=True):
-        chunk.load_state_dict(state)
-    optimizer.load_state_dict(optimizer_state)
