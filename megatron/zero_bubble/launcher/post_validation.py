@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from megatron.zero_bubble.launcher.errors import LauncherError
@@ -96,13 +97,15 @@ class ScriptPostValidation:
             self._post_validation.validate()
         return call.proceed()
 
-    def as_it_is(self, parameter: str) -> Callable[[Call], Any]:
-        """In place of a reduction, for which every rank would wait, of what all ranks agree on."""
+    @property
+    def is_on(self) -> bool:
+        """Whether the schedule takes the steps: not with a single pipeline rank."""
+        return self._post_validation is not None
 
-        def given(call: Call) -> Any:
-            return call[parameter] if self._post_validation is not None else call.proceed()
 
-        return given
+def _as_it_is(run: Callable[[], ScriptPostValidation], parameter: str, call: Call) -> Any:
+    """In place of a reduction, for which every rank would wait, of what all ranks agree on."""
+    return call[parameter] if run().is_on else call.proceed()
 
 
 def post_validation_hooks(run: Callable[[], ScriptPostValidation]) -> Iterator[Hook]:
@@ -137,7 +140,7 @@ def post_validation_hooks(run: Callable[[], ScriptPostValidation]) -> Iterator[H
             name,
             (parameter,),
             "all ranks would wait for each other after every step, for what they agree on",
-            lambda call, parameter=parameter: run().as_it_is(parameter)(call),
+            partial(_as_it_is, run, parameter),
         )
     yield Hook(
         "megatron.training.checkpointing",
