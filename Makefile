@@ -2,6 +2,7 @@
 #
 #   make pretrain    train a small GPT on four pipeline ranks with ZB-H1
 #   make test        the tests
+#   make test-all    the tests with the whole matrix of parallelism, schedules, embeddings and precisions
 #   make test-slurm  the Slurm examples on a Slurm of two nodes, which apt-get installs; as root
 #   make lint        ruff (format, check) and mypy
 #   make gpu-check   numerics, times and memory on one CUDA device
@@ -13,7 +14,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: pretrain test test-slurm gpu-check lint format clean
+.PHONY: pretrain test test-all test-slurm gpu-check lint format clean
 
 $(INSTALLED): pyproject.toml constraints.txt setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -29,6 +30,9 @@ pretrain: $(INSTALLED)
 
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(FLAGS)
+
+test-all: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "" $(FLAGS)
 
 # Skipped, with the reason, where it cannot be: without root, without namespaces, on a system without apt-get.
 test-slurm: $(INSTALLED)

@@ -63,7 +63,9 @@ def run_trainings(num_ranks: int, trainings: dict[str, Sequence[str]], folder: P
         given = [word for word in flags if word != "--mock-data"]
         plan[name] = [*given, *data, "--log-numerics", str(folder / f"{name}.jsonl")]
     (folder / "plan.json").write_text(json.dumps(plan))
-    result = run(num_ranks, ROOT / "tests" / "several_trainings.py", str(folder / "plan.json"), timeout=400)
+    result = run(
+        num_ranks, ROOT / "tests" / "several_trainings.py", str(folder / "plan.json"), timeout=300 + 10 * len(plan)
+    )
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
     _, *parts = re.split(r"^training (.*)\n", result.stdout, flags=re.MULTILINE)
     return dict(zip(parts[::2], parts[1::2], strict=True))

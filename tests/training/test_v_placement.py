@@ -6,16 +6,15 @@ norm is summed may differ.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from megatron.zero_bubble.schedule import Op, OpKind, Placement, Schedule
 from megatron.zero_bubble.schedule.serialize import schedule_to_json
+from tests.comparison import differences, losses, tensors
 from tests.launch import TINY_GPT, run_trainings
 
 MICROBATCHES = 4
@@ -85,24 +84,6 @@ def one_rank() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
-
-
-def losses(folder: Path, name: str) -> dict[int, str]:
-    lines = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
-    return {line["iteration"]: line["lm_loss"] for line in lines}
-
-
-def tensors(folder: Path, name: str, iteration: int) -> dict[str, torch.Tensor]:
-    """Everything in a checkpoint that is a tensor: parameters, master weights, the optimizer's moments."""
-    from megatron.core import dist_checkpointing
-
-    state = dist_checkpointing.load_plain_tensors(str(folder / name / f"iter_{iteration:07d}"))
-    return {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
-
-
-def differences(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> list[str]:
-    assert ours.keys() == theirs.keys()
-    return [key for key, value in ours.items() if not torch.equal(value, theirs[key])]
 
 
 @pytest.mark.parametrize("schedule", ["v", "zb-v"])

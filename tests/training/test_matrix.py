@@ -1,0 +1,101 @@
+"""Every kind of parallelism under every kind of schedule, with tied and untied embeddings, in fp32 and bf16.
+
+`make test` runs two cells of the matrix, which no other test covers; `make test-all` runs them all. Each cell is a job
+of six short trainings. Plain schedules are compared with megatron-core's own byte for byte; ZB-V, which places layers
+elsewhere, starts from megatron-core's checkpoint and must reach the losses and parameters that megatron-core reaches,
+without clipping (the order in which a norm is summed differs) and dropout (drawn rank by rank).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch.distributed as dist
+
+from tests.comparison import differences, losses, tensors
+from tests.launch import TINY_GPT, run_trainings
+
+
+class Layout(NamedTuple):
+    num_ranks: int
+    flags: tuple[str, ...]
+
+
+PP2 = ("--pipeline-model-parallel-size", "2", "--global-batch-size", "8")
+OVERLAP = ("--overlap-grad-reduce", "--ddp-bucket-size", "4000")
+LAYOUTS = {
+    "tp2-pp2": Layout(4, (*PP2, "--tensor-model-parallel-size", "2")),
+    "tp2-sp-pp2": Layout(4, (*PP2, "--tensor-model-parallel-size", "2", "--sequence-parallel")),
+    "pp2-dp2": Layout(4, PP2),
+    "pp2-dp2-distributed-optimizer": Layout(4, (*PP2, "--use-distributed-optimizer")),
+    "pp2-dp2-overlap-grad-reduce": Layout(4, (*PP2, *OVERLAP)),
+    "pp2-dp2-overlap-both": Layout(4, (*PP2, *OVERLAP, "--use-distributed-optimizer", "--overlap-param-gather")),
+    "pp4": Layout(4, ("--pipeline-model-parallel-size", "4", "--global-batch-size", "8", "--num-layers", "8")),
+    "tp2-pp2-dp2": Layout(8, (*PP2, "--tensor-model-parallel-size", "2", *OVERLAP)),
+}
+EMBEDDINGS = {"tied": (), "untied": ("--untie-embeddings-and-output-weights",)}
+PRECISIONS = {"fp32": (), "bf16": ("--bf16",)}
+IN_MAKE_TEST = {("tp2-sp-pp2", "tied", "fp32"), ("pp2-dp2-overlap-both", "untied", "bf16")}
+EXACT = ("--clip-grad", "0", "--attention-dropout", "0", "--hidden-dropout", "0", "--lr-decay-style", "constant")
+
+
+def trainings(folder: Path, flags: tuple[str, ...]) -> dict[str, list[str]]:
+    common = [*TINY_GPT, *flags]
+    plain = [*common, "--train-iters", "4", "--clip-grad", "0.5"]
+    exact = [*common, *EXACT, "--override-opt_param-scheduler"]
+
+    def saving(name: str, until: int, *more: str) -> list[str]:
+        return [*exact, "--train-iters", str(until), "--save", str(folder / name), *more]
+
+    return {
+        "base": plain,
+        "zb-h1": [*plain, "--zero-bubble-schedule", "zb-h1"],
+        "zb-2p": [*plain, "--zero-bubble-schedule", "zb-2p"],
+        "start": saving("start", 1),
+        "1f1b": saving("1f1b", 3, "--load", str(folder / "start")),
+        "zb-v": saving("zb-v", 3, "--load", str(folder / "start"), "--zero-bubble-schedule", "zb-v"),
+    }
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(cell, id="-".join(cell), marks=() if cell in IN_MAKE_TEST else pytest.mark.exhaustive)
+        for cell in product(LAYOUTS, EMBEDDINGS, PRECISIONS)
+    ],
+)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The numerics and checkpoints of one cell's trainings."""
+    layout, embeddings, precision = request.param
+    folder = tmp_path_factory.mktemp("cell")
+    num_ranks, flags = LAYOUTS[layout]
+    run_trainings(num_ranks, trainings(folder, (*flags, *EMBEDDINGS[embeddings], *PRECISIONS[precision])), folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def one_rank() -> Iterator[None]:
+    """megatron-core reads checkpoints in a job only."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-2p"])
+def test_numerics_equal_megatron_core(folder: Path, schedule: str) -> None:
+    assert (folder / f"{schedule}.jsonl").read_bytes() == (folder / "base.jsonl").read_bytes()
+
+
+def test_a_v_gives_the_losses_and_parameters_of_1f1b(folder: Path) -> None:
+    assert losses(folder, "zb-v") == losses(folder, "1f1b")
+    ours, theirs = (
+        {key: value for key, value in tensors(folder, name, 3).items() if not key.startswith("optimizer.")}
+        for name in ("zb-v", "1f1b")
+    )
+    assert differences(ours, theirs) == []
+    before = tensors(folder, "start", 1)
+    assert any(not before[key].equal(value) for key, value in ours.items()), "training changes them"
