@@ -33,8 +33,8 @@ MEGATRONS = """
 MEGATRON_HAS_TOO = """
 --override-opt_param-scheduler --use-checkpoint-opt_param-scheduler --override-opt-param-scheduler
 --use-checkpoint-opt-param-scheduler --moe-token-dispatcher-type --calculate-per-token-loss
---moe-aux-loss-coeff --min-loss-scale --loss-scale-window --hysteresis
---num-experts --moe-router-topk --moe-grouped-gemm --context-parallel-size --expert-model-parallel-size --sequence-parallel
+--moe-aux-loss-coeff --min-loss-scale --loss-scale-window --hysteresis --moe-grouped-gemm
+--num-experts --moe-router-topk --context-parallel-size --expert-model-parallel-size --sequence-parallel
 --num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank --pipeline-model-parallel-layout
 --microbatch-group-size-per-virtual-pipeline-stage --decoder-first-pipeline-num-layers
 --decoder-last-pipeline-num-layers --fp16 --loss-scale --initial-loss-scale --recompute-granularity --recompute-method
