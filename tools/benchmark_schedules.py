@@ -29,8 +29,9 @@ barrier, after two that fill the pipeline; a step is then their mean time, from 
 
 Trained: pretrain_gpt.py itself, a job for every schedule, with the flags that follow `--`. megatron-core's own 1F1B
 always runs, as what the others are compared with. The schedules take turns, and a turn's ratio is taken to the turn of
-1F1B in the same round; the interval is a bootstrap over rounds. --peers runs megatron-core's interleaved schedule and
-torch.distributed.pipelining's schedules on the same layers, data, optimizer and loop (tools/pretrain_gpt_torch.py).
+1F1B in the same round; `to 1F1B` is the median of these, its interval a bootstrap over rounds. --peers runs
+megatron-core's interleaved schedule and torch.distributed.pipelining's schedules on the same layers, data, optimizer
+and loop (tools/pretrain_gpt_torch.py).
 What measures bubbles are our schedules' runs; `predicted` of megatron-core's, and of torch's where the order is the
 same, is simulated from the costs that a run of ours in the same placement measured. Memory is the allocator's peak on
 the fullest GPU; without CUDA it is the resident memory of the largest process, its libraries included.

@@ -6,7 +6,6 @@ import json
 import sys
 from collections import Counter
 from pathlib import Path
-from statistics import geometric_mean
 
 import pytest
 
@@ -157,8 +156,10 @@ def test_one_that_was_asked_for_has_to_run(monkeypatch):
 def test_the_interval_narrows_with_agreement_and_needs_three_rounds():
     assert bootstrap_interval([1.1, 1.2]) is None
     assert bootstrap_interval([1.1] * 5) == pytest.approx((1.1, 1.1))
-    low, high = bootstrap_interval([1.0, 1.1, 1.2, 1.1, 1.1])
-    assert 1.0 < low < geometric_mean([1.0, 1.1, 1.2, 1.1, 1.1]) < high < 1.2
+    low, high = bootstrap_interval([1.0, 1.1, 1.2, 1.1, 1.3])
+    assert 1.0 <= low < 1.1 < high <= 1.3
+    # A round in which the machine was busy with something else does not move it far.
+    assert bootstrap_interval([1.2, 1.2, 0.5, 1.2, 1.2, 1.2, 1.2]) == pytest.approx((1.2, 1.2))
     assert bootstrap_interval([1.0, 1.1, 1.2]) == bootstrap_interval([1.0, 1.1, 1.2])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from statistics import geometric_mean, median
+from statistics import median
 from typing import Any
 
 from schedule_cli.tables import table
@@ -86,7 +86,7 @@ class TrainResult:
 
     @property
     def ratio(self) -> float:
-        return geometric_mean(self.ratios)
+        return median(self.ratios)
 
     def as_json(self) -> dict[str, Any]:
         """Emulate mode's keys, and those of a training. What was not measured is null."""
