@@ -14,7 +14,7 @@ SCHEDULES = ("gpipe", "1f1b", "zb-h1", "zb-h2")
 PRECISIONS = {"fp32": (), "bf16": ("--bf16",)}
 MICROBATCHES = (4, 8)
 INTERLEAVED = ("base-chunks", "interleaved-1f1b", "interleaved-zb")
-CLIPPED = ("--clip-grad", "0.5")
+CLIPPED = ("--clip-grad", "0.05")
 """The gradient norm is above this in every iteration: the whole model depends on the norm's last bit."""
 MODELS = {
     "untied": ("--untie-embeddings-and-output-weights",),
@@ -107,7 +107,7 @@ def test_the_numbers_are_those_of_a_training(numerics: Path) -> None:
     """Ten iterations, clipping active in all, a loss that moves, parameters that change: the files can differ."""
     lines = [json.loads(line) for line in (numerics / "base-fp32-8.jsonl").read_text().splitlines()]
     assert [line["iteration"] for line in lines] == list(range(1, 11))
-    assert all(float.fromhex(line["grad_norm"]) > 0.5 for line in lines)
+    assert all(float.fromhex(line["grad_norm"]) > 0.05 for line in lines)
     assert len({line["lm_loss"] for line in lines}) == 10
     assert len({digest for line in lines for digest in line["parameters"]}) == 10 * len(lines[0]["parameters"])
     assert (numerics / "base-fp32-4.jsonl").read_bytes() != (numerics / "base-fp32-8.jsonl").read_bytes()
