@@ -189,3 +189,27 @@ def test_a_window_that_is_none_is_refused(window):
 )
 def test_a_flag_of_planning_alone_is_refused(name, value):
     assert refusal({"--zero-bubble": "", name: value}) == f"{name} needs --zero-bubble or --zero-bubble-schedule"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"--zero-bubble-post-validation": None, "--log-num-zeros-in-grad": None},
+            "--log-num-zeros-in-grad: the zeros",
+        ),
+        ({"--zero-bubble-post-validation": None, "--timing-log-level": "2"}, "--timing-log-level 2: its timers"),
+        ({"--zero-bubble-rollback": "inverse"}, "--zero-bubble-rollback needs --zero-bubble-post-validation"),
+        ({"--zero-bubble-rollback-on-host": None}, "-on-host needs --zero-bubble-post-validation"),
+        (
+            {
+                "--zero-bubble-post-validation": None,
+                "--zero-bubble-rollback": "inverse",
+                "--zero-bubble-rollback-on-host": None,
+            },
+            "inverse keeps no copy",
+        ),
+    ],
+)
+def test_what_post_validation_cannot_honour_is_refused(changes: dict[str, str | None], words: str):
+    assert words in refusal(changes)

@@ -59,7 +59,7 @@ def _gain(args: Arguments, plan: Plan) -> str:
     schedule = plan.schedule(args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
     costs = default_costs(schedule.placement)
     without, with_it = (iteration_time(s, costs) for s in (schedule, with_post_validation(schedule, costs)))
-    gain = without / with_it - 1
+    gain = 1 - with_it / without
     if gain < 0.001:
         return f" > {FLAG} gains nothing with schedule {schedule.name}: its ranks end an iteration together"
     text = f" > {FLAG}: an iteration of schedule {schedule.name} is {gain:.1%} shorter with equal F, B and W"
