@@ -233,6 +233,17 @@ class TestInMemory:
         with pytest.raises(TimeoutError, match=r"rank 1: no message from rank 0 in 0\.05 s"):
             receive.wait()
 
+    def test_nobody_waits_for_a_rank_that_has_failed(self):
+        network = InMemoryNetwork(3)
+        network.communicator(0).send(message(0, 1, 0), 1)
+        posted = network.communicator(1).receive(2, SPEC)
+        network.close(RuntimeError("rank 2 is gone"))
+        with pytest.raises(RuntimeError, match="rank 2 is gone"):
+            posted.wait()
+        with pytest.raises(RuntimeError, match="rank 2 is gone"):
+            network.communicator(0).receive(2, SPEC).wait()
+        assert torch.equal(network.communicator(1).receive(0, SPEC).wait(), message(0, 1, 0)), "sent before"
+
     @pytest.mark.parametrize("spec", [TensorSpec((3, 2), torch.float32, CPU), TensorSpec((2, 3), torch.bfloat16, CPU)])
     def test_a_receive_that_expects_another_message_is_refused(self, spec):
         network = InMemoryNetwork(2)

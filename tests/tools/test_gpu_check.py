@@ -57,6 +57,21 @@ def test_a_wrong_gradient_is_found_and_told(monkeypatch, capsys):
     assert "tensors differ" in capsys.readouterr().out
 
 
+@without_cuda
+def test_an_error_leaves_nothing_behind(monkeypatch):
+    from gpu_check_cli import numerics
+    from megatron.core import parallel_state
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no step")
+
+    monkeypatch.setattr(numerics, "_run_megatron_core", fail)
+    with pytest.raises(RuntimeError, match="no step"):
+        main(TRY)
+    assert not torch.distributed.is_initialized()
+    assert not parallel_state.model_parallel_is_initialized()
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

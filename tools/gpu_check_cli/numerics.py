@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +13,9 @@ from megatron.core.utils import get_model_config, unwrap_model
 from training_cli.one_process import one_process, rank_model
 
 from gpu_check_cli.sizes import Model
+from gpu_check_cli.turns import run_in_turns
 from megatron.zero_bubble.mcore.forward_backward import MegatronStage
-from megatron.zero_bubble.runtime.communicator import InMemoryNetwork
+from megatron.zero_bubble.runtime.communicator import Communicator
 from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Placement, Schedule, generate, lower
@@ -94,37 +94,22 @@ def _run_megatron_core(args: Arguments, whole: Sequence[Any], device: torch.devi
 def _run_schedule(
     args: Arguments, schedule: Schedule, weights: dict[str, torch.Tensor], device: torch.device
 ) -> Outcome:
-    """A thread a rank; the messages stay in memory."""
-    placement, network = schedule.placement, InMemoryNetwork(schedule.num_ranks, timeout=300.0)
-    outcomes: dict[int, Outcome] = {}
-    errors: list[BaseException] = []
+    placement = schedule.placement
 
-    def run(rank: int, chunks: list[Any], store: WeightGradStore) -> None:
-        try:
-            stage = _stage(args, placement, rank, chunks, device)
-            Executor(schedule, rank, network.communicator(rank), store).run(stage)
-            stage.finish()
-            gradients = _gradients(args, placement, rank, chunks)
-            outcomes[rank] = Outcome(_loss_tensors(stage.forward_data_store), gradients)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = []
-    for rank in range(schedule.num_ranks):
+    def run(rank: int, communicator: Communicator) -> Outcome:
         store = WeightGradStore(placement.num_chunks)
         chunks = rank_model(args, placement, rank, store)
         with torch.no_grad():
             for name, parameter in _named_parameters(args, placement, rank, chunks):
                 parameter.copy_(weights[name])
-        threads.append(threading.Thread(target=run, args=(rank, chunks, store), daemon=True))
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    gradients = {name: gradient for outcome in outcomes.values() for name, gradient in outcome.gradients.items()}
-    return Outcome([loss for outcome in outcomes.values() for loss in outcome.losses], gradients)
+        stage = _stage(args, placement, rank, chunks, device)
+        Executor(schedule, rank, communicator, store).run(stage)
+        stage.finish()
+        return Outcome(_loss_tensors(stage.forward_data_store), _gradients(args, placement, rank, chunks))
+
+    outcomes = run_in_turns(schedule.num_ranks, run)
+    gradients = {name: gradient for outcome in outcomes for name, gradient in outcome.gradients.items()}
+    return Outcome([loss for outcome in outcomes for loss in outcome.losses], gradients)
 
 
 def _stage(args: Arguments, placement: Placement, rank: int, chunks: list[Any], device: torch.device) -> MegatronStage:

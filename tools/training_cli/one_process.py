@@ -24,6 +24,9 @@ def one_process(args: Arguments) -> Iterator[None]:
     """
     substitution = substitute_cuda()
     # Only now: megatron-core looks at the device while it is imported.
+    from megatron.core import parallel_state
+    from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
+
     from megatron.zero_bubble.training.initialize import initialized
 
     alone = copy(args)
@@ -34,6 +37,9 @@ def one_process(args: Arguments) -> Iterator[None]:
         with initialized(alone, Placement("linear", 1)):
             yield
     finally:
+        # After an error, too: nobody else waits for this rank.
+        unset_num_microbatches_calculator()
+        parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
         substitution.restore()
 

@@ -210,6 +210,11 @@ class InMemoryNetwork:
         """Ask for the next message of the channel that nobody has asked for."""
         return self._channels[source, destination].post()
 
+    def close(self, error: BaseException) -> None:
+        """A rank has failed: every receive without a message raises `error`, now and from now on."""
+        for channel in self._channels.values():
+            channel.close(error)
+
     def undelivered(self) -> list[tuple[int, int]]:
         """Channels that hold messages nobody has asked for."""
         return [ends for ends, channel in self._channels.items() if channel.messages]
@@ -221,6 +226,7 @@ class _InMemoryChannel:
     def __init__(self) -> None:
         self.messages: deque[torch.Tensor] = deque()
         self._receives: deque[Future[torch.Tensor]] = deque()
+        self._error: BaseException | None = None
         self._lock = threading.Lock()
 
     def put(self, tensor: torch.Tensor) -> None:
@@ -235,9 +241,17 @@ class _InMemoryChannel:
         with self._lock:
             if self.messages:
                 receive.set_result(self.messages.popleft())
+            elif self._error is not None:
+                receive.set_exception(self._error)
             else:
                 self._receives.append(receive)
         return receive
+
+    def close(self, error: BaseException) -> None:
+        with self._lock:
+            self._error = error
+            while self._receives:
+                self._receives.popleft().set_exception(error)
 
 
 @dataclass(frozen=True)
