@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.launch import PRETRAIN, TINY_GPT, environment, run, torchrun
+from tests.launch import PRETRAIN, TINY_GPT, environment, run, run_trainings, torchrun
 
 
 def flags(folder: Path, *more: str) -> list[str]:
@@ -126,3 +126,43 @@ def test_a_dead_rank_takes_the_job_down(tmp_path: Path) -> None:
     ranks_of(tmp_path, job)[0].kill()
     assert job.wait(timeout=60) != 0
     assert processes_of(tmp_path) == []
+
+
+SHARDED = {
+    "bf16-overlap": ("--use-distributed-optimizer", "--bf16", "--overlap-grad-reduce", "--overlap-param-gather"),
+    "post-validation": ("--use-distributed-optimizer", "--zero-bubble-post-validation"),
+    "experts": (
+        "--use-distributed-optimizer",
+        "--num-experts",
+        "4",
+        "--expert-model-parallel-size",
+        "2",
+        "--disable-bias-linear",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def cut_in_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six iterations, at once and in two jobs, in two replicas that share the optimizer's state."""
+    root = tmp_path_factory.mktemp("cut")
+    trainings = {}
+    for name, sharded in SHARDED.items():
+        base = [*TINY_GPT, "--pipeline-model-parallel-size", "2", "--global-batch-size", "8", "--clip-grad", "0.1"]
+        base += ["--zero-bubble-schedule", "zb-2p", "--lr-decay-style", "cosine", "--train-iters", "6", *sharded]
+        folder = str(root / name)
+        trainings[f"{name}-whole"] = base
+        trainings[f"{name}-first"] = [*base, "--exit-interval", "3", "--save", folder]
+        trainings[f"{name}-second"] = [*base, "--load", folder]
+    run_trainings(4, trainings, root)
+    return root
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_a_sharded_optimizer_goes_on_where_it_was(cut_in_two: Path, name: str) -> None:
+    """Without apex and Transformer Engine megatron-core saves its state, and cannot load it."""
+    whole, first, second = (
+        (cut_in_two / f"{name}-{part}.jsonl").read_text().splitlines() for part in ("whole", "first", "second")
+    )
+    assert first + second == whole
+    assert len(first) == len(second) == 3

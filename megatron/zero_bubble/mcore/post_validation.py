@@ -22,6 +22,7 @@ from megatron.core import parallel_state
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, clip_grads
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 
+from megatron.zero_bubble.mcore.optimizer import parts
 from megatron.zero_bubble.mcore.rollback import Rollback
 
 _SCHEDULED = ("lr", "weight_decay")
@@ -263,16 +264,6 @@ class PostValidation:
     def _scalers(self) -> list[Any]:
         scalers = (getattr(optimizer, "grad_scaler", None) for optimizer in self._optimizers)
         return [scaler for scaler in scalers if scaler is not None]
-
-
-def parts(optimizer: MegatronOptimizer) -> list[Any]:
-    """The optimizers that a chained one consists of; any other consists of itself."""
-    return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
-
-
-def torch_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
-    """The torch (apex, Transformer Engine) optimizers inside; none on a rank without parameters."""
-    return [part.optimizer for part in parts(optimizer) if part.optimizer is not None]
 
 
 def _squared_norm(optimizers: Sequence[MegatronOptimizer]) -> torch.Tensor:

@@ -23,6 +23,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
 
+from megatron.zero_bubble.mcore.optimizer import loadable
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.initialize import print_rank_0
 
@@ -122,9 +123,10 @@ class Checkpointer:
         metadata = {**self._new_metadata(), **(dist_checkpointing.load_content_metadata(folder) or {})}
         with_optimizer = not (args.finetune or args.no_load_optim)
         with_rng = not (args.finetune or args.no_load_rng) and self._same_layout(saved)
-        request = self._sharded_state(metadata, is_loading=True, with_optimizer=with_optimizer, with_rng=with_rng)
-        state = dist_checkpointing.load(request, folder)
-        self._restore(state, with_optimizer=with_optimizer, with_rng=with_rng)
+        with loadable(self._optimizer):
+            request = self._sharded_state(metadata, is_loading=True, with_optimizer=with_optimizer, with_rng=with_rng)
+            state = dist_checkpointing.load(request, folder)
+            self._restore(state, with_optimizer=with_optimizer, with_rng=with_rng)
         if not args.finetune:
             args.iteration = iteration
             args.consumed_train_samples = saved.consumed_train_samples

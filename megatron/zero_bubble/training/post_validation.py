@@ -8,7 +8,8 @@ from typing import Any
 
 from megatron.core.optimizer import MegatronOptimizer
 
-from megatron.zero_bubble.mcore.post_validation import PostValidation, torch_optimizers
+from megatron.zero_bubble.mcore.optimizer import torch_optimizers
+from megatron.zero_bubble.mcore.post_validation import PostValidation
 from megatron.zero_bubble.mcore.rollback import make_rollback
 from megatron.zero_bubble.schedule import iteration_time, with_post_validation
 from megatron.zero_bubble.schedule.generators import default_costs
