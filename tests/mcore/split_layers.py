@@ -43,8 +43,16 @@ def make_config(dtype: torch.dtype = torch.float32) -> TransformerConfig:
 class Layers(torch.nn.Module):
     """A column-parallel layer, then a row-parallel one, as in every MLP; always with the same weights."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32, *, bias: bool = True, skip_bias_add: bool = False) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype = torch.float32,
+        *,
+        bias: bool = True,
+        skip_bias_add: bool = False,
+        num_uses: int = 1,
+    ) -> None:
         super().__init__()
+        self.num_uses = num_uses
         self.config = make_config(dtype)
         options = {"config": self.config, "init_method": torch.nn.init.xavier_normal_, "bias": bias}
         self.column = ColumnParallelLinear(HIDDEN, OUTPUT, skip_bias_add=skip_bias_add, **options)
@@ -54,7 +62,7 @@ class Layers(torch.nn.Module):
             torch.nn.init.normal_(parameter, std=0.3, generator=generator)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in (self.column, self.row):
+        for layer in (self.column, self.row) * self.num_uses:
             x, bias = layer(torch.tanh(x))
             x = x if bias is None else x + bias
         return x

@@ -56,6 +56,17 @@ def test_outside_of_deferring_a_split_layer_runs_the_fused_backward(dtype):
     assert store.pending() == []
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_layer_that_is_used_twice_has_one_gradient_a_microbatch(dtype):
+    """As the output layer under multi-token prediction."""
+    store, model = WeightGradStore(), Layers(dtype, num_uses=2)
+    split_weight_gradients([model], store)
+    expected = run_fused(Layers(dtype, num_uses=2), dtype)
+    assert_equal(run_split(model, store, dtype), expected)
+    model.zero_grad()
+    assert_equal(run_fused(model, dtype), expected)
+
+
 def test_b_leaves_the_weights_gradient_to_w_and_nothing_else():
     store, model = WeightGradStore(), Layers()
     split_weight_gradients([model], store)

@@ -32,8 +32,8 @@ def wrap(model: Layers, *, is_split: bool, overlap: bool = False) -> Distributed
 class Trained:
     """A model in DDP, whose operations can be run in any order; `events` says when which bucket is reduced."""
 
-    def __init__(self, dtype: torch.dtype, *, is_split: bool, overlap: bool = False) -> None:
-        self.store, self.events, model = WeightGradStore(), [], Layers(dtype)
+    def __init__(self, dtype: torch.dtype, *, is_split: bool, overlap: bool = False, num_uses: int = 1) -> None:
+        self.store, self.events, model = WeightGradStore(), [], Layers(dtype, num_uses=num_uses)
         if is_split:
             split_weight_gradients([model], self.store)
         self.ddp = wrap(model, is_split=is_split, overlap=overlap)
@@ -96,9 +96,11 @@ IN_TAIL = [("B0", "B1", "B2", "WT0"), ("B0", "W0", "B1", "B2", "WT1")]
 
 @pytest.mark.parametrize("order", [*ORDERS, *IN_TAIL, FUSED, ("BW0", "B1", "B2", "W1", "W2")], ids=" ".join)
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+@pytest.mark.parametrize("num_uses", [1, 2], ids=["", "layers used twice"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_main_grad_is_that_of_autograd_in_every_order(dtype, overlap, order):
-    ours, reference = Trained(dtype, is_split=True, overlap=overlap), Trained(dtype, is_split=False)
+def test_main_grad_is_that_of_autograd_in_every_order(dtype, num_uses, overlap, order):
+    ours = Trained(dtype, is_split=True, overlap=overlap, num_uses=num_uses)
+    reference = Trained(dtype, is_split=False, num_uses=num_uses)
     for _ in range(3):  # with overlap, DDP waits for the end of the first step to learn the buckets
         expected = reference.step(*FUSED)
         for name, gradient in ours.step(*order).items():

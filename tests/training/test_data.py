@@ -218,7 +218,7 @@ def test_a_stage_gets_what_it_needs_and_the_middle_nothing(prefix: str) -> None:
     given = {
         (is_first, is_last): {
             name
-            for name, tensor in get_batch(iterator, settings, is_first=is_first, is_last=is_last)._asdict().items()
+            for name, tensor in get_batch(iterator, settings, embeds=is_first, is_last=is_last)._asdict().items()
             if tensor is not None
         }
         for is_first in (False, True)
@@ -237,8 +237,8 @@ def test_first_and_last_stage_read_the_same_microbatches(prefix: str) -> None:
     datasets = build(settings)
     first, last = (build_data_iterator(datasets.train, settings, 0, 0, 1) for _ in range(2))
     for _ in range(5):
-        tokens = get_batch(first, settings, is_first=True, is_last=False).tokens
-        labels = get_batch(last, settings, is_first=False, is_last=True).labels
+        tokens = get_batch(first, settings, embeds=True, is_last=False).tokens
+        labels = get_batch(last, settings, embeds=False, is_last=True).labels
         assert torch.equal(tokens[:, 1:], labels[:, :-1])
 
 
@@ -251,7 +251,7 @@ def test_attention_can_stop_at_the_end_of_a_document(prefix: str) -> None:
         eod_mask_loss=True,
     )
     iterator = build_data_iterator(build(settings).train, settings, 0, 0, 1)
-    batches = [get_batch(iterator, settings, is_first=True, is_last=True) for _ in range(5)]
+    batches = [get_batch(iterator, settings, embeds=True, is_last=True) for _ in range(5)]
     tokens, _, loss_mask, mask, positions = (torch.cat(tensors) for tensors in zip(*batches, strict=True))
     assert mask.shape == (10, 1, 16, 16)
     ends = tokens == VOCAB_SIZE
@@ -267,7 +267,7 @@ def test_data_that_is_used_up_is_one_line(prefix: str) -> None:
     settings = config(data_path=[prefix], train_iters=1)
     iterator = build_data_iterator(build(settings).train, settings, 10**6, 0, 1)
     with pytest.raises(ValueError, match="the data is used up"):
-        get_batch(iterator, settings, is_first=True, is_last=True)
+        get_batch(iterator, settings, embeds=True, is_last=True)
 
 
 def test_two_ranks_share_a_batch(prefix: str, tmp_path: Path) -> None:
@@ -293,7 +293,7 @@ def _rank_of_two(rank: int, settings: DataConfig, store: str, output: str) -> No
     datasets = build(settings)
     iterator = build_data_iterator(datasets.train, settings, 0, 0, 1)
     result: dict[str, object] = {"reads": datasets.train is not None}
-    batches = [get_batch(iterator, settings, is_first=True, is_last=True)._asdict() for _ in range(2)]
+    batches = [get_batch(iterator, settings, embeds=True, is_last=True)._asdict() for _ in range(2)]
     result["tensor parallel"] = [{key: batch[key] for key in KEY_ORDER} for batch in batches]
     paths = settings.data_path or []
     try:
@@ -303,7 +303,7 @@ def _rank_of_two(rank: int, settings: DataConfig, store: str, output: str) -> No
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(context_parallel_size=2)
     iterator = build_data_iterator(build(settings).train, settings, 0, 0, 1)
-    result["context parallel"] = get_batch(iterator, settings, is_first=True, is_last=True)._asdict()
+    result["context parallel"] = get_batch(iterator, settings, embeds=True, is_last=True)._asdict()
     torch.save(result, f"{output}/rank{rank}.pt")
     dist.destroy_process_group()
 

@@ -111,7 +111,7 @@ class TorchForwardBackward:
         return ((torch.cat(tokens),) if tokens else ()), (torch.cat(labels) if labels else None)
 
     def _batch(self, iterator: Any, is_first: bool, is_last: bool) -> Batch:
-        return get_batch(iterator, self._data_config, is_first=is_first, is_last=is_last)
+        return get_batch(iterator, self._data_config, embeds=is_first, is_last=is_last)
 
 
 class _Stage(torch.nn.Module):

@@ -64,6 +64,8 @@ def _placement(name: str, args: Arguments) -> Placement:
         )
     if args.calculate_per_token_loss or args.eod_mask_loss:
         raise ValueError("every microbatch and token weighs the same here: no --calculate-per-token-loss, no loss mask")
+    if args.mtp_num_layers is not None:
+        raise ValueError("stages hold layers of one kind here: no --mtp-num-layers")
     chunks = args.model_chunks or 1
     placements = peer_placements(args.pipeline_model_parallel_size, chunks)
     if name not in placements:

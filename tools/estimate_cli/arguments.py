@@ -100,6 +100,8 @@ def job_of(arguments: argparse.Namespace) -> Job:
     args = complete_arguments(flags, arguments.world_size, PROG, has_cuda=True)
     if args.pipeline_model_parallel_size < 2:
         raise ValueError("schedules need --pipeline-model-parallel-size of at least 2")
+    if args.mtp_num_layers is not None:
+        raise ValueError("--mtp-num-layers: what further layers cost the last stage is not estimated; leave it out")
     stage = arguments.zero_stage
     if stage is None:
         stage = int(args.use_distributed_optimizer)

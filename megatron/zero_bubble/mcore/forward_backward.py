@@ -16,6 +16,7 @@ import torch
 from megatron.core.pipeline_parallel import schedules as mcore
 from megatron.core.utils import get_model_config, get_model_type
 
+from megatron.zero_bubble.mcore.multi_token import forget_losses
 from megatron.zero_bubble.mcore.post_validation import PostValidation
 from megatron.zero_bubble.mcore.restart import Restart, RewindableIterator
 from megatron.zero_bubble.runtime.communicator import TensorSpec
@@ -171,3 +172,4 @@ class MegatronStage:
             iterator.rewind()
         self.forward_data_store.clear()
         self.num_tokens.zero_()
+        forget_losses()

@@ -9,6 +9,7 @@ import torch
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
+    get_gpt_mtp_block_spec,
 )
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -51,3 +52,30 @@ def block_spec(
     layer.submodules.pre_mlp_layernorm = SequenceParallelNorm
     num_layers = get_num_layers_to_build(config, vp_stage, pp_rank)
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=SequenceParallelNorm)
+
+
+def multi_token_spec(
+    config: TransformerConfig,
+    decoder: ModuleSpec | TransformerBlockSubmodules,
+    transformer_impl: str,
+    vp_stage: int | None,
+    *,
+    is_last_stage: bool,
+) -> Any | None:
+    """The layers that predict further tokens, built like those of `decoder`; None on a stage that has none.
+
+    Raises:
+        ValueError: a layout puts them on another stage than the last.
+    """
+    if not config.mtp_num_layers:
+        return None
+    spec = get_gpt_mtp_block_spec(config, decoder, transformer_impl == "transformer_engine", vp_stage)
+    if (spec is not None) != is_last_stage:
+        raise ValueError("the layers of --mtp-num-layers must be on the last stage, beside the loss")
+    if spec is None or not config.sequence_parallel or transformer_impl == "transformer_engine":
+        return spec
+    spec = copy.deepcopy(spec)
+    for layer in spec.layer_specs:
+        for name in ("enorm", "hnorm", "layer_norm"):
+            setattr(layer.submodules, name, SequenceParallelNorm)
+    return spec

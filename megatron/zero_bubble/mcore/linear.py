@@ -29,7 +29,7 @@ from megatron.core.tensor_parallel.layers import (
     RowParallelLinear,
     linear_with_frozen_weight,
 )
-from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
+from megatron.core.utils import prepare_input_tensors_for_wgrad_compute, unwrap_model
 
 from megatron.zero_bubble.mcore.transformer_engine import deferred_parameters, defers_by_itself, put_into_store
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
@@ -55,13 +55,27 @@ def split_weight_gradients(model_chunks: Iterable[torch.nn.Module], store: Weigh
     """
     split = []
     for chunk in model_chunks:
+        tied = _tied_output_layer(chunk)
         for name, module in chunk.named_modules():
-            if isinstance(module, _SPLIT_LAYERS):
+            if isinstance(module, _SPLIT_LAYERS) and module is not tied:
                 split += [f"{name}.weight"] if _split(module, store) else []
             elif defers_by_itself(module):
                 put_into_store(module, store)
                 split += [f"{name}.{parameter}" for parameter in deferred_parameters(module)]
     return split
+
+
+def _tied_output_layer(chunk: torch.nn.Module) -> torch.nn.Module | None:
+    """The output layer, if it multiplies with the embedding of its own stage.
+
+    With multi-token prediction the last stage embeds, too; its output layer then has a weight that is not used.
+    The gradient of the embedding is a sum that autograd makes, in B.
+    """
+    model: Any = unwrap_model(chunk)
+    layer = getattr(model, "output_layer", None)
+    if layer is None or not model.share_embeddings_and_output_weights:
+        return None
+    return layer if model.shared_embedding_or_output_weight() is not layer.weight else None
 
 
 def _split(layer: Any, store: WeightGradStore) -> bool:
@@ -90,20 +104,53 @@ class LayerWeightGrad:
     def __init__(self, weight: Any, store: WeightGradStore) -> None:
         self._weight = weight
         self._hook: Callable[[], None] | None = None
+        self._sum = _MicrobatchSum()
+        self._of_microbatch = -1
         self.store = store
+        # Where B and W are fused autograd adds up, and this comes once a backward however often the layer is used.
+        weight.register_post_accumulate_grad_hook(lambda _: self._reduce())
 
     def set_hook(self, hook: Callable[[], None]) -> None:
         """Megatron-core's DDP: `hook` adds `weight.grad` to `weight.main_grad` and counts it as ready."""
         self._hook = hook
 
-    def accumulate(self, grad: torch.Tensor) -> None:
+    def defer(self) -> _MicrobatchSum:
+        """B has come to this layer: what the W that it puts into the store adds to."""
+        if self._of_microbatch != self.store.num_flushed:
+            self._of_microbatch, self._sum = self.store.num_flushed, _MicrobatchSum()
+        self._sum.num_missing += 1
+        return self._sum
+
+    def accumulate(self, grad: torch.Tensor, into: _MicrobatchSum) -> None:
         """What autograd and DDP's hook would do with `grad`."""
-        if self._hook is None:
-            self._weight.grad = grad if self._weight.grad is None else self._weight.grad + grad
+        total = into.add(grad)
+        if total is None:
             return
-        assert self._weight.grad is None, "a weight's gradient was computed twice"
-        self._weight.grad = grad
-        self._hook()
+        assert self._hook is None or self._weight.grad is None, "a weight's gradient was computed twice"
+        self._weight.grad = total if self._weight.grad is None else self._weight.grad + total
+        self._reduce()
+
+    def _reduce(self) -> None:
+        # Autograd comes by after a B, too, with nothing.
+        if self._hook is not None and self._weight.grad is not None:
+            self._hook()
+
+
+class _MicrobatchSum:
+    """The weight gradient of one microbatch: of several terms where the layer is used several times in a forward.
+
+    Multi-token prediction does so with the output layer. Terms are added in the order of B, as autograd does.
+    """
+
+    def __init__(self) -> None:
+        self.num_missing = 0
+        self._total: torch.Tensor | None = None
+
+    def add(self, grad: torch.Tensor) -> torch.Tensor | None:
+        """The sum, once it is complete."""
+        self.num_missing -= 1
+        self._total = grad if self._total is None else self._total + grad
+        return self._total if self.num_missing == 0 else None
 
 
 def _forward_impl(
@@ -168,13 +215,13 @@ class _SplitLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grad_weight = None
         if ctx.weight_grad.store.is_deferring:
             grad_input, grad_bias = _input_grad(ctx, grad_output)
         else:
             fused = LinearWithGradAccumulationAndAsyncCommunication.backward(ctx, grad_output)
             grad_input, grad_weight, grad_bias = fused[:3]
-            ctx.weight_grad.accumulate(grad_weight)
-        return None, grad_input, None, grad_bias, None, None, None, None
+        return None, grad_input, grad_weight, grad_bias, None, None, None, None
 
 
 def _input_grad(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -194,6 +241,7 @@ def _input_grad(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, torc
     compute = partial(
         _compute_weight_grad,
         ctx.weight_grad,
+        ctx.weight_grad.defer(),
         weight,
         saved_input,
         grad_output,
@@ -208,6 +256,7 @@ def _input_grad(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, torc
 
 def _compute_weight_grad(
     weight_grad: LayerWeightGrad,
+    into: _MicrobatchSum,
     weight: torch.Tensor,
     saved_input: torch.Tensor,
     grad_output: torch.Tensor,
@@ -225,9 +274,9 @@ def _compute_weight_grad(
         total_input = saved_input
     grad_output, total_input = prepare_input_tensors_for_wgrad_compute(grad_output, total_input)
     if gradient_accumulation_fusion:
-        weight_grad.accumulate(_add_to_main_grad(weight, total_input, grad_output))
+        weight_grad.accumulate(_add_to_main_grad(weight, total_input, grad_output), into)
     else:
-        weight_grad.accumulate(grad_output.t().matmul(total_input))
+        weight_grad.accumulate(grad_output.t().matmul(total_input), into)
 
 
 def _add_to_main_grad(weight: Any, total_input: torch.Tensor, grad_output: torch.Tensor) -> torch.Tensor:

@@ -28,6 +28,8 @@ class WeightGradStore:
         self._bundle: _Bundle = []
         self._held: dict[int, int] = {}
         self._is_deferring = False
+        self.num_flushed = 0
+        """Bundles that have been closed, or forgotten: tells the B of one microbatch from another's."""
         self.flushed_bytes = 0
         """Memory that the W of the last flush holds: each storage once, as far as `put` was told."""
 
@@ -67,6 +69,10 @@ class WeightGradStore:
         """Queue everything put since the last flush as the W of `microbatch`."""
         self._queues[chunk].append((microbatch, self._bundle))
         self.flushed_bytes = sum(self._held.values())
+        self._start_bundle()
+
+    def _start_bundle(self) -> None:
+        self.num_flushed += 1
         self._bundle, self._held = [], {}
 
     def pop(self, chunk: int, microbatch: int) -> None:
@@ -110,4 +116,4 @@ class WeightGradStore:
         """Forget everything that is pending, without running it."""
         for bundles in self._queues:
             bundles.clear()
-        self._bundle, self._held = [], {}
+        self._start_bundle()

@@ -42,6 +42,8 @@ class ModelFlags:
         "how tokens reach their experts", "allgather", choices=("allgather", "alltoall")
     )
     moe_grouped_gemm: bool = flag("compute a rank's experts together", False)
+    mtp_num_layers: int | None = flag("further tokens to predict, each with a layer of its own on the last stage", None)
+    mtp_loss_scaling_factor: float = flag("weight of the mean of their losses", 0.1)
     transformer_impl: str = flag(
         "layers: megatron-core's own, or Transformer Engine's", "local", choices=("local", "transformer_engine")
     )

@@ -32,7 +32,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 _MODEL_SHAPE = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
     *("max_position_embeddings", "position_embedding_type", "padded_vocab_size", "normalization", "swiglu"),
-    *("untie_embeddings_and_output_weights", "disable_bias_linear", "num_experts"),
+    *("untie_embeddings_and_output_weights", "disable_bias_linear", "num_experts", "mtp_num_layers"),
 )
 _OF_ONE_RANK = ("rank", "local_rank")
 

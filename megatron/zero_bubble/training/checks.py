@@ -58,13 +58,13 @@ def _check_ranges(args: Arguments) -> None:
         *("log_interval", "eval_interval", "save_interval", "exit_interval", "tensorboard_log_interval"),
         "log_memory_interval",
         *("distributed_timeout_minutes", "vocab_size", "ddp_bucket_size", "lr_decay_iters"),
-        *("num_experts", "expert_model_parallel_size", "context_parallel_size"),
+        *("num_experts", "expert_model_parallel_size", "context_parallel_size", "mtp_num_layers"),
     )
     for name in at_least_one:
         value = getattr(args, name)
         _require(value is None or value >= 1, f"{_flag(name)} must be at least 1, got {value}")
     not_negative = ("lr", "min_lr", "weight_decay", "clip_grad", "eval_iters", "num_workers", "lr_warmup_iters")
-    for name in (*not_negative, "init_method_std", "exit_duration_in_mins"):
+    for name in (*not_negative, "init_method_std", "exit_duration_in_mins", "mtp_loss_scaling_factor"):
         value = getattr(args, name)
         _require(value is None or 0 <= value < math.inf, f"{_flag(name)} must be at least 0, got {value}")
     for name in ("norm_epsilon", "adam_eps", "rotary_base"):
@@ -254,6 +254,11 @@ def check_stages(args: Arguments, placement: Placement) -> None:
     _require(
         placement.kind != "v" or not uneven,
         f"--zero-bubble-schedule {args.schedule} places layers in a V, in even stages: no layout",
+    )
+    _require(
+        placement.kind != "v" or args.mtp_num_layers is None,
+        f"--zero-bubble-schedule {args.schedule} places layers in a V, which ends on the first rank, and megatron-core "
+        "puts the layers of --mtp-num-layers on the last: choose a schedule that is not a V",
     )
     if not uneven:
         args.pipeline_model_parallel_layout = choose_layout(args, placement)

@@ -4,7 +4,7 @@ config = DataConfig(...)                                   # every rank
 config.validate(tokenizer.vocab_size)                      # every rank, no communication
 datasets = build_datasets(config, tokenizer, needs_data)   # every rank, collective
 iterator = build_data_iterator(datasets.train, config, consumed_samples, dp_rank, dp_size)  # one a model chunk
-batch = get_batch(iterator, config, is_first=..., is_last=...)                              # one a microbatch
+batch = get_batch(iterator, config, embeds=..., is_last=...)                              # one a microbatch
 """
 
 from __future__ import annotations
@@ -174,14 +174,14 @@ class Batch(NamedTuple):
 
 
 def get_batch(
-    data_iterator: Iterator[dict[str, torch.Tensor]] | None, config: DataConfig, *, is_first: bool, is_last: bool
+    data_iterator: Iterator[dict[str, torch.Tensor]] | None, config: DataConfig, *, embeds: bool, is_last: bool
 ) -> Batch:
-    """The next microbatch for a chunk that is the first stage, the last, both, or (all None) neither.
+    """The next microbatch for a chunk that embeds tokens, is the last stage, both, or (all None) neither.
 
     Tensor-parallel rank 0 reads and broadcasts. Shapes are known, so nobody waits for a size from the device
     (tensor_parallel.broadcast_data does, twice a call).
     """
-    keys = ["tokens", "position_ids"] * is_first + ["labels", "loss_mask"] * is_last
+    keys = ["tokens", "position_ids"] * embeds + ["labels", "loss_mask"] * is_last
     if keys and config.create_attention_mask:
         keys.append("attention_mask")
     if not keys:

@@ -21,5 +21,9 @@ def flops_per_iteration(args: Arguments, batch_size: int) -> float:
     if args.num_experts is not None:
         mlp *= args.moe_router_topk
     logits = args.hidden_size * args.padded_vocab_size
-    per_token = args.num_layers * (projections + attention + mlp) + logits
+    further = args.mtp_num_layers or 0
+    joining = 2 * args.hidden_size**2
+    """Of a further token's embedding with the hidden state."""
+    layers = (args.num_layers + further) * (projections + attention + mlp) + further * joining
+    per_token = layers + (1 + further) * logits
     return 3 * 2 * per_token * args.seq_length * batch_size

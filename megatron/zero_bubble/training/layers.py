@@ -28,14 +28,15 @@ def choose_layout(args: Arguments, placement: Placement) -> str | None:
                 f"--num-layers {layers} and, by --account-for-embedding-in-pipeline-split and "
                 f"--account-for-loss-in-pipeline-split, {embedding + loss} more are not a multiple of the {split}"
             )
-        return to_layout(spread_with_ends(counted // stages, stages, embedding=embedding, loss=loss))
+        layout = spread_with_ends(counted // stages, stages, embedding=embedding, loss=loss)
+        return to_layout(layout, args.mtp_num_layers)
     if layers % stages == 0:
         return None
     can_be_uneven = placement.kind != "v"
     if not (args.allow_padding_num_layers and can_be_uneven):
         hint = "; --allow-padding-num-layers spreads them unevenly" if can_be_uneven else ""
         raise ValueError(f"--num-layers {layers} is not a multiple of the {split}{hint}")
-    return to_layout(spread_layers(layers, stages))
+    return to_layout(spread_layers(layers, stages), args.mtp_num_layers)
 
 
 def spread_with_ends(per_stage: int, num_stages: int, *, embedding: bool, loss: bool) -> list[int]:
@@ -63,9 +64,10 @@ def spread_layers(num_layers: int, num_stages: int) -> list[int]:
     return [few + (stage in more) for stage in range(num_stages)]
 
 
-def to_layout(layers: list[int]) -> str:
+def to_layout(layers: list[int], num_further_tokens: int | None = None) -> str:
     """The stages in megatron-core's notation of `--pipeline-model-parallel-layout`."""
-    return f"E{'|'.join(f't*{count}' if count else '' for count in layers)}L"
+    further = "m" * (num_further_tokens or 0)
+    return f"E{'|'.join(f't*{count}' if count else '' for count in layers)}{further}L"
 
 
 def layers_of_layout(layout: str, num_ranks: int) -> list[int]:

@@ -34,6 +34,8 @@ class StepResult:
     """Whether post-validation had to amend the step."""
     num_redone_forwards: int = 0
     """Forwards, of all ranks of a pipeline, that were run again for that."""
+    further_losses: tuple[float, ...] = ()
+    """Of the tokens after the next one, where `lm_loss` is known; none without multi-token prediction."""
     was_skipped: bool = False
     """Whether the optimizer left the parameters alone, because a gradient was not finite."""
 
@@ -93,6 +95,7 @@ class TrainingLog:
 
     def _reset(self) -> None:
         self._losses: list[float] = []
+        self._further_losses: list[tuple[float, ...]] = []
         self._iterations = 0
         self._skipped = 0
         self._nans = 0
@@ -119,6 +122,7 @@ class TrainingLog:
             self._nans += is_nan
             if not is_nan and not result.was_skipped:
                 self._losses.append(result.lm_loss)
+                self._further_losses.append(result.further_losses)
         if args.iteration % args.tensorboard_log_interval == 0:
             self._write_scalars(result)
         if args.iteration % args.log_interval == 0:
@@ -147,6 +151,8 @@ class TrainingLog:
         line += f" global batch size: {result.batch_size:5d} |"
         if self._losses:
             line += f" lm loss: {sum(self._losses) / len(self._losses):.6E} |"
+            for number, losses in enumerate(zip(*self._further_losses, strict=True), 1):
+                line += f" mtp_{number} loss: {sum(losses) / len(losses):.6E} |"
         line += f" loss scale: {result.loss_scale:.1f} |"
         if result.grad_norm is not None:
             line += f" grad norm: {result.grad_norm:.3f} |"
@@ -178,6 +184,8 @@ class TrainingLog:
             "grad-norm": result.grad_norm,
             "num-zeros": result.num_zeros if self._args.log_num_zeros_in_grad else None,
         }
+        for number, loss in enumerate(result.further_losses, 1):
+            scalars[f"mtp_{number} loss"] = loss
         for tag, value in scalars.items():
             if value is not None:
                 self._write_scalar(tag, value)

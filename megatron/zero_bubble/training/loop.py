@@ -21,6 +21,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
 from megatron.core.utils import get_attr_wrapped_model
 
+from megatron.zero_bubble.mcore.multi_token import take_losses
 from megatron.zero_bubble.mcore.post_validation import PostValidation, StepOutcome
 from megatron.zero_bubble.runtime.watchdog import Watchdog
 from megatron.zero_bubble.schedules import ForwardBackward
@@ -57,13 +58,15 @@ def make_forward_step(data_config: DataConfig) -> Callable[..., Any]:
     """The forward step as megatron-core's schedules call it."""
 
     def forward_step(data_iterator: DataIterator, model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
+        predicts_further = get_attr_wrapped_model(model, "mtp_process")
         batch = get_batch(
             data_iterator,
             data_config,
-            is_first=get_attr_wrapped_model(model, "pre_process"),
+            embeds=get_attr_wrapped_model(model, "pre_process") or predicts_further,
             is_last=get_attr_wrapped_model(model, "post_process"),
         )
-        output = model(batch.tokens, batch.position_ids, batch.attention_mask, labels=batch.labels)
+        further = {"loss_mask": batch.loss_mask} if predicts_further else {}
+        output = model(batch.tokens, batch.position_ids, batch.attention_mask, labels=batch.labels, **further)
         return output, partial(loss_func, batch.loss_mask)
 
     return forward_step
@@ -83,6 +86,7 @@ class _Iteration:
     """What is known of an iteration before its step is settled."""
 
     lm_loss: float | None
+    further_losses: tuple[float, ...]
     batch_size: int
     predicted_bubble_rate: float | None
 
@@ -204,7 +208,12 @@ class Trainer:
         )
         args.iteration += 1
         args.consumed_train_samples += batch_size
-        iteration = _Iteration(mean_loss(reports), batch_size, self._predicted_bubble_rate(num_microbatches))
+        iteration = _Iteration(
+            mean_loss(reports),
+            take_losses(num_microbatches),
+            batch_size,
+            self._predicted_bubble_rate(num_microbatches),
+        )
         if self._post_validation is None:
             self._complete(iteration, StepOutcome(*self._optimizer.step()))
         else:
@@ -230,6 +239,7 @@ class Trainer:
             self._scheduler.step(increment=iteration.batch_size)
         result = StepResult(
             lm_loss=iteration.lm_loss,
+            further_losses=iteration.further_losses,
             grad_norm=outcome.grad_norm,
             num_zeros=outcome.num_zeros,
             # As Megatron-LM logs it: after the scheduler's step.

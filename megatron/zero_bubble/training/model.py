@@ -17,7 +17,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
-from megatron.zero_bubble.mcore.layer_spec import block_spec
+from megatron.zero_bubble.mcore.layer_spec import block_spec, multi_token_spec
 from megatron.zero_bubble.mcore.linear import split_weight_gradients
 from megatron.zero_bubble.mcore.placement import chunk_groups, copy_tied_embedding
 from megatron.zero_bubble.mcore.transformer_engine import defer_weight_gradients
@@ -54,6 +54,8 @@ def transformer_config(args: Arguments, num_chunks: int, timers: Any) -> Transfo
             add_bias_linear=not args.disable_bias_linear,
             init_method_std=args.init_method_std,
             tensor_model_parallel_size=args.tensor_model_parallel_size,
+            mtp_num_layers=args.mtp_num_layers,
+            mtp_loss_scaling_factor=args.mtp_loss_scaling_factor,
             num_moe_experts=args.num_experts,
             moe_router_topk=args.moe_router_topk,
             moe_aux_loss_coeff=args.moe_aux_loss_coeff,
@@ -152,13 +154,16 @@ def _build_chunk(
     stage = placement.stage_of(rank, chunk)
     groups = chunk_groups(placement, rank, chunk)
     vp_stage = chunk if placement.num_chunks > 1 else None
+    is_last = stage == placement.num_stages - 1
+    decoder = block_spec(config, args.transformer_impl, vp_stage, groups.pp.rank())
     model = GPTModel(
         config=config,
-        transformer_layer_spec=block_spec(config, args.transformer_impl, vp_stage, groups.pp.rank()),
+        transformer_layer_spec=decoder,
+        mtp_block_spec=multi_token_spec(config, decoder, args.transformer_impl, vp_stage, is_last_stage=is_last),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=stage == 0,
-        post_process=stage == placement.num_stages - 1,
+        post_process=is_last,
         parallel_output=True,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         position_embedding_type=args.position_embedding_type,

@@ -24,6 +24,7 @@ _MODEL = (
         "fp16",
         "swiglu",
         "num_experts",
+        "mtp_num_layers",
         "moe_router_topk",
         "moe_grouped_gemm",
         "transformer_impl",

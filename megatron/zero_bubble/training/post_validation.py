@@ -64,7 +64,7 @@ def _gain(args: Arguments, plan: Plan) -> str:
     if gain < 0.001:
         return f" > {FLAG} gains nothing with schedule {schedule.name}: its ranks end an iteration together"
     text = f" > {FLAG}: an iteration of schedule {schedule.name} is {gain:.1%} shorter with equal F, B and W"
-    tied = not args.untie_embeddings_and_output_weights
+    tied = not args.untie_embeddings_and_output_weights or args.mtp_num_layers is not None
     if (tied or args.calculate_per_token_loss) and schedule.placement.kind != "v":
         what = "tied embeddings are summed over" if tied else "--calculate-per-token-loss counts tokens on"
         text += f"; but {what} the last stage at its end, which the first one waits for"

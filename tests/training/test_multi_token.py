@@ -1,0 +1,107 @@
+"""Multi-token prediction under a pipeline: the last stage has further layers and losses, the numbers stay the same."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.launch import PRETRAIN, TINY_GPT, run, run_trainings
+
+ONE_TOKEN = (
+    *TINY_GPT,
+    *("--pipeline-model-parallel-size", "2", "--global-batch-size", "4", "--train-iters", "4", "--clip-grad", "0.5"),
+)
+COMMON = (*ONE_TOKEN, "--mtp-num-layers", "2", "--mtp-loss-scaling-factor", "0.3")
+MODELS = {
+    "tied": (),
+    "untied": ("--untie-embeddings-and-output-weights", "--swiglu", "--disable-bias-linear"),
+    "untied-bf16-rope": ("--untie-embeddings-and-output-weights", "--bf16", "--position-embedding-type", "rope"),
+    "interleaved": ("--untie-embeddings-and-output-weights", "--num-virtual-stages-per-pipeline-rank", "2"),
+}
+SCHEDULES = {
+    "1f1b": ("--zero-bubble-schedule", "1f1b"),
+    "zb-h1": ("--zero-bubble-schedule", "zb-h1"),
+    "post-validation": ("--zero-bubble-schedule", "zb-2p", "--zero-bubble-post-validation"),
+}
+INTERLEAVED = {
+    "interleaved-zb": ("--zero-bubble-schedule", "interleaved-zb"),
+    "interleaved-1f1b": ("--zero-bubble-schedule", "interleaved-1f1b"),
+}
+CASES = [(model, schedule) for model in MODELS for schedule in (INTERLEAVED if model == "interleaved" else SCHEDULES)]
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What each training printed, and in `folder` the folder with their numerics; `base` is megatron-core's own."""
+    folder = tmp_path_factory.mktemp("multi_token")
+    trainings: dict[str, Sequence[str]] = {f"base-{model}": [*COMMON, *flags] for model, flags in MODELS.items()}
+    for model, schedule in CASES:
+        flags = (SCHEDULES | INTERLEAVED)[schedule]
+        trainings[f"{schedule}-{model}"] = [*COMMON, *MODELS[model], *flags]
+    trainings["one-token"] = ONE_TOKEN
+    return run_trainings(2, trainings, folder) | {"folder": str(folder)}
+
+
+def numerics(outputs: dict[str, str], name: str) -> bytes:
+    return Path(outputs["folder"], f"{name}.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize(("model", "schedule"), CASES)
+def test_numerics_equal_megatron_core(outputs: dict[str, str], model: str, schedule: str) -> None:
+    assert numerics(outputs, f"{schedule}-{model}") == numerics(outputs, f"base-{model}")
+
+
+def test_further_tokens_change_the_gradients(outputs: dict[str, str]) -> None:
+    with_them, without = (
+        [json.loads(line)["grad_norm"] for line in numerics(outputs, name).decode().splitlines()]
+        for name in ("base-tied", "one-token")
+    )
+    assert with_them != without
+
+
+@pytest.mark.parametrize("model", ["untied", "tied"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_their_losses_are_logged_as_megatron_lm_does(outputs: dict[str, str], model: str, schedule: str) -> None:
+    def losses(name: str) -> list[tuple[str, str]]:
+        return re.findall(r"\| (mtp_\d loss|lm loss): (\S+) \|", outputs[name].replace("|", "||"))
+
+    expected = losses(f"base-{model}")
+    assert [name for name, _ in expected] == ["lm loss", "mtp_1 loss", "mtp_2 loss"] * 4
+    assert losses(f"{schedule}-{model}") == expected
+    # Of random tokens in a vocabulary of 120: ln(120), at first.
+    assert all(float(loss) == pytest.approx(4.8, abs=0.3) for _, loss in expected)
+
+
+def test_w_of_an_output_layer_that_is_used_several_times_is_deferred_too(outputs: dict[str, str]) -> None:
+    assert re.search(
+        r"\(0, 1\): \d+: [\d.]+% with W deferred, [\d.]+% embeddings, [\d.]+% norms", outputs["zb-h1-untied"]
+    )
+
+
+def test_where_it_is_tied_its_w_stays_in_b_and_the_start_says_so(outputs: dict[str, str]) -> None:
+    assert "output_layer (ColumnParallelLinear)" in outputs["zb-h1-tied"]
+    assert "output_layer (ColumnParallelLinear)" not in outputs["zb-h1-untied"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--mtp-num-layers", "0"], "--mtp-num-layers must be at least 1, got 0"),
+        (["--mtp-loss-scaling-factor", "-1"], "--mtp-loss-scaling-factor must be at least 0, got -1.0"),
+        (["--mtp-num-layers", "1", "--zero-bubble-schedule", "zb-v"], "zb-v places layers in a V"),
+        (
+            ["--mtp-num-layers", "1", "--pipeline-model-parallel-layout", "Ettttm|L"],
+            "the layers of --mtp-num-layers must be on the last stage",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line(flags: list[str], words: str) -> None:
+    result = run(2, PRETRAIN, *TINY_GPT, "--pipeline-model-parallel-size", "2", *flags)
+    assert result.returncode != 0
+    lines = [line for line in result.stderr.splitlines() if "error:" in line]
+    assert len(lines) == 1
+    assert words in lines[0]
