@@ -40,6 +40,7 @@ MEGATRON_HAS_TOO = """
 --decoder-last-pipeline-num-layers --fp16 --loss-scale --initial-loss-scale --recompute-granularity --recompute-method
 --recompute-num-layers --recompute-activations
 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --log-memory-interval
+--mtp-num-layers --mtp-loss-scaling-factor
 --moe-grouped-gemm
 """
 """Names that are not ours to give another meaning."""
