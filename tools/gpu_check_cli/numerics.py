@@ -102,7 +102,7 @@ def _run_schedule(
         with torch.no_grad():
             for name, parameter in _named_parameters(args, placement, rank, chunks):
                 parameter.copy_(weights[name])
-        stage = _stage(args, placement, rank, chunks, device)
+        stage = make_stage(args, placement, rank, chunks, device)
         Executor(schedule, rank, communicator, store).run(stage)
         stage.finish()
         return Outcome(_loss_tensors(stage.forward_data_store), _gradients(args, placement, rank, chunks))
@@ -112,7 +112,10 @@ def _run_schedule(
     return Outcome([loss for outcome in outcomes for loss in outcome.losses], gradients)
 
 
-def _stage(args: Arguments, placement: Placement, rank: int, chunks: list[Any], device: torch.device) -> MegatronStage:
+def make_stage(
+    args: Arguments, placement: Placement, rank: int, chunks: list[Any], device: torch.device
+) -> MegatronStage:
+    """A rank's stage as in training, with the same batches for everybody."""
     batches = _batches(args, device)
     return MegatronStage(
         forward_step_func=make_forward_step(make_data_config(args)),

@@ -1,0 +1,126 @@
+"""What real stages keep alive, microbatch by microbatch: exactly what the simulator says."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+
+from gpu_check_cli.numerics import NUM_MICROBATCHES, make_stage
+from gpu_check_cli.sizes import NUMERICS
+from gpu_check_cli.turns import run_in_turns
+from training_cli.one_process import one_process, rank_model
+
+from megatron.zero_bubble.mcore.forward_backward import MegatronStage
+from megatron.zero_bubble.runtime.communicator import Communicator
+from megatron.zero_bubble.runtime.executor import Executor
+from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
+from megatron.zero_bubble.schedule import Schedule, StageCosts, generate, lower, simulate
+from megatron.zero_bubble.training.arguments import Arguments
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the CPU, for which megatron-core is adapted")
+
+CASES = [("1f1b", 4), ("zb-h1", 4), ("zb-2p", 4), ("interleaved-zb", 2), ("zb-v", 2), ("v-min", 2)]
+RECOMPUTED = {"none": [], "full": ["full", "uniform"]}
+
+
+class Kept:
+    """A tensor that autograd keeps for the backward of one microbatch."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class CountingStore(WeightGradStore):
+    """Knows of every tensor that a W holds which microbatch it is of."""
+
+    def __init__(self, num_chunks: int) -> None:
+        super().__init__(num_chunks)
+        self.of: tuple[int, int] | None = None
+        self.kept: list[tuple[tuple[int, int], weakref.ref[torch.Tensor]]] = []
+
+    def put(self, weight_grad: Any, held: Sequence[torch.Tensor] = (), parameter: Any = None) -> None:
+        assert self.of is not None
+        self.kept += [(self.of, weakref.ref(tensor)) for tensor in held]
+        super().put(weight_grad, held, parameter)
+
+
+class CountingStage:
+    """A `MegatronStage` that counts, before every operation, the microbatches something is kept of."""
+
+    def __init__(self, stage: MegatronStage, store: CountingStore) -> None:
+        self._stage, self._store = stage, store
+        self._kept: list[tuple[tuple[int, int], weakref.ref[Kept]]] = []
+        self.peak_of_graphs = 0
+        self.peak_of_all = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stage, name)
+
+    def count(self) -> tuple[int, int]:
+        graphs = {key for key, kept in self._kept if kept() is not None}
+        everything = graphs | {key for key, kept in self._store.kept if kept() is not None}
+        self.peak_of_graphs = max(self.peak_of_graphs, len(graphs))
+        self.peak_of_all = max(self.peak_of_all, len(everything))
+        return len(graphs), len(everything)
+
+    def forward(self, microbatch: int, chunk: int, input_tensor: torch.Tensor | None) -> torch.Tensor:
+        def keep(tensor: torch.Tensor) -> Kept:
+            kept = Kept(tensor)
+            self._kept.append(((chunk, microbatch), weakref.ref(kept)))
+            return kept
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept.tensor):
+            output = self._stage.forward(microbatch, chunk, input_tensor)
+        self.count()
+        return output
+
+    def backward(self, microbatch: int, chunk: int, *tensors: Any) -> torch.Tensor | None:
+        self._store.of = (chunk, microbatch)
+        return self._stage.backward(microbatch, chunk, *tensors)
+
+    def before_gradients(self, op: Any) -> None:
+        self.count()
+        self._stage.before_gradients(op)
+
+
+@pytest.fixture(params=RECOMPUTED)
+def job(request: pytest.FixtureRequest) -> Iterator[Arguments]:
+    args = NUMERICS["tiny"].arguments(4)
+    if RECOMPUTED[request.param]:
+        args.recompute_granularity, args.recompute_method = RECOMPUTED[request.param]
+        args.recompute_num_layers = 1
+    with one_process(args):
+        yield args
+
+
+def peaks(schedule: Schedule, *, until: str) -> tuple[float, ...]:
+    """Of the simulated microbatches that are alive on each rank from F until B, or until W."""
+    b, w = (-1, 0) if until == "B" else (0, -1)
+    costs = StageCosts.uniform(schedule.num_stages, memory_f=1, memory_b=b, memory_w=w)
+    return tuple(simulate(schedule, costs).peak_memory)
+
+
+@pytest.mark.parametrize(("name", "num_ranks"), CASES)
+def test_a_real_stage_keeps_what_the_simulator_says(job: Arguments, name: str, num_ranks: int) -> None:
+    schedule = generate(name, num_ranks, NUM_MICROBATCHES)
+    placement = schedule.placement
+
+    def run(rank: int, communicator: Communicator) -> CountingStage:
+        store = CountingStore(placement.num_chunks)
+        chunks = rank_model(job, placement, rank, store)
+        stage = CountingStage(make_stage(job, placement, rank, chunks, torch.device("cpu")), store)
+        Executor(lower(schedule), rank, communicator, store).run(stage)
+        assert stage.count() == (0, 0), "something outlives the step"
+        return stage
+
+    stages = run_in_turns(num_ranks, run)
+    assert tuple(stage.peak_of_graphs for stage in stages) == peaks(schedule, until="B")
+    assert tuple(stage.peak_of_all for stage in stages) == peaks(schedule, until="W")
