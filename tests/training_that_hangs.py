@@ -21,12 +21,12 @@ def hang() -> None:
 
 def main() -> None:
     substitute_cuda()
-    from megatron.zero_bubble.training import loop
+    from megatron.zero_bubble.training import forward_step
     from megatron.zero_bubble.training.arguments import parse_arguments
     from megatron.zero_bubble.training.checks import complete_and_check
     from megatron.zero_bubble.training.pretrain import pretrain
 
-    get_batch, batches = loop.get_batch, count()
+    get_batch, batches = forward_step.get_batch, count()
 
     def get_batch_or_hang(*args: Any, **options: Any) -> Any:
         if next(batches) == GOOD_BATCHES:
@@ -36,7 +36,7 @@ def main() -> None:
     args = parse_arguments(sys.argv[1:])
     complete_and_check(args, os.environ, has_cuda=False)
     if args.rank == args.world_size - 1:
-        loop.get_batch = get_batch_or_hang
+        forward_step.get_batch = get_batch_or_hang
     pretrain(args)
 
 

@@ -20,7 +20,7 @@ from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Placement, Schedule, generate, lower
 from megatron.zero_bubble.training.arguments import Arguments
-from megatron.zero_bubble.training.loop import make_forward_step
+from megatron.zero_bubble.training.forward_step import make_forward_step
 from megatron.zero_bubble.training.pretrain import make_data_config
 
 NUM_MICROBATCHES = 8

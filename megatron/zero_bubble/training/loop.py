@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import (
     get_current_global_batch_size,
     get_num_microbatches,
@@ -19,7 +18,6 @@ from megatron.core.num_microbatches_calculator import (
 )
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
-from megatron.core.utils import get_attr_wrapped_model
 
 from megatron.zero_bubble.mcore.multi_token import take_losses
 from megatron.zero_bubble.mcore.post_validation import PostValidation, StepOutcome
@@ -27,58 +25,13 @@ from megatron.zero_bubble.runtime.watchdog import Watchdog
 from megatron.zero_bubble.schedules import ForwardBackward
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.checkpoint import Checkpointer
-from megatron.zero_bubble.training.data import DataConfig, get_batch
+from megatron.zero_bubble.training.data import DataConfig
+from megatron.zero_bubble.training.forward_step import DataIterator, make_forward_step, mean_loss
 from megatron.zero_bubble.training.initialize import print_rank_0
 from megatron.zero_bubble.training.logging import StepResult, TrainingLog
 from megatron.zero_bubble.training.numerics import NumericsLog
 from megatron.zero_bubble.training.post_validation import RollbackWatch
 from megatron.zero_bubble.training.timeline import TimelineWriter
-
-DataIterator = Iterator[dict[str, torch.Tensor]] | None
-
-
-def loss_func(
-    loss_mask: torch.Tensor | None, output: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Sum of the losses of the tokens that count, their number, and both for the log.
-
-    Args:
-        loss_mask: [batch, sequence], 1.0 where a token counts.
-        output: [batch, sequence], the loss of each token.
-    """
-    assert loss_mask is not None, "only the last stage computes a loss, and there the data has a mask"
-    mask = loss_mask.view(-1).float()
-    loss = torch.sum(output.view(-1).float() * mask)
-    num_tokens = mask.sum().detach().to(torch.int)
-    report = torch.cat([loss.detach().view(1), num_tokens.view(1)])
-    return loss, num_tokens, {"lm loss": report}
-
-
-def make_forward_step(data_config: DataConfig) -> Callable[..., Any]:
-    """The forward step as megatron-core's schedules call it."""
-
-    def forward_step(data_iterator: DataIterator, model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
-        predicts_further = get_attr_wrapped_model(model, "mtp_process")
-        batch = get_batch(
-            data_iterator,
-            data_config,
-            embeds=get_attr_wrapped_model(model, "pre_process") or predicts_further,
-            is_last=get_attr_wrapped_model(model, "post_process"),
-        )
-        further = {"loss_mask": batch.loss_mask} if predicts_further else {}
-        output = model(batch.tokens, batch.position_ids, batch.attention_mask, labels=batch.labels, **further)
-        return output, partial(loss_func, batch.loss_mask)
-
-    return forward_step
-
-
-def mean_loss(reports: list[dict[str, torch.Tensor]]) -> float | None:
-    """Loss per token over all microbatches and replicas; None on a rank without the last stage."""
-    if not reports:
-        return None
-    total = torch.stack([report["lm loss"] for report in reports]).sum(dim=0)
-    dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-    return (total[0] / total[1]).item()
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,10 @@ from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.checkpoint import Checkpointer, latest_iteration
 from megatron.zero_bubble.training.data import DataConfig, build_data_iterator, build_datasets
 from megatron.zero_bubble.training.description import describe, describe_places
+from megatron.zero_bubble.training.forward_step import DataIterator
 from megatron.zero_bubble.training.initialize import initialized, print_rank_0
 from megatron.zero_bubble.training.logging import TrainingLog, open_writers
-from megatron.zero_bubble.training.loop import DataIterator, Trainer
+from megatron.zero_bubble.training.loop import Trainer
 from megatron.zero_bubble.training.model import build_lr_scheduler, build_model, build_optimizer, transformer_config
 from megatron.zero_bubble.training.plans import choose_placement, choose_plan, limit_flag
 from megatron.zero_bubble.training.post_validation import build_post_validation
