@@ -7,11 +7,14 @@
 #   make lint        ruff (format, check) and mypy
 #   make gpu-check   numerics, times and memory on one CUDA device
 #
-# PYTHON=python3.12 chooses the interpreter that .venv is made from; FLAGS='...' are passed on.
+# PYTHON=python3.12 chooses the interpreter that .venv is made from; FLAGS='...' are passed on. WORKERS=2 is how many
+# files of tests run at once: many of them start up to eight ranks, which wait for each other more than they compute.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+WORKERS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 INSTALLED := $(VENV)/.installed
 
 .PHONY: pretrain test test-all test-slurm gpu-check lint format clean
@@ -29,16 +32,16 @@ pretrain: $(INSTALLED)
 	PATH="$(CURDIR)/$(BIN):$$PATH" examples/pretrain_sample.sh $(FLAGS)
 
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(FLAGS)
+	$(PYTEST) --numprocesses $(WORKERS) --dist loadfile $(FLAGS)
 
 test-all: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "" $(FLAGS)
+	$(PYTEST) --numprocesses $(WORKERS) --dist loadfile -m "" $(FLAGS)
 
 # Skipped, with the reason, where it cannot be: without root, without namespaces, on a system without apt-get.
 test-slurm: $(INSTALLED)
 	@command -v slurmctld >/dev/null && command -v munged >/dev/null && command -v ip >/dev/null || \
 		{ apt-get update && apt-get install --yes --no-install-recommends slurm-wlm munge iproute2; } || true
-	PATH="$$PATH:/usr/sbin:/sbin" OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/slurm $(FLAGS)
+	PATH="$$PATH:/usr/sbin:/sbin" $(PYTEST) tests/slurm $(FLAGS)
 
 gpu-check: $(INSTALLED)
 	$(BIN)/python tools/gpu_check.py $(FLAGS)

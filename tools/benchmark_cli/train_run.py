@@ -8,7 +8,6 @@ import signal
 import subprocess
 import tempfile
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -65,10 +64,9 @@ def take_turn(command: Sequence[str], environment: Mapping[str, str], warmup: in
     """
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
-        over = threading.Event()
-        guard = threading.Thread(target=_end_when_late, args=(process.pid, timeout, over), daemon=True)
+        over, late = threading.Event(), threading.Event()
+        guard = threading.Thread(target=_end_when_late, args=(process.pid, timeout, over, late), daemon=True)
         guard.start()
-        begin = time.monotonic()
         try:
             # wait4 tells what the largest process of the job had in memory; Popen.wait does not.
             _, status, usage = os.wait4(process.pid, 0)
@@ -79,18 +77,18 @@ def take_turn(command: Sequence[str], environment: Mapping[str, str], warmup: in
         finally:
             over.set()
             guard.join()
-        seconds, process.returncode = time.monotonic() - begin, os.waitstatus_to_exitcode(status)
+        process.returncode = os.waitstatus_to_exitcode(status)
         log.seek(0)
         text = log.read()
     if process.returncode != 0:
-        late = seconds >= timeout
-        raise RuntimeError(f"not done after {timeout:g} s" if late else _reason(text, process.returncode))
+        raise RuntimeError(f"not done after {timeout:g} s" if late.is_set() else _reason(text, process.returncode))
     return read_log(text, warmup, usage.ru_maxrss * 1024.0)
 
 
-def _end_when_late(launcher: int, timeout: float, over: threading.Event) -> None:
+def _end_when_late(launcher: int, timeout: float, over: threading.Event, late: threading.Event) -> None:
     """SIGTERM, for torchrun then ends its ranks, which are in sessions of their own; SIGKILL would leave them."""
     if not over.wait(timeout):
+        late.set()
         os.kill(launcher, signal.SIGTERM)
         if not over.wait(_GRACE):
             os.kill(launcher, signal.SIGKILL)
