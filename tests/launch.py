@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -51,17 +51,22 @@ def write_corpus(prefix: Path) -> None:
     builder.finalize(f"{prefix}.idx")
 
 
-def run_trainings(num_ranks: int, trainings: dict[str, Sequence[str]], folder: Path) -> dict[str, str]:
+def run_trainings(
+    num_ranks: int, trainings: dict[str, Sequence[str]], folder: Path, unlogged: Collection[str] = ()
+) -> dict[str, str]:
     """Run several trainings in one job, each with `--log-numerics folder/NAME.jsonl`: start-up is paid once.
 
-    In place of `--mock-data` they read a small corpus, whose index they share. Returns what each printed.
+    Those named in `unlogged` are without that flag: it gathers parameters. In place of `--mock-data` they read a
+    small corpus, whose index they share. Returns what each printed.
     """
     write_corpus(folder / "corpus")
     data = ["--tokenizer-type", "NullTokenizer", "--train-data-path", str(folder / "corpus")]
     plan = {}
     for name, flags in trainings.items():
         given = [word for word in flags if word != "--mock-data"]
-        plan[name] = [*given, *data, "--log-numerics", str(folder / f"{name}.jsonl")]
+        plan[name] = [*given, *data]
+        if name not in unlogged:
+            plan[name] += ["--log-numerics", str(folder / f"{name}.jsonl")]
     (folder / "plan.json").write_text(json.dumps(plan))
     result = run(
         num_ranks, ROOT / "tests" / "several_trainings.py", str(folder / "plan.json"), timeout=300 + 10 * len(plan)

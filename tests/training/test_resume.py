@@ -154,15 +154,14 @@ def cut_in_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
         trainings[f"{name}-whole"] = base
         trainings[f"{name}-first"] = [*base, "--exit-interval", "3", "--save", folder]
         trainings[f"{name}-second"] = [*base, "--load", folder]
-    run_trainings(4, trainings, root)
+    # As people train: the log of numerics gathers parameters, which a checkpoint has to do by itself.
+    run_trainings(4, trainings, root, unlogged=[f"{name}-first" for name in SHARDED])
     return root
 
 
 @pytest.mark.parametrize("name", SHARDED)
 def test_a_sharded_optimizer_goes_on_where_it_was(cut_in_two: Path, name: str) -> None:
     """Without apex and Transformer Engine megatron-core saves its state, and cannot load it."""
-    whole, first, second = (
-        (cut_in_two / f"{name}-{part}.jsonl").read_text().splitlines() for part in ("whole", "first", "second")
-    )
-    assert first + second == whole
-    assert len(first) == len(second) == 3
+    whole, second = ((cut_in_two / f"{name}-{part}.jsonl").read_text().splitlines() for part in ("whole", "second"))
+    assert len(whole) == 6
+    assert second == whole[3:]

@@ -133,7 +133,7 @@ class Trainer:
                 self._pausing(self.evaluate)
             reason = self._exit_reason()
             if args.save and (reason or (args.save_interval and args.iteration % args.save_interval == 0)):
-                self._pausing(self._checkpointer.save)
+                self._pausing(self._save)
                 saved_at = args.iteration
             if reason:
                 self._settle()
@@ -141,7 +141,7 @@ class Trainer:
                 return
         self._settle()
         if args.save and saved_at != args.iteration:
-            self._checkpointer.save()
+            self._save()
 
     def close(self) -> None:
         """Leave nothing open that the process groups carry."""
@@ -217,6 +217,10 @@ class Trainer:
         if self._args.overlap_param_gather:
             for chunk in self._model:
                 chunk.start_param_sync(force_sync=True)
+
+    def _save(self) -> None:
+        self._gather_parameters()
+        self._checkpointer.save()
 
     def _settle(self) -> None:
         """Before anything but training reads the parameters: validate the last step, if that is still to be done."""
