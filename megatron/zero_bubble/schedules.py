@@ -26,6 +26,7 @@ from megatron.core.utils import get_model_config
 from megatron.zero_bubble.mcore.forward_backward import MegatronStage
 from megatron.zero_bubble.mcore.placement import finalize_gradients
 from megatron.zero_bubble.mcore.post_validation import PostValidation
+from megatron.zero_bubble.mcore.step_settings import default_groups, overlaps_reduction, refuse_unsupported
 from megatron.zero_bubble.runtime.communicator import TensorSpec, TorchCommunicator
 from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.observer import StepObserver
@@ -92,7 +93,7 @@ class ForwardBackward:
         self._communicator: TorchCommunicator | None = None
         self._spec: TensorSpec | None = None
         self._rank = parallel_state.get_pipeline_model_parallel_rank()
-        self._num_steps = 0
+        self._num_calls, self._num_steps = 0, 0
         self._last_executor: Executor | None = None
         self._is_in_step = False
         self._next_plan: Plan | None = None
@@ -126,7 +127,7 @@ class ForwardBackward:
         index, has_inputs = executor.position()
         if not self._is_in_step and index == len(executor.schedule.ops[executor.rank]):
             return None
-        return Position(self._num_steps, executor.schedule, executor.rank, index, has_inputs)
+        return Position(self._num_calls, self._num_steps, executor.schedule, executor.rank, index, has_inputs)
 
     def measured_bubble_rate(self) -> float:
         """Of the training steps since the last call; a collective call of the pipeline's ranks."""
@@ -177,14 +178,14 @@ class ForwardBackward:
         chunks = list(model) if isinstance(model, Sequence) else [model]
         iterators = list(data_iterator) if isinstance(data_iterator, Sequence) else [data_iterator]
         config = get_model_config(chunks[0])
-        _refuse_unsupported(config, adjust_tensor_shapes_fn)
-        groups = pg_collection or _default_groups()
+        refuse_unsupported(config, chunks, adjust_tensor_shapes_fn)
+        groups = pg_collection or default_groups()
         if self._replanner is not None and not forward_only:
             self._next_plan = self._replanner.before_step(num_microbatches) or self._next_plan
             self._go_on_with_next_plan()
         if forward_only:
             self.settle()
-        executor = self._executor(groups.pp, num_microbatches, forward_only, _overlaps_reduction(chunks, groups))
+        executor = self._executor(groups.pp, num_microbatches, forward_only, overlaps_reduction(chunks, groups))
         shapes = mcore.get_tensor_shapes(
             seq_length=seq_length,
             micro_batch_size=micro_batch_size,
@@ -210,20 +211,25 @@ class ForwardBackward:
             post_validation=None if forward_only else self._post_validation,
             num_early_forwards=num_forwards_before_validation(executor.schedule),
         )
+        self._run(executor, stage)
+        if self._replanner is not None and not forward_only:
+            self._next_plan = self._replanner.after_step(self._num_steps, num_microbatches)
+        return stage.forward_data_store
+
+    def _run(self, executor: Executor, stage: MegatronStage) -> None:
+        config = get_model_config(stage.model_chunks[0])
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
         self._spec = stage.message_spec()
+        self._num_calls += 1
         self._last_executor, self._is_in_step = executor, True
-        executor.run(stage, None if forward_only else self._start_recording())
+        executor.run(stage, None if stage.forward_only else self._start_recording())
         if not executor.schedule.has_post_validation:
             stage.finish()
         self._is_in_step = False
         self.observer.stop()
         if config.timers is not None:
             config.timers("forward-backward").stop()
-        if self._replanner is not None and not forward_only:
-            self._next_plan = self._replanner.after_step(self._num_steps, num_microbatches)
-        return stage.forward_data_store
 
     def settle(self) -> None:
         """Validate the last step now, where a schedule with post-validation has left it open.
@@ -293,40 +299,6 @@ class ForwardBackward:
                 schedule = lower(with_post_validation(schedule, costs))
         validate(schedule)
         return schedule
-
-
-def _refuse_unsupported(config: Any, adjust_tensor_shapes_fn: Any) -> None:
-    """Settings of megatron-core's pipeline that have no meaning under a schedule of ours."""
-    reasons = {
-        "variable_seq_lengths": config.variable_seq_lengths,
-        "num_microbatches_with_partial_activation_checkpoints": (
-            config.num_microbatches_with_partial_activation_checkpoints is not None
-        ),
-        "overlap_moe_expert_parallel_comm": config.overlap_moe_expert_parallel_comm,
-        # Its backward runs under autocast; W runs later, outside of it.
-        "enable_autocast": config.enable_autocast,
-        "adjust_tensor_shapes_fn": adjust_tensor_shapes_fn is not None,
-    }
-    for setting, is_on in reasons.items():
-        if is_on:
-            raise ValueError(f"{setting} is not supported by zero-bubble schedules: switch it off")
-
-
-def _overlaps_reduction(chunks: Sequence[Any], groups: ProcessGroupCollection) -> bool:
-    """Whether gradients are reduced over replicas while the backward runs (`--overlap-grad-reduce`)."""
-    ddp_config = getattr(chunks[0], "ddp_config", None)
-    return ddp_config is not None and ddp_config.overlap_grad_reduce and groups.dp_cp.size() > 1
-
-
-def _default_groups() -> ProcessGroupCollection:
-    groups = ProcessGroupCollection()
-    groups.tp = parallel_state.get_tensor_model_parallel_group()
-    groups.pp = parallel_state.get_pipeline_model_parallel_group()
-    groups.cp = parallel_state.get_context_parallel_group()
-    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
-    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
-    groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
-    return groups
 
 
 def _device() -> torch.device:

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.utils import get_model_config
 from split_layers import MICROBATCHES, Layers, microbatches, one_rank
 
 from megatron.zero_bubble.mcore.forward_backward import GradSync
 from megatron.zero_bubble.mcore.linear import split_weight_gradients
+from megatron.zero_bubble.mcore.step_settings import refuse_unsupported
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 
 LAST = MICROBATCHES - 1
@@ -166,3 +168,20 @@ def test_without_no_sync_there_is_nothing_to_switch():
     grad_sync.enable(0, False)
     grad_sync.enable(0, True)
     grad_sync.enable_all()
+
+
+def test_a_model_that_is_wrapped_already_is_refused():
+    ddp = wrap(Layers(torch.float32), is_split=True)
+    with pytest.raises(ValueError, match="comes too late: DistributedDataParallel"):
+        split_weight_gradients([ddp], WeightGradStore())
+
+
+def test_ddp_that_would_lose_what_w_brings_is_refused():
+    """It takes a gradient when autograd comes by, in B: that of a W after the last B would stay behind."""
+    model = Layers(torch.float32)
+    split_weight_gradients([model], WeightGradStore())
+    config = get_model_config(model)
+    refuse_unsupported(config, [wrap(model, is_split=True)], None)
+    with pytest.raises(ValueError, match="wrap the model with delay_wgrad_compute=True"):
+        refuse_unsupported(config, [wrap(model, is_split=False)], None)
+    refuse_unsupported(config, [wrap(Layers(torch.float32), is_split=False)], None)

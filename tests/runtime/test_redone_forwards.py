@@ -6,9 +6,11 @@ import threading
 
 import pytest
 import torch
-from toy_pipeline import Pipeline, Problem, ToyStage
+from toy_pipeline import FakeDevice, Pipeline, Problem, ToyStage
 
+from megatron.zero_bubble.runtime.timeline import OpRecorder
 from megatron.zero_bubble.schedule import Op, OpKind, StageCosts, generate, lower, names, validate, with_post_validation
+from megatron.zero_bubble.schedule.ir import COMMUNICATION
 from megatron.zero_bubble.schedule.post_validation import before_validation
 
 LR = 0.1
@@ -134,3 +136,18 @@ def test_only_what_stands_before_validation_runs_again():
         computed = [op for op in schedule.ops[rank] if op.kind in (OpKind.F, OpKind.B, OpKind.W, OpKind.BW)]
         assert stage.ran == again + computed
         assert again == [Op(OpKind.F, m) for m in range(4 - rank)]
+
+
+def test_where_a_gpu_is_while_it_runs_them_again():
+    """The process has launched all; the device comes by the operations before VALIDATE twice."""
+    schedule, device = post_validated("zb-2p", 4, 8), FakeDevice()
+    pipeline = pipeline_of(schedule, wrong={0})
+    pipeline.run()
+    pipeline.run([OpRecorder(device)])
+    computing = [index for index, op in enumerate(schedule.ops[0]) if op.kind not in COMMUNICATION]
+    again = [index for index in computing if index < len(before_validation(schedule, 0))]
+    assert len(again) == 4
+    for done, index in enumerate([*again, *again, *computing[len(again) :]]):
+        for has_begun in (False, True):
+            device.reached = 2 * done + has_begun
+            assert pipeline.executors[0].position() == (index, has_begun)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.zero_bubble.runtime.timeline import OpRecorder
 from megatron.zero_bubble.runtime.watchdog import Position, Stall, Watchdog
 from megatron.zero_bubble.schedule import generate, lower
-from tests.runtime.toy_pipeline import Pipeline, Problem
+from tests.runtime.toy_pipeline import FakeDevice, Pipeline, Problem
 
 TIMEOUT = 0.5
 SCHEDULE = lower(generate("zb-h1", 2, 4))
@@ -63,7 +63,7 @@ def watch() -> Iterator[Callable[[int], Watch]]:
             dog.close()
 
 
-AT_F2 = Position(7, SCHEDULE, 0, [str(op) for op in SCHEDULE.ops[0]].index("F2"), True)
+AT_F2 = Position(7, 7, SCHEDULE, 0, [str(op) for op in SCHEDULE.ops[0]].index("F2"), True)
 
 
 def test_a_rank_that_hangs_in_f_is_named_and_so_is_what_the_others_wait_for(watch):
@@ -83,7 +83,9 @@ def test_a_rank_that_hangs_in_f_is_named_and_so_is_what_the_others_wait_for(watc
             for executor, stage in zip(pipeline.executors, pipeline.stages, strict=True)
         ]
         for rank, executor in enumerate(pipeline.executors):
-            watched.over(rank, lambda rank=rank, executor=executor: Position(1, SCHEDULE, rank, *executor.position()))
+            watched.over(
+                rank, lambda rank=rank, executor=executor: Position(1, 1, SCHEDULE, rank, *executor.position())
+            )
         stall = watched.wait_until_left(2)
         hang.set()
         for step in steps:
@@ -150,29 +152,10 @@ def test_the_main_threads_line_of_code_is_told(watch):
     assert "threading.py" in stall.states[0].line
 
 
-class FakeDevice:
-    """A clock whose marks are reached when the test says so, as a GPU's are."""
-
-    def __init__(self) -> None:
-        self.reached = 0
-
-    def mark(self) -> None:
-        return None
-
-    def seconds(self, marks):
-        return [0.0 for _ in marks]
-
-    def num_reached(self, marks):
-        return self.reached
-
-
 def test_on_a_gpu_the_device_is_asked_and_not_the_process_that_runs_ahead():
     pipeline, device = Pipeline(SCHEDULE, Problem(2, 4)), FakeDevice()
     executor = pipeline.executors[0]
-    with ThreadPoolExecutor(2) as pool:
-        other = pool.submit(pipeline.executors[1].run, pipeline.stages[1])
-        pool.submit(executor.run, pipeline.stages[0], OpRecorder(device)).result()
-        other.result()
+    pipeline.run([OpRecorder(device), None])
     ops = [str(op) for op in SCHEDULE.ops[0]]
     computing = [str(op) for op in SCHEDULE.compute_ops(0)]
     for device.reached in range(2 * len(computing)):

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import zip_longest
 
 import torch
 from torch.nn.functional import linear
 
 from megatron.zero_bubble.runtime.communicator import Communicator, InMemoryNetwork, TensorSpec
 from megatron.zero_bubble.runtime.executor import Executor
+from megatron.zero_bubble.runtime.timeline import OpRecorder
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, OpKind, Schedule
 from megatron.zero_bubble.schedule.ir import SPLIT_WEIGHT_GRADIENTS
@@ -147,9 +149,25 @@ class Pipeline:
         self.executors.append(executor)
         self.stages.append(stage)
 
-    def run(self) -> None:
+    def run(self, recorders: Sequence[OpRecorder | None] = ()) -> None:
         """One step, one thread a rank; raises what a rank raised."""
         with ThreadPoolExecutor(len(self.executors)) as pool:
-            ranks = zip(self.executors, self.stages, strict=True)
-            for done in [pool.submit(executor.run, stage) for executor, stage in ranks]:
+            ranks = zip_longest(self.executors, self.stages, recorders)
+            for done in [pool.submit(executor.run, stage, recorder) for executor, stage, recorder in ranks]:
                 done.result()
+
+
+class FakeDevice:
+    """A clock whose marks are reached when the test says so, as a GPU's are."""
+
+    def __init__(self) -> None:
+        self.reached = 0
+
+    def mark(self) -> None:
+        return None
+
+    def seconds(self, marks):
+        return [0.0 for _ in marks]
+
+    def num_reached(self, marks):
+        return self.reached

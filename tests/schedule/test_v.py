@@ -55,6 +55,15 @@ def test_equal_costs_give_about_half_and_two_thirds_of_the_bubble_of_1f1b(name, 
     assert bubble <= share * (p - 1) * 6
 
 
+@pytest.mark.parametrize("name", LIMITS)
+@pytest.mark.parametrize("p", [2, 4, 8])
+def test_full_recomputation_has_room_for_what_b_computes_again(name, p):
+    """Little is kept from F to B, much from B to W."""
+    costs = StageCosts.uniform(2 * p, memory_f=2, memory_b=30, memory_w=-32)
+    timeline = simulate(generate(name, p, 2 * p, costs=costs), costs)
+    assert max(timeline.peak_memory) <= LIMITS[name](p) * 4 + 2 * 30
+
+
 @given(name=st.sampled_from(sorted(LIMITS)), p=st.integers(1, 5), m=st.integers(1, 12), data=st.data())
 @settings(max_examples=40, deadline=None)
 def test_any_costs_give_a_valid_schedule_within_the_limit(name, p, m, data):

@@ -27,6 +27,10 @@ TWO_RANKS = {
     "fp32, clipped now and then": (*SOME_CLIPPED, "--train-iters", "50"),
     "bf16, clipped always": ("--bf16", *ALL_CLIPPED),
     "bf16, an Inf without a loss scale": ("--bf16", *SOME_CLIPPED, *UNTIED, *infs("9@1")),
+    "fp16, losses of experts, a scale that is too large at first": (
+        *("--fp16", "--initial-loss-scale", str(2**26), "--hysteresis", "1", *UNTIED),
+        *("--num-experts", "4", "--moe-aux-loss-coeff", "0.1", "--disable-bias-linear"),
+    ),
     "fp32, never clipped": (*NONE_CLIPPED, *UNTIED),
     "fp16, Inf first, last, on each and on both": (
         *FP16,
@@ -107,6 +111,9 @@ def test_the_cases_are_what_they_say(numerics: dict[object, Path]) -> None:
     assert min(norms("bf16, clipped always")) > 0.3
     skipped = [k for k, norm in enumerate(norms("fp16, Inf first, last, on each and on both"), 1) if norm is None]
     assert {1, 5, 8, 12} <= set(skipped)
+    too_large = norms("fp16, losses of experts, a scale that is too large at first")
+    assert None in too_large
+    assert too_large[-1] is not None
     assert math.isinf(norms("bf16, an Inf without a loss scale")[8])
 
 

@@ -51,10 +51,15 @@ def split_weight_gradients(model_chunks: Iterable[torch.nn.Module], store: Weigh
         The names of the parameters whose gradient is now computed in W.
 
     Raises:
-        ValueError: a layer has a setting under which its W cannot be deferred.
+        ValueError: a layer has a setting under which its W cannot be deferred, or the model is in DDP already.
     """
     split = []
     for chunk in model_chunks:
+        if hasattr(chunk, "ddp_config"):
+            raise ValueError(
+                f"split_weight_gradients comes too late: {type(chunk).__name__} has handed out the hooks that end W; "
+                "call it before the model is wrapped"
+            )
         tied = _tied_output_layer(chunk)
         for name, module in chunk.named_modules():
             if isinstance(module, _SPLIT_LAYERS) and module is not tied:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, clip_grads
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
+from megatron.core.utils import get_model_config
 
 from megatron.zero_bubble.mcore.optimizer import parts
 from megatron.zero_bubble.mcore.rollback import Rollback
@@ -37,7 +38,7 @@ class StepOutcome:
     grad_norm: float | None
     num_zeros: float | None = None
     was_amended: bool = False
-    """Whether the step that was taken at first was another one."""
+    """Whether forwards since have used what is not so any more: parameters of another step, another loss scale."""
     num_redone_forwards: int = 0
     """Forwards, of all ranks of a pipeline, that are run again for that."""
 
@@ -152,7 +153,8 @@ class PostValidation:
         """Turn the step that was taken into the right one; whether it was another, on any rank."""
         if any(found):
             self._skip(pending, found)
-            return any(bool(reduction.wait()[1] > 0) for reduction in pending.found_inf)
+            has_stepped = any(bool(reduction.wait()[1] > 0) for reduction in pending.found_inf)
+            return has_stepped or self._scales_forwards(pending)
         if self._clips(norm):
             self._clip_and_step(pending, norm)
             return True
@@ -160,6 +162,14 @@ class PostValidation:
             self._step_again()
         # An Inf on one rank and a NaN on another: the sum is a NaN, by which nothing is clipped.
         return norm is not None and math.isnan(norm)
+
+    def _scales_forwards(self, pending: _Pending) -> bool:
+        """Whether the loss scale is another now, and forwards have used it: those of losses beside the main one."""
+        config = get_model_config(self._chunks[0])
+        if config.num_moe_experts is None and not getattr(config, "mtp_num_layers", None):
+            return False
+        scalers = zip(self._scalers(), pending.scales, strict=True)
+        return any(bool(scaler.scale != before.get("scale", scaler.scale)) for scaler, before in scalers)
 
     def _prepare_gradients(self) -> list[tuple[torch.Tensor, MixedPrecisionOptimizer]]:
         """megatron-core's `prepare_grads` without its reduction; for each loss scale, whether Inf or NaN was found."""

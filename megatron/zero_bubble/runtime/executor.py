@@ -107,13 +107,15 @@ class _Step(NamedTuple):
     """Of the first one, in its rank's operations."""
     ops: tuple[Op, ...]
     name: str
+    is_computation: bool
 
 
 def _steps(ops: Sequence[Op]) -> list[_Step]:
     steps: list[_Step] = []
     position = 0
     for together in run_together(ops):
-        steps.append(_Step(position, together, " ".join(map(str, together))))
+        is_computation = together[0].kind not in COMMUNICATION
+        steps.append(_Step(position, together, " ".join(map(str, together)), is_computation))
         position += len(together)
     return steps
 
@@ -148,6 +150,7 @@ class Executor:
         self._recorder: OpRecorder | None = None
         self._position = 0
         self._begun = -1
+        self._marked: list[int] = []
         self._is_profiled = False
         self._handlers: dict[OpKind, Callable[..., None]] = {
             OpKind.F: self._forward,
@@ -169,6 +172,7 @@ class Executor:
         Raises:
             LeftoverError: something was left at the end: a pending W, a message, an activation.
         """
+        self._marked = []
         self._recorder = recorder
         # A range that nobody sees costs as much as all the rest here.
         self._is_profiled = torch.autograd._profiler_enabled()
@@ -181,11 +185,11 @@ class Executor:
         self._check_nothing_left()
 
     def _run(self, stage: Stage, steps: Sequence[_Step]) -> None:
-        for position, ops, name in steps:
+        for position, ops, name, is_computation in steps:
             self._position = position
             with torch.profiler.record_function(name) if self._is_profiled else _NO_RANGE:
                 self._handlers[ops[0].kind](stage, *ops)
-            if self._recorder is not None and ops[0].kind not in COMMUNICATION:
+            if self._recorder is not None and is_computation:
                 self._recorder.end(*ops)
             self._drop_finished_sends()
 
@@ -204,10 +208,14 @@ class Executor:
         reached = self._recorder.num_reached() if self._recorder is not None else None
         if reached is None:
             return launched, self._begun == launched
-        computing = [position for position, ops, _ in self._steps if ops[0].kind not in COMMUNICATION]
+        # Not counted along the schedule: what stands before VALIDATE may be run twice.
         done, has_begun = divmod(reached, 2)
-        position = computing[done] if done < len(computing) else self._num_ops
-        return position, bool(has_begun) or position == self._begun == launched
+        if done < len(self._marked):
+            position = self._marked[done]
+            return position, bool(has_begun) or position == self._begun == launched
+        finished = self._marked[-1] if self._marked else -1
+        later = (step.position for step in self._steps if step.position > finished and step.is_computation)
+        return next(later, self._num_ops), False
 
     def _forward(self, stage: Stage, op: Op) -> None:
         input_tensor = None
@@ -277,6 +285,7 @@ class Executor:
     def _begin(self, op: Op) -> None:
         """The inputs of `op` are there: what follows is its own time."""
         self._begun = self._position
+        self._marked.append(self._position)
         if self._recorder is not None:
             self._recorder.begin(op)
 

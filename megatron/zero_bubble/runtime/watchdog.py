@@ -34,6 +34,8 @@ _LONGEST_PAUSE = 5.0
 class Position:
     """Where a rank is in a step: at the operation `index` of its (lowered) schedule, or behind the last one."""
 
+    call: int
+    """Of the forward-backward function: evaluation, too, comes by the same operations again and again."""
     step: int
     """Training steps begun since the job's start."""
     schedule: Schedule

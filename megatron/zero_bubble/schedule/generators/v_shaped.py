@@ -59,7 +59,9 @@ def _planned(
 ) -> Schedule:
     """Plan within the limit, which is room for `num_held` microbatches on both chunks by default."""
     placement = Placement("v", num_ranks, 2)
-    limits = memory_limit or tuple(num_held * _whole(placement, costs, rank) for rank in range(num_ranks))
+    limits = memory_limit or tuple(
+        num_held * _whole(placement, costs, rank) + _added(placement, costs, rank) for rank in range(num_ranks)
+    )
     problem = Problem.feasible(placement, num_microbatches, costs, limits)
     bound = lower_bounds(placement, num_microbatches, costs, limits).span
     portfolio = Portfolio(bound, max(BUDGET, LEAST_CANDIDATES * problem.num_ops))
@@ -75,6 +77,11 @@ def _planned(
 def _whole(placement: Placement, costs: StageCosts, rank: int) -> float:
     """M_B of a rank: what one microbatch holds on both of its chunks."""
     return sum(costs.memory_f[placement.stage_of(rank, chunk)] for chunk in range(placement.num_chunks))
+
+
+def _added(placement: Placement, costs: StageCosts, rank: int) -> float:
+    """What B adds on both chunks: with activation recomputation a microbatch holds more after its B than before."""
+    return sum(max(0, costs.memory_b[placement.stage_of(rank, chunk)]) for chunk in range(placement.num_chunks))
 
 
 def _candidates(problem: Problem) -> Iterator[list[Order]]:

@@ -1,0 +1,63 @@
+"""What a step reads from megatron-core's configuration, and what of it no zero-bubble schedule can honour."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+
+def refuse_unsupported(config: Any, chunks: Sequence[torch.nn.Module], adjust_tensor_shapes_fn: Any) -> None:
+    """Settings of megatron-core's pipeline that have no meaning under a schedule of ours.
+
+    Raises:
+        ValueError: one of them is on, or DDP would lose the gradients that W computes.
+    """
+    reasons = {
+        "variable_seq_lengths": config.variable_seq_lengths,
+        "num_microbatches_with_partial_activation_checkpoints": (
+            config.num_microbatches_with_partial_activation_checkpoints is not None
+        ),
+        "overlap_moe_expert_parallel_comm": config.overlap_moe_expert_parallel_comm,
+        # Its backward runs under autocast; W runs later, outside of it.
+        "enable_autocast": config.enable_autocast,
+        "adjust_tensor_shapes_fn": adjust_tensor_shapes_fn is not None,
+    }
+    for setting, is_on in reasons.items():
+        if is_on:
+            raise ValueError(f"{setting} is not supported by zero-bubble schedules: switch it off")
+    for chunk in chunks:
+        _refuse_lost_gradients(chunk)
+
+
+def _refuse_lost_gradients(chunk: torch.nn.Module) -> None:
+    """Without its hook for W, DDP takes a gradient when autograd comes by, in B, and leaves what W brings after."""
+    ddp_config: Any = getattr(chunk, "ddp_config", None)
+    if ddp_config is None or ddp_config.delay_wgrad_compute:
+        return
+    if any(getattr(parameter, "skip_backward_post_hook", False) for parameter in chunk.parameters()):
+        raise ValueError(
+            "DistributedDataParallelConfig(delay_wgrad_compute=False) loses the weight gradients that are deferred: "
+            "wrap the model with delay_wgrad_compute=True"
+        )
+
+
+def overlaps_reduction(chunks: Sequence[Any], groups: ProcessGroupCollection) -> bool:
+    """Whether gradients are reduced over replicas while the backward runs (`--overlap-grad-reduce`)."""
+    ddp_config = getattr(chunks[0], "ddp_config", None)
+    return ddp_config is not None and ddp_config.overlap_grad_reduce and groups.dp_cp.size() > 1
+
+
+def default_groups() -> ProcessGroupCollection:
+    """The process groups that megatron-core's own schedules take where they are given none."""
+    groups = ProcessGroupCollection()
+    groups.tp = parallel_state.get_tensor_model_parallel_group()
+    groups.pp = parallel_state.get_pipeline_model_parallel_group()
+    groups.cp = parallel_state.get_context_parallel_group()
+    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
+    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
+    groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
+    return groups
