@@ -21,7 +21,10 @@ MICROBATCHES = 4
 EXACT = ("--clip-grad", "0", "--attention-dropout", "0", "--hidden-dropout", "0", "--lr-decay-style", "constant")
 MODELS = {
     "tied": (),
-    "untied": ("--untie-embeddings-and-output-weights",),
+    "untied-recomputed": (
+        "--untie-embeddings-and-output-weights",
+        *("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"),
+    ),
     "tied-bf16": ("--bf16",),
     "tied-per-token": ("--calculate-per-token-loss",),
 }
@@ -47,13 +50,17 @@ def flags(folder: Path, name: str, loaded: str, until: int, *more: str) -> list[
 
 
 def trainings_of(folder: Path, model: tuple[str, ...], schedule_file: Path) -> dict[str, list[str]]:
-    """1F1B to iteration 1, from there each schedule to 3, and each from the other's checkpoint to 4."""
+    """1F1B to iteration 1, from there each schedule to 3, and each from the other's checkpoint to 4.
+
+    ZB-V is planned from measured costs after its first iteration.
+    """
     in_v = (*model, "--zero-bubble-schedule", f"file:{schedule_file}")
+    planned = (*model, "--zero-bubble-schedule", "zb-v", "--zero-bubble-profile-iters", "1", "1")
     return {
         "start": flags(folder, "start", "", 1, *model),
         "1f1b": flags(folder, "1f1b", "start", 3, *model),
         "v": flags(folder, "v", "start", 3, *in_v),
-        "zb-v": flags(folder, "zb-v", "start", 3, *model, "--zero-bubble-schedule", "zb-v"),
+        "zb-v": flags(folder, "zb-v", "start", 3, *planned),
         "1f1b-from-v": flags(folder, "1f1b-from-v", "v", 4, *model),
         "v-from-1f1b": flags(folder, "v-from-1f1b", "1f1b", 4, *in_v),
     }
