@@ -58,10 +58,14 @@ def test_equal_costs_give_about_half_and_two_thirds_of_the_bubble_of_1f1b(name, 
 @pytest.mark.parametrize("name", LIMITS)
 @pytest.mark.parametrize("p", [2, 4, 8])
 def test_full_recomputation_has_room_for_what_b_computes_again(name, p):
-    """Little is kept from F to B, much from B to W."""
-    costs = StageCosts.uniform(2 * p, memory_f=2, memory_b=30, memory_w=-32)
-    timeline = simulate(generate(name, p, 2 * p, costs=costs), costs)
-    assert max(timeline.peak_memory) <= LIMITS[name](p) * 4 + 2 * 30
+    """Little is kept from F to B, much from B to W: then W follows its B at once, and it is still worth it."""
+    costs = StageCosts.uniform(2 * p, 5, 10, 4, memory_f=1, memory_b=15, memory_w=-16)
+    schedule = generate(name, p, 2 * p, costs=costs)
+    validate(lower(schedule))
+    timeline = simulate(schedule, costs)
+    assert max(timeline.peak_memory) <= LIMITS[name](p) * 2 + 2 * 15
+    whole = StageCosts.uniform(p, 10, 20, 8)
+    assert timeline.cost < 0.9 * simulate(generate("1f1b", p, 2 * p), whole).cost
 
 
 @given(name=st.sampled_from(sorted(LIMITS)), p=st.integers(1, 5), m=st.integers(1, 12), data=st.data())

@@ -8,15 +8,19 @@ each of these four legs sets the life span of its activations, and so the memory
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
+from operator import add
 from statistics import median
 
 from megatron.zero_bubble.schedule.bounds import lower_bounds
 from megatron.zero_bubble.schedule.costs import StageCosts
-from megatron.zero_bubble.schedule.ir import Placement, Schedule
+from megatron.zero_bubble.schedule.errors import Infeasible
+from megatron.zero_bubble.schedule.ir import Op, OpKind, Placement, Schedule
 from megatron.zero_bubble.schedule.planner.fill import GapRule
 from megatron.zero_bubble.schedule.planner.portfolio import Portfolio
 from megatron.zero_bubble.schedule.planner.problem import Order, Problem
+from megatron.zero_bubble.schedule.simulate import simulate
 
 BUDGET = 600_000
 """Operations to plan in all candidates together."""
@@ -60,8 +64,19 @@ def _planned(
     """Plan within the limit, which is room for `num_held` microbatches on both chunks by default."""
     placement = Placement("v", num_ranks, 2)
     limits = memory_limit or tuple(
-        num_held * _whole(placement, costs, rank) + _added(placement, costs, rank) for rank in range(num_ranks)
+        num_held * _whole(placement, costs, rank) + sum(_added(placement, costs, rank)) for rank in range(num_ranks)
     )
+    planned = _within(name, placement, num_microbatches, costs, limits)
+    if max(costs.memory_b) <= 0:
+        return planned
+    # The planner keeps room for what B adds from F on: for few microbatches then, and it may be better not to defer.
+    together = _back_to_back(name, placement, num_microbatches, costs, limits)
+    return min((planned, together), key=lambda schedule: simulate(schedule, costs).cost) if together else planned
+
+
+def _within(
+    name: str, placement: Placement, num_microbatches: int, costs: StageCosts, limits: Sequence[float]
+) -> Schedule:
     problem = Problem.feasible(placement, num_microbatches, costs, limits)
     bound = lower_bounds(placement, num_microbatches, costs, limits).span
     portfolio = Portfolio(bound, max(BUDGET, LEAST_CANDIDATES * problem.num_ops))
@@ -74,14 +89,38 @@ def _planned(
     return problem.schedule(name, portfolio.best.orders)
 
 
+def _back_to_back(
+    name: str, placement: Placement, num_microbatches: int, costs: StageCosts, limits: Sequence[float]
+) -> Schedule | None:
+    """Planned as if B and W were one operation; None where that does not fit. Every W follows its B."""
+    fused = replace(
+        costs,
+        time_b=tuple(map(add, costs.time_b, costs.time_w)),
+        time_w=tuple(1e-6 * w for w in costs.time_w),  # a cost is above zero
+        memory_b=tuple(map(add, costs.memory_b, costs.memory_w)),
+        memory_w=(0,) * placement.num_stages,
+    )
+    rooms = [limit - max(_added(placement, costs, rank)) for rank, limit in enumerate(limits)]
+    try:
+        schedule = _within(name, placement, num_microbatches, fused, rooms)
+    except Infeasible:
+        return None
+    without_w = ([op for op in lane if op.kind is not OpKind.W] for lane in schedule.ops)
+    return replace(schedule, ops=tuple(tuple(chain.from_iterable(map(_and_its_w, lane))) for lane in without_w))
+
+
+def _and_its_w(op: Op) -> tuple[Op, ...]:
+    return (op, op._replace(kind=OpKind.W)) if op.kind is OpKind.B else (op,)
+
+
 def _whole(placement: Placement, costs: StageCosts, rank: int) -> float:
     """M_B of a rank: what one microbatch holds on both of its chunks."""
     return sum(costs.memory_f[placement.stage_of(rank, chunk)] for chunk in range(placement.num_chunks))
 
 
-def _added(placement: Placement, costs: StageCosts, rank: int) -> float:
-    """What B adds on both chunks: with activation recomputation a microbatch holds more after its B than before."""
-    return sum(max(0, costs.memory_b[placement.stage_of(rank, chunk)]) for chunk in range(placement.num_chunks))
+def _added(placement: Placement, costs: StageCosts, rank: int) -> list[float]:
+    """Chunk -> what B adds: with activation recomputation a microbatch holds more after its B than before it."""
+    return [max(0, costs.memory_b[placement.stage_of(rank, chunk)]) for chunk in range(placement.num_chunks)]
 
 
 def _candidates(problem: Problem) -> Iterator[list[Order]]:
