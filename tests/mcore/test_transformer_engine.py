@@ -96,7 +96,7 @@ def test_the_config_says_so_before_the_modules_are_built():
 
 @pytest.mark.parametrize(
     ("found", "message"),
-    [(None, "is not installed"), ("2.2.0", r"2\.2\.0 cannot defer weight gradients, 2\.3\.0 and later can")],
+    [(None, "is not installed"), ("2.7.0", r"2\.7\.0 cannot defer weight gradients, 2\.8\.0 and later can")],
 )
 def test_without_a_transformer_engine_that_defers_there_is_one_line(monkeypatch, found, message):
     def version(name: str) -> str:

@@ -52,6 +52,9 @@ def test_few_hardware_queues_are_warned_of(connections):
     tensor_parallel = flags("--zero-bubble", "--tensor-model-parallel-size", "2")
     (warning,) = environment_warnings(tensor_parallel, environment, has_cuda=True)
     assert "with tensor parallelism too" in warning
+    (warning,) = environment_warnings(tensor_parallel, environment, has_cuda=True, is_megatron_lm=True)
+    assert "Megatron-LM demands 1 with tensor or context parallelism" in warning
+    assert "Unset" not in warning
 
 
 def test_blocking_waits_are_warned_of():

@@ -1,6 +1,6 @@
 """Transformer Engine's layers under a zero-bubble schedule: its own deferral of W, in the order of our store.
 
-Transformer Engine 2.3 and later defers the weight gradient of a module that was built with
+Transformer Engine defers the weight gradient of a module that was built with
 `delay_wgrad_compute`: backward keeps what W needs in a queue of the module, and `backward_dw()` runs the oldest. It
 then calls the hooks that DDP registered, as our own layers do. What is left for us is to say when.
 """
@@ -16,8 +16,9 @@ from packaging.version import Version
 
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 
-OLDEST = "2.3.0"
-"""Version of Transformer Engine that has `delay_wgrad_compute`."""
+OLDEST = "2.8.0"
+"""Version of Transformer Engine whose `delay_wgrad_compute` works without fused accumulation of gradients and where
+their reduction overlaps: what Megatron-LM's own arguments demand of it."""
 
 
 def check_transformer_engine() -> None:

@@ -51,9 +51,10 @@ def describe(args: Arguments, plan: Plan | None, model: list[torch.nn.Module]) -
     print_rank_0(f" > pipeline schedule: {plan.name if plan else megatrons}{chunks}")
 
 
-def describe_places(args: Arguments, placement: Placement) -> None:
+def describe_places(args: Arguments, placement: Placement, *, is_megatron_lm: bool = False) -> None:
     """Print which host holds what, and what the environment costs, once in the job; a collective call of all ranks."""
-    for warning in environment_warnings(args, os.environ, torch.cuda.is_available()):
+    has_cuda = torch.cuda.is_available()
+    for warning in environment_warnings(args, os.environ, has_cuda, is_megatron_lm=is_megatron_lm):
         print_rank_0(f" > WARNING: {warning}")
     places: list[Any] = [None] * args.world_size
     dist.all_gather_object(places, (parallel_state.get_pipeline_model_parallel_rank(), host_name(os.environ)))

@@ -27,17 +27,23 @@ def check_environment(args: Arguments, environment: Mapping[str, str], has_cuda:
         )
 
 
-def environment_warnings(args: Arguments, environment: Mapping[str, str], has_cuda: bool) -> list[str]:
-    """Settings that work and cost time, one line each."""
+def environment_warnings(
+    args: Arguments, environment: Mapping[str, str], has_cuda: bool, *, is_megatron_lm: bool = False
+) -> list[str]:
+    """Settings that work and cost time, one line each; `is_megatron_lm`: the script makes demands of its own."""
     if not has_cuda or args.schedule is None:
         return []
     found = []
     connections = environment.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
     if connections.isdigit() and int(connections) < 8:
-        tensor = ", with tensor parallelism too" if args.tensor_model_parallel_size > 1 else ""
+        parallel = args.tensor_model_parallel_size * args.context_parallel_size > 1
+        if parallel and is_megatron_lm:
+            advice = "Megatron-LM demands 1 with tensor or context parallelism on GPUs before Blackwell"
+        else:
+            advice = "Unset it, or set 8 or more" + (", with tensor parallelism too" if parallel else "")
         found.append(
             f"CUDA_DEVICE_MAX_CONNECTIONS={connections}: kernels of all streams share {connections} queue(s) of the "
-            "device, and messages between stages wait behind computation. Unset it, or set 8 or more" + tensor
+            f"device, and messages between stages wait behind computation. {advice}"
         )
     if environment.get("TORCH_NCCL_BLOCKING_WAIT", "0") != "0":
         found.append(

@@ -42,14 +42,14 @@ def zb_v(
 def v_half(
     num_ranks: int, num_microbatches: int, *, costs: StageCosts, memory_limit: Sequence[float] | None = None
 ) -> Schedule:
-    """About half of 1F1B's bubble, in p/2 + 1 M_B on every rank, unless told otherwise."""
+    """About half of 1F1B's bubble where F = B = W, in p/2 + 1 M_B on every rank, unless told otherwise."""
     return _planned("v-half", num_ranks, num_microbatches, costs, memory_limit, num_ranks / 2 + 1)
 
 
 def v_min(
     num_ranks: int, num_microbatches: int, *, costs: StageCosts, memory_limit: Sequence[float] | None = None
 ) -> Schedule:
-    """About two thirds of 1F1B's bubble, in p/3 + 1 M_B on every rank, unless told otherwise."""
+    """About two thirds of 1F1B's bubble where F = B = W, in p/3 + 1 M_B on every rank, unless told otherwise."""
     return _planned("v-min", num_ranks, num_microbatches, costs, memory_limit, num_ranks / 3 + 1)
 
 
