@@ -79,8 +79,8 @@ _ENTRIES = (
         _PLANNED,
     ),
     Entry("zb-v", "placed in a V: no bubble where F = B = W, memory p M_B", "v", 2, zb_v, _PLANNED),
-    Entry("v-half", "placed in a V, half of 1F1B's bubble where F = B = W: (p/2 + 1) M_B", "v", 2, v_half, _PLANNED),
-    Entry("v-min", "in a V, for memory: two thirds of it where F = B = W: (p/3 + 1) M_B", "v", 2, v_min, _PLANNED),
+    Entry("v-half", "in a V: half of 1F1B's bubble where F = B = W, memory (p/2 + 1) M_B", "v", 2, v_half, _PLANNED),
+    Entry("v-min", "in a V, for memory: two thirds where F = B = W, memory (p/3 + 1) M_B", "v", 2, v_min, _PLANNED),
     Entry(
         "interleaved-zb",
         "interleaved 1F1B with W delayed: bubble about (p-1)(F+B-2W)/v, memory (p+(p-1)/v) M_B",
