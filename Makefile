@@ -1,6 +1,6 @@
 # Everything from a bare clone: each target makes .venv, installs into it, and runs.
 #
-#   make pretrain    train a small GPT on four pipeline ranks with ZB-H1
+#   make pretrain    train a small GPT on four pipeline ranks, with a schedule planned from measured times
 #   make test        the tests
 #   make test-all    the tests with the whole matrix of parallelism, schedules, embeddings and precisions
 #   make test-slurm  the Slurm examples on a Slurm of two nodes, which apt-get installs; as root
