@@ -12,17 +12,18 @@ executor runs it as in training, its neighbours' messages are random. From the t
 rates for the paper's pipelines, with messages at --interconnect-bandwidth. Memory: the allocator's peak over a step
 of such a stage against the simulation's.
 
-Numerics that differ, B + W above 1.03 times the fused backward, and memory that is off by more than 5% end with
-status 1; a mistake, or no CUDA device, with one line and status 2.
+Numerics that differ, B + W above 1.03 times the fused backward, memory that is off by more than 5%, and a model whose
+stage the device has no room for end with status 1; a mistake, or no CUDA device, with one line and status 2.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import os
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,7 +66,20 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         parser.error("torch finds no CUDA device here; --device cpu --size tiny tries the check on a CPU")
     if arguments.device == "cpu" and torch.cuda.is_available():
         parser.error("argument --device cpu: megatron-core takes the GPU that is here; hide it, CUDA_VISIBLE_DEVICES=")
+    if arguments.output is not None:
+        _check_output(parser, arguments.output)
     return arguments
+
+
+def _check_output(parser: Parser, output: Path) -> None:
+    """Before anything is measured: what was found would be lost."""
+    folder = output.parent
+    if not folder.is_dir():
+        parser.error(f"argument --output: {folder} is not a folder")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        parser.error(f"argument --output: no permission to write to {folder}")
+    if output.is_dir():
+        parser.error(f"argument --output: {output} is a folder; name a file")
 
 
 def check(arguments: argparse.Namespace) -> Findings:
@@ -77,26 +91,39 @@ def check(arguments: argparse.Namespace) -> Findings:
     _say("numerics")
     numerics = check_numerics(NUMERICS[arguments.size], device)
     name = torch.cuda.get_device_name() if arguments.device == "cuda" else "CPU"
-    return Findings(f"{name}, torch {torch.__version__}", numerics, list(_stage_checks(arguments, device)))
-
-
-def _stage_checks(arguments: argparse.Namespace, device: torch.device) -> Iterator[StageCheck]:
-    from gpu_check_cli.report import StageCheck
-    from gpu_check_cli.stage_run import middle_stage
-
+    stages: list[StageCheck] = []
+    without_room: dict[str, str] = {}
     for model in SIZES[arguments.size]:
         if arguments.model not in (None, model.name):
             continue
         _say(f"a stage of {model.name}, {arguments.rounds} rounds")
-        with middle_stage(model, device) as stage:
-            profile = stage.profile(arguments.rounds)
-            memory = [stage.check_memory(name, profile) for name in MEMORY_SCHEDULES]
-        yield StageCheck(model, profile, memory, _message_ms(model, arguments.interconnect_bandwidth))
+        try:
+            stages.append(_check_stage(model, arguments, device))
+        except torch.OutOfMemoryError as error:
+            without_room[model.name] = _one_line(error)
+        # The stage is in reference cycles, and the next one needs its memory.
+        gc.collect()
+        torch.cuda.empty_cache()
+    return Findings(f"{name}, torch {torch.__version__}", numerics, stages, without_room)
+
+
+def _check_stage(model: Model, arguments: argparse.Namespace, device: torch.device) -> StageCheck:
+    from gpu_check_cli.report import StageCheck
+    from gpu_check_cli.stage_run import middle_stage
+
+    with middle_stage(model, device) as stage:
+        profile = stage.profile(arguments.rounds)
+        memory = [stage.check_memory(name, profile) for name in MEMORY_SCHEDULES]
+    return StageCheck(model, profile, memory, _message_ms(model, arguments.interconnect_bandwidth))
 
 
 def _message_ms(model: Model, gigabytes_a_second: float) -> float:
     """In bf16."""
     return 2 * model.seq_length * model.micro_batch_size * model.hidden_size / gigabytes_a_second / 1e6
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _say(what: str) -> None:
@@ -115,8 +142,8 @@ def main(argv: list[str] | None = None) -> int:
         else:
             text = findings.as_text(markdown=arguments.markdown)
         deliver(text, arguments.output)
-    except OSError as error:
-        print(f"{PROG}: error: {error}", file=sys.stderr)
+    except (OSError, torch.OutOfMemoryError) as error:
+        print(f"{PROG}: error: {_one_line(error)}", file=sys.stderr)
         return 2
     finally:
         substitution.restore()

@@ -9,14 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from benchmark_cli.executor_overhead import seconds_per_op
+from benchmark_cli.overhead import make_row, overhead_table
+
+from megatron.zero_bubble.schedule import generate, lower
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
-
-from benchmark_cli.executor_overhead import seconds_per_op  # noqa: E402  (where running the script looks, too)
-from benchmark_cli.overhead import make_row, overhead_table  # noqa: E402
-
-from megatron.zero_bubble.schedule import generate, lower  # noqa: E402
 
 
 def run(*flags: str) -> subprocess.CompletedProcess[str]:

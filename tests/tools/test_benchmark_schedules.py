@@ -11,20 +11,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmark_cli.emulate import Result
+from benchmark_cli.emulation import Emulation, await_arrival
+from benchmark_cli.iterations import IterationResult, iteration_table
+from benchmark_cli.link import EmulatedLink
+from benchmark_cli.worker import StepRecord
+from benchmark_schedules import main
+
+from megatron.zero_bubble.runtime.communicator import InMemoryNetwork
+from megatron.zero_bubble.schedule import Placement, StageCosts, generate, simulate, with_post_validation
+from megatron.zero_bubble.schedule.serialize import profile_from_json
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
-
-from benchmark_cli.emulate import Result  # noqa: E402  (tools/ is where running the script looks, too)
-from benchmark_cli.emulation import Emulation, await_arrival  # noqa: E402
-from benchmark_cli.iterations import IterationResult, iteration_table  # noqa: E402
-from benchmark_cli.link import EmulatedLink  # noqa: E402
-from benchmark_cli.worker import StepRecord  # noqa: E402
-from benchmark_schedules import main  # noqa: E402
-
-from megatron.zero_bubble.runtime.communicator import InMemoryNetwork  # noqa: E402
-from megatron.zero_bubble.schedule import Placement, StageCosts, generate, simulate, with_post_validation  # noqa: E402
-from megatron.zero_bubble.schedule.serialize import profile_from_json  # noqa: E402
 
 SIZE = ("--pipeline-size", "2", "--num-microbatches", "4")
 QUICK = (*SIZE, "--time-f", "2", "--time-b", "2", "--time-w", "1", "--steps", "2", "--activation-bytes", "1024")

@@ -8,17 +8,15 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from benchmark_cli import train
+from benchmark_cli.contestants import BASELINE, gather
+from benchmark_cli.interval import bootstrap_interval
+from benchmark_cli.train_arguments import parse_train_arguments
+from benchmark_cli.train_report import train_table
+from benchmark_cli.train_run import Turn, read_log, take_turn
+from benchmark_schedules import main
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
-
-from benchmark_cli import train  # noqa: E402  (tools/ is where running the script looks, too)
-from benchmark_cli.contestants import BASELINE, gather  # noqa: E402
-from benchmark_cli.interval import bootstrap_interval  # noqa: E402
-from benchmark_cli.train_arguments import parse_train_arguments  # noqa: E402
-from benchmark_cli.train_report import train_table  # noqa: E402
-from benchmark_cli.train_run import Turn, read_log, take_turn  # noqa: E402
-from benchmark_schedules import main  # noqa: E402
 
 TINY = ["--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "16"]
 TINY += ["--micro-batch-size", "1", "--mock-data", "--vocab-size", "120", "--num-workers", "0"]

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+from estimate import main
+from estimate_cli.arguments import job_of, parse_arguments
+from estimate_cli.cluster import States, rank_parameters, stages_of
+from estimate_cli.estimate import Job, estimate, model_flops
+from estimate_cli.model import Parameters, Stage, stage_activations, stage_flops, stage_parameters
+from training_cli.flags import complete_arguments
+from training_cli.one_process import one_process, rank_model
+
+from megatron.zero_bubble.schedule import Placement, StageCosts
+from megatron.zero_bubble.schedule.serialize import Profile, profile_to_json
+from megatron.zero_bubble.training.flops import flops_per_iteration
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
-
-from estimate import main  # noqa: E402  (tools/ is where running the script looks, too)
-from estimate_cli.arguments import job_of, parse_arguments  # noqa: E402
-from estimate_cli.cluster import States, rank_parameters, stages_of  # noqa: E402
-from estimate_cli.estimate import Job, estimate, model_flops  # noqa: E402
-from estimate_cli.model import Stage, stage_activations, stage_flops, stage_parameters  # noqa: E402
-from training_cli.flags import complete_arguments  # noqa: E402
-from training_cli.one_process import one_process, rank_model  # noqa: E402
-
-from megatron.zero_bubble.schedule import Placement, StageCosts  # noqa: E402
-from megatron.zero_bubble.schedule.serialize import Profile, profile_to_json  # noqa: E402
-from megatron.zero_bubble.training.flops import flops_per_iteration  # noqa: E402
 
 SMALL = ["--num-layers", "8", "--hidden-size", "48", "--num-attention-heads", "4", "--seq-length", "16"]
 SMALL += ["--micro-batch-size", "2", "--vocab-size", "300", "--pipeline-model-parallel-size", "2"]
@@ -35,8 +31,10 @@ MODELS = {
     "wide heads": ["--kv-channels", "20", "--ffn-hidden-size", "100"],
     "experts": ["--num-experts", "4", "--disable-bias-linear"],
 }
+UNTIED = "--untie-embeddings-and-output-weights"
+LARGE = [*SMALL, "--hidden-size", "4096", "--pipeline-model-parallel-size", "4", "--global-batch-size", "16"]
 POST_VALIDATION = ["--zero-bubble", "--zero-bubble-post-validation"]
-TOOL = ["--world-size", "8"]
+TOOL, FOUR = ["--world-size", "8"], ["--world-size", "4"]
 PAPER = json.loads((ROOT / "tests" / "tools" / "paper_memory.json").read_text())
 """Peak memory in GB that Qi et al. 2024 report on A100 with 80 GB."""
 
@@ -112,8 +110,18 @@ def test_context_parallel_ranks_share_tokens_but_not_keys():
     whole, half = arguments("--bf16"), arguments("--bf16", "--context-parallel-size", "2", world_size=4)
     assert stage_activations(half, layer).after_f == stage_activations(whole, layer).after_f / 2
     assert stage_flops(half, layer).total == stage_flops(whole, layer).total / 2
-    replicas = SimpleNamespace(data_parallel_size=1, context_parallel_size=2, expert_model_parallel_size=1)
-    assert States(2, 2, 12, zero_stage=3).of_rank(replicas, SimpleNamespace(dense=10, expert=0)) == 10 * 16 / 2
+
+
+def test_context_parallel_ranks_share_what_zero_divides(capsys):
+    flags = [*SMALL, "--bf16", "--context-parallel-size", "2", "--use-distributed-optimizer"]
+    split = job(*flags)
+    assert (split.args.data_parallel_size, split.replicas) == (2, 4)
+    [parameters, _] = rank_parameters(split.args, Placement("linear", 2))
+    assert estimate(split, "1f1b").state_bytes[0] == parameters.dense * (6 + 12 / 4)
+    assert main([*TOOL, "--schedule", "1f1b", "--", *flags]) == 0
+    assert "ZeRO stage 1 over 4 data- and context-parallel ranks leaves 9\n" in capsys.readouterr().out
+    assert main([*TOOL, "--schedule", "1f1b", "--json", "--", *flags]) == 0
+    assert json.loads(capsys.readouterr().out)["bytes_a_parameter"] == 9
 
 
 def test_recomputation_keeps_less_and_computes_more():
@@ -151,10 +159,9 @@ def test_a_snapshot_keeps_adams_part_twice():
 
 
 def test_experts_are_shared_by_fewer_replicas():
-    args = SimpleNamespace(data_parallel_size=4, context_parallel_size=1, expert_model_parallel_size=2)
     states = States(2, 2, 12, zero_stage=1)
-    parameters = SimpleNamespace(dense=10, expert=100)
-    assert states.of_rank(args, parameters) == 10 * (4 + 12 / 4) + 100 * (4 + 12 / 2)
+    held = states.of_rank(Parameters(dense=10, expert=100), replicas=4, expert_ranks=2)
+    assert held == 10 * (4 + 12 / 4) + 100 * (4 + 12 / 2)
 
 
 def job(*flags: str, tool: list[str] = TOOL) -> Job:
@@ -195,12 +202,27 @@ def test_what_does_not_fit_is_said_so_and_auto_takes_what_is_left(capsys):
 
 
 def test_post_validation_pays_for_spans_instead_of_the_makespan():
-    flags = [*SMALL, "--hidden-size", "4096", "--pipeline-model-parallel-size", "4", "--global-batch-size", "16"]
-    waiting = estimate(job(*flags, tool=["--world-size", "4"]), "zb-h2")
-    going_on = estimate(job(*flags, *POST_VALIDATION, tool=["--world-size", "4"]), "zb-h2")
+    waiting, going_on = (estimate(job(*LARGE, UNTIED, *more, tool=FOUR), "zb-h2") for more in ((), POST_VALIDATION))
     assert waiting.iteration_ms == waiting.timeline.makespan
     assert going_on.iteration_ms == pytest.approx(going_on.timeline.cost, rel=1e-3)
     assert going_on.iteration_ms < 0.95 * waiting.iteration_ms
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [([], "tied embeddings are summed"), ([UNTIED, "--calculate-per-token-loss"], "--calculate-per-token-loss counts")],
+)
+def test_post_validation_gains_where_the_first_stage_need_not_wait_for_the_last(flags, reason, capsys):
+    bound = job(*LARGE, *POST_VALIDATION, *flags, tool=FOUR)
+    waiting, in_a_v = estimate(bound, "zb-h2"), estimate(bound, "zb-v")
+    assert waiting.iteration_ms == waiting.timeline.makespan
+    assert in_a_v.iteration_ms < in_a_v.timeline.makespan
+    command = [*FOUR, "--schedule", "zb-h2", "--schedule", "zb-v", "--", *LARGE, *POST_VALIDATION]
+    assert main([*command, *flags]) == 0
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "gains nothing" in line]
+    assert line.startswith(f"--zero-bubble-post-validation gains nothing, except in a V: {reason}")
+    assert main([*command, UNTIED]) == 0
+    assert "gains nothing" not in capsys.readouterr().out
 
 
 def test_a_profile_replaces_operations(tmp_path):

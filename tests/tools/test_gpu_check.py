@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from gpu_check import main
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
-
-from gpu_check import main  # noqa: E402  (tools/ is where running the script looks, too)
 
 TRY = ["--device", "cpu", "--size", "tiny", "--rounds", "1"]
 
@@ -70,6 +69,64 @@ def test_an_error_leaves_nothing_behind(monkeypatch):
         main(TRY)
     assert not torch.distributed.is_initialized()
     assert not parallel_state.model_parallel_is_initialized()
+
+
+@without_cuda
+def test_a_model_without_room_is_named_and_the_others_are_delivered(monkeypatch, capsys):
+    from gpu_check_cli import numerics
+    from gpu_check_cli.sizes import SIZES
+    from gpu_check_cli.stage_run import MiddleStage
+
+    def profile(self: MiddleStage, rounds: int) -> object:
+        if self._args.hidden_size > 64:
+            raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2.00 GiB.")
+        return measure(self, rounds)
+
+    measure, [tiny] = MiddleStage.profile, SIZES["tiny"]
+    monkeypatch.setattr(MiddleStage, "profile", profile)
+    monkeypatch.setattr(numerics, "CASES", (("zb-h1", 2),))
+    monkeypatch.setattr("gpu_check_cli.report.PRICE_LIMIT", float("inf"))
+    monkeypatch.setitem(SIZES, "tiny", (replace(tiny, name="large", hidden_size=128), tiny))
+    assert main([*TRY, "--json"]) == 1
+    findings = json.loads(capsys.readouterr().out)
+    assert [stage["model"]["name"] for stage in findings["stages"]] == ["tiny"]
+    assert findings["without_room"] == {"large": "CUDA out of memory. Tried to allocate 2.00 GiB."}
+    assert findings["stages"][0]["passed"]
+    assert not findings["passed"]
+    assert main(TRY) == 1
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("large")]
+    assert line == (
+        "large: a stage does not fit on this device, --model chooses another: "
+        "CUDA out of memory. Tried to allocate 2.00 GiB."
+    )
+    assert main([*TRY, "--model", "tiny"]) == 0
+
+
+@without_cuda
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [
+        ("nowhere/gpu.json", "nowhere is not a folder"),
+        ("file/gpu.json", "file is not a folder"),
+        ("folder", "folder is a folder; name a file"),
+        ("locked/gpu.json", "no permission to write to"),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_told_before_anything_is_measured(
+    output, words, tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "file").touch()
+    for name in ("folder", "locked"):
+        (tmp_path / name).mkdir()
+    access = os.access
+    # root may write everywhere
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "locked" and access(path, mode))
+    with pytest.raises(SystemExit) as exit:
+        main([*TRY, "--output", str(tmp_path / output)])
+    printed, errors = capsys.readouterr()
+    assert (exit.value.code, printed, errors.count("\n")) == (2, "", 1)
+    assert errors.startswith("gpu_check.py: error: argument --output: ")
+    assert words in errors
 
 
 @pytest.mark.parametrize(

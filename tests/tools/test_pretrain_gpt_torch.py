@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from benchmark_cli.torch_training import train
 
 from tests.launch import ROOT, TINY_GPT, run
 
@@ -33,3 +34,20 @@ def test_split_backwards_give_megatron_cores_losses_and_gradients(tmp_path):
     expected = read(megatrons)
     assert len(expected) == 3
     assert read(torchs) == [pytest.approx(pair, rel=1e-5) for pair in expected]
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "words"),
+    [
+        ("ZB", [], "must name a schedule: one of "),
+        ("1F1B", [], "is not for 2 model chunks a rank"),
+        ("ZBVZeroBubble", ["--calculate-per-token-loss"], "no --calculate-per-token-loss"),
+        ("ZBVZeroBubble", ["--reset-attention-mask"], "no --reset-attention-mask"),
+        ("ZBVZeroBubble", ["--mtp-num-layers", "1"], "no --mtp-num-layers"),
+        ("ZBVZeroBubble", ["--global-batch-size", "8"], "with pipeline parallelism alone"),
+    ],
+)
+def test_what_these_schedules_cannot_run_is_refused_before_anything_starts(monkeypatch, name, flags, words):
+    monkeypatch.setenv("WORLD_SIZE", "4" if "alone" in words else "2")
+    with pytest.raises(ValueError, match=words):
+        train(name, [*FLAGS, *flags], SCRIPT.name)

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-
 from gpu_check_cli.turns import run_in_turns
 
 from megatron.zero_bubble.runtime.communicator import Communicator, TensorSpec

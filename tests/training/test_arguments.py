@@ -103,6 +103,7 @@ def test_a_required_flag_that_is_missing_is_named(dropped):
         (["--enable-zero-bubble"], "auto"),
         (["--zero-bubble-v-schedule"], "zb-v"),
         (["--zero-bubble-v-schedule", "--zero-bubble-v-schedule-mem-setup", "half"], "v-half"),
+        (["--zero-bubble-v-schedule", "--zero-bubble-v-schedule-mem-setup", "zb"], "zb-v"),
         (["--zero-bubble-schedule", "zb-h2"], "zb-h2"),
         (["--zero-bubble", "--zero-bubble-schedule", "1f1b"], "1f1b"),
     ],

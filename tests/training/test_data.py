@@ -21,6 +21,7 @@ from megatron.zero_bubble.training.data import (
     build_data_iterator,
     build_datasets,
     get_batch,
+    reads_data,
 )
 from megatron.zero_bubble.training.data_config import DEFAULT_SPLIT
 from megatron.zero_bubble.training.tokenizer import build_tokenizer
@@ -99,7 +100,6 @@ def test_labels_are_the_tokens_that_follow(prefix: str) -> None:
 def test_sample_counts_are_megatrons() -> None:
     settings = config(train_iters=100, eval_interval=30, eval_iters=5)
     assert settings.num_samples == (800, (100 // 30 + 1) * 5 * 8, 5 * 8)
-    assert settings.consumed_valid_samples(iteration=65) == 2 * 5 * 8
 
 
 def test_data_is_repeated_for_as_long_as_the_run_is(prefix: str) -> None:
@@ -212,9 +212,11 @@ def test_mock_data_needs_no_files() -> None:
     assert datasets.train[0]["tokens"].shape == (16,)
 
 
-def test_a_stage_gets_what_it_needs_and_the_middle_nothing(prefix: str) -> None:
-    settings = config(data_path=[prefix])
+@pytest.mark.parametrize("masks", [set(), {"attention_mask"}])
+def test_a_stage_gets_what_it_needs_and_the_middle_masks_alone(prefix: str, masks: set[str]) -> None:
+    settings = config(data_path=[prefix], create_attention_mask=bool(masks))
     iterator = build_data_iterator(build(settings).train, settings, 0, 0, 1)
+    assert reads_data(settings, embeds=False, is_last=False) == bool(masks)
     given = {
         (is_first, is_last): {
             name
@@ -225,10 +227,10 @@ def test_a_stage_gets_what_it_needs_and_the_middle_nothing(prefix: str) -> None:
         for is_last in (False, True)
     }
     assert given == {
-        (False, False): set(),
-        (True, False): {"tokens", "position_ids"},
-        (False, True): {"labels", "loss_mask"},
-        (True, True): {"tokens", "position_ids", "labels", "loss_mask"},
+        (False, False): masks,
+        (True, False): {"tokens", "position_ids"} | masks,
+        (False, True): {"labels", "loss_mask"} | masks,
+        (True, True): {"tokens", "position_ids", "labels", "loss_mask"} | masks,
     }
 
 
@@ -263,10 +265,11 @@ def test_attention_can_stop_at_the_end_of_a_document(prefix: str) -> None:
     assert torch.equal(positions == 0, torch.cat([torch.ones(10, 1, dtype=torch.bool), ends[:, :-1]], dim=1))
 
 
-def test_data_that_is_used_up_is_one_line(prefix: str) -> None:
+def test_data_that_is_used_up_is_no_mistake_of_the_command_line(prefix: str) -> None:
+    """That would have been told before: tests/training/test_data_rest.py."""
     settings = config(data_path=[prefix], train_iters=1)
     iterator = build_data_iterator(build(settings).train, settings, 10**6, 0, 1)
-    with pytest.raises(ValueError, match="the data is used up"):
+    with pytest.raises(RuntimeError, match="the data is used up"):
         get_batch(iterator, settings, embeds=True, is_last=True)
 
 

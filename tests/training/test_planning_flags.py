@@ -65,6 +65,15 @@ def test_a_profile_of_another_run_is_refused(changes, difference, tmp_path: Path
     assert line == f"--zero-bubble-profile-input {file}: the profile was measured with {difference}"
 
 
+def test_megatron_lm_leaves_one_group_where_keys_are_not_grouped():
+    """Under the launcher; ours says as many as heads: a profile made by one is of use to the other."""
+    ours = checked(PLANNED)
+    theirs = replace(ours, num_query_groups=1)
+    assert not ours.group_query_attention
+    assert model_description(theirs) == model_description(ours)
+    assert model_description(replace(theirs, group_query_attention=True)) != model_description(ours)
+
+
 def test_a_profile_of_another_number_of_chunks_is_refused(tmp_path: Path):
     chunks = "--num-virtual-stages-per-pipeline-rank"
     file = profile_of({"--num-layers": "16", chunks: "4"}, tmp_path / "profile.json")
@@ -172,6 +181,13 @@ def test_two_limits_are_refused():
     assert refusal(both) == "give --zero-bubble-memory-limit or --zero-bubble-max-pending-backward, not both"
 
 
+@pytest.mark.parametrize("name", ["--zero-bubble-memory-limit", "--zero-bubble-max-pending-backward"])
+def test_a_limit_that_is_what_the_device_has_free_needs_a_device_in_the_job(name):
+    auto = {**PLANNED, name: "auto"}
+    assert refusal(auto) == f"{name} auto asks the device what is free, and there is no CUDA: give a multiple or bytes"
+    checked(auto, has_cuda=True)
+
+
 @pytest.mark.parametrize("window", ["0 3", "5 4", "-1 3"])
 def test_a_window_that_is_none_is_refused(window):
     assert refusal({"--zero-bubble-profile-iters": window}).startswith(f"--zero-bubble-profile-iters {window}: give")
@@ -185,6 +201,7 @@ def test_a_window_that_is_none_is_refused(window):
         ("--zero-bubble-profile-output", "profile.json"),
         ("--zero-bubble-profile-input", "profile.json"),
         ("--zero-bubble-timeline", "timeline"),
+        ("--zero-bubble-replan-threshold", "0.1"),
     ],
 )
 def test_a_flag_of_planning_alone_is_refused(name, value):

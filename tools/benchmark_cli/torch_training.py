@@ -64,6 +64,8 @@ def _placement(name: str, args: Arguments) -> Placement:
         )
     if args.calculate_per_token_loss or args.eod_mask_loss:
         raise ValueError("every microbatch and token weighs the same here: no --calculate-per-token-loss, no loss mask")
+    if args.reset_attention_mask or args.reset_position_ids:
+        raise ValueError("stages are given tokens alone here: no --reset-attention-mask, no --reset-position-ids")
     if args.mtp_num_layers is not None:
         raise ValueError("stages hold layers of one kind here: no --mtp-num-layers")
     chunks = args.model_chunks or 1

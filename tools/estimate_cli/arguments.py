@@ -19,7 +19,9 @@ from megatron.zero_bubble.schedule.serialize import Profile, profile_from_json
 from megatron.zero_bubble.training.arguments import Arguments
 
 PROG = "estimate.py"
-_DATA = ("--data-path", "--train-data-path", "--mock-data")
+_DATA = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path", "--mock-data")
+_STAND_INS = {"--train-iters": "1000000000", "--lr": "1e9"}
+"""Of what a training needs and an estimate does not: above whatever other flags ask of them."""
 
 
 def parse_arguments(argv: Sequence[str] | None, description: str) -> argparse.Namespace:
@@ -93,11 +95,8 @@ def _bytes(text: str) -> float:
 
 def job_of(arguments: argparse.Namespace) -> Job:
     """The job that the flags describe. Raises `ValueError`."""
-    flags = list(arguments.training_flags)
-    for name, value in (("--train-iters", "1"), ("--lr", "1e-4")):
-        flags += [] if name in flags else [name, value]
-    flags += [] if any(name in flags for name in _DATA) else ["--mock-data"]
-    args = complete_arguments(flags, arguments.world_size, PROG, has_cuda=True)
+    flags = _with_stand_ins(arguments.training_flags)
+    args = complete_arguments(flags, arguments.world_size, PROG, has_cuda=True, for_this_machine=False)
     if args.pipeline_model_parallel_size < 2:
         raise ValueError("schedules need --pipeline-model-parallel-size of at least 2")
     if args.mtp_num_layers is not None:
@@ -113,6 +112,12 @@ def job_of(arguments: argparse.Namespace) -> Job:
         latency=arguments.interconnect_latency * 1e-6,
     )
     return Job(args, cluster, States.of(args, stage), _profile(arguments.profile, args), arguments.num_chunks)
+
+
+def _with_stand_ins(flags: Sequence[str]) -> list[str]:
+    given = {word.split("=", 1)[0] for word in flags}
+    missing = [word for name, value in _STAND_INS.items() if name not in given for word in (name, value)]
+    return [*flags, *missing, *([] if given.intersection(_DATA) else ["--mock-data"])]
 
 
 def _profile(path: Path | None, args: Arguments) -> Profile | None:

@@ -68,9 +68,10 @@ class States:
     """Bytes a parameter of what a rank keeps between iterations, and which ranks share it.
 
     ZeRO (Rajbhandari et al. 2020): the optimizer's part is divided among the d data-parallel ranks from stage 1 on,
-    the gradients from stage 2, the parameters from stage 3. In mixed precision a parameter takes 2 bytes, its
-    gradient 2, or 4 where gradients accumulate in fp32, and Adam 12: the fp32 copy and two moments. Post-validation
-    that rolls back from a snapshot on the device keeps all of Adam's twice.
+    the gradients from stage 2, the parameters from stage 3; context-parallel ranks count as data-parallel ones. In
+    mixed precision a parameter takes 2 bytes, its gradient 2, or 4 where gradients accumulate in fp32, and Adam 12:
+    the fp32 copy and two moments. Post-validation that rolls back from a snapshot on the device keeps all of Adam's
+    twice.
     """
 
     parameter: int
@@ -93,10 +94,9 @@ class States:
         parts = (self.parameter, self.gradient, self.optimizer)
         return sum(part / replicas if is_shared else part for part, is_shared in zip(parts, shared, strict=True))
 
-    def of_rank(self, args: Arguments, parameters: Parameters) -> float:
-        """Bytes of all states of a rank with these parameters."""
-        replicas = args.data_parallel_size * args.context_parallel_size
-        expert = parameters.expert * self.bytes_a_parameter(max(1, replicas // args.expert_model_parallel_size))
+    def of_rank(self, parameters: Parameters, replicas: int, expert_ranks: int) -> float:
+        """Bytes of all states of a rank with these parameters, `expert_ranks` of the `replicas` sharing its experts."""
+        expert = parameters.expert * self.bytes_a_parameter(max(1, replicas // expert_ranks))
         return parameters.dense * self.bytes_a_parameter(replicas) + expert
 
 

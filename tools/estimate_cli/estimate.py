@@ -10,6 +10,8 @@ from schedule_cli.costs import split_costs
 
 from estimate_cli.cluster import Cluster, States, rank_parameters, stages_of
 from estimate_cli.model import Flops, element_bytes, stage_activations, stage_flops
+from megatron.zero_bubble.runtime.planning import MemoryLimit
+from megatron.zero_bubble.runtime.replanner import MARGIN
 from megatron.zero_bubble.schedule import (
     Placement,
     ScheduleError,
@@ -24,9 +26,10 @@ from megatron.zero_bubble.schedule import (
 from megatron.zero_bubble.schedule.serialize import Profile
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.flops import flops_per_iteration
+from megatron.zero_bubble.training.planning import memory_limit
 
-PLANNED_FOR_THE_DEVICE = "auto"
-"""The schedule that may use all the memory that is left."""
+PLANNED_FOR_A_LIMIT = "auto"
+"""The schedule that takes what memory it may."""
 _SHORTEST = 1e-3
 """Milliseconds."""
 
@@ -48,6 +51,18 @@ class Job:
         assert self.args.global_batch_size is not None
         return self.args.global_batch_size // (self.args.micro_batch_size * self.args.data_parallel_size)
 
+    @property
+    def replicas(self) -> int:
+        """Ranks with the same parameters, which reduce their gradients and share what ZeRO divides."""
+        return self.args.data_parallel_size * self.args.context_parallel_size
+
+    def awaited(self, placement: Placement) -> str | None:
+        """What keeps iterations from interlocking with post-validation; None where nothing does."""
+        # Only now: it imports megatron-core.
+        from megatron.zero_bubble.training.post_validation import awaited_by_the_first_stage
+
+        return awaited_by_the_first_stage(self.args, placement)
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -56,6 +71,8 @@ class Estimate:
     job: Job
     timeline: Timeline
     state_bytes: tuple[float, ...]
+    limit: float | None = None
+    """Of a rank's activations, where the schedule was planned for one."""
 
     @property
     def activation_bytes(self) -> tuple[float, ...]:
@@ -78,18 +95,17 @@ class Estimate:
 
         A ring moves 2 (d-1)/d times the bytes through every link. With --overlap-grad-reduce it is counted as hidden.
         """
-        args, states = self.job.args, self.job.states
-        replicas = args.data_parallel_size * args.context_parallel_size
+        args, replicas = self.job.args, self.job.replicas
         if replicas == 1 or args.overlap_grad_reduce:
             return 0.0
         parameters = max(sum(held) for held in rank_parameters(args, self.timeline.schedule.placement))
-        return self.job.cluster.message_ms(2 * (replicas - 1) / replicas * parameters * states.gradient)
+        return self.job.cluster.message_ms(2 * (replicas - 1) / replicas * parameters * self.job.states.gradient)
 
     @cached_property
     def iteration_ms(self) -> float:
         """From one iteration to the next: forward, backward and the reduction, not the optimizer's step itself."""
         schedule, costs = self.timeline.schedule, self.timeline.costs
-        if self.job.args.zero_bubble_post_validation:
+        if self.job.args.zero_bubble_post_validation and self.job.awaited(schedule.placement) is None:
             schedule = with_post_validation(schedule, costs)
         return float(iteration_time(schedule, costs)) + self.reduction_ms
 
@@ -117,6 +133,7 @@ class Estimate:
             "state_bytes": list(self.state_bytes),
             "activation_bytes": list(self.activation_bytes),
             "total_bytes": list(self.total_bytes),
+            "activation_limit_bytes": self.limit,
             "bubble_rate": float(self.timeline.bubble_rate),
             "makespan_ms": float(self.timeline.makespan),
             "span_ms": float(self.timeline.cost),
@@ -138,12 +155,9 @@ def estimate(job: Job, name: str) -> Estimate:
     chunks = (job.num_chunks or args.model_chunks) if name.startswith("interleaved") else None
     placement = placement_for(name, args.pipeline_model_parallel_size, chunks)
     costs = stage_costs(job, placement)
-    states = tuple(job.states.of_rank(args, held) for held in rank_parameters(args, placement))
-    limit = None
-    if name == PLANNED_FOR_THE_DEVICE:
-        limit = [job.cluster.memory - job.cluster.reserved - held for held in states]
-        if min(limit) <= 0:
-            raise ScheduleError("parameters and optimizer alone do not fit")
+    held = rank_parameters(args, placement)
+    states = tuple(job.states.of_rank(one, job.replicas, args.expert_model_parallel_size) for one in held)
+    limit = _activation_limit(job, costs, placement, max(states)) if name == PLANNED_FOR_A_LIMIT else None
     schedule = generate(
         name,
         placement.num_ranks,
@@ -153,7 +167,19 @@ def estimate(job: Job, name: str) -> Estimate:
         memory_limit=limit,
         group_size=args.microbatch_group_size_per_virtual_pipeline_stage if placement.kind == "interleaved" else None,
     )
-    return Estimate(job, simulate(schedule, costs), states)
+    return Estimate(job, simulate(schedule, costs), states, limit)
+
+
+def _activation_limit(job: Job, costs: StageCosts, placement: Placement, states: float) -> float:
+    """Bytes that a rank's activations may take, by the job's flags; where they say nothing, by `auto`.
+
+    As training counts it: all ranks have the limit of the fullest, here the one with `states`.
+    """
+    limit = memory_limit(job.args) or MemoryLimit()
+    free = MARGIN * (job.cluster.memory - job.cluster.reserved - states)
+    if limit == MemoryLimit() and free < 1:
+        raise ScheduleError("parameters and optimizer alone do not fit")
+    return limit.in_bytes(placement, costs, job.num_microbatches, int(free))
 
 
 def stage_costs(job: Job, placement: Placement) -> StageCosts:

@@ -8,6 +8,7 @@ from schedule_cli.tables import table
 
 from estimate_cli.cluster import rank_parameters
 from estimate_cli.estimate import Estimate, Job, model_flops
+from estimate_cli.notes import notes
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.training.flops import flops_per_iteration
 
@@ -22,7 +23,7 @@ def as_json(job: Job, found: list[Estimate], refused: Refusals) -> dict[str, Any
     flops = model_flops(job)
     return {
         "parameters_per_rank": [sum(held) for held in _parameters(job)],
-        "bytes_a_parameter": states.bytes_a_parameter(args.data_parallel_size),
+        "bytes_a_parameter": states.bytes_a_parameter(job.replicas),
         "zero_stage": states.zero_stage,
         "num_microbatches": job.num_microbatches,
         "flops_per_iteration": flops_per_iteration(args, args.global_batch_size),
@@ -30,6 +31,7 @@ def as_json(job: Job, found: list[Estimate], refused: Refusals) -> dict[str, Any
         "device_memory_bytes": job.cluster.memory,
         "schedules": [one.as_json(baseline) for one in found],
         "refused": refused,
+        "notes": notes(job, found),
     }
 
 
@@ -37,6 +39,7 @@ def as_text(job: Job, found: list[Estimate], refused: Refusals, *, per_rank: boo
     parts = [_head(job), _schedules(found, markdown=markdown)]
     if per_rank:
         parts.append(_ranks(found, markdown=markdown))
+    parts += [f"{note}\n" for note in notes(job, found)]
     parts += [f"{name}: {reason}\n" for name, reason in refused.items()]
     return "\n".join(parts)
 
@@ -60,8 +63,8 @@ def _head(job: Job) -> str:
         f"parameters of a rank: {min(counts) / 1e6:.1f} to {max(counts) / 1e6:.1f} million, "
         f"{sum(counts) * args.tensor_model_parallel_size / 1e9:.3f} billion in all (tied copies counted)",
         f"bytes a parameter: {states.parameter} + {states.gradient} for its gradient + {states.optimizer} for Adam; "
-        f"ZeRO stage {states.zero_stage} over {args.data_parallel_size} data-parallel ranks leaves "
-        f"{states.bytes_a_parameter(args.data_parallel_size):.4g}",
+        f"ZeRO stage {states.zero_stage} over {job.replicas} data- and context-parallel ranks leaves "
+        f"{states.bytes_a_parameter(job.replicas):.4g}",
         f"operations of an iteration: {flops_per_iteration(args, args.global_batch_size):.4g}; of a microbatch on a "
         f"tensor-parallel rank F : B : W = 1 : {flops.b / flops.f:.3f} : {flops.w / flops.f:.3f}",
         f"costs: {costs}; {job.num_microbatches} microbatches; the optimizer {optimizer}",

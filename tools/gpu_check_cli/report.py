@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -80,10 +80,13 @@ class Findings:
     device: str
     numerics: Sequence[NumericsCheck]
     stages: Sequence[StageCheck]
+    without_room: Mapping[str, str]
+    """Models whose stage the device had no memory for, and what the allocator said."""
 
     @property
     def passed(self) -> bool:
-        return all(check.passed for check in self.numerics) and all(check.passed for check in self.stages)
+        measured = all(check.passed for check in self.numerics) and all(check.passed for check in self.stages)
+        return measured and not self.without_room
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -91,11 +94,17 @@ class Findings:
             "passed": self.passed,
             "numerics": [{**asdict(check), "passed": check.passed} for check in self.numerics],
             "stages": [{**stage.as_json(), "passed": stage.passed} for stage in self.stages],
+            "without_room": dict(self.without_room),
         }
 
     def as_text(self, *, markdown: bool) -> str:
         tables = (self._numerics, self._times, self._bubbles, self._memory)
-        return f"device: {self.device}\n\n" + "\n".join(table(*make(), markdown=markdown) for make in tables)
+        parts = [f"device: {self.device}\n", *(table(*make(), markdown=markdown) for make in tables)]
+        parts += [
+            f"{name}: a stage does not fit on this device, --model chooses another: {reason}\n"
+            for name, reason in self.without_room.items()
+        ]
+        return "\n".join(parts)
 
     def _numerics(self) -> tuple[Sequence[str], list[tuple[str, ...]]]:
         heads = ("losses and gradients in bf16", "ranks", "against megatron-core")

@@ -26,7 +26,7 @@ from megatron.zero_bubble.training.checks import check_implementation, check_sta
 from megatron.zero_bubble.training.description import describe, describe_places
 from megatron.zero_bubble.training.environment import check_environment
 from megatron.zero_bubble.training.logging import bubble_fields
-from megatron.zero_bubble.training.planning import planning_options
+from megatron.zero_bubble.training.planning import check_memory_limit, planning_options
 from megatron.zero_bubble.training.plans import choose_plan, limit_flag
 from megatron.zero_bubble.training.post_validation import check_post_validation
 from megatron.zero_bubble.training.running import open_timeline, run_plan
@@ -56,6 +56,7 @@ class Run:
             refuse_what_cannot_work(script, self._settings, plan.placement)
             check_stages(self._settings, plan.placement)
             planning_options(self._settings, plan.placement)
+            check_memory_limit(self._settings, torch.cuda.is_available())
             check_stall_timeout(self._settings)
             check_implementation(self._settings)
             check_post_validation(self._settings)
@@ -113,7 +114,7 @@ class Run:
         self._settings.iteration = getattr(self._script, "iteration", 0)
         with users_mistakes():
             describe(self._settings, self._plan, self._chunks)
-        describe_places(self._settings, self._plan.placement)
+        describe_places(self._settings, self._plan.placement, is_megatron_lm=True)
         asked = self._settings.zero_bubble_post_validation
         post_validation = self.post_validation.build(self._plan, self._chunks) if asked else None
         self._forward_backward = run_plan(self._settings, self._plan, self._store, post_validation)

@@ -17,7 +17,7 @@ from megatron.zero_bubble.schedule import Infeasible, StageCosts
 from megatron.zero_bubble.schedule.plan import NamedPlan, Plan
 from megatron.zero_bubble.schedule.serialize import Profile
 
-_MARGIN = 0.9
+MARGIN = 0.9
 """Part of the free memory that `auto` gives to activations: allocators fragment."""
 _DRIFT_STEPS = 20
 """Steps between two looks at whether the times have drifted."""
@@ -142,7 +142,8 @@ class Replanner:
         try:
             schedule = (plan or BroadcastPlan(self._plan)).schedule(num_microbatches)
         except Infeasible as error:
-            assert limit is not None
+            if limit is None:  # the schedule's own
+                raise
             smallest = math.ceil(error.smallest_limit)
             raise Infeasible(
                 f"schedule {self._plan.name} does not fit in the memory limit of {limit:.0f} bytes: "
@@ -171,7 +172,7 @@ class Replanner:
             return None
         free = None
         if limit.multiple is None and limit.num_bytes is None:
-            available = torch.tensor([_free_bytes(self._device) * _MARGIN], device=self._device)
+            available = torch.tensor([_free_bytes(self._device) * MARGIN], device=self._device)
             dist.all_reduce(available, op=dist.ReduceOp.MIN)
             free = int(available.item())
         return limit.in_bytes(self._plan.placement, costs, num_microbatches, free)

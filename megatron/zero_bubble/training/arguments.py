@@ -229,8 +229,8 @@ class ZeroBubbleFlags:
         None,
     )
     zero_bubble_v_schedule: bool = flag("the same as --zero-bubble-schedule zb-v", False)
-    zero_bubble_v_schedule_mem_setup: str = flag(
-        "with --zero-bubble-v-schedule: v-min, v-half or zb-v", "zb", choices=("min", "half", "zb")
+    zero_bubble_v_schedule_mem_setup: str | None = flag(
+        "with --zero-bubble-v-schedule: v-min, v-half or zb-v (default: zb)", None, choices=("min", "half", "zb")
     )
     zero_bubble_max_pending_backward: str | None = flag(
         "memory limit as forwards whose backward is pending: N, or auto", None
@@ -247,11 +247,14 @@ class ZeroBubbleFlags:
     @property
     def named_schedule(self) -> str | None:
         """The schedule that was asked for by name."""
-        if self.zero_bubble_schedule is not None:
-            return self.zero_bubble_schedule
-        if self.zero_bubble_v_schedule:
-            return {"min": "v-min", "half": "v-half", "zb": "zb-v"}[self.zero_bubble_v_schedule_mem_setup]
-        return None
+        return self.v_schedule if self.zero_bubble_schedule is None else self.zero_bubble_schedule
+
+    @property
+    def v_schedule(self) -> str | None:
+        """The schedule that `--zero-bubble-v-schedule` stands for."""
+        if not self.zero_bubble_v_schedule:
+            return None
+        return {"min": "v-min", "half": "v-half", "zb": "zb-v"}[self.zero_bubble_v_schedule_mem_setup or "zb"]
 
 
 FLAG_GROUPS = (ModelFlags, ParallelFlags, TrainingFlags, DataFlags, OutputFlags, ZeroBubbleFlags)

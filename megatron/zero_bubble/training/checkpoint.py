@@ -30,7 +30,7 @@ from megatron.zero_bubble.training.initialize import print_rank_0
 TRACKER = "latest_checkpointed_iteration.txt"
 
 _MODEL_SHAPE = (
-    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
     *("max_position_embeddings", "position_embedding_type", "padded_vocab_size", "normalization", "swiglu"),
     *("untie_embeddings_and_output_weights", "disable_bias_linear", "num_experts", "mtp_num_layers"),
 )
@@ -119,7 +119,7 @@ class Checkpointer:
         folder = str(checkpoint_folder(args.load, iteration))
         common = dist_checkpointing.load_common_state_dict(folder)
         saved = common["args"]
-        self._check_model_shape(saved)
+        check_model_shape(args, saved)
         metadata = {**self._new_metadata(), **(dist_checkpointing.load_content_metadata(folder) or {})}
         with_optimizer = not (args.finetune or args.no_load_optim)
         with_rng = not (args.finetune or args.no_load_rng) and self._same_layout(saved)
@@ -186,13 +186,6 @@ class Checkpointer:
         values = {name: value for name, value in asdict(self._args).items() if name not in _OF_ONE_RANK}
         return argparse.Namespace(**values)
 
-    def _check_model_shape(self, saved: argparse.Namespace) -> None:
-        for name in _MODEL_SHAPE:
-            ours, theirs = getattr(self._args, name), getattr(saved, name, None)
-            if theirs is not None and theirs != ours:
-                flag = f"--{name.replace('_', '-')}"
-                raise ValueError(f"{flag} {ours}: the checkpoint in --load {self._args.load} was saved with {theirs}")
-
     def _same_layout(self, saved: argparse.Namespace) -> bool:
         names = ["tensor_model_parallel_size", "pipeline_model_parallel_size"]
         if self._args.expert_model_parallel_size > 1:
@@ -201,6 +194,22 @@ class Checkpointer:
         if not same:
             print_rank_0("  the checkpoint has another layout of ranks: its random state is not loaded")
         return same
+
+
+def check_model_shape(args: Arguments, saved: argparse.Namespace) -> None:
+    """Raise `ValueError` if the checkpoint with the flags `saved`, ours or Megatron-LM's, is of another model."""
+    pairs = {name: (getattr(args, name), getattr(saved, name, None)) for name in _MODEL_SHAPE}
+    pairs["num_query_groups"] = (args.num_query_groups, _saved_query_groups(saved))
+    for name, (ours, theirs) in pairs.items():
+        if theirs is not None and theirs != ours:
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{flag} {ours}: the checkpoint in --load {args.load} was saved with {theirs}")
+
+
+def _saved_query_groups(saved: argparse.Namespace) -> int | None:
+    """Without `--group-query-attention` every head is a group, but Megatron-LM saves its default, 1."""
+    grouped = getattr(saved, "group_query_attention", True)
+    return getattr(saved, "num_query_groups" if grouped else "num_attention_heads", None)
 
 
 def _rng_state() -> ShardedObject:

@@ -7,22 +7,27 @@ flag, its value and what would work.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from megatron.zero_bubble.mcore.transformer_engine import check_transformer_engine
-from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.environment import check_environment
-from megatron.zero_bubble.training.layers import choose_layout
-from megatron.zero_bubble.training.planning import check_zero_bubble_flags, planning_options
-from megatron.zero_bubble.training.plans import choose_placement, choose_plan, chunks_of_flags
+from megatron.zero_bubble.training.planning import check_memory_limit, check_zero_bubble_flags, planning_options
+from megatron.zero_bubble.training.plans import check_stages, choose_placement, choose_plan, chunks_of_flags
 from megatron.zero_bubble.training.post_validation import check_post_validation
 from megatron.zero_bubble.training.stalls import check_stall_timeout
 
 
-def complete_and_check(args: Arguments, environment: Mapping[str, str], has_cuda: bool) -> None:
+def complete_and_check(
+    args: Arguments, environment: Mapping[str, str], has_cuda: bool, *, for_this_machine: bool = True
+) -> None:
     """Fill in the defaults that depend on other flags or on the machine, then check everything.
+
+    Args:
+        for_this_machine: whether the job is to run here; otherwise what is installed and can be written here says
+            nothing.
 
     Raises:
         ValueError: the first thing found that cannot work.
@@ -33,16 +38,18 @@ def complete_and_check(args: Arguments, environment: Mapping[str, str], has_cuda
     _check_ranges(args)
     _complete_model(args)
     _check_model(args)
-    check_implementation(args)
+    if for_this_machine:
+        check_implementation(args)
     _check_parallel(args, has_cuda)
     _check_batches(args)
     _check_training(args)
     _check_schedule(args)
-    _check_planning(args)
+    _check_planning(args, has_cuda)
     check_stall_timeout(args)
     check_environment(args, environment, has_cuda)
     _check_data(args)
-    _check_output(args)
+    if for_this_machine:
+        _check_output(args)
 
 
 def _require(condition: bool, message: str) -> None:
@@ -59,6 +66,8 @@ def _check_ranges(args: Arguments) -> None:
         "log_memory_interval",
         *("distributed_timeout_minutes", "vocab_size", "ddp_bucket_size", "lr_decay_iters"),
         *("num_experts", "expert_model_parallel_size", "context_parallel_size", "mtp_num_layers"),
+        *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", "recompute_num_layers"),
+        "microbatch_group_size_per_virtual_pipeline_stage",
     )
     for name in at_least_one:
         value = getattr(args, name)
@@ -111,6 +120,11 @@ def _check_model(args: Arguments) -> None:
         args.position_embedding_type != "rope" or rotated + rotated % 2 <= args.kv_channels,
         f"--position-embedding-type rope rotates pairs of channels, but a head has {args.kv_channels}: "
         f"choose another --kv-channels, or a --rotary-percent below {args.rotary_percent}",
+    )
+    _require(
+        not args.reset_attention_mask or args.transformer_impl == "local",
+        f"--reset-attention-mask needs --transformer-impl local: attention of {args.transformer_impl} is causal, "
+        "whatever mask it is given",
     )
 
 
@@ -243,36 +257,12 @@ def _check_schedule(args: Arguments) -> None:
     args.log_rank = (placement.rank_of(placement.num_stages - 1) + 1) * ranks_per_stage - 1
 
 
-def check_stages(args: Arguments, placement: Placement) -> None:
-    """Refuse layers that do not fit the stages; `--allow-padding-num-layers` is turned into a layout.
-
-    Raises:
-        ValueError: which flags contradict each other.
-    """
-    # megatron-core counts a layout's layers by the process's own rank, whatever stage it is told to build.
-    uneven = args.pipeline_model_parallel_layout is not None or _has_uneven_ranks(args)
-    _require(
-        placement.kind != "v" or not uneven,
-        f"--zero-bubble-schedule {args.schedule} places layers in a V, in even stages: no layout",
-    )
-    _require(
-        placement.kind != "v" or args.mtp_num_layers is None,
-        f"--zero-bubble-schedule {args.schedule} places layers in a V, which ends on the first rank, and megatron-core "
-        "puts the layers of --mtp-num-layers on the last: choose a schedule that is not a V",
-    )
-    if not uneven:
-        args.pipeline_model_parallel_layout = choose_layout(args, placement)
-
-
-def _check_planning(args: Arguments) -> None:
+def _check_planning(args: Arguments, has_cuda: bool) -> None:
     check_zero_bubble_flags(args)
+    check_memory_limit(args, has_cuda)
     check_post_validation(args)
     if args.schedule is not None:
         planning_options(args, choose_placement(args, choose_plan(args)))
-
-
-def _has_uneven_ranks(args: Arguments) -> bool:
-    return args.decoder_first_pipeline_num_layers is not None or args.decoder_last_pipeline_num_layers is not None
 
 
 def _check_data(args: Arguments) -> None:
@@ -301,16 +291,28 @@ def _check_output(args: Arguments) -> None:
     _require(args.save is not None or args.save_interval is None, "--save-interval needs --save FOLDER")
     for name in ("save", "tensorboard_dir", "zero_bubble_timeline"):
         folder = getattr(args, name)
-        _require(
-            folder is None or not Path(folder).exists() or Path(folder).is_dir(),
-            f"{_flag(name)} {folder} is not a folder",
-        )
+        if folder is not None:
+            existing = _nearest_existing(Path(folder))
+            _require(existing.is_dir(), f"{_flag(name)} {folder}: {existing} is not a folder")
+            _check_writable(f"{_flag(name)} {folder}", existing)
     for name in ("log_numerics", "zero_bubble_profile_output"):
         value = getattr(args, name)
         if value is not None:
             file = Path(value).absolute()
-            _require(file.parent.is_dir(), f"{_flag(name)} {value}: its folder does not exist")
+            _require(os.path.isdir(file.parent), f"{_flag(name)} {value}: its folder does not exist")
             _require(not file.is_dir(), f"{_flag(name)} {value} is a folder; name a file")
+            _check_writable(f"{_flag(name)} {value}", _nearest_existing(file))
+
+
+def _nearest_existing(path: Path) -> Path:
+    """The file or folder itself, or what it would be made in."""
+    return next(place for place in (path.absolute(), *path.absolute().parents) if os.path.exists(place))
+
+
+def _check_writable(flag: str, place: Path) -> None:
+    """Otherwise a run finds out when it has something to write, after days perhaps, and only the rank that writes."""
+    permissions = os.W_OK | os.X_OK if place.is_dir() else os.W_OK
+    _require(os.access(place, permissions), f"{flag}: this user may not write to {place}: choose another place")
 
 
 def _flag(name: str) -> str:

@@ -63,8 +63,8 @@ def build_datasets(
 ) -> Datasets:
     """Build or load the sample indices; a collective call of all ranks of an initialised torch.distributed.
 
-    `needs_data`: this rank holds the first or the last stage in one of its chunks. Of a tensor-parallel group only
-    rank 0 reads. Global rank 0 must read: it writes the index cache, the others load it. `log` gets one line a step
+    `needs_data`: one of this rank's chunks reads, which `reads_data` says. Of a tensor-parallel group only rank 0
+    does. Global rank 0 must read: it writes the index cache, the others load it. `log` gets one line a step
     (pass it on rank 0 only).
 
     Raises ValueError if the cache cannot be written or read (on that rank), or if a split is shorter than the run
@@ -168,21 +168,26 @@ class Batch(NamedTuple):
     loss_mask: torch.Tensor | None
     """float32 [b, s], last stage."""
     attention_mask: torch.Tensor | None
-    """bool [b, 1, s, seq_length], True where attention is forbidden; first and last stage."""
+    """bool [b, 1, s, seq_length], True where attention is forbidden; every stage, if there are masks at all."""
     position_ids: torch.Tensor | None
     """int64 [b, s], first stage."""
+
+
+def reads_data(config: DataConfig, *, embeds: bool, is_last: bool) -> bool:
+    """Whether a chunk that embeds tokens, is the last stage, both or neither gets anything from `get_batch`."""
+    return embeds or is_last or config.create_attention_mask
 
 
 def get_batch(
     data_iterator: Iterator[dict[str, torch.Tensor]] | None, config: DataConfig, *, embeds: bool, is_last: bool
 ) -> Batch:
-    """The next microbatch for a chunk that embeds tokens, is the last stage, both, or (all None) neither.
+    """The next microbatch for a chunk that embeds tokens, is the last stage, both, or (no more than a mask) neither.
 
     Tensor-parallel rank 0 reads and broadcasts. Shapes are known, so nobody waits for a size from the device
     (tensor_parallel.broadcast_data does, twice a call).
     """
     keys = ["tokens", "position_ids"] * embeds + ["labels", "loss_mask"] * is_last
-    if keys and config.create_attention_mask:
+    if config.create_attention_mask:
         keys.append("attention_mask")
     if not keys:
         return Batch(None, None, None, None, None)
@@ -204,7 +209,7 @@ def _read(data_iterator: Iterator[dict[str, torch.Tensor]] | None, keys: list[st
     try:
         sample = next(data_iterator)
     except StopIteration:
-        raise ValueError("the data is used up; raise --train-iters to the length of the whole run") from None
+        raise RuntimeError("the data is used up, although it was found to last for the whole run") from None
     return {key: sample[key].to(_device(), non_blocking=True) for key in keys}
 
 

@@ -110,9 +110,26 @@ class DataConfig:
         per_evaluation = self.eval_iters * self.global_batch_size
         return self.train_iters * self.global_batch_size, evaluations * per_evaluation, per_evaluation
 
-    def consumed_valid_samples(self, iteration: int) -> int:
-        """Validation samples that a run had used after `iteration` iterations: where a resumed one goes on."""
-        return iteration // self.eval_interval * self.eval_iters * self.global_batch_size
+    def check_rest(self, num_samples: tuple[int, int, int], iteration: int, used: tuple[int, int]) -> None:
+        """Refuse to go on after `iteration` with data that would be used up before the last one.
+
+        The checkpoint says how much training and validation data its run has `used`; how much there is, `num_samples`,
+        follows from the flags of this one. Raises ValueError in one line.
+        """
+        if self.dataloader_type == "cyclic":
+            return
+        evaluations = self.train_iters // self.eval_interval - iteration // self.eval_interval
+        batches = (self.train_iters - iteration, evaluations * self.eval_iters)
+        batch_size = f"--global-batch-size {self.global_batch_size}"
+        flags = (batch_size, f"--eval-interval {self.eval_interval} --eval-iters {self.eval_iters} {batch_size}")
+        instead = ("--dataloader-type cyclic, which repeats the data", "--eval-iters 0")
+        for split in (0, 1):
+            have, need = num_samples[split], batches[split] * self.global_batch_size
+            if need > 0 and 0 < have < used[split] + need:
+                raise ValueError(
+                    f"{flags[split]}: the {SPLITS[split]} data has {have} samples for this, of which the run in --load "
+                    f"has used {used[split]}, and {need} more are needed: give what that run had, or {instead[split]}"
+                )
 
     def dataset_config(self, tokenizer: MegatronTokenizerBase) -> GPTDatasetConfig:
         """megatron-core's form of these settings."""

@@ -6,8 +6,6 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 from megatron.zero_bubble.runtime.planning import MemoryLimit
 from megatron.zero_bubble.runtime.replanner import PlanningOptions, Report
 from megatron.zero_bubble.schedule import Placement, ScheduleError
@@ -44,11 +42,13 @@ def check_zero_bubble_flags(flags: ZeroBubbleFlags) -> None:
     """
     names = (
         *("memory_limit", "max_pending_backward", "profile_iters", "profile_output", "profile_input"),
-        *("timeline", "timeline_iters", "strict", "timeout", "post_validation"),
+        *("timeline", "timeline_iters", "strict", "timeout", "post_validation", "replan_threshold"),
     )
     for name in names:
+        # Zero equals False: it is what a threshold is by default.
         if not flags.asks_for_schedule and getattr(flags, f"zero_bubble_{name}") not in (None, False):
             raise ValueError(f"--zero-bubble-{name.replace('_', '-')} needs --zero-bubble or --zero-bubble-schedule")
+    _check_v_schedule(flags)
     for name in ("rollback", "rollback_on_host"):
         if not flags.zero_bubble_post_validation and getattr(flags, f"zero_bubble_{name}"):
             raise ValueError(f"--zero-bubble-{name.replace('_', '-')} needs --zero-bubble-post-validation")
@@ -61,6 +61,16 @@ def check_zero_bubble_flags(flags: ZeroBubbleFlags) -> None:
         first, last = flags.zero_bubble_timeline_iters
         if not 1 <= first <= last:
             raise ValueError(f"--zero-bubble-timeline-iters {first} {last}: give the first and the last iteration")
+
+
+def _check_v_schedule(flags: ZeroBubbleFlags) -> None:
+    schedule, setup, stands_for = flags.zero_bubble_schedule, flags.zero_bubble_v_schedule_mem_setup, flags.v_schedule
+    if setup is not None and stands_for is None:
+        raise ValueError(f"--zero-bubble-v-schedule-mem-setup {setup} needs --zero-bubble-v-schedule")
+    if stands_for is not None and schedule not in (None, stands_for):
+        raise ValueError(
+            f"--zero-bubble-schedule {schedule} and --zero-bubble-v-schedule, which is {stands_for}: give one of them"
+        )
 
 
 def memory_limit(args: Arguments) -> MemoryLimit | None:
@@ -82,12 +92,17 @@ def memory_limit(args: Arguments) -> MemoryLimit | None:
     if text is None:
         return MemoryLimit(multiple=1.0) if args.schedule == "auto" else None
     try:
-        limit = MemoryLimit.parse(text)
+        return MemoryLimit.parse(text)
     except ValueError as error:
         raise ValueError(f"{flag}: {error}") from error
-    if limit == MemoryLimit() and not torch.cuda.is_available():
+
+
+def check_memory_limit(args: Arguments, has_cuda: bool) -> None:
+    """Raise `ValueError` for a limit that only a device knows, where the job has none."""
+    if memory_limit(args) == MemoryLimit() and not has_cuda:
+        given = args.zero_bubble_memory_limit is not None
+        flag = "--zero-bubble-memory-limit" if given else "--zero-bubble-max-pending-backward"
         raise ValueError(f"{flag} auto asks the device what is free, and there is no CUDA: give a multiple or bytes")
-    return limit
 
 
 def profile_window(args: Arguments) -> tuple[int, int] | None:
@@ -119,8 +134,10 @@ def planning_options(args: Arguments, placement: Placement) -> PlanningOptions |
     """
     window, limit = profile_window(args), memory_limit(args)
     profile = _read_profile(args, placement)
-    if window is None and profile is None:
-        return None
+    if profile is None:
+        _check_measured(args, window, limit)
+        if window is None:
+            return None
     first, last = window or (0, 0)
     return PlanningOptions(
         first_step=first,
@@ -132,8 +149,64 @@ def planning_options(args: Arguments, placement: Placement) -> PlanningOptions |
     )
 
 
+def _check_measured(args: Arguments, window: tuple[int, int] | None, limit: MemoryLimit | None) -> None:
+    """Refuse flags that do nothing without measured costs, where the flags alone say that there will be none."""
+    output, threshold = args.zero_bubble_profile_output, args.zero_bubble_replan_threshold
+    output_flag = f"--zero-bubble-profile-output {output}"
+    if window is not None:
+        steps = _num_steps(args, iteration=0)
+        if output is not None and steps is not None and steps < window[1]:
+            raise ValueError(
+                f"{output_flag} is written after iteration {window[1]} of a job, the last that it profiles, but this "
+                f"one has {steps}: give --zero-bubble-profile-iters START END with an END of at most {steps}"
+            )
+        return
+    idle = {output_flag: output is not None, f"--zero-bubble-replan-threshold {threshold}": threshold > 0}
+    if limit is not None and limit.multiple is None:
+        # A multiple of 1F1B's peak is planned with before anything is measured.
+        text, pending = args.zero_bubble_memory_limit, args.zero_bubble_max_pending_backward
+        idle[f"--zero-bubble-memory-limit {text}" if text else f"--zero-bubble-max-pending-backward {pending}"] = True
+    if given := [flag for flag, is_given in idle.items() if is_given]:
+        raise ValueError(
+            f"{given[0]} needs measured costs, and --zero-bubble-profile-iters 0 0 measures none: "
+            "give another START END, or --zero-bubble-profile-input FILE"
+        )
+
+
+def _num_steps(args: Arguments, iteration: int) -> int | None:
+    """How many iterations a job does at most that begins after `iteration`; None if its flags do not say.
+
+    Megatron-LM's own scripts may count samples instead.
+    """
+    if args.train_iters is None:
+        return None
+    left = args.train_iters - iteration
+    if args.exit_interval:
+        left = min(left, args.exit_interval - iteration % args.exit_interval)
+    return max(0, left)
+
+
+def too_short_to_profile(args: Arguments) -> str | None:
+    """What to tell a user whose job ends before its profile does, `args.iteration` being the one it begins after."""
+    window, steps = profile_window(args), _num_steps(args, args.iteration)
+    if window is None or args.zero_bubble_profile_input is not None or not steps or window[1] <= steps:
+        return None
+    draws_after_it = args.zero_bubble_timeline is not None and args.zero_bubble_timeline_iters is None
+    missing = ["no plan from measured times"]
+    missing += ["no --zero-bubble-profile-output"] if args.zero_bubble_profile_output is not None else []
+    missing += ["no --zero-bubble-timeline"] if draws_after_it else []
+    return (
+        f" > {', '.join(missing)}: this job ends after {steps} iterations, its profile would after {window[1]}; "
+        "--zero-bubble-profile-iters START END chooses them, 0 0 none"
+    )
+
+
 def model_description(args: Arguments) -> dict[str, Setting]:
-    return {name: getattr(args, name) for name in _MODEL}
+    """What a profile is a profile of."""
+    description = {name: getattr(args, name) for name in _MODEL}
+    if not args.group_query_attention:
+        description["num_query_groups"] = args.num_attention_heads  # Megatron-LM's arguments leave a 1 there
+    return description
 
 
 def _read_profile(args: Arguments, placement: Placement) -> Profile | None:

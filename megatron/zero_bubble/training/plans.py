@@ -10,6 +10,7 @@ from megatron.zero_bubble.schedule.generators import default_costs
 from megatron.zero_bubble.schedule.plan import FixedPlan, NamedPlan, Plan
 from megatron.zero_bubble.schedule.serialize import schedule_from_text
 from megatron.zero_bubble.training.arguments import Arguments
+from megatron.zero_bubble.training.layers import choose_layout
 from megatron.zero_bubble.training.planning import memory_limit
 
 _FILE = "file:"
@@ -101,6 +102,29 @@ def choose_placement(args: Arguments, plan: Plan | None) -> Placement:
         return plan.placement
     num_chunks = args.model_chunks or 1
     return Placement("interleaved" if num_chunks > 1 else "linear", args.pipeline_model_parallel_size, num_chunks)
+
+
+def check_stages(args: Arguments, placement: Placement) -> None:
+    """Refuse layers that do not fit the stages; `--allow-padding-num-layers` is turned into a layout.
+
+    Raises:
+        ValueError: which flags contradict each other.
+    """
+    # megatron-core counts a layout's layers by the process's own rank, whatever stage it is told to build.
+    uneven = args.pipeline_model_parallel_layout is not None or _has_uneven_ranks(args)
+    if placement.kind == "v" and uneven:
+        raise ValueError(f"--zero-bubble-schedule {args.schedule} places layers in a V, in even stages: no layout")
+    if placement.kind == "v" and args.mtp_num_layers is not None:
+        raise ValueError(
+            f"--zero-bubble-schedule {args.schedule} places layers in a V, which ends on the first rank, and "
+            "megatron-core puts the layers of --mtp-num-layers on the last: choose a schedule that is not a V"
+        )
+    if not uneven:
+        args.pipeline_model_parallel_layout = choose_layout(args, placement)
+
+
+def _has_uneven_ranks(args: Arguments) -> bool:
+    return args.decoder_first_pipeline_num_layers is not None or args.decoder_last_pipeline_num_layers is not None
 
 
 def chunks_of_flags(args: Arguments) -> int | None:

@@ -11,7 +11,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.zero_bubble.mcore.optimizer import torch_optimizers
 from megatron.zero_bubble.mcore.post_validation import PostValidation
 from megatron.zero_bubble.mcore.rollback import make_rollback
-from megatron.zero_bubble.schedule import iteration_time, with_post_validation
+from megatron.zero_bubble.schedule import Placement, iteration_time, with_post_validation
 from megatron.zero_bubble.schedule.generators import default_costs
 from megatron.zero_bubble.schedule.plan import Plan
 from megatron.zero_bubble.training.arguments import Arguments
@@ -64,11 +64,19 @@ def _gain(args: Arguments, plan: Plan) -> str:
     if gain < 0.001:
         return f" > {FLAG} gains nothing with schedule {schedule.name}: its ranks end an iteration together"
     text = f" > {FLAG}: an iteration of schedule {schedule.name} is {gain:.1%} shorter with equal F, B and W"
-    tied = not args.untie_embeddings_and_output_weights or args.mtp_num_layers is not None
-    if (tied or args.calculate_per_token_loss) and schedule.placement.kind != "v":
-        what = "tied embeddings are summed over" if tied else "--calculate-per-token-loss counts tokens on"
-        text += f"; but {what} the last stage at its end, which the first one waits for"
-    return text
+    awaited = awaited_by_the_first_stage(args, schedule.placement)
+    return text if awaited is None else f"{text}; but {awaited}, which the first one waits for"
+
+
+def awaited_by_the_first_stage(args: Arguments, placement: Placement) -> str | None:
+    """What the first stage cannot step without and the last one has at its end, so that iterations do not interlock."""
+    if placement.kind == "v":
+        return None  # Both are on one rank.
+    if not args.untie_embeddings_and_output_weights or args.mtp_num_layers is not None:
+        return "tied embeddings are summed over the last stage at its end"
+    if args.calculate_per_token_loss:
+        return "--calculate-per-token-loss counts tokens on the last stage at its end"
+    return None
 
 
 class RollbackWatch:

@@ -19,7 +19,7 @@ from megatron.zero_bubble.schedule.plan import Plan
 from megatron.zero_bubble.schedules import ForwardBackward
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.checkpoint import Checkpointer, latest_iteration
-from megatron.zero_bubble.training.data import DataConfig, build_data_iterator, build_datasets
+from megatron.zero_bubble.training.data import DataConfig, build_data_iterator, build_datasets, reads_data
 from megatron.zero_bubble.training.description import describe, describe_places
 from megatron.zero_bubble.training.forward_step import DataIterator
 from megatron.zero_bubble.training.initialize import initialized, print_rank_0
@@ -109,9 +109,22 @@ def _build_trainer(
 def open_data(
     args: Arguments, data_config: DataConfig, tokenizer: MegatronTokenizerBase, model: list[torch.nn.Module]
 ) -> tuple[list[DataIterator], list[DataIterator]]:
-    """Training and validation data, one iterator for each model chunk that reads: the first stage and the last."""
-    reads = [get_attr_wrapped_model(c, "pre_process") or get_attr_wrapped_model(c, "post_process") for c in model]
+    """Training and validation data, one iterator for each model chunk that reads.
+
+    Raises:
+        ValueError: the data cannot be read, or what a checkpoint's run has left of it is too little.
+    """
+    reads = [
+        reads_data(
+            data_config,
+            embeds=get_attr_wrapped_model(chunk, "pre_process"),
+            is_last=get_attr_wrapped_model(chunk, "post_process"),
+        )
+        for chunk in model
+    ]
     datasets = build_datasets(data_config, tokenizer, any(reads), print_rank_0)
+    used = (args.consumed_train_samples, args.consumed_valid_samples)
+    data_config.check_rest(datasets.num_samples, args.iteration, used)
     if args.eval_iters > 0 and datasets.num_samples[1] == 0:
         print_rank_0(" > no validation data: --eval-interval and --eval-iters have no effect")
         args.eval_iters = 0

@@ -11,7 +11,7 @@ from megatron.zero_bubble.schedule.plan import Plan
 from megatron.zero_bubble.schedules import ForwardBackward
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.initialize import print_rank_0
-from megatron.zero_bubble.training.planning import planning_options, profile_window, reporter
+from megatron.zero_bubble.training.planning import planning_options, profile_window, reporter, too_short_to_profile
 from megatron.zero_bubble.training.timeline import TimelineWriter
 
 
@@ -19,6 +19,8 @@ def run_plan(
     args: Arguments, plan: Plan, store: WeightGradStore, post_validation: PostValidation | None = None
 ) -> ForwardBackward:
     """The forward-backward function that runs `plan`, and profiles and plans anew as the flags say."""
+    if warning := too_short_to_profile(args):
+        print_rank_0(warning)
     return ForwardBackward(
         # All ranks run what the first one plans: a solver with a time limit may find something else on each.
         BroadcastPlan(plan),

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 import warnings
 
 import torch
+
+_SECONDS_FOR_RANK_0 = 15.0
+"""In which rank 0 finds the mistake too, ends, and torchrun ends the others."""
+_STATUS = 2
 
 
 def quiet_start_up() -> None:
@@ -19,13 +24,20 @@ def quiet_start_up() -> None:
 
 
 def report(program: str, error: ValueError) -> int:
-    """Print the user's mistake once, although every rank finds it.
+    """Print the user's mistake once, although every rank finds it. Gives the program's exit status.
 
     Rank 0 speaks at once, the others only if they are still there after a while: a mistake that is
     everyone's ends the job with rank 0, one that only some rank sees is still told.
     """
-    rank = int(os.environ.get("RANK", "0"))
+    rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if rank > 0:
-        time.sleep(5.0)
+        # torchrun ends the others by this signal, which a trainer may have made a request to save.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(_SECONDS_FOR_RANK_0)
     print(f"{program}: error: {error}", file=sys.stderr, flush=True)
-    return 2
+    if rank == 0 and num_ranks > 1:
+        # torchrun waits for the process to be gone. An interpreter full of modules takes seconds to end where ranks
+        # share few cores; the others are killed, so nothing of the job is closed in order anyway.
+        sys.stdout.flush()
+        os._exit(_STATUS)
+    return _STATUS
