@@ -55,6 +55,7 @@ from benchmark_cli.train_arguments import parse_train_arguments, wants_training
 from benchmark_cli.train_report import train_plot, train_table
 from schedule_cli.files import deliver
 
+from megatron.zero_bubble.schedule.errors import one_line
 from megatron.zero_bubble.schedule.serialize import profile_to_json
 
 
@@ -103,7 +104,7 @@ def _train(argv: list[str] | None) -> None:
 
 
 def _report(error: Exception, status: int) -> int:
-    print(f"benchmark_schedules.py: error: {' '.join(str(error).split())}", file=sys.stderr)
+    print(f"benchmark_schedules.py: error: {one_line(error)}", file=sys.stderr)
     return status
 
 

@@ -31,6 +31,7 @@ from estimate_cli.report import as_json, as_text
 from schedule_cli.files import deliver
 
 from megatron.zero_bubble.schedule import names
+from megatron.zero_bubble.schedule.errors import one_line
 
 SLOW_TO_MAKE = ("optimal",)
 """Schedules that have to be asked for."""
@@ -47,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
             text = as_text(job, found, refused, per_rank=arguments.per_rank, markdown=arguments.markdown)
         deliver(text, arguments.output)
     except (ValueError, OSError) as error:
-        print(f"{PROG}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"{PROG}: error: {one_line(error)}", file=sys.stderr)
         return 2
     return 0
 

@@ -33,6 +33,7 @@ from schedule_cli.arguments import Parser, at_least, positive
 from schedule_cli.files import deliver
 
 from megatron.zero_bubble.mcore.cpu import substitute_cuda
+from megatron.zero_bubble.schedule.errors import one_line
 
 if TYPE_CHECKING:
     from gpu_check_cli.report import Findings, StageCheck
@@ -100,7 +101,7 @@ def check(arguments: argparse.Namespace) -> Findings:
         try:
             stages.append(_check_stage(model, arguments, device))
         except torch.OutOfMemoryError as error:
-            without_room[model.name] = _one_line(error)
+            without_room[model.name] = one_line(error)
         # The stage is in reference cycles, and the next one needs its memory.
         gc.collect()
         torch.cuda.empty_cache()
@@ -122,10 +123,6 @@ def _message_ms(model: Model, gigabytes_a_second: float) -> float:
     return 2 * model.seq_length * model.micro_batch_size * model.hidden_size / gigabytes_a_second / 1e6
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
-
-
 def _say(what: str) -> None:
     print(what, file=sys.stderr)
 
@@ -143,7 +140,7 @@ def main(argv: list[str] | None = None) -> int:
             text = findings.as_text(markdown=arguments.markdown)
         deliver(text, arguments.output)
     except (OSError, torch.OutOfMemoryError) as error:
-        print(f"{PROG}: error: {_one_line(error)}", file=sys.stderr)
+        print(f"{PROG}: error: {one_line(error)}", file=sys.stderr)
         return 2
     finally:
         substitution.restore()

@@ -19,6 +19,7 @@ from schedule_cli.arguments import parse_arguments
 from schedule_cli.commands import COMMANDS
 
 from megatron.zero_bubble.schedule import ScheduleError
+from megatron.zero_bubble.schedule.errors import one_line
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -28,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader, such as head, has seen enough
     except (ScheduleError, OSError) as error:
-        print(f"schedule.py {arguments.command}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"schedule.py {arguments.command}: error: {one_line(error)}", file=sys.stderr)
         return 2
     return 0
 

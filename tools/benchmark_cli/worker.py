@@ -23,6 +23,7 @@ from megatron.zero_bubble.runtime.profiler import measure_edges
 from megatron.zero_bubble.runtime.timeline import HostClock, OpRecorder, StepTime, bubble_rate
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Placement, Schedule, StageCosts
+from megatron.zero_bubble.schedule.errors import one_line
 
 _GATHERS = 9
 """Times that the bubble rate is gathered."""
@@ -209,7 +210,7 @@ def _peer_runs(job: Job, emulation: Emulation, rank: int) -> tuple[dict[str, Pee
         try:
             runs[f"torch {peer.name}"] = PeerRun(peer, emulation, rank)
         except ValueError as error:
-            refused[f"torch {peer.name}"] = " ".join(str(error).split())
+            refused[f"torch {peer.name}"] = one_line(error)
     return runs, refused
 
 

@@ -22,12 +22,12 @@ from megatron.zero_bubble.runtime.watchdog import Watchdog
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Infeasible
 from megatron.zero_bubble.schedules import ForwardBackward
-from megatron.zero_bubble.training.checks import check_implementation, check_stages
+from megatron.zero_bubble.training.checks import check_implementation
 from megatron.zero_bubble.training.description import describe, describe_places
 from megatron.zero_bubble.training.environment import check_environment
 from megatron.zero_bubble.training.logging import bubble_fields
 from megatron.zero_bubble.training.planning import check_memory_limit, planning_options
-from megatron.zero_bubble.training.plans import choose_plan, limit_flag
+from megatron.zero_bubble.training.plans import check_stages, choose_plan, limit_flag
 from megatron.zero_bubble.training.post_validation import check_post_validation
 from megatron.zero_bubble.training.running import open_timeline, run_plan
 from megatron.zero_bubble.training.stalls import check_stall_timeout, open_watchdog

@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, cast
 
 import torch
 
-from megatron.zero_bubble.runtime.communicator import Communicator, PendingReceive, PendingSend, TensorSpec
+from megatron.zero_bubble.runtime.communicator import Communicator, PendingReceive, PendingSend
+from megatron.zero_bubble.runtime.stage import Stage, SteppingStage
 from megatron.zero_bubble.runtime.timeline import OpRecorder
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, OpKind, Schedule
@@ -21,63 +22,6 @@ from megatron.zero_bubble.schedule.ir import BACKWARDS, COMMUNICATION, SENDS
 from megatron.zero_bubble.schedule.messages import other_end
 from megatron.zero_bubble.schedule.post_validation import before_validation
 from megatron.zero_bubble.schedule.tail import run_together
-
-
-class Stage(Protocol):
-    """The computation of one rank's model chunks."""
-
-    def forward(self, microbatch: int, chunk: int, input_tensor: torch.Tensor | None) -> torch.Tensor:
-        """Run one microbatch forward; `input_tensor` is None on the first stage.
-
-        Returns what the next stage receives, or on the last stage the loss.
-        """
-        ...
-
-    def backward(
-        self,
-        microbatch: int,
-        chunk: int,
-        input_tensor: torch.Tensor | None,
-        output_tensor: torch.Tensor,
-        output_grad: torch.Tensor | None,
-    ) -> torch.Tensor | None:
-        """Run one microbatch backward; `output_grad` is None on the last stage.
-
-        Returns the gradient of `input_tensor`, or None on the first stage.
-        """
-        ...
-
-    def release_output(self, output_tensor: torch.Tensor) -> None:
-        """The output's values have been handed on: only its place in the autograd graph is needed now."""
-        ...
-
-    def before_gradients(self, op: Op) -> None:
-        """Called before each B, W and BW: the operations that add to parameters' gradients.
-
-        Where the W of several microbatches run as one, it is called before each parameter's share of each.
-        """
-        ...
-
-    def message_spec(self, op: Op) -> TensorSpec:
-        """Shape, type and device of the message that the receive `op` brings."""
-        ...
-
-
-class SteppingStage(Stage, Protocol):
-    """A stage that takes the optimizer's step itself: what a schedule with post-validation runs."""
-
-    def step(self) -> None:
-        """All gradients of this rank are there: step, before the state of the other ranks' is known."""
-        ...
-
-    def validate(self) -> bool:
-        """Confirm or amend the last step; whether the forwards of this step used wrong weights, on any rank."""
-        ...
-
-    def restart(self) -> None:
-        """Forget the forwards of this step: they are run again, on the same data, in the same order."""
-        ...
-
 
 _NO_RANGE = contextlib.nullcontext()
 

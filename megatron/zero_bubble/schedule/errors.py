@@ -37,3 +37,8 @@ class Infeasible(ScheduleError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, as one line: how a user's mistake is told."""
+    return " ".join(str(error).split())

@@ -24,6 +24,7 @@ from megatron.core.datasets.utils import Split
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 from megatron.core.utils import get_batch_on_this_cp_rank
 
+from megatron.zero_bubble.schedule.errors import one_line
 from megatron.zero_bubble.training.data_config import DataConfig
 from megatron.zero_bubble.training.data_files import fingerprint
 from megatron.zero_bubble.training.data_samplers import CyclicSampler, SequentialSampler
@@ -86,7 +87,7 @@ def build_datasets(
         cause = error.__cause__ or error
         if not isinstance(cause, (OSError, EOFError, ValueError, IndexError)):
             raise
-        raise ValueError(f"--data-cache-path: no dataset index in {where}: {' '.join(str(cause).split())}") from error
+        raise ValueError(f"--data-cache-path: no dataset index in {where}: {one_line(cause)}") from error
     num_samples = _agree_on_lengths([0 if split is None else len(split) for split in splits])
     log(f"> finished building datasets in {time.perf_counter() - start:.1f} s: {_by_split(num_samples)} samples")
     _check_lengths(config, num_samples)

@@ -23,6 +23,7 @@ from megatron.zero_bubble.mcore.placement import chunk_groups, copy_tied_embeddi
 from megatron.zero_bubble.mcore.transformer_engine import defer_weight_gradients
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Placement
+from megatron.zero_bubble.schedule.errors import one_line
 from megatron.zero_bubble.training.arguments import Arguments
 
 
@@ -96,7 +97,7 @@ def transformer_config(args: Arguments, num_chunks: int, timers: Any) -> Transfo
 
 def _refused(error: Exception) -> ValueError:
     """megatron-core's reason in one line; it often asserts without a word."""
-    reason = " ".join(str(error).split()) or traceback.extract_tb(error.__traceback__)[-1].line
+    reason = one_line(error) or traceback.extract_tb(error.__traceback__)[-1].line
     return ValueError(f"megatron-core refuses this model: {reason}")
 
 

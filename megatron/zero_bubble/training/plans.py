@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 from megatron.zero_bubble.schedule import Infeasible, Placement, Schedule, ScheduleError, simulate
+from megatron.zero_bubble.schedule.errors import one_line
 from megatron.zero_bubble.schedule.generators import default_costs
 from megatron.zero_bubble.schedule.plan import FixedPlan, NamedPlan, Plan
 from megatron.zero_bubble.schedule.serialize import schedule_from_text
@@ -160,7 +161,7 @@ def _chunks_of_layout(args: Arguments) -> int | None:
     try:
         parsed = PipelineParallelLayerLayout(layout, pipeline)
     except (AssertionError, ValueError, KeyError) as error:
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         raise ValueError(f"--pipeline-model-parallel-layout {layout}: megatron-core refuses it: {reason}") from error
     chunks = parsed.virtual_pipeline_model_parallel_size
     return chunks if chunks > 1 else None

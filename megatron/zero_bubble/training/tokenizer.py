@@ -21,6 +21,8 @@ from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers import decoders as tokenizer_decoders
 
+from megatron.zero_bubble.schedule.errors import one_line
+
 TOKENIZER_TYPES = ("HuggingFaceTokenizer", "GPT2BPETokenizer", "NullTokenizer")
 
 END_OF_DOCUMENT_TOKENS = (
@@ -188,4 +190,4 @@ def _from_gpt2_files(vocab_file: str | None, merge_file: str | None) -> LocalTok
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    return one_line(error) or type(error).__name__
