@@ -29,6 +29,7 @@ from megatron.zero_bubble.schedule import (
 from megatron.zero_bubble.schedule.draw import to_svg
 from megatron.zero_bubble.schedule.generators import ENTRIES
 from megatron.zero_bubble.schedule.ir import SENDS
+from megatron.zero_bubble.training.files import write_file
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "schedules.md"
 RANKS, MICROBATCHES = 4, 8
@@ -63,7 +64,7 @@ def pictures(folder: Path) -> str:
         schedule = generate(name, RANKS, MICROBATCHES, costs=costs)
         validate(lower(schedule))
         timeline = simulate(schedule, costs)
-        (folder / f"{name}.svg").write_text(to_svg(timeline, width=1000), encoding="utf-8")
+        write_file(folder / f"{name}.svg", to_svg(timeline, width=1000))
         parts.append(
             f"### {name}\n\n{entry.summary[0].upper()}{entry.summary[1:]}.\n\n![{name}](schedules/{name}.svg)\n"
         )
@@ -114,7 +115,7 @@ def main() -> int:
     page = PAGE.read_text(encoding="utf-8")
     page = fill(page, "comparison", comparison())
     page = fill(page, "pictures", pictures(PAGE.parent / "schedules"))
-    PAGE.write_text(page, encoding="utf-8")
+    write_file(PAGE, page)
     return 0
 
 

@@ -12,7 +12,6 @@ A mistake ends with one line and exit status 2, and nothing is written.
 
 from __future__ import annotations
 
-import os
 import sys
 
 from schedule_cli.arguments import parse_arguments
@@ -26,8 +25,6 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv, __doc__ or "")
     try:
         COMMANDS[arguments.command](arguments)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader, such as head, has seen enough
     except (ScheduleError, OSError) as error:
         print(f"schedule.py {arguments.command}: error: {one_line(error)}", file=sys.stderr)
         return 2

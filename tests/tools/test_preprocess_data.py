@@ -57,6 +57,26 @@ def test_each_line_becomes_a_document_that_ends_with_end_of_document(tmp_path: P
     assert sorted(os.listdir(tmp_path)) == ["in.jsonl", "out_text_document.bin", "out_text_document.idx"]
 
 
+def test_a_pair_goes_where_links_lead_and_replaces_nothing_but_files(tmp_path: Path, capsys) -> None:
+    source = write_lines(tmp_path / "in.jsonl", {"text": "1 2 3"})
+    flags = ["--input", source, "--output-prefix", str(tmp_path / "out")]
+    names = ["out_text_document.bin", "out_text_document.idx"]
+    (tmp_path / "disk").mkdir()
+    for name in names:
+        (tmp_path / name).symlink_to(tmp_path / "disk" / name)
+    for _ in range(2):
+        assert run(*flags) == 0
+        assert sorted(os.listdir(tmp_path / "disk")) == names
+        assert documents(tmp_path / "out_text_document") == [[[1, 2, 3]]]
+    capsys.readouterr()
+    index = tmp_path / "disk" / names[1]
+    index.unlink()
+    os.mkfifo(index)
+    assert run(*flags) == 2
+    assert f"{index} is not a regular file" in capsys.readouterr().err
+    assert index.is_fifo()
+
+
 def test_end_of_document_is_added_only_on_demand(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "in.jsonl", {"text": "1 2"})
     assert run("--input", source, "--output-prefix", str(tmp_path / "out")) == 0

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
-from megatron.zero_bubble.training.checkpoint import TRACKER, _replace_text, checkpoint_folder, latest_iteration
+from megatron.zero_bubble.training.checkpoint import TRACKER, checkpoint_folder, latest_iteration
 
 
 def save(root: Path, iteration: int) -> Path:
@@ -56,35 +55,3 @@ def test_what_cannot_be_loaded_is_one_line_that_names_the_flag(tmp_path, text, p
 def test_a_folder_that_does_not_exist(tmp_path):
     with pytest.raises(ValueError, match="no checkpoint there"):
         latest_iteration(tmp_path / "nowhere")
-
-
-def test_a_text_is_replaced_as_a_whole(tmp_path):
-    path = tmp_path / TRACKER
-    _replace_text(path, "100")
-    _replace_text(path, "200")
-    assert path.read_text() == "200"
-    assert [file.name for file in tmp_path.iterdir()] == [TRACKER], "nothing else is left"
-
-
-@pytest.mark.parametrize("breaks", ["fsync", "replace"])
-def test_a_crash_while_it_is_replaced_leaves_the_old_text(tmp_path, monkeypatch, breaks):
-    path = tmp_path / TRACKER
-    _replace_text(path, "100")
-
-    def crash(*unused: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, breaks, crash)
-    with pytest.raises(KeyboardInterrupt):
-        _replace_text(path, "200")
-    assert path.read_text() == "100"
-
-
-def test_the_new_text_is_on_disk_before_it_takes_the_old_ones_place(tmp_path, monkeypatch):
-    """Else a power failure could leave an empty file under the name."""
-    calls = []
-    real_fsync, real_replace = os.fsync, os.replace
-    monkeypatch.setattr(os, "fsync", lambda file: (calls.append("fsync"), real_fsync(file)))
-    monkeypatch.setattr(os, "replace", lambda *names: (calls.append("replace"), real_replace(*names)))
-    _replace_text(tmp_path / TRACKER, "100")
-    assert calls == ["fsync", "replace"]

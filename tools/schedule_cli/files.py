@@ -1,14 +1,15 @@
-"""Reading schedules of any format, writing whole files or nothing."""
+"""Reading schedules of any format, printing and writing results."""
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
-import tempfile
 from pathlib import Path
 
 from megatron.zero_bubble.schedule import Schedule, ScheduleError
 from megatron.zero_bubble.schedule.serialize import schedule_from_text
+from megatron.zero_bubble.training.files import write_file
 
 
 def read_schedule(path: Path) -> Schedule:
@@ -20,26 +21,27 @@ def read_schedule(path: Path) -> Schedule:
 
 
 def deliver(text: str, output: Path | None) -> None:
-    """Print `text`, or write it to `output`, which appears complete or not at all."""
-    if output is None:
+    """Print `text`, or write it to `output`, which appears complete or not at all if it is a regular file.
+
+    A reader of the standard output that goes away, such as `head`, has seen enough, which is no error.
+    """
+    try:
+        if output is None:
+            _print(text)
+        else:
+            write_file(output, text)
+    except OSError as error:
+        raise OSError(f"cannot write {output or 'to the standard output'}: {error.strerror}") from None
+
+
+def _print(text: str) -> None:
+    if sys.stdout is None:  # closed before this program began
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+    try:
         sys.stdout.write(text)
         sys.stdout.flush()
-        return
-    try:
-        _write(text, output)
     except OSError as error:
-        raise OSError(f"cannot write {output}: {error.strerror}") from None
-
-
-def _write(text: str, output: Path) -> None:
-    handle, name = tempfile.mkstemp(dir=output.parent, prefix=f".{output.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(name, 0o666 & ~umask)
-        os.replace(name, output)
-    except BaseException:
-        os.unlink(name)
-        raise
+        # What could not be written is tried once more at the end of the program, and would be reported there again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            raise

@@ -7,7 +7,6 @@ a checkpoint that was cut short is never picked up.
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import shutil
 from dataclasses import asdict
@@ -25,6 +24,7 @@ from megatron.core.utils import unwrap_model
 
 from megatron.zero_bubble.mcore.optimizer import loadable
 from megatron.zero_bubble.training.arguments import Arguments
+from megatron.zero_bubble.training.files import write_file
 from megatron.zero_bubble.training.initialize import print_rank_0
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -103,7 +103,7 @@ class Checkpointer:
         dist_checkpointing.save(state, str(folder), content_metadata=stored)
         dist.barrier()
         if dist.get_rank() == 0:
-            _replace_text(root / TRACKER, str(iteration))
+            write_file(root / TRACKER, str(iteration))
         dist.barrier()
         print_rank_0(f"  successfully saved checkpoint from iteration {iteration} to {root}")
 
@@ -240,13 +240,3 @@ def _set_rng_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch_rng_state"])
     torch.cuda.set_rng_state(state["cuda_rng_state"])
     tensor_parallel.get_cuda_rng_tracker().set_states(state["rng_tracker_states"])
-
-
-def _replace_text(path: Path, text: str) -> None:
-    """Write a file so that a reader, or a crash, sees the old text or the new one and nothing between."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)

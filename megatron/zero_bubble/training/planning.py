@@ -11,6 +11,7 @@ from megatron.zero_bubble.runtime.replanner import PlanningOptions, Report
 from megatron.zero_bubble.schedule import Placement, ScheduleError
 from megatron.zero_bubble.schedule.serialize import Profile, Setting, profile_from_json, profile_to_json
 from megatron.zero_bubble.training.arguments import Arguments, ZeroBubbleFlags
+from megatron.zero_bubble.training.files import write_file
 
 _DEFAULT_WINDOW = (3, 6)
 _MODEL = (
@@ -226,7 +227,11 @@ def reporter(args: Arguments, say: Callable[[str], None]) -> Callable[[Report], 
     def report(found: Report) -> None:
         say(describe(found))
         if args.zero_bubble_profile_output is not None and args.rank == 0:
-            Path(args.zero_bubble_profile_output).write_text(profile_to_json(found.prediction.profile))
+            output = args.zero_bubble_profile_output
+            try:
+                write_file(output, profile_to_json(found.prediction.profile))
+            except OSError as error:
+                raise OSError(f"--zero-bubble-profile-output {output}: cannot be written: {error.strerror}") from error
 
     return report
 

@@ -184,7 +184,11 @@ class PairWriter:
     """Writes PREFIX.bin and PREFIX.idx under temporary names beside them; `publish` gives them their names."""
 
     def __init__(self, prefix: str, dtype: np.dtype) -> None:
-        self._final = [get_bin_path(prefix), get_idx_path(prefix)]
+        # Where a link leads, so that the pair goes to the disk that was meant.
+        self._final = [os.path.realpath(path) for path in (get_bin_path(prefix), get_idx_path(prefix))]
+        for path in self._final:
+            if os.path.exists(path) and not os.path.isfile(path):
+                raise ValueError(f"--output-prefix: {path} is not a regular file, which a data set needs")
         self._partial = [f"{path}.partial-{os.getpid()}" for path in self._final]
         self._builder = IndexedDatasetBuilder(self._partial[0], dtype=dtype.type)
 

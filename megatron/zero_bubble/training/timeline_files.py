@@ -11,6 +11,7 @@ from megatron.zero_bubble.schedule import OpKind, Schedule, StageCosts, TimedOp,
 from megatron.zero_bubble.schedule.analysis import causes
 from megatron.zero_bubble.schedule.draw import to_chrome_trace, to_html, to_svg
 from megatron.zero_bubble.schedule.ir import SPLIT_WEIGHT_GRADIENTS
+from megatron.zero_bubble.training.files import write_file
 
 _MARGINS, _OP_WIDTH = 100, 24
 """Pixels: of a drawing beside its lanes, and of an operation on average, so that labels fit on most."""
@@ -40,10 +41,10 @@ def write_timeline(folder: Path, name: str, measured: Timeline, memory_unit: str
     for kind, timeline in (("measured", measured), ("planned", planned)):
         svg = to_svg(timeline, title=titles[kind], memory_unit=memory_unit, width=width, duration=duration)
         svgs.append(svg)
-        (folder / f"{name}.{kind}.svg").write_text(svg)
-        (folder / f"{name}.{kind}.html").write_text(to_html(timeline, title=titles[kind], memory_unit=memory_unit))
-    (folder / f"{name}.trace.json").write_text(to_chrome_trace(measured))
-    (folder / f"{name}.html").write_text(_PAGE.format(name=name, idle=idle_table(measured), svgs="".join(svgs)))
+        write_file(folder / f"{name}.{kind}.svg", svg)
+        write_file(folder / f"{name}.{kind}.html", to_html(timeline, title=titles[kind], memory_unit=memory_unit))
+    write_file(folder / f"{name}.trace.json", to_chrome_trace(measured))
+    write_file(folder / f"{name}.html", _PAGE.format(name=name, idle=idle_table(measured), svgs="".join(svgs)))
 
 
 def measured_timeline(schedule: Schedule, lanes: Sequence[Sequence[TimedOp]], profiled: StageCosts | None) -> Timeline:

@@ -1,0 +1,56 @@
+"""Writing files: a regular file appears complete or not at all, and what is none is written through."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from pathlib import Path
+
+
+def write_file(path: str | Path, text: str) -> None:
+    """Write `text` to `path`. Should that fail, or the machine, a regular file is as it was before.
+
+    A regular file is replaced by a new one with its permissions. A symbolic link is followed and stays a link. A
+    device, a FIFO or an open file of this process (`/dev/stdout`, `/dev/fd/3`) stays what it is, and `text` goes there.
+    """
+    data = text.encode()
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:  # of a link that leads nowhere, too
+        _replace(Path(os.path.realpath(path)), data, None)
+        return
+    descriptor = _own_descriptor(str(path))
+    if stat.S_ISREG(mode) and descriptor is None:
+        _replace(Path(os.path.realpath(path)), data, mode)
+        return
+    # Not created: the system may refuse to create what is a FIFO of somebody else's.
+    opened = os.open(path, os.O_WRONLY) if descriptor is None else os.dup(descriptor)
+    with open(opened, "wb") as stream:
+        stream.write(data)
+
+
+def _own_descriptor(path: str) -> int | None:
+    """N if the path is `/proc/self/fd/N` or a link to it.
+
+    Opened by its name, a regular file there would be written from its beginning, over what it holds already.
+    """
+    folder, name = os.path.split(path)
+    if os.path.realpath(folder) == f"/proc/{os.getpid()}/fd":
+        return int(name)
+    return _own_descriptor(os.path.join(folder, os.readlink(path))) if os.path.islink(path) else None
+
+
+def _replace(target: Path, data: bytes, mode: int | None) -> None:
+    temporary = target.with_name(f".{target.name[:32]}.{secrets.token_hex(4)}.tmp")
+    with open(temporary, "xb") as file:
+        try:
+            if mode is not None:
+                os.fchmod(file.fileno(), stat.S_IMODE(mode))
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(temporary, target)
+        except BaseException:
+            os.unlink(temporary)
+            raise
