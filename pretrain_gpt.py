@@ -8,11 +8,11 @@ import sys
 import torch
 
 from megatron.zero_bubble.mcore.cpu import substitute_cuda
-from megatron.zero_bubble.training.start_up import quiet_start_up, report
+from megatron.zero_bubble.training.start_up import quiet_start_up, run_program
 
 
-def main() -> int:
-    """Parse, check, train; a user's mistake gives one line and exit status 2 on every rank."""
+def train() -> None:
+    """Parse the flags, check them, train. Raises `ValueError` for a user's mistake."""
     quiet_start_up()
     substitute_cuda()
     # Only now: what follows imports megatron-core, which looks for a device and compiles as it is imported.
@@ -20,13 +20,14 @@ def main() -> int:
     from megatron.zero_bubble.training.checks import complete_and_check
     from megatron.zero_bubble.training.pretrain import pretrain
 
-    try:
-        args = parse_arguments(sys.argv[1:])
-        complete_and_check(args, os.environ, torch.cuda.is_available())
-        pretrain(args)
-    except ValueError as error:
-        return report("pretrain_gpt.py", error)
-    return 0
+    args = parse_arguments(sys.argv[1:])
+    complete_and_check(args, os.environ, torch.cuda.is_available())
+    pretrain(args)
+
+
+def main() -> int:
+    """Train; a user's mistake gives one line and exit status 2 on every rank."""
+    return run_program("pretrain_gpt.py", train)
 
 
 if __name__ == "__main__":

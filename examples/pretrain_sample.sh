@@ -39,7 +39,6 @@ DATA_ARGS=(
     --tokenizer-type HuggingFaceTokenizer
     --tokenizer-model "$SAMPLE/tokenizer.json"
     --data-cache-path .cache/index
-    --num-workers 0
 )
 EVAL_AND_LOGGING_ARGS=(
     --log-interval 5

@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 DIE = "die:"
 PLACES = ("in the step", "between step and validation", "in a rollback")
 
@@ -34,9 +32,6 @@ def die_at(place: str, count: int) -> None:
         is_last = calls == count and parallel_state.is_pipeline_last_stage()
         result = method(self, *args)
         if is_last:
-            # megatron-core's checkpoint writers outlive a rank that is killed.
-            for child in psutil.Process().children(recursive=True):
-                child.kill()
             os.kill(os.getpid(), signal.SIGKILL)
         return result
 

@@ -18,8 +18,8 @@ PRETRAIN = ROOT / "pretrain_gpt.py"
 
 TINY_GPT = [
     *("--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "16"),
-    *("--micro-batch-size", "1", "--lr", "1e-2", "--mock-data", "--vocab-size", "120", "--num-workers", "0"),
-    *("--train-iters", "10", "--log-interval", "1", "--eval-iters", "0"),
+    *("--micro-batch-size", "1", "--lr", "1e-2", "--mock-data", "--vocab-size", "120"),
+    *("--train-iters", "10", "--log-interval", "1"),
 ]
 """A model small enough that start-up is most of a run."""
 

@@ -21,7 +21,7 @@ DELAY = 60.0
 FLAGS = [
     *("--num-layers", "4", "--hidden-size", str(HIDDEN), "--num-attention-heads", "4", "--seq-length", str(SEQUENCE)),
     *("--micro-batch-size", "1", "--global-batch-size", "4", "--train-iters", "4", "--lr", "1e-3", "--mock-data"),
-    *("--vocab-size", "120", "--num-workers", "0", "--log-interval", "1", "--eval-iters", "0"),
+    *("--vocab-size", "120", "--log-interval", "1", "--eval-iters", "0"),
     *("--pipeline-model-parallel-size", "4", "--zero-bubble", "--zero-bubble-profile-iters", "2", "3"),
 ]
 

@@ -17,7 +17,7 @@ from tests.slurm.cluster import Cluster, Job, missing
 pytestmark = pytest.mark.skipif(missing() is not None, reason=missing() or "")
 
 EXAMPLES = ROOT / "examples" / "slurm"
-FLAGS = ("--vocab-size", "120", "--num-workers", "0", "--log-interval", "1", "--eval-iters", "0")
+FLAGS = ("--vocab-size", "120", "--log-interval", "1", "--eval-iters", "0")
 ITERATIONS = 60
 
 

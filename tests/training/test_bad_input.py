@@ -22,7 +22,9 @@ def errors_of(*flags: str) -> list[str]:
     assert result.returncode != 0, result.stdout
     assert " iteration " not in result.stdout, "it trained: " + result.stdout
     assert 'pretrain_gpt.py", line' not in result.stderr, "a traceback: " + result.stderr
-    return re.findall(r"pretrain_gpt\.py: error: (.*)", result.stderr)
+    lines = re.findall(r"^pretrain_gpt\.py: error: (.*)", result.stderr, flags=re.MULTILINE)
+    assert re.findall(r"traceback : pretrain_gpt\.py: error: (.*)", result.stderr) == lines, "torchrun's summary differs"
+    return lines
 
 
 def test_an_unknown_schedule_is_answered_with_the_known_ones() -> None:

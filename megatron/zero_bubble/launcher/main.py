@@ -15,20 +15,20 @@ from megatron.zero_bubble.launcher.flags import (
 )
 from megatron.zero_bubble.launcher.launch import Launch
 from megatron.zero_bubble.launcher.script import prepare_path, run_script
-from megatron.zero_bubble.training.start_up import quiet_start_up, report
+from megatron.zero_bubble.training.start_up import quiet_start_up, run_program
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the script; a user's mistake gives one line and exit status 2 on every rank."""
-    try:
-        command = parse_command_line(argv)
-        if command.wants_help and os.environ.get("RANK", "0") == "0":
-            print(help_text(), flush=True)
-        if command.script is not None:
-            _run(command)
-    except LauncherError as error:
-        return report(PROGRAM, error)
-    return 0
+    return run_program(PROGRAM, lambda: _launch(argv), LauncherError)
+
+
+def _launch(argv: Sequence[str]) -> None:
+    command = parse_command_line(argv)
+    if command.wants_help and os.environ.get("RANK", "0") == "0":
+        print(help_text(), flush=True)
+    if command.script is not None:
+        _run(command)
 
 
 def _run(command: CommandLine) -> None:

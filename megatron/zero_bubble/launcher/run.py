@@ -16,6 +16,7 @@ from megatron.zero_bubble.launcher.hooks import Call
 from megatron.zero_bubble.launcher.post_validation import ScriptPostValidation
 from megatron.zero_bubble.launcher.settings import refuse_what_cannot_work, settings_of
 from megatron.zero_bubble.launcher.v_placement import VPlacement
+from megatron.zero_bubble.mcore.checkpoint_writer import keep_results_in_process
 from megatron.zero_bubble.mcore.linear import split_weight_gradients
 from megatron.zero_bubble.mcore.transformer_engine import defer_weight_gradients
 from megatron.zero_bubble.runtime.watchdog import Watchdog
@@ -61,6 +62,8 @@ class Run:
             check_implementation(self._settings)
             check_post_validation(self._settings)
             check_environment(self._settings, os.environ, torch.cuda.is_available())
+        if not getattr(script, "async_save", False):
+            keep_results_in_process()
         self._plan = plan
         self._store = WeightGradStore(plan.placement.num_chunks)
         self._chunks: list[torch.nn.Module] = []

@@ -22,6 +22,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
 
+from megatron.zero_bubble.mcore.checkpoint_writer import keep_results_in_process
 from megatron.zero_bubble.mcore.optimizer import loadable
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.files import write_file
@@ -78,6 +79,7 @@ class Checkpointer:
         self._chunks = [unwrap_model(chunk) for chunk in model]
         self._optimizer = optimizer
         self._scheduler = scheduler
+        keep_results_in_process()
 
     def save(self) -> None:
         """Write the checkpoint of `args.iteration` under `args.save`; a collective call."""

@@ -9,7 +9,6 @@ batch = get_batch(iterator, config, embeds=..., is_last=...)                    
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,9 +26,17 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 from megatron.zero_bubble.schedule.errors import one_line
 from megatron.zero_bubble.training.data_config import DataConfig
 from megatron.zero_bubble.training.data_files import fingerprint
-from megatron.zero_bubble.training.data_samplers import CyclicSampler, SequentialSampler
+from megatron.zero_bubble.training.data_loader import MicrobatchIterator, build_data_iterator
 
-__all__ = ["Batch", "DataConfig", "Datasets", "build_data_iterator", "build_datasets", "get_batch"]
+__all__ = [
+    "Batch",
+    "DataConfig",
+    "Datasets",
+    "MicrobatchIterator",
+    "build_data_iterator",
+    "build_datasets",
+    "get_batch",
+]
 
 
 class ContentKeyedGPTDataset(GPTDataset):
@@ -118,45 +125,6 @@ def _check_lengths(config: DataConfig, num_samples: tuple[int, int, int]) -> Non
                 f"--data-path: the {split.name} data has {have} samples of {config.seq_length} tokens, the run needs "
                 f"{need}; give weights (the data is then repeated), more data, or fewer iterations"
             )
-
-
-def build_data_iterator(
-    dataset: torch.utils.data.Dataset | None,
-    config: DataConfig,
-    consumed_samples: int,
-    data_parallel_rank: int,
-    data_parallel_size: int,
-) -> Iterator[dict[str, torch.Tensor]] | None:
-    """An iterator over microbatches, after `consumed_samples` samples; None where there is no dataset.
-
-    Each model chunk that reads needs one of its own. Yields CPU tensors [micro_batch_size, seq_length].
-    """
-    if dataset is None or len(dataset) == 0:  # type: ignore[arg-type]  # Dataset declares no __len__
-        return None
-    sampler_class = CyclicSampler if config.dataloader_type == "cyclic" else SequentialSampler
-    sampler = sampler_class(
-        len(dataset),  # type: ignore[arg-type]
-        consumed_samples,
-        config.micro_batch_size,
-        data_parallel_rank,
-        data_parallel_size,
-    )
-    loader: torch.utils.data.DataLoader = torch.utils.data.DataLoader(
-        dataset,
-        batch_sampler=sampler,
-        num_workers=config.num_workers,
-        pin_memory=torch.cuda.is_available(),
-        worker_init_fn=_ignore_stop_signals,
-        # The loader draws its workers' seed from this; from the global generator it would change a run's numbers.
-        generator=torch.Generator().manual_seed(config.seed),
-    )
-    return iter(loader)
-
-
-def _ignore_stop_signals(worker: int) -> None:
-    """A signal to the whole process group must not take the loader away while the trainer saves a checkpoint."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 class Batch(NamedTuple):

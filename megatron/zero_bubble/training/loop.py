@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -115,13 +116,38 @@ class Trainer:
         self._log = log
         self._numerics = NumericsLog(args.log_numerics, args.iteration, args.log_rank) if args.log_numerics else None
         self._started = time.monotonic()
-        self._signalled = False
+        self._stop_signal: signal.Signals | None = None
         self._votes: _Votes | None = None
-        if args.exit_signal_handler:
-            signal.signal(signal.SIGTERM, self._on_signal)
 
     def train(self) -> None:
         """Train; save at the end if `--save` was given."""
+        with self._stop_signals_handled():
+            self._train()
+
+    @contextmanager
+    def _stop_signals_handled(self) -> Iterator[None]:
+        """With `--exit-signal-handler`, take SIGTERM and Ctrl-C for requests to save and exit.
+
+        SIGTERM may come more than once, from a cluster's scheduler and from torchrun. A second Ctrl-C is impatience: it
+        ends the process at once.
+        """
+        if not self._args.exit_signal_handler:
+            yield
+            return
+
+        def request_stop(number: int, frame: object) -> None:
+            self._stop_signal = signal.Signals(number)
+            if number == signal.SIGINT:
+                signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+        before = {number: signal.signal(number, request_stop) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _train(self) -> None:
         args = self._args
         for chunk in self._model:
             chunk.train()
@@ -272,13 +298,10 @@ class Trainer:
             return None
         minutes = (time.monotonic() - self._started) / 60.0
         over = args.exit_duration_in_mins is not None and minutes > args.exit_duration_in_mins
-        cast = _Votes.cast(self._signalled, over)
+        reasons = (self._stop_signal == signal.SIGTERM, self._stop_signal == signal.SIGINT, over)
+        cast = _Votes.cast(*reasons)
         # With post-validation nobody waits for the others here: the votes of the iteration before count.
         votes, self._votes = (cast, None) if self._post_validation is None else (self._votes, cast)
-        signalled, over = votes.count() if votes is not None else (False, False)
-        if signalled:
-            return "SIGTERM"
-        return f"--exit-duration-in-mins {args.exit_duration_in_mins}" if over else None
-
-    def _on_signal(self, *unused: Any) -> None:
-        self._signalled = True
+        names = ("SIGTERM", "SIGINT", f"--exit-duration-in-mins {args.exit_duration_in_mins}")
+        given = votes.count() if votes is not None else (False,) * len(names)
+        return next((name for name, is_given in zip(names, given, strict=True) if is_given), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -46,8 +47,8 @@ def pretrain(args: Arguments) -> None:
     placement = choose_placement(args, plan)
     if args.load:
         latest_iteration(args.load)
-    with initialized(args, placement):
-        trainer = _build_trainer(args, plan, placement, data_config, tokenizer)
+    with initialized(args, placement), ExitStack() as resources:
+        trainer = _build_trainer(args, plan, placement, data_config, tokenizer, resources)
         try:
             trainer.train()
         except Infeasible as error:
@@ -74,6 +75,7 @@ def _build_trainer(
     placement: Placement,
     data_config: DataConfig,
     tokenizer: MegatronTokenizerBase,
+    resources: ExitStack,
 ) -> Trainer:
     timers = Timers(args.timing_log_level, "minmax") if args.timing_log_level else None
     config = transformer_config(args, placement.num_chunks, timers)
@@ -88,7 +90,7 @@ def _build_trainer(
     describe_places(args, placement)
     post_validation = build_post_validation(args, plan, optimizer, model)
     forward_backward = choose_forward_backward(args, plan, store, post_validation)
-    train_data, valid_data = open_data(args, data_config, tokenizer, model)
+    train_data, valid_data = open_data(args, data_config, tokenizer, model, resources)
     return Trainer(
         args,
         model,
@@ -107,9 +109,13 @@ def _build_trainer(
 
 
 def open_data(
-    args: Arguments, data_config: DataConfig, tokenizer: MegatronTokenizerBase, model: list[torch.nn.Module]
+    args: Arguments,
+    data_config: DataConfig,
+    tokenizer: MegatronTokenizerBase,
+    model: list[torch.nn.Module],
+    resources: ExitStack,
 ) -> tuple[list[DataIterator], list[DataIterator]]:
-    """Training and validation data, one iterator for each model chunk that reads.
+    """Training and validation data, one iterator for each model chunk that reads; `resources` closes them.
 
     Raises:
         ValueError: the data cannot be read, or what a checkpoint's run has left of it is too little.
@@ -131,7 +137,13 @@ def open_data(
     place = (parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size())
 
     def open_split(split: Any, consumed_samples: int) -> list[DataIterator]:
-        return [build_data_iterator(split, data_config, consumed_samples, *place) if read else None for read in reads]
+        iterators: list[DataIterator] = []
+        for read in reads:
+            iterator = build_data_iterator(split, data_config, consumed_samples, *place) if read else None
+            if iterator is not None:
+                resources.callback(iterator.close)
+            iterators.append(iterator)
+        return iterators
 
     return (
         open_split(datasets.train, args.consumed_train_samples),

@@ -1,17 +1,25 @@
-"""What a program does before anything else, and how it ends on a user's mistake. Imports nothing of megatron-core."""
+"""How a program of ours begins and ends as a rank of a job. Imports nothing of megatron-core."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 import time
+import traceback
 import warnings
+from collections.abc import Callable
+from typing import NoReturn
 
 import torch
 
-_SECONDS_FOR_RANK_0 = 15.0
-"""In which rank 0 finds the mistake too, ends, and torchrun ends the others."""
+from megatron.zero_bubble.runtime.processes import end_children, end_with_parent, tie_children
+
+_SECONDS_FOR_RANK_0 = 5.0
+"""Seconds the other ranks wait for rank 0 to report the same mistake, so that it is printed once."""
+_SECONDS_TO_END = 8
+"""Seconds an interpreter has to end after an error, before the kernel ends it."""
 _STATUS = 2
 
 
@@ -21,6 +29,38 @@ def quiet_start_up() -> None:
         return
     for message in (".*Apex (is|are) not installed", ".*full scope is deprecated", ".*lack of `?grouped_gemm"):
         warnings.filterwarnings("ignore", message=message, category=UserWarning)
+
+
+def run_program(program: str, body: Callable[[], None], mistakes: type[ValueError] = ValueError) -> int:
+    """Run `body` as the whole program of one rank, and leave no process behind, whatever way it ends.
+
+    A user's mistake is printed as one line. Any other error also reaches torchrun, which repeats it in its summary.
+    Ctrl-C ends the process at once and without a word, like SIGTERM, unless `body` handles these signals.
+
+    Args:
+        program: as the user calls it; begins the line.
+        mistakes: the errors that are the user's.
+
+    Returns:
+        The program's exit status.
+    """
+    on_interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    tie_children()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent(signal.SIGTERM)
+    try:
+        body()
+    except mistakes as error:
+        return report(program, error)
+    except Exception:
+        _tell_torchrun(traceback.format_exc())
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(_SECONDS_TO_END)
+        raise
+    finally:
+        end_children()
+        signal.signal(signal.SIGINT, on_interrupt)
+    return 0
 
 
 def report(program: str, error: ValueError) -> int:
@@ -34,10 +74,32 @@ def report(program: str, error: ValueError) -> int:
         # torchrun ends the others by this signal, which a trainer may have made a request to save.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(_SECONDS_FOR_RANK_0)
-    print(f"{program}: error: {error}", file=sys.stderr, flush=True)
-    if rank == 0 and num_ranks > 1:
-        # torchrun waits for the process to be gone. An interpreter full of modules takes seconds to end where ranks
-        # share few cores; the others are killed, so nothing of the job is closed in order anyway.
-        sys.stdout.flush()
-        os._exit(_STATUS)
+    line = f"{program}: error: {error}"
+    _tell_torchrun(line)
+    print(line, file=sys.stderr, flush=True)
+    if num_ranks > 1:
+        _leave()
     return _STATUS
+
+
+def _tell_torchrun(reason: str) -> None:
+    """Write the reason where torchrun looks for it, in the form of its `ErrorHandler`, so that its summary shows it.
+
+    torchrun takes the earliest failure for the cause, in whole seconds, and counts ranks that it ends itself. Hence a
+    second less.
+    """
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        details = {"py_callstack": reason, "timestamp": str(int(time.time()) - 1)}
+        with open(file, "w") as stream:
+            json.dump({"message": {"message": reason, "extraInfo": details}}, stream)
+
+
+def _leave() -> NoReturn:
+    """End this rank of several now: torchrun waits for it before it ends the others.
+
+    An interpreter full of modules takes seconds to end where ranks share few cores.
+    """
+    sys.stdout.flush()
+    end_children()
+    os._exit(_STATUS)

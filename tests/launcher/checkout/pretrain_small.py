@@ -1,5 +1,6 @@
 """Trains a very small GPT the way Megatron-LM's `pretrain_gpt.py` does: `python pretrain_small.py <flags>`."""
 
+import signal
 from functools import partial
 
 import torch
@@ -10,6 +11,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training.global_vars import get_args
 from megatron.training.training import pretrain
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 VOCABULARY = 128
 
@@ -48,14 +50,26 @@ def data_provider(vp_stage, seed):
     """Random tokens, for the chunks that read them."""
     is_whole_rank = vp_stage is None
     if mpu.is_pipeline_first_stage(is_whole_rank, vp_stage) or mpu.is_pipeline_last_stage(is_whole_rank, vp_stage):
-        return batches(get_args(), seed)
+        args = get_args()
+        tokens = RandomTokens(args, 1000 * seed + mpu.get_data_parallel_rank())
+        ignore = ignore_stop_signal if args.exit_signal_handler else None
+        return iter(DataLoader(tokens, batch_size=None, num_workers=args.num_workers, worker_init_fn=ignore))
     return None
 
 
-def batches(args, seed):
-    generator = torch.Generator().manual_seed(1000 * seed + mpu.get_data_parallel_rank())
-    while True:
-        yield torch.randint(VOCABULARY, (args.micro_batch_size, args.seq_length + 1), generator=generator)
+class RandomTokens(IterableDataset):
+    def __init__(self, args, seed):
+        self._shape, self._seed = (args.micro_batch_size, args.seq_length + 1), seed
+
+    def __iter__(self):
+        worker = get_worker_info()
+        generator = torch.Generator().manual_seed(self._seed + (500 * worker.id if worker else 0))
+        while True:
+            yield torch.randint(VOCABULARY, self._shape, generator=generator)
+
+
+def ignore_stop_signal(worker):
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
 
 
 def loss_func(output):

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 
 import torch
 from megatron.core import mpu, tensor_parallel
@@ -20,6 +21,7 @@ _NUMBERS = {
     "train-iters": 4,
     "log-interval": 1,
     "eval-iters": 1,
+    "num-workers": 2,
     "pipeline-model-parallel-size": 1,
     "num-layers-per-virtual-pipeline-stage": None,
     "num-virtual-stages-per-pipeline-rank": None,
@@ -31,7 +33,8 @@ def parse_args(argv=None):
     for name, default in _NUMBERS.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--clip-grad", type=float, default=1.0)
-    for name in ("untie-embeddings-and-output-weights", "use-distributed-optimizer", "overlap-grad-reduce"):
+    switches = ("untie-embeddings-and-output-weights", "use-distributed-optimizer", "overlap-grad-reduce")
+    for name in (*switches, "exit-signal-handler"):
         parser.add_argument(f"--{name}", action="store_true")
     for name in ("save", "load"):
         parser.add_argument(f"--{name}", default=None)
@@ -62,6 +65,9 @@ def initialize_megatron(argv=None, allow_no_cuda=False):
             pipeline_model_parallel_size=args.pipeline_model_parallel_size,
             virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
         )
+    args.signals = []
+    if args.exit_signal_handler:
+        signal.signal(signal.SIGTERM, lambda number, frame: args.signals.append(number))
     torch.manual_seed(1)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     init_num_microbatches_calculator(

@@ -1,6 +1,7 @@
 """Model, optimizer, training, evaluation and log line."""
 
 import dataclasses
+import sys
 import time
 import zlib
 from datetime import datetime
@@ -122,7 +123,18 @@ def train(args, model, config, optimizer, forward_step, data_provider):
             line += f" lm loss: {mean_loss(losses).hex()} |"
         if iteration % args.log_interval == 0:
             print_rank_last(line + (f" grad norm: {grad_norm.hex()} |" if grad_norm else ""))
+        if args.exit_signal_handler and any_rank(bool(args.signals)):
+            args.iteration = iteration
+            save_checkpoint(args, model, optimizer)
+            print_rank_last(f"exiting program at iteration {iteration}")
+            sys.exit()
     args.iteration = iteration
+
+
+def any_rank(condition):
+    conditions = torch.tensor([int(condition)])
+    torch.distributed.all_reduce(conditions, op=torch.distributed.ReduceOp.MAX)
+    return bool(conditions.item())
 
 
 def evaluate(args, model, forward_step, data_provider):

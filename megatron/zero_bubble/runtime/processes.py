@@ -1,0 +1,65 @@
+"""The processes that a rank starts (loader workers, checkpoint writers) end with it, however it ends.
+
+Python ends its children only when it exits in order, and then waits for them without limit: a rank that is killed
+leaves them behind, and a child that ignores SIGTERM keeps its rank from ending.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+
+_PR_SET_PDEATHSIG = 1
+"""Of prctl(2)."""
+
+
+def end_with_parent(death_signal: signal.Signals = signal.SIGKILL) -> None:
+    """Let the kernel send this process `death_signal` once the thread that started it is gone.
+
+    Only Linux can do this; elsewhere the call does nothing.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, death_signal)
+
+
+def tie_children() -> None:
+    """Let every process that this one's main thread forks from now on end with it.
+
+    A child of another thread is left alone: it would end with that thread, not with the process.
+    """
+    is_main_thread = False
+
+    def remember_thread() -> None:
+        nonlocal is_main_thread
+        is_main_thread = threading.current_thread() is threading.main_thread()
+
+    def tie() -> None:
+        if is_main_thread:
+            end_with_parent()
+
+    os.register_at_fork(before=remember_thread, after_in_child=tie)
+
+
+def end_children(patience: float = 2.0) -> None:
+    """End the children that `multiprocessing` would otherwise end, and wait for, when this process exits.
+
+    Args:
+        patience: seconds that all of them together have after SIGTERM, before they are killed.
+    """
+    children = [child for child in multiprocessing.active_children() if child.daemon]
+    # torch raises an error in this process when a loader worker is ended that it still counts as working.
+    if children and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for child in children:
+        child.terminate()
+    deadline = time.monotonic() + patience
+    for child in children:
+        child.join(max(0.0, deadline - time.monotonic()))
+        if child.is_alive():
+            child.kill()
+            child.join()

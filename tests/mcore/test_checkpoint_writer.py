@@ -1,0 +1,43 @@
+"""megatron-core's checkpoint writer starts no process that would stay behind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.launch import environment
+
+SAVE = """
+import sys
+import psutil, torch, torch.distributed as dist
+from megatron.zero_bubble.mcore.cpu import substitute_cuda
+
+if __name__ == "__main__":
+    substitute_cuda()
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.zero_bubble.mcore.checkpoint_writer import keep_results_in_process
+
+    keep_results_in_process()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    weight = torch.arange(6.0)
+    state = {"weight": ShardedTensor.from_rank_offsets("weight", weight)}
+    for name in ("first", "second"):
+        dist_checkpointing.save(state, f"{sys.argv[1]}/{name}")
+        loaded = {"weight": ShardedTensor.from_rank_offsets("weight", torch.zeros(6))}
+        assert torch.equal(dist_checkpointing.load(loaded, f"{sys.argv[1]}/{name}")["weight"], weight)
+    print("children:", psutil.Process().children(recursive=True))
+"""
+
+
+def test_saving_leaves_no_process(tmp_path: Path) -> None:
+    script = tmp_path / "save.py"
+    script.write_text(SAVE)
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    result = subprocess.run(
+        [sys.executable, str(script), str(tmp_path)], env=environment(), capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert "children: []" in result.stdout
