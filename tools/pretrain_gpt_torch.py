@@ -13,28 +13,27 @@ A mistake ends with one line and exit status 2.
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
 
 from megatron.zero_bubble.mcore.cpu import substitute_cuda
+from megatron.zero_bubble.training.start_up import run_program
 
 PROG = "pretrain_gpt_torch.py"
 
 
-def main() -> int:
+def peer() -> None:
+    """Train. Raises `ValueError` for a user's mistake."""
     warnings.filterwarnings("ignore", category=UserWarning)  # megatron-core's, about what a CPU has not
     substitute_cuda()
     # Only now: megatron-core looks for a device as it is imported.
     from benchmark_cli.torch_training import train
 
-    try:
-        train(sys.argv[1] if len(sys.argv) > 1 else "", sys.argv[2:], PROG)
-    except ValueError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"{PROG}: error: {error}", file=sys.stderr, flush=True)
-        return 2
-    return 0
+    train(sys.argv[1] if len(sys.argv) > 1 else "", sys.argv[2:], PROG)
+
+
+def main() -> int:
+    return run_program(PROG, peer)
 
 
 if __name__ == "__main__":

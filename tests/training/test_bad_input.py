@@ -23,7 +23,9 @@ def errors_of(*flags: str) -> list[str]:
     assert " iteration " not in result.stdout, "it trained: " + result.stdout
     assert 'pretrain_gpt.py", line' not in result.stderr, "a traceback: " + result.stderr
     lines = re.findall(r"^pretrain_gpt\.py: error: (.*)", result.stderr, flags=re.MULTILINE)
-    assert re.findall(r"traceback : pretrain_gpt\.py: error: (.*)", result.stderr) == lines, "torchrun's summary differs"
+    assert re.findall(r"traceback : pretrain_gpt\.py: error: (.*)", result.stderr) == lines, (
+        "torchrun's summary differs"
+    )
     return lines
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch
 from megatron.core import parallel_state
@@ -34,7 +35,7 @@ def train(name: str, flags: Sequence[str], prog: str) -> None:
     data_config = make_data_config(args)
     tokenizer = load_tokenizer(args)
     data_config.validate(tokenizer.vocab_size)
-    with initialized(args, placement):
+    with initialized(args, placement), ExitStack() as resources:
         config = transformer_config(args, placement.num_chunks, None)
         model = build_model(args, config, placement, None)
         compute_linear_layers_in_aten(model)
@@ -49,7 +50,7 @@ def train(name: str, flags: Sequence[str], prog: str) -> None:
             scheduler,
             TorchForwardBackward(name, model, placement, rank, args, data_config),
             data_config,
-            *open_data(args, data_config, tokenizer, model),
+            *open_data(args, data_config, tokenizer, model, resources),
             Checkpointer(args, model, optimizer, scheduler),
             TrainingLog(args, []),
         )
