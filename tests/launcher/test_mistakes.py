@@ -12,7 +12,7 @@ import pytest
 from megatron.zero_bubble.launcher.errors import LauncherError
 from megatron.zero_bubble.launcher.flags import LaunchFlags
 from megatron.zero_bubble.launcher.run import Run
-from tests.launch import ROOT, environment
+from tests.launch import ROOT, environment, run
 
 CHECKOUT = ROOT / "tests" / "launcher" / "checkout"
 FLAGS = ("--zero-bubble-cpu", "--zero-bubble-schedule", "zb-h1")
@@ -82,6 +82,30 @@ def test_a_script_that_never_trains(tmp_path: Path) -> None:
     result = start(script, *FLAGS)
     assert result.stdout == "done\n"
     assert "without a training step" in error_of(result)
+
+
+MORE_LAYERS = """
+from pretrain_small import data_provider, forward_step, get_args, model_provider, pretrain
+
+def more_layers(*given, **named):
+    get_args().num_layers += 2
+    model = model_provider(*given, **named)
+    get_args().num_layers -= 2
+    return model
+
+pretrain(more_layers, forward_step, data_provider)
+"""
+
+
+def test_a_script_that_builds_other_layers_than_it_was_asked_for(tmp_path: Path) -> None:
+    script = tmp_path / "more_layers.py"
+    script.write_text(MORE_LAYERS)
+    for name in ("megatron", "pretrain_small.py"):
+        (tmp_path / name).symlink_to(CHECKOUT / name)
+    flags = ("--pipeline-model-parallel-size", "2", "--zero-bubble-cpu", "--zero-bubble-schedule", "zb-h1")
+    result = run(2, "-m", "megatron.zero_bubble", str(script), *flags, timeout=300)
+    assert result.returncode != 0
+    assert "--num-layers 4, but stages of 3, 3 layers were built, 6 in all" in result.stderr
 
 
 @pytest.fixture

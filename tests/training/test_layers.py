@@ -111,6 +111,49 @@ def test_a_layout_of_the_users_own_stands():
     assert args.pipeline_model_parallel_layout == own
 
 
+FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
+LAYOUT = "--pipeline-model-parallel-layout"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({FIRST: "9"}, f"of --num-layers 8, {FIRST} 9 leaves -1 for 3 other pipeline ranks: .*"),
+        ({LAST: "8"}, f"of --num-layers 8, {LAST} 8 leaves 0 for 3 other pipeline ranks: .*"),
+        ({FIRST: "3"}, f"of --num-layers 8, {FIRST} 3 leaves 5 for 3 other pipeline ranks: each .* all as many"),
+        ({FIRST: "3", LAST: "4"}, f"of --num-layers 8, {FIRST} 3 and {LAST} 4 leaves 1 for 2 other pipeline ranks: .*"),
+        ({FIRST: "0"}, f"{FIRST} must be at least 1, got 0"),
+        ({LAST: "-1"}, f"{LAST} must be at least 1, got -1"),
+        ({LAYOUT: "Et|ttt|tt|tL"}, rf"{LAYOUT} .* has 7 layers, but --num-layers is 8"),
+        ({LAYOUT: "Et|ttt|ttt|tL", FIRST: "1"}, f"{FIRST} 1 and {LAYOUT} .* both say how many layers .*"),
+        ({LAYOUT: "Et|ttt|ttt|tL", LOSS: None}, f"{LAYOUT} .* and {EMBEDDING} or {LOSS} both say how many layers .*"),
+        ({FIRST: "2", EMBEDDING: None}, f"{FIRST} 2 and {EMBEDDING} or {LOSS} both say how many layers .*"),
+        (
+            {FIRST: "2", "--num-virtual-stages-per-pipeline-rank": "2", "--num-layers": "5"},
+            f"{FIRST} 2: pipeline ranks with 2, 1 layers cannot be cut into 2 even model chunks each",
+        ),
+    ],
+)
+def test_layers_that_would_not_be_those_asked_for(changes, message):
+    """megatron-core builds some of these, with more or fewer layers than `--num-layers`."""
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        checked({"--global-batch-size": "16", **changes})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {FIRST: "2"},
+        {FIRST: "1", LAST: "3"},
+        {FIRST: "5", LAST: "1"},
+        {FIRST: "4", LAST: "4", "--pipeline-model-parallel-size": "2"},
+        {FIRST: "2", LAST: "2", "--num-virtual-stages-per-pipeline-rank": "2"},
+    ],
+)
+def test_layers_of_the_first_and_the_last_rank_that_add_up(changes):
+    checked({"--global-batch-size": "16", **changes})
+
+
 UNEVEN = [
     *(*TINY_GPT, "--num-layers", "5", "--train-iters", "3", "--allow-padding-num-layers"),
     *("--pipeline-model-parallel-size", "2", "--global-batch-size", "4"),
@@ -128,10 +171,11 @@ def test_schedules_equal_megatron_cores_with_uneven_stages(tmp_path: Path) -> No
         "interleaved-zb": [*UNEVEN, *CHUNKS, "--zero-bubble"],
         "base-ends": [*UNEVEN, *ENDS],
         "ends": [*UNEVEN, *ENDS, "--zero-bubble"],
+        "first": [*UNEVEN, FIRST, "3", "--zero-bubble"],
     }
     run_trainings(2, trainings, tmp_path)
     numerics = {name: (tmp_path / f"{name}.jsonl").read_bytes() for name in trainings}
-    assert numerics["zb-h1"] == numerics["base"]
+    assert numerics["zb-h1"] == numerics["first"] == numerics["base"]
     assert numerics["interleaved-zb"] == numerics["base-chunks"] != numerics["base"]
     assert numerics["ends"] == numerics["base-ends"] != numerics["base"]
 

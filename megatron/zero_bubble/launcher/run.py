@@ -18,6 +18,7 @@ from megatron.zero_bubble.launcher.settings import refuse_what_cannot_work, sett
 from megatron.zero_bubble.launcher.v_placement import VPlacement
 from megatron.zero_bubble.mcore.checkpoint_writer import keep_results_in_process
 from megatron.zero_bubble.mcore.linear import split_weight_gradients
+from megatron.zero_bubble.mcore.placement import check_layers_built
 from megatron.zero_bubble.mcore.transformer_engine import defer_weight_gradients
 from megatron.zero_bubble.runtime.watchdog import Watchdog
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
@@ -116,6 +117,7 @@ class Run:
         """Before the first step, when the model is built and a checkpoint loaded; a collective call."""
         self._settings.iteration = getattr(self._script, "iteration", 0)
         with users_mistakes():
+            check_layers_built(self._settings.num_layers, self._plan.placement, self._chunks)
             describe(self._settings, self._plan, self._chunks)
         describe_places(self._settings, self._plan.placement, is_megatron_lm=True)
         asked = self._settings.zero_bubble_post_validation

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 
@@ -70,6 +71,30 @@ def copy_tied_embedding(chunks: Sequence[torch.nn.Module]) -> None:
     if tied is not None:
         embedding, output = tied
         output.data.copy_(embedding.data)
+
+
+def check_layers_built(num_layers: int, placement: Placement, chunks: Sequence[torch.nn.Module]) -> None:
+    """Refuse a GPT with another number of layers than was asked for; a collective call of each pipeline's ranks.
+
+    However the layers were spread: they are counted where they are. Layers that predict further tokens are apart.
+
+    Raises:
+        ValueError: the same on all ranks of the pipeline.
+    """
+    models = [unwrap_model(chunk) for chunk in chunks]
+    if not all(isinstance(model, GPTModel) for model in models):
+        return
+    group = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["pp"]).pp
+    stages = torch.zeros(placement.num_stages, dtype=torch.int, device=torch.cuda.current_device())
+    for chunk, model in enumerate(models):
+        stages[placement.stage_of(group.rank(), chunk)] = len(model.decoder.layers)
+    dist.all_reduce(stages, group=group)
+    built = stages.tolist()
+    if sum(built) != num_layers:
+        raise ValueError(
+            f"--num-layers {num_layers}, but stages of {', '.join(map(str, built))} layers were built, {sum(built)} in "
+            "all: check the flags that say how layers are spread over stages"
+        )
 
 
 def finalize_gradients(

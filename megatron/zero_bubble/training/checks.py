@@ -67,7 +67,8 @@ def _check_ranges(args: Arguments) -> None:
         *("distributed_timeout_minutes", "vocab_size", "ddp_bucket_size", "lr_decay_iters"),
         *("num_experts", "expert_model_parallel_size", "context_parallel_size", "mtp_num_layers"),
         *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", "recompute_num_layers"),
-        "microbatch_group_size_per_virtual_pipeline_stage",
+        *("microbatch_group_size_per_virtual_pipeline_stage", "decoder_first_pipeline_num_layers"),
+        "decoder_last_pipeline_num_layers",
     )
     for name in at_least_one:
         value = getattr(args, name)

@@ -39,6 +39,51 @@ def choose_layout(args: Arguments, placement: Placement) -> str | None:
     return to_layout(spread_layers(layers, stages), args.mtp_num_layers)
 
 
+def check_given_layers(args: Arguments, placement: Placement) -> None:
+    """Refuse a layout of the user's own, or layers of the first and the last rank, that do not give `--num-layers`.
+
+    megatron-core builds what they say, which may be a model of another size.
+
+    Raises:
+        ValueError: which flags contradict each other.
+    """
+    layout = args.pipeline_model_parallel_layout
+    flags = [*_layers_of_ends(args), *([f"--pipeline-model-parallel-layout {layout}"] if layout is not None else [])]
+    if args.account_for_embedding_in_pipeline_split or args.account_for_loss_in_pipeline_split:
+        flags.append("--account-for-embedding-in-pipeline-split or --account-for-loss-in-pipeline-split")
+    if layout is None and len(flags) == len(_layers_of_ends(args)):
+        _check_ends(args, placement)
+    elif len(flags) > 1:
+        raise ValueError(f"{flags[0]} and {flags[-1]} both say how many layers a stage has: give one of them")
+    elif layout is not None and (given := sum(layers_of_layout(layout, placement.num_ranks))) != args.num_layers:
+        raise ValueError(f"{flags[0]} has {given} layers, but --num-layers is {args.num_layers}")
+
+
+def _layers_of_ends(args: Arguments) -> dict[str, int]:
+    """The numbers that are given for the first and the last rank, by their flags."""
+    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+    ends = {"--decoder-first-pipeline-num-layers": first, "--decoder-last-pipeline-num-layers": last}
+    return {f"{flag} {value}": value for flag, value in ends.items() if value is not None}
+
+
+def _check_ends(args: Arguments, placement: Placement) -> None:
+    ends = _layers_of_ends(args)
+    flags = " and ".join(ends)
+    rest, ranks = args.num_layers - sum(ends.values()), placement.num_ranks - len(ends)
+    fits = rest > 0 and rest % ranks == 0 if ranks > 0 else rest == ranks == 0
+    if not fits:
+        raise ValueError(
+            f"of --num-layers {args.num_layers}, {flags} leaves {rest} for {ranks} other pipeline ranks: "
+            "each of them must get one at least, and all as many"
+        )
+    layers = [*ends.values(), *([rest // ranks] if ranks > 0 else [])]
+    if any(number % placement.num_chunks for number in layers):
+        raise ValueError(
+            f"{flags}: pipeline ranks with {', '.join(map(str, layers))} layers cannot be cut into "
+            f"{placement.num_chunks} even model chunks each"
+        )
+
+
 def spread_with_ends(per_stage: int, num_stages: int, *, embedding: bool, loss: bool) -> list[int]:
     """Layers of each stage when the embedding and the loss take the place of one each."""
     layers = [per_stage] * num_stages

@@ -11,7 +11,7 @@ from megatron.zero_bubble.schedule.generators import default_costs
 from megatron.zero_bubble.schedule.plan import FixedPlan, NamedPlan, Plan
 from megatron.zero_bubble.schedule.serialize import schedule_from_text
 from megatron.zero_bubble.training.arguments import Arguments
-from megatron.zero_bubble.training.layers import choose_layout
+from megatron.zero_bubble.training.layers import check_given_layers, choose_layout
 from megatron.zero_bubble.training.planning import memory_limit
 
 _FILE = "file:"
@@ -120,7 +120,9 @@ def check_stages(args: Arguments, placement: Placement) -> None:
             f"--zero-bubble-schedule {args.schedule} places layers in a V, which ends on the first rank, and "
             "megatron-core puts the layers of --mtp-num-layers on the last: choose a schedule that is not a V"
         )
-    if not uneven:
+    if uneven:
+        check_given_layers(args, placement)
+    else:
         args.pipeline_model_parallel_layout = choose_layout(args, placement)
 
 

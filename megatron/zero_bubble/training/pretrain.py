@@ -13,6 +13,7 @@ from megatron.core.timers import Timers
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 from megatron.core.utils import get_attr_wrapped_model
 
+from megatron.zero_bubble.mcore.placement import check_layers_built
 from megatron.zero_bubble.mcore.post_validation import PostValidation
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Infeasible, Placement
@@ -81,6 +82,7 @@ def _build_trainer(
     config = transformer_config(args, placement.num_chunks, timers)
     store = WeightGradStore(placement.num_chunks) if plan else None
     model = build_model(args, config, placement, store)
+    check_layers_built(args.num_layers, placement, model)
     optimizer = build_optimizer(args, model, config)
     scheduler = build_lr_scheduler(args, optimizer)
     checkpointer = Checkpointer(args, model, optimizer, scheduler)
