@@ -46,10 +46,12 @@ def infinite_gradients(faults: set[tuple[int, ...]]) -> Iterator[None]:
 
 def main(plan: str) -> None:
     substitute_cuda()
+    sys.path.insert(0, str(Path(__file__).parents[1]))
     from megatron.zero_bubble.training.arguments import parse_arguments
     from megatron.zero_bubble.training.checks import complete_and_check
     from megatron.zero_bubble.training.initialize import print_rank_0
     from megatron.zero_bubble.training.pretrain import pretrain
+    from tests.undone import counted_undos
 
     gc.freeze()  # the modules: collecting them takes a second
     for number, (name, flags) in enumerate(json.loads(Path(plan).read_text()).items()):
@@ -60,8 +62,12 @@ def main(plan: str) -> None:
         store = dist.FileStore(f"{plan}.{number}.store", args.world_size)
         dist.init_process_group(args.distributed_backend, store=store, rank=args.rank, world_size=args.world_size)
         print_rank_0(f"training {name}")
-        with infinite_gradients({tuple(map(int, fault[len(FAULT) :].split("@"))) for fault in faults}):
+        places = {tuple(map(int, fault[len(FAULT) :].split("@"))) for fault in faults}
+        with infinite_gradients(places), counted_undos() as undone:
             pretrain(args)
+        counts = [0] * args.world_size
+        dist.all_gather_object(counts, undone())
+        print_rank_0(f"undone steps of each rank: {counts}")
         gc.collect()  # the model holds some of the groups, and has cycles
         dist.destroy_process_group()
 

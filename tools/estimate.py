@@ -8,9 +8,9 @@
 
 After `--` come pretrain_gpt.py's flags, as the job will have them; what says nothing about memory or time may be left
 out. Times are operations over the speed that layers reach (--device-tflops times --mfu), or measured (--profile).
-Memory is parameters, gradients and Adam, divided as --zero-stage says; the activations that the schedule's simulation
-holds at its peak; and --reserved-memory. The fullest rank decides what fits, and is the one in the table. `auto` is
-planned under --zero-bubble-memory-limit, and a line below the table says what that came to.
+Memory is parameters, gradients and the optimizer's states, divided as --zero-stage says; the activations that the
+schedule's simulation holds at its peak; and --reserved-memory. The fullest rank decides what fits, and is the one in
+the table. `auto` is planned under --zero-bubble-memory-limit, and a line below the table says what that came to.
 
 The activations are those of layers that keep every tensor once (Korthikanti et al. 2022); `make gpu-check` compares
 with an allocator. An iteration is the makespan, or what follows each other closely where --zero-bubble-post-validation

@@ -18,7 +18,9 @@ from megatron.zero_bubble.launcher.launch import Launch
 
 def main(plan: Path) -> None:
     """`plan` names each training's flags and, unless it is to have megatron-core's schedule, what `enable` is told."""
-    sys.path.insert(0, str(Path(__file__).parent / "checkout"))
+    sys.path[:0] = [str(Path(__file__).parent / "checkout"), str(Path(__file__).parents[2])]
+    from tests.undone import counted_undos
+
     rank, world_size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
     for name, (settings, flags) in json.loads(plan.read_text()).items():
         # Each training in process groups of its own: those of all together would have a thousand threads.
@@ -28,7 +30,9 @@ def main(plan: Path) -> None:
             launch = Launch(LaunchFlags(zero_bubble_cpu=True))
         else:
             zb.enable(**settings, cpu=True)
-        train(flags, plan.parent / f"{name}.{rank}.txt")
+        with counted_undos() as undone:
+            train(flags, plan.parent / f"{name}.{rank}.txt")
+        (plan.parent / f"{name}.{rank}.undone").write_text(str(undone()))
         if settings is None:
             launch.close()
         else:

@@ -14,6 +14,14 @@ CHECKOUT = ROOT / "tests" / "launcher" / "checkout"
 P2 = ("--pipeline-model-parallel-size", "2", "--clip-grad", "0.5")
 """The gradient norm is above this in every iteration."""
 SOMETIMES = (*P2, "--log-interval", "3", "--train-iters", "7")
+POST_VALIDATION = {"schedule": "zb-2p", "post_validation": True}
+OPTIMIZERS = {
+    "AdamW": ("--optimizer", "adamw"),
+    "Adam": ("--optimizer", "adam"),
+    "SGD": ("--optimizer", "sgd", "--clip-grad", "1.5"),
+    "SGD without momentum": ("--optimizer", "sgd", "--sgd-momentum", "0", "--clip-grad", "1.5"),
+    "Adagrad": ("--optimizer", "adagrad"),
+}
 UNTIED = ("--untie-embeddings-and-output-weights", "--overlap-grad-reduce")
 CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "2")
 UNCLIPPED = ("--pipeline-model-parallel-size", "2", "--clip-grad", "0")
@@ -34,7 +42,7 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "planned": ({"profile_iters": [1, 2], "timeline": str(folder / "timeline"), "strict": True}, P2),
         "base-again": (None, P2),
         "base-logged-sometimes": (None, (*SOMETIMES, "--save", plain)),
-        "post-validated": ({"schedule": "zb-2p", "post_validation": True}, (*SOMETIMES, "--save", plain)),
+        "post-validated": (POST_VALIDATION, (*SOMETIMES, "--save", plain)),
         "base-unclipped": (None, UNCLIPPED),
         "zb-v": ({"schedule": "zb-v"}, (*UNCLIPPED, *CHUNKS)),
         "base-chunks": (None, (*P2, *CHUNKS)),
@@ -44,6 +52,9 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "saved-by-theirs": (None, (*P2, *first, "--save", theirs)),
         "resumed-by-ours": ({"schedule": "zb-h1"}, (*P2, *rest, "--load", theirs)),
     }
+    for name, more in OPTIMIZERS.items():
+        trainings[f"base-{name}"] = (None, (*SOMETIMES, *more))
+        trainings[f"post-validated-{name}"] = (POST_VALIDATION, (*SOMETIMES, *more))
     for name in (ours, theirs, plain):
         Path(name).mkdir()
     (folder / "plan.json").write_text(json.dumps(trainings))
@@ -73,6 +84,14 @@ def numbers_of(logs: Path, training: str) -> list[str]:
 )
 def test_numbers_are_those_of_the_script_alone(logs: Path, training: str, same: str) -> None:
     assert numbers_of(logs, training) == numbers_of(logs, same)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_steps_of_any_optimizer_are_undone(logs: Path, optimizer: str) -> None:
+    """Clipped by a norm that no rank's own gradients have, so that a step is taken and undone."""
+    name = f"post-validated-{optimizer}"
+    assert numbers_of(logs, name) == numbers_of(logs, f"base-{optimizer}")
+    assert sum(int((logs / f"{name}.{rank}.undone").read_text()) for rank in range(2)) > 0
 
 
 def test_a_v_gives_the_same_losses(logs: Path) -> None:

@@ -158,6 +158,13 @@ def test_a_snapshot_keeps_adams_part_twice():
     assert States.of(arguments(*flags, "--zero-bubble-rollback-on-host"), 1).bytes_a_parameter(8) == 4 + 12 / 8
 
 
+def test_sgd_has_one_moment_or_none():
+    flags = ("--fp16", "--global-batch-size", "8", "--optimizer", "sgd")
+    assert States.of(arguments(*flags), 0).bytes_a_parameter(8) == 4 + 4 + 4
+    assert States.of(arguments(*flags, "--sgd-momentum", "0"), 0).bytes_a_parameter(8) == 4 + 4
+    assert States.of(arguments(*flags, *POST_VALIDATION), 0).bytes_a_parameter(8) == 4 + 2 * 8
+
+
 def test_experts_are_shared_by_fewer_replicas():
     states = States(2, 2, 12, zero_stage=1)
     held = states.of_rank(Parameters(dense=10, expert=100), replicas=4, expert_ranks=2)

@@ -41,7 +41,7 @@ MEGATRON_HAS_TOO = """
 --recompute-num-layers --recompute-activations
 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --log-memory-interval
 --mtp-num-layers --mtp-loss-scaling-factor
---moe-grouped-gemm
+--moe-grouped-gemm --optimizer --sgd-momentum
 """
 """Names that are not ours to give another meaning."""
 
@@ -76,6 +76,7 @@ def test_our_own_flags_say_zero_bubble():
 def test_defaults_are_megatrons():
     args = parse_arguments(REQUIRED)
     expected = {
+        "optimizer": "adam", "sgd_momentum": 0.9,
         "min_lr": 0.0, "lr_decay_style": "linear", "lr_warmup_iters": 0, "weight_decay": 0.01, "clip_grad": 1.0,
         "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_eps": 1e-8, "seed": 1234, "init_method_std": 0.02,
         "attention_dropout": 0.1, "hidden_dropout": 0.1, "norm_epsilon": 1e-5, "rotary_base": 10000,

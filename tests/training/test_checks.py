@@ -236,6 +236,18 @@ MISTAKES = {
         "--sequence-parallel splits --seq-length 32 over --tensor-model-parallel-size 1: "
         "the size must be above 1 and divide the length",
     ),
+    "a sharded optimizer that is not Adam": (
+        {"--optimizer": "sgd", "--use-distributed-optimizer": None},
+        "--use-distributed-optimizer needs --optimizer adam: megatron-core does not shard sgd",
+    ),
+    "an optimizer that cannot be inverted": (
+        {
+            "--zero-bubble": None, "--zero-bubble-post-validation": None, "--zero-bubble-rollback": "inverse",
+            "--optimizer": "sgd",
+        },
+        "--zero-bubble-rollback inverse: only AdamW can be inverted, and --optimizer is sgd: use snapshot",
+    ),
+    "a momentum that never ends": ({"--sgd-momentum": "1"}, "--sgd-momentum must be in [0, 1), got 1.0"),
     "two precisions": ({"--bf16": None, "--fp16": None}, "--bf16 and --fp16: give one of them"),
     "an unknown schedule": (
         {"--zero-bubble-schedule": "zb-h3"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ FP16 = ("--fp16", "--initial-loss-scale", "65536", "--hysteresis", "1", "--loss-
 SOME_CLIPPED = ("--clip-grad", "1.3")
 ALL_CLIPPED = ("--clip-grad", "0.3")
 NONE_CLIPPED = ("--clip-grad", "1e6")
+SGD = ("--optimizer", "sgd", "--lr", "0.1")
 UNTIED = ("--untie-embeddings-and-output-weights",)
 SHARDED = ("--use-distributed-optimizer",)
 
@@ -32,6 +34,8 @@ TWO_RANKS = {
         *("--num-experts", "4", "--moe-aux-loss-coeff", "0.1", "--disable-bias-linear"),
     ),
     "fp32, never clipped": (*NONE_CLIPPED, *UNTIED),
+    "fp32, SGD": ("--clip-grad", "0.71", *SGD),
+    "bf16, SGD without momentum": ("--bf16", "--clip-grad", "0.91", *SGD, "--sgd-momentum", "0"),
     "fp16, Inf first, last, on each and on both": (
         *FP16,
         *SOME_CLIPPED,
@@ -84,7 +88,8 @@ def numerics(tmp_path_factory: pytest.TempPathFactory) -> dict[object, Path]:
             trainings[f"{case}.post"] = [*trainings[case], "--zero-bubble-post-validation"]
         if layout == 2:
             trainings["inverse"] = [*trainings[f"{INVERTED}.post"], "--zero-bubble-rollback", "inverse"]
-        run_trainings(2 if layout == 2 else 4, trainings, folders[layout])
+        for name, printed in run_trainings(2 if layout == 2 else 4, trainings, folders[layout]).items():
+            (folders[layout] / f"{name}.txt").write_text(printed)
     return folders
 
 
@@ -115,6 +120,22 @@ def test_the_cases_are_what_they_say(numerics: dict[object, Path]) -> None:
     assert None in too_large
     assert too_large[-1] is not None
     assert math.isinf(norms("bf16, an Inf without a loss scale")[8])
+
+
+@pytest.mark.parametrize(
+    ("case", "ranks"),
+    [
+        ("fp32, clipped now and then", [1]),
+        ("fp32, SGD", [0, 1]),
+        ("bf16, SGD without momentum", [0, 1]),
+        ("fp16, Inf first, last, on each and on both", [0, 1]),
+    ],
+)
+def test_the_cases_undo_steps(numerics: dict[object, Path], case: str, ranks: list[int]) -> None:
+    """A step is only undone where a rank's own gradients did not show that it was wrong."""
+    printed = (numerics[2] / f"{case}.post.txt").read_text()
+    (counts,) = re.findall(r"^undone steps of each rank: \[(\d+), (\d+)\]$", printed, flags=re.MULTILINE)
+    assert [rank for rank in range(2) if int(counts[rank]) > 0] == ranks
 
 
 def test_the_inverse_is_close(numerics: dict[object, Path]) -> None:

@@ -70,8 +70,8 @@ class States:
     ZeRO (Rajbhandari et al. 2020): the optimizer's part is divided among the d data-parallel ranks from stage 1 on,
     the gradients from stage 2, the parameters from stage 3; context-parallel ranks count as data-parallel ones. In
     mixed precision a parameter takes 2 bytes, its gradient 2, or 4 where gradients accumulate in fp32, and Adam 12:
-    the fp32 copy and two moments. Post-validation that rolls back from a snapshot on the device keeps all of Adam's
-    twice.
+    the fp32 copy and two moments. SGD has one moment, or none without momentum. Post-validation that rolls back from
+    a snapshot on the device keeps all of the optimizer's twice.
     """
 
     parameter: int
@@ -84,9 +84,10 @@ class States:
     def of(cls, args: Arguments, zero_stage: int) -> States:
         size = element_bytes(args)
         in_fp32 = args.accumulate_allreduce_grads_in_fp32 or args.bf16 or size == 4
+        num_moments = 2 if args.optimizer == "adam" else int(args.sgd_momentum > 0)
         snapshot = args.zero_bubble_post_validation and args.zero_bubble_rollback != "inverse"
-        copied = 12 if snapshot and not args.zero_bubble_rollback_on_host else 0
-        return cls(size, 4 if in_fp32 else size, (12 if size == 2 else 8) + copied, zero_stage)
+        copied = 4 + 4 * num_moments if snapshot and not args.zero_bubble_rollback_on_host else 0
+        return cls(size, 4 if in_fp32 else size, (4 if size == 2 else 0) + 4 * num_moments + copied, zero_stage)
 
     def bytes_a_parameter(self, replicas: int) -> float:
         """What one of `replicas` ranks holds for each parameter of its model part."""

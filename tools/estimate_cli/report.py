@@ -58,16 +58,17 @@ def _head(job: Job) -> str:
     counts = [sum(held) for held in _parameters(job)]
     flops = model_flops(job)
     costs = "measured: a profile" if job.profile is not None else f"{cluster.flops / 1e12:.4g} TFLOP/s in layers"
-    optimizer = "steps first, validates after" if args.zero_bubble_post_validation else "waits for all ranks"
+    waiting = "steps first, validates after" if args.zero_bubble_post_validation else "waits for all ranks"
+    optimizer = {"adam": "Adam", "sgd": "SGD"}[args.optimizer]
     lines = [
         f"parameters of a rank: {min(counts) / 1e6:.1f} to {max(counts) / 1e6:.1f} million, "
         f"{sum(counts) * args.tensor_model_parallel_size / 1e9:.3f} billion in all (tied copies counted)",
-        f"bytes a parameter: {states.parameter} + {states.gradient} for its gradient + {states.optimizer} for Adam; "
-        f"ZeRO stage {states.zero_stage} over {job.replicas} data- and context-parallel ranks leaves "
+        f"bytes a parameter: {states.parameter} + {states.gradient} for its gradient + {states.optimizer} for "
+        f"{optimizer}; ZeRO stage {states.zero_stage} over {job.replicas} data- and context-parallel ranks leaves "
         f"{states.bytes_a_parameter(job.replicas):.4g}",
         f"operations of an iteration: {flops_per_iteration(args, args.global_batch_size):.4g}; of a microbatch on a "
         f"tensor-parallel rank F : B : W = 1 : {flops.b / flops.f:.3f} : {flops.w / flops.f:.3f}",
-        f"costs: {costs}; {job.num_microbatches} microbatches; the optimizer {optimizer}",
+        f"costs: {costs}; {job.num_microbatches} microbatches; the optimizer {waiting}",
     ]
     return "\n".join(lines) + "\n"
 

@@ -1,8 +1,9 @@
-"""megatron-core's optimizers: what they consist of, and loading a checkpoint where torch's Adam takes the steps.
+"""megatron-core's optimizers: what they consist of, and checkpoints of them where torch's Adam or SGD takes the steps.
 
 Without apex and Transformer Engine, megatron-core 0.16 saves the state of its distributed optimizer and
 cannot load it: it reads the number of steps from a state that a new optimizer does not have yet, and then looks for
-that number among the tensors of every shard, where it was not saved.
+that number among the tensors of every shard, where it was not saved. SGD's it saves and cannot load either, for lack
+of a function that allocates it.
 """
 
 from __future__ import annotations
@@ -27,16 +28,49 @@ def torch_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
     return [part.optimizer for part in parts(optimizer) if part.optimizer is not None]
 
 
+def allocate_states(optimizer: MegatronOptimizer) -> None:
+    """Give every parameter the state that its first step would make, where it has none.
+
+    A checkpoint then holds the same tensors before and after the first step: with a loss scale the first iterations
+    of a run are often skipped, and what has no state cannot be loaded.
+    """
+    for torch_optimizer in torch_optimizers(optimizer):
+        for group in torch_optimizer.param_groups:
+            for parameter in group["params"]:
+                for name in _state_names(torch_optimizer, group):
+                    if name not in torch_optimizer.state[parameter]:
+                        torch_optimizer.state[parameter][name] = _first_state(name, parameter)
+
+
+def _state_names(torch_optimizer: Any, group: dict[str, Any]) -> tuple[str, ...]:
+    """What torch's optimizers keep for a parameter; apex's and Transformer Engine's Adam are allocated elsewhere."""
+    if _is_torch_adam(torch_optimizer):
+        return ("step", "exp_avg", "exp_avg_sq")
+    return ("momentum_buffer",) if group.get("momentum") else ()
+
+
+def _first_state(name: str, parameter: torch.Tensor) -> torch.Tensor:
+    return torch.zeros((), dtype=torch.float32) if name == "step" else torch.zeros_like(parameter)
+
+
 @contextmanager
 def loadable(optimizer: MegatronOptimizer) -> Iterator[None]:
-    """Within, a checkpoint can be loaded into `optimizer`, whichever Adam takes its steps."""
+    """Within, a checkpoint can be loaded into `optimizer`, whatever takes its steps."""
+    allocate_states(optimizer)
+    for part in parts(optimizer):
+        if part.init_state_fn is None:
+            part.init_state_fn = _nothing_to_allocate
     shards = [part for part in parts(optimizer) if _is_distributed_torch_adam(part)]
     for shard in shards:
-        _allocate(shard.optimizer)
         shard._set_main_param_and_optimizer_states = _setter_that_keeps_steps(shard)
+    adams = [one for one in torch_optimizers(optimizer) if _is_torch_adam(one)]
+    for adam in adams:
+        adam.load_state_dict = _loader_of_any_step(adam)
     try:
         yield
     finally:
+        for adam in adams:
+            del adam.load_state_dict
         for shard in shards:
             del shard._set_main_param_and_optimizer_states
             # They were loaded as one tensor, which every parameter would count up.
@@ -44,19 +78,28 @@ def loadable(optimizer: MegatronOptimizer) -> Iterator[None]:
                 state["step"] = state["step"].clone()
 
 
+def _nothing_to_allocate(*arguments: Any) -> None:
+    """In place of SGD's `init_state_fn`: megatron-core calls it, and has none."""
+
+
+def _is_torch_adam(torch_optimizer: Any) -> bool:
+    return isinstance(torch_optimizer, (torch.optim.Adam, torch.optim.AdamW))
+
+
 def _is_distributed_torch_adam(optimizer: Any) -> bool:
-    return isinstance(optimizer, DistributedOptimizer) and isinstance(
-        optimizer.optimizer, (torch.optim.Adam, torch.optim.AdamW)
-    )
+    return isinstance(optimizer, DistributedOptimizer) and _is_torch_adam(optimizer.optimizer)
 
 
-def _allocate(optimizer: torch.optim.Optimizer) -> None:
-    """The state that the first step makes."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if not optimizer.state[parameter]:
-                moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-                optimizer.state[parameter] = {"step": torch.zeros((), dtype=torch.float32), **moments}
+def _loader_of_any_step(adam: torch.optim.Optimizer) -> Any:
+    """Adam's `load_state_dict` that takes states without a number of steps: megatron-core saves none that is zero."""
+    load = adam.load_state_dict
+
+    def load_any_step(states: dict[str, Any]) -> None:
+        for state in states["state"].values():
+            state.setdefault("step", torch.zeros((), dtype=torch.float32))
+        load(states)
+
+    return load_any_step
 
 
 def _setter_that_keeps_steps(shard: Any) -> Any:

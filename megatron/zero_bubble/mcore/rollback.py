@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal, Protocol
+import copy
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
 RollbackKind = Literal["snapshot", "inverse"]
-
-_OWN_STATE = ("exp_avg", "exp_avg_sq")
-_Place = tuple[int, int, str]
-"""(optimizer, parameter or group, name of the value)."""
-_Tensors = dict[_Place, torch.Tensor]
-_Numbers = dict[_Place, Any]
 
 
 class Rollback(Protocol):
     """Undoes one step of a rank's torch optimizers."""
 
     def prepare(self) -> None:
-        """Parameters and moments will not change until the next step: copying may begin."""
+        """Parameters and their states will not change until the next step: copying may begin."""
         ...
 
     def before_step(self) -> None:
@@ -28,7 +23,10 @@ class Rollback(Protocol):
         ...
 
     def undo(self) -> None:
-        """Parameters, moments and step counts become what they were at `before_step`. Gradients are as in the step."""
+        """Parameters, their states and the groups' settings become what they were at `before_step`.
+
+        Gradients are as in the step.
+        """
         ...
 
 
@@ -36,7 +34,7 @@ def make_rollback(kind: RollbackKind, optimizers: Sequence[Any], *, on_host: boo
     """The rollback for these torch optimizers.
 
     Args:
-        optimizers: torch's, apex's or Transformer Engine's Adam; what they step is what is undone: the fp32
+        optimizers: torch's, apex's or Transformer Engine's; what they step is what is undone: the fp32
             parameters of the shard that this rank owns.
         on_host: keep the copy in pinned host memory.
 
@@ -57,19 +55,40 @@ def _parameters(optimizer: Any) -> Iterator[tuple[dict[str, Any], torch.Tensor]]
             yield group, parameter
 
 
-class Snapshot:
-    """A copy of parameters, moments and step counts, in buffers that are made once.
+class _Tensor(NamedTuple):
+    """A tensor that a step may change or replace, and a copy of what it held."""
 
-    Memory: 12 bytes a parameter of this rank's shard (fp32 parameter and two moments). On a GPU the copy runs on a
-    stream of its own from the moment the last step was validated, beside the iteration's computing.
+    tensor: torch.Tensor
+    contents: torch.Tensor
+
+    def restore(self) -> torch.Tensor:
+        self.tensor.copy_(self.contents, non_blocking=True)
+        return self.tensor
+
+
+_Values = dict[str, Any]
+"""By name: a `_Tensor` for what was a tensor; numbers, None and the like as they were."""
+
+
+class Snapshot:
+    """A copy of everything that a step changes: parameters, their states, settings of parameter groups.
+
+    Which states there are is the optimizer's affair: moments, sums, step counts as tensors or numbers, or none before
+    the first step. Memory: that of parameters and states, which is 12 bytes for each parameter of this rank's shard
+    with Adam, in buffers that are made once. On a GPU the copy runs on a stream of its own from the moment the last
+    step was validated, beside the iteration's computing.
     """
 
     def __init__(self, optimizers: Sequence[Any], *, on_host: bool = False) -> None:
         self._optimizers = optimizers
         self._on_host = on_host and torch.cuda.is_available()
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
-        self._buffers: _Tensors = {}
-        self._numbers: _Numbers = {}
+        self._buffers: dict[Hashable, torch.Tensor] = {}
+        self._parameters: list[_Tensor] = []
+        self._states: list[dict[Hashable, _Values]] = []
+        """Of each optimizer, what it keeps for each of its parameters."""
+        self._settings: list[list[_Values]] = []
+        """Of each optimizer, what its parameter groups say; a scheduler changes that until right before the step."""
         self._is_prepared = False
 
     def prepare(self) -> None:
@@ -77,65 +96,63 @@ class Snapshot:
             return  # a CPU has no copy engine: copying beside computing would only slow that down
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            self._copy()
+            self._copy_states()
         self._is_prepared = True
 
     def before_step(self) -> None:
         if self._is_prepared and self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
         else:
-            self._copy()
+            self._copy_states()
         self._is_prepared = False
+        self._settings = [
+            [self._copies((o, g), group, leave_out=("params",)) for g, group in enumerate(optimizer.param_groups)]
+            for o, optimizer in enumerate(self._optimizers)
+        ]
 
     @torch.no_grad()
-    def _copy(self) -> None:
-        tensors, self._numbers = self._values()
-        for key, tensor in tensors.items():
-            if key not in self._buffers:
-                device = torch.device("cpu") if self._on_host else tensor.device
-                self._buffers[key] = torch.empty_like(tensor, device=device, pin_memory=self._on_host)
-            self._buffers[key].copy_(tensor, non_blocking=True)
-        for key in self._buffers.keys() - tensors.keys():
-            del self._buffers[key]
+    def _copy_states(self) -> None:
+        self._parameters = [
+            self._copy((o, parameter), parameter.data)
+            for o, optimizer in enumerate(self._optimizers)
+            for _, parameter in _parameters(optimizer)
+        ]
+        self._states = [
+            {key: self._copies((o, key), state) for key, state in optimizer.state.items()}
+            for o, optimizer in enumerate(self._optimizers)
+        ]
+
+    def _copies(self, place: Hashable, values: Mapping[str, Any], leave_out: Collection[str] = ()) -> _Values:
+        return {
+            name: self._copy((place, name), value) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+            for name, value in values.items()
+            if name not in leave_out
+        }
+
+    def _copy(self, place: Hashable, tensor: torch.Tensor) -> _Tensor:
+        if place not in self._buffers:
+            device = torch.device("cpu") if self._on_host else tensor.device
+            self._buffers[place] = torch.empty_like(tensor, device=device, pin_memory=self._on_host)
+        return _Tensor(tensor, self._buffers[place].copy_(tensor, non_blocking=True))
 
     @torch.no_grad()
     def undo(self) -> None:
-        tensors, numbers = self._values()
-        for key, tensor in tensors.items():
-            if key in self._buffers:
-                tensor.copy_(self._buffers[key], non_blocking=True)
-        for o, optimizer in enumerate(self._optimizers):
-            for g, group in enumerate(optimizer.param_groups):
-                self._undo_numbers(group, (o, g), numbers)
-            for p, (_, parameter) in enumerate(_parameters(optimizer)):
-                if any((o, p, name) not in self._buffers for name in _OWN_STATE):
-                    optimizer.state.pop(parameter, None)  # the step was its first one
+        for parameter in self._parameters:
+            parameter.restore()
+        for optimizer, states, settings in zip(self._optimizers, self._states, self._settings, strict=True):
+            for key in [key for key in optimizer.state if key not in states]:
+                del optimizer.state[key]  # The step made it.
+            for key, values in states.items():
+                _restore(optimizer.state[key], values)
+            for group, values in zip(optimizer.param_groups, settings, strict=True):
+                _restore(group, {"params": group["params"], **values})
 
-    def _undo_numbers(self, group: dict[str, Any], place: tuple[int, int], now: _Numbers) -> None:
-        """apex and Transformer Engine count steps in the parameter group, as a number."""
-        key = (*place, "step")
-        if key in self._numbers:
-            group["step"] = self._numbers[key]
-        elif key in now:
-            del group["step"]
 
-    def _values(self) -> tuple[_Tensors, _Numbers]:
-        """By place: the tensors that a step changes in place, and the numbers that it replaces."""
-        tensors: _Tensors = {}
-        numbers: _Numbers = {}
-        for o, optimizer in enumerate(self._optimizers):
-            for p, (_, parameter) in enumerate(_parameters(optimizer)):
-                tensors[o, p, "parameter"] = parameter.data
-                for name, value in optimizer.state.get(parameter, {}).items():
-                    if isinstance(value, torch.Tensor):
-                        tensors[o, p, name] = value
-            for g, group in enumerate(optimizer.param_groups):
-                step = group.get("step")
-                if isinstance(step, torch.Tensor):
-                    tensors[o, -1 - g, "step"] = step
-                elif step is not None:
-                    numbers[o, g, "step"] = step
-        return tensors, numbers
+def _restore(now: dict[str, Any], before: _Values) -> None:
+    for name in now.keys() - before.keys():
+        del now[name]
+    for name, value in before.items():
+        now[name] = value.restore() if isinstance(value, _Tensor) else value
 
 
 class Inverse:

@@ -99,6 +99,8 @@ class TrainingFlags:
     lr_warmup_fraction: float | None = flag("warm-up as a fraction of the decay, instead of iterations", None)
     weight_decay: float = flag("weight decay", 0.01)
     clip_grad: float = flag("largest global gradient norm; 0 does not clip", 1.0)
+    optimizer: str = flag("what takes the steps", "adam", choices=("adam", "sgd"))
+    sgd_momentum: float = flag("SGD's momentum", 0.9)
     adam_beta1: float = flag("Adam's first moment", 0.9)
     adam_beta2: float = flag("Adam's second moment", 0.999)
     adam_eps: float = flag("Adam's epsilon", 1e-8)

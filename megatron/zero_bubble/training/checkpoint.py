@@ -23,7 +23,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
 
 from megatron.zero_bubble.mcore.checkpoint_writer import keep_results_in_process
-from megatron.zero_bubble.mcore.optimizer import loadable
+from megatron.zero_bubble.mcore.optimizer import allocate_states, loadable
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.files import write_file
 from megatron.zero_bubble.training.initialize import print_rank_0
@@ -93,6 +93,7 @@ class Checkpointer:
             folder.mkdir(parents=True)
         dist.barrier()
         metadata = self._new_metadata()
+        allocate_states(self._optimizer)
         state = self._sharded_state(metadata, is_loading=False)
         state.update(
             args=self._saved_args(),

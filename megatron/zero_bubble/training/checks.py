@@ -80,7 +80,7 @@ def _check_ranges(args: Arguments) -> None:
     for name in ("norm_epsilon", "adam_eps", "rotary_base"):
         value = getattr(args, name)
         _require(0 < value < math.inf, f"{_flag(name)} must be above 0, got {value}")
-    for name in ("attention_dropout", "hidden_dropout", "adam_beta1", "adam_beta2"):
+    for name in ("attention_dropout", "hidden_dropout", "adam_beta1", "adam_beta2", "sgd_momentum"):
         value = getattr(args, name)
         _require(0 <= value < 1, f"{_flag(name)} must be in [0, 1), got {value}")
     _require(0 < args.rotary_percent <= 1, f"--rotary-percent must be in (0, 1], got {args.rotary_percent}")
@@ -189,6 +189,10 @@ def _check_parallel(args: Arguments, has_cuda: bool) -> None:
     _require(
         not args.overlap_param_gather or (args.use_distributed_optimizer and args.overlap_grad_reduce),
         "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce",
+    )
+    _require(
+        not args.use_distributed_optimizer or args.optimizer == "adam",
+        f"--use-distributed-optimizer needs --optimizer adam: megatron-core does not shard {args.optimizer}",
     )
     if args.distributed_backend is None:
         args.distributed_backend = "nccl" if has_cuda else "gloo"

@@ -191,16 +191,17 @@ def _ddp_config(args: Arguments, splits_backward: bool) -> DistributedDataParall
 
 
 def build_optimizer(args: Arguments, model: list[torch.nn.Module], config: TransformerConfig) -> MegatronOptimizer:
-    """megatron-core's Adam for the model, in mixed precision with `--bf16`."""
+    """megatron-core's optimizer for the model, in mixed precision with `--bf16` and `--fp16`."""
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
-            optimizer="adam",
+            optimizer=args.optimizer,
             lr=args.lr,
             min_lr=args.min_lr,
             weight_decay=args.weight_decay,
             adam_beta1=args.adam_beta1,
             adam_beta2=args.adam_beta2,
             adam_eps=args.adam_eps,
+            sgd_momentum=args.sgd_momentum,
             clip_grad=args.clip_grad,
             bf16=args.bf16,
             fp16=args.fp16,

@@ -18,6 +18,7 @@ from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.initialize import print_rank_0
 
 FLAG = "--zero-bubble-post-validation"
+_INVERSE, _USE_SNAPSHOT = "--zero-bubble-rollback inverse", "use snapshot"
 _WINDOW = 100
 _TOO_OFTEN = 1 / 3
 
@@ -33,23 +34,34 @@ def check_post_validation(args: Arguments) -> None:
     for reason, is_so in reasons.items():
         if is_so:
             raise ValueError(f"{FLAG} and {reason}")
+    if args.zero_bubble_rollback == "inverse" and args.optimizer != "adam":
+        raise ValueError(
+            f"{_INVERSE}: only AdamW can be inverted, and --optimizer is {args.optimizer}: {_USE_SNAPSHOT}"
+        )
 
 
 def build_post_validation(
     args: Arguments, plan: Plan | None, optimizer: MegatronOptimizer, model: Sequence[Any]
 ) -> PostValidation | None:
-    """None where it was not asked for, or with a single pipeline rank."""
+    """None where it was not asked for, or with a single pipeline rank.
+
+    Raises:
+        ValueError: the optimizer cannot be inverted.
+    """
     if not args.zero_bubble_post_validation:
         return None
     if args.pipeline_model_parallel_size == 1:
         print_rank_0(f" > {FLAG} has no effect with --pipeline-model-parallel-size 1: no rank waits for another stage")
         return None
     assert plan is not None, "checked with the flags"
-    rollback = make_rollback(
-        args.zero_bubble_rollback or "snapshot",
-        torch_optimizers(optimizer),
-        on_host=args.zero_bubble_rollback_on_host,
-    )
+    try:
+        rollback = make_rollback(
+            args.zero_bubble_rollback or "snapshot",
+            torch_optimizers(optimizer),
+            on_host=args.zero_bubble_rollback_on_host,
+        )
+    except ValueError as error:
+        raise ValueError(f"{_INVERSE}: {error}: {_USE_SNAPSHOT}") from error
     print_rank_0(_gain(args, plan))
     return PostValidation(optimizer, rollback, model)
 

@@ -33,6 +33,8 @@ def parse_args(argv=None):
     for name, default in _NUMBERS.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--clip-grad", type=float, default=1.0)
+    parser.add_argument("--optimizer", default="adamw", choices=("adamw", "adam", "sgd", "adagrad"))
+    parser.add_argument("--sgd-momentum", type=float, default=0.9)
     switches = ("untie-embeddings-and-output-weights", "use-distributed-optimizer", "overlap-grad-reduce")
     for name in (*switches, "exit-signal-handler"):
         parser.add_argument(f"--{name}", action="store_true")

@@ -36,16 +36,7 @@ def pretrain(model_provider, forward_step, data_provider, argv=None):
     args = get_args()
     model = get_model(model_provider)
     config = get_model_config(model[0])
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=1e-2,
-            clip_grad=args.clip_grad,
-            use_distributed_optimizer=args.use_distributed_optimizer,
-            params_dtype=torch.float32,
-        ),
-        model,
-    )
+    optimizer = get_optimizer(args, model)
     if args.load is not None:
         load_checkpoint(args, model, optimizer)
     train(args, model, config, optimizer, forward_step, data_provider)
@@ -79,6 +70,25 @@ def get_model(model_provider):
         DDP(config=config, ddp_config=dataclasses.replace(ddp_config), module=chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(model)
     ]
+
+
+def get_optimizer(args, model):
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="sgd" if args.optimizer == "sgd" else "adam",
+            sgd_momentum=args.sgd_momentum,
+            decoupled_weight_decay=args.optimizer == "adamw",
+            lr=1e-2,
+            clip_grad=args.clip_grad,
+            use_distributed_optimizer=args.use_distributed_optimizer,
+            params_dtype=torch.float32,
+        ),
+        model,
+    )
+    if args.optimizer == "adagrad":
+        for part in optimizer.chained_optimizers:
+            part.optimizer = torch.optim.Adagrad(part.optimizer.param_groups)
+    return optimizer
 
 
 def initialize_by_name(chunk):
