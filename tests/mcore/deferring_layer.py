@@ -2,6 +2,9 @@
 
 Backward computes the input's gradient and queues what W needs; `backward_dw()` computes W of the oldest, leaves it in
 `weight.grad` and calls the hooks that were registered. The parameter is marked for megatron-core's DDP.
+
+With `fuse_wgrad_accumulation`, W is added to `weight.main_grad`, and `weight.grad` is left as it is. Backward marks the
+weight with `grad_added_to_main_grad` and returns a dummy in place of its gradient, whether W comes at once or later.
 """
 
 from __future__ import annotations
@@ -25,19 +28,31 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         product = gradient.reshape(-1, gradient.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
-        if not ctx.layer.delay_wgrad_compute:
-            return None, gradient @ weight, product
-        ctx.layer.queue.append(product)
-        return None, gradient @ weight, None
+        layer = ctx.layer
+        returned = None
+        if layer.delay_wgrad_compute:
+            layer.queue.append(product)
+        elif layer.fuse_wgrad_accumulation:
+            weight.main_grad.add_(product)
+        else:
+            returned = product
+        if layer.fuse_wgrad_accumulation and hasattr(weight, "grad_added_to_main_grad"):
+            weight.grad_added_to_main_grad = True
+            zero_out = getattr(weight, "zero_out_wgrad", False)
+            returned = torch.zeros_like(product) if zero_out else torch.full_like(product, float("nan"))
+        return None, gradient @ weight, returned
 
 
 class DeferringLinear(torch.nn.Module):
     """Its output comes with a bias that is added elsewhere, as Megatron's wrappers have it."""
 
-    def __init__(self, input_size: int, output_size: int, *, delay_wgrad_compute: bool) -> None:
+    def __init__(
+        self, input_size: int, output_size: int, *, delay_wgrad_compute: bool, fuse_wgrad_accumulation: bool
+    ) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.empty(output_size, input_size))
         self.delay_wgrad_compute = delay_wgrad_compute
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.queue: deque[torch.Tensor] = deque()
         self.hooks: list[Callable[[], None]] = []
         if delay_wgrad_compute:
@@ -51,7 +66,10 @@ class DeferringLinear(torch.nn.Module):
 
     def backward_dw(self) -> None:
         gradient = self.queue.popleft()
-        self.weight.grad = gradient if self.weight.grad is None else self.weight.grad + gradient
+        if self.fuse_wgrad_accumulation:
+            self.weight.main_grad.add_(gradient)
+        else:
+            self.weight.grad = gradient if self.weight.grad is None else self.weight.grad + gradient
         for hook in self.hooks:
             hook()
 
@@ -59,11 +77,17 @@ class DeferringLinear(torch.nn.Module):
 class DeferringLayers(torch.nn.Module):
     """Two of them, with the weights of `split_layers.Layers`; optionally recomputed in backward."""
 
-    def __init__(self, *, delay_wgrad_compute: bool = True, recompute: bool = False) -> None:
+    def __init__(
+        self, *, delay_wgrad_compute: bool = True, fuse_wgrad_accumulation: bool = False, recompute: bool = False
+    ) -> None:
         super().__init__()
         self.config, self.recompute = make_config(), recompute
-        self.first = DeferringLinear(HIDDEN, OUTPUT, delay_wgrad_compute=delay_wgrad_compute)
-        self.second = DeferringLinear(OUTPUT, HIDDEN, delay_wgrad_compute=delay_wgrad_compute)
+        options = {
+            "delay_wgrad_compute": delay_wgrad_compute,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+        }
+        self.first = DeferringLinear(HIDDEN, OUTPUT, **options)
+        self.second = DeferringLinear(OUTPUT, HIDDEN, **options)
         generator = torch.Generator().manual_seed(1)
         for parameter in self.parameters():
             torch.nn.init.normal_(parameter, std=0.3, generator=generator)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from importlib import metadata
 
@@ -72,6 +73,36 @@ def test_ddp_accumulates_at_w():
     config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, delay_wgrad_compute=True)
     ddp = DistributedDataParallel(model.config, config, model)
     run_split(ddp, store)
+    expected = run_fused(reference())
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.main_grad, expected[name])
+        assert parameter.grad is None
+
+
+@pytest.mark.parametrize("overlap_grad_reduce", [False, True], ids=["", "overlap"])
+@pytest.mark.parametrize("zero_out_wgrad", [False, True], ids=["", "zero_out"])
+@pytest.mark.parametrize("run", ["split", "fused"])
+def test_with_fused_accumulation_w_finds_a_gradient_and_b_leaves_none(run, zero_out_wgrad, overlap_grad_reduce):
+    """megatron-core's hook takes a gradient for each W, while Transformer Engine returns one for each B."""
+    store, model = WeightGradStore(), DeferringLayers(fuse_wgrad_accumulation=True)
+    for parameter in model.parameters():
+        parameter.zero_out_wgrad = zero_out_wgrad
+    split_weight_gradients([model], store)
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, delay_wgrad_compute=True, overlap_grad_reduce=overlap_grad_reduce
+    )
+    ddp = DistributedDataParallel(model.config, config, model)
+    left_by_b = []
+    for group in ddp.bucket_groups:
+        group.is_last_microbatch = False
+    for m, (x, gradient) in enumerate(microbatches()):
+        with store.deferring() if run == "split" else contextlib.nullcontext():
+            ddp(x).backward(gradient)
+        left_by_b += [parameter.grad for parameter in model.parameters()]
+        store.flush(0, m)
+    for m in range(MICROBATCHES):
+        store.pop(0, m)
+    assert left_by_b == [None] * len(left_by_b), "a dummy of a weight's size that lives until W"
     expected = run_fused(reference())
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter.main_grad, expected[name])

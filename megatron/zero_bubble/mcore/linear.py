@@ -31,7 +31,12 @@ from megatron.core.tensor_parallel.layers import (
 )
 from megatron.core.utils import prepare_input_tensors_for_wgrad_compute, unwrap_model
 
-from megatron.zero_bubble.mcore.transformer_engine import deferred_parameters, defers_by_itself, put_into_store
+from megatron.zero_bubble.mcore.transformer_engine import (
+    deferred_parameters,
+    defers_by_itself,
+    placeholder_gradient,
+    put_into_store,
+)
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 
 _SPLIT_LAYERS = (ColumnParallelLinear, RowParallelLinear)
@@ -285,14 +290,11 @@ def _compute_weight_grad(
 
 
 def _add_to_main_grad(weight: Any, total_input: torch.Tensor, grad_output: torch.Tensor) -> torch.Tensor:
-    """apex' kernel: the product is added to `main_grad` in one pass.
-
-    Returns zeros in the gradient's shape: DDP's hook expects a gradient, and adds it where `zero_out_wgrad` is set.
-    """
+    """apex' kernel: the product is added to `main_grad` in one pass. Returns what stands for the gradient."""
     import fused_weight_gradient_mlp_cuda as apex
 
     wide = weight.main_grad.dtype == torch.float32
     add = apex.wgrad_gemm_accum_fp32 if wide else apex.wgrad_gemm_accum_fp16
     add(total_input, grad_output, weight.main_grad)
     weight.grad_added_to_main_grad = True
-    return weight.detach().new_zeros(1).expand_as(weight)
+    return placeholder_gradient(weight)

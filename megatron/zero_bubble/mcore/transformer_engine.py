@@ -57,15 +57,43 @@ def deferred_parameters(module: torch.nn.Module) -> list[str]:
 
 def put_into_store(module: Any, store: WeightGradStore) -> None:
     """From now on each backward of `module` puts its W into `store`, or ends with it where B and W are fused."""
+    parameters = [getattr(module, name) for name in deferred_parameters(module)]
+
+    def compute_weight_grad() -> None:
+        for parameter in parameters:
+            if is_in_main_grad(parameter):
+                parameter.grad = placeholder_gradient(parameter)
+        module.backward_dw()
 
     def on_backward(gradient: torch.Tensor) -> None:
         # The module's own backward comes next, and queues what W needs.
         if store.is_deferring:
-            store.put(module.backward_dw, held=(gradient,), parameter=module)
+            store.put(compute_weight_grad, held=(gradient,), parameter=module)
         else:
-            torch.autograd.Variable._execution_engine.queue_callback(module.backward_dw)
+            torch.autograd.Variable._execution_engine.queue_callback(compute_weight_grad)
 
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(_drop_dummy_gradient)
     module.register_forward_hook(_on_gradient_of_output(on_backward))
+
+
+def is_in_main_grad(parameter: Any) -> bool:
+    """Whether a kernel adds this weight's gradient to `main_grad` by itself (`gradient_accumulation_fusion`)."""
+    return getattr(parameter, "grad_added_to_main_grad", False)
+
+
+def placeholder_gradient(weight: torch.Tensor) -> torch.Tensor:
+    """Zeros in the shape of `weight`, in the memory of one number, for a gradient that is in `main_grad` already.
+
+    DDP's hook expects a gradient, and adds it where `zero_out_wgrad` is set.
+    """
+    return weight.detach().new_zeros(1).expand_as(weight)
+
+
+def _drop_dummy_gradient(parameter: torch.Tensor) -> None:
+    """Drop what B returns in place of a gradient that W will add to `main_grad`: it keeps a weight's size of memory."""
+    if is_in_main_grad(parameter):
+        parameter.grad = None
 
 
 def _on_gradient_of_output(call: Callable[[torch.Tensor], None]) -> Callable[..., None]:
