@@ -27,6 +27,7 @@ from megatron.zero_bubble.mcore.forward_backward import MegatronStage
 from megatron.zero_bubble.mcore.placement import finalize_gradients
 from megatron.zero_bubble.mcore.post_validation import PostValidation
 from megatron.zero_bubble.mcore.step_settings import default_groups, overlaps_reduction, refuse_unsupported
+from megatron.zero_bubble.runtime.channel_memory import ChannelCommunicator, ChannelMemory, open_channels
 from megatron.zero_bubble.runtime.communicator import TensorSpec, TorchCommunicator
 from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.observer import StepObserver
@@ -81,16 +82,20 @@ class ForwardBackward:
         planning: PlanningOptions | None = None,
         report: Callable[[Report], None] = lambda report: None,
         post_validation: PostValidation | None = None,
+        communicator: type[ChannelCommunicator] = TorchCommunicator,
+        report_channels: Callable[[ChannelMemory], None] = lambda memory: None,
     ) -> None:
         chunks = plan.placement.num_chunks
         if chunks != store.num_chunks:
             raise ScheduleError(f"schedule {plan.name} has {chunks} chunks a rank, the store {store.num_chunks}")
         self._plan = plan
         self._store = store
-        self._timeout = timeout
         self._post_validation = post_validation
         self._executors: dict[tuple[int, bool], Executor] = {}
-        self._communicator: TorchCommunicator | None = None
+        self._open_channels = partial(
+            open_channels, communicator, device=_device(), timeout=timeout, report=report_channels
+        )
+        self._communicator: ChannelCommunicator | None = None
         self._spec: TensorSpec | None = None
         self._rank = parallel_state.get_pipeline_model_parallel_rank()
         self._num_calls, self._num_steps = 0, 0
@@ -280,10 +285,7 @@ class ForwardBackward:
             assert schedule.num_ranks == pp_group.size(), "a plan for another pipeline size"
             schedule = self._adapt(schedule, forward_only, overlaps_reduction)
             if self._communicator is None:
-                ranks = dist.get_process_group_ranks(pp_group)
-                self._communicator = TorchCommunicator(
-                    ranks, pp_group.rank(), schedule.placement, _device(), self._timeout
-                )
+                self._communicator = self._open_channels(group=pp_group, placement=schedule.placement)
             self._executors[key] = Executor(schedule, pp_group.rank(), self._communicator, self._store)
         return self._executors[key]
 

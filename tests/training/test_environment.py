@@ -72,6 +72,9 @@ BAD = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCH_NCCL_BLOCKING_WAIT": "1", "CUD
         pytest.param(flags("--zero-bubble"), {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, True, id="enough queues"),
         pytest.param(flags("--zero-bubble"), BAD, False, id="no CUDA"),
         pytest.param(flags(), BAD, True, id="megatron-core's schedule"),
+        pytest.param(
+            flags("--zero-bubble", "--zero-bubble-communicator", "host"), BAD, True, id="no message on the GPU"
+        ),
     ],
 )
 def test_nothing_is_said_where_nothing_is_wrong(args, environment, has_cuda):

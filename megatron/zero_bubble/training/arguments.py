@@ -230,6 +230,12 @@ class ZeroBubbleFlags:
         "(default: nine tenths of --distributed-timeout-minutes)",
         None,
     )
+    zero_bubble_communicator: str | None = flag(
+        "how messages between stages travel (default: over the backend's own channels): host, through host memory and "
+        "gloo, to tell a fault of NCCL from one of the schedule",
+        None,
+        choices=("host",),
+    )
     zero_bubble_v_schedule: bool = flag("the same as --zero-bubble-schedule zb-v", False)
     zero_bubble_v_schedule_mem_setup: str | None = flag(
         "with --zero-bubble-v-schedule: v-min, v-half or zb-v (default: zb)", None, choices=("min", "half", "zb")

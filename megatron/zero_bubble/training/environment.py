@@ -15,15 +15,17 @@ def host_name(environment: Mapping[str, str]) -> str:
 
 
 def check_environment(args: Arguments, environment: Mapping[str, str], has_cuda: bool) -> None:
-    """Raises:
-    ValueError: a setting under which a schedule of ours cannot run.
+    """Refuse settings of CUDA that messages on the device cannot bear; those through host memory bear them all.
+
+    Raises:
+        ValueError: a setting under which a schedule of ours cannot run.
     """
-    if not has_cuda or args.schedule is None:
+    if not has_cuda or args.schedule is None or args.zero_bubble_communicator == "host":
         return
     if environment.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
         raise ValueError(
             "CUDA_LAUNCH_BLOCKING=1 makes a receive that is posted ahead wait for its message, which may wait for this "
-            "rank: unset it"
+            "rank: unset it, or let messages go through host memory, --zero-bubble-communicator host"
         )
 
 
@@ -31,7 +33,7 @@ def environment_warnings(
     args: Arguments, environment: Mapping[str, str], has_cuda: bool, *, is_megatron_lm: bool = False
 ) -> list[str]:
     """Settings that work and cost time, one line each; `is_megatron_lm`: the script makes demands of its own."""
-    if not has_cuda or args.schedule is None:
+    if not has_cuda or args.schedule is None or args.zero_bubble_communicator == "host":
         return []
     found = []
     connections = environment.get("CUDA_DEVICE_MAX_CONNECTIONS", "")

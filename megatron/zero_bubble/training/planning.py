@@ -44,6 +44,7 @@ def check_zero_bubble_flags(flags: ZeroBubbleFlags) -> None:
     names = (
         *("memory_limit", "max_pending_backward", "profile_iters", "profile_output", "profile_input"),
         *("timeline", "timeline_iters", "strict", "timeout", "post_validation", "replan_threshold"),
+        "communicator",
     )
     for name in names:
         # Zero equals False: it is what a threshold is by default.

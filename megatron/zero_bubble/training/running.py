@@ -5,6 +5,9 @@ from __future__ import annotations
 from datetime import timedelta
 
 from megatron.zero_bubble.mcore.post_validation import PostValidation
+from megatron.zero_bubble.runtime.channel_memory import ChannelMemory
+from megatron.zero_bubble.runtime.communicator import TorchCommunicator
+from megatron.zero_bubble.runtime.host_communicator import HostCommunicator
 from megatron.zero_bubble.runtime.planning import BroadcastPlan
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule.plan import Plan
@@ -21,6 +24,8 @@ def run_plan(
     """The forward-backward function that runs `plan`, and profiles and plans anew as the flags say."""
     if warning := too_short_to_profile(args):
         print_rank_0(warning)
+    if args.zero_bubble_communicator == "host":
+        print_rank_0(" > messages between stages go through host memory (--zero-bubble-communicator host)")
     return ForwardBackward(
         # All ranks run what the first one plans: a solver with a time limit may find something else on each.
         BroadcastPlan(plan),
@@ -29,6 +34,17 @@ def run_plan(
         planning=planning_options(args, plan.placement),
         report=reporter(args, print_rank_0),
         post_validation=post_validation,
+        communicator=HostCommunicator if args.zero_bubble_communicator == "host" else TorchCommunicator,
+        report_channels=_print_channels,
+    )
+
+
+def _print_channels(memory: ChannelMemory) -> None:
+    """What the channels of one pipeline take on the devices; the others' take as much."""
+    each = memory.num_bytes / max(1, memory.num_channels)
+    print_rank_0(
+        f" > channels between stages: {memory.num_channels} communicators on a rank take "
+        f"{memory.num_bytes / 2**20:.0f} MiB of its device, {each / 2**20:.0f} MiB each"
     )
 
 

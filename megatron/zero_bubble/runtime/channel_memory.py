@@ -1,0 +1,57 @@
+"""Opens a pipeline's channels, and tells how much device memory they take, which no allocator of torch's counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megatron.zero_bubble.runtime.communicator import TorchCommunicator, channels
+from megatron.zero_bubble.runtime.host_communicator import HostCommunicator
+from megatron.zero_bubble.schedule import Placement
+
+ChannelCommunicator = TorchCommunicator | HostCommunicator
+
+
+class ChannelMemory(NamedTuple):
+    """What the channels of one rank take on its device."""
+
+    num_channels: int
+    num_bytes: int
+
+
+def open_channels(
+    communicator: type[ChannelCommunicator],
+    group: dist.ProcessGroup,
+    placement: Placement,
+    device: torch.device,
+    timeout: timedelta,
+    report: Callable[[ChannelMemory], None],
+) -> ChannelCommunicator:
+    """A collective call of the pipeline's ranks, which are those of `group`.
+
+    Args:
+        report: called on every rank if `device` is a GPU, with what the channels take on the rank that has the most of
+            them; where several have as many, on the one where they take most.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    free = _free_bytes(device)
+    opened = communicator(ranks, group.rank(), placement, device, timeout)
+    if free is not None:
+        taken = free - (_free_bytes(device) or 0)
+        num_channels = sum(group.rank() in ends for ends in channels(placement))
+        gathered = [ChannelMemory(num_channels, taken)] * group.size()
+        dist.all_gather_object(gathered, gathered[0], group=group)
+        report(max(gathered))
+    return opened
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    """On the whole device, as its driver counts; None where there is no device."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    return torch.cuda.mem_get_info(device)[0]

@@ -1,0 +1,68 @@
+"""Channels through host memory: a run that fails over NCCL and not over these has no fault in its schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+
+from megatron.zero_bubble.runtime.communicator import PendingReceive, PendingSend, TensorSpec, TorchCommunicator
+from megatron.zero_bubble.schedule import Placement
+
+_HOST = torch.device("cpu")
+
+
+class HostCommunicator:
+    """Copies messages to host memory, pinned where they come from a GPU, and sends them over gloo.
+
+    `send` waits until the device has computed the message, and a receive copies it back once it is waited for. So
+    nothing on the device ever waits for another rank: with several hardware queues or with one, and whatever
+    synchronises the device, a schedule that is valid ends. It is slow, and meant for finding faults.
+
+    The arguments are those of `TorchCommunicator`.
+    """
+
+    def __init__(
+        self,
+        pipeline_ranks: Sequence[int],
+        rank: int,
+        placement: Placement,
+        device: torch.device,
+        timeout: timedelta,
+    ) -> None:
+        self._channels = TorchCommunicator(pipeline_ranks, rank, placement, _HOST, timeout)
+
+    def close(self) -> None:
+        """Shut the channels down; nothing may be under way."""
+        self._channels.close()
+
+    def send(self, tensor: torch.Tensor, destination: int) -> PendingSend:
+        message = _HostSpec(tuple(tensor.shape), tensor.dtype, tensor.device).empty()
+        message.copy_(tensor.detach())
+        return self._channels.send(message, destination)
+
+    def receive(self, source: int, spec: TensorSpec) -> PendingReceive:
+        host = _HostSpec(spec.shape, spec.dtype, spec.device)
+        return _HostReceive(self._channels.receive(source, host), spec.device)
+
+
+@dataclass(frozen=True)
+class _HostSpec(TensorSpec):
+    """A message on its way from or to `device`: its buffer is on the host, pinned if the device is a GPU."""
+
+    def empty(self) -> torch.Tensor:
+        if self.device.type == "cuda":
+            return torch.empty(self.shape, dtype=self.dtype, pin_memory=True)
+        return torch.empty(self.shape, dtype=self.dtype)
+
+
+@dataclass(frozen=True)
+class _HostReceive:
+    receive: PendingReceive
+    device: torch.device
+
+    def wait(self) -> torch.Tensor:
+        # torch's pinned memory is not given out again before the copy has been made.
+        return self.receive.wait().to(self.device, non_blocking=True)
