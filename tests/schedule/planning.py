@@ -44,6 +44,23 @@ def random_costs(draw: st.DrawFn, num_stages: int) -> StageCosts:
     )
 
 
+@st.composite
+def wild_costs(draw: st.DrawFn, num_stages: int) -> StageCosts:
+    """As `random_costs`, but some times are a thousand times the others, some stages hold nothing, and B may add."""
+    times = st.one_of(st.integers(1, 6), st.sampled_from([1000, 6000]))
+
+    def each(values: st.SearchStrategy[int], count: int = num_stages) -> list[int]:
+        return draw(
+            st.one_of(st.lists(values, min_size=count, max_size=count), values.map(lambda value: [value] * count))
+        )
+
+    memory_f = each(st.integers(0, 4))
+    memory_b = [draw(st.integers(-whole, 2)) for whole in memory_f]
+    memory_w = [-whole - b for whole, b in zip(memory_f, memory_b, strict=True)]
+    comm = each(st.one_of(st.integers(0, 6), st.just(1000)), num_stages - 1)
+    return StageCosts(each(times), each(times), each(times), comm, memory_f, memory_b, memory_w)
+
+
 def checked(schedule: Schedule, costs: StageCosts) -> Timeline:
     """The timeline of a schedule that is valid, lowered too."""
     validate(schedule)

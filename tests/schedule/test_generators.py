@@ -59,7 +59,7 @@ def test_the_registry_is_consistent_and_cannot_be_changed():
     for name, entry in ENTRIES.items():
         assert entry.name == name
         assert "\n" not in entry.summary
-        assert entry.options <= {"costs", "num_chunks", "memory_limit", "group_size"}
+        assert entry.options <= {"costs", "num_chunks", "memory_limit", "group_size", "overlap_communication"}
     with pytest.raises(TypeError):
         ENTRIES["mine"] = entry_of("1f1b")
 

@@ -140,6 +140,14 @@ def test_communication_that_does_not_overlap_costs_more(ok):
     assert occupying["bubble"][1]["communication"] > 0
 
 
+def test_plans_are_made_for_communication_that_does_not_overlap(ok):
+    size = ["--pipeline-size", "8", "--num-microbatches", "32", "--no-overlap-communication"]
+    times = ["--time-b", "2", "--time-w", "0.001", "--time-comm", "5"]
+    names = ["--schedule", "1f1b", "--schedule", "zb-1p", "--schedule", "auto", "--schedule", "zb-2p"]
+    costs = [one["cost"] for one in json.loads(ok("compare", *names, *size, *times, "--json"))]
+    assert max(costs) == costs[0]
+
+
 def test_post_validation_lets_iterations_interlock(ok):
     flags = ["--schedule", "zb-2p", *SIZE, "--post-validation"]
     once, twice = (json.loads(ok("simulate", *flags, "--steps", steps, "--json")) for steps in (1, 2))

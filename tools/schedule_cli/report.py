@@ -108,6 +108,7 @@ def make_schedule(arguments: argparse.Namespace, name: str, limit: Sequence[floa
         num_chunks=placement.num_chunks,
         memory_limit=limit[0] if limit is not None and len(limit) == 1 else limit,
         group_size=arguments.microbatch_group_size,
+        overlap_communication=arguments.overlap,
     )
     return schedule, time.perf_counter() - begin
 

@@ -41,11 +41,12 @@ class Entry:
     function: Callable[..., Schedule]
     options: frozenset[str] = frozenset()
     """The keywords of `generate` that `function` takes, always all of them: `costs`, `num_chunks`,
-    `memory_limit` (one a rank, or None), `group_size`."""
+    `memory_limit` (one a rank, or None), `group_size`, `overlap_communication`."""
 
 
 _INTERLEAVED = frozenset({"num_chunks", "group_size"})
-_PLANNED = frozenset({"costs", "memory_limit"})
+_PLANNED_IN_OWN_LIMIT = frozenset({"costs", "overlap_communication"})
+_PLANNED = _PLANNED_IN_OWN_LIMIT | {"memory_limit"}
 
 _ENTRIES = (
     Entry("gpipe", "all F, then all backwards: bubble (p-1)(F+B+W), memory m M_B", "linear", 1, gpipe),
@@ -60,8 +61,8 @@ _ENTRIES = (
     ),
     Entry("zb-h1", "1F1B with W delayed: bubble (p-1)(F+B-W), memory p M_B", "linear", 1, zb_h1),
     Entry("zb-h2", "longer warmup, W delayed: bubble (p-1)(F+B-2W), memory (2p-1) M_B", "linear", 1, zb_h2),
-    Entry("zb-1p", "planned from the costs in 1F1B's memory, p M_B", "linear", 1, zb_1p, frozenset({"costs"})),
-    Entry("zb-2p", "planned from the costs in 2p M_B: bubble close to zero", "linear", 1, zb_2p, frozenset({"costs"})),
+    Entry("zb-1p", "planned from the costs in 1F1B's memory, p M_B", "linear", 1, zb_1p, _PLANNED_IN_OWN_LIMIT),
+    Entry("zb-2p", "planned from the costs in 2p M_B: bubble close to zero", "linear", 1, zb_2p, _PLANNED_IN_OWN_LIMIT),
     Entry(
         "auto",
         "planned from the costs in any memory limit, 2p M_B unless told otherwise",
@@ -142,13 +143,15 @@ def generate(
     num_chunks: int | None = None,
     memory_limit: MemoryLimit | None = None,
     group_size: int | None = None,
+    overlap_communication: bool = True,
 ) -> Schedule:
     """The schedule `name` for `num_ranks` pipeline ranks and `num_microbatches` microbatches, without communication.
 
     `costs` are those of every stage (unit costs by default: `default_costs`), `num_chunks` the model chunks a rank
     (the schedule's own by default), `memory_limit` what the operations of a rank may hold at once, for all ranks
     or one a rank, in the unit of the costs' memory, `group_size` how many microbatches an interleaved schedule
-    takes through a chunk before it goes on to the next (the number of ranks by default).
+    takes through a chunk before it goes on to the next (the number of ranks by default), `overlap_communication`
+    whether ranks compute while messages are on their way, as in `simulate`.
 
     Raises `UnknownSchedule`; `Infeasible` if no schedule of this kind fits under the memory limit;
     `ScheduleError` for anything else that is wrong, in one line.
@@ -172,6 +175,7 @@ def generate(
         "num_chunks": placement.num_chunks,
         "memory_limit": limits,
         "group_size": group_size,
+        "overlap_communication": overlap_communication,
     }
     schedule = entry.function(num_ranks, num_microbatches, **{key: available[key] for key in sorted(entry.options)})
     if limits is not None:

@@ -8,6 +8,7 @@ from statistics import median
 
 from megatron.zero_bubble.schedule.bounds import lower_bounds
 from megatron.zero_bubble.schedule.costs import StageCosts
+from megatron.zero_bubble.schedule.generators.gpipe import gpipe
 from megatron.zero_bubble.schedule.generators.one_f_one_b import one_f_one_b
 from megatron.zero_bubble.schedule.generators.zb_h1 import zb_h1
 from megatron.zero_bubble.schedule.generators.zb_h2 import zb_h2
@@ -15,6 +16,7 @@ from megatron.zero_bubble.schedule.ir import Placement, Schedule
 from megatron.zero_bubble.schedule.planner.clock import Plan
 from megatron.zero_bubble.schedule.planner.fill import GapRule
 from megatron.zero_bubble.schedule.planner.greedy import Policy
+from megatron.zero_bubble.schedule.planner.judge import best_of, fits
 from megatron.zero_bubble.schedule.planner.portfolio import Portfolio
 from megatron.zero_bubble.schedule.planner.problem import Problem
 from megatron.zero_bubble.schedule.planner.profiles import (
@@ -25,36 +27,46 @@ from megatron.zero_bubble.schedule.planner.profiles import (
     profiles,
     sloped_caps,
 )
-from megatron.zero_bubble.schedule.simulate import simulate
 
 BUDGET = 600_000
 """Operations to plan in all candidates together: a second or so."""
 LEAST_CANDIDATES = 12
 """Candidates to try however large the schedule is."""
+SIMPLE = (one_f_one_b, zb_h1, zb_h2, gpipe)
+"""What needs no costs: nothing that is planned is worse, where these fit."""
 WORTH_CLIMBING = 0.001
 """The distance from the bound above which single ranks are tuned."""
 
 
 def auto(
-    num_ranks: int, num_microbatches: int, *, costs: StageCosts, memory_limit: Sequence[float] | None = None
+    num_ranks: int,
+    num_microbatches: int,
+    *,
+    costs: StageCosts,
+    memory_limit: Sequence[float] | None = None,
+    overlap_communication: bool = True,
 ) -> Schedule:
     """The best schedule found for these costs within `memory_limit` (one a rank; by default 2p M_B, as ZB-2p).
 
     Searches over the number of F before the first B of every rank, and over rules for the gaps; see
     `planner`. The larger the limit the shorter the span: what a lower limit allows is tried too, in steps of
-    p/8 M_B. Raises `Infeasible` with the smallest limit that works.
+    p/8 M_B. Never worse than GPipe, 1F1B, ZB-H1 and ZB-H2 where they fit. Raises `Infeasible` with the smallest
+    limit that works.
     """
-    return _scheduled("auto", num_ranks, num_microbatches, costs, memory_limit or multiple_of_p(costs, num_ranks, 2))
+    limits = memory_limit or multiple_of_p(costs, num_ranks, 2)
+    return _scheduled("auto", num_ranks, num_microbatches, costs, limits, overlap_communication)
 
 
-def zb_1p(num_ranks: int, num_microbatches: int, *, costs: StageCosts) -> Schedule:
+def zb_1p(num_ranks: int, num_microbatches: int, *, costs: StageCosts, overlap_communication: bool = True) -> Schedule:
     """The automatic scheduler in the memory of 1F1B: p M_B on every rank, in its own M_B."""
-    return _scheduled("zb-1p", num_ranks, num_microbatches, costs, multiple_of_p(costs, num_ranks, 1))
+    limits = multiple_of_p(costs, num_ranks, 1)
+    return _scheduled("zb-1p", num_ranks, num_microbatches, costs, limits, overlap_communication)
 
 
-def zb_2p(num_ranks: int, num_microbatches: int, *, costs: StageCosts) -> Schedule:
+def zb_2p(num_ranks: int, num_microbatches: int, *, costs: StageCosts, overlap_communication: bool = True) -> Schedule:
     """The automatic scheduler in twice the memory of 1F1B, 2p M_B, where the bubble can be close to zero."""
-    return _scheduled("zb-2p", num_ranks, num_microbatches, costs, multiple_of_p(costs, num_ranks, 2))
+    limits = multiple_of_p(costs, num_ranks, 2)
+    return _scheduled("zb-2p", num_ranks, num_microbatches, costs, limits, overlap_communication)
 
 
 def multiple_of_p(costs: StageCosts, num_ranks: int, factor: float) -> tuple[float, ...]:
@@ -68,35 +80,38 @@ def multiple_of_p(costs: StageCosts, num_ranks: int, factor: float) -> tuple[flo
 
 
 def _scheduled(
-    name: str, num_ranks: int, num_microbatches: int, costs: StageCosts, limits: Sequence[float]
+    name: str,
+    num_ranks: int,
+    num_microbatches: int,
+    costs: StageCosts,
+    limits: Sequence[float],
+    overlap_communication: bool,
 ) -> Schedule:
-    problem = Problem.feasible(Placement("linear", num_ranks), num_microbatches, costs, limits)
-    planned = problem.schedule(name, plan_linear(problem).orders)
-    return _published_if_better(planned, problem) if max(costs.memory_b) > 0 else planned
+    """The best of what is planned and of the simple schedules that fit.
 
-
-def _published_if_better(planned: Schedule, problem: Problem) -> Schedule:
-    """The best of `planned`, 1F1B, ZB-H1 and ZB-H2 within the limits.
-
-    With activation recomputation B adds memory. The planner keeps room for that from F on, so that B never
-    waits for it; a fixed order in which B and W follow each other closely may do with less.
+    The planner knows B and W as two operations, and keeps room for what B adds (with activation recomputation) from
+    F on. Where a rank ends with a gradient that it sends, or B adds memory, a schedule that fuses them may be better.
     """
-    best, cost = planned, simulate(planned, problem.costs).cost
-    for generator in (one_f_one_b, zb_h1, zb_h2):
-        candidate = generator(problem.num_ranks, problem.num_microbatches)
-        timeline = simulate(candidate, problem.costs)
-        fits = all(peak <= limit for peak, limit in zip(timeline.peak_memory, problem.limits, strict=True))
-        if fits and timeline.cost < cost:
-            best, cost = replace(candidate, name=planned.name), timeline.cost
-    return best
+    problem = Problem(Placement("linear", num_ranks), num_microbatches, costs, tuple(limits), overlap_communication)
+    candidates = []
+    if problem.is_feasible:
+        plan = plan_linear(problem)
+        candidates.append(problem.schedule(name, plan.orders))
+        if plan.cost <= lower_bounds(problem.placement, num_microbatches, costs, problem.limits).span * (1 + 1e-9):
+            return candidates[0]
+    simple = (generator(num_ranks, num_microbatches) for generator in SIMPLE)
+    candidates += (schedule for schedule in simple if fits(schedule, problem))
+    if not candidates:
+        problem.check_feasible()
+    return replace(best_of(candidates, problem), name=name)
 
 
 def plan_linear(problem: Problem, budget: int = BUDGET) -> Plan:
     """The best plan found for one chunk a rank; `budget` as `BUDGET`."""
-    portfolio = Portfolio(_bound(problem), max(budget, LEAST_CANDIDATES * problem.num_ops))
+    portfolio = Portfolio(problem.bound, max(budget, LEAST_CANDIDATES * problem.num_ops))
     portfolio.in_order(problem, problem.one_by_one())
     for level in _levels(problem):
-        if portfolio.finished or _bound(level) >= portfolio.cost:
+        if portfolio.finished or level.bound >= portfolio.cost:
             break
         _try_level(portfolio, level)
     _try_equal_stages(portfolio, problem)
@@ -104,14 +119,11 @@ def plan_linear(problem: Problem, budget: int = BUDGET) -> Plan:
     return portfolio.best
 
 
-def _bound(problem: Problem) -> float:
-    return lower_bounds(problem.placement, problem.num_microbatches, problem.costs, problem.limits).span
-
-
 def _levels(problem: Problem) -> Iterator[Problem]:
-    """The problem at its own limits, and at limits that are p/8 M_B lower each time."""
+    """The problem at its own limits, or with room for all if that is less, and each time at p/8 M_B less."""
     steps = tuple(problem.num_ranks / 8 * memory for memory in problem.costs.memory_f)
-    limits = problem.limits
+    most = (problem.num_microbatches * footprint.whole for footprint in problem.footprints)
+    limits = tuple(map(min, problem.limits, most))
     while all(limit >= least for limit, least in zip(limits, problem.smallest_limits, strict=True)):
         yield replace(problem, limits=limits)
         limits = tuple(limit - step for limit, step in zip(limits, steps, strict=True))
@@ -123,7 +135,7 @@ def _try_level(portfolio: Portfolio, problem: Problem) -> None:
     """All that is worth trying at one memory limit, the most promising first."""
     fits_h1 = all(cap >= n for cap, n in zip(capacities(problem), _h1_profile(problem), strict=True))
     searches = (_try_profiles, _try_policies) if fits_h1 else (_try_policies, _try_profiles)
-    for search in (*searches, _try_published):
+    for search in searches:
         search(portfolio, problem)
 
 
@@ -169,13 +181,6 @@ def _try_policies(portfolio: Portfolio, problem: Problem) -> None:
         if portfolio.finished:
             return
         portfolio.greedy(problem, policy)
-
-
-def _try_published(portfolio: Portfolio, problem: Problem) -> None:
-    """1F1B, ZB-H1 and ZB-H2 as they are: where stages differ one of them may happen to suit."""
-    for generator in (one_f_one_b, zb_h1, zb_h2):
-        if not portfolio.finished:
-            portfolio.in_order(problem, problem.orders(generator(problem.num_ranks, problem.num_microbatches)))
 
 
 def _try_equal_stages(portfolio: Portfolio, problem: Problem) -> None:

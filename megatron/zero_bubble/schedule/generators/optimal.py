@@ -8,7 +8,7 @@ and W drain. The longest span is minimised, starting from the best heuristic.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.zero_bubble.schedule.bounds import lower_bounds
@@ -16,7 +16,9 @@ from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import ScheduleError
 from megatron.zero_bubble.schedule.generators.auto import auto, multiple_of_p
 from megatron.zero_bubble.schedule.ir import Op, OpKind, Placement, Schedule
+from megatron.zero_bubble.schedule.planner.problem import Problem
 from megatron.zero_bubble.schedule.simulate import simulate
+from megatron.zero_bubble.schedule.timeline import Timeline
 
 TIME_LIMIT = 20.0
 """Seconds that the solver may take."""
@@ -24,6 +26,8 @@ RESOLUTION = 10_000
 """Steps that the longest operation is cut into: the solver counts in whole numbers."""
 TOLERANCE = 5e-4
 """Relative distance from the bound that counts as none: what rounding to whole steps may cost."""
+LONGEST = 2**40
+"""Steps that all operations may take together: the solver counts to 2**63."""
 MAX_OPERATIONS = 1_000
 """F, B and W of all stages: beyond it the solver does not even find back to its start."""
 _KINDS = (OpKind.F, OpKind.B, OpKind.W)
@@ -48,10 +52,21 @@ class Solution:
 
 
 def optimal(
-    num_ranks: int, num_microbatches: int, *, costs: StageCosts, memory_limit: Sequence[float] | None = None
+    num_ranks: int,
+    num_microbatches: int,
+    *,
+    costs: StageCosts,
+    memory_limit: Sequence[float] | None = None,
+    overlap_communication: bool = True,
 ) -> Schedule:
     """The schedule of `solve` within `memory_limit` (one a rank; by default 2p M_B)."""
-    return solve(num_ranks, num_microbatches, costs=costs, memory_limit=memory_limit).schedule
+    return solve(
+        num_ranks,
+        num_microbatches,
+        costs=costs,
+        memory_limit=memory_limit,
+        overlap_communication=overlap_communication,
+    ).schedule
 
 
 def solve(
@@ -60,6 +75,7 @@ def solve(
     *,
     costs: StageCosts,
     memory_limit: Sequence[float] | None = None,
+    overlap_communication: bool = True,
     time_limit: float = TIME_LIMIT,
 ) -> Solution:
     """The best schedule for one chunk a rank that the solver finds in `time_limit` seconds, never worse than `auto`'s.
@@ -74,54 +90,58 @@ def solve(
             f"are more than {MAX_OPERATIONS // 3}; use auto"
         )
     limits = tuple(memory_limit or multiple_of_p(costs, num_ranks, 2))
-    start = auto(num_ranks, num_microbatches, costs=costs, memory_limit=limits)
-    timeline = simulate(start, costs)
+    problem = Problem(Placement("linear", num_ranks), num_microbatches, costs, limits, overlap_communication)
+    start = auto(
+        num_ranks,
+        num_microbatches,
+        costs=costs,
+        memory_limit=limits,
+        overlap_communication=overlap_communication,
+    )
+    timeline = simulate(start, costs, overlap_communication=overlap_communication)
     bound = float(lower_bounds(start.placement, num_microbatches, costs, limits).span)
-    best = Solution(_named(start), timeline.cost, bound)
+    best = Solution(replace(start, name="optimal"), timeline.cost, bound)
     if best.is_optimal:
         return best
-    program = _Program(num_ranks, num_microbatches, costs, limits)
-    program.begin_with(start)
+    program = _Program(problem)
+    program.begin_with(timeline)
     orders, proven = program.solve(time_limit, bound)
     bound = max(bound, proven)
-    found = Schedule("optimal", start.placement, num_microbatches, orders) if orders is not None else best.schedule
-    cost = simulate(found, costs).cost
+    found = replace(best.schedule, ops=orders) if orders is not None else best.schedule
+    cost = simulate(found, costs, overlap_communication=overlap_communication).cost
     return Solution(found, cost, bound) if cost < best.cost else Solution(best.schedule, best.cost, bound)
-
-
-def _named(schedule: Schedule) -> Schedule:
-    return Schedule("optimal", schedule.placement, schedule.num_microbatches, schedule.ops)
 
 
 class _Program:
     """The constraint program. Times are in steps of `1 / scale` of the costs' unit."""
 
-    def __init__(self, num_ranks: int, num_microbatches: int, costs: StageCosts, limits: Sequence[float]) -> None:
+    def __init__(self, problem: Problem) -> None:
         try:
             from ortools.sat.python import cp_model
         except ImportError:
             raise ScheduleError("schedule optimal needs OR-tools: pip install 'megatron-zero-bubble[solver]'") from None
         self._cp: Any = cp_model
         self._model = cp_model.CpModel()
-        self._costs = costs
-        self._num_microbatches = num_microbatches
-        self._stages = range(num_ranks)
+        self._problem = problem
+        self._costs = costs = problem.costs
+        self._num_microbatches = problem.num_microbatches
+        self._stages = range(problem.num_stages)
         self._times = costs.times()
         self._scale = RESOLUTION / max(max(self._times[kind]) for kind in _KINDS)
         self._starts: dict[_Key, Any] = {}
-        self._placement = Placement("linear", num_ranks)
-        horizon = sum(self._steps(costs.work(stage)) + 4 for stage in self._stages) * num_microbatches
+        horizon = sum(self._steps(work) + 9 * self._num_microbatches for work in problem.work)
         self._horizon = horizon + 2 * sum(self._steps(time) for time in costs.time_comm)
+        if self._horizon > LONGEST:
+            raise ScheduleError("schedule optimal is for times of similar size: these are too far apart; use auto")
         self._span = self._model.new_int_var(0, self._horizon, "span")
         for stage in self._stages:
             self._add_stage(stage)
-            self._add_memory(stage, limits[stage])
+            self._add_memory(stage, problem.limits[stage])
         self._add_dependencies()
         self._model.minimize(self._span)
 
-    def begin_with(self, schedule: Schedule) -> None:
-        """Hint the times of `schedule`."""
-        timeline = simulate(schedule, self._costs)
+    def begin_with(self, timeline: Timeline) -> None:
+        """Hint its times."""
         for rank, lane in enumerate(timeline.lanes):
             for op, start, _ in lane:
                 kinds = (OpKind.B, OpKind.W) if op.kind is OpKind.BW else (op.kind,)
@@ -158,12 +178,15 @@ class _Program:
 
     def _add_stage(self, stage: int) -> None:
         intervals = []
-        for kind in _KINDS:
-            duration = self._duration(kind, stage)
+        for number, kind in enumerate(_KINDS):
+            code = number * len(self._stages) + stage
+            receiving, sending = self._steps(self._problem.receiving[code]), self._steps(self._problem.sending[code])
+            occupied = receiving + self._duration(kind, stage) + sending
             for k in range(self._num_microbatches):
-                start = self._model.new_int_var(0, self._horizon, f"{kind.value}{k}@{stage}")
+                name = f"{kind.value}{k}@{stage}"
+                start = self._model.new_int_var(0, self._horizon, name)
                 self._starts[kind, stage, k] = start
-                intervals.append(self._model.new_fixed_size_interval_var(start, duration, f"i{kind.value}{k}@{stage}"))
+                intervals.append(self._model.new_fixed_size_interval_var(start - receiving, occupied, f"i{name}"))
                 if k > 0:
                     self._model.add(start >= self._end(kind, stage, k - 1))
         self._model.add_no_overlap(intervals)

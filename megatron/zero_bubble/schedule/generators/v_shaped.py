@@ -10,17 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from operator import add
+from operator import add, le
 from statistics import median
 
-from megatron.zero_bubble.schedule.bounds import lower_bounds
 from megatron.zero_bubble.schedule.costs import StageCosts
-from megatron.zero_bubble.schedule.errors import Infeasible
 from megatron.zero_bubble.schedule.ir import Op, OpKind, Placement, Schedule
+from megatron.zero_bubble.schedule.planner.clock import Plan
 from megatron.zero_bubble.schedule.planner.fill import GapRule
+from megatron.zero_bubble.schedule.planner.judge import best_of
 from megatron.zero_bubble.schedule.planner.portfolio import Portfolio
 from megatron.zero_bubble.schedule.planner.problem import Order, Problem
-from megatron.zero_bubble.schedule.simulate import simulate
 
 BUDGET = 600_000
 """Operations to plan in all candidates together."""
@@ -33,66 +32,91 @@ SHARES = (2 / 3, 0.5, 1.0, 0.75)
 
 
 def zb_v(
-    num_ranks: int, num_microbatches: int, *, costs: StageCosts, memory_limit: Sequence[float] | None = None
+    num_ranks: int,
+    num_microbatches: int,
+    *,
+    costs: StageCosts,
+    memory_limit: Sequence[float] | None = None,
+    overlap_communication: bool = True,
 ) -> Schedule:
     """No bubble where F = B = W, in 1F1B's memory: p M_B on every rank, unless told otherwise."""
-    return _planned("zb-v", num_ranks, num_microbatches, costs, memory_limit, num_ranks)
+    placement = Placement("v", num_ranks, 2)
+    limits = memory_limit or _room_for(num_ranks, placement, costs)
+    return _planned("zb-v", Problem(placement, num_microbatches, costs, tuple(limits), overlap_communication))
 
 
 def v_half(
-    num_ranks: int, num_microbatches: int, *, costs: StageCosts, memory_limit: Sequence[float] | None = None
+    num_ranks: int,
+    num_microbatches: int,
+    *,
+    costs: StageCosts,
+    memory_limit: Sequence[float] | None = None,
+    overlap_communication: bool = True,
 ) -> Schedule:
     """About half of 1F1B's bubble where F = B = W, in p/2 + 1 M_B on every rank, unless told otherwise."""
-    return _planned("v-half", num_ranks, num_microbatches, costs, memory_limit, num_ranks / 2 + 1)
+    placement = Placement("v", num_ranks, 2)
+    limits = memory_limit or _room_for(num_ranks / 2 + 1, placement, costs)
+    return _planned("v-half", Problem(placement, num_microbatches, costs, tuple(limits), overlap_communication))
 
 
 def v_min(
-    num_ranks: int, num_microbatches: int, *, costs: StageCosts, memory_limit: Sequence[float] | None = None
-) -> Schedule:
-    """About two thirds of 1F1B's bubble where F = B = W, in p/3 + 1 M_B on every rank, unless told otherwise."""
-    return _planned("v-min", num_ranks, num_microbatches, costs, memory_limit, num_ranks / 3 + 1)
-
-
-def _planned(
-    name: str,
     num_ranks: int,
     num_microbatches: int,
+    *,
     costs: StageCosts,
-    memory_limit: Sequence[float] | None,
-    num_held: float,
+    memory_limit: Sequence[float] | None = None,
+    overlap_communication: bool = True,
 ) -> Schedule:
-    """Plan within the limit, which is room for `num_held` microbatches on both chunks by default."""
+    """About two thirds of 1F1B's bubble where F = B = W, in p/3 + 1 M_B on every rank, unless told otherwise."""
     placement = Placement("v", num_ranks, 2)
-    limits = memory_limit or tuple(
-        num_held * _whole(placement, costs, rank) + sum(_added(placement, costs, rank)) for rank in range(num_ranks)
-    )
-    planned = _within(name, placement, num_microbatches, costs, limits)
-    if max(costs.memory_b) <= 0:
-        return planned
-    # The planner keeps room for what B adds from F on: for few microbatches then, and it may be better not to defer.
-    together = _back_to_back(name, placement, num_microbatches, costs, limits)
-    return min((planned, together), key=lambda schedule: simulate(schedule, costs).cost) if together else planned
+    limits = memory_limit or _room_for(num_ranks / 3 + 1, placement, costs)
+    return _planned("v-min", Problem(placement, num_microbatches, costs, tuple(limits), overlap_communication))
 
 
-def _within(
-    name: str, placement: Placement, num_microbatches: int, costs: StageCosts, limits: Sequence[float]
-) -> Schedule:
-    problem = Problem.feasible(placement, num_microbatches, costs, limits)
-    bound = lower_bounds(placement, num_microbatches, costs, limits).span
-    portfolio = Portfolio(bound, max(BUDGET, LEAST_CANDIDATES * problem.num_ops))
+def _room_for(num_held: float, placement: Placement, costs: StageCosts) -> tuple[float, ...]:
+    """Rank -> the memory of `num_held` microbatches on both of its chunks."""
+    ranks = range(placement.num_ranks)
+    return tuple(num_held * _whole(placement, costs, rank) + sum(_added(placement, costs, rank)) for rank in ranks)
+
+
+def _planned(name: str, problem: Problem) -> Schedule:
+    """The best plan within the limits, or in the usual memory of another V that fits within them."""
+    problem.check_feasible()
+    plan = _search(problem)
+    candidates = [problem.schedule(name, plan.orders)]
+    rooms = [room for room in _other_rooms(problem) if room.bound < plan.cost]
+    candidates += (room.schedule(name, _search(room).orders) for room in rooms)
+    if max(problem.costs.memory_b) > 0:
+        # The planner keeps room for what B adds from F on: for few microbatches then, and not to defer may be better.
+        together = (_back_to_back(name, room) for room in (problem, *rooms))
+        candidates += (schedule for schedule in together if schedule is not None)
+    return best_of(candidates, problem) if len(candidates) > 1 else candidates[0]
+
+
+def _other_rooms(problem: Problem) -> Iterator[Problem]:
+    """The problem in the memory that ZB-V, V-Half and V-Min have by default, where that is less and enough."""
+    p = problem.num_ranks
+    for num_held in (p, p / 2 + 1, p / 3 + 1):
+        room = replace(problem, limits=_room_for(num_held, problem.placement, problem.costs))
+        is_less = all(map(le, room.limits, problem.limits)) and room.limits != problem.limits
+        if is_less and room.is_feasible:
+            yield room
+
+
+def _search(problem: Problem) -> Plan:
+    portfolio = Portfolio(problem.bound, max(BUDGET, LEAST_CANDIDATES * problem.num_ops))
     portfolio.in_order(problem, problem.one_by_one())
     for orders in _candidates(problem):
         for rule in (GapRule.BALANCED, GapRule.ALWAYS, GapRule.NEVER):
             if not portfolio.finished:
                 portfolio.fill(problem, orders, rule)
     assert portfolio.best is not None, "one microbatch after the other fits in any limit that is feasible"
-    return problem.schedule(name, portfolio.best.orders)
+    return portfolio.best
 
 
-def _back_to_back(
-    name: str, placement: Placement, num_microbatches: int, costs: StageCosts, limits: Sequence[float]
-) -> Schedule | None:
+def _back_to_back(name: str, problem: Problem) -> Schedule | None:
     """Planned as if B and W were one operation; None where that does not fit. Every W follows its B."""
+    costs, placement = problem.costs, problem.placement
     fused = replace(
         costs,
         time_b=tuple(map(add, costs.time_b, costs.time_w)),
@@ -100,11 +124,11 @@ def _back_to_back(
         memory_b=tuple(map(add, costs.memory_b, costs.memory_w)),
         memory_w=(0,) * placement.num_stages,
     )
-    rooms = [limit - max(_added(placement, costs, rank)) for rank, limit in enumerate(limits)]
-    try:
-        schedule = _within(name, placement, num_microbatches, fused, rooms)
-    except Infeasible:
+    limits = tuple(limit - max(_added(placement, costs, rank)) for rank, limit in enumerate(problem.limits))
+    room = replace(problem, costs=fused, limits=limits)
+    if not room.is_feasible:
         return None
+    schedule = room.schedule(name, _search(room).orders)
     without_w = ([op for op in lane if op.kind is not OpKind.W] for lane in schedule.ops)
     return replace(schedule, ops=tuple(tuple(chain.from_iterable(map(_and_its_w, lane))) for lane in without_w))
 
@@ -126,7 +150,8 @@ def _added(placement: Placement, costs: StageCosts, rank: int) -> list[float]:
 def _candidates(problem: Problem) -> Iterator[list[Order]]:
     """Orders of F and B, the most promising first."""
     p, costs = problem.num_ranks, problem.costs
-    held = min(limit / _whole(problem.placement, costs, rank) for rank, limit in enumerate(problem.limits))
+    wholes = [_whole(problem.placement, costs, rank) for rank in range(p)]
+    held = min((limit / whole for limit, whole in zip(problem.limits, wholes, strict=True) if whole > 0), default=p)
     if held >= p:
         yield _eager(problem)
     # A microbatch that rests for h at a rank, on its way down and back up together, is held for 2 p h over
@@ -135,7 +160,7 @@ def _candidates(problem: Problem) -> Iterator[list[Order]]:
     # The published delays keep F and B of a block off each other's slots, for legs of one slot and of two.
     delays = {0.5: (2 if p % 3 == 0 else 0, 0), 2 / 3: (3 if p % 2 == 0 else 0, 1)}
     for share in SHARES:
-        for block in (_Block(1, 1, PERIOD), _Block.of(costs)):
+        for block in (_Block(1, 1, PERIOD), _Block.of(problem)):
             together = block.period * (held - 1) / p
             down, down_again = max(block.f, together * share), max(block.b, together * share)
             rest = (down, max(block.f, together - down_again), down_again, max(block.b, together - down))
@@ -153,11 +178,12 @@ class _Block:
     period: float
 
     @classmethod
-    def of(cls, costs: StageCosts) -> _Block:
+    def of(cls, problem: Problem) -> _Block:
         """At the costs of most stages."""
-        f, b, w = median(costs.time_f), median(costs.time_b), median(costs.time_w)
-        comm = median(costs.time_comm or (0,))
-        return cls(f + comm, b + comm, 2 * (f + b + w))
+        size, comm = problem.num_stages, median(problem.message or (0,))
+        kinds = [slice(kind * size, (kind + 1) * size) for kind in range(3)]
+        f, b = (median(problem.latency[kind]) + comm for kind in kinds[:2])
+        return cls(f, b, 2 * sum(median(problem.duration[kind]) for kind in kinds))
 
 
 def _repeated(

@@ -4,6 +4,7 @@
 - `clock`: the event loop that all planners share, and its result, a `Plan`.
 - `fill`: a given order of F and B, into which W goes where it costs least.
 - `greedy`: no order given; every rank decides when it is free.
-- `profiles`, `modulo`: the orders worth trying, for one chunk a rank and for a V.
+- `profiles`: the orders worth trying for one chunk a rank.
 - `portfolio`: tries candidates and keeps the best.
+- `judge`: chooses between whole schedules, planned or not, by simulation.
 """

@@ -31,6 +31,7 @@ class Clock:
         self.num_stages = size
         self.num_microbatches = problem.num_microbatches
         self.duration = problem.duration
+        self.latency = problem.latency
         self.allocation = problem.allocation
         self.work = problem.work
         largest = max(max(problem.limits), max(map(abs, problem.allocation)))
@@ -45,6 +46,8 @@ class Clock:
         """Code -> how many microbatches have started it."""
         self.free = [0.0] * ranks
         self.begin = [0.0] * ranks
+        self.end = [0.0] * ranks
+        """Rank -> the result of its latest operation; its span does not count what it sends after that."""
         self.worked = [0.0] * ranks
         self.held = [0.0] * ranks
         self.orders: list[Order] = [[] for _ in range(ranks)]
@@ -68,7 +71,7 @@ class Clock:
                 heappush(events, (when, rank))
         if sum(map(len, self.orders)) < self.problem.num_ops:
             return None
-        return Plan(max(end - begin for begin, end in zip(self.begin, self.free, strict=True)), self.orders)
+        return Plan(max(end - begin for begin, end in zip(self.begin, self.end, strict=True)), self.orders)
 
     def start(self, code: int, rank: int, now: float, events: list[tuple[float, int]]) -> None:
         """Run the operation `code` on `rank`, from `now`."""
@@ -77,15 +80,16 @@ class Clock:
             if span > self.target:
                 self.target = span
         else:
-            self.begin[rank] = now
+            self.begin[rank] = now + self.problem.receiving[code]
         self.orders[rank].append(code)
         self.done[code] += 1
         duration = self.duration[code]
-        end = now + duration
-        self.free[rank] = end
+        end = now + self.latency[code]
+        self.end[rank] = end
+        self.free[rank] = now + duration
         self.worked[rank] += duration
         self.held[rank] += self.allocation[code]
-        heappush(events, (end, rank))
+        heappush(events, (self.free[rank], rank))
         size = self.num_stages
         if code < size:
             if code + 1 < size:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import add
 
+from megatron.zero_bubble.schedule.bounds import lower_bounds
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import Infeasible
 from megatron.zero_bubble.schedule.ir import Op, OpKind, Placement, Schedule
@@ -45,29 +47,33 @@ class Footprint:
 class Problem:
     """Order F, B and W of every stage and microbatch so that the longest span of a rank is short.
 
-    `limits` is the memory that the operations of each rank may hold, in the unit of the costs.
+    `limits` is the memory that the operations of each rank may hold, in the unit of the costs;
+    `overlap_communication` is as in `simulate`.
     """
 
     placement: Placement
     num_microbatches: int
     costs: StageCosts
     limits: tuple[float, ...]
+    overlap_communication: bool = True
 
-    @classmethod
-    def feasible(
-        cls, placement: Placement, num_microbatches: int, costs: StageCosts, limits: Sequence[float]
-    ) -> Problem:
-        """Raises `Infeasible`, with the smallest limit that works on every rank, if there is no schedule."""
-        problem = cls(placement, num_microbatches, costs, tuple(limits))
-        for rank, (needed, limit) in enumerate(zip(problem.smallest_limits, problem.limits, strict=True)):
+    @property
+    def is_feasible(self) -> bool:
+        """Whether B and W apart fit within the limits."""
+        return all(
+            limit >= least - tolerance(least) for limit, least in zip(self.limits, self.smallest_limits, strict=True)
+        )
+
+    def check_feasible(self) -> None:
+        """Raise `Infeasible`, with the smallest limit that works on every rank, if B and W apart do not fit."""
+        for rank, (needed, limit) in enumerate(zip(self.smallest_limits, self.limits, strict=True)):
             if limit < needed - tolerance(needed):
-                smallest = max(problem.smallest_limits)
+                smallest = max(self.smallest_limits)
                 raise Infeasible(
                     f"rank {rank} needs at least {needed:g} of memory, above the limit of {limit:g}; "
                     f"{smallest:g} is enough for every rank",
                     smallest,
                 )
-        return problem
 
     @property
     def num_ranks(self) -> int:
@@ -96,14 +102,37 @@ class Problem:
 
     @cached_property
     def message(self) -> tuple[float, ...]:
-        """Edge -> time of a message between stage s and s + 1; none is sent where both are on one rank."""
-        edges = range(self.num_stages - 1)
-        return tuple(0 if self.rank_of[s] == self.rank_of[s + 1] else self.costs.time_comm[s] for s in edges)
+        """Edge -> time that a message between stage s and s + 1 is on its way and occupies nobody."""
+        return self._messages if self.overlap_communication else (0,) * len(self._messages)
+
+    @cached_property
+    def receiving(self) -> tuple[float, ...]:
+        """Code -> time that its rank is occupied with receiving its input, right before it."""
+        edges = (0,) * len(self._messages) if self.overlap_communication else self._messages
+        return (0, *edges, *edges, 0, *(0,) * self.num_stages)
+
+    @cached_property
+    def sending(self) -> tuple[float, ...]:
+        """Code -> time that its rank is occupied with sending its result, right after it."""
+        edges = (0,) * len(self._messages) if self.overlap_communication else self._messages
+        return (*edges, 0, 0, *edges, *(0,) * self.num_stages)
+
+    @cached_property
+    def latency(self) -> tuple[float, ...]:
+        """Code -> time from when its rank turns to it, with its input ready, to its result."""
+        compute = self.costs.time_f + self.costs.time_b + self.costs.time_w
+        return tuple(map(add, self.receiving, compute))
 
     @cached_property
     def duration(self) -> tuple[float, ...]:
-        """Code -> time."""
-        return self.costs.time_f + self.costs.time_b + self.costs.time_w
+        """Code -> time that it occupies its rank."""
+        return tuple(map(add, self.latency, self.sending))
+
+    @cached_property
+    def _messages(self) -> tuple[float, ...]:
+        """Edge -> time of a message between stage s and s + 1; none is sent where both are on one rank."""
+        edges = range(self.num_stages - 1)
+        return tuple(0 if self.rank_of[s] == self.rank_of[s + 1] else self.costs.time_comm[s] for s in edges)
 
     @cached_property
     def footprints(self) -> tuple[Footprint, ...]:
@@ -120,8 +149,20 @@ class Problem:
 
     @cached_property
     def work(self) -> tuple[float, ...]:
-        """Rank -> time of all its operations."""
-        return tuple(self.num_microbatches * sum(map(self.costs.work, stages)) for stages in self.stages_of)
+        """Rank -> time that all its operations occupy it."""
+        size = self.num_stages
+        each = [sum(self.duration[code] for code in (s, size + s, 2 * size + s)) for s in range(size)]
+        return tuple(self.num_microbatches * sum(each[s] for s in stages) for stages in self.stages_of)
+
+    @cached_property
+    def bound(self) -> float:
+        """What the longest span of a rank does not get below.
+
+        A rank's span has all of its messages but the one before its first F: its last operation, a W, sends nothing.
+        """
+        known = lower_bounds(self.placement, self.num_microbatches, self.costs, self.limits).span
+        firsts = (self.receiving[stages[0]] for stages in self.stages_of)
+        return max(known, *(work - first for work, first in zip(self.work, firsts, strict=True)))
 
     @cached_property
     def smallest_limits(self) -> tuple[float, ...]:
@@ -143,15 +184,6 @@ class Problem:
             backward = [code for s in reversed(stages) for code in (size + s, 2 * size + s)]
             orders.append([*stages, *backward] * self.num_microbatches)
         return orders
-
-    def orders(self, schedule: Schedule) -> list[Order]:
-        """The operations of a schedule as codes, BW as B and W."""
-        size = self.num_stages
-        offsets = {OpKind.F: (0,), OpKind.B: (size,), OpKind.W: (2 * size,), OpKind.BW: (size, 2 * size)}
-        return [
-            [offset + stages[op.chunk] for op in ops for offset in offsets[op.kind]]
-            for ops, stages in zip(schedule.ops, self.stages_of, strict=True)
-        ]
 
     def schedule(self, name: str, orders: Sequence[Order]) -> Schedule:
         """The orders as a schedule."""

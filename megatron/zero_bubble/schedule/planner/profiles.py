@@ -74,11 +74,12 @@ def neighbours(problem: Problem, profile: Profile) -> Iterator[Profile]:
 
 
 def turns(problem: Problem) -> list[float]:
-    """Rank -> least time from the end of its F to the start of its B: through the last stage and back."""
-    costs = problem.costs
+    """Rank -> least time from the end of its F to when its B is ready: through the last stage and back."""
+    latency = problem.latency
     found = [0.0]
     for stage in range(problem.num_stages - 1, 0, -1):
-        found.append(found[-1] + costs.time_f[stage] + costs.time_b[stage] + 2 * problem.message[stage - 1])
+        both = latency[stage] + latency[problem.num_stages + stage]
+        found.append(found[-1] + both + 2 * problem.message[stage - 1])
     return found[::-1]
 
 
@@ -86,7 +87,7 @@ def _lines(problem: Problem, caps: Sequence[int]) -> Iterator[list[float]]:
     """Real numbers to round to profiles: rank -> microbatches beyond the first, zero on the last rank."""
     hops = [float(problem.num_ranks - 1 - rank) for rank in range(problem.num_ranks)]
     turn = turns(problem)
-    f = max(problem.costs.time_f)
+    f = max(problem.duration[: problem.num_stages])
     steepest = [_steepest(line, caps) for line in (hops, turn)]
     yield [x * steepest[0] for x in hops]
     yield [x / f for x in turn]
