@@ -8,6 +8,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron.zero_bubble.launcher.errors import LauncherError
 from megatron.zero_bubble.launcher.flags import LaunchFlags
@@ -55,6 +56,8 @@ def error_of(result: subprocess.CompletedProcess[str]) -> str:
         ("zb-h1", {"overlap_moe_expert_parallel_comm": True}, ["--overlap-moe-expert-parallel-comm"]),
         ("zb-h1", {"cuda_graph_impl": "local"}, ["--cuda-graph-impl local"]),
         ("zb-h1", {"transformer_impl": "transformer_engine"}, ["--transformer-impl transformer_engine", "use local"]),
+        ("zb-h1", {"tp_comm_overlap": True}, ["--tp-comm-overlap", "zb-h1"]),
+        ("zb-h1", {"fp8": "hybrid"}, ["--fp8-format hybrid", "zb-h1", "--disable-bias-linear"]),
         ("zb-h3", {}, ["zb-h3", "zb-h1, zb-h2"]),
         ("file:no/such/file.json", {}, ["no/such/file.json"]),
     ],
@@ -70,9 +73,16 @@ def test_flags_that_contradict_the_script_s(schedule: str, changed: dict[str, ob
 
 def test_a_script_that_fits_is_not_refused() -> None:
     Run(script_arguments(), LaunchFlags(zero_bubble_schedule="zb-h1"))
+    Run(script_arguments(fp8="hybrid", add_bias_linear=False), LaunchFlags(zero_bubble_schedule="zb-h1"))
     chunks = {"virtual_pipeline_model_parallel_size": 2}
     assert Run(script_arguments(**chunks), LaunchFlags(zero_bubble_schedule="zb-v")).v_placement is not None
     assert Run(script_arguments(**chunks), LaunchFlags(zero_bubble=True)).v_placement is None
+
+
+def test_timers_that_wait_for_the_device_inside_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(LauncherError, match="--timing-log-level 2"):
+        Run(script_arguments(timing_log_level=2), LaunchFlags(zero_bubble_schedule="zb-h1"))
 
 
 def test_a_script_that_never_trains(tmp_path: Path) -> None:

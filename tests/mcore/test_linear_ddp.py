@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.utils import get_model_config
-from split_layers import MICROBATCHES, Layers, microbatches, one_rank
+from split_layers import MICROBATCHES, Layers, make_config, microbatches, one_rank
 
 from megatron.zero_bubble.mcore.forward_backward import GradSync
 from megatron.zero_bubble.mcore.linear import split_weight_gradients
@@ -185,3 +187,18 @@ def test_ddp_that_would_lose_what_w_brings_is_refused():
     with pytest.raises(ValueError, match="wrap the model with delay_wgrad_compute=True"):
         refuse_unsupported(config, [wrap(model, is_split=False)], None)
     refuse_unsupported(config, [wrap(Layers(torch.float32), is_split=False)], None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tp_comm_overlap": True}, "tp_comm_overlap is not supported by zero-bubble schedules"),
+        ({"fp8": "hybrid"}, "add_bias_linear with fp8 is not supported by zero-bubble schedules"),
+        ({"fp8": "hybrid", "add_bias_linear": False}, None),
+    ],
+)
+def test_what_transformer_engine_cannot_defer_is_refused(settings, message):
+    config = copy.copy(make_config())
+    vars(config).update(settings)
+    with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
+        refuse_unsupported(config, [], None)

@@ -21,6 +21,7 @@ _REFUSED = {
     "hybrid_context_parallel": "it is a schedule of its own",
     "variable_seq_lengths": "messages between stages have one shape",
     "perform_rl_step": "its rollouts run through megatron-core's schedule",
+    "tp_comm_overlap": "Transformer Engine's userbuffers cannot leave W for later",
 }
 """Settings of the script that no schedule of ours can honour, and why."""
 _REFUSED_IN_V = {
@@ -82,6 +83,12 @@ def refuse_what_cannot_work(script: Namespace, settings: ScriptSettings, placeme
             raise LauncherError(f"{flag} does not go with --zero-bubble-schedule {settings.schedule}: {reason}")
     if getattr(script, "cuda_graph_impl", "none") != "none":
         raise LauncherError(f"--cuda-graph-impl {script.cuda_graph_impl} records a whole backward: leave it out")
+    for name in ("fp8", "fp4"):
+        if getattr(script, name, None) and getattr(script, "add_bias_linear", True):
+            raise LauncherError(
+                f"--{name}-format {getattr(script, name)} goes with --zero-bubble-schedule {settings.schedule} only "
+                "under --disable-bias-linear: Transformer Engine loses biases' gradients where W comes later than B"
+            )
     built = script.virtual_pipeline_model_parallel_size or 1
     if placement.num_chunks != built:
         raise LauncherError(

@@ -24,6 +24,10 @@ def refuse_unsupported(config: Any, chunks: Sequence[torch.nn.Module], adjust_te
         "overlap_moe_expert_parallel_comm": config.overlap_moe_expert_parallel_comm,
         # Its backward runs under autocast; W runs later, outside of it.
         "enable_autocast": config.enable_autocast,
+        # Transformer Engine: userbuffers raise where W is left for later, and its W wants a bias' gradient that only a
+        # B without quantization leaves.
+        "tp_comm_overlap": config.tp_comm_overlap,
+        "add_bias_linear with fp8": bool(config.fp8) and config.add_bias_linear,
         "adjust_tensor_shapes_fn": adjust_tensor_shapes_fn is not None,
     }
     for setting, is_on in reasons.items():

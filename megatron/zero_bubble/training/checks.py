@@ -11,9 +11,11 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
+
 from megatron.zero_bubble.mcore.transformer_engine import check_transformer_engine
 from megatron.zero_bubble.training.arguments import Arguments
-from megatron.zero_bubble.training.environment import check_environment
+from megatron.zero_bubble.training.environment import check_device_found, check_devices, check_environment
 from megatron.zero_bubble.training.planning import check_memory_limit, check_zero_bubble_flags, planning_options
 from megatron.zero_bubble.training.plans import check_stages, choose_placement, choose_plan, chunks_of_flags
 from megatron.zero_bubble.training.post_validation import check_post_validation
@@ -40,6 +42,7 @@ def complete_and_check(
     _check_model(args)
     if for_this_machine:
         check_implementation(args)
+        check_device_found(args, environment, Path("/dev"))
     _check_parallel(args, has_cuda)
     _check_batches(args)
     _check_training(args)
@@ -49,6 +52,8 @@ def complete_and_check(
     check_environment(args, environment, has_cuda)
     _check_data(args)
     if for_this_machine:
+        if has_cuda:
+            check_devices(args, environment, torch.cuda.device_count())
         _check_output(args)
 
 

@@ -1,9 +1,12 @@
-"""What the environment of the ranks says: on which host a rank is, and settings of CUDA that pipelines cannot use."""
+"""What the environment of the ranks says: their host and device, and settings of CUDA that pipelines cannot use."""
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
 
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.training.arguments import Arguments
@@ -12,6 +15,63 @@ from megatron.zero_bubble.training.arguments import Arguments
 def host_name(environment: Mapping[str, str]) -> str:
     """The name of this machine: Slurm's name of the node, where the job runs under it."""
     return environment.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def device_of_rank(local_rank: int, num_devices: int) -> int:
+    """Which of the devices that this process sees is its own: Slurm may show each task one, whatever its number."""
+    return local_rank % num_devices
+
+
+def check_devices(args: Arguments, environment: Mapping[str, str], num_devices: int) -> None:
+    """Refuse more ranks on a host than it has devices.
+
+    Without torchrun's `LOCAL_WORLD_SIZE`, each rank may see devices of its own, and their number says nothing.
+
+    Raises:
+        ValueError: torchrun started more ranks than there are devices, and no setting says that they share them.
+    """
+    num_ranks = int(environment.get("LOCAL_WORLD_SIZE", "0"))
+    shares = args.distributed_backend == "gloo" or environment.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") != "0"
+    if num_ranks > num_devices and not shares:
+        visible = environment.get("CUDA_VISIBLE_DEVICES")
+        source = f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
+        raise ValueError(
+            f"torchrun --nproc-per-node {num_ranks} starts more ranks than the {num_devices} CUDA devices that they "
+            f"see{source}: NCCL wants a device for each"
+        )
+
+
+def check_device_found(args: Arguments, environment: Mapping[str, str], nodes: Path) -> None:
+    """Refuse to train on the CPU of a host that should have a device, unless a flag asks for it.
+
+    One such rank among many falls back to another backend than the others', and all wait.
+
+    Args:
+        nodes: the folder of device nodes.
+
+    Raises:
+        ValueError: torch was built for CUDA and finds no device where one is expected.
+    """
+    if torch.cuda.is_available() or torch.version.cuda is None or args.distributed_backend is not None:
+        return
+    reason = _sign_of_device(environment, nodes)
+    if reason is not None:
+        raise ValueError(
+            f"torch, built for CUDA {torch.version.cuda}, finds no CUDA device on host {host_name(environment)}, where "
+            f"{reason} says that there is one: see nvidia-smi; --distributed-backend gloo trains on the CPU"
+        )
+
+
+def _sign_of_device(environment: Mapping[str, str], nodes: Path) -> str | None:
+    """What says that this process should have a CUDA device, if anything does."""
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        # Slurm writes NoDevFiles where it gives none.
+        return None if visible.strip() in ("", "-1", "NoDevFiles") else f"CUDA_VISIBLE_DEVICES={visible}"
+    for name, value in environment.items():
+        if name.startswith("SLURM_GPUS") and value not in ("", "0"):
+            return f"{name}={value}"
+    return next((str(node) for node in sorted(nodes.glob("nvidia[0-9]*"))), None)
 
 
 def check_environment(args: Arguments, environment: Mapping[str, str], has_cuda: bool) -> None:
@@ -26,6 +86,12 @@ def check_environment(args: Arguments, environment: Mapping[str, str], has_cuda:
         raise ValueError(
             "CUDA_LAUNCH_BLOCKING=1 makes a receive that is posted ahead wait for its message, which may wait for this "
             "rank: unset it, or let messages go through host memory, --zero-bubble-communicator host"
+        )
+    if args.timing_log_level > 1:
+        raise ValueError(
+            f"--timing-log-level {args.timing_log_level} waits for the whole device around every forward and backward, "
+            "receives that are posted ahead included, which may wait for this rank: use 1 with "
+            f"--zero-bubble-schedule {args.schedule}"
         )
 
 

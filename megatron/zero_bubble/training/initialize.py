@@ -17,6 +17,7 @@ from megatron.core.num_microbatches_calculator import (
 from megatron.zero_bubble.mcore.placement import embedding_ranks
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.training.arguments import Arguments
+from megatron.zero_bubble.training.environment import device_of_rank
 from megatron.zero_bubble.training.model import seed_everything
 
 
@@ -27,7 +28,7 @@ def initialized(args: Arguments, placement: Placement) -> Iterator[None]:
     A process group that the caller has made is used, and left to the caller.
     """
     if torch.cuda.is_available():
-        torch.cuda.set_device(args.local_rank)
+        torch.cuda.set_device(device_of_rank(args.local_rank, torch.cuda.device_count()))
     owns_process_group = not dist.is_initialized()
     if owns_process_group:
         timeout = timedelta(minutes=args.distributed_timeout_minutes)
