@@ -18,6 +18,15 @@ from megatron.zero_bubble.mcore.cpu import substitute_cuda
 
 FAULT = "inf:"
 """`inf:ITERATION@RANK` among the flags: a gradient of this pipeline rank is infinite in this iteration."""
+RULES = "nccl:"
+"""`nccl:SEED` among the flags: this training keeps NCCL's rules."""
+
+
+def take(flags: list[str], prefix: str) -> list[str]:
+    """Remove the words that begin with `prefix` and return the rest of each."""
+    taken = [word.removeprefix(prefix) for word in flags if word.startswith(prefix)]
+    flags[:] = [word for word in flags if not word.startswith(prefix)]
+    return taken
 
 
 @contextlib.contextmanager
@@ -51,19 +60,21 @@ def main(plan: str) -> None:
     from megatron.zero_bubble.training.checks import complete_and_check
     from megatron.zero_bubble.training.initialize import print_rank_0
     from megatron.zero_bubble.training.pretrain import pretrain
+    from tests.nccl_over_gloo import nccls_rules
     from tests.undone import counted_undos
 
     gc.freeze()  # the modules: collecting them takes a second
     for number, (name, flags) in enumerate(json.loads(Path(plan).read_text()).items()):
-        faults = [flags.pop(index) for index in reversed(range(len(flags))) if flags[index].startswith(FAULT)]
+        faults, seeds = take(flags, FAULT), take(flags, RULES)
         args = parse_arguments(flags)
         complete_and_check(args, os.environ, torch.cuda.is_available())
         # Each training in process groups of its own: those of all together would have a thousand threads.
         store = dist.FileStore(f"{plan}.{number}.store", args.world_size)
         dist.init_process_group(args.distributed_backend, store=store, rank=args.rank, world_size=args.world_size)
         print_rank_0(f"training {name}")
-        places = {tuple(map(int, fault[len(FAULT) :].split("@"))) for fault in faults}
-        with infinite_gradients(places), counted_undos() as undone:
+        rules = nccls_rules(int(seeds[0])) if seeds else contextlib.nullcontext()
+        places = {tuple(map(int, fault.split("@"))) for fault in faults}
+        with rules, infinite_gradients(places), counted_undos() as undone:
             pretrain(args)
         counts = [0] * args.world_size
         dist.all_gather_object(counts, undone())

@@ -6,20 +6,25 @@ import os
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from simulated_nccl import SimulatedNccl
 
 from megatron.zero_bubble.runtime.communicator import (
+    ChannelEnd,
     Communicator,
-    InMemoryNetwork,
     TensorSpec,
     TorchCommunicator,
     channels,
+    connect_pair,
 )
+from megatron.zero_bubble.runtime.in_memory import InMemoryNetwork
 from megatron.zero_bubble.schedule import Placement
 
 CPU = torch.device("cpu")
@@ -195,6 +200,43 @@ def test_a_message_that_nobody_sends_ends_the_wait_after_the_timeout():
         assert 1.5 < time.monotonic() - started < 20
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("placement", [Placement("linear", 4), Placement("v", 3, 2), Placement("interleaved", 4, 2)])
+def test_by_nccls_rules_what_is_sent_arrives(placement, seed):
+    network = SimulatedNccl(placement.num_ranks, seed)
+    ends = network.communicators(placement)
+    network.run([partial(exchange, end, rank, placement) for rank, end in enumerate(ends)])
+    for end in ends:
+        end.close()
+
+
+def test_a_nccl_channel_has_a_name_a_high_priority_and_few_blocks(monkeypatch):
+    """torch of this machine has no NCCL: a stand-in shows what it would be asked for."""
+    made = []
+
+    class ProcessGroupNCCL:
+        class Options:
+            def __init__(self, is_high_priority_stream=False):
+                self.is_high_priority_stream = is_high_priority_stream
+                self.config = SimpleNamespace(max_ctas=-1)
+
+        def __init__(self, store, rank, size, options):
+            made.append((rank, size, options))
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", ProcessGroupNCCL, raising=False)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        connect_pair(ChannelEnd(6, 2, 1, torch.device("cuda", 0), timedelta(minutes=3)))
+    finally:
+        dist.destroy_process_group()
+    ((rank, size, options),) = made
+    assert (rank, size) == (1, 2)
+    assert options.is_high_priority_stream
+    assert options.config.max_ctas == 4
+    assert (options.group_name, options.global_ranks_in_group) == ("megatron.zero_bubble/6->2", [6, 2])
+    assert options._timeout == timedelta(minutes=3)
 
 
 class TestInMemory:

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from toy_pipeline import BATCH, LAYERS, WIDTH, Pipeline, Problem, ToyStage
+from toy_pipeline import BATCH, LAYERS, WIDTH, Problem, ToyStage, on_threads, over_nccl
 
-from megatron.zero_bubble.runtime.communicator import InMemoryNetwork
 from megatron.zero_bubble.runtime.executor import Executor, LeftoverError
+from megatron.zero_bubble.runtime.in_memory import InMemoryNetwork
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import (
     Op,
@@ -57,22 +57,22 @@ def assert_equal(ours: Problem, reference: Problem) -> None:
         assert torch.equal(gradient, expected)
 
 
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("schedule", schedules(), ids=name_of)
-def test_every_schedule_computes_what_autograd_does(schedule):
+def test_every_schedule_computes_what_autograd_does(schedule, seed):
     schedule = lower(schedule)
     validate(schedule)
     reference = Problem(schedule.num_stages, schedule.num_microbatches)
-    pipeline = Pipeline(schedule, Problem(schedule.num_stages, schedule.num_microbatches))
+    pipeline = over_nccl(schedule, seed)
     for _ in range(2):  # the executor is used step after step
         pipeline.run()
         reference.run_by_autograd()
         assert_equal(pipeline.problem, reference)
-    assert pipeline.network.undelivered() == []
 
 
 @pytest.mark.parametrize("schedule", schedules(), ids=name_of)
 def test_operations_run_in_the_order_of_the_schedule_and_hold_the_memory_it_says(schedule):
-    pipeline = Pipeline(lower(schedule), Problem(schedule.num_stages, schedule.num_microbatches))
+    pipeline = on_threads(lower(schedule))
     pipeline.run()
     costs = StageCosts.uniform(schedule.num_stages, memory_f=1, memory_b=-1, memory_w=0)
     expected_peaks = simulate(schedule, costs).peak_memory
@@ -89,7 +89,7 @@ def test_the_tail_runs_parameter_by_parameter_and_computes_the_same(name):
     schedule = reorder_tail(lower(generate(name, 3, 6)))
     reference = Problem(schedule.num_stages, 6)
     reference.run_by_autograd()
-    pipeline = Pipeline(schedule, Problem(schedule.num_stages, 6))
+    pipeline = over_nccl(schedule)
     pipeline.run()
     assert_equal(pipeline.problem, reference)
     for stage, ops in zip(pipeline.stages, schedule.ops, strict=True):
@@ -105,7 +105,7 @@ def test_evaluation_runs_forwards_alone_and_keeps_nothing(name):
     validate(schedule)
     reference = Problem(schedule.num_stages, 6)
     reference.run_by_autograd()
-    pipeline = Pipeline(schedule, Problem(schedule.num_stages, 6))
+    pipeline = over_nccl(schedule)
     pipeline.run()
     assert pipeline.problem.losses == reference.losses
     assert pipeline.problem.gradients() == [None] * len(reference.gradients())
@@ -138,7 +138,7 @@ B3, W3 = Op(OpKind.B, 3), Op(OpKind.W, 3)
 )
 def test_a_step_that_leaves_something_is_an_error(rank, dropped, what_is_left):
     schedule = without(lower(generate("zb-h1", 2, 4)), rank, *dropped)
-    pipeline = Pipeline(schedule, Problem(2, 4))
+    pipeline = on_threads(schedule)
     with pytest.raises(LeftoverError) as error:
         pipeline.run()
     message = str(error.value)
@@ -148,7 +148,7 @@ def test_a_step_that_leaves_something_is_an_error(rank, dropped, what_is_left):
 
 def test_a_result_that_is_not_sent_is_an_error():
     schedule = without(lower(generate("1f1b", 2, 1)), 1, Op(OpKind.SEND_BACKWARD, 0))
-    pipeline = Pipeline(schedule, Problem(2, 1))
+    pipeline = on_threads(schedule)
     pipeline.network.put(0, 1, torch.ones(BATCH, WIDTH))
     with pytest.raises(LeftoverError, match="a message of microbatch 0, chunk 0 was computed, not sent"):
         pipeline.executors[1].run(pipeline.stages[1])
@@ -195,7 +195,7 @@ def test_a_step_waits_for_the_sends_that_have_not_finished_and_for_no_other():
 
 def test_operations_are_profiler_ranges_with_the_names_of_the_schedule():
     schedule = lower(generate("zb-h1", 1, 2))
-    pipeline = Pipeline(schedule, Problem(1, 2))
+    pipeline = on_threads(schedule)
     with torch.profiler.profile() as profiler:
         pipeline.executors[0].run(pipeline.stages[0])
     words = [str(op) for op in schedule.ops[0]]
@@ -204,6 +204,6 @@ def test_operations_are_profiler_ranges_with_the_names_of_the_schedule():
 
 
 def test_a_message_that_never_comes_ends_the_step():
-    pipeline = Pipeline(lower(generate("1f1b", 2, 2)), Problem(2, 2), timeout=0.05)
+    pipeline = on_threads(lower(generate("1f1b", 2, 2)), timeout=0.05)
     with pytest.raises(TimeoutError, match=r"rank 1: no message from rank 0 in 0\.05 s"):
         pipeline.executors[1].run(pipeline.stages[1])

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.zero_bubble.runtime.timeline import OpRecorder
 from megatron.zero_bubble.runtime.watchdog import Position, Stall, Watchdog
 from megatron.zero_bubble.schedule import generate, lower
-from tests.runtime.toy_pipeline import FakeDevice, Pipeline, Problem
+from tests.runtime.toy_pipeline import FakeDevice, on_threads
 
 TIMEOUT = 0.5
 SCHEDULE = lower(generate("zb-h1", 2, 4))
@@ -67,7 +67,7 @@ AT_F2 = Position(7, 7, SCHEDULE, 0, [str(op) for op in SCHEDULE.ops[0]].index("F
 
 
 def test_a_rank_that_hangs_in_f_is_named_and_so_is_what_the_others_wait_for(watch):
-    pipeline, hang = Pipeline(SCHEDULE, Problem(2, 4), timeout=60.0), threading.Event()
+    pipeline, hang = on_threads(SCHEDULE, timeout=60.0), threading.Event()
     forward = pipeline.stages[1].forward
 
     def forward_that_hangs(microbatch, chunk, input_tensor):
@@ -153,7 +153,7 @@ def test_the_main_threads_line_of_code_is_told(watch):
 
 
 def test_on_a_gpu_the_device_is_asked_and_not_the_process_that_runs_ahead():
-    pipeline, device = Pipeline(SCHEDULE, Problem(2, 4)), FakeDevice()
+    pipeline, device = on_threads(SCHEDULE), FakeDevice()
     executor = pipeline.executors[0]
     pipeline.run([OpRecorder(device), None])
     ops = [str(op) for op in SCHEDULE.ops[0]]

@@ -7,15 +7,18 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import zip_longest
+from typing import Protocol
 
 import torch
+from simulated_nccl import SimulatedNccl
 from torch.nn.functional import linear
 
-from megatron.zero_bubble.runtime.communicator import Communicator, InMemoryNetwork, TensorSpec
+from megatron.zero_bubble.runtime.communicator import Communicator, TensorSpec
 from megatron.zero_bubble.runtime.executor import Executor
+from megatron.zero_bubble.runtime.in_memory import InMemoryNetwork
 from megatron.zero_bubble.runtime.timeline import OpRecorder
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
-from megatron.zero_bubble.schedule import Op, OpKind, Schedule
+from megatron.zero_bubble.schedule import Op, OpKind, Placement, Schedule
 from megatron.zero_bubble.schedule.ir import SPLIT_WEIGHT_GRADIENTS
 
 WIDTH, BATCH, LAYERS = 8, 3, 2
@@ -130,18 +133,39 @@ class Problem:
             self.losses[microbatch] = x.detach()
 
 
+class Network(Protocol):
+    """What joins the ranks of a pipeline."""
+
+    def communicators(self, placement: Placement) -> Sequence[Communicator]: ...
+
+    def run(self, functions: Sequence[Callable[[], None]]) -> object:
+        """Run the function of each rank in a thread of its own; raises what one raised."""
+        ...
+
+
+class Threads(InMemoryNetwork):
+    """Ranks that run at the same time, and messages that arrive at once."""
+
+    def communicators(self, placement: Placement) -> list[Communicator]:
+        return [self.communicator(rank) for rank in range(placement.num_ranks)]
+
+    def run(self, functions: Sequence[Callable[[], None]]) -> None:
+        with ThreadPoolExecutor(len(functions)) as pool:
+            for done in [pool.submit(function) for function in functions]:
+                done.result()
+
+
 class Pipeline:
     """All ranks of a lowered schedule."""
 
-    def __init__(self, schedule: Schedule, problem: Problem, timeout: float = 10.0) -> None:
-        self.schedule, self.problem = schedule, problem
-        self.network = InMemoryNetwork(schedule.num_ranks, timeout)
+    def __init__(self, schedule: Schedule, problem: Problem, network: Network) -> None:
+        self.schedule, self.problem, self.network = schedule, problem, network
         self.executors: list[Executor] = []
         self.stages: list[ToyStage] = []
-        for rank in range(schedule.num_ranks):
-            self.add_rank(rank, self.network.communicator(rank))
+        for rank, communicator in enumerate(network.communicators(schedule.placement)):
+            self._add_rank(rank, communicator)
 
-    def add_rank(self, rank: int, communicator: Communicator) -> None:
+    def _add_rank(self, rank: int, communicator: Communicator) -> None:
         store = WeightGradStore(self.schedule.num_chunks)
         stage = ToyStage(self.problem, self.schedule, rank, store)
         executor = Executor(self.schedule, rank, communicator, store)
@@ -150,11 +174,20 @@ class Pipeline:
         self.stages.append(stage)
 
     def run(self, recorders: Sequence[OpRecorder | None] = ()) -> None:
-        """One step, one thread a rank; raises what a rank raised."""
-        with ThreadPoolExecutor(len(self.executors)) as pool:
-            ranks = zip_longest(self.executors, self.stages, recorders)
-            for done in [pool.submit(executor.run, stage, recorder) for executor, stage, recorder in ranks]:
-                done.result()
+        """One step."""
+        ranks = zip_longest(self.executors, self.stages, recorders)
+        self.network.run([partial(executor.run, stage, recorder) for executor, stage, recorder in ranks])
+
+
+def on_threads(schedule: Schedule, timeout: float = 10.0) -> Pipeline:
+    problem = Problem(schedule.num_stages, schedule.num_microbatches)
+    return Pipeline(schedule, problem, Threads(schedule.num_ranks, timeout))
+
+
+def over_nccl(schedule: Schedule, seed: int = 0) -> Pipeline:
+    """Over NCCL's rules; a step that breaks one raises `Fault`."""
+    problem = Problem(schedule.num_stages, schedule.num_microbatches)
+    return Pipeline(schedule, problem, SimulatedNccl(schedule.num_ranks, seed))
 
 
 class FakeDevice:

@@ -18,7 +18,7 @@ from benchmark_cli.link import EmulatedLink
 from benchmark_cli.worker import StepRecord
 from benchmark_schedules import main
 
-from megatron.zero_bubble.runtime.communicator import InMemoryNetwork
+from megatron.zero_bubble.runtime.in_memory import InMemoryNetwork
 from megatron.zero_bubble.schedule import Placement, StageCosts, generate, simulate, with_post_validation
 from megatron.zero_bubble.schedule.serialize import profile_from_json
 

@@ -14,13 +14,8 @@ from typing import TypeVar
 
 import torch
 
-from megatron.zero_bubble.runtime.communicator import (
-    Communicator,
-    InMemoryNetwork,
-    PendingReceive,
-    PendingSend,
-    TensorSpec,
-)
+from megatron.zero_bubble.runtime.communicator import Communicator, PendingReceive, PendingSend, TensorSpec
+from megatron.zero_bubble.runtime.in_memory import InMemoryNetwork
 
 Result = TypeVar("Result")
 

@@ -4,16 +4,12 @@ Each ordered pair of ranks that exchange messages is a *channel*: a message on o
 for one on another, and messages of one channel arrive in the order in which they were sent. What
 that order is, both ends read from the lowered schedule.
 
-`TorchCommunicator` runs on torch.distributed, `InMemoryNetwork` between threads of one process.
+`TorchCommunicator` runs on torch.distributed; `in_memory.py` has one between threads of one process.
 """
 
 from __future__ import annotations
 
-import threading
-from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError  # the builtin one only from Python 3.11 on
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -76,6 +72,68 @@ def channels(placement: Placement) -> list[tuple[int, int]]:
     return sorted(pairs, key=lambda ends: (min(ends) % 2, ends))
 
 
+_SOURCE, _DESTINATION = 0, 1
+"""Ranks within a channel's group."""
+MAX_BLOCKS = 4
+"""Thread blocks that a message may occupy on a GPU. A receive holds them from when it is posted until it is met."""
+
+
+@dataclass(frozen=True)
+class ChannelEnd:
+    """One end of a channel, as its process group needs to know it."""
+
+    source: int
+    """Global rank, as is `destination`."""
+    destination: int
+    rank: int
+    """Which end this is: 0 for the source, 1 for the destination."""
+    device: torch.device
+    timeout: timedelta
+
+    @property
+    def name(self) -> str:
+        return f"megatron.zero_bubble/{self.source}->{self.destination}"
+
+
+class PairGroup(Protocol):
+    """What a channel needs of a process group of two: torch.distributed's backends have it."""
+
+    def send(self, tensors: list[torch.Tensor], destination: int, tag: int) -> Any: ...
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Any: ...
+
+    def shutdown(self) -> None: ...
+
+
+def connect_pair(end: ChannelEnd) -> Any:
+    """The backend of one channel (a `ProcessGroupNCCL` or `ProcessGroupGloo`), met by name in the job's store.
+
+    `dist.new_group` is not for this: it wants every rank of the job to call it for every pair. Its
+    `use_local_synchronization` lifts that, but names the group by how many groups the caller is a
+    member of, which differs between the ends of a pipeline: they then wait for each other for ever.
+    """
+    store = dist.PrefixStore(end.name, dist.distributed_c10d._get_default_store())
+    # Both ends count their groups of this name, so that a second communicator does not meet the first one's keys.
+    generation = store.add(f"generation of {end.rank}", 1)
+    store = dist.PrefixStore(str(generation), store)
+    if end.device.type == "cuda":
+        return dist.ProcessGroupNCCL(store, end.rank, 2, _nccl_options(end))
+    return dist.ProcessGroupGloo(store, end.rank, 2, end.timeout)
+
+
+def _nccl_options(end: ChannelEnd) -> Any:
+    """Messages go before computing and take little of the device: they are what the other rank waits for.
+
+    The flight recorder knows the channel by the name and the ranks.
+    """
+    options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = end.timeout
+    options.config.max_ctas = MAX_BLOCKS
+    options.group_name = end.name
+    options.global_ranks_in_group = [end.source, end.destination]
+    return options
+
+
 class TorchCommunicator:
     """Channels over torch.distributed, each with a process group of its own.
 
@@ -89,6 +147,7 @@ class TorchCommunicator:
         placement: tells which ranks are neighbours.
         device: where messages live.
         timeout: after which a send or receive that nobody meets fails.
+        connect: makes the process group behind a channel.
     """
 
     def __init__(
@@ -98,13 +157,14 @@ class TorchCommunicator:
         placement: Placement,
         device: torch.device,
         timeout: timedelta,
+        connect: Callable[[ChannelEnd], PairGroup] = connect_pair,
     ) -> None:
         self._rank = rank
-        self._groups: dict[tuple[int, int], Any] = {}
-        for source, destination in channels(placement):
-            if rank in (source, destination):
-                name = f"megatron.zero_bubble/{pipeline_ranks[source]}->{pipeline_ranks[destination]}"
-                self._groups[source, destination] = _pair_group(name, int(rank == destination), device, timeout)
+        self._groups: dict[tuple[int, int], PairGroup] = {}
+        for ends in channels(placement):
+            if rank in ends:
+                source, destination = (pipeline_ranks[end] for end in ends)
+                self._groups[ends] = connect(ChannelEnd(source, destination, ends.index(rank), device, timeout))
         self._open(device)
 
     def _open(self, device: torch.device) -> None:
@@ -138,28 +198,6 @@ class TorchCommunicator:
         return _TorchReceive(self._groups[source, self._rank].recv([buffer], _SOURCE, 0), buffer)
 
 
-_SOURCE, _DESTINATION = 0, 1
-"""Ranks within a channel's group."""
-
-
-def _pair_group(name: str, rank: int, device: torch.device, timeout: timedelta) -> Any:
-    """The backend of one channel (a `ProcessGroupNCCL` or `ProcessGroupGloo`), met by name in the job's store.
-
-    `dist.new_group` is not for this: it wants every rank of the job to call it for every pair. Its
-    `use_local_synchronization` lifts that, but names the group by how many groups the caller is a
-    member of, which differs between the ends of a pipeline: they then wait for each other for ever.
-    """
-    store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
-    # Both ends count their groups of this name, so that a second communicator does not meet the first one's keys.
-    generation = store.add(f"generation of {rank}", 1)
-    store = dist.PrefixStore(str(generation), store)
-    if device.type == "cuda":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, rank, 2, options)
-    return dist.ProcessGroupGloo(store, rank, 2, timeout)
-
-
 @dataclass(frozen=True)
 class _TorchSend:
     """Holds the message until NCCL has read it; gloo says that it is done only once it has been waited for."""
@@ -182,115 +220,3 @@ class _TorchReceive:
     def wait(self) -> torch.Tensor:
         self.work.wait()
         return self.buffer
-
-
-class InMemoryNetwork:
-    """Channels between the threads of one process: the executor's tests need no processes.
-
-    As on a real network a receive gets its message by when it was posted, not by when it is waited for.
-
-    Args:
-        num_ranks: number of pipeline ranks.
-        timeout: seconds after which a receive whose message never comes raises `TimeoutError`.
-    """
-
-    def __init__(self, num_ranks: int, timeout: float = 30.0) -> None:
-        self.timeout = timeout
-        ranks = range(num_ranks)
-        self._channels = {(source, destination): _InMemoryChannel() for source in ranks for destination in ranks}
-
-    def communicator(self, rank: int) -> InMemoryCommunicator:
-        return InMemoryCommunicator(self, rank)
-
-    def put(self, source: int, destination: int, tensor: torch.Tensor) -> None:
-        """Send."""
-        self._channels[source, destination].put(tensor)
-
-    def post(self, source: int, destination: int) -> Future[torch.Tensor]:
-        """Ask for the next message of the channel that nobody has asked for."""
-        return self._channels[source, destination].post()
-
-    def close(self, error: BaseException) -> None:
-        """A rank has failed: every receive without a message raises `error`, now and from now on."""
-        for channel in self._channels.values():
-            channel.close(error)
-
-    def undelivered(self) -> list[tuple[int, int]]:
-        """Channels that hold messages nobody has asked for."""
-        return [ends for ends, channel in self._channels.items() if channel.messages]
-
-
-class _InMemoryChannel:
-    """The messages that wait for a receive, or the receives that wait for a message; never both."""
-
-    def __init__(self) -> None:
-        self.messages: deque[torch.Tensor] = deque()
-        self._receives: deque[Future[torch.Tensor]] = deque()
-        self._error: BaseException | None = None
-        self._lock = threading.Lock()
-
-    def put(self, tensor: torch.Tensor) -> None:
-        with self._lock:
-            if self._receives:
-                self._receives.popleft().set_result(tensor)
-            else:
-                self.messages.append(tensor)
-
-    def post(self) -> Future[torch.Tensor]:
-        receive: Future[torch.Tensor] = Future()
-        with self._lock:
-            if self.messages:
-                receive.set_result(self.messages.popleft())
-            elif self._error is not None:
-                receive.set_exception(self._error)
-            else:
-                self._receives.append(receive)
-        return receive
-
-    def close(self, error: BaseException) -> None:
-        with self._lock:
-            self._error = error
-            while self._receives:
-                self._receives.popleft().set_exception(error)
-
-
-@dataclass(frozen=True)
-class InMemoryCommunicator:
-    """One rank's end of an `InMemoryNetwork`."""
-
-    network: InMemoryNetwork
-    rank: int
-
-    def send(self, tensor: torch.Tensor, destination: int) -> PendingSend:
-        self.network.put(self.rank, destination, tensor.detach().clone())
-        return _Delivered()
-
-    def receive(self, source: int, spec: TensorSpec) -> PendingReceive:
-        message = self.network.post(source, self.rank)
-        return _InMemoryReceive(message, spec, f"rank {self.rank}: no message from rank {source}", self.network.timeout)
-
-
-@dataclass(frozen=True)
-class _Delivered:
-    def is_done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        return
-
-
-@dataclass(frozen=True)
-class _InMemoryReceive:
-    message: Future[torch.Tensor]
-    spec: TensorSpec
-    problem: str
-    timeout: float
-
-    def wait(self) -> torch.Tensor:
-        try:
-            tensor = self.message.result(self.timeout)
-        except FutureTimeoutError:
-            raise TimeoutError(f"{self.problem} in {self.timeout} s") from None
-        expected = (self.spec.shape, self.spec.dtype)
-        assert (tuple(tensor.shape), tensor.dtype) == expected, f"expected {expected}, got {tensor.shape}"
-        return tensor

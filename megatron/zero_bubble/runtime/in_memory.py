@@ -1,0 +1,125 @@
+"""Channels between the threads of one process: a pipeline that needs no processes."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError  # the builtin one only from Python 3.11 on
+from dataclasses import dataclass
+
+import torch
+
+from megatron.zero_bubble.runtime.communicator import PendingReceive, PendingSend, TensorSpec
+
+
+class InMemoryNetwork:
+    """Channels between the threads of one process.
+
+    As on a real network a receive gets its message by when it was posted, not by when it is waited for.
+
+    Args:
+        num_ranks: number of pipeline ranks.
+        timeout: seconds after which a receive whose message never comes raises `TimeoutError`.
+    """
+
+    def __init__(self, num_ranks: int, timeout: float = 30.0) -> None:
+        self.timeout = timeout
+        ranks = range(num_ranks)
+        self._channels = {(source, destination): _InMemoryChannel() for source in ranks for destination in ranks}
+
+    def communicator(self, rank: int) -> InMemoryCommunicator:
+        return InMemoryCommunicator(self, rank)
+
+    def put(self, source: int, destination: int, tensor: torch.Tensor) -> None:
+        """Send."""
+        self._channels[source, destination].put(tensor)
+
+    def post(self, source: int, destination: int) -> Future[torch.Tensor]:
+        """Ask for the next message of the channel that nobody has asked for."""
+        return self._channels[source, destination].post()
+
+    def close(self, error: BaseException) -> None:
+        """A rank has failed: every receive without a message raises `error`, now and from now on."""
+        for channel in self._channels.values():
+            channel.close(error)
+
+    def undelivered(self) -> list[tuple[int, int]]:
+        """Channels that hold messages nobody has asked for."""
+        return [ends for ends, channel in self._channels.items() if channel.messages]
+
+
+class _InMemoryChannel:
+    """The messages that wait for a receive, or the receives that wait for a message; never both."""
+
+    def __init__(self) -> None:
+        self.messages: deque[torch.Tensor] = deque()
+        self._receives: deque[Future[torch.Tensor]] = deque()
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+
+    def put(self, tensor: torch.Tensor) -> None:
+        with self._lock:
+            if self._receives:
+                self._receives.popleft().set_result(tensor)
+            else:
+                self.messages.append(tensor)
+
+    def post(self) -> Future[torch.Tensor]:
+        receive: Future[torch.Tensor] = Future()
+        with self._lock:
+            if self.messages:
+                receive.set_result(self.messages.popleft())
+            elif self._error is not None:
+                receive.set_exception(self._error)
+            else:
+                self._receives.append(receive)
+        return receive
+
+    def close(self, error: BaseException) -> None:
+        with self._lock:
+            self._error = error
+            while self._receives:
+                self._receives.popleft().set_exception(error)
+
+
+@dataclass(frozen=True)
+class InMemoryCommunicator:
+    """One rank's end of an `InMemoryNetwork`."""
+
+    network: InMemoryNetwork
+    rank: int
+
+    def send(self, tensor: torch.Tensor, destination: int) -> PendingSend:
+        self.network.put(self.rank, destination, tensor.detach().clone())
+        return _Delivered()
+
+    def receive(self, source: int, spec: TensorSpec) -> PendingReceive:
+        message = self.network.post(source, self.rank)
+        return _InMemoryReceive(message, spec, f"rank {self.rank}: no message from rank {source}", self.network.timeout)
+
+
+@dataclass(frozen=True)
+class _Delivered:
+    def is_done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return
+
+
+@dataclass(frozen=True)
+class _InMemoryReceive:
+    message: Future[torch.Tensor]
+    spec: TensorSpec
+    problem: str
+    timeout: float
+
+    def wait(self) -> torch.Tensor:
+        try:
+            tensor = self.message.result(self.timeout)
+        except FutureTimeoutError:
+            raise TimeoutError(f"{self.problem} in {self.timeout} s") from None
+        expected = (self.spec.shape, self.spec.dtype)
+        assert (tuple(tensor.shape), tensor.dtype) == expected, f"expected {expected}, got {tensor.shape}"
+        return tensor
