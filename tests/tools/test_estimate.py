@@ -10,13 +10,13 @@ from estimate import main
 from estimate_cli.arguments import job_of, parse_arguments
 from estimate_cli.cluster import States, rank_parameters, stages_of
 from estimate_cli.estimate import Job, estimate, model_flops
-from estimate_cli.model import Parameters, Stage, stage_activations, stage_flops, stage_parameters
 from training_cli.flags import complete_arguments
 from training_cli.one_process import one_process, rank_model
 
 from megatron.zero_bubble.schedule import Placement, StageCosts
 from megatron.zero_bubble.schedule.serialize import Profile, profile_to_json
 from megatron.zero_bubble.training.flops import flops_per_iteration
+from megatron.zero_bubble.training.model_size import Parameters, Stage, stage_activations, stage_flops, stage_parameters
 
 ROOT = Path(__file__).parents[2]
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 from megatron.zero_bubble.schedule import Placement, StageCosts
@@ -10,7 +13,7 @@ from megatron.zero_bubble.schedule.serialize import Profile, profile_to_json
 from megatron.zero_bubble.training.arguments import parse_arguments
 from megatron.zero_bubble.training.checks import complete_and_check
 from megatron.zero_bubble.training.planning import model_description
-from tests.launch import PRETRAIN, TINY_GPT, run
+from tests.launch import PRETRAIN, TINY_GPT, environment, run
 
 BASE = [*TINY_GPT, "--pipeline-model-parallel-size", "2", "--global-batch-size", "4", "--zero-bubble"]
 REAL_DATA = [flag for flag in BASE if flag != "--mock-data"]
@@ -55,6 +58,29 @@ def test_a_limit_in_bytes_under_the_smallest_possible(tmp_path: Path) -> None:
     )
 
 
+def test_a_full_disk_under_the_log_of_numbers() -> None:
+    """Only the rank with the loss writes, after the first iteration; all of them end."""
+    result = run(2, PRETRAIN, *BASE, "--log-numerics", "/dev/full")
+    assert result.returncode != 0
+    (line,) = re.findall(r"^pretrain_gpt\.py: error: (.*)", result.stderr, flags=re.MULTILINE)
+    assert line == "--log-numerics /dev/full cannot be written: No space left on device"
+
+
+def test_a_port_that_is_in_use() -> None:
+    """Where no torchrun stands between, as under `srun`: rank 0 opens the port."""
+    with socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True) as server:
+        port = str(server.getsockname()[1])
+        rank_0 = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        command = [sys.executable, str(PRETRAIN), *BASE]
+        result = subprocess.run(
+            command, env=environment() | rank_0, capture_output=True, text=True, timeout=100, check=False
+        )
+    assert result.returncode == 2
+    (line,) = re.findall(r"pretrain_gpt\.py: error: (.*)", result.stderr)
+    assert line.startswith(f"MASTER_ADDR=localhost MASTER_PORT={port}: ranks cannot meet: ")
+    assert line.endswith("address already in use")
+
+
 def test_a_folder_without_checkpoints(tmp_path: Path) -> None:
     (line,) = errors_of(*BASE, "--load", str(tmp_path))
     assert f"--load {tmp_path}" in line
@@ -63,6 +89,11 @@ def test_a_folder_without_checkpoints(tmp_path: Path) -> None:
 def test_a_checkpoint_of_another_run(tmp_path: Path) -> None:
     saved = run(2, PRETRAIN, *BASE, "--train-iters", "1", "--save", str(tmp_path))
     assert saved.returncode == 0, saved.stderr
+    assert "nothing to train" not in saved.stdout
+    again = run(2, PRETRAIN, *BASE, "--train-iters", "1", "--load", str(tmp_path))
+    assert again.returncode == 0, again.stderr
+    said = f" > nothing to train: the checkpoint in --load {tmp_path} is of iteration 1, --train-iters is 1\n"
+    assert said in again.stdout
     (line,) = errors_of(*BASE, "--train-iters", "2", "--load", str(tmp_path))
     assert f"--load {tmp_path}" in line
     assert "--override-opt_param-scheduler" in line

@@ -45,6 +45,13 @@ def test_a_folder_that_cannot_be_written_or_made(name: str, locked: Path) -> Non
     assert sorted(os.listdir(locked.parent)) == ["locked"], "the check makes nothing"
 
 
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_file_system_that_takes_nothing_whatever_the_permissions(name: str) -> None:
+    folder = "/proc/new"
+    line = f"{name} {folder}: nothing can be made in /proc (No such file or directory): choose another place"
+    assert refusal(name, Path(folder)) == line
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_that_cannot_be_written_or_made(name: str, locked: Path) -> None:
     for file, place in ((locked / "new", locked), (locked / "file", locked / "file")):

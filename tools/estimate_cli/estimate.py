@@ -9,7 +9,6 @@ from typing import Any
 from schedule_cli.costs import split_costs
 
 from estimate_cli.cluster import Cluster, States, rank_parameters, stages_of
-from estimate_cli.model import Flops, element_bytes, stage_activations, stage_flops
 from megatron.zero_bubble.runtime.planning import MemoryLimit
 from megatron.zero_bubble.runtime.replanner import MARGIN
 from megatron.zero_bubble.schedule import (
@@ -26,6 +25,7 @@ from megatron.zero_bubble.schedule import (
 from megatron.zero_bubble.schedule.serialize import Profile
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.flops import flops_per_iteration
+from megatron.zero_bubble.training.model_size import Flops, element_bytes, stage_activations, stage_flops
 from megatron.zero_bubble.training.planning import memory_limit
 
 PLANNED_FOR_A_LIMIT = "auto"

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from estimate_cli.model import Stage, stage_activations, stage_flops
 from schedule_cli.costs import split_costs
 from schedule_cli.tables import table
 
@@ -14,6 +13,7 @@ from gpu_check_cli.numerics import NumericsCheck
 from gpu_check_cli.sizes import Model
 from gpu_check_cli.stage_run import NUM_RANKS, MemoryCheck, StageProfile
 from megatron.zero_bubble.schedule import OpKind, generate, placement_for, simulate
+from megatron.zero_bubble.training.model_size import Stage, stage_activations, stage_flops
 
 PRICE_LIMIT = 1.03
 """Of B + W over the fused backward."""

@@ -29,7 +29,7 @@ from megatron.zero_bubble.training.description import describe, describe_places
 from megatron.zero_bubble.training.environment import check_environment
 from megatron.zero_bubble.training.logging import bubble_fields
 from megatron.zero_bubble.training.planning import check_memory_limit, planning_options
-from megatron.zero_bubble.training.plans import check_stages, choose_plan, limit_flag
+from megatron.zero_bubble.training.plans import check_plan, check_stages, choose_plan, limit_flag
 from megatron.zero_bubble.training.post_validation import check_post_validation
 from megatron.zero_bubble.training.running import open_timeline, run_plan
 from megatron.zero_bubble.training.stalls import check_stall_timeout, open_watchdog
@@ -55,6 +55,7 @@ class Run:
             self._settings = settings_of(script, flags)
             plan = choose_plan(self._settings)
             assert plan is not None, "a run is made where a schedule was asked for"
+            check_plan(self._settings, plan)
             refuse_what_cannot_work(script, self._settings, plan.placement)
             check_stages(self._settings, plan.placement)
             planning_options(self._settings, plan.placement)

@@ -7,18 +7,20 @@ flag, its value and what would work.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from megatron.zero_bubble.mcore.transformer_engine import check_transformer_engine
+from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.environment import check_device_found, check_devices, check_environment
+from megatron.zero_bubble.training.output_checks import check_output
 from megatron.zero_bubble.training.planning import check_memory_limit, check_zero_bubble_flags, planning_options
-from megatron.zero_bubble.training.plans import check_stages, choose_placement, choose_plan, chunks_of_flags
+from megatron.zero_bubble.training.plans import check_plan, check_stages, choose_placement, choose_plan, chunks_of_flags
 from megatron.zero_bubble.training.post_validation import check_post_validation
+from megatron.zero_bubble.training.sizes import check_memory
 from megatron.zero_bubble.training.stalls import check_stall_timeout
 
 
@@ -46,15 +48,16 @@ def complete_and_check(
     _check_parallel(args, has_cuda)
     _check_batches(args)
     _check_training(args)
-    _check_schedule(args)
-    _check_planning(args, has_cuda)
+    if for_this_machine:
+        check_memory(args)
+    _check_planning(args, _check_schedule(args), has_cuda)
     check_stall_timeout(args)
     check_environment(args, environment, has_cuda)
     _check_data(args)
     if for_this_machine:
         if has_cuda:
             check_devices(args, environment, torch.cuda.device_count())
-        _check_output(args)
+        check_output(args)
 
 
 def _require(condition: bool, message: str) -> None:
@@ -89,6 +92,10 @@ def _check_ranges(args: Arguments) -> None:
         value = getattr(args, name)
         _require(0 <= value < 1, f"{_flag(name)} must be in [0, 1), got {value}")
     _require(0 < args.rotary_percent <= 1, f"--rotary-percent must be in (0, 1], got {args.rotary_percent}")
+    largest_seed = 2**32 - 1 - 100 * args.pipeline_model_parallel_size
+    _require(args.seed <= largest_seed, f"--seed must be at most {largest_seed} on these ranks, got {args.seed}")
+    minutes = args.distributed_timeout_minutes
+    _require(minutes <= 10**6, f"--distributed-timeout-minutes must be at most 1000000, got {minutes}")
     _require(args.timing_log_level in (0, 1, 2), f"--timing-log-level must be 0, 1 or 2, got {args.timing_log_level}")
 
 
@@ -257,22 +264,25 @@ def _check_training(args: Arguments) -> None:
     )
 
 
-def _check_schedule(args: Arguments) -> None:
+def _check_schedule(args: Arguments) -> Placement:
+    """Check the schedule and how the layers lie under it; gives the placement."""
     args.model_chunks = chunks_of_flags(args)
     plan = choose_plan(args)
     placement = choose_placement(args, plan)
     check_stages(args, placement)
+    check_plan(args, plan)
     # The loss' rank, and of its replicas the last: in megatron-core's order of ranks, pipeline is outermost.
     ranks_per_stage = args.world_size // placement.num_ranks
     args.log_rank = (placement.rank_of(placement.num_stages - 1) + 1) * ranks_per_stage - 1
+    return placement
 
 
-def _check_planning(args: Arguments, has_cuda: bool) -> None:
+def _check_planning(args: Arguments, placement: Placement, has_cuda: bool) -> None:
     check_zero_bubble_flags(args)
     check_memory_limit(args, has_cuda)
     check_post_validation(args)
     if args.schedule is not None:
-        planning_options(args, choose_placement(args, choose_plan(args)))
+        planning_options(args, placement)
 
 
 def _check_data(args: Arguments) -> None:
@@ -291,38 +301,6 @@ def _check_data(args: Arguments) -> None:
     _require(args.tokenizer_type is not None, "--tokenizer-type is missing: HuggingFaceTokenizer, for example")
     if args.tokenizer_type == "NullTokenizer":
         _require(args.vocab_size is not None, "--tokenizer-type NullTokenizer (or --mock-data) needs --vocab-size")
-
-
-def _check_output(args: Arguments) -> None:
-    _require(
-        not (args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler),
-        "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler contradict each other",
-    )
-    _require(args.save is not None or args.save_interval is None, "--save-interval needs --save FOLDER")
-    for name in ("save", "tensorboard_dir", "zero_bubble_timeline"):
-        folder = getattr(args, name)
-        if folder is not None:
-            existing = _nearest_existing(Path(folder))
-            _require(existing.is_dir(), f"{_flag(name)} {folder}: {existing} is not a folder")
-            _check_writable(f"{_flag(name)} {folder}", existing)
-    for name in ("log_numerics", "zero_bubble_profile_output"):
-        value = getattr(args, name)
-        if value is not None:
-            file = Path(value).absolute()
-            _require(os.path.isdir(file.parent), f"{_flag(name)} {value}: its folder does not exist")
-            _require(not file.is_dir(), f"{_flag(name)} {value} is a folder; name a file")
-            _check_writable(f"{_flag(name)} {value}", _nearest_existing(file))
-
-
-def _nearest_existing(path: Path) -> Path:
-    """The file or folder itself, or what it would be made in."""
-    return next(place for place in (path.absolute(), *path.absolute().parents) if os.path.exists(place))
-
-
-def _check_writable(flag: str, place: Path) -> None:
-    """Otherwise a run finds out when it has something to write, after days perhaps, and only the rank that writes."""
-    permissions = os.W_OK | os.X_OK if place.is_dir() else os.W_OK
-    _require(os.access(place, permissions), f"{flag}: this user may not write to {place}: choose another place")
 
 
 def _flag(name: str) -> str:

@@ -39,6 +39,10 @@ __all__ = [
 ]
 
 
+_LARGE_INDEX = 2**27
+"""Bytes of sample indices from which building them takes so long that it is announced."""
+
+
 class ContentKeyedGPTDataset(GPTDataset):
     """GPTDataset whose cached sample index is found by the lengths of the documents, not by their path alone.
 
@@ -83,6 +87,9 @@ def build_datasets(
     requested = config.num_samples
     where = config.data_cache_path or ("memory" if config.mock_data else "PREFIX/cache beside the data")
     log(f"> building datasets for at least {_by_split(requested)} samples; sample indices in {where}")
+    index_bytes = sum(map(config.index_bytes, requested))
+    if index_bytes > _LARGE_INDEX:
+        log(f"> these indices are of {index_bytes / 2**30:.1f} GiB or more, and are built once: it takes minutes")
     start = time.perf_counter()
     cls = MockGPTDataset if config.mock_data else ContentKeyedGPTDataset
     try:

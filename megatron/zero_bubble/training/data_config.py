@@ -16,6 +16,7 @@ from megatron.zero_bubble.training.data_files import (
     open_token_file,
     parse_blend,
 )
+from megatron.zero_bubble.training.sizes import host_memory
 
 DATALOADER_TYPES = ("single", "cyclic")
 DEFAULT_SPLIT = "969,30,1"
@@ -72,6 +73,7 @@ class DataConfig:
         if self.reset_attention_mask and not self.create_attention_mask:
             raise ValueError("--reset-attention-mask needs attention masks from the data loader")
         self._validate_sources()
+        self._validate_index_size()
         split = self.split if self.data_path else None
         if split is not None:
             check_split(split)
@@ -96,6 +98,28 @@ class DataConfig:
             raise ValueError("--valid-data-path and --test-data-path need --train-data-path")
         if per_split and self.split != DEFAULT_SPLIT:
             raise ValueError(f"--split {self.split} cuts --data-path; it has no meaning with --train-data-path")
+
+    def _validate_index_size(self) -> None:
+        """Refuse a run of so many samples that this machine cannot hold their index."""
+        iterations = f"--train-iters {self.train_iters}"
+        evaluations = f"{iterations} --eval-interval {self.eval_interval} --eval-iters {self.eval_iters}"
+        memory = host_memory()
+        for name, count, flags in zip(SPLITS, self.num_samples, (iterations, evaluations, evaluations), strict=True):
+            needed = self.index_bytes(count)
+            if needed > memory:
+                raise ValueError(
+                    f"{flags} --global-batch-size {self.global_batch_size}: an index of {count} {name} samples takes "
+                    f"{needed / 2**30:,.0f} GiB, and this machine has {memory / 2**30:,.0f}"
+                )
+
+    def index_bytes(self, num_samples: int) -> int:
+        """Memory, at least, of megatron-core's index of so many samples of a split.
+
+        It has an entry for every sample of the run, however often the data is repeated for that: three numbers, in
+        order and shuffled. Only a blend without weights is never repeated.
+        """
+        one_epoch = all(len(prefixes) > 1 and weights is None for prefixes, weights in self._blends().values())
+        return 0 if one_epoch and not self.mock_data else 12 * num_samples
 
     def _blends(self) -> dict[str, Blend]:
         """Flag -> what it names, for the flags that are given."""

@@ -86,7 +86,7 @@ def _add(section: argparse._ArgumentGroup, entry: Field[Any], hint: Any) -> None
     else:
         options["default"] = entry.default
     if options["choices"] is None:
-        options["metavar"] = getattr(options["type"], "__name__", "value").upper()
+        options["metavar"] = {_integer: "INT"}.get(options["type"], options["type"].__name__.upper())
     section.add_argument(*names, **options)
 
 
@@ -99,10 +99,21 @@ def _help(entry: Field[Any]) -> str:
 
 def _converter(hint: Any) -> Any:
     """The innermost type of `int`, `int | None` or `list[int] | None`."""
-    for inner in (hint, *get_args(hint)):
-        if inner in (int, float, str):
+    types = (hint, *get_args(hint), *(innermost for inner in get_args(hint) for innermost in get_args(inner)))
+    for inner in types:
+        if inner is int:
+            return _integer
+        if inner in (float, str):
             return inner
-        for innermost in get_args(inner):
-            if innermost in (int, float, str):
-                return innermost
     raise TypeError(f"no flag can be made of the type {hint}")
+
+
+def _integer(text: str) -> int:
+    """Read an integer of 64 bits: those of Python have no end, those of tensors do."""
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"invalid int value: {text!r}") from None
+    if abs(value) >= 2**63:
+        raise argparse.ArgumentTypeError(f"{text} is beyond 64 bits")
+    return value

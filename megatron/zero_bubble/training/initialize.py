@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,6 +17,7 @@ from megatron.core.num_microbatches_calculator import (
 
 from megatron.zero_bubble.mcore.placement import embedding_ranks
 from megatron.zero_bubble.schedule import Placement
+from megatron.zero_bubble.schedule.errors import one_line
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.environment import device_of_rank
 from megatron.zero_bubble.training.model import seed_everything
@@ -26,13 +28,22 @@ def initialized(args: Arguments, placement: Placement) -> Iterator[None]:
     """Everything global that a run needs, from start to end: process groups, seeds, microbatch counter.
 
     A process group that the caller has made is used, and left to the caller.
+
+    Raises:
+        ValueError: the ranks cannot meet; the port is in use, for example.
     """
     if torch.cuda.is_available():
         torch.cuda.set_device(device_of_rank(args.local_rank, torch.cuda.device_count()))
     owns_process_group = not dist.is_initialized()
     if owns_process_group:
         timeout = timedelta(minutes=args.distributed_timeout_minutes)
-        dist.init_process_group(args.distributed_backend, timeout=timeout)
+        try:
+            dist.init_process_group(args.distributed_backend, timeout=timeout)
+        except dist.DistNetworkError as error:
+            address, port = (os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
+            raise ValueError(
+                f"MASTER_ADDR={address} MASTER_PORT={port}: ranks cannot meet: {one_line(error)}"
+            ) from error
     _initialize_megatron_core(args, placement)
     yield
     # Not after an error: the other ranks may be waiting in a collective, and the launcher ends them.

@@ -152,6 +152,11 @@ class Trainer:
         for chunk in self._model:
             chunk.train()
         saved_at = args.iteration
+        if args.iteration >= args.train_iters:
+            print_rank_0(
+                f" > nothing to train: the checkpoint in --load {args.load} is of iteration {args.iteration}, "
+                f"--train-iters is {args.train_iters}"
+            )
         while args.iteration < args.train_iters:
             update_num_microbatches(args.consumed_train_samples, consistency_check=True)
             self._train_step()

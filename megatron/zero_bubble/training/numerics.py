@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+from megatron.zero_bubble.training.errors import TrainingError
 
 
 def parameter_digest(chunks: Iterable[torch.nn.Module]) -> str:
@@ -35,10 +37,28 @@ class NumericsLog:
         self._path = Path(path)
         self._log_rank = log_rank
         self._writes = dist.get_rank() == log_rank
+        self._on_log_rank(lambda: self._drop_lines_after(iteration))
+
+    def _on_log_rank(self, write: Callable[[], None]) -> None:
+        """Run `write` on the rank that writes the file; a collective call.
+
+        Raises:
+            TrainingError: the file cannot be written; on all ranks.
+        """
+        failure: list[str | None] = [None]
         if self._writes:
-            lines = self._path.read_text().splitlines() if iteration and self._path.exists() else []
-            kept = [line for line in lines if _iteration_of(line) <= iteration]
-            self._path.write_text("".join(f"{line}\n" for line in kept))
+            try:
+                write()
+            except OSError as error:
+                failure = [f"--log-numerics {self._path} cannot be written: {error.strerror}"]
+        dist.broadcast_object_list(failure, src=self._log_rank)
+        if failure[0] is not None:
+            raise TrainingError(failure[0])
+
+    def _drop_lines_after(self, iteration: int) -> None:
+        lines = self._path.read_text().splitlines() if iteration and self._path.exists() else []
+        kept = [line for line in lines if _iteration_of(line) <= iteration]
+        self._path.write_text("".join(f"{line}\n" for line in kept))
 
     def write(
         self, iteration: int, lm_loss: float | None, grad_norm: float | None, chunks: Iterable[torch.nn.Module]
@@ -46,16 +66,17 @@ class NumericsLog:
         """A collective call: `lm_loss` is known on the rank that holds the loss."""
         digests: list[str] | None = [""] * dist.get_world_size() if self._writes else None
         dist.gather_object(parameter_digest(chunks), digests, dst=self._log_rank)
-        if not self._writes:
-            return
         entry = {
             "iteration": iteration,
             "lm_loss": None if lm_loss is None else lm_loss.hex(),
             "grad_norm": None if grad_norm is None else float(grad_norm).hex(),
             "parameters": digests,
         }
+        self._on_log_rank(lambda: self._append(json.dumps(entry) + "\n"))
+
+    def _append(self, line: str) -> None:
         with open(self._path, "a") as file:
-            file.write(json.dumps(entry) + "\n")
+            file.write(line)
 
 
 def _iteration_of(line: str) -> float:

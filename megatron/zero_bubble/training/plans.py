@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from megatron.zero_bubble.schedule import Infeasible, Placement, Schedule, ScheduleError, simulate
 from megatron.zero_bubble.schedule.errors import one_line
-from megatron.zero_bubble.schedule.generators import default_costs
+from megatron.zero_bubble.schedule.generators import default_costs, placement_for
 from megatron.zero_bubble.schedule.plan import FixedPlan, NamedPlan, Plan
 from megatron.zero_bubble.schedule.serialize import schedule_from_text
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.layers import check_given_layers, choose_layout
 from megatron.zero_bubble.training.planning import memory_limit
+from megatron.zero_bubble.training.sizes import planning_seconds
 
 _FILE = "file:"
+_SILENT_SECONDS = 5.0
+"""That planning may take without a word."""
+_REPEATS = 1000
+"""That a layout may have whatever the number of layers: of stages without a layer, for example."""
 
 
 def choose_plan(args: Arguments) -> Plan | None:
-    """The plan that the flags ask for; None for megatron-core's own schedule.
+    """The plan that the flags ask for; None for megatron-core's own schedule. `check_plan` says whether it works.
 
     Raises:
         ValueError: no such schedule, or it does not fit the number of ranks or chunks.
@@ -30,28 +38,52 @@ def choose_plan(args: Arguments) -> Plan | None:
     if num_ranks < 2:
         by = f"--zero-bubble-schedule {name}" if args.zero_bubble_schedule else "--zero-bubble"
         raise ValueError(f"{by} needs --pipeline-model-parallel-size of at least 2, got {num_ranks}")
-    try:
-        if name.startswith(_FILE):
-            plan: Plan = FixedPlan(_read(Path(name.removeprefix(_FILE))))
-            if plan.placement.num_ranks != num_ranks:
-                raise ScheduleError(f"the schedule is for {plan.placement.num_ranks} ranks")
-            if num_chunks is not None and plan.placement.num_chunks != num_chunks:
-                raise ScheduleError(f"the schedule is for {plan.placement.num_chunks} chunks a rank, not {num_chunks}")
-        else:
-            plan = _named_plan(args, name, num_chunks)
-        for num_microbatches in _microbatch_counts(args):
-            plan.schedule(num_microbatches)
+    with _as_users_mistake(args, name):
+        if not name.startswith(_FILE):
+            placement_for(name, num_ranks, num_chunks)
+            return _named_plan(args, name, num_chunks)
+        plan = FixedPlan(_read(Path(name.removeprefix(_FILE))))
+        if plan.placement.num_ranks != num_ranks:
+            raise ScheduleError(f"the schedule is for {plan.placement.num_ranks} ranks")
+        if num_chunks is not None and plan.placement.num_chunks != num_chunks:
+            raise ScheduleError(f"the schedule is for {plan.placement.num_chunks} chunks a rank, not {num_chunks}")
+        return plan
+
+
+def check_plan(args: Arguments, plan: Plan | None) -> None:
+    """Make every schedule that the run needs, to see that it can be made.
+
+    Raises:
+        ValueError: there is none for some number of microbatches, or under the memory limit.
+    """
+    if plan is None:
+        return
+    assert args.schedule is not None
+    sizes = _batch_sizes(args)
+    if not isinstance(plan, FixedPlan):
+        seconds = planning_seconds(args, sizes)
+        if seconds > _SILENT_SECONDS and args.rank == 0:
+            print(f" > planning schedule {plan.name} for up to {_most_microbatches(args)} microbatches", flush=True)
+    with _as_users_mistake(args, args.schedule):
+        for size in sizes:
+            plan.schedule(_num_microbatches(args, size))
         if isinstance(plan, FixedPlan):
             if plan.given.has_post_validation and not args.zero_bubble_post_validation:
                 raise ScheduleError("its STEP and VALIDATE need --zero-bubble-post-validation")
             _check_memory(args, plan.given)
+
+
+@contextmanager
+def _as_users_mistake(args: Arguments, name: str) -> Iterator[None]:
+    """Name the flag that asks for what cannot be planned."""
+    try:
+        yield
     except Infeasible as error:
         raise ValueError(
             f"{limit_flag(args)}: schedule {name} needs {_multiple(args, error.smallest_limit)}"
         ) from error
     except ScheduleError as error:
         raise ValueError(f"--zero-bubble-schedule {name}: {error}") from error
-    return plan
 
 
 def _named_plan(args: Arguments, name: str, num_chunks: int | None) -> NamedPlan:
@@ -59,7 +91,7 @@ def _named_plan(args: Arguments, name: str, num_chunks: int | None) -> NamedPlan
     num_ranks, limit = args.pipeline_model_parallel_size, memory_limit(args)
     in_unit_costs = None
     if limit is not None:
-        in_unit_costs = limit.in_unit_costs(num_ranks, max(_microbatch_counts(args)))
+        in_unit_costs = limit.in_unit_costs(num_ranks, _most_microbatches(args))
         if in_unit_costs is None and name == "auto":
             # Bytes say nothing yet: begin with what 1F1B takes.
             in_unit_costs = float(num_ranks)
@@ -93,7 +125,7 @@ def _multiple(args: Arguments, smallest: float) -> str:
     """A limit in M_B in the words of the flag that set it, rounded so that it suffices."""
     if args.zero_bubble_max_pending_backward is not None:
         return f"at least {math.ceil(smallest - 1e-9)}"
-    peak = min(args.pipeline_model_parallel_size, max(_microbatch_counts(args)))
+    peak = min(args.pipeline_model_parallel_size, _most_microbatches(args))
     return f"at least {math.ceil(smallest / peak * 1000 - 1e-6) / 1000:g} times 1F1B's peak"
 
 
@@ -153,6 +185,12 @@ def chunks_of_flags(args: Arguments) -> int | None:
         per_rank = -(-args.num_layers // (pipeline * per_chunk))
     if per_rank is not None and per_rank > 1 and pipeline < 2:
         raise ValueError(f"several model chunks a rank need --pipeline-model-parallel-size above 1, got {pipeline}")
+    # The embedding and the loss may have a stage each to themselves.
+    if per_rank is not None and per_rank * pipeline > args.num_layers + 2:
+        raise ValueError(
+            f"--num-virtual-stages-per-pipeline-rank {per_rank} x --pipeline-model-parallel-size {pipeline} are more "
+            f"stages than --num-layers {args.num_layers}"
+        )
     return per_rank if per_rank is not None and per_rank > 1 else None
 
 
@@ -160,6 +198,15 @@ def _chunks_of_layout(args: Arguments) -> int | None:
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
     layout, pipeline = args.pipeline_model_parallel_layout, args.pipeline_model_parallel_size
+    assert layout is not None
+    most = max(args.num_layers, _REPEATS)
+    for repeats in re.findall(r"\*(\d+)", layout):
+        # megatron-core writes them out.
+        if len(repeats) > len(str(most)) or int(repeats) > most:
+            raise ValueError(
+                f"--pipeline-model-parallel-layout {layout} repeats something {repeats} times, but --num-layers is "
+                f"{args.num_layers}"
+            )
     try:
         parsed = PipelineParallelLayerLayout(layout, pipeline)
     except (AssertionError, ValueError, KeyError) as error:
@@ -169,14 +216,19 @@ def _chunks_of_layout(args: Arguments) -> int | None:
     return chunks if chunks > 1 else None
 
 
-def _microbatch_counts(args: Arguments) -> list[int]:
-    """Every number of microbatches that a step of this run has: one, unless the batch grows."""
+def _batch_sizes(args: Arguments) -> range:
+    """Every global batch size that a step of this run has: one, unless the batch grows."""
     assert args.global_batch_size is not None
-    sizes = [args.global_batch_size]
-    if args.rampup_batch_size is not None:
-        start, increment, _ = args.rampup_batch_size
-        sizes = list(range(start, args.global_batch_size + 1, increment))
-    return [size // (args.micro_batch_size * args.data_parallel_size) for size in sizes]
+    start, increment, _ = args.rampup_batch_size or (args.global_batch_size, 1, 0)
+    return range(start, args.global_batch_size + 1, increment)
+
+
+def _num_microbatches(args: Arguments, batch_size: int) -> int:
+    return batch_size // (args.micro_batch_size * args.data_parallel_size)
+
+
+def _most_microbatches(args: Arguments) -> int:
+    return _num_microbatches(args, _batch_sizes(args)[-1])
 
 
 def _read(path: Path) -> Schedule:

@@ -23,6 +23,7 @@ from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.checkpoint import Checkpointer, latest_iteration
 from megatron.zero_bubble.training.data import DataConfig, build_data_iterator, build_datasets, reads_data
 from megatron.zero_bubble.training.description import describe, describe_places
+from megatron.zero_bubble.training.errors import TrainingError
 from megatron.zero_bubble.training.forward_step import DataIterator
 from megatron.zero_bubble.training.initialize import initialized, print_rank_0
 from megatron.zero_bubble.training.logging import TrainingLog, open_writers
@@ -31,6 +32,7 @@ from megatron.zero_bubble.training.model import build_lr_scheduler, build_model,
 from megatron.zero_bubble.training.plans import choose_placement, choose_plan, limit_flag
 from megatron.zero_bubble.training.post_validation import build_post_validation
 from megatron.zero_bubble.training.running import open_timeline, run_plan
+from megatron.zero_bubble.training.sizes import check_memory
 from megatron.zero_bubble.training.stalls import open_watchdog
 from megatron.zero_bubble.training.tokenizer import build_tokenizer, padded_vocab_size
 
@@ -43,6 +45,7 @@ def pretrain(args: Arguments) -> None:
     """
     data_config = make_data_config(args)
     tokenizer = load_tokenizer(args)
+    check_memory(args)
     data_config.validate(tokenizer.vocab_size)
     plan = choose_plan(args)
     placement = choose_placement(args, plan)
@@ -54,6 +57,8 @@ def pretrain(args: Arguments) -> None:
             trainer.train()
         except Infeasible as error:
             raise ValueError(f"{limit_flag(args)}: {error}") from error
+        except TrainingError:
+            raise
         except ValueError as error:
             raise RuntimeError("this is no mistake of the command line") from error
         trainer.close()

@@ -1,0 +1,64 @@
+"""Refuses places that cannot be written, which a run would find out when it has something to write: after days."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from megatron.zero_bubble.training.arguments import Arguments
+
+_FOLDERS = ("save", "tensorboard_dir", "zero_bubble_timeline")
+_FILES = ("log_numerics", "zero_bubble_profile_output")
+
+
+def check_output(args: Arguments) -> None:
+    """Check the flags that say where to write, and try to.
+
+    Raises:
+        ValueError: the flag of the first place that cannot be written, and why.
+    """
+    if args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler:
+        raise ValueError(
+            "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler contradict each other"
+        )
+    if args.save is None and args.save_interval is not None:
+        raise ValueError("--save-interval needs --save FOLDER")
+    for name in _FOLDERS:
+        folder = getattr(args, name)
+        if folder is not None:
+            existing = _nearest_existing(Path(folder))
+            if not existing.is_dir():
+                raise ValueError(f"{_flag(name)} {folder}: {existing} is not a folder")
+            _check_writable(f"{_flag(name)} {folder}", existing)
+    for name in _FILES:
+        value = getattr(args, name)
+        if value is not None:
+            file = Path(value).absolute()
+            if not file.parent.is_dir():
+                raise ValueError(f"{_flag(name)} {value}: its folder does not exist")
+            if file.is_dir():
+                raise ValueError(f"{_flag(name)} {value} is a folder; name a file")
+            _check_writable(f"{_flag(name)} {value}", _nearest_existing(file))
+
+
+def _nearest_existing(path: Path) -> Path:
+    """The file or folder itself, or what it would be made in."""
+    return next(place for place in (path.absolute(), *path.absolute().parents) if os.path.exists(place))
+
+
+def _check_writable(flag: str, place: Path) -> None:
+    """Make a folder in `place` for a moment: permissions alone do not tell of a file system that takes nothing."""
+    permissions = os.W_OK | os.X_OK if place.is_dir() else os.W_OK
+    if not os.access(place, permissions):
+        raise ValueError(f"{flag}: this user may not write to {place}: choose another place")
+    if not place.is_dir():
+        return
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".writable-", dir=place))
+    except OSError as error:
+        raise ValueError(f"{flag}: nothing can be made in {place} ({error.strerror}): choose another place") from error
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -1,0 +1,99 @@
+"""Refuses sizes that cannot work, before anything is planned or built: both would go on in silence for a long time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import torch
+
+from megatron.zero_bubble.training.arguments import Arguments
+from megatron.zero_bubble.training.model_size import Stage, element_bytes, rank_tokens, stage_parameters
+
+_MOST_OPERATIONS = 1_000_000
+"""Of the schedules that are planned before the first iteration."""
+_SECONDS_PER_OPERATION = 4e-5
+"""That planning takes."""
+
+
+def check_memory(args: Arguments) -> None:
+    """Refuse a model of which one rank could not even hold what it needs at the very least.
+
+    The vocabulary counts once the tokenizer is known.
+
+    Raises:
+        ValueError: the flags that make it too large.
+    """
+    available, place = _memory()
+    for num_bytes, what, flags in _smallest_needs(args):
+        if num_bytes > available:
+            raise ValueError(
+                f"{flags}: {what} take at least {num_bytes / 2**30:,.0f} GiB on a rank, "
+                f"and {place} has {available / 2**30:,.0f}"
+            )
+
+
+def host_memory() -> int:
+    """Bytes of this machine's main memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _memory() -> tuple[int, str]:
+    """What a rank computes in."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_properties(0).total_memory, "a device"
+    return host_memory(), "this machine"
+
+
+def _smallest_needs(args: Arguments) -> Iterator[tuple[float, str, str]]:
+    """Bytes, what they hold, and the flags that say so."""
+    size, tensor = element_bytes(args), args.tensor_model_parallel_size
+    # With its gradient. Some rank has the average number of layers.
+    states = 2 * size
+    layers = stage_parameters(args, Stage(-(-args.num_layers // args.pipeline_model_parallel_size), False, False))
+    widths = f"--hidden-size {args.hidden_size} --ffn-hidden-size {args.ffn_hidden_size}"
+    experts = "" if args.num_experts is None else f" --num-experts {args.num_experts}"
+    yield sum(layers) * states, "parameters and gradients", f"--num-layers {args.num_layers} {widths}{experts}"
+    if args.mtp_num_layers is not None:
+        further = stage_parameters(args, Stage(args.mtp_num_layers, False, False))
+        yield (
+            sum(further) * states,
+            "parameters and gradients",
+            f"--mtp-num-layers {args.mtp_num_layers} {widths}{experts}",
+        )
+    table = sum(stage_parameters(args, Stage(0, True, False)))
+    yield (
+        table * states,
+        "embeddings and their gradients",
+        f"--hidden-size {args.hidden_size} with a vocabulary of {args.padded_vocab_size} and positions up to "
+        f"{args.max_position_embeddings}",
+    )
+    tokens = rank_tokens(args)
+    batch = f"--micro-batch-size {args.micro_batch_size} --seq-length {args.seq_length}"
+    yield tokens * args.hidden_size * size / tensor, "hidden states", f"{batch} --hidden-size {args.hidden_size}"
+    yield tokens * args.padded_vocab_size * size / tensor, "logits", f"{batch}, {args.padded_vocab_size} tokens"
+    if args.transformer_impl == "local":
+        scores = tokens * args.seq_length * args.num_attention_heads * size / tensor
+        heads = f"{batch} --num-attention-heads {args.num_attention_heads} --transformer-impl local"
+        yield scores, "the attention scores of a layer", heads
+
+
+def planning_seconds(args: Arguments, batch_sizes: range) -> float:
+    """About how long it takes to plan a schedule for each of these global batch sizes.
+
+    Raises:
+        ValueError: for minutes.
+    """
+    # An arithmetic series: the range may be too long to walk through.
+    samples = len(batch_sizes) * (batch_sizes[0] + batch_sizes[-1]) // 2
+    microbatches = samples // (args.micro_batch_size * args.data_parallel_size)
+    stages = args.pipeline_model_parallel_size * (args.model_chunks or 1)
+    most = _MOST_OPERATIONS // (3 * stages)
+    if microbatches > most:
+        flags = f"--global-batch-size {args.global_batch_size} --micro-batch-size {args.micro_batch_size}"
+        many = f"{microbatches} microbatches"
+        if args.rampup_batch_size:
+            flags += f" --rampup-batch-size {' '.join(map(str, args.rampup_batch_size))}"
+            many = f"iterations of every size, {many} in all,"
+        raise ValueError(f"{flags}: {many} are too many to plan schedules for {stages} stages: at most {most}")
+    return microbatches * 3 * stages * _SECONDS_PER_OPERATION
