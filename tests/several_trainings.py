@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ FAULT = "inf:"
 """`inf:ITERATION@RANK` among the flags: a gradient of this pipeline rank is infinite in this iteration."""
 RULES = "nccl:"
 """`nccl:SEED` among the flags: this training keeps NCCL's rules."""
+WARM_UP = "warm-up"
+"""Among the flags: every stage computes once before the first step, as it does on a GPU."""
 
 
 def take(flags: list[str], prefix: str) -> list[str]:
@@ -53,6 +56,27 @@ def infinite_gradients(faults: set[tuple[int, ...]]) -> Iterator[None]:
         schedules.finalize_gradients = finalize
 
 
+@contextlib.contextmanager
+def warmed_up() -> Iterator[None]:
+    """Switch it on, and say that it has run."""
+    from megatron.zero_bubble import schedules
+    from megatron.zero_bubble.training import running
+    from megatron.zero_bubble.training.initialize import print_rank_0
+
+    original, warm_up = running.ForwardBackward, schedules.warm_up
+
+    def warm_up_and_tell(*args: Any) -> None:
+        warm_up(*args)
+        print_rank_0("warmed up")
+
+    running.ForwardBackward = partial(original, warms_up=True)  # type: ignore[misc, assignment]
+    schedules.warm_up = warm_up_and_tell
+    try:
+        yield
+    finally:
+        running.ForwardBackward, schedules.warm_up = original, warm_up  # type: ignore[misc]
+
+
 def main(plan: str) -> None:
     substitute_cuda()
     sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -65,7 +89,7 @@ def main(plan: str) -> None:
 
     gc.freeze()  # the modules: collecting them takes a second
     for number, (name, flags) in enumerate(json.loads(Path(plan).read_text()).items()):
-        faults, seeds = take(flags, FAULT), take(flags, RULES)
+        faults, seeds, warms_up = take(flags, FAULT), take(flags, RULES), bool(take(flags, WARM_UP))
         args = parse_arguments(flags)
         complete_and_check(args, os.environ, torch.cuda.is_available())
         # Each training in process groups of its own: those of all together would have a thousand threads.
@@ -73,8 +97,9 @@ def main(plan: str) -> None:
         dist.init_process_group(args.distributed_backend, store=store, rank=args.rank, world_size=args.world_size)
         print_rank_0(f"training {name}")
         rules = nccls_rules(int(seeds[0])) if seeds else contextlib.nullcontext()
+        warm_up = warmed_up() if warms_up else contextlib.nullcontext()
         places = {tuple(map(int, fault.split("@"))) for fault in faults}
-        with rules, infinite_gradients(places), counted_undos() as undone:
+        with rules, warm_up, infinite_gradients(places), counted_undos() as undone:
             pretrain(args)
         counts = [0] * args.world_size
         dist.all_gather_object(counts, undone())

@@ -27,6 +27,7 @@ from megatron.zero_bubble.mcore.forward_backward import MegatronStage
 from megatron.zero_bubble.mcore.placement import finalize_gradients
 from megatron.zero_bubble.mcore.post_validation import PostValidation
 from megatron.zero_bubble.mcore.step_settings import default_groups, overlaps_reduction, refuse_unsupported
+from megatron.zero_bubble.mcore.warm_up import warm_up
 from megatron.zero_bubble.runtime.channel_memory import ChannelCommunicator, ChannelMemory, open_channels
 from megatron.zero_bubble.runtime.communicator import TensorSpec, TorchCommunicator
 from megatron.zero_bubble.runtime.executor import Executor
@@ -72,6 +73,10 @@ class ForwardBackward:
 
     Schedules are generated, lowered and validated once for each number of microbatches, and kept.
     The process groups of the channels are created at the first call.
+
+    Args:
+        warms_up: whether each stage computes once before the first training step (see `mcore/warm_up.py`); None
+            for on a GPU, and not otherwise.
     """
 
     def __init__(
@@ -84,6 +89,7 @@ class ForwardBackward:
         post_validation: PostValidation | None = None,
         communicator: type[ChannelCommunicator] = TorchCommunicator,
         report_channels: Callable[[ChannelMemory], None] = lambda memory: None,
+        warms_up: bool | None = None,
     ) -> None:
         chunks = plan.placement.num_chunks
         if chunks != store.num_chunks:
@@ -99,6 +105,7 @@ class ForwardBackward:
         self._spec: TensorSpec | None = None
         self._rank = parallel_state.get_pipeline_model_parallel_rank()
         self._num_calls, self._num_steps = 0, 0
+        self._is_to_warm_up = _device().type == "cuda" if warms_up is None else warms_up
         self._last_executor: Executor | None = None
         self._is_in_step = False
         self._next_plan: Plan | None = None
@@ -216,6 +223,9 @@ class ForwardBackward:
             post_validation=None if forward_only else self._post_validation,
             num_early_forwards=num_forwards_before_validation(executor.schedule),
         )
+        if self._is_to_warm_up and not forward_only:
+            self._is_to_warm_up = False
+            warm_up(stage, self._store, groups)
         self._run(executor, stage)
         if self._replanner is not None and not forward_only:
             self._next_plan = self._replanner.after_step(self._num_steps, num_microbatches)

@@ -18,7 +18,7 @@ from megatron.core.utils import get_model_config, get_model_type
 
 from megatron.zero_bubble.mcore.multi_token import forget_losses
 from megatron.zero_bubble.mcore.post_validation import PostValidation
-from megatron.zero_bubble.mcore.restart import Restart, RewindableIterator
+from megatron.zero_bubble.mcore.restart import Restart, RewindableIterator, make_rewindable
 from megatron.zero_bubble.runtime.communicator import TensorSpec
 from megatron.zero_bubble.schedule import Op, Placement
 
@@ -100,10 +100,7 @@ class MegatronStage:
     def _prepare_restart(self) -> None:
         """The last step may turn out wrong, and what runs until then be run again."""
         self._restart = Restart(self.model_chunks)
-        # Chunks that share an iterator share it still.
-        wrapped = {id(source): RewindableIterator(source) for source in self.data_iterators if source is not None}
-        self._rewindable = list(wrapped.values())
-        self.data_iterators = [None if source is None else wrapped[id(source)] for source in self.data_iterators]
+        self.data_iterators, self._rewindable = make_rewindable(self.data_iterators)
 
     def forward(self, microbatch: int, chunk: int, input_tensor: torch.Tensor | None) -> torch.Tensor:
         stage = self.placement.stage_of(self.rank, chunk)

@@ -41,6 +41,14 @@ class RewindableIterator:
         self._kept = None
 
 
+def make_rewindable(
+    iterators: Sequence[Iterator[Any] | None],
+) -> tuple[list[Iterator[Any] | None], list[RewindableIterator]]:
+    """The iterators, rewindable, and these once each: chunks that share an iterator share it still."""
+    wrapped = {id(source): RewindableIterator(source) for source in iterators if source is not None}
+    return [None if source is None else wrapped[id(source)] for source in iterators], list(wrapped.values())
+
+
 class Restart:
     """The state at the start of a step's forwards: all random generators and the modules' buffers."""
 

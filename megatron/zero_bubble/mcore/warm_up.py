@@ -1,0 +1,104 @@
+"""The first F, B and W of every stage, before the first step and without messages.
+
+On a GPU the first launch of a kernel, the allocator's growth and the making of a communicator may wait for the whole
+device. Within a step that includes receives that are posted ahead, whose messages may depend on this very rank: the
+pipeline would stand still. Here nothing is posted yet. Afterwards everything is as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker
+from megatron.core.utils import get_model_config
+
+from megatron.zero_bubble.mcore.forward_backward import MegatronStage
+from megatron.zero_bubble.mcore.multi_token import forget_losses
+from megatron.zero_bubble.mcore.restart import Restart, make_rewindable
+from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
+from megatron.zero_bubble.schedule import Op, OpKind
+
+_Gradients = list[tuple[torch.nn.Parameter, torch.Tensor | None]]
+
+
+def warm_up(stage: MegatronStage, store: WeightGradStore, groups: ProcessGroupCollection) -> None:
+    """Compute a microbatch on each of this rank's stages and forget it; a collective call of all ranks.
+
+    Called at the start of the first training step: gradients are zero, and are zero again afterwards. The data that
+    is read here comes again in the step. Nothing is computed under fp8, whose scaling remembers every forward.
+    """
+    _make_communicators(groups, stage.device)
+    if get_model_config(stage.model_chunks[0]).fp8:
+        return
+    restart = Restart(stage.model_chunks)
+    stage.data_iterators, rewindable = make_rewindable(stage.data_iterators)
+    # Of two microbatches the first: DDP takes the last one's gradients for complete, and reduces them.
+    rehearsal = replace(
+        stage, num_microbatches=2, forward_data_store=[], finalize=lambda stage: None, post_validation=None
+    )
+    gradients = _take_gradients(stage.model_chunks)
+    for chunk in range(len(stage.model_chunks)):
+        _compute_microbatch(rehearsal, store, chunk)
+    rehearsal.finish()
+    _restore_gradients(stage.model_chunks, gradients)
+    restart.apply()
+    for iterator in rewindable:
+        iterator.rewind()
+    forget_losses()
+    clear_aux_losses_tracker()
+
+
+def _make_communicators(groups: ProcessGroupCollection, device: torch.device) -> None:
+    """Let every group that may communicate within a step do so once: its communicator is made when it first does.
+
+    All ranks take the kinds of groups in the same order, and each rank is in one group of a kind.
+    """
+    expert_groups = (
+        parallel_state.get_expert_model_parallel_group(check_initialized=False),
+        parallel_state.get_expert_data_parallel_group(check_initialized=False),
+    )
+    for group in (groups.tp, groups.cp, groups.dp_cp, groups.pp, *expert_groups):
+        if group is not None and group.size() > 1:
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+
+def _compute_microbatch(stage: MegatronStage, store: WeightGradStore, chunk: int) -> None:
+    """F, B and W of one chunk, with noise for what its neighbours would send."""
+    place = stage.placement.stage_of(stage.rank, chunk)
+    spec = stage.message_spec()
+    input_tensor, output_grad = None, None
+    if place > 0:
+        input_tensor = torch.randn(spec.shape, dtype=spec.dtype, device=spec.device).requires_grad_()
+    output = stage.forward(0, chunk, input_tensor)
+    if place + 1 < stage.placement.num_stages:
+        output_grad = torch.randn(spec.shape, dtype=spec.dtype, device=spec.device)
+        stage.release_output(output)
+    stage.before_gradients(Op(OpKind.B, 0, chunk))
+    with store.deferring():
+        stage.backward(0, chunk, input_tensor, output, output_grad)
+    store.flush(chunk, 0)
+    stage.before_gradients(Op(OpKind.W, 0, chunk))
+    store.pop(chunk, 0)
+
+
+def _take_gradients(model_chunks: Sequence[torch.nn.Module]) -> _Gradients:
+    """Take every parameter's gradient away: where there is no DDP, W would add to it."""
+    gradients = [(parameter, parameter.grad) for chunk in model_chunks for parameter in chunk.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    return gradients
+
+
+def _restore_gradients(model_chunks: Sequence[torch.nn.Module], gradients: _Gradients) -> None:
+    for parameter, gradient in gradients:
+        parameter.grad = gradient
+    for chunk in model_chunks:
+        ddp: Any = chunk
+        if hasattr(chunk, "zero_grad_buffer"):
+            ddp.zero_grad_buffer()
