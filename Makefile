@@ -5,7 +5,7 @@
 #   make test-all    the tests with the whole matrix of parallelism, schedules, embeddings and precisions
 #   make test-slurm  the Slurm examples on a Slurm of two nodes, which apt-get installs; as root
 #   make lint        ruff (format, check) and mypy
-#   make gpu-check   numerics, times and memory on one CUDA device
+#   make gpu-check   numerics, times, memory and messages on one CUDA device; with the torch that is there, if it is
 #
 # PYTHON=python3.12 chooses the interpreter that .venv is made from; FLAGS='...' are passed on. WORKERS=2 is how many
 # files of tests run at once: many of them start up to eight ranks, which wait for each other more than they compute.
@@ -43,8 +43,10 @@ test-slurm: $(INSTALLED)
 		{ apt-get update && apt-get install --yes --no-install-recommends slurm-wlm munge iproute2; } || true
 	PATH="$$PATH:/usr/sbin:/sbin" $(PYTEST) tests/slurm $(FLAGS)
 
-gpu-check: $(INSTALLED)
-	$(BIN)/python tools/gpu_check.py $(FLAGS)
+# A container has its own torch, which knows the device: .venv is used if it is there, and made only where there is none.
+gpu-check:
+	@[ -e $(INSTALLED) ] || $(PYTHON) -c 'import torch' 2>/dev/null || $(MAKE) $(INSTALLED)
+	$$([ -e $(INSTALLED) ] && echo $(BIN)/python || echo $(PYTHON)) tools/gpu_check.py $(FLAGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .

@@ -10,8 +10,7 @@ import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-import numpy as np
-import torch
+from training_cli.corpus import write_corpus
 
 ROOT = Path(__file__).parents[1]
 PRETRAIN = ROOT / "pretrain_gpt.py"
@@ -39,16 +38,6 @@ def run(num_ranks: int, script: str | Path, *flags: str, timeout: float = 120) -
     """Run to the end; stdout and stderr are captured."""
     command = torchrun(num_ranks, script, *flags)
     return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=timeout, check=False)
-
-
-def write_corpus(prefix: Path) -> None:
-    """Sixty documents of 100 tokens in TINY_GPT's vocabulary: megatron-core's mock data takes seconds to index."""
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.int32)
-    for document in np.random.default_rng(1).integers(0, 120, (60, 100)):
-        builder.add_document(torch.from_numpy(document), [len(document)])
-    builder.finalize(f"{prefix}.idx")
 
 
 def run_trainings(

@@ -13,16 +13,24 @@ from gpu_check import main
 
 ROOT = Path(__file__).parents[2]
 
-TRY = ["--device", "cpu", "--size", "tiny", "--rounds", "1"]
+TRY = ["--device", "cpu", "--size", "tiny", "--rounds", "1", "--only", "numerics", "--only", "stages"]
 
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens where there is no CUDA")
 
 
+@pytest.fixture(autouse=True)
+def _files_go_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
 @without_cuda
-def test_everything_is_checked(tmp_path):
+def test_everything_in_one_process_is_checked(tmp_path, capsys):
     output = tmp_path / "gpu.json"
-    status = main([*TRY, "--json", "--output", str(output)])
+    status = main([*TRY, "--output", str(output)])
     findings = json.loads(output.read_text())
+    assert capsys.readouterr().out.splitlines()[-1].endswith(str(output))
+    assert findings["machine"]["device"] == "CPU"
+    assert findings["machine"]["torch"] == torch.__version__
     assert status == (0 if findings["passed"] else 1)
     assert {(check["schedule"], check["num_ranks"]) for check in findings["numerics"]} >= {("zb-h1", 1), ("zb-2p", 4)}
     assert all(check["passed"] and not check["undetermined"] for check in findings["numerics"])
@@ -57,7 +65,7 @@ def test_a_wrong_gradient_is_found_and_told(monkeypatch, capsys):
 
 
 @without_cuda
-def test_an_error_leaves_nothing_behind(monkeypatch):
+def test_an_error_leaves_nothing_behind_and_does_not_stop_the_rest(monkeypatch, capsys):
     from gpu_check_cli import numerics
     from megatron.core import parallel_state
 
@@ -65,8 +73,11 @@ def test_an_error_leaves_nothing_behind(monkeypatch):
         raise RuntimeError("no step")
 
     monkeypatch.setattr(numerics, "_run_megatron_core", fail)
-    with pytest.raises(RuntimeError, match="no step"):
-        main(TRY)
+    assert main(TRY) == 1
+    findings = json.loads(Path("gpu-check.json").read_text())
+    assert findings["errors"] == {"numerics": "RuntimeError: no step"}
+    assert [stage["model"]["name"] for stage in findings["stages"]] == ["tiny"]
+    assert "numerics: not run to its end: RuntimeError: no step" in capsys.readouterr().out
     assert not torch.distributed.is_initialized()
     assert not parallel_state.model_parallel_is_initialized()
 
@@ -87,8 +98,9 @@ def test_a_model_without_room_is_named_and_the_others_are_delivered(monkeypatch,
     monkeypatch.setattr(numerics, "CASES", (("zb-h1", 2),))
     monkeypatch.setattr("gpu_check_cli.report.PRICE_LIMIT", float("inf"))
     monkeypatch.setitem(SIZES, "tiny", (replace(tiny, name="large", hidden_size=128), tiny))
-    assert main([*TRY, "--json"]) == 1
-    findings = json.loads(capsys.readouterr().out)
+    assert main(TRY) == 1
+    findings = json.loads(Path("gpu-check.json").read_text())
+    capsys.readouterr()
     assert [stage["model"]["name"] for stage in findings["stages"]] == ["tiny"]
     assert findings["without_room"] == {"large": "CUDA out of memory. Tried to allocate 2.00 GiB."}
     assert findings["stages"][0]["passed"]
@@ -134,13 +146,21 @@ def test_an_output_that_cannot_be_written_is_told_before_anything_is_measured(
     [
         pytest.param([], "no CUDA device here; --device cpu --size tiny", marks=without_cuda),
         (["--model", "7B"], "7B is not one of 1.5B, 6.2B, 14.6B, 28.3B"),
+        pytest.param(
+            ["--device", "cpu", "--megatron-core", "nowhere"],
+            "argument --megatron-core: nowhere is neither its wheel nor a folder with megatron/core",
+            marks=without_cuda,
+        ),
+        (["--cell", "zb-h9"], "argument --cell: invalid choice: 'zb-h9'"),
         (["--rounds", "0"], "--rounds: must be at least 1"),
     ],
 )
 def test_a_mistake_is_one_line(flags, words, capsys):
-    with pytest.raises(SystemExit) as exit:
-        main(flags)
+    try:
+        status = main(flags)
+    except SystemExit as exit:
+        status = exit.code
     output, errors = capsys.readouterr()
-    assert (exit.value.code, output, errors.count("\n")) == (2, "", 1)
+    assert (status, output, errors.count("\n")) == (2, "", 1)
     assert errors.startswith("gpu_check.py: error: ")
     assert words in errors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -73,3 +74,11 @@ def test_a_file_without_a_folder_and_a_folder_instead_of_a_file(name: str, tmp_p
     file = tmp_path / "missing" / "file"
     assert refusal(name, file) == f"{name} {file}: its folder does not exist"
     assert refusal(name, tmp_path) == f"{name} {tmp_path} is a folder; name a file"
+
+
+def test_saving_is_refused_where_megatron_core_cannot_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its writer stands still otherwise."""
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "psutil" else find_spec(name))
+    assert refusal("--save", tmp_path).endswith("only where the package psutil is installed")
+    checked(PLANNED)

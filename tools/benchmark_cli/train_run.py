@@ -11,6 +11,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from training_cli.failure import failure_reason
+
 _ITERATION = re.compile(r"\biteration +(\d+)/ *\d+ \|.* elapsed time per iteration \(ms\): ([\d.]+) \|")
 _BUBBLE = re.compile(r"\| bubble rate: ([\d.]+)% \|")
 _PREDICTED = re.compile(r"\| predicted: ([\d.]+)% \|")
@@ -81,7 +83,8 @@ def take_turn(command: Sequence[str], environment: Mapping[str, str], warmup: in
         log.seek(0)
         text = log.read()
     if process.returncode != 0:
-        raise RuntimeError(f"not done after {timeout:g} s" if late.is_set() else _reason(text, process.returncode))
+        reason = failure_reason(text) or f"it ended with status {process.returncode}"
+        raise RuntimeError(f"not done after {timeout:g} s" if late.is_set() else reason)
     return read_log(text, warmup, usage.ru_maxrss * 1024.0)
 
 
@@ -92,13 +95,3 @@ def _end_when_late(launcher: int, timeout: float, over: threading.Event, late: t
         os.kill(launcher, signal.SIGTERM)
         if not over.wait(_GRACE):
             os.kill(launcher, signal.SIGKILL)
-
-
-def _reason(text: str, status: int) -> str:
-    """The line in which a training says what is wrong, or the last line of a traceback."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    for line in lines:
-        if ": error: " in line:
-            return line.split(": error: ", 1)[1]
-    errors = [line for line in lines if re.search(r"^(\[rank\d+\]: ?)?[\w.]*(Error|Exception)\b", line)]
-    return errors[0] if errors else f"it ended with status {status}"

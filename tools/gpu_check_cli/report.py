@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from schedule_cli.costs import split_costs
 from schedule_cli.tables import table
 
 from gpu_check_cli.numerics import NumericsCheck
+from gpu_check_cli.rank_check import RankFindings
 from gpu_check_cli.sizes import Model
 from gpu_check_cli.stage_run import NUM_RANKS, MemoryCheck, StageProfile
 from megatron.zero_bubble.schedule import OpKind, generate, placement_for, simulate
@@ -77,33 +78,43 @@ class StageCheck:
 class Findings:
     """Everything, on one device."""
 
-    device: str
-    numerics: Sequence[NumericsCheck]
-    stages: Sequence[StageCheck]
-    without_room: Mapping[str, str]
+    machine: Mapping[str, Any]
+    """The device and the versions of what runs there; see `versions.py`."""
+    numerics: Sequence[NumericsCheck] = ()
+    stages: Sequence[StageCheck] = ()
+    without_room: Mapping[str, str] = field(default_factory=dict)
     """Models whose stage the device had no memory for, and what the allocator said."""
+    ranks: RankFindings | None = None
+    errors: Mapping[str, str] = field(default_factory=dict)
+    """Parts of the check that could not be run to their end, and why."""
 
     @property
     def passed(self) -> bool:
         measured = all(check.passed for check in self.numerics) and all(check.passed for check in self.stages)
-        return measured and not self.without_room
+        return measured and not self.without_room and not self.errors and (self.ranks is None or self.ranks.passed)
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "device": self.device,
+            "machine": dict(self.machine),
             "passed": self.passed,
             "numerics": [{**asdict(check), "passed": check.passed} for check in self.numerics],
             "stages": [{**stage.as_json(), "passed": stage.passed} for stage in self.stages],
             "without_room": dict(self.without_room),
+            "ranks": self.ranks.as_json() if self.ranks is not None else None,
+            "errors": dict(self.errors),
         }
 
     def as_text(self, *, markdown: bool) -> str:
-        tables = (self._numerics, self._times, self._bubbles, self._memory)
-        parts = [f"device: {self.device}\n", *(table(*make(), markdown=markdown) for make in tables)]
+        made = [make() for make in (self._numerics, self._times, self._bubbles, self._memory)]
+        parts = [f"device: {self.machine['device']}, torch {self.machine['torch']}\n"]
+        parts += [table(*one, markdown=markdown) for one in made if one[1]]
+        if self.ranks is not None:
+            parts.append(self.ranks.as_text(markdown=markdown))
         parts += [
             f"{name}: a stage does not fit on this device, --model chooses another: {reason}\n"
             for name, reason in self.without_room.items()
         ]
+        parts += [f"{part}: not run to its end: {reason}\n" for part, reason in self.errors.items()]
         return "\n".join(parts)
 
     def _numerics(self) -> tuple[Sequence[str], list[tuple[str, ...]]]:

@@ -53,9 +53,7 @@ class _HostSpec(TensorSpec):
     """A message on its way from or to `device`: its buffer is on the host, pinned if the device is a GPU."""
 
     def empty(self) -> torch.Tensor:
-        if self.device.type == "cuda":
-            return torch.empty(self.shape, dtype=self.dtype, pin_memory=True)
-        return torch.empty(self.shape, dtype=self.dtype)
+        return torch.empty(self.shape, dtype=self.dtype, pin_memory=self.device.type == "cuda")
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import tempfile
 from pathlib import Path
@@ -24,6 +25,10 @@ def check_output(args: Arguments) -> None:
         )
     if args.save is None and args.save_interval is not None:
         raise ValueError("--save-interval needs --save FOLDER")
+    if args.save is not None and importlib.util.find_spec("psutil") is None:
+        raise ValueError(
+            f"--save {args.save}: megatron-core writes checkpoints only where the package psutil is installed"
+        )
     for name in _FOLDERS:
         folder = getattr(args, name)
         if folder is not None:

@@ -14,14 +14,15 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.core.tokenizers import MegatronTokenizer
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
-from tokenizers import Tokenizer, models, pre_tokenizers
-from tokenizers import decoders as tokenizer_decoders
 
 from megatron.zero_bubble.schedule.errors import one_line
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 TOKENIZER_TYPES = ("HuggingFaceTokenizer", "GPT2BPETokenizer", "NullTokenizer")
 
@@ -143,6 +144,9 @@ def _from_tokenizer_json(tokenizer_model: str | None) -> LocalTokenizer:
     if not file.is_file():
         what = "this folder holds no tokenizer.json" if given.is_dir() else "no such file (nothing is downloaded)"
         raise ValueError(f"--tokenizer-model {tokenizer_model}: {what}")
+    # Only where it is used: a run with megatron-core's NullTokenizer needs no such package.
+    from tokenizers import Tokenizer
+
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exception
@@ -177,6 +181,9 @@ def _from_gpt2_files(vocab_file: str | None, merge_file: str | None) -> LocalTok
     for flag, file in (("--vocab-file", vocab_file), ("--merge-file", merge_file)):
         if not Path(file).is_file():
             raise ValueError(f"{flag} {file}: no such file")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers import decoders as tokenizer_decoders
+
     try:
         tokenizer = Tokenizer(models.BPE.from_file(vocab_file, merge_file))
     except Exception as error:  # the library raises bare Exception
