@@ -3,6 +3,10 @@
 # One hardware queue for each stream: computation, two channels to each neighbour, the collectives. With 1, as is
 # customary for tensor parallelism, messages between stages would wait behind computation.
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-32}
+# What waits for the whole device waits for receives that are posted ahead, too, which may need this very rank: load all
+# kernels at the start, and let the allocator map memory where it would otherwise free some.
+export CUDA_MODULE_LOADING=${CUDA_MODULE_LOADING:-EAGER}
+export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
 # Say what is wrong with the network, and nothing else.
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 # Not set here, for they depend on the cluster: NCCL_SOCKET_IFNAME, the interface by which hosts reach each other

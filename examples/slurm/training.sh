@@ -5,11 +5,20 @@
 
 [[ $MODEL == */* ]] && source "$MODEL" || source "examples/slurm/models/$MODEL.sh"
 
+# Transformer Engine's layers where it is installed; else megatron-core's own, with torch's fused attention.
+if [[ -z ${TRANSFORMER_IMPL:-} ]]; then
+    TRANSFORMER_IMPL=local
+    if python -c 'import importlib.metadata; importlib.metadata.version("transformer-engine")' 2>/dev/null; then
+        TRANSFORMER_IMPL=transformer_engine
+    fi
+fi
+
 # The paper's models: 1024 tokens; embedding and loss take the place of a layer each.
 GPT_MODEL_ARGS+=(
     --seq-length "${SEQ_LENGTH:-1024}"
     --account-for-embedding-in-pipeline-split
     --account-for-loss-in-pipeline-split
+    --transformer-impl "$TRANSFORMER_IMPL"
 )
 TRAINING_ARGS=(
     --micro-batch-size "$MICRO_BATCH_SIZE"

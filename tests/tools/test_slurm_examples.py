@@ -98,3 +98,26 @@ def test_real_data_takes_a_prefix_and_the_tokenizer_that_made_it():
 @pytest.mark.parametrize("script", sorted(EXAMPLES.rglob("*.s*")), ids=lambda path: Path(path).name)
 def test_bash_reads_the_scripts(script):
     assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
+
+
+def test_transformer_engine_is_taken_where_it_is_installed(tmp_path):
+    def implementation(environment: Mapping[str, str]) -> str:
+        found = variables("examples/slurm/training.sh", {"MODEL": "1.5b", "SCHEDULE": "zb-2p", **environment})["flags"]
+        return found[found.index("--transformer-impl") + 1]
+
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexit $HAS_NONE\n")
+    python.chmod(0o755)
+    path = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    assert implementation({**path, "HAS_NONE": "0"}) == "transformer_engine"
+    assert implementation({**path, "HAS_NONE": "1"}) == "local"
+    assert implementation({**path, "HAS_NONE": "0", "TRANSFORMER_IMPL": "local"}) == "local"
+
+
+def test_the_examples_set_what_keeps_a_step_free_of_waits_for_the_device(tmp_path):
+    code = 'source examples/slurm/environment.sh; echo "$CUDA_MODULE_LOADING $PYTORCH_CUDA_ALLOC_CONF"'
+    environment = {"PATH": "/usr/bin:/bin", "SLURM_NNODES": "1", "LOGS": str(tmp_path)}
+    for given, expected in (({}, "EAGER expandable_segments:True"), ({"CUDA_MODULE_LOADING": "LAZY"}, "LAZY expand")):
+        command = ["bash", "-euc", code]
+        result = subprocess.run(command, cwd=ROOT, env={**environment, **given}, capture_output=True, text=True)
+        assert result.stdout.startswith(expected), result.stderr

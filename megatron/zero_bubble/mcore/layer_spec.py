@@ -14,7 +14,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
-from megatron.zero_bubble.mcore.context_parallel import ContextParallelAttention
+from megatron.zero_bubble.mcore.attention import core_attention
 
 
 class SequenceParallelNorm:
@@ -34,9 +34,14 @@ class SequenceParallelNorm:
 
 
 def block_spec(
-    config: TransformerConfig, transformer_impl: str, vp_stage: int | None, pp_rank: int
+    config: TransformerConfig, transformer_impl: str, vp_stage: int | None, pp_rank: int, *, uses_torch_attention: bool
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    """The spec of one model chunk's decoder; `transformer_impl` is `local` or `transformer_engine`."""
+    """The spec of one model chunk's decoder.
+
+    Args:
+        transformer_impl: `local` or `transformer_engine`.
+        uses_torch_attention: whether local layers attend through torch's fused kernels.
+    """
     grouped = config.moe_grouped_gemm
     if transformer_impl == "transformer_engine":
         return get_gpt_layer_with_transformer_engine_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=grouped)
@@ -44,8 +49,8 @@ def block_spec(
         num_experts=config.num_moe_experts, moe_grouped_gemm=grouped, normalization=config.normalization
     )
     layer = copy.deepcopy(layer)
-    if config.context_parallel_size > 1:
-        layer.submodules.self_attention.submodules.core_attention = ContextParallelAttention
+    attention = core_attention(config, uses_torch=uses_torch_attention)
+    layer.submodules.self_attention.submodules.core_attention = attention
     if not config.sequence_parallel:
         return layer
     layer.submodules.input_layernorm = SequenceParallelNorm

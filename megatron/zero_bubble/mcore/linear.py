@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     LinearWithGradAccumulationAndAsyncCommunication,
@@ -287,6 +288,11 @@ def _compute_weight_grad(
         weight_grad.accumulate(_add_to_main_grad(weight, total_input, grad_output), into)
     else:
         weight_grad.accumulate(grad_output.t().matmul(total_input), into)
+
+
+def fuses_accumulation() -> bool:
+    """Whether W can add straight into `main_grad`: megatron-core's layers, and its output layer always, need apex."""
+    return torch.cuda.is_available() and layers._grad_accum_fusion_available
 
 
 def _add_to_main_grad(weight: Any, total_input: torch.Tensor, grad_output: torch.Tensor) -> torch.Tensor:

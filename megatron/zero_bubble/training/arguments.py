@@ -47,6 +47,15 @@ class ModelFlags:
     transformer_impl: str = flag(
         "layers: megatron-core's own, or Transformer Engine's", "local", choices=("local", "transformer_engine")
     )
+    attention_backend: str = flag(
+        "kernels of attention; for local layers flash and fused are torch's, local and unfused megatron-core's, auto "
+        "torch's on a GPU",
+        "auto",
+        choices=("flash", "fused", "unfused", "local", "auto"),
+    )
+    no_gradient_accumulation_fusion: bool = flag(
+        "compute weights' gradients apart and add them, also where apex has a kernel for both", False
+    )
 
 
 @dataclass

@@ -139,6 +139,10 @@ def _check_model(args: Arguments) -> None:
         f"--reset-attention-mask needs --transformer-impl local: attention of {args.transformer_impl} is causal, "
         "whatever mask it is given",
     )
+    _require(
+        args.attention_backend != "local" or args.transformer_impl == "local",
+        f"--attention-backend local is none of --transformer-impl {args.transformer_impl}: use unfused",
+    )
 
 
 def check_implementation(args: Arguments) -> None:

@@ -15,10 +15,11 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
 
 from megatron.zero_bubble.mcore.layer_spec import block_spec, multi_token_spec
-from megatron.zero_bubble.mcore.linear import split_weight_gradients
+from megatron.zero_bubble.mcore.linear import fuses_accumulation, split_weight_gradients
 from megatron.zero_bubble.mcore.placement import chunk_groups, copy_tied_embedding
 from megatron.zero_bubble.mcore.transformer_engine import defer_weight_gradients
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
@@ -40,6 +41,10 @@ def transformer_config(args: Arguments, num_chunks: int, timers: Any) -> Transfo
     """megatron-core's model config; what has no flag keeps Megatron-LM's default for the local layers."""
     dtype = parameter_dtype(args)
     gated = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu} if args.swiglu else {}
+    # Read by Transformer Engine's attention only.
+    attention = {}
+    if args.transformer_impl == "transformer_engine":
+        attention["attention_backend"] = AttnBackend[args.attention_backend]
     try:
         return TransformerConfig(
             num_layers=args.num_layers,
@@ -85,10 +90,12 @@ def transformer_config(args: Arguments, num_chunks: int, timers: Any) -> Transfo
             bias_dropout_fusion=torch.cuda.is_available(),
             masked_softmax_fusion=False,
             persist_layer_norm=False,
+            gradient_accumulation_fusion=fuses_accumulation() and not args.no_gradient_accumulation_fusion,
             deallocate_pipeline_outputs=True,
             batch_p2p_comm=False,
             overlap_p2p_comm=False,
             timers=timers,
+            **attention,
             **gated,
         )
     except (AssertionError, ValueError) as error:
@@ -149,6 +156,13 @@ def build_model(
     return wrapped
 
 
+def _uses_torch_attention(args: Arguments) -> bool:
+    """Whether local layers attend through torch's kernels: on a GPU, unless a flag says otherwise."""
+    if args.attention_backend == "auto":
+        return torch.cuda.is_available()
+    return args.attention_backend in ("flash", "fused")
+
+
 def _build_chunk(
     args: Arguments, config: TransformerConfig, placement: Placement, rank: int, chunk: int
 ) -> torch.nn.Module:
@@ -156,7 +170,9 @@ def _build_chunk(
     groups = chunk_groups(placement, rank, chunk)
     vp_stage = chunk if placement.num_chunks > 1 else None
     is_last = stage == placement.num_stages - 1
-    decoder = block_spec(config, args.transformer_impl, vp_stage, groups.pp.rank())
+    decoder = block_spec(
+        config, args.transformer_impl, vp_stage, groups.pp.rank(), uses_torch_attention=_uses_torch_attention(args)
+    )
     model = GPTModel(
         config=config,
         transformer_layer_spec=decoder,

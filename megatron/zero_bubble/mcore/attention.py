@@ -1,0 +1,71 @@
+"""Local attention through torch's fused kernels, for machines without Transformer Engine."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+from megatron.zero_bubble.mcore.context_parallel import ContextParallelAttention
+
+
+class TorchAttention(DotProductAttention):
+    """megatron-core's local attention, computed by `torch.nn.functional.scaled_dot_product_attention`.
+
+    On a GPU torch takes a kernel that never writes the matrix of scores to memory.
+    """
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: None = None,
+        packed_seq_params: None = None,
+    ) -> torch.Tensor:
+        """As megatron-core's.
+
+        Args:
+            query, key, value: [sequence, batch, heads, channels]; key and value may have fewer heads.
+            attention_mask: broadcast to [batch, heads, queries, keys], True where attention is forbidden; None for a
+                causal one.
+        """
+        assert attention_bias is None, "no flag of ours asks for it"
+        assert packed_seq_params is None, "no flag of ours asks for it"
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        with self._random_state():
+            context = torch.nn.functional.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=None if attention_mask is None else ~attention_mask,
+                dropout_p=self.attention_dropout.p if self.training else 0.0,
+                is_causal=attention_mask is None,
+                scale=self.softmax_scale,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
+        return context.permute(2, 0, 1, 3).flatten(2).contiguous()
+
+    def _random_state(self) -> contextlib.AbstractContextManager[Any]:
+        """Under tensor parallelism each rank drops other heads; sequence parallelism has switched before."""
+        if self.config.sequence_parallel:
+            return contextlib.nullcontext()
+        fork: contextlib.AbstractContextManager[Any] = tensor_parallel.get_cuda_rng_tracker().fork()
+        return fork
+
+
+class ContextParallelTorchAttention(ContextParallelAttention, TorchAttention):
+    """The sequence shared as by the first, attention computed as by the second."""
+
+
+def core_attention(config: TransformerConfig, *, uses_torch: bool) -> type[DotProductAttention]:
+    """The core attention of local layers."""
+    if config.context_parallel_size > 1:
+        return ContextParallelTorchAttention if uses_torch else ContextParallelAttention
+    return TorchAttention if uses_torch else DotProductAttention
