@@ -24,6 +24,9 @@ RULES = "nccl:"
 WARM_UP = "warm-up"
 """Among the flags: every stage computes once before the first step, as it does on a GPU."""
 
+COLLECTIVES = "collectives"
+"""Among the flags: each rank writes the collectives that it starts to `NAME.RANK.calls`, beside the plan."""
+
 
 def take(flags: list[str], prefix: str) -> list[str]:
     """Remove the words that begin with `prefix` and return the rest of each."""
@@ -84,12 +87,14 @@ def main(plan: str) -> None:
     from megatron.zero_bubble.training.checks import complete_and_check
     from megatron.zero_bubble.training.initialize import print_rank_0
     from megatron.zero_bubble.training.pretrain import pretrain
+    from tests.collectives import recorded_collectives
     from tests.nccl_over_gloo import nccls_rules
     from tests.undone import counted_undos
 
     gc.freeze()  # the modules: collecting them takes a second
     for number, (name, flags) in enumerate(json.loads(Path(plan).read_text()).items()):
         faults, seeds, warms_up = take(flags, FAULT), take(flags, RULES), bool(take(flags, WARM_UP))
+        is_recorded = bool(take(flags, COLLECTIVES))
         args = parse_arguments(flags)
         complete_and_check(args, os.environ, torch.cuda.is_available())
         # Each training in process groups of its own: those of all together would have a thousand threads.
@@ -99,8 +104,11 @@ def main(plan: str) -> None:
         rules = nccls_rules(int(seeds[0])) if seeds else contextlib.nullcontext()
         warm_up = warmed_up() if warms_up else contextlib.nullcontext()
         places = {tuple(map(int, fault.split("@"))) for fault in faults}
-        with rules, warm_up, infinite_gradients(places), counted_undos() as undone:
+        recorded = recorded_collectives() if is_recorded else contextlib.nullcontext([])
+        with rules, warm_up, recorded as calls, infinite_gradients(places), counted_undos() as undone:
             pretrain(args)
+        if is_recorded:
+            Path(plan).with_name(f"{name}.{args.rank}.calls").write_text(json.dumps(calls))
         counts = [0] * args.world_size
         dist.all_gather_object(counts, undone())
         print_rank_0(f"undone steps of each rank: {counts}")

@@ -1,0 +1,67 @@
+"""All members of a group start the same collectives, of the same sizes, in the same order, as NCCL demands."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.collectives import Call, disagreements
+from tests.launch import TINY_GPT, run_trainings
+from tests.several_trainings import COLLECTIVES, WARM_UP
+
+COMMON = [
+    *TINY_GPT,
+    *("--pipeline-model-parallel-size", "2", "--global-batch-size", "8", "--train-iters", "6", "--eval-interval", "3"),
+    *("--eval-iters", "1", COLLECTIVES, WARM_UP),
+]
+TENSOR = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
+DATA = (
+    *("--overlap-grad-reduce", "--ddp-bucket-size", "4000", "--use-distributed-optimizer", "--overlap-param-gather"),
+    "--untie-embeddings-and-output-weights",
+)
+TRAININGS = {
+    "dp2-zb-2p": (*DATA, "--zero-bubble-schedule", "zb-2p"),
+    "dp2-planned": (*DATA, "--zero-bubble"),
+    "dp2-zb-v": (*DATA, "--zero-bubble-schedule", "zb-v"),
+    "tp2-zb-2p": (*TENSOR, "--zero-bubble-schedule", "zb-2p"),
+    "tp2-planned": (*TENSOR, "--zero-bubble"),
+    "tp2-post-validation": (*TENSOR, "--zero-bubble-schedule", "zb-2p", "--zero-bubble-post-validation"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The collectives of each of the four ranks."""
+    folder = tmp_path_factory.mktemp("collectives")
+    run_trainings(4, {name: [*COMMON, *flags] for name, flags in TRAININGS.items()}, folder)
+    return folder
+
+
+def calls(folder: Path, name: str) -> list[list[Call]]:
+    logs = [json.loads((folder / f"{name}.{rank}.calls").read_text()) for rank in range(4)]
+    return [[(tuple(ranks), function, tuple(sizes)) for ranks, function, sizes in log] for log in logs]
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_members_of_a_group_agree(folder: Path, name: str) -> None:
+    logs = calls(folder, name)
+    assert disagreements(logs) == []
+    # Ranks 0 and 1 are replicas, or share each layer: six steps of all their buckets, or of all layers.
+    shared = [function for ranks, function, _ in logs[0] if ranks == (0, 1)]
+    expected = "reduce_scatter_tensor"
+    assert shared.count(expected) >= 6 * (2 if name.startswith("dp2") else 8), "the log misses calls"
+    assert sum(ranks == (0, 2) for ranks, _, _ in logs[0]) >= 6, "the norm over the pipeline, each step"
+
+
+def test_another_order_another_size_and_a_missing_call_are_found() -> None:
+    first: list[Call] = [((0, 1), "all_reduce", (4,)), ((0, 1), "broadcast", (4,))]
+    solo: Call = ((0,), "barrier", ())
+    assert disagreements([first, first]) == []
+    assert disagreements([[solo, *first], first]) == []
+    assert disagreements([first, first[::-1]]) == ["group (0, 1): ranks 0 and 1 differ at call 0"]
+    assert disagreements([first, [first[0], ((0, 1), "broadcast", (5,))]]) == [
+        "group (0, 1): ranks 0 and 1 differ at call 1"
+    ]
+    assert disagreements([first, first[:1]]) == ["group (0, 1): ranks 0 and 1 differ at call 1"]
