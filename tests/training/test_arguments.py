@@ -31,6 +31,7 @@ MEGATRONS = """
 """What people's launch scripts say: a name that is gone breaks them."""
 
 MEGATRON_HAS_TOO = """
+--attention-backend --no-gradient-accumulation-fusion
 --override-opt_param-scheduler --use-checkpoint-opt_param-scheduler --override-opt-param-scheduler
 --use-checkpoint-opt-param-scheduler --moe-token-dispatcher-type --calculate-per-token-loss
 --moe-aux-loss-coeff --min-loss-scale --loss-scale-window --hysteresis --moe-grouped-gemm
