@@ -17,6 +17,12 @@ class FakeClock:
     def seconds(self, marks):
         return list(marks)
 
+    def num_reached(self, marks):
+        return None
+
+    def lag(self):
+        return 0.25
+
 
 def run_step(observer: StepObserver, clock: FakeClock, step: int, *pauses: float) -> None:
     """One operation of a second for each pause, which comes before it."""
@@ -102,3 +108,52 @@ def test_a_step_that_runs_is_not_taken_in():
     assert observer.take_mean() == StepTime(1.0, 1.0)
     observer.stop()
     assert observer.take_mean() == StepTime(5.0, 5.0)
+
+
+class SlowDevice(FakeClock):
+    """A GPU that has come as far as the test says. Whoever asks for a time beyond that waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached, self.waits = 0.0, 0
+
+    def seconds(self, marks):
+        self.waits += any(mark > self.reached for mark in marks)
+        return list(marks)
+
+    def num_reached(self, marks):
+        return sum(mark <= self.reached for mark in marks)
+
+
+def test_between_two_steps_nothing_waits_for_the_gpu():
+    """What it did is read after the first operation of the next step for which it is done with the last one."""
+    clock = SlowDevice()
+    observer, seen = StepObserver(clock), []
+    observer.sinks.append(lambda step, ops: seen.append((step, len(ops))))
+    run_step(observer, clock, 1, 0.0, 0.0)
+    recorder = observer.start(2)
+    for microbatch, reached in enumerate((0.5, 1.5, 2.0, 2.5)):
+        op = Op(OpKind.F, microbatch)
+        recorder.begin(op)
+        clock.now += 1.0
+        clock.reached = reached
+        recorder.end(op)
+        assert seen == ([(1, 2)] if reached >= 2.0 else [])
+    observer.stop()
+    assert clock.waits == 0
+    assert observer.take_mean() == StepTime(3.0, 3.0)
+    assert (clock.waits, seen) == (1, [(1, 2), (2, 4)]), "a log line is of all steps"
+
+
+def test_a_gpu_that_is_ahead_has_been_read_when_the_next_step_starts():
+    clock = SlowDevice()
+    observer, seen = StepObserver(clock), []
+    observer.sinks.append(lambda step, ops: seen.append(step))
+    run_step(observer, clock, 1, 0.0)
+    clock.reached = clock.now
+    observer.start(2)
+    assert (seen, clock.waits) == ([1], 0)
+
+
+def test_the_lag_of_recorded_times_is_that_of_the_clock():
+    assert StepObserver(FakeClock()).lag() == 0.25

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import struct
+import time
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -93,6 +97,45 @@ def test_the_clock_of_a_cpu_is_the_hosts():
     assert isinstance(clock, HostClock)
     first, second = clock.seconds([clock.mark(), clock.mark()])
     assert 0 <= second - first < 1.0
+
+
+class Event:
+    """CUDA's: the time between two is a float32 of milliseconds."""
+
+    now = 0.0
+    """What the device's clock shows."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.seconds = Event.now
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, other: Event) -> float:
+        return struct.unpack("f", struct.pack("f", (other.seconds - self.seconds) * 1000.0))[0]
+
+
+@pytest.mark.parametrize("hours", [24, 7 * 24])
+def test_the_clock_of_a_gpu_keeps_its_resolution(monkeypatch, hours):
+    """Steps of six operations of two seconds, once an hour an evaluation; the device's clock is off by 5 ppm."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(time, "perf_counter", lambda: Event.now * (1 + 5e-6))
+    clock = device_clock(torch.device("cuda"))
+    last = Event.now + hours * 3600
+    while Event.now < last:
+        marks, times = [], []
+        for _ in range(7):
+            marks.append(clock.mark())
+            times.append(Event.now)
+            Event.now += 2.0001
+        seconds = clock.seconds(marks)
+        assert all(abs(end - start - 2.0001) < 1e-6 for start, end in pairwise(seconds))
+        Event.now += 300.0 if Event.now % 3600 < 14 else 0.1
+    lag = clock.lag()
+    assert [at + lag for at in seconds] == pytest.approx([at * (1 + 5e-6) for at in times], abs=0.005)
 
 
 def test_a_step_spans_its_operations_and_waiting_is_no_work():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from megatron.zero_bubble.runtime.timeline import Clock, MeasuredOp, MemoryMeter, OpRecorder, StepTime, step_time
 
@@ -13,37 +15,35 @@ Sink = Callable[[int, Sequence[MeasuredOp]], None]
 class StepObserver:
     """Gives the executor a recorder for every training step and passes on what was recorded.
 
-    On a GPU what a step recorded is read when the next one starts, when it has long been computed:
-    nothing waits for it.
+    A GPU is behind the process that feeds it. What it did in a step is read once it is done with that step, which is
+    asked after each operation of the next one: between two steps nothing waits for the GPU, which would idle then.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._recorder: OpRecorder | None = None
-        self._step = 0
-        self._is_running = False
+        self._running: _Step | None = None
+        self._ended: deque[_Step] = deque()
         self._times: list[StepTime] = []
         self.sinks: list[Sink] = []
 
     def start(self, step: int, meter: MemoryMeter | None = None) -> OpRecorder:
         """The recorder for `step`; `meter` measures memory too."""
         self.stop()
-        self.flush()
-        self._step, self._is_running = step, True
-        self._recorder = OpRecorder(self._clock, meter)
-        return self._recorder
+        self._take_in_what_is_over()
+        recorder = OpRecorder(self._clock, meter, self._take_in_what_is_over)
+        self._running = _Step(step, recorder)
+        return recorder
 
     def stop(self) -> None:
         """The step that was started has ended."""
-        self._is_running = False
+        if self._running is not None:
+            self._ended.append(self._running)
+            self._running = None
 
     def flush(self) -> None:
-        """Take in the steps that have ended."""
-        ops = self._recorder.take() if self._recorder is not None and not self._is_running else []
-        if ops:
-            self._times.append(step_time(ops))
-            for sink in self.sinks:
-                sink(self._step, ops)
+        """Take in all steps that have ended, and wait for the GPU if need be."""
+        while self._ended:
+            self._take_in()
 
     def take_mean(self) -> StepTime:
         """The mean step since the last call; all zeros if there was none."""
@@ -51,3 +51,25 @@ class StepObserver:
         times, self._times = self._times, []
         count = max(1, len(times))
         return StepTime(sum(time.span for time in times) / count, sum(time.work for time in times) / count)
+
+    def lag(self) -> float:
+        """Seconds by which recorded times are behind the host's monotonic clock. Waits for the GPU."""
+        self.flush()
+        return self._clock.lag()
+
+    def _take_in_what_is_over(self) -> None:
+        while self._ended and self._ended[0].recorder.is_over():
+            self._take_in()
+
+    def _take_in(self) -> None:
+        step, recorder = self._ended.popleft()
+        ops = recorder.take()
+        if ops:
+            self._times.append(step_time(ops))
+            for sink in self.sinks:
+                sink(step, ops)
+
+
+class _Step(NamedTuple):
+    number: int
+    recorder: OpRecorder

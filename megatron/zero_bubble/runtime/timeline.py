@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,7 +19,11 @@ class Clock(Protocol):
     def mark(self) -> Any: ...
 
     def seconds(self, marks: Sequence[Any]) -> list[float]:
-        """On the host's monotonic clock. May wait until the marked points have been reached."""
+        """When they were reached, in their order; may wait for that."""
+        ...
+
+    def lag(self) -> float:
+        """Seconds by which `seconds` is behind the host's monotonic clock. May wait for the computation."""
         ...
 
     def num_reached(self, marks: Sequence[Any]) -> int | None:
@@ -36,19 +40,23 @@ class HostClock:
     def seconds(self, marks: Sequence[float]) -> list[float]:
         return list(marks)
 
+    def lag(self) -> float:
+        return 0.0
+
     def num_reached(self, marks: Sequence[float]) -> None:
         return None
 
 
 class CudaClock:
-    """For a GPU: events on the current stream, so that nothing waits while operations are launched."""
+    """For a GPU: events on the current stream, so that nothing waits while operations are launched.
+
+    What CUDA tells between two events is a float32 of milliseconds: 8 ms coarse after a day. So each mark is measured
+    from the one before, and the sum is a Python float.
+    """
 
     def __init__(self) -> None:
-        torch.cuda.synchronize()
-        self._origin = torch.cuda.Event(enable_timing=True)
-        self._origin.record()
-        self._origin.synchronize()
-        self._origin_seconds = time.perf_counter()
+        self._last = self.mark()
+        self._seconds = 0.0
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -58,7 +66,16 @@ class CudaClock:
     def seconds(self, marks: Sequence[torch.cuda.Event]) -> list[float]:
         if marks:
             marks[-1].synchronize()
-        return [self._origin_seconds + self._origin.elapsed_time(mark) / 1000.0 for mark in marks]
+        found = []
+        for mark in marks:
+            self._seconds += self._last.elapsed_time(mark) / 1000.0
+            self._last = mark
+            found.append(self._seconds)
+        return found
+
+    def lag(self) -> float:
+        (seconds,) = self.seconds([self.mark()])
+        return time.perf_counter() - seconds
 
     def num_reached(self, marks: Sequence[torch.cuda.Event]) -> int:
         return sum(mark.query() for mark in list(marks))
@@ -92,11 +109,17 @@ class MemoryMeter(Protocol):
 
 
 class OpRecorder:
-    """Collects the operations of one step. The executor calls `begin` and `end`, the owner `take`."""
+    """Collects the operations of one step. The executor calls `begin` and `end`, the owner `take`.
 
-    def __init__(self, clock: Clock, meter: MemoryMeter | None = None) -> None:
+    `after_op` is called when an operation has been recorded.
+    """
+
+    def __init__(
+        self, clock: Clock, meter: MemoryMeter | None = None, after_op: Callable[[], None] = lambda: None
+    ) -> None:
         self._clock = clock
         self._meter = meter
+        self._after_op = after_op
         self._begun: Any = None
         self._ops: list[tuple[tuple[Op, ...], int | None]] = []
         self._marks: list[Any] = []
@@ -112,10 +135,15 @@ class OpRecorder:
         self._marks += (self._begun, self._clock.mark())
         metered = self._meter is not None and ops[0].kind not in POST_VALIDATION
         self._ops.append((ops, self._held(ops, self._meter) if self._meter and metered else None))
+        self._after_op()
 
     def num_reached(self) -> int | None:
         """Beginnings and ends of operations that a GPU has passed; None if there is nothing to ask. For any thread."""
         return self._clock.num_reached(self._marks) if self._marks else None
+
+    def is_over(self) -> bool:
+        """Whether the last operation so far has computed: then `take` does not wait."""
+        return not self._marks or self._clock.num_reached(self._marks[-1:]) != 0
 
     def take(self) -> list[MeasuredOp]:
         """What was recorded since the last call."""

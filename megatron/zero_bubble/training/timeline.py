@@ -48,7 +48,7 @@ class TimelineWriter:
             return
         self._source.observer.flush()
         if self._offset is None:
-            self._offset = clock_offset(group)
+            self._offset = clock_offset(group) - self._source.observer.lag()
         lane = [TimedOp(m.op, (m.start - self._offset) * 1000.0, (m.end - self._offset) * 1000.0) for m in self._ops]
         lanes: list[list[TimedOp]] = [[] for _ in range(group.size())]
         dist.all_gather_object(lanes, lane, group=group)
