@@ -9,6 +9,7 @@ that order is, both ends read from the lowered schedule.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -134,6 +135,42 @@ def _nccl_options(end: ChannelEnd) -> Any:
     return options
 
 
+class Mark(Protocol):
+    """A point of the computation."""
+
+    def synchronize(self) -> None:
+        """Wait until it has been reached."""
+        ...
+
+
+class RunAhead:
+    """Lets the process that feeds a GPU be only so many messages ahead of it.
+
+    A message takes memory from when the process posts it until the GPU has been there, and a process that nothing
+    holds back posts all messages of a step within the time of some operations.
+
+    Args:
+        new_mark: marks the point that the computation is fed up to.
+        limit: a GPU that is behind by this many messages has some operations to do meanwhile.
+    """
+
+    def __init__(self, new_mark: Callable[[], Mark], limit: int = 8) -> None:
+        self._new_mark, self._limit = new_mark, limit
+        self._marks: deque[Mark] = deque()
+
+    def before_message(self) -> None:
+        """Wait for the GPU to come to where the message `limit` before this one was posted."""
+        if len(self._marks) == self._limit:
+            self._marks.popleft().synchronize()
+        self._marks.append(self._new_mark())
+
+
+def _cuda_mark() -> torch.cuda.Event:
+    event = torch.cuda.Event(blocking=True)
+    event.record()
+    return event
+
+
 class TorchCommunicator:
     """Channels over torch.distributed, each with a process group of its own.
 
@@ -148,6 +185,7 @@ class TorchCommunicator:
         device: where messages live.
         timeout: after which a send or receive that nobody meets fails.
         connect: makes the process group behind a channel.
+        run_ahead: holds the process back; given for a GPU, where nothing else is.
     """
 
     def __init__(
@@ -158,8 +196,10 @@ class TorchCommunicator:
         device: torch.device,
         timeout: timedelta,
         connect: Callable[[ChannelEnd], PairGroup] = connect_pair,
+        run_ahead: RunAhead | None = None,
     ) -> None:
         self._rank = rank
+        self._run_ahead = run_ahead or (RunAhead(_cuda_mark) if device.type == "cuda" else None)
         self._groups: dict[tuple[int, int], PairGroup] = {}
         for ends in channels(placement):
             if rank in ends:
@@ -188,14 +228,20 @@ class TorchCommunicator:
         self._groups = {}
 
     def send(self, tensor: torch.Tensor, destination: int) -> PendingSend:
+        self._hold_back()
         message = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
         work = self._groups[self._rank, destination].send([message], _DESTINATION, 0)
         # The sender may take the values from its tensor. Only now, because the receiver waits for the message.
         return _TorchSend(work, message.detach())
 
     def receive(self, source: int, spec: TensorSpec) -> PendingReceive:
+        self._hold_back()
         buffer = spec.empty()
         return _TorchReceive(self._groups[source, self._rank].recv([buffer], _SOURCE, 0), buffer)
+
+    def _hold_back(self) -> None:
+        if self._run_ahead is not None:
+            self._run_ahead.before_message()
 
 
 @dataclass(frozen=True)
