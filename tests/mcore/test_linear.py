@@ -7,10 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from split_layers import (
     BATCH,
     HIDDEN,
+    MICROBATCHES,
     OUTPUT,
     SEQUENCE,
     Layers,
@@ -23,6 +25,7 @@ from split_layers import (
 )
 
 from megatron.zero_bubble.mcore.linear import split_weight_gradients
+from megatron.zero_bubble.mcore.weight_grad import LayerWeightGrad
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 
 
@@ -101,6 +104,43 @@ def test_a_pending_w_holds_its_layers_input_and_not_the_graph_behind_it():
         model.row(model.column(LayerBefore.apply(x))[0])[0].backward(gradient)
     store.flush(0, 0)
     assert [reference() for reference in alive] == [None]
+
+
+class Gathering:
+    """A gather in the background: what it gathers is NaN until it has been waited for."""
+
+    def __init__(self, calls: list[str], whole: torch.Tensor, kept: torch.Tensor) -> None:
+        self.calls, self.whole, self.kept = calls, whole.fill_(float("nan")), kept.clone()
+
+    def wait(self) -> None:
+        self.calls.append("wait")
+        self.whole.copy_(self.kept)
+
+
+def test_with_sequence_parallelism_the_next_layers_input_is_gathered_while_this_one_multiplies(monkeypatch):
+    """A group of one rank stands for the tensor-parallel ranks: what it gathers is what was kept."""
+    calls: list[str] = []
+
+    def gather(whole, kept, group, async_op):
+        assert async_op
+        calls.append("gather")
+        return Gathering(calls, whole, kept)
+
+    def multiply(self, grad, into):
+        calls.append("multiplied")
+        accumulate(self, grad, into)
+
+    accumulate = LayerWeightGrad.accumulate
+    monkeypatch.setattr(dist, "all_gather_into_tensor", gather)
+    monkeypatch.setattr(LayerWeightGrad, "accumulate", multiply)
+    layers, store = [Layers(), Layers()], WeightGradStore()
+    model = torch.nn.Sequential(*layers)
+    split_weight_gradients([model], store)
+    for layer in layers:
+        layer.column.sequence_parallel, layer.column.allreduce_dgrad = True, False
+    assert_equal(run_split(model, store), run_fused(torch.nn.Sequential(Layers(), Layers())))
+    # Of a row-parallel layer, which comes first, nothing has to be gathered.
+    assert calls == ["gather", "multiplied", "wait", "multiplied"] * 2 * MICROBATCHES
 
 
 def test_only_the_instances_of_the_model_change():

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import weakref
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -55,6 +56,27 @@ def test_pop_by_parameter_runs_all_microbatches_of_one_parameter_before_the_next
     assert ran[1::2] == ["shared 4", "shared 4", "shared 5", "shared 5", "mlp 4", "mlp 5"]
     assert ran[0::2] == ["before 4", "before 4", "before 5", "before 5", "before 4", "before 5"]
     assert store.pending() == [(0, 6)]
+
+
+def test_each_w_is_started_before_the_one_before_it_runs(ran):
+    """So that what it waits for, an exchange with other ranks, is under way meanwhile."""
+    store = WeightGradStore()
+    for microbatch in (0, 1, 2):
+        with store.deferring():
+            for layer in ("last", "first"):
+                name = f"{layer} {microbatch}"
+                run, start = partial(ran.append, f"run {name}"), partial(ran.append, f"start {name}")
+                store.put(run, parameter=layer, start=start)
+        store.flush(0, microbatch)
+    store.pop(0, 0)
+    assert ran == ["start last 0", "start first 0", "run last 0", "run first 0"]
+    ran.clear()
+    store.pop_by_parameter(0, [1, 2], lambda microbatch: None)
+    order = ["last 1", "last 2", "first 1", "first 2"]
+    expected = [f"start {order[0]}"]
+    for now, after in pairwise(order):
+        expected += [f"start {after}", f"run {now}"]
+    assert ran == [*expected, f"run {order[-1]}"]
 
 
 def test_w_of_unknown_parameters_are_not_reordered(ran):

@@ -55,7 +55,7 @@ def test_everything_in_one_process_is_checked(tmp_path, capsys):
 def test_a_wrong_gradient_is_found_and_told(monkeypatch, capsys):
     from gpu_check_cli import numerics
 
-    from megatron.zero_bubble.mcore.linear import LayerWeightGrad
+    from megatron.zero_bubble.mcore.weight_grad import LayerWeightGrad
 
     accumulate = LayerWeightGrad.accumulate
     monkeypatch.setattr(LayerWeightGrad, "accumulate", lambda self, grad, into: accumulate(self, grad * 1.01, into))

@@ -5,19 +5,13 @@
 `WeightGradStore.deferring()`, only the input's gradient (and the bias', a sum) is computed and a
 closure with the weight's is put into the store; outside of it, megatron-core's own fused backward runs.
 
-W ends by calling the hook with which megatron-core's DDP accumulates `param.grad` into `main_grad`
-and, once the last one of a bucket is there, starts the reduction: the additions are the same, in the
-same order, as with autograd. DDP hands that hook out to modules with
-`register_wgrad_accumulation_and_reduce_hooks` when its config says `delay_wgrad_compute`.
-
 Modules of Transformer Engine that defer their W themselves are put in the store's order (`transformer_engine.py`).
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from types import MethodType
 from typing import Any
 
@@ -30,14 +24,10 @@ from megatron.core.tensor_parallel.layers import (
     RowParallelLinear,
     linear_with_frozen_weight,
 )
-from megatron.core.utils import prepare_input_tensors_for_wgrad_compute, unwrap_model
+from megatron.core.utils import unwrap_model
 
-from megatron.zero_bubble.mcore.transformer_engine import (
-    deferred_parameters,
-    defers_by_itself,
-    placeholder_gradient,
-    put_into_store,
-)
+from megatron.zero_bubble.mcore.transformer_engine import deferred_parameters, defers_by_itself, put_into_store
+from megatron.zero_bubble.mcore.weight_grad import DeferredWeightGrad, LayerWeightGrad
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 
 _SPLIT_LAYERS = (ColumnParallelLinear, RowParallelLinear)
@@ -107,61 +97,6 @@ def _split(layer: Any, store: WeightGradStore) -> bool:
     layer.register_wgrad_accumulation_and_reduce_hooks = weight_grad.set_hook
     layer._forward_impl = MethodType(_forward_impl, weight_grad)
     return True
-
-
-class LayerWeightGrad:
-    """The weight gradient of one layer: how it is computed, and what happens to it then."""
-
-    def __init__(self, weight: Any, store: WeightGradStore) -> None:
-        self._weight = weight
-        self._hook: Callable[[], None] | None = None
-        self._sum = _MicrobatchSum()
-        self._of_microbatch = -1
-        self.store = store
-        # Where B and W are fused autograd adds up, and this comes once a backward however often the layer is used.
-        weight.register_post_accumulate_grad_hook(lambda _: self._reduce())
-
-    def set_hook(self, hook: Callable[[], None]) -> None:
-        """Megatron-core's DDP: `hook` adds `weight.grad` to `weight.main_grad` and counts it as ready."""
-        self._hook = hook
-
-    def defer(self) -> _MicrobatchSum:
-        """B has come to this layer: what the W that it puts into the store adds to."""
-        if self._of_microbatch != self.store.num_flushed:
-            self._of_microbatch, self._sum = self.store.num_flushed, _MicrobatchSum()
-        self._sum.num_missing += 1
-        return self._sum
-
-    def accumulate(self, grad: torch.Tensor, into: _MicrobatchSum) -> None:
-        """What autograd and DDP's hook would do with `grad`."""
-        total = into.add(grad)
-        if total is None:
-            return
-        assert self._hook is None or self._weight.grad is None, "a weight's gradient was computed twice"
-        self._weight.grad = total if self._weight.grad is None else self._weight.grad + total
-        self._reduce()
-
-    def _reduce(self) -> None:
-        # Autograd comes by after a B, too, with nothing.
-        if self._hook is not None and self._weight.grad is not None:
-            self._hook()
-
-
-class _MicrobatchSum:
-    """The weight gradient of one microbatch: of several terms where the layer is used several times in a forward.
-
-    Multi-token prediction does so with the output layer. Terms are added in the order of B, as autograd does.
-    """
-
-    def __init__(self) -> None:
-        self.num_missing = 0
-        self._total: torch.Tensor | None = None
-
-    def add(self, grad: torch.Tensor) -> torch.Tensor | None:
-        """The sum, once it is complete."""
-        self.num_missing -= 1
-        self._total = grad if self._total is None else self._total + grad
-        return self._total if self.num_missing == 0 else None
 
 
 def _forward_impl(
@@ -249,58 +184,22 @@ def _input_grad(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, torc
     grad_bias = grad_output.reshape(-1, grad_output.shape[-1]).sum(dim=0) if ctx.use_bias else None
     # Without its place in the graph: else the graph of the layers before would live until W.
     saved_input = saved_input.detach()
-    compute = partial(
-        _compute_weight_grad,
+    deferred = DeferredWeightGrad(
         ctx.weight_grad,
-        ctx.weight_grad.defer(),
         weight,
         saved_input,
         grad_output,
         ctx.gradient_accumulation_fusion,
         ctx.tp_group if ctx.sequence_parallel else None,
     )
-    ctx.weight_grad.store.put(compute, held=(saved_input, grad_output), parameter=weight)
+    ctx.weight_grad.store.put(
+        deferred.run, held=(saved_input, grad_output), parameter=weight, start=deferred.start_to_gather
+    )
     if handle is not None:
         handle.wait()
     return grad_input, grad_bias
 
 
-def _compute_weight_grad(
-    weight_grad: LayerWeightGrad,
-    into: _MicrobatchSum,
-    weight: torch.Tensor,
-    saved_input: torch.Tensor,
-    grad_output: torch.Tensor,
-    gradient_accumulation_fusion: bool,
-    gather_group: dist.ProcessGroup | None,
-) -> None:
-    """W of one layer for one microbatch."""
-    if gather_group is not None:
-        # Sequence parallelism: only this rank's slice of the input was kept. The shared buffer that
-        # megatron-core gathers into is overwritten between B and W, so it is gathered again, now.
-        shape = (saved_input.shape[0] * gather_group.size(), *saved_input.shape[1:])
-        total_input = saved_input.new_empty(shape)
-        dist.all_gather_into_tensor(total_input, saved_input.contiguous(), group=gather_group)
-    else:
-        total_input = saved_input
-    grad_output, total_input = prepare_input_tensors_for_wgrad_compute(grad_output, total_input)
-    if gradient_accumulation_fusion:
-        weight_grad.accumulate(_add_to_main_grad(weight, total_input, grad_output), into)
-    else:
-        weight_grad.accumulate(grad_output.t().matmul(total_input), into)
-
-
 def fuses_accumulation() -> bool:
     """Whether W can add straight into `main_grad`: megatron-core's layers, and its output layer always, need apex."""
     return torch.cuda.is_available() and layers._grad_accum_fusion_available
-
-
-def _add_to_main_grad(weight: Any, total_input: torch.Tensor, grad_output: torch.Tensor) -> torch.Tensor:
-    """apex' kernel: the product is added to `main_grad` in one pass. Returns what stands for the gradient."""
-    import fused_weight_gradient_mlp_cuda as apex
-
-    wide = weight.main_grad.dtype == torch.float32
-    add = apex.wgrad_gemm_accum_fp32 if wide else apex.wgrad_gemm_accum_fp16
-    add(total_input, grad_output, weight.main_grad)
-    weight.grad_added_to_main_grad = True
-    return placeholder_gradient(weight)

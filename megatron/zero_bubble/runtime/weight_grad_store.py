@@ -5,14 +5,24 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
 WeightGrad = Callable[[], None]
 """Computes the weight gradient of one layer for one microbatch and adds it to the parameter's gradient."""
 
-_Bundle = list[tuple[Hashable, WeightGrad]]
-"""W of one microbatch and chunk, in the order of B: of each layer what tells its parameter from others, and its W."""
+
+class _Deferred(NamedTuple):
+    """W of one layer for one microbatch."""
+
+    parameter: Hashable
+    start: Callable[[], None]
+    run: WeightGrad
+
+
+_Bundle = list[_Deferred]
+"""W of one microbatch and chunk, in the order of B."""
 
 
 class WeightGradStore:
@@ -52,15 +62,22 @@ class WeightGradStore:
         finally:
             self._is_deferring = False
 
-    def put(self, weight_grad: WeightGrad, held: Sequence[torch.Tensor] = (), parameter: Hashable = None) -> None:
+    def put(
+        self,
+        weight_grad: WeightGrad,
+        held: Sequence[torch.Tensor] = (),
+        parameter: Hashable = None,
+        start: Callable[[], None] = lambda: None,
+    ) -> None:
         """Defer one layer's weight gradient.
 
         Args:
             held: what it needs, which lives until it has run.
             parameter: what it adds to. W with the same one are never reordered among each other.
+            start: begins in the background what it will wait for; called before the W that runs before it.
         """
         assert self._is_deferring, "put() outside of deferring()"
-        self._bundle.append((parameter, weight_grad))
+        self._bundle.append(_Deferred(parameter, start, weight_grad))
         for tensor in held:
             storage = tensor.untyped_storage()
             self._held[storage.data_ptr()] = storage.nbytes()
@@ -78,9 +95,7 @@ class WeightGradStore:
     def pop(self, chunk: int, microbatch: int) -> None:
         """Run the oldest W of `chunk`, which must be that of `microbatch`, and release what it held."""
         # In the order of B, from the last layer to the first, as autograd would have done it.
-        bundle = self._take(chunk, microbatch)[::-1]
-        while bundle:
-            bundle.pop()[1]()
+        _run([(microbatch, deferred) for deferred in self._take(chunk, microbatch)], lambda microbatch: None)
 
     def pop_by_parameter(self, chunk: int, microbatches: Sequence[int], before: Callable[[int], None]) -> None:
         """Run the oldest W of `chunk`, those of `microbatches`, parameter by parameter.
@@ -88,17 +103,13 @@ class WeightGradStore:
         Parameters come in the order of B, from the last layer to the first; the microbatches of each in theirs.
         `before` is told each time which microbatch is next.
         """
-        pending = self._take_by_parameter(chunk, microbatches)[::-1]
-        while pending:
-            microbatch, weight_grad = pending.pop()
-            before(microbatch)
-            weight_grad()
+        _run(self._take_by_parameter(chunk, microbatches), before)
 
-    def _take_by_parameter(self, chunk: int, microbatches: Sequence[int]) -> list[tuple[int, WeightGrad]]:
-        by_parameter: dict[Hashable, list[tuple[int, WeightGrad]]] = {}
+    def _take_by_parameter(self, chunk: int, microbatches: Sequence[int]) -> list[tuple[int, _Deferred]]:
+        by_parameter: dict[Hashable, list[tuple[int, _Deferred]]] = {}
         for microbatch in microbatches:
-            for parameter, weight_grad in self._take(chunk, microbatch):
-                by_parameter.setdefault(parameter, []).append((microbatch, weight_grad))
+            for deferred in self._take(chunk, microbatch):
+                by_parameter.setdefault(deferred.parameter, []).append((microbatch, deferred))
         return [entry for of_one in by_parameter.values() for entry in of_one]
 
     def _take(self, chunk: int, microbatch: int) -> _Bundle:
@@ -117,3 +128,16 @@ class WeightGradStore:
         for bundles in self._queues:
             bundles.clear()
         self._start_bundle()
+
+
+def _run(pending: list[tuple[int, _Deferred]], before: Callable[[int], None]) -> None:
+    """Run them in order, each started one ahead, and release what each held."""
+    pending.reverse()
+    if pending:
+        pending[-1][1].start()
+    while pending:
+        microbatch, deferred = pending.pop()
+        if pending:
+            pending[-1][1].start()
+        before(microbatch)
+        deferred.run()

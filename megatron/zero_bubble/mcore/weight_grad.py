@@ -1,0 +1,128 @@
+"""W of megatron-core's linear layers: the weight gradient that B has left for later.
+
+W ends by calling the hook with which megatron-core's DDP accumulates `param.grad` into `main_grad`
+and, once the last one of a bucket is there, starts the reduction: the additions are the same, in the
+same order, as with autograd. DDP hands that hook out to modules with
+`register_wgrad_accumulation_and_reduce_hooks` when its config says `delay_wgrad_compute`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
+
+from megatron.zero_bubble.mcore.transformer_engine import placeholder_gradient
+from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
+
+
+class LayerWeightGrad:
+    """The weight gradient of one layer: how it is computed, and what happens to it then."""
+
+    def __init__(self, weight: Any, store: WeightGradStore) -> None:
+        self._weight = weight
+        self._hook: Callable[[], None] | None = None
+        self._sum = MicrobatchSum()
+        self._of_microbatch = -1
+        self.store = store
+        # Where B and W are fused autograd adds up, and this comes once a backward however often the layer is used.
+        weight.register_post_accumulate_grad_hook(lambda _: self._reduce())
+
+    def set_hook(self, hook: Callable[[], None]) -> None:
+        """Megatron-core's DDP: `hook` adds `weight.grad` to `weight.main_grad` and counts it as ready."""
+        self._hook = hook
+
+    def defer(self) -> MicrobatchSum:
+        """B has come to this layer: what the W that it puts into the store adds to."""
+        if self._of_microbatch != self.store.num_flushed:
+            self._of_microbatch, self._sum = self.store.num_flushed, MicrobatchSum()
+        self._sum.num_missing += 1
+        return self._sum
+
+    def accumulate(self, grad: torch.Tensor, into: MicrobatchSum) -> None:
+        """What autograd and DDP's hook would do with `grad`."""
+        total = into.add(grad)
+        if total is None:
+            return
+        assert self._hook is None or self._weight.grad is None, "a weight's gradient was computed twice"
+        self._weight.grad = total if self._weight.grad is None else self._weight.grad + total
+        self._reduce()
+
+    def _reduce(self) -> None:
+        # Autograd comes by after a B, too, with nothing.
+        if self._hook is not None and self._weight.grad is not None:
+            self._hook()
+
+
+class MicrobatchSum:
+    """The weight gradient of one microbatch: of several terms where the layer is used several times in a forward.
+
+    Multi-token prediction does so with the output layer. Terms are added in the order of B, as autograd does.
+    """
+
+    def __init__(self) -> None:
+        self.num_missing = 0
+        self._total: torch.Tensor | None = None
+
+    def add(self, grad: torch.Tensor) -> torch.Tensor | None:
+        """The sum, once it is complete."""
+        self.num_missing -= 1
+        self._total = grad if self._total is None else self._total + grad
+        return self._total if self.num_missing == 0 else None
+
+
+class DeferredWeightGrad:
+    """W of one layer for one microbatch.
+
+    With sequence parallelism only this rank's slice of the input was kept, in `gather_group`. The shared buffer that
+    megatron-core gathers into is overwritten between B and W: W gathers it again, while the layer before multiplies.
+    """
+
+    def __init__(
+        self,
+        layer: LayerWeightGrad,
+        weight: torch.Tensor,
+        kept_input: torch.Tensor,
+        grad_output: torch.Tensor,
+        gradient_accumulation_fusion: bool,
+        gather_group: dist.ProcessGroup | None,
+    ) -> None:
+        self._layer, self._sum = layer, layer.defer()
+        self._weight, self._kept_input, self._grad_output = weight, kept_input, grad_output
+        self._is_fused, self._gather_group = gradient_accumulation_fusion, gather_group
+        self._gathering: tuple[torch.Tensor, Any] | None = None
+
+    def start_to_gather(self) -> None:
+        if self._gather_group is None:
+            return
+        kept = self._kept_input.contiguous()
+        whole = kept.new_empty((kept.shape[0] * self._gather_group.size(), *kept.shape[1:]))
+        self._gathering = whole, dist.all_gather_into_tensor(whole, kept, group=self._gather_group, async_op=True)
+
+    def run(self) -> None:
+        grad_output, whole_input = prepare_input_tensors_for_wgrad_compute(self._grad_output, self._whole_input())
+        if self._is_fused:
+            self._layer.accumulate(_add_to_main_grad(self._weight, whole_input, grad_output), self._sum)
+        else:
+            self._layer.accumulate(grad_output.t().matmul(whole_input), self._sum)
+
+    def _whole_input(self) -> torch.Tensor:
+        if self._gathering is None:
+            return self._kept_input
+        whole, gathering = self._gathering
+        gathering.wait()
+        return whole
+
+
+def _add_to_main_grad(weight: Any, total_input: torch.Tensor, grad_output: torch.Tensor) -> torch.Tensor:
+    """apex' kernel: the product is added to `main_grad` in one pass. Returns what stands for the gradient."""
+    import fused_weight_gradient_mlp_cuda as apex
+
+    wide = weight.main_grad.dtype == torch.float32
+    add = apex.wgrad_gemm_accum_fp32 if wide else apex.wgrad_gemm_accum_fp16
+    add(total_input, grad_output, weight.main_grad)
+    weight.grad_added_to_main_grad = True
+    return placeholder_gradient(weight)
