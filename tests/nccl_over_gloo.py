@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.zero_bubble import schedules
-from megatron.zero_bubble.runtime.communicator import ChannelEnd, TorchCommunicator, connect_pair
+from megatron.zero_bubble.runtime import communicator
+from megatron.zero_bubble.runtime.communicator import ChannelEnd, connect_pair
 from tests.runtime.simulated_nccl import LATE, NAN, Fault, SentMemory
 
 DELAYS = (0.0, 0.001, 0.02)
@@ -32,15 +32,19 @@ def nccls_rules(seed: int) -> Iterator[None]:
     faults: set[str] = set()
     all_reduce = dist.all_reduce
 
-    def connect(end: ChannelEnd) -> LateGroup:
-        return LateGroup(end, random.Random(f"{seed} {end.name}"), faults)
+    opened: list[LateGroup] = []
 
-    schedules.TorchCommunicator = partial(TorchCommunicator, connect=connect)
+    def connect(end: ChannelEnd) -> LateGroup:
+        opened.append(LateGroup(end, connect_pair(end), random.Random(f"{seed} {end.name}"), faults))
+        return opened[-1]
+
+    communicator.connect_pair = connect
     dist.all_reduce = partial(late_all_reduce, all_reduce)
     try:
         yield
     finally:
-        schedules.TorchCommunicator, dist.all_reduce = TorchCommunicator, all_reduce
+        communicator.connect_pair, dist.all_reduce = connect_pair, all_reduce
+    assert opened, "the training has gone by these rules"
     if faults:
         raise Fault("; ".join(sorted(faults)))
 
@@ -48,8 +52,8 @@ def nccls_rules(seed: int) -> Iterator[None]:
 class LateGroup:
     """One end of a channel."""
 
-    def __init__(self, end: ChannelEnd, choices: random.Random, faults: set[str]) -> None:
-        self._name, self._inner, self._choices, self._faults = end.name, connect_pair(end), choices, faults
+    def __init__(self, end: ChannelEnd, inner: Any, choices: random.Random, faults: set[str]) -> None:
+        self._name, self._inner, self._choices, self._faults = end.name, inner, choices, faults
         self._delay = choices.choice(DELAYS)
         self._sends: queue.SimpleQueue[LateSend | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._deliver, daemon=True)

@@ -184,7 +184,7 @@ class TorchCommunicator:
         placement: tells which ranks are neighbours.
         device: where messages live.
         timeout: after which a send or receive that nobody meets fails.
-        connect: makes the process group behind a channel.
+        connect: makes the process group behind a channel; `connect_pair` by default.
         run_ahead: holds the process back; given for a GPU, where nothing else is.
     """
 
@@ -195,12 +195,13 @@ class TorchCommunicator:
         placement: Placement,
         device: torch.device,
         timeout: timedelta,
-        connect: Callable[[ChannelEnd], PairGroup] = connect_pair,
+        connect: Callable[[ChannelEnd], PairGroup] | None = None,
         run_ahead: RunAhead | None = None,
     ) -> None:
         self._rank = rank
         self._run_ahead = run_ahead or (RunAhead(_cuda_mark) if device.type == "cuda" else None)
         self._groups: dict[tuple[int, int], PairGroup] = {}
+        connect = connect or connect_pair
         for ends in channels(placement):
             if rank in ends:
                 source, destination = (pipeline_ranks[end] for end in ends)
