@@ -46,10 +46,10 @@ class CountingStore(WeightGradStore):
         self.of: tuple[int, int] | None = None
         self.kept: list[tuple[tuple[int, int], weakref.ref[torch.Tensor]]] = []
 
-    def put(self, weight_grad: Any, held: Sequence[torch.Tensor] = (), parameter: Any = None) -> None:
+    def put(self, weight_grad: Any, held: Sequence[torch.Tensor] = (), *more: Any, **options: Any) -> None:
         assert self.of is not None
         self.kept += [(self.of, weakref.ref(tensor)) for tensor in held]
-        super().put(weight_grad, held, parameter)
+        super().put(weight_grad, held, *more, **options)
 
 
 class CountingStage:
