@@ -45,7 +45,7 @@ def test_a_limit_is_a_multiple_or_bytes_or_auto(text, limit):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "much", "0", "-1", "0GiB", "-2GiB", "nan", "inf", "infGiB", "GiB", "4TiBs", "1.5y"]
+    "text", ["", "much", "0", "-1", "0GiB", "-2GiB", "nan", "inf", "infGiB", "GiB", "4TiBs", "1.5y", "1e308", "1e30GiB"]
 )
 def test_anything_else_is_refused_in_one_line(text):
     with pytest.raises(ValueError, match=r"^[^\n]+$") as error:

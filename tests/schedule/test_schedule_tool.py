@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -239,6 +240,20 @@ def test_memory_curve(ok, tmp_path):
     assert path.read_text().startswith("<svg")
 
 
+@pytest.mark.parametrize(
+    "extreme", ["--time-f 1e20", "--time-f 1e-20", "--time-comm 1e20", "--memory-f 1e20 --memory-b=-1e20"]
+)
+@pytest.mark.parametrize("overlap", ["", "--no-overlap-communication"])
+def test_the_largest_and_the_smallest_numbers_give_finite_ones(ok, extreme, overlap):
+    names = [word for name in names_but_slow() for word in ("--schedule", name)]
+    table = ok("compare", *names, "--pipeline-size", "2", "--num-microbatches", "4", *extreme.split(), *overlap.split())
+    assert not re.search("nan|inf", table)
+
+
+def names_but_slow():
+    return [name for name in names() if name != "optimal"]
+
+
 BAD = {
     "": "the following arguments are required: COMMAND",
     "paint": "invalid choice: 'paint'",
@@ -252,6 +267,16 @@ BAD = {
     "simulate --schedule zb-h1 {size} --time-f 0": "--time-f: must be above 0, got 0",
     "simulate --schedule zb-h1 {size} --time-w -1": "--time-w: must be above 0, got -1",
     "simulate --schedule zb-h1 {size} --time-b nan": "--time-b: expected a finite number, got nan",
+    "simulate --schedule zb-h1 {size} --time-f 1e308": "--time-f: expected a number from 1e-20 to 1e+20, got 1e308",
+    "simulate --schedule zb-h1 {size} --time-w 1e-320": "--time-w: expected a number from 1e-20 to 1e+20, got 1e-320",
+    "simulate --schedule zb-h1 {size} --memory-b -1e308": "--memory-b: expected a number from 1e-20 to",
+    "simulate --schedule auto {size} --memory-limit 1e308": "--memory-limit: expected a number from 1e-20 to 1e+20",
+    "simulate --schedule zb-h1 {size} --costs {tmp}/huge.json": "time_f must be numbers from 1e-50 to 1e+50, got 1000",
+    "simulate --schedule 1f1b --pipeline-size 100000 --num-microbatches 8": "100000 pipeline ranks with 1 model chunks",
+    "simulate --schedule 1f1b --pipeline-size 4 --num-microbatches 1000000000": "83333 are the most",
+    "simulate --schedule interleaved-zb {size} --num-chunks 1000000000": "4096 stages are the most",
+    "simulate --schedule zb-h1 {size} --post-validation --steps 1000000000": "8000000000 microbatches on 4 stages",
+    "draw --schedule zb-h1 {size} --width 1000000000 --output {tmp}/new.svg": "--width: must be at most 16000",
     "simulate --schedule zb-h1 {size} --time-comm -1": "--time-comm: must not be below 0, got -1",
     "simulate --schedule zb-h1 {size} --time-f 1,2": "--time-f: expected 1 number or 4, got 2",
     "simulate --schedule zb-h1 {size} --time-comm 1,2,3,4": "--time-comm: expected 1 number or 3, got 4",
@@ -282,6 +307,7 @@ BAD = {
     "memory-curve --schedule zb-h1 {size} --from 2 --to 1": "--to 1 is below --from 2",
     "memory-curve --schedule zb-h1 {size} --step 0": "--step: must be above 0",
     "memory-curve --schedule zb-h1 {size} --step 1e-9": "are too many: choose a larger --step",
+    "memory-curve --schedule zb-h1 {size} --step 1e-320": "--step: expected a number from 1e-20 to 1e+20",
     "memory-curve --schedule zb-h1 {size} --to 0.75 --output {tmp}/new.svg": "nothing fits under any of these limits",
 }
 
@@ -290,6 +316,8 @@ BAD = {
 def test_bad_input_gets_one_line_and_nothing_is_written(run, tmp_path, words):
     (tmp_path / "bad.json").write_text("{")
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    huge = costs_to_json(StageCosts.uniform(4, time_f=12345)).replace("12345", "1" + "0" * 400)
+    (tmp_path / "huge.json").write_text(huge)
     (tmp_path / "three.json").write_text(costs_to_json(StageCosts.uniform(3)))
     future = schedule_to_json(generate("1f1b", 2, 2)).replace('"version": 1', '"version": 2')
     (tmp_path / "future.json").write_text(future)

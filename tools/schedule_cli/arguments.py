@@ -11,6 +11,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron.zero_bubble.schedule import names
+from megatron.zero_bubble.schedule.draw.svg import MAX_WIDTH
+
+SMALLEST, LARGEST = 1e-20, 1e20
+"""Of what a number may be, unless it is zero: what is computed from them is far from the ends of floating point."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -28,6 +32,8 @@ def _number(word: str) -> float:
         raise argparse.ArgumentTypeError(f"expected a number, got {word!r}") from None
     if not math.isfinite(value):
         raise argparse.ArgumentTypeError(f"expected a finite number, got {word}")
+    if value and not SMALLEST <= abs(value) <= LARGEST:
+        raise argparse.ArgumentTypeError(f"expected a number from {SMALLEST:g} to {LARGEST:g}, got {word}")
     return int(value) if value.is_integer() and abs(value) < 2**53 else value
 
 
@@ -53,8 +59,8 @@ def positive(word: str) -> float:
     return value
 
 
-def at_least(smallest: int) -> Callable[[str], int]:
-    """A parser of whole numbers from `smallest` on."""
+def at_least(smallest: int, largest: float = math.inf) -> Callable[[str], int]:
+    """A parser of whole numbers from `smallest` on, up to `largest`."""
 
     def parse(word: str) -> int:
         try:
@@ -63,6 +69,8 @@ def at_least(smallest: int) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(f"expected a whole number, got {word!r}") from None
         if value < smallest:
             raise argparse.ArgumentTypeError(f"must be at least {smallest}, got {value}")
+        if value > largest:
+            raise argparse.ArgumentTypeError(f"must be at most {largest}, got {value}")
         return value
 
     return parse
@@ -193,7 +201,9 @@ def parse_arguments(argv: list[str] | None, description: str) -> argparse.Namesp
     add_post_validation(draw)
     _add_steps(draw)
     draw.add_argument("--title", help="default: the schedule's name")
-    draw.add_argument("--width", type=at_least(200), metavar="PIXELS", help="of an SVG (default: by its contents)")
+    draw.add_argument(
+        "--width", type=at_least(200, MAX_WIDTH), metavar="PIXELS", help="of an SVG (default: by its contents)"
+    )
     validate = add("validate", "prove that a schedule is complete, ordered and free of deadlock")
     _add_source(validate)
     curve = add(

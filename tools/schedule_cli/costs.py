@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from megatron.zero_bubble.schedule import Placement, ScheduleError, StageCosts
+from megatron.zero_bubble.schedule.costs import SMALLEST
 from megatron.zero_bubble.schedule.serialize import costs_from_text
 
 _DEFAULTS = {"time_f": 1, "time_b": 1, "time_w": 1, "time_comm": 0, "memory_f": 1, "memory_b": -0.5, "memory_w": -0.5}
@@ -31,7 +32,7 @@ def stage_costs(arguments: argparse.Namespace, placement: Placement) -> StageCos
                 f"{placement.num_ranks} for whole ranks"
             )
     held = [sum(costs.memory_f[stage] for stage in stages) for stages in _stages_of_ranks(placement)]
-    if max(held) <= 0:
+    if max(held) < SMALLEST:
         raise ScheduleError(f"M_B, the memory of F on a whole rank, must be above zero, got {max(held):g}")
     memory = {
         name: tuple(value / max(held) for value in getattr(costs, name))

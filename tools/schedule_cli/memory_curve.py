@@ -33,10 +33,10 @@ def _limits(arguments: argparse.Namespace) -> list[float]:
     first, last, step = getattr(arguments, "from"), arguments.to, arguments.step
     if last < first:
         raise ScheduleError(f"--to {last:g} is below --from {first:g}")
-    count = int((last - first) / step * (1 + 1e-9)) + 1
-    if count > 1000:
-        raise ScheduleError(f"{count} limits are too many: choose a larger --step")
-    return [first + i * step for i in range(count)]
+    steps = (last - first) / step * (1 + 1e-9)
+    if steps >= 1000:
+        raise ScheduleError(f"{steps + 1:.0f} limits are too many: choose a larger --step")
+    return [first + i * step for i in range(int(steps) + 1)]
 
 
 def _at(arguments: argparse.Namespace, name: str, limit: float) -> Report | None:

@@ -25,7 +25,7 @@ from megatron.zero_bubble.schedule import (
     with_post_validation,
 )
 from megatron.zero_bubble.schedule.generators import entry_of
-from megatron.zero_bubble.schedule.ir import SENDS
+from megatron.zero_bubble.schedule.ir import SENDS, check_size
 from megatron.zero_bubble.schedule.memory import peaks
 from megatron.zero_bubble.schedule.post_validation import without_post_validation
 from schedule_cli.costs import stage_costs
@@ -168,6 +168,7 @@ def report(
         raise ScheduleError(
             f"--steps {steps} needs --post-validation: without it an iteration starts when the one before has ended"
         )
+    check_size(schedule.placement, schedule.num_microbatches * steps)
     timeline = simulate(repeat(schedule, steps), costs, overlap_communication=arguments.overlap)
     with_it, without = (
         iteration_time(one, costs, overlap_communication=arguments.overlap)

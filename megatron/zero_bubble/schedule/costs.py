@@ -9,6 +9,9 @@ from dataclasses import dataclass, fields
 from megatron.zero_bubble.schedule.errors import ScheduleError
 from megatron.zero_bubble.schedule.ir import POST_VALIDATION, OpKind
 
+SMALLEST, LARGEST = 1e-50, 1e50
+"""Of what a cost may be, unless it is zero: sums over any schedule, and ratios of costs, are finite then."""
+
 
 @dataclass(frozen=True)
 class StageCosts:
@@ -45,12 +48,14 @@ class StageCosts:
 
     @staticmethod
     def _check(name: str, value: float) -> None:
-        if not math.isfinite(value):
+        if isinstance(value, float) and not math.isfinite(value):
             raise ScheduleError(f"{name} must be finite numbers, got {value}")
         if name == "time_comm" and value < 0:
             raise ScheduleError(f"{name} must not be negative, got {value}")
         if name in ("time_f", "time_b", "time_w") and value <= 0:
             raise ScheduleError(f"{name} must be above zero, got {value}")
+        if value and not SMALLEST <= abs(value) <= LARGEST:
+            raise ScheduleError(f"{name} must be numbers from {SMALLEST:g} to {LARGEST:g}, got {value}")
 
     @classmethod
     def uniform(

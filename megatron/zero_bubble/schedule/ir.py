@@ -14,6 +14,10 @@ from typing import Literal, NamedTuple
 from megatron.zero_bubble.schedule.errors import ScheduleError
 
 PlacementKind = Literal["linear", "interleaved", "v"]
+MAX_STAGES = 4096
+"""Of a placement: bounds and planners take time in the square of it."""
+MAX_OPERATIONS = 1_000_000
+"""F, B and W of a schedule: about a minute of work, and some gigabytes, in one process."""
 
 
 class OpKind(str, Enum):
@@ -87,6 +91,11 @@ class Placement:
             raise ScheduleError(
                 f"a placement needs at least one rank and one chunk, got {self.num_ranks} and {self.num_chunks}"
             )
+        if self.num_ranks * self.num_chunks > MAX_STAGES:
+            raise ScheduleError(
+                f"{self.num_ranks} pipeline ranks with {self.num_chunks} model chunks each are too many: "
+                f"{MAX_STAGES} stages are the most"
+            )
         if self.kind == "linear" and self.num_chunks != 1:
             raise ScheduleError(f"a linear placement has one chunk a rank, got {self.num_chunks}")
 
@@ -118,6 +127,15 @@ class Placement:
 
     def _runs_back(self, chunk: int) -> bool:
         return self.kind == "v" and chunk % 2 == 1
+
+
+def check_size(placement: Placement, num_microbatches: int) -> None:
+    """Raise `ScheduleError` if a schedule of this size would have too many operations."""
+    most = MAX_OPERATIONS // (3 * placement.num_stages)
+    if num_microbatches > most:
+        raise ScheduleError(
+            f"{num_microbatches} microbatches on {placement.num_stages} stages are too many: {most} are the most"
+        )
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from megatron.zero_bubble.schedule.timeline import Timeline
 
 _LEFT, _RIGHT, _TOP = 76, 24, 66
 _CURVE_HEIGHT, _CURVE_GAP = 84, 44
-_MIN_WIDTH, _MAX_WIDTH = 920, 16000
+_MIN_WIDTH, MAX_WIDTH = 920, 16000
 _MARK_WIDTH = 3
 """Of STEP and VALIDATE, which take no time in a simulation."""
 
@@ -77,8 +77,8 @@ def _layout(timeline: Timeline, width: int | None, duration: float) -> _Layout:
     shortest = min((float(timed.end - timed.start) for timed in computing), default=1.0)
     if width is None:
         digits = len(str(timeline.schedule.num_microbatches - 1))
-        wanted = duration / max(shortest, duration / _MAX_WIDTH) * (7 * digits + 5)
-        width = int(min(_MAX_WIDTH, max(_MIN_WIDTH, wanted + _LEFT + _RIGHT)))
+        wanted = duration / max(shortest, duration / MAX_WIDTH) * (7 * digits + 5)
+        width = int(min(MAX_WIDTH, max(_MIN_WIDTH, wanted + _LEFT + _RIGHT)))
     return _Layout(
         begin=min((lane[0].start for lane in lanes), default=0),
         duration=duration,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from megatron.zero_bubble.schedule.costs import StageCosts
+from megatron.zero_bubble.schedule.costs import LARGEST, StageCosts
 from megatron.zero_bubble.schedule.errors import Infeasible, ScheduleError, UnknownSchedule
 from megatron.zero_bubble.schedule.generators.auto import auto, zb_1p, zb_2p
 from megatron.zero_bubble.schedule.generators.gpipe import gpipe
@@ -21,7 +21,7 @@ from megatron.zero_bubble.schedule.generators.optimal import optimal
 from megatron.zero_bubble.schedule.generators.v_shaped import v_half, v_min, zb_v
 from megatron.zero_bubble.schedule.generators.zb_h1 import zb_h1
 from megatron.zero_bubble.schedule.generators.zb_h2 import zb_h2
-from megatron.zero_bubble.schedule.ir import Placement, PlacementKind, Schedule
+from megatron.zero_bubble.schedule.ir import Placement, PlacementKind, Schedule, check_size
 from megatron.zero_bubble.schedule.memory import peak_memory
 
 MemoryLimit = float | Sequence[float]
@@ -162,6 +162,7 @@ def generate(
         )
     entry = entry_of(name)
     placement = placement_for(name, num_ranks, num_chunks)
+    check_size(placement, num_microbatches)
     if group_size is not None and "group_size" not in entry.options:
         raise ScheduleError(f"schedule {name} has no microbatch groups, got a group size of {group_size}")
     if costs is not None and costs.num_stages != placement.num_stages:
@@ -196,7 +197,7 @@ def _limit_per_rank(memory_limit: MemoryLimit, num_ranks: int) -> tuple[float, .
     for limit in limits:
         if not limit > 0:
             raise ScheduleError(f"memory_limit must be above zero, got {limit}")
-    return limits
+    return tuple(min(limit, LARGEST) for limit in limits)
 
 
 def _check_memory(schedule: Schedule, costs: StageCosts, limits: Sequence[float]) -> None:

@@ -13,7 +13,7 @@ from itertools import chain
 from operator import add, le
 from statistics import median
 
-from megatron.zero_bubble.schedule.costs import StageCosts
+from megatron.zero_bubble.schedule.costs import SMALLEST, StageCosts
 from megatron.zero_bubble.schedule.ir import Op, OpKind, Placement, Schedule
 from megatron.zero_bubble.schedule.planner.clock import Plan
 from megatron.zero_bubble.schedule.planner.fill import GapRule
@@ -120,7 +120,7 @@ def _back_to_back(name: str, problem: Problem) -> Schedule | None:
     fused = replace(
         costs,
         time_b=tuple(map(add, costs.time_b, costs.time_w)),
-        time_w=tuple(1e-6 * w for w in costs.time_w),  # a cost is above zero
+        time_w=tuple(max(SMALLEST, 1e-6 * w) for w in costs.time_w),
         memory_b=tuple(map(add, costs.memory_b, costs.memory_w)),
         memory_w=(0,) * placement.num_stages,
     )
