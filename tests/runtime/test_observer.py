@@ -1,27 +1,10 @@
 from __future__ import annotations
 
+from toy_pipeline import FakeClock
+
 from megatron.zero_bubble.runtime.observer import StepObserver
 from megatron.zero_bubble.runtime.timeline import StepTime
 from megatron.zero_bubble.schedule import Op, OpKind
-
-
-class FakeClock:
-    """The test says what time it is."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def mark(self):
-        return self.now
-
-    def seconds(self, marks):
-        return list(marks)
-
-    def num_reached(self, marks):
-        return None
-
-    def lag(self):
-        return 0.25
 
 
 def run_step(observer: StepObserver, clock: FakeClock, step: int, *pauses: float) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 import torch.distributed as dist
+from toy_pipeline import FakeClock
 
 from megatron.zero_bubble.runtime.observer import StepObserver
 from megatron.zero_bubble.runtime.planning import MemoryLimit
@@ -17,17 +18,6 @@ from megatron.zero_bubble.schedule.serialize import Profile
 
 MODEL = {"num_layers": 4}
 GIVEN = Profile(Placement("linear", 1), StageCosts.uniform(1, 5, 5, 5, 0, 100, -50, -50), 0.0, MODEL)
-
-
-class FakeClock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def mark(self):
-        return self.now
-
-    def seconds(self, marks):
-        return list(marks)
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 from megatron.zero_bubble.runtime.communicator import Communicator, TensorSpec
 from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.in_memory import InMemoryNetwork
-from megatron.zero_bubble.runtime.timeline import OpRecorder
+from megatron.zero_bubble.runtime.timeline import HostClock, OpRecorder
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, OpKind, Placement, Schedule
 from megatron.zero_bubble.schedule.ir import SPLIT_WEIGHT_GRADIENTS
@@ -188,6 +188,19 @@ def over_nccl(schedule: Schedule, seed: int = 0) -> Pipeline:
     """Over NCCL's rules; a step that breaks one raises `Fault`."""
     problem = Problem(schedule.num_stages, schedule.num_microbatches)
     return Pipeline(schedule, problem, SimulatedNccl(schedule.num_ranks, seed))
+
+
+class FakeClock(HostClock):
+    """The test says what time it is."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def mark(self) -> float:
+        return self.now
+
+    def lag(self) -> float:
+        return 0.25
 
 
 class FakeDevice:
