@@ -203,6 +203,19 @@ def test_operations_are_profiler_ranges_with_the_names_of_the_schedule():
     assert [event.name for event in sorted(ranges, key=lambda event: event.time_range.start)] == words
 
 
+@pytest.mark.parametrize("is_profiled", [False, True])
+def test_on_a_gpu_operations_are_ranges_of_nvtx_unless_torchs_profiler_has_its_own(monkeypatch, is_profiled):
+    schedule, ranges = lower(generate("zb-h1", 1, 2)), []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", ranges.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: ranges.append("end"))
+    pipeline = on_threads(schedule)
+    with torch.autograd.profiler.profile(use_cpu=True, enabled=is_profiled):
+        pipeline.executors[0].run(pipeline.stages[0])
+    expected = [word for op in schedule.ops[0] for word in (str(op), "end")]
+    assert ranges == ([] if is_profiled else expected)
+
+
 def test_a_message_that_never_comes_ends_the_step():
     pipeline = on_threads(lower(generate("1f1b", 2, 2)), timeout=0.05)
     with pytest.raises(TimeoutError, match=r"rank 1: no message from rank 0 in 0\.05 s"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -23,7 +23,19 @@ from megatron.zero_bubble.schedule.messages import other_end
 from megatron.zero_bubble.schedule.post_validation import before_validation
 from megatron.zero_bubble.schedule.tail import run_together
 
+_Range = Callable[[str], contextlib.AbstractContextManager[Any]]
+"""Makes the range of an operation from its name."""
 _NO_RANGE = contextlib.nullcontext()
+
+
+def _new_range() -> _Range:
+    """For a profiler of torch's its own, which under `emit_nvtx` is NVTX's; else NVTX's on a GPU, for Nsight Systems.
+
+    A range of torch's profiler that nobody sees costs as much as all the rest of the executor, one of NVTX's nothing.
+    """
+    if torch.autograd._profiler_enabled():
+        return torch.profiler.record_function
+    return torch.cuda.nvtx.range if torch.cuda.is_available() else lambda name: _NO_RANGE
 
 
 class LeftoverError(RuntimeError):
@@ -95,7 +107,7 @@ class Executor:
         self._position = 0
         self._begun = -1
         self._marked: list[int] = []
-        self._is_profiled = False
+        self._range: _Range = lambda name: _NO_RANGE
         self._handlers: dict[OpKind, Callable[..., None]] = {
             OpKind.F: self._forward,
             OpKind.B: self._backward_input,
@@ -118,8 +130,7 @@ class Executor:
         """
         self._marked = []
         self._recorder = recorder
-        # A range that nobody sees costs as much as all the rest here.
-        self._is_profiled = torch.autograd._profiler_enabled()
+        self._range = _new_range()
         self._begun = -1
         self._run(stage, self._steps)
         self._position = self._num_ops
@@ -131,7 +142,7 @@ class Executor:
     def _run(self, stage: Stage, steps: Sequence[_Step]) -> None:
         for position, ops, name, is_computation in steps:
             self._position = position
-            with torch.profiler.record_function(name) if self._is_profiled else _NO_RANGE:
+            with self._range(name):
                 self._handlers[ops[0].kind](stage, *ops)
             if self._recorder is not None and is_computation:
                 self._recorder.end(*ops)
