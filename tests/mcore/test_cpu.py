@@ -142,23 +142,68 @@ class TestWhatMegatronCoreAsksOfCuda:
         torch.cuda.nvtx.range_push("F0")
         torch.cuda.nvtx.range_pop()
 
-    def test_random_state_is_that_of_the_cpu(self):
+    def test_modules_draw_from_the_device_s_generator(self):
+        dropout = torch.nn.Dropout()
         torch.cuda.manual_seed(3)
         state = torch.cuda.get_rng_state()
-        first = torch.rand(4)
+        first, second = dropout(torch.ones(64)), dropout(torch.ones(64))
+        assert not torch.equal(first, second)
         torch.cuda.set_rng_state(state)
-        assert torch.equal(torch.rand(4), first)
+        assert torch.equal(dropout(torch.ones(64)), first)
+        torch.manual_seed(3)
+        assert torch.equal(dropout(torch.ones(64)), first), "it seeds all devices"
+
+    def test_other_draws_move_the_cpu_s_generator_alone(self):
+        """A loader draws from it when it is opened: a run that is resumed opens one more."""
+        dropout, samples = torch.nn.Dropout(), torch.utils.data.DataLoader(range(4))
+        torch.manual_seed(3)
+        drawn = torch.rand(4)
+        masks = [dropout(torch.ones(64)) for _ in range(2)]
+        torch.manual_seed(3)
+        assert torch.equal(dropout(torch.ones(64)), masks[0])
+        assert torch.equal(torch.rand(4), drawn)
+        assert list(samples) == [0, 1, 2, 3]
+        assert torch.equal(dropout(torch.ones(64)), masks[1])
+
+    def test_a_module_in_a_module_draws_in_turn(self):
+        one = torch.nn.Dropout()
+        torch.cuda.manual_seed(3)
+        expected = one(one(torch.ones(64)))
+        torch.cuda.manual_seed(3)
+        assert torch.equal(torch.nn.Sequential(one, one)(torch.ones(64)), expected)
+
+    def test_one_inside_another_is_the_same_device(self):
+        dropout = torch.nn.Dropout()
+        torch.cuda.manual_seed(3)
+        expected = [dropout(torch.ones(64)) for _ in range(2)]
+        torch.cuda.manual_seed(3)
+        inner = substitute_cuda()
+        found = [dropout(torch.ones(64))]
+        inner.restore()
+        found.append(dropout(torch.ones(64)))
+        assert torch.equal(torch.stack(found), torch.stack(expected))
+
+    def test_an_error_in_a_module_leaves_both_generators_in_place(self):
+        before = torch.get_rng_state()
+        with pytest.raises(TypeError):
+            torch.nn.Dropout()(None)
+        assert torch.equal(torch.get_rng_state(), before)
 
     def test_megatron_cores_tracker_forks_it(self, caplog):
+        """Inside everything is drawn from the fork, for weights are not initialised in modules' calls."""
         from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
-        tracker = CudaRNGStatesTracker()
+        tracker, dropout = CudaRNGStatesTracker(), torch.nn.Dropout()
         tracker.add("model-parallel-rng", 11)
-        torch.manual_seed(5)
-        before = torch.get_rng_state()
+        before, device_before = torch.get_rng_state(), torch.cuda.get_rng_state()
         with caplog.at_level(logging.WARNING), tracker.fork("model-parallel-rng"):
-            inside = torch.rand(4)
+            inside, mask = torch.rand(4), dropout(torch.ones(64))
         assert torch.equal(torch.get_rng_state(), before), "outside, the numbers go on as if nothing had been drawn"
-        torch.manual_seed(11)
+        assert torch.equal(torch.cuda.get_rng_state(), device_before)
+        with tracker.fork("model-parallel-rng"):
+            assert not torch.equal(torch.rand(4), inside), "the fork goes on where it was"
+        torch.default_generator.manual_seed(11)
         assert torch.equal(torch.rand(4), inside)
+        torch.cuda.set_rng_state(torch.get_rng_state())
+        assert torch.equal(dropout(torch.ones(64)), mask)
         assert caplog.records == []

@@ -7,7 +7,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.zero_bubble.launcher.errors import HookError
@@ -34,14 +34,13 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Hook:
-    """`around` is called in place of the function `module.name`.
+class Needed:
+    """A function `module.name` of somebody else's that is relied on.
 
     Attributes:
         name: of a function of the module, or `Class.method`.
-        parameters: names that `around` reads or sets; the function must have them.
-        reason: why it is hooked, for the documentation and for error messages.
-        around: gets the `Call`; what it returns is what the caller gets.
+        parameters: names that are relied on; the function must have them.
+        reason: what it is needed for, for the documentation.
         versions: of megatron-core, as `0.16`, where the function exists; empty for all that are supported.
     """
 
@@ -49,8 +48,7 @@ class Hook:
     name: str
     parameters: tuple[str, ...]
     reason: str
-    around: Callable[[Call], Any]
-    versions: tuple[str, ...] = ()
+    versions: tuple[str, ...] = field(default=(), kw_only=True)
 
     @property
     def target(self) -> str:
@@ -59,6 +57,13 @@ class Hook:
     def applies_to(self, version: str) -> bool:
         """Whether megatron-core `version` (as `0.16.1`) has the function."""
         return not self.versions or minor_version(version) in self.versions
+
+
+@dataclass(frozen=True)
+class Hook(Needed):
+    """`around` is called in place of the function: it gets the `Call`, and what it returns is what the caller gets."""
+
+    around: Callable[[Call], Any]
 
 
 def minor_version(version: str) -> str:
@@ -100,25 +105,25 @@ class InstalledHooks:
             _replace_everywhere(target, replacement, target.function)
 
 
-def find_target(hook: Hook, version: str) -> Target:
-    """The function that `hook` is for.
+def find_target(needed: Needed, version: str) -> Target:
+    """The function that is needed.
 
     Raises:
         HookError: it is missing, or lacks a parameter.
     """
     try:
-        owner: Any = importlib.import_module(hook.module)
-        *classes, attribute = hook.name.split(".")
+        owner: Any = importlib.import_module(needed.module)
+        *classes, attribute = needed.name.split(".")
         for name in classes:
             owner = getattr(owner, name)
         function = getattr(owner, attribute)
     except (ImportError, AttributeError) as error:
-        raise HookError(f"megatron-core {version} has no {hook.target}, which is hooked: {error}") from error
+        raise HookError(f"megatron-core {version} has no {needed.target}, which is needed: {error}") from error
     signature = inspect.signature(function)
-    missing = [name for name in hook.parameters if name not in signature.parameters]
+    missing = [name for name in needed.parameters if name not in signature.parameters]
     if missing:
         raise HookError(
-            f"{hook.target} of megatron-core {version} has another signature than the hook is for: "
+            f"{needed.target} of megatron-core {version} has another signature than is needed: "
             f"no {', '.join(missing)} in {signature}"
         )
     return Target(owner, attribute, function, signature)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from megatron.zero_bubble.launcher.errors import LauncherError
 from megatron.zero_bubble.launcher.flags import LaunchFlags, flags_from_keywords
-from megatron.zero_bubble.launcher.hooks import Hook, InstalledHooks, mark_of, minor_version
+from megatron.zero_bubble.launcher.hooks import Hook, InstalledHooks, find_target, mark_of, minor_version
 from megatron.zero_bubble.mcore.cpu import CpuSubstitution, substitute_cuda
 
 if TYPE_CHECKING:
@@ -61,6 +61,9 @@ class Launch:
         if flags.asks_for_schedule:
             self.session = Session(flags)
             hooks += [hook for hook in self.session.hooks() if hook.applies_to(version)]
+            for needed in self.session.needed():
+                if needed.applies_to(version):
+                    find_target(needed, version)
         self._hooks = InstalledHooks(hooks, version, mark=self)
 
     def close(self) -> None:

@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from megatron.zero_bubble.launcher.errors import LauncherError
-from megatron.zero_bubble.launcher.hooks import Call, Hook
+import torch
+
+from megatron.zero_bubble.launcher.errors import LauncherError, users_mistakes
+from megatron.zero_bubble.launcher.hooks import Call, Hook, Needed
 from megatron.zero_bubble.launcher.settings import ScriptSettings
 from megatron.zero_bubble.mcore.post_validation import PostValidation, StepOutcome
 from megatron.zero_bubble.schedule.plan import Plan
@@ -25,8 +27,17 @@ _REFUSED = {
     "log_params_norm": "it reads the parameters after every step",
     "log_num_zeros_in_grad": "the zeros are counted over all ranks before the step",
     "qk_clip": "it changes parameters after the step",
+    "save_params_interval": "it saves the parameters right after the step",
+    "mtp_detach_heads": "it clips these layers by a norm of their own",
+    "use_precision_aware_optimizer": "it keeps gradients and parameters where they are not looked for",
+    "optimizer_cpu_offload": "it keeps the state of the steps where it is not looked for",
+    "optimizer_cuda_graph": "it records a step together with its clipping",
 }
 """Settings of the script that post-validation cannot honour, and why."""
+
+
+_OPTIMIZER = "megatron.core.optimizer"
+_UNTIL_0_18, _SINCE_0_19 = ("0.16", "0.17", "0.18"), ("0.19", "0.20")
 
 
 class ScriptPostValidation:
@@ -50,7 +61,8 @@ class ScriptPostValidation:
         if self._optimizer is None:
             raise LauncherError(f"{FLAG}: the script has no optimizer of megatron-core's get_megatron_optimizer")
         self._chunks = chunks
-        self._post_validation = build_post_validation(self._settings, plan, self._optimizer, chunks)
+        with users_mistakes():
+            self._post_validation = build_post_validation(self._settings, plan, self._optimizer, chunks)
         if self._post_validation is not None:
             self._post_validation.settled = self._settle_outcome
         return self._post_validation
@@ -103,16 +115,58 @@ class ScriptPostValidation:
         return self._post_validation is not None
 
 
-def _as_it_is(run: Callable[[], ScriptPostValidation], parameter: str, call: Call) -> Any:
-    """In place of a reduction, for which every rank would wait, of what all ranks agree on."""
-    return call[parameter] if run().is_on else call.proceed()
+def _agreed(run: Callable[[], ScriptPostValidation], parameter: str, call: Call) -> Any:
+    """In place of a reduction, for which every rank would wait, of what all ranks agree on: its result."""
+    value = call[parameter]
+    if not run().is_on:
+        return call.proceed()
+    # Numbers are reduced as fp32, which is seen in the last digit of a learning rate.
+    return torch.tensor(value, dtype=torch.float32).item() if isinstance(value, float) else value
+
+
+def needed_for_post_validation() -> Iterator[Needed]:
+    """What a step, its norm and its amendment call of megatron-core."""
+    gradients, group = "the gradients whose norm is taken", "the ranks over which the norm is taken"
+    again = "what the model computes with, after a step was undone"
+    random = "forwards that are run again draw the same"
+    core = "megatron.core"
+    for module, name, parameters, reason, *versions in (
+        (f"{_OPTIMIZER}.optimizer", "MegatronOptimizer.get_main_grads_for_grad_norm", (), gradients, *_UNTIL_0_18),
+        (f"{_OPTIMIZER}.optimizer", "MegatronOptimizer.get_grads_for_grad_norm", (), gradients, *_SINCE_0_19),
+        (f"{_OPTIMIZER}.optimizer", "MegatronOptimizer.get_grad_stats_parallel_group", (), group),
+        (f"{_OPTIMIZER}.optimizer", "ChainedOptimizer.grads_states_parallel_group_is_shared", (), group),
+        (
+            f"{_OPTIMIZER}.optimizer",
+            "MegatronOptimizer.prepare_grads",
+            (),
+            "gradients where the optimizer expects them",
+        ),
+        (f"{_OPTIMIZER}.optimizer", "ChainedOptimizer.step_with_ready_grads", (), "the step by itself"),
+        (
+            f"{_OPTIMIZER}.clip_grads",
+            "clip_grad_by_total_norm_fp32",
+            ("parameters", "max_norm", "total_norm"),
+            "clipping",
+        ),
+        (f"{_OPTIMIZER}.optimizer", "Float16OptimizerWithFloat16Params._copy_main_params_to_model_params", (), again),
+        (f"{_OPTIMIZER}.distrib_optimizer", "DistributedOptimizer._copy_main_params_to_model_params", (), again),
+        (
+            f"{core}.distributed.distributed_data_parallel",
+            "DistributedDataParallel.start_param_sync",
+            ("force_sync",),
+            again,
+        ),
+        (f"{core}.tensor_parallel.random", "_get_all_rng_states", (), random),
+        (f"{core}.tensor_parallel.random", "_set_all_rng_states", (), random),
+    ):
+        yield Needed(module, name, parameters, reason, versions=tuple(versions))
 
 
 def post_validation_hooks(run: Callable[[], ScriptPostValidation]) -> Iterator[Hook]:
     """What is hooked for `--zero-bubble-post-validation`, and only for it."""
-    optimizer = "megatron.core.optimizer.optimizer"
+    optimizer = f"{_OPTIMIZER}.optimizer"
     yield Hook(
-        "megatron.core.optimizer",
+        _OPTIMIZER,
         "get_megatron_optimizer",
         (),
         "the schedule takes this optimizer's steps",
@@ -140,7 +194,7 @@ def post_validation_hooks(run: Callable[[], ScriptPostValidation]) -> Iterator[H
             name,
             (parameter,),
             "all ranks would wait for each other after every step, for what they agree on",
-            partial(_as_it_is, run, parameter),
+            partial(_agreed, run, parameter),
         )
     yield Hook(
         "megatron.training.checkpointing",

@@ -8,8 +8,8 @@ from typing import Any
 
 from megatron.zero_bubble.launcher.errors import LauncherError
 from megatron.zero_bubble.launcher.flags import LaunchFlags
-from megatron.zero_bubble.launcher.hooks import Call, Hook
-from megatron.zero_bubble.launcher.post_validation import post_validation_hooks
+from megatron.zero_bubble.launcher.hooks import Call, Hook, Needed
+from megatron.zero_bubble.launcher.post_validation import needed_for_post_validation, post_validation_hooks
 from megatron.zero_bubble.launcher.run import Run
 from megatron.zero_bubble.launcher.v_placement import VPlacement
 
@@ -74,6 +74,11 @@ class Session:
 
         if self.flags.zero_bubble_post_validation:
             yield from post_validation_hooks(lambda: self.run.post_validation)
+
+    def needed(self) -> Iterator[Needed]:
+        """What is called without being hooked, and has changed between versions or may."""
+        if self.flags.zero_bubble_post_validation:
+            yield from needed_for_post_validation()
 
     @property
     def run(self) -> Run:

@@ -106,21 +106,84 @@ def _streams() -> Iterator[Substitution]:
 def _random_state() -> Iterator[Substitution]:
     from megatron.core.tensor_parallel import random
 
-    def get_state(device: Any = None) -> torch.Tensor:
-        return torch.get_rng_state()
-
-    def set_state(state: torch.Tensor, *device: Any, **options: Any) -> None:
-        torch.set_rng_state(state)
-
-    reason = "dropout and initialisation draw from CUDA's generator; here torch's CPU generator takes its part"
-    yield Substitution(torch.cuda, "get_rng_state", get_state, reason)
-    yield Substitution(torch.cuda.random, "get_rng_state", get_state, reason)
-    yield Substitution(torch.cuda, "set_rng_state", set_state, reason)
-    yield Substitution(torch.cuda, "manual_seed", torch.manual_seed, reason)
-    yield Substitution(random, "_set_cuda_rng_state", set_state, reason)
+    generator = _generator_in_use() or _DeviceGenerator()
+    reason = "the device has a generator of its own, with a state of its own"
+    yield Substitution(torch.cuda, "get_rng_state", generator.get_state, reason)
+    yield Substitution(torch.cuda.random, "get_rng_state", generator.get_state, reason)
+    yield Substitution(torch.cuda, "set_rng_state", generator.set_state, reason)
+    for name in ("manual_seed", "manual_seed_all"):
+        yield Substitution(torch.cuda, name, generator.manual_seed, reason)
+    yield Substitution(random, "_set_cuda_rng_state", generator.set_state, reason)
+    reason = "what a module draws, dropout for example, comes from the device's generator"
+    yield Substitution(torch.nn.Module, "__call__", generator.drawn_from_in(torch.nn.Module.__call__), reason)
+    tracker = random.CudaRNGStatesTracker
+    reason = "what is drawn in a fork of the device's random state, initial weights for example, comes from it"
+    yield Substitution(tracker, "fork", generator.forked(tracker.fork), reason)
     quiet = _without_warning("CPU RNG state changed within GPU RNG context")
-    reason = "the tracker warns when the CPU generator moves inside a CUDA fork; here it is the same generator"
+    reason = "the tracker warns when the CPU generator moves inside a CUDA fork; here it makes the draws of both"
     yield Substitution(logging.getLogger(random.__name__), "filter", quiet, reason)
+
+
+class _DeviceGenerator:
+    """Stands in for CUDA's generator: its draws are torch's CPU generator's, with a state that is put there for them.
+
+    A loader that is opened, or a dataset, draws from the CPU generator. With one state for both, that would change the
+    dropout of a run that is resumed.
+    """
+
+    def __init__(self) -> None:
+        self._state = torch.Generator().get_state()
+        self._is_in_place = False
+
+    def get_state(self, device: Any = None) -> torch.Tensor:
+        return torch.get_rng_state() if self._is_in_place else self._state.clone()
+
+    def set_state(self, state: torch.Tensor, *device: Any, **options: Any) -> None:
+        if self._is_in_place:
+            torch.set_rng_state(state)
+        else:
+            self._state = state.clone()
+
+    def manual_seed(self, seed: int) -> None:
+        self.set_state(torch.Generator().manual_seed(seed).get_state())
+
+    @contextlib.contextmanager
+    def _in_place(self) -> Iterator[None]:
+        """Within, the CPU generator has the device's state."""
+        of_the_cpu = torch.get_rng_state()
+        torch.set_rng_state(self._state)
+        self._is_in_place = True
+        try:
+            yield
+        finally:
+            self._is_in_place = False
+            self._state = torch.get_rng_state()
+            torch.set_rng_state(of_the_cpu)
+
+    def drawn_from_in(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def draw(*args: Any, **kwargs: Any) -> Any:
+            if self._is_in_place:
+                return function(*args, **kwargs)
+            with self._in_place():
+                return function(*args, **kwargs)
+
+        return draw
+
+    def forked(self, fork: Callable[..., Any]) -> Callable[..., Any]:
+        @contextlib.contextmanager
+        @functools.wraps(fork)
+        def draw_in_fork(*args: Any, **kwargs: Any) -> Iterator[None]:
+            with fork(*args, **kwargs), contextlib.nullcontext() if self._is_in_place else self._in_place():
+                yield
+
+        return draw_in_fork
+
+
+def _generator_in_use() -> _DeviceGenerator | None:
+    """That of substitutions that are applied already: one inside another share the device."""
+    owner = getattr(torch.cuda.get_rng_state, "__self__", None)
+    return owner if isinstance(owner, _DeviceGenerator) else None
 
 
 def _tensors() -> Iterator[Substitution]:

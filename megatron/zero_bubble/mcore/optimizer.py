@@ -8,6 +8,7 @@ of a function that allocates it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer
 
 
 def parts(optimizer: MegatronOptimizer) -> list[Any]:
@@ -26,6 +27,28 @@ def parts(optimizer: MegatronOptimizer) -> list[Any]:
 def torch_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
     """The torch (apex, Transformer Engine) optimizers inside; none on a rank without parameters."""
     return [part.optimizer for part in parts(optimizer) if part.optimizer is not None]
+
+
+def check_optimizer(optimizer: MegatronOptimizer) -> None:
+    """Refuse an optimizer whose steps cannot be taken before it is known what all gradients are like.
+
+    Raises:
+        ValueError: which optimizer or setting of it.
+    """
+    kinds = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer)
+    for part in parts(optimizer):
+        if type(part) not in kinds:
+            raise ValueError(f"the steps of megatron-core's {type(part).__name__} cannot be taken ahead")
+        if getattr(part.config, "grad_norm_skip_threshold", math.inf) < math.inf:
+            raise ValueError("grad_norm_skip_threshold skips steps by the norm, which is known later")
+
+
+def gradients_of_norm(optimizer: MegatronOptimizer) -> list[torch.Tensor]:
+    """The gradients of this rank that megatron-core takes the norm of."""
+    # Until 0.18 the function has the first name, since 0.19 the second.
+    names = ("get_main_grads_for_grad_norm", "get_grads_for_grad_norm")
+    gradients = next(getattr(optimizer, name) for name in names if hasattr(optimizer, name))
+    return gradients()
 
 
 def allocate_states(optimizer: MegatronOptimizer) -> None:

@@ -23,9 +23,10 @@ from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, clip_gr
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.core.utils import get_model_config
 
-from megatron.zero_bubble.mcore.optimizer import parts
+from megatron.zero_bubble.mcore.optimizer import gradients_of_norm, parts
 from megatron.zero_bubble.mcore.rollback import Rollback
 
+_Norm = float | torch.Tensor
 _SCHEDULED = ("lr", "weight_decay")
 """What a scheduler changes in parameter groups from step to step."""
 
@@ -142,14 +143,14 @@ class PostValidation:
         self.settled(
             StepOutcome(
                 was_updated=not any(found),
-                grad_norm=norm,
+                grad_norm=None if norm is None else float(norm),
                 was_amended=was_wrong,
                 num_redone_forwards=num_early_forwards if was_wrong else 0,
             )
         )
         return was_wrong
 
-    def _amend(self, pending: _Pending, found: list[bool], norm: float | None) -> bool:
+    def _amend(self, pending: _Pending, found: list[bool], norm: _Norm | None) -> bool:
         """Turn the step that was taken into the right one; whether it was another, on any rank."""
         if any(found):
             self._skip(pending, found)
@@ -208,16 +209,16 @@ class PostValidation:
         both = torch.cat([flag, torch.full_like(flag, float(has_stepped))])
         return _reduce(both, dist.ReduceOp.MAX, optimizer.get_grad_stats_parallel_group())
 
-    def _norm(self, pending: _Pending) -> float | None:
+    def _norm(self, pending: _Pending) -> _Norm:
         """The norm as megatron-core's `step` returns it: a sum of squares of each group, and their root."""
-        norms = [reduction.wait().item() ** 0.5 for reduction in pending.squared_norms]
+        norms = [_root(reduction.wait()) for reduction in pending.squared_norms]
         if len(norms) == 1:
             return norms[0]
         return math.sqrt(sum(norm**2 for norm in norms))
 
-    def _clips(self, norm: float | None) -> bool:
+    def _clips(self, norm: _Norm | None) -> bool:
         """Whether megatron-core's clipping changes gradients of this norm (a NaN changes none)."""
-        return norm is not None and self._clip > 0.0 and self._clip / (norm + 1.0e-6) < 1.0
+        return norm is not None and self._clip > 0.0 and bool(self._clip / (norm + 1.0e-6) < 1.0)
 
     def _skip(self, pending: _Pending, found: list[bool]) -> None:
         if pending.has_stepped:
@@ -227,7 +228,7 @@ class PostValidation:
             scaler.load_state_dict(before)
             scaler.update(is_found)
 
-    def _clip_and_step(self, pending: _Pending, norm: float | None) -> None:
+    def _clip_and_step(self, pending: _Pending, norm: _Norm | None) -> None:
         if pending.has_stepped:
             self._rollback.undo()
         else:
@@ -278,13 +279,23 @@ class PostValidation:
 
 def _squared_norm(optimizers: Sequence[MegatronOptimizer]) -> torch.Tensor:
     """This rank's term of the global norm, by the function that megatron-core computes it with; one element, fp32."""
-    gradients = [gradient for optimizer in optimizers for gradient in optimizer.get_main_grads_for_grad_norm()]
+    gradients = [gradient for optimizer in optimizers for gradient in gradients_of_norm(optimizer)]
     device = torch.cuda.current_device()
     if not gradients:
         return torch.zeros(1, dtype=torch.float, device=device)
     overflow = torch.zeros(1, dtype=torch.int, device=device)
     norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, overflow, [gradients], False)
     return norm**2.0
+
+
+def _root(squared_norm: torch.Tensor) -> _Norm:
+    """The root of a sum of squares as megatron-core takes it, which decides about the last bit.
+
+    From 0.17 on the norm is a tensor where Transformer Engine has a kernel that scales by one.
+    """
+    if getattr(clip_grads, "multi_tensor_scale_tensor_impl", None) is not None:
+        return squared_norm.pow(0.5)
+    return squared_norm.item() ** 0.5
 
 
 def _reduce(value: torch.Tensor, op: Any, group: dist.ProcessGroup) -> _Reduction:

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.core.optimizer import MegatronOptimizer
 
-from megatron.zero_bubble.mcore.optimizer import torch_optimizers
+from megatron.zero_bubble.mcore.optimizer import check_optimizer, torch_optimizers
 from megatron.zero_bubble.mcore.post_validation import PostValidation
 from megatron.zero_bubble.mcore.rollback import make_rollback
 from megatron.zero_bubble.schedule import Placement, iteration_time, with_post_validation
@@ -46,7 +46,7 @@ def build_post_validation(
     """None where it was not asked for, or with a single pipeline rank.
 
     Raises:
-        ValueError: the optimizer cannot be inverted.
+        ValueError: the optimizer steps in another way, or cannot be inverted.
     """
     if not args.zero_bubble_post_validation:
         return None
@@ -54,6 +54,10 @@ def build_post_validation(
         print_rank_0(f" > {FLAG} has no effect with --pipeline-model-parallel-size 1: no rank waits for another stage")
         return None
     assert plan is not None, "checked with the flags"
+    try:
+        check_optimizer(optimizer)
+    except ValueError as error:
+        raise ValueError(f"{FLAG}: {error}") from error
     try:
         rollback = make_rollback(
             args.zero_bubble_rollback or "snapshot",

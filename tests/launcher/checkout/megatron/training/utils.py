@@ -20,6 +20,6 @@ def logical_and_across_model_parallel_group(input):
 
 
 def reduce_max_stat_across_model_parallel_group(stat):
-    largest = torch.tensor([-1.0 if stat is None else stat], dtype=torch.float64)
+    largest = torch.tensor([-1.0 if stat is None else stat], dtype=torch.float32)
     torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX, group=mpu.get_model_parallel_group())
     return None if largest.item() == -1.0 else largest.item()
