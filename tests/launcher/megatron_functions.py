@@ -1,14 +1,17 @@
-"""The functions of megatron-core and Megatron-LM that the launcher relies on, as the supported versions have them.
+"""What the supported versions of megatron-core and Megatron-LM have of what the launcher relies on.
 
-They are recorded in `megatron_functions.json`, because the versions cannot all be installed beside each other, and read
-from the sources without running them. To record a version, or all of them after something new is relied on:
+It is recorded in `megatron_functions.json`, because the versions cannot all be installed beside each other, and read
+from their sources without running them. After a new version, or when something new is relied on:
 
-    pip download --no-deps --only-binary :all: --python-version 3.12 --dest wheels megatron-core==0.19.0
-    git clone --depth 1 --branch core_v0.19.0 https://github.com/NVIDIA/Megatron-LM megatron-lm-0.19.0
-    python -m tests.launcher.megatron_functions 0.19.0 wheels/megatron_core-0.19.0-*.whl megatron-lm-0.19.0
+    for v in 0.16.1 0.17.1 0.18.2 0.19.0; do
+        pip download --no-deps --only-binary :all: --python-version 3.12 --dest wheels megatron-core==$v
+        git clone --depth 1 --branch core_v$v https://github.com/NVIDIA/Megatron-LM lm-$v
+    done
+    git clone --depth 1 https://github.com/NVIDIA/Megatron-LM lm-0.20.0
+    python -m tests.launcher.megatron_functions {0.16.1,0.17.1,0.18.2,0.19.0}={wheels,lm} 0.20.0=lm
 
-What the wheel has is read from it, the rest from the checkout: the wheel of 0.16 has no megatron.training. Of 0.20,
-which is not released, there is a checkout only.
+in that folder. What the wheel has is read from it, the rest from the checkout: the wheel of 0.16 has no
+megatron.training, and of 0.20, which is not released, there is a checkout only.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import importlib
 import json
 import sys
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from importlib.util import resolve_name
 from pathlib import Path
 
@@ -28,8 +31,8 @@ from megatron.zero_bubble.launcher.session import Session, cpu_hooks
 
 ROOT = Path(__file__).parents[2]
 RECORD = Path(__file__).with_suffix(".json")
-Record = dict[str, "list[str] | bool | None"]
-"""By full name: the parameters of a function that a table names, whether there is what is imported; None if not."""
+Functions = dict[str, "list[str] | None"]
+"""By full name: the parameters, None where there is no such function."""
 
 
 class Source:
@@ -56,10 +59,14 @@ def find(sources: Sequence[Source], full_name: str) -> list[str] | None:
     words = full_name.split(".")
     for count in range(len(words), 0, -1):
         module = ".".join(words[:count])
-        text = next((text for text in (source.text(module) for source in sources) if text is not None), None)
+        text = _text(sources, module)
         if text is not None:
             return _find_in_module(sources, module, text, words[count:])
     return None
+
+
+def _text(sources: Sequence[Source], module: str) -> tuple[str, bool] | None:
+    return next((text for text in (source.text(module) for source in sources) if text is not None), None)
 
 
 def _find_in_module(
@@ -159,23 +166,52 @@ def tables() -> list[Needed]:
     return [*session.hooks(), *session.needed(), *cpu_hooks()]
 
 
-def record(sources: Sequence[Source]) -> Record:
-    """What the version has whose sources these are; the first one that has a module is read."""
-    found: Record = {name: None if find(sources, name) is None else True for name in imported()}
-    found |= {needed.target: find(sources, needed.target) for needed in tables()}
-    return dict(sorted(found.items()))
+def functions(sources: Sequence[Source]) -> Functions:
+    """The functions of the tables."""
+    return {name: find(sources, name) for name in sorted({needed.target for needed in tables()})}
 
 
-def main(version: str, *paths: str) -> None:
-    recorded = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    recorded[version] = record([Source(Path(path)) for path in paths])
-    versions = [f"{json.dumps(key)}: {_one_name_a_line(names)}" for key, names in sorted(recorded.items())]
-    RECORD.write_text("{\n" + ",\n".join(versions) + "\n}\n")
+def common_names(versions: Collection[Sequence[Source]]) -> dict[str, list[str]]:
+    """What every version has in each of the modules that something is imported from."""
+    modules = {name.rpartition(".")[0] for name in imported()}
+    return {
+        module: sorted(set.intersection(*(_names(sources, module) for sources in versions)))
+        for module in sorted(modules)
+    }
 
 
-def _one_name_a_line(names: Record) -> str:
-    lines = (f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in names.items())
-    return "{\n" + ",\n".join(lines) + "\n}"
+def _names(sources: Sequence[Source], module: str) -> set[str]:
+    """What a module defines or imports from Megatron's own."""
+    text = _text(sources, module)
+    names: set[str] = set()
+    for node in _statements(ast.parse(text[0]).body if text is not None else []):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        if isinstance(node, ast.ImportFrom) and (node.level > 0 or _is_megatron(node.module or "")):
+            names |= {alias.asname or alias.name for alias in node.names}
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return names
+
+
+def main(*given: str) -> None:
+    versions = {}
+    for version, _, kinds in (entry.partition("=") for entry in given):
+        versions.setdefault(version, [])
+        pattern = {"wheels": f"wheels/megatron_core-{version}-*.whl", "lm": f"lm-{version}"}[kinds]
+        versions[version] += [Source(path) for path in Path().glob(pattern)]
+    recorded = {
+        "functions": {version: functions(sources) for version, sources in versions.items()},
+        "names in all versions": common_names(versions.values()),
+    }
+    RECORD.write_text(_text_of(recorded) + "\n")
+
+
+def _text_of(value: object) -> str:
+    """JSON with a line for every function and module."""
+    if not isinstance(value, dict):
+        return json.dumps(value)
+    return "{\n" + ",\n".join(f"{json.dumps(key)}: {_text_of(entry)}" for key, entry in value.items()) + "\n}"
 
 
 if __name__ == "__main__":

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from megatron.zero_bubble.launcher.flags import LaunchFlags
+from megatron.zero_bubble.launcher.hooks import Needed
 from megatron.zero_bubble.launcher.launch import SUPPORTED
 from megatron.zero_bubble.launcher.session import Session, cpu_hooks
 from tests.launch import ROOT
@@ -10,12 +13,17 @@ from tests.launch import ROOT
 PAGE = (ROOT / "docs" / "megatron_lm.md").read_text()
 
 
+def rows(needed: Iterable[Needed]) -> list[str]:
+    entries = []
+    for one in needed:
+        versions = f" ({', '.join(one.versions)} only)" if one.versions else ""
+        entries.append(f"| `{one.target}` | {one.reason}{versions} |")
+    return entries
+
+
 def test_the_tables_are_those_of_the_code():
-    hooks = [*Session(LaunchFlags(zero_bubble_post_validation=True)).hooks(), *cpu_hooks()]
-    expected = []
-    for hook in hooks:
-        versions = f" ({', '.join(hook.versions)} only)" if hook.versions else ""
-        expected.append(f"| `{hook.target}` | {hook.reason}{versions} |")
+    session = Session(LaunchFlags(zero_bubble_post_validation=True))
+    expected = rows([*session.hooks(), *session.needed(), *cpu_hooks()])
     assert [line for line in PAGE.splitlines() if line.startswith("| `megatron.")] == expected
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron.core.transformer import TransformerConfig
 
 from megatron.zero_bubble.launcher.errors import LauncherError
 from megatron.zero_bubble.launcher.flags import LaunchFlags
@@ -69,6 +70,15 @@ def test_flags_that_contradict_the_script_s(schedule: str, changed: dict[str, ob
         Run(script_arguments(**changed), LaunchFlags(zero_bubble_schedule=schedule))
     assert all(word in str(error.value) for word in words)
     assert "\n" not in str(error.value)
+
+
+def test_a_model_that_no_schedule_can_run_is_refused_when_it_is_built() -> None:
+    """No flag of Megatron-LM sets this; a script may."""
+    run = Run(script_arguments(), LaunchFlags(zero_bubble_schedule="zb-h1"))
+    config = TransformerConfig(num_layers=8, hidden_size=32, num_attention_heads=4)
+    config.variable_seq_lengths = True
+    with pytest.raises(LauncherError, match=r"^variable_seq_lengths is not supported by zero-bubble schedules"):
+        run.build_chunk({"config": config})
 
 
 def test_a_script_that_fits_is_not_refused() -> None:

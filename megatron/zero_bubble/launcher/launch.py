@@ -6,6 +6,8 @@ import importlib
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+import torch
+
 from megatron.zero_bubble.launcher.errors import LauncherError
 from megatron.zero_bubble.launcher.flags import LaunchFlags, flags_from_keywords
 from megatron.zero_bubble.launcher.hooks import Hook, InstalledHooks, find_target, mark_of, minor_version
@@ -44,14 +46,16 @@ class Launch:
         if flags.zero_bubble_cpu:
             self._cpu = substitute_cuda()
         version = supported_version()
-        try:
-            importlib.import_module("megatron.training.training")
-        except ModuleNotFoundError as error:
-            if error.name not in ("megatron.training", "megatron.training.training"):
-                raise  # it is there, but something that it needs is not
+        if find_spec("megatron.training") is None:
             raise LauncherError(
-                f"{error.name}, Megatron-LM's trainer, is not found: the script has to lie in a Megatron-LM, beside it"
-            ) from None
+                "megatron.training, Megatron-LM's trainer, is not found: "
+                "the script has to lie in a Megatron-LM, beside it"
+            )
+        if flags.asks_for_schedule and self._cpu is None and not torch.cuda.is_available():
+            raise LauncherError(
+                "torch finds no CUDA device on this machine: --zero-bubble-cpu (with enable(), cpu=True) runs on CPUs"
+            )
+        importlib.import_module("megatron.training.training")
         # Only now: it imports megatron-core, which looks for a device and compiles as it is imported.
         from megatron.zero_bubble.launcher.session import Session, cpu_hooks
 

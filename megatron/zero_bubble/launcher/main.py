@@ -13,6 +13,7 @@ from megatron.zero_bubble.launcher.flags import (
     help_text,
     parse_command_line,
 )
+from megatron.zero_bubble.launcher.foresight import check_script_arguments
 from megatron.zero_bubble.launcher.launch import Launch
 from megatron.zero_bubble.launcher.script import prepare_path, run_script
 from megatron.zero_bubble.training.start_up import quiet_start_up, run_program
@@ -39,9 +40,11 @@ def _run(command: CommandLine) -> None:
         run_script(script, command.script_arguments)
         return
     quiet_start_up()
+    arguments = complete_script_arguments(flags, command.script_arguments)
+    check_script_arguments(flags, arguments, os.environ)
     launch = Launch(flags)
     try:
-        run_script(script, complete_script_arguments(flags, command.script_arguments))
+        run_script(script, arguments)
     except SystemExit as end:
         # Megatron-LM leaves this way at --exit-interval and the like.
         if end.code not in (None, 0):

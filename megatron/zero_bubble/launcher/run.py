@@ -19,6 +19,7 @@ from megatron.zero_bubble.launcher.v_placement import VPlacement
 from megatron.zero_bubble.mcore.checkpoint_writer import keep_results_in_process
 from megatron.zero_bubble.mcore.linear import split_weight_gradients
 from megatron.zero_bubble.mcore.placement import check_layers_built
+from megatron.zero_bubble.mcore.step_settings import refuse_unsupported
 from megatron.zero_bubble.mcore.transformer_engine import defer_weight_gradients
 from megatron.zero_bubble.runtime.watchdog import Watchdog
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
@@ -79,7 +80,13 @@ class Run:
         self.v_placement = VPlacement(plan.placement) if plan.placement.kind == "v" else None
 
     def build_chunk(self, call: Call) -> None:
-        """Around the constructor of `GPTModel`."""
+        """Around the constructor of `GPTModel`.
+
+        Raises:
+            LauncherError: its configuration asks for what no schedule of ours can honour.
+        """
+        with users_mistakes():
+            refuse_unsupported(call["config"], [], None)
         if self._settings.transformer_impl == _TRANSFORMER_ENGINE:
             defer_weight_gradients(call["config"])
         if self.v_placement is not None:

@@ -19,7 +19,6 @@ _REFUSED = {
     "delay_wgrad_compute": "it puts off W by itself",
     "defer_embedding_wgrad_compute": "it puts off the output layer's W by itself",
     "hybrid_context_parallel": "it is a schedule of its own",
-    "variable_seq_lengths": "messages between stages have one shape",
     "perform_rl_step": "its rollouts run through megatron-core's schedule",
     "tp_comm_overlap": "Transformer Engine's userbuffers cannot leave W for later",
 }

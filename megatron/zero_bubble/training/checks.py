@@ -15,7 +15,12 @@ import torch
 from megatron.zero_bubble.mcore.transformer_engine import check_transformer_engine
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.training.arguments import Arguments
-from megatron.zero_bubble.training.environment import check_device_found, check_devices, check_environment
+from megatron.zero_bubble.training.environment import (
+    check_device_found,
+    check_devices,
+    check_environment,
+    check_num_ranks,
+)
 from megatron.zero_bubble.training.output_checks import check_output
 from megatron.zero_bubble.training.planning import check_memory_limit, check_zero_bubble_flags, planning_options
 from megatron.zero_bubble.training.plans import check_plan, check_stages, choose_placement, choose_plan, chunks_of_flags
@@ -157,14 +162,7 @@ def check_implementation(args: Arguments) -> None:
 def _check_parallel(args: Arguments, has_cuda: bool) -> None:
     tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     context = args.context_parallel_size
-    ranks = tensor * pipeline * context
-    sizes = f"--tensor-model-parallel-size {tensor} x --pipeline-model-parallel-size {pipeline}"
-    sizes += f" x --context-parallel-size {context}" if context > 1 else ""
-    _require(
-        args.world_size % ranks == 0,
-        f"{sizes} = {ranks} ranks do not divide the {args.world_size} that were started: "
-        f"torchrun --nproc-per-node must give a multiple of {ranks}",
-    )
+    check_num_ranks(args)
     parts = 2 * context * (tensor if args.sequence_parallel else 1)
     _require(
         context == 1 or args.seq_length % parts == 0,

@@ -74,6 +74,21 @@ def _sign_of_device(environment: Mapping[str, str], nodes: Path) -> str | None:
     return next((str(node) for node in sorted(nodes.glob("nvidia[0-9]*"))), None)
 
 
+def check_num_ranks(args: Arguments) -> None:
+    """Raise `ValueError` if the ranks that were started are not whole replicas of the model."""
+    tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    context = args.context_parallel_size
+    ranks = tensor * pipeline * context
+    if args.world_size % ranks == 0:
+        return
+    sizes = f"--tensor-model-parallel-size {tensor} x --pipeline-model-parallel-size {pipeline}"
+    sizes += f" x --context-parallel-size {context}" if context > 1 else ""
+    raise ValueError(
+        f"{sizes} = {ranks} ranks do not divide the {args.world_size} that were started: "
+        f"torchrun --nproc-per-node must give a multiple of {ranks}"
+    )
+
+
 def check_environment(args: Arguments, environment: Mapping[str, str], has_cuda: bool) -> None:
     """Refuse settings of CUDA that messages on the device cannot bear; those through host memory bear them all.
 

@@ -177,12 +177,14 @@ def chunks_of_flags(args: Arguments) -> int | None:
     if args.pipeline_model_parallel_layout is not None:
         return _chunks_of_layout(args)
     if per_chunk is not None:
-        if not args.allow_padding_num_layers and args.num_layers % (pipeline * per_chunk) != 0:
+        ends = args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
+        if not args.allow_padding_num_layers and (args.num_layers + ends) % (pipeline * per_chunk) != 0:
+            counted = f", with {ends} for the embedding and the loss," if ends else ""
             raise ValueError(
-                f"--num-layers {args.num_layers} is not a multiple of --pipeline-model-parallel-size {pipeline} x "
-                f"--num-layers-per-virtual-pipeline-stage {per_chunk}"
+                f"--num-layers {args.num_layers}{counted} is not a multiple of --pipeline-model-parallel-size "
+                f"{pipeline} x --num-layers-per-virtual-pipeline-stage {per_chunk}"
             )
-        per_rank = -(-args.num_layers // (pipeline * per_chunk))
+        per_rank = -(-(args.num_layers + ends) // (pipeline * per_chunk))
     if per_rank is not None and per_rank > 1 and pipeline < 2:
         raise ValueError(f"several model chunks a rank need --pipeline-model-parallel-size above 1, got {pipeline}")
     # The embedding and the loss may have a stage each to themselves.

@@ -1,0 +1,53 @@
+"""What differs between megatron-core's optimizers and versions, where steps are taken before their norm is known."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core.optimizer import clip_grads
+from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer
+
+from megatron.zero_bubble.mcore.cpu import substitute_cuda
+from megatron.zero_bubble.mcore.optimizer import check_optimizer, gradients_of_norm
+from megatron.zero_bubble.mcore.post_validation import _root
+
+
+def part(kind: type = FP32Optimizer, **settings: object) -> FP32Optimizer:
+    substitution = substitute_cuda()
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    made = kind(torch.optim.SGD([parameter]), SimpleNamespace(**settings), None)
+    substitution.restore()
+    return made
+
+
+class StepsAnotherWay(FP32Optimizer):
+    pass
+
+
+def test_the_gradients_of_the_norm_have_a_function_of_either_name():
+    """`get_main_grads_for_grad_norm` until megatron-core 0.18, `get_grads_for_grad_norm` since 0.19."""
+    gradients = [torch.ones(1)]
+    old = SimpleNamespace(get_main_grads_for_grad_norm=lambda: gradients)
+    new = SimpleNamespace(get_grads_for_grad_norm=lambda group=None: gradients)
+    assert gradients_of_norm(old) is gradients_of_norm(new) is gradients
+
+
+def test_the_root_is_taken_as_the_version_does(monkeypatch):
+    """Since 0.17 with Transformer Engine on the device in fp32, else on the host, which rounds differently."""
+    squared = torch.tensor([2.0])
+    assert _root(squared) == 2.0**0.5
+    monkeypatch.setattr(clip_grads, "multi_tensor_scale_tensor_impl", print, raising=False)
+    assert torch.equal(_root(squared), squared.pow(0.5))
+    monkeypatch.setattr(clip_grads, "multi_tensor_scale_tensor_impl", None)
+    assert _root(squared) == 2.0**0.5
+
+
+def test_what_steps_in_another_way_is_refused():
+    check_optimizer(ChainedOptimizer([part()]))
+    check_optimizer(part(grad_norm_skip_threshold=float("inf")))
+    with pytest.raises(ValueError, match=r"^the steps of megatron-core's StepsAnotherWay cannot be taken ahead$"):
+        check_optimizer(ChainedOptimizer([part(StepsAnotherWay)]))
+    with pytest.raises(ValueError, match=r"^grad_norm_skip_threshold skips steps"):
+        check_optimizer(part(grad_norm_skip_threshold=10.0))
