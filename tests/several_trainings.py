@@ -19,6 +19,8 @@ from megatron.zero_bubble.mcore.cpu import substitute_cuda
 
 FAULT = "inf:"
 """`inf:ITERATION@RANK` among the flags: a gradient of this pipeline rank is infinite in this iteration."""
+SPOIL = "spoil:"
+"""`spoil:WHAT@RANK@CALL` among the flags: see `tests.spoiled`."""
 RULES = "nccl:"
 """`nccl:SEED` among the flags: this training keeps NCCL's rules."""
 WARM_UP = "warm-up"
@@ -80,6 +82,25 @@ def warmed_up() -> Iterator[None]:
         running.ForwardBackward, schedules.warm_up = original, warm_up  # type: ignore[misc]
 
 
+def pretrain_or_tell(args: Any) -> None:
+    """Train; if the training ends by an error, print what each rank is told, and clear up for the next one."""
+    from megatron.core import parallel_state
+    from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
+
+    from megatron.zero_bubble.training.errors import TrainingError
+    from megatron.zero_bubble.training.initialize import print_rank_0
+    from megatron.zero_bubble.training.pretrain import pretrain
+
+    try:
+        pretrain(args)
+    except TrainingError as error:
+        told = [""] * args.world_size
+        dist.all_gather_object(told, str(error))
+        print_rank_0("\n".join(f"ended: {line}" for line in set(told)))
+        parallel_state.destroy_model_parallel()
+        unset_num_microbatches_calculator()
+
+
 def main(plan: str) -> None:
     substitute_cuda()
     sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -89,12 +110,13 @@ def main(plan: str) -> None:
     from megatron.zero_bubble.training.pretrain import pretrain
     from tests.collectives import recorded_collectives
     from tests.nccl_over_gloo import nccls_rules
+    from tests.spoiled import spoiled
     from tests.undone import counted_undos
 
     gc.freeze()  # the modules: collecting them takes a second
     for number, (name, flags) in enumerate(json.loads(Path(plan).read_text()).items()):
         faults, seeds, warms_up = take(flags, FAULT), take(flags, RULES), bool(take(flags, WARM_UP))
-        is_recorded = bool(take(flags, COLLECTIVES))
+        is_recorded, spoils = bool(take(flags, COLLECTIVES)), take(flags, SPOIL)
         args = parse_arguments(flags)
         complete_and_check(args, os.environ, torch.cuda.is_available())
         # Each training in process groups of its own: those of all together would have a thousand threads.
@@ -105,8 +127,8 @@ def main(plan: str) -> None:
         warm_up = warmed_up() if warms_up else contextlib.nullcontext()
         places = {tuple(map(int, fault.split("@"))) for fault in faults}
         recorded = recorded_collectives() if is_recorded else contextlib.nullcontext([])
-        with rules, warm_up, recorded as calls, infinite_gradients(places), counted_undos() as undone:
-            pretrain(args)
+        with rules, warm_up, recorded as calls, infinite_gradients(places), spoiled(spoils), counted_undos() as undone:
+            (pretrain_or_tell if spoils else pretrain)(args)
         if is_recorded:
             Path(plan).with_name(f"{name}.{args.rank}.calls").write_text(json.dumps(calls))
         counts = [0] * args.world_size

@@ -17,6 +17,7 @@ SOME_CLIPPED = ("--clip-grad", "1.3")
 ALL_CLIPPED = ("--clip-grad", "0.3")
 NONE_CLIPPED = ("--clip-grad", "1e6")
 SGD = ("--optimizer", "sgd", "--lr", "0.1")
+TRAIN_ON = "--no-check-for-nan-in-loss-and-grad"
 UNTIED = ("--untie-embeddings-and-output-weights",)
 SHARDED = ("--use-distributed-optimizer",)
 
@@ -28,7 +29,7 @@ def infs(*places: str) -> tuple[str, ...]:
 TWO_RANKS = {
     "fp32, clipped now and then": (*SOME_CLIPPED, "--train-iters", "50"),
     "bf16, clipped always": ("--bf16", *ALL_CLIPPED),
-    "bf16, an Inf without a loss scale": ("--bf16", *SOME_CLIPPED, *UNTIED, *infs("9@1")),
+    "bf16, an Inf without a loss scale": ("--bf16", *SOME_CLIPPED, *UNTIED, *infs("9@1"), TRAIN_ON),
     "fp16, losses of experts, a scale that is too large at first": (
         *("--fp16", "--initial-loss-scale", str(2**26), "--hysteresis", "1", *UNTIED),
         *("--num-experts", "4", "--moe-aux-loss-coeff", "0.1", "--disable-bias-linear"),

@@ -80,6 +80,8 @@ class PostValidation:
         rollback: undoes a step of its torch optimizers.
         model_chunks: this rank's modules in DDP.
         settled: called with every outcome, as soon as it is known and the parameters are right.
+        check_norm: called with the norm of all gradients before the step is amended, with None where an Inf or NaN
+            was found; may raise.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class PostValidation:
         rollback: Rollback,
         model_chunks: Sequence[Any],
         settled: Callable[[StepOutcome], None] = lambda outcome: None,
+        check_norm: Callable[[float | None], None] = lambda norm: None,
     ) -> None:
         self._optimizer = optimizer
         self._optimizers = parts(optimizer)
@@ -96,6 +99,7 @@ class PostValidation:
         self._clip = optimizer.config.clip_grad
         self._pending: _Pending | None = None
         self.settled = settled
+        self.check_norm = check_norm
 
     @property
     def is_pending(self) -> bool:
@@ -137,6 +141,7 @@ class PostValidation:
         pending, self._pending = self._pending, None
         found = [bool(reduction.wait()[0] > 0) for reduction in pending.found_inf]
         norm = None if any(found) else self._norm(pending)
+        self.check_norm(norm)
         with self._as_in_the_step(pending):
             was_wrong = self._amend(pending, found, norm)
         self._rollback.prepare()
@@ -203,7 +208,7 @@ class PostValidation:
             # Members that step exchange parameters.
             dist.all_reduce(state, group=group)
         inf, squared_norm = state.tolist()
-        return inf > 0 or self._clips(squared_norm**0.5)
+        return inf > 0 or not math.isfinite(squared_norm) or self._clips(squared_norm**0.5)
 
     def _reduce_found(self, flag: torch.Tensor, has_stepped: bool, optimizer: MixedPrecisionOptimizer) -> _Reduction:
         both = torch.cat([flag, torch.full_like(flag, float(has_stepped))])

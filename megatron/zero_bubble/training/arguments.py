@@ -128,6 +128,11 @@ class TrainingFlags:
     accumulate_allreduce_grads_in_fp32: bool = flag(
         "accumulate and reduce gradients in fp32 (always with --bf16)", False
     )
+    no_check_for_nan_in_loss_and_grad: bool = flag(
+        "train on with a loss, gradient or weight that is not finite, instead of ending before the step; a loss scale "
+        "that adapts always does, and skips such steps",
+        False,
+    )
     seed: int = flag("seed of initialisation, dropout and the order of data", 1234)
     exit_interval: int | None = flag("exit after an iteration that this divides", None)
     exit_duration_in_mins: float | None = flag("save and exit after this many minutes", None)
@@ -301,6 +306,11 @@ class Arguments(*FLAG_GROUPS):  # type: ignore[misc]
         if self.zero_bubble:
             return "auto" if self.model_chunks is None else "interleaved-zb"
         return None
+
+    @property
+    def checks_finite(self) -> bool:
+        """Whether the training ends at a loss, gradient or weight that is not finite; not where a loss scale adapts."""
+        return not self.no_check_for_nan_in_loss_and_grad and (not self.fp16 or self.loss_scale is not None)
 
     @property
     def data_parallel_size(self) -> int:

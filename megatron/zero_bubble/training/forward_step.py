@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model
 
+from megatron.zero_bubble.mcore.finite import spoil_if_infinite
 from megatron.zero_bubble.training.data import DataConfig, get_batch
 
 DataIterator = Iterator[dict[str, torch.Tensor]] | None
@@ -33,8 +34,20 @@ def loss_func(
     return loss, num_tokens, {"lm loss": report}
 
 
-def make_forward_step(data_config: DataConfig) -> Callable[..., Any]:
-    """The forward step as megatron-core's schedules call it."""
+def checked_loss_func(
+    loss_mask: torch.Tensor | None, output: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """`loss_func`, whose loss has NaN as its gradient if it is infinite."""
+    loss, num_tokens, report = loss_func(loss_mask, output)
+    return spoil_if_infinite(loss), num_tokens, report
+
+
+def make_forward_step(data_config: DataConfig, *, checks_finite: bool = False) -> Callable[..., Any]:
+    """The forward step as megatron-core's schedules call it.
+
+    Args:
+        checks_finite: whether an infinite loss is to show in the gradients, which are looked at on all ranks.
+    """
 
     def forward_step(data_iterator: DataIterator, model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
         predicts_further = get_attr_wrapped_model(model, "mtp_process")
@@ -46,9 +59,14 @@ def make_forward_step(data_config: DataConfig) -> Callable[..., Any]:
         )
         further = {"loss_mask": batch.loss_mask} if predicts_further else {}
         output = model(batch.tokens, batch.position_ids, batch.attention_mask, labels=batch.labels, **further)
-        return output, partial(loss_func, batch.loss_mask)
+        return output, partial(checked_loss_func if checks_finite else loss_func, batch.loss_mask)
 
     return forward_step
+
+
+def losses_of(reports: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
+    """The sum of each microbatch's losses; none on a rank without the last stage."""
+    return [report["lm loss"][0] for report in reports]
 
 
 def mean_loss(reports: list[dict[str, torch.Tensor]]) -> float | None:

@@ -205,7 +205,7 @@ class TrainingLog:
         args = self._args
         if lm_loss is None:
             return
-        perplexity = math.exp(min(20.0, lm_loss))
+        perplexity = math.exp(min(20.0, lm_loss)) if math.isfinite(lm_loss) else lm_loss
         line = f" validation loss at iteration {args.iteration} | lm loss value: {lm_loss:.6E} |"
         line += f" lm loss PPL: {perplexity:.6E} | "
         rule = "-" * (len(line) + 1)

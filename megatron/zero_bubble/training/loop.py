@@ -20,6 +20,7 @@ from megatron.core.num_microbatches_calculator import (
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
 
+from megatron.zero_bubble.mcore.finite import FiniteCheck
 from megatron.zero_bubble.mcore.multi_token import take_losses
 from megatron.zero_bubble.mcore.post_validation import PostValidation, StepOutcome
 from megatron.zero_bubble.runtime.watchdog import Watchdog
@@ -27,7 +28,7 @@ from megatron.zero_bubble.schedules import ForwardBackward
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.checkpoint import Checkpointer
 from megatron.zero_bubble.training.data import DataConfig
-from megatron.zero_bubble.training.forward_step import DataIterator, make_forward_step, mean_loss
+from megatron.zero_bubble.training.forward_step import DataIterator, losses_of, make_forward_step, mean_loss
 from megatron.zero_bubble.training.initialize import print_rank_0
 from megatron.zero_bubble.training.logging import StepResult, TrainingLog
 from megatron.zero_bubble.training.numerics import NumericsLog
@@ -72,6 +73,7 @@ class Trainer:
         valid_data: the same for evaluation.
         post_validation: takes the optimizer's steps from within the schedule, if that is so. The outcome of an
             iteration is then known in the next one, and logged there.
+        finite: ends the training where something is not finite; None to train on.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Trainer:
         timeline: TimelineWriter | None = None,
         watchdog: Watchdog | None = None,
         post_validation: PostValidation | None = None,
+        finite: FiniteCheck | None = None,
     ) -> None:
         self._args = args
         self._model = model
@@ -96,7 +99,7 @@ class Trainer:
         self._scheduler = scheduler
         self._forward_backward = partial(
             forward_backward,
-            forward_step_func=make_forward_step(data_config),
+            forward_step_func=make_forward_step(data_config, checks_finite=finite is not None),
             model=model,
             seq_length=args.seq_length,
             micro_batch_size=args.micro_batch_size,
@@ -108,8 +111,13 @@ class Trainer:
         self._post_validation = post_validation
         self._unsettled: _Iteration | None = None
         self._watch = RollbackWatch()
+        self._finite = finite
         if post_validation is not None:
             post_validation.settled = self._complete_unsettled
+            if finite is not None:
+                post_validation.check_norm = finite.check_norm
+        elif finite is not None:
+            finite.watch(optimizer)
         self._train_data = train_data
         self._valid_data = valid_data
         self._checkpointer = checkpointer
@@ -190,6 +198,8 @@ class Trainer:
         reports = self._forward_backward(
             data_iterator=self._train_data, num_microbatches=num_microbatches, forward_only=False
         )
+        if self._finite is not None:
+            self._finite.losses = losses_of(reports)
         args.iteration += 1
         args.consumed_train_samples += batch_size
         iteration = _Iteration(
@@ -250,6 +260,8 @@ class Trainer:
                 chunk.start_param_sync(force_sync=True)
 
     def _save(self) -> None:
+        if self._finite is not None:
+            self._finite.check_weights()
         self._gather_parameters()
         self._checkpointer.save()
 
@@ -286,6 +298,8 @@ class Trainer:
         args.consumed_valid_samples += args.eval_iters * get_current_global_batch_size()
         for chunk in self._model:
             chunk.train()
+        if self._finite is not None:
+            self._finite.check_losses(losses_of(reports))
         self._log.record_validation(mean_loss(reports))
 
     def _pausing(self, action: Callable[[], None]) -> None:

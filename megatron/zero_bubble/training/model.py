@@ -201,6 +201,8 @@ def _ddp_config(args: Arguments, splits_backward: bool) -> DistributedDataParall
         overlap_param_gather=args.overlap_param_gather,
         use_distributed_optimizer=args.use_distributed_optimizer,
         bucket_size=args.ddp_bucket_size,
+        # Tells whose gradient it is: reduced, those of all replicas are alike.
+        check_for_nan_in_grad=args.checks_finite and args.data_parallel_size * args.context_parallel_size > 1,
         # Hands the hook that accumulates and reduces a weight's gradient to the layer, which calls it in W.
         delay_wgrad_compute=splits_backward,
     )

@@ -13,6 +13,7 @@ from megatron.core.timers import Timers
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 from megatron.core.utils import get_attr_wrapped_model
 
+from megatron.zero_bubble.mcore.finite import FiniteCheck
 from megatron.zero_bubble.mcore.placement import check_layers_built
 from megatron.zero_bubble.mcore.post_validation import PostValidation
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
@@ -112,6 +113,7 @@ def _build_trainer(
         open_timeline(args, forward_backward) if isinstance(forward_backward, ForwardBackward) else None,
         open_watchdog(args, forward_backward),
         post_validation,
+        FiniteCheck(model, placement, TrainingError, lambda: args.iteration) if args.checks_finite else None,
     )
 
 

@@ -1,0 +1,177 @@
+"""Ends a training that would follow a loss or a gradient that is not finite, and says where it comes from.
+
+megatron-core has a check of its own, which waits for the device twice for each bucket of gradients. This one costs
+nothing while all is well: the optimizer reduces the norm of all gradients over all ranks before it steps, and that
+norm is finite only where each of them is. Once it is not, every rank learns it in the same step, and they look for
+the cause together.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.utils import unwrap_model
+
+from megatron.zero_bubble.schedule import Placement
+
+SWITCH_OFF = "--no-check-for-nan-in-loss-and-grad"
+_LAYER = re.compile(r"(?<=decoder\.layers\.)\d+(?=\.)")
+
+
+def spoil_if_infinite(loss: torch.Tensor) -> torch.Tensor:
+    """The loss with the same value and gradient, bit for bit, unless it is infinite: its gradient is NaN then.
+
+    That of an infinite loss may be finite. Made NaN, it shows in the norm of all gradients, on all ranks.
+    """
+    return loss * (1 + 0 * loss.detach())
+
+
+@dataclass(frozen=True, order=True)
+class _Finding:
+    """Something that is not finite; the smallest is the likeliest cause of the others."""
+
+    kind: int
+    """0 a weight, 1 a loss, 2 a gradient."""
+    position: tuple[int, int]
+    """In the order in which the values are computed."""
+    rank: int
+    what: str
+
+
+class FiniteCheck:
+    """Looks at losses, gradients and weights, and raises an error on all ranks if one is not finite.
+
+    Args:
+        chunks: this rank's modules in DDP.
+        placement: where their stages are.
+        error: the type that is raised, with one line.
+        iteration: says which iteration it is.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Any],
+        placement: Placement,
+        error: type[ValueError],
+        iteration: Callable[[], int],
+    ) -> None:
+        rank = parallel_state.get_pipeline_model_parallel_rank()
+        stages = {placement.stage_of(rank, chunk): module for chunk, module in enumerate(chunks)}
+        self._stages = dict(sorted(stages.items()))
+        self._error = error
+        self._iteration = iteration
+        self._unreduced_norms: dict[int, torch.Tensor] = {}
+        self.losses: Iterable[torch.Tensor] = ()
+        """Of this iteration's microbatches on this rank."""
+        for chunk in chunks:
+            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+                # Called before gradients are reduced, if the DDP config says so.
+                group.check_grads = partial(self._record_norms, group)
+
+    def _record_norms(self, group: Any, **unused: bool) -> None:
+        """Remember, without waiting for it, what tells this rank's gradients from those of its replicas."""
+        self._unreduced_norms[id(group)] = torch.stack([bucket.grad_data.norm() for bucket in group.buckets])
+
+    def watch(self, optimizer: MegatronOptimizer) -> None:
+        """Check the gradients within every `optimizer.step()`, before a parameter changes."""
+        prepare, get_norm = optimizer.prepare_grads, optimizer.get_grad_norm
+
+        def prepare_grads() -> bool:
+            found = prepare()
+            if found:  # by a constant loss scale, which does not adapt
+                self.check_norm(None)
+            return found
+
+        def get_grad_norm() -> float:
+            norm = get_norm()
+            self.check_norm(norm)
+            return norm
+
+        optimizer.prepare_grads, optimizer.get_grad_norm = prepare_grads, get_grad_norm
+
+    def check_norm(self, norm: float | None) -> None:
+        """Check the norm of all gradients, which is the same on all ranks; None where it was not even computed."""
+        if norm is None or not math.isfinite(norm):
+            self._end(f"iteration {self._iteration()}", self._find())
+
+    def check_losses(self, losses: Iterable[torch.Tensor]) -> None:
+        """Check the losses of an evaluation; a collective call of all ranks."""
+        self.losses = losses
+        self._agree(f"validation at iteration {self._iteration()}", any(map(_is_wrong, self.losses)))
+
+    def check_weights(self) -> None:
+        """Check all weights, before a checkpoint is made of them; a collective call of all ranks."""
+        is_wrong = any(_is_wrong(parameter) for _, _, parameter in self._parameters())
+        self._agree(f"checkpoint of iteration {self._iteration()}", is_wrong)
+
+    def _agree(self, occasion: str, is_wrong: bool) -> None:
+        flag = torch.tensor([is_wrong], dtype=torch.int, device=torch.cuda.current_device())
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        if flag.item():
+            self._end(occasion, self._find_weight() or self._find_loss())
+
+    def _end(self, occasion: str, finding: _Finding | None) -> NoReturn:
+        findings: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(findings, finding)
+        found = [finding for finding in findings if finding is not None]
+        what = f"{min(found).what} on rank {min(found).rank}" if found else "the norm of all gradients"
+        raise self._error(
+            f"{occasion}: {what} is not finite: the training ends before a step or a checkpoint of it; "
+            f"{SWITCH_OFF} trains on"
+        )
+
+    def _find(self) -> _Finding | None:
+        return self._find_weight() or self._find_loss() or self._find_gradient()
+
+    def _find_weight(self) -> _Finding | None:
+        """The first one, on whose account all that is computed later is wrong."""
+        for position, name, parameter in self._parameters():
+            if _is_wrong(parameter):
+                return _Finding(0, position, dist.get_rank(), f"the weight {name} ({_value(parameter)})")
+        return None
+
+    def _find_loss(self) -> _Finding | None:
+        for loss in self.losses:
+            if _is_wrong(loss):
+                return _Finding(1, (0, 0), dist.get_rank(), f"the loss ({_value(loss)})")
+        return None
+
+    def _find_gradient(self) -> _Finding | None:
+        """That of the last parameter, for it is computed first."""
+        norms = self._unreduced_norms.values()
+        if norms and not any(map(_is_wrong, norms)):
+            return None  # it comes from a replica
+        for (stage, index), name, parameter in reversed(list(self._parameters())):
+            gradient = getattr(parameter, "main_grad", None)
+            if gradient is not None and _is_wrong(gradient):
+                what = f"the gradient of {name} ({_value(gradient)})"
+                return _Finding(2, (-stage, -index), dist.get_rank(), what)
+        return None
+
+    def _parameters(self) -> Iterator[tuple[tuple[int, int], str, torch.nn.Parameter]]:
+        """Every parameter of this rank in model order, with its place in it and its name, layers numbered from 0."""
+        for stage, chunk in self._stages.items():
+            model = unwrap_model(chunk)
+            for index, (name, parameter) in enumerate(model.named_parameters()):
+                yield (stage, index), _LAYER.sub(partial(_number_in_model, model), name), parameter
+
+
+def _number_in_model(model: Any, number_in_chunk: re.Match[str]) -> str:
+    return str(model.decoder.layers[int(number_in_chunk[0])].layer_number - 1)
+
+
+def _is_wrong(tensor: torch.Tensor) -> bool:
+    return not bool(torch.isfinite(tensor).all())
+
+
+def _value(tensor: torch.Tensor) -> str:
+    return "nan" if bool(torch.isnan(tensor).any()) else "inf"

@@ -1,0 +1,155 @@
+"""A training ends at a value that is not finite, says where it is, and keeps the last good checkpoint the latest."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.launch import TINY_GPT, run_trainings
+from tests.several_trainings import SPOIL
+
+P2 = [
+    *(*TINY_GPT, "--pipeline-model-parallel-size", "2", "--global-batch-size", "4", "--train-iters", "6"),
+    *("--save-interval", "2", "--eval-interval", "3", "--eval-iters", "1", "--initial-loss-scale", "65536"),
+]
+H1 = ("--zero-bubble-schedule", "zb-h1")
+# No step is undone: the forward steps that would be run again count, too.
+POST = ("--zero-bubble-schedule", "zb-2p", "--zero-bubble-post-validation", "--clip-grad", "1e6")
+SHARDED = ("--overlap-grad-reduce", "--use-distributed-optimizer")
+TRAIN_ON = "--no-check-for-nan-in-loss-and-grad"
+
+
+def in_iteration(iteration: int, microbatch: int, chunks: int = 1) -> int:
+    """The number of a forward step; a chunk has four in an iteration, and four in an evaluation after the third."""
+    return 4 * chunks * (iteration - 1 + (iteration > 3)) + microbatch
+
+
+def spoil(what: str, rank: int, call: int) -> str:
+    return f"{SPOIL}{what}@{rank}@{call}"
+
+
+LAST = in_iteration(5, 4)
+"""The forward step of the last microbatch of iteration 5, by which the iteration before is settled."""
+LAST_OF_TWO = in_iteration(5, 8, chunks=2)
+GRADIENT = "the gradient of decoder.layers.2.mlp.linear_fc1.weight (inf) on rank 1"
+SECOND_WEIGHT = "the weight decoder.layers.2.mlp.linear_fc1.weight (nan) on rank 1"
+INTERLEAVED = ("--zero-bubble", "--num-virtual-stages-per-pipeline-rank", "2")
+BAD = {
+    "megatron-core's: weight": ((spoil("weight", 1, LAST),), SECOND_WEIGHT),
+    "megatron-core's: loss": ((spoil("output", 1, LAST),), "the loss (inf) on rank 1"),
+    "weight": ((*H1, spoil("weight", 1, LAST)), SECOND_WEIGHT),
+    "weight of the first rank": (
+        (*H1, spoil("weight", 0, LAST), spoil("output", 1, LAST)),
+        "the weight decoder.layers.0.mlp.linear_fc1.weight (nan) on rank 0",
+    ),
+    "gradient, without clipping": ((*H1, "--clip-grad", "0", spoil("gradient", 1, LAST)), GRADIENT),
+    "gradient, sharded": ((*H1, *SHARDED, "--bf16", spoil("gradient", 1, LAST)), GRADIENT),
+    "post-validation: weight": ((*POST, spoil("weight", 1, LAST)), SECOND_WEIGHT),
+    "post-validation: gradient": ((*POST, "--bf16", spoil("gradient", 1, LAST)), GRADIENT),
+    "post-validation: loss": ((*POST, spoil("output", 1, LAST)), "the loss (inf) on rank 1"),
+    "interleaved: weight": (
+        (*INTERLEAVED, spoil("weight", 1, LAST_OF_TWO)),
+        "the weight decoder.layers.3.mlp.linear_fc1.weight (nan) on rank 1",
+    ),
+    "V: gradient": (("--zero-bubble-schedule", "zb-v", spoil("gradient", 1, LAST_OF_TWO)), GRADIENT),
+    "V: loss": (("--zero-bubble-schedule", "zb-v", spoil("output", 0, LAST_OF_TWO)), "the loss (inf) on rank 0"),
+    "fp16, constant scale": ((*H1, "--fp16", "--loss-scale", "128", spoil("gradient", 1, LAST)), GRADIENT),
+    "fp16, constant scale, post-validation": (
+        (*POST, "--fp16", "--loss-scale", "128", spoil("gradient", 1, LAST)),
+        GRADIENT,
+    ),
+}
+"""Flags, and what is found."""
+UNTIED = "--untie-embeddings-and-output-weights"
+OTHERS = {
+    "unused weight": (*H1, UNTIED, spoil("unused", 0, in_iteration(3, 1))),
+    "evaluation": (*H1, spoil("weight", 0, in_iteration(3, 5))),
+    "evaluation, trained on": (*H1, TRAIN_ON, spoil("weight", 0, in_iteration(3, 5))),
+    "infinite evaluation, trained on": (*H1, TRAIN_ON, *[spoil("output", 1, in_iteration(3, 5))]),
+    "fp16, the scale adapts": (*H1, "--fp16", spoil("gradient", 0, LAST)),
+}
+REPLICAS = {
+    "gradient": ((*H1, spoil("gradient", 3, LAST)), GRADIENT.replace("rank 1", "rank 3")),
+    "gradient, sharded": ((*H1, *SHARDED, spoil("gradient", 3, LAST)), GRADIENT.replace("rank 1", "rank 3")),
+    "megatron-core's: gradient": ((spoil("gradient", 3, LAST),), GRADIENT.replace("rank 1", "rank 3")),
+    "loss": ((*H1, spoil("output", 3, LAST)), "the loss (inf) on rank 3"),
+    "post-validation": ((*POST, spoil("gradient", 2, LAST)), GRADIENT.replace("rank 1", "rank 2")),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two ranks, and four of which two are replicas, printed, and their checkpoints."""
+    folder = tmp_path_factory.mktemp("finite")
+    bad = {name: flags for name, (flags, _) in BAD.items()}
+    replicas = {f"replicas: {name}": ("--global-batch-size", "8", *flags) for name, (flags, _) in REPLICAS.items()}
+    for num_ranks, trainings in ((2, bad | OTHERS), (4, replicas)):
+        job = folder / f"{num_ranks} ranks"
+        job.mkdir()
+        common = [*P2, "--valid-data-path", str(job / "corpus")]
+        plan = {name: [*common, *flags, "--save", str(folder / name)] for name, flags in trainings.items()}
+        for name, printed in run_trainings(num_ranks, plan, job, unlogged=plan).items():
+            (folder / f"{name}.txt").write_text(printed)
+    return folder
+
+
+def printed(folder: Path, training: str) -> str:
+    return (folder / f"{training}.txt").read_text()
+
+
+def ended(folder: Path, training: str) -> list[str]:
+    """Why the ranks ended: one line if they agree."""
+    return re.findall(r"^ended: (.*)$", printed(folder, training), flags=re.MULTILINE)
+
+
+def latest(folder: Path, training: str) -> int:
+    return int((folder / training / "latest_checkpointed_iteration.txt").read_text())
+
+
+def line(occasion: str, found: str) -> str:
+    return (
+        f"{occasion}: {found} is not finite: the training ends before a step or a checkpoint of it; "
+        "--no-check-for-nan-in-loss-and-grad trains on"
+    )
+
+
+ALL = [(name, found) for name, (_, found) in BAD.items()]
+ALL += [(f"replicas: {name}", found) for name, (_, found) in REPLICAS.items()]
+
+
+@pytest.mark.parametrize(("training", "found"), ALL, ids=[name for name, _ in ALL])
+def test_a_value_that_is_not_finite_ends_the_training_before_its_step(folder: Path, training: str, found: str) -> None:
+    assert ended(folder, training) == [line("iteration 5", found)]
+    assert re.findall(r"\] iteration +(\d+)/", printed(folder, training)) == ["1", "2", "3", "4"]
+    assert latest(folder, training) == 4
+
+
+def test_no_checkpoint_is_made_of_a_weight_that_no_loss_shows(folder: Path) -> None:
+    found = "the weight embedding.word_embeddings.weight (nan) on rank 0"
+    assert ended(folder, "unused weight") == [line("checkpoint of iteration 4", found)]
+    assert latest(folder, "unused weight") == 2
+
+
+def test_an_evaluation_that_is_not_finite_ends_the_training(folder: Path) -> None:
+    found = "the weight decoder.layers.0.mlp.linear_fc1.weight (nan) on rank 0"
+    assert ended(folder, "evaluation") == [line("validation at iteration 3", found)]
+    assert "validation loss" not in printed(folder, "evaluation")
+    assert latest(folder, "evaluation") == 2
+
+
+@pytest.mark.parametrize(("training", "value"), [("evaluation", "NAN"), ("infinite evaluation", "INF")])
+def test_a_perplexity_is_never_finite_where_its_loss_is_not(folder: Path, training: str, value: str) -> None:
+    text = printed(folder, f"{training}, trained on")
+    assert f" validation loss at iteration 3 | lm loss value: {value} | lm loss PPL: {value} | " in text
+    assert "] iteration        6/" in text
+    assert latest(folder, f"{training}, trained on") == 6
+
+
+def test_a_loss_scale_that_adapts_skips_the_step(folder: Path) -> None:
+    """As in Megatron-LM, the check is off there."""
+    text = printed(folder, "fp16, the scale adapts")
+    skipped = dict(re.findall(r"\] iteration +(\d+)/.* number of skipped iterations: +(\d+)", text))
+    assert skipped == {"1": "0", "2": "0", "3": "0", "4": "0", "5": "1", "6": "0"}
+    assert latest(folder, "fp16, the scale adapts") == 6
