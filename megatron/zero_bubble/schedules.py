@@ -301,14 +301,14 @@ class ForwardBackward:
 
     def _adapt(self, schedule: Schedule, forward_only: bool, overlaps_reduction: bool) -> Schedule:
         """The plan's schedule as the step at hand runs it."""
+        costs = self.profile.costs if self.profile is not None else default_costs(schedule.placement)
         if forward_only:
-            schedule = lower(schedule.without_communication().forward_only())
+            schedule = lower(schedule.forward_only(), costs=costs)
         else:
             if overlaps_reduction:
                 schedule = reorder_tail(schedule)
             if self._post_validation is not None:
-                costs = self.profile.costs if self.profile is not None else default_costs(schedule.placement)
-                schedule = lower(with_post_validation(schedule, costs))
+                schedule = lower(with_post_validation(schedule, costs), costs=costs)
         validate(schedule)
         return schedule
 

@@ -1,10 +1,14 @@
-"""Random schedules that are valid by construction, and a slow, independent judge of lowered ones."""
+"""Random schedules that are valid by construction, and slow, independent judges of lowered ones."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
-from megatron.zero_bubble.schedule import Op, OpKind, Placement, Schedule
+from megatron.zero_bubble.schedule import Op, OpKind, Placement, Schedule, StageCosts
+from megatron.zero_bubble.schedule.ir import COMMUNICATION, RECEIVES, SENDS
 
 placements = st.one_of(
     st.builds(Placement, st.just("linear"), st.integers(1, 4)),
@@ -117,3 +121,99 @@ def runs(schedule: Schedule) -> bool:
     finished = all(at[rank] == len(ops) for rank, ops in enumerate(schedule.ops))
     clean = all(len(sent) == posted.get(channel, 0) for channel, sent in queues.items())
     return finished and clean
+
+
+Launch = tuple[int, int]
+"""(rank, position)."""
+
+
+def starts_on_streams(schedule: Schedule, costs: StageCosts, *, one_queue: bool) -> dict[Launch, float]:
+    """When every operation of the lowered schedule starts on NCCL's streams; those that never start are missing.
+
+    Word for word, sharing nothing with the library: a message starts when the compute stream has reached the point
+    where it was posted and its communicator's previous message is complete; it is complete when both ends have
+    started and its time has passed. One queue: nothing starts before all that was launched earlier on the rank has.
+    """
+    placement, times = schedule.placement, costs.times()
+    found: dict[Launch, float] = {}
+    ends = _ends_of_messages(schedule)
+    channels = {launch: message for message, launches in ends.items() for launch in launches}
+
+    def stage(rank: int, op: Op) -> int:
+        return placement.stage_of(rank, op.chunk)
+
+    def complete(source: int, destination: int, number: int) -> float | None:
+        """When message `number` of a channel is."""
+        if number < 0:
+            return 0
+        before = complete(source, destination, number - 1)
+        launches = ends[source, destination, number]
+        if before is None or len(launches) < 2 or any(launch not in found for launch in launches):
+            return None
+        rank, position = launches[0]
+        op = schedule.ops[rank][position]
+        edge = stage(rank, op) - (op.kind in (OpKind.SEND_BACKWARD, OpKind.RECV_FORWARD))
+        return max(before, *(found[launch] for launch in launches)) + costs.time_comm[edge]
+
+    def awaited(rank: int, position: int) -> Iterator[float | None]:
+        op = schedule.ops[rank][position]
+        for earlier, before in enumerate(schedule.ops[rank][:position]):
+            if before.kind not in COMMUNICATION:
+                begun = found.get((rank, earlier))
+                yield None if begun is None else begun + times[before.kind][stage(rank, before)]
+            if one_queue:
+                yield found.get((rank, earlier))
+        if op.kind in COMMUNICATION:
+            source, destination, number = channels[rank, position]
+            yield complete(source, destination, number - 1)
+        else:
+            kinds = {OpKind.F: OpKind.RECV_FORWARD, OpKind.B: OpKind.RECV_BACKWARD, OpKind.BW: OpKind.RECV_BACKWARD}
+            receive = op._replace(kind=kinds.get(op.kind, op.kind))
+            if receive.kind in RECEIVES and receive in schedule.ops[rank]:
+                yield complete(*channels[rank, schedule.ops[rank].index(receive)])
+
+    moved = True
+    while moved:
+        moved = False
+        for rank, ops in enumerate(schedule.ops):
+            for position in range(len(ops)):
+                needs = [] if (rank, position) in found else list(awaited(rank, position))
+                if (rank, position) not in found and None not in needs:
+                    found[rank, position] = max([0, *needs])
+                    moved = True
+    return found
+
+
+def _ends_of_messages(schedule: Schedule) -> dict[tuple[int, int, int], list[Launch]]:
+    """(source, destination, number) -> its launches, the send's and the receive's."""
+    ends: dict[tuple[int, int, int], list[Launch]] = {}
+    for rank, ops in enumerate(schedule.ops):
+        posted: dict[tuple[int, int], int] = {}
+        for position, op in enumerate(ops):
+            if op.kind in COMMUNICATION:
+                peer = schedule.placement.peer_of(rank, op)
+                channel = (rank, peer) if op.kind in SENDS else (peer, rank)
+                posted[channel] = posted.get(channel, -1) + 1
+                ends.setdefault((*channel, posted[channel]), []).append((rank, position))
+    return ends
+
+
+def posted_ahead(lowered: Schedule, ahead: int) -> Schedule:
+    """The same with every receive `ahead` computations before its consumer, or earlier where its channel demands it."""
+    ops = []
+    for rank, rank_ops in enumerate(lowered.ops):
+        computations = list(lowered.compute_ops(rank))
+        users = {}
+        for position, op in enumerate(computations):
+            kind = {"F": OpKind.RECV_FORWARD, "B": OpKind.RECV_BACKWARD, "BW": OpKind.RECV_BACKWARD}.get(op.kind)
+            users[op._replace(kind=kind)] = position
+        latest: dict[int, int] = {}
+        posted: list[list[Op]] = [[] for _ in computations]
+        for receive in reversed([op for op in rank_ops if op.kind in RECEIVES]):
+            source = lowered.placement.peer_of(rank, receive)
+            latest[source] = max(0, min(users[receive] - ahead, latest.get(source, len(computations))))
+            posted[latest[source]].insert(0, receive)
+        remaining = [op for op in rank_ops if op.kind not in RECEIVES]
+        here = iter(posted)
+        ops.append(tuple(one for op in remaining for one in ([] if op.kind in SENDS else next(here)) + [op]))
+    return replace(lowered, ops=tuple(ops))

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from random_schedules import posted_ahead
 
 from megatron.zero_bubble.schedule import StageCosts, generate, lower, names, simulate
 from megatron.zero_bubble.schedule.serialize import (
@@ -77,6 +78,7 @@ def test_simulate_as_json(ok):
         "waiting_for_validation": 0,
         "communication": 0,
         "tail": 0,
+        "streams": 0,
     }
     assert figures.pop("critical_path")[:3] == ["0:F0", "1:F0", "2:F0"]
     assert figures == {
@@ -93,6 +95,7 @@ def test_simulate_as_json(ok):
         "span": [27, 26, 25, 24],
         "num_messages": 2 * 3 * 8,
         "overlap_communication": True,
+        "hardware_queues": None,
         "post_validation": False,
         "steps": 1,
         "iteration_time": 27,
@@ -208,6 +211,44 @@ def test_generate_writes_what_validate_and_simulate_read(ok, tmp_path, lowered):
     assert [entry.name for entry in tmp_path.iterdir()] == ["schedule.json"]
 
 
+def test_what_one_hardware_queue_costs(ok, tmp_path):
+    """1F1B with its receives two ahead: nothing with many queues. As we lower it, nothing with one either."""
+    path = tmp_path / "schedule.json"
+    path.write_text(schedule_to_json(posted_ahead(lower(generate("1f1b", 4, 8)), 2)))
+
+    def figures(*flags):
+        found = json.loads(ok("simulate", *flags, "--json"))
+        return found["hardware_queues"], found["makespan"], max(bubble["streams"] for bubble in found["bubble"])
+
+    assert figures("--input", path) == (None, 33, 0)
+    assert figures("--input", path, "--hardware-queues", "many") == ("many", 33, 0)
+    assert figures("--input", path, "--hardware-queues", "1") == ("1", 38, 7)
+    assert figures("--schedule", "1f1b", *SIZE, "--hardware-queues", "1") == ("1", 33, 0)
+
+
+def test_a_schedule_that_stands_still_with_one_queue_is_refused_and_can_be_lowered_anew(run, ok, tmp_path):
+    path, anew = tmp_path / "schedule.json", tmp_path / "anew.json"
+    path.write_text(schedule_to_json(posted_ahead(lower(generate("gpipe", 2, 4)), 2)))
+    for command in ("validate", "simulate"):
+        status, output, errors = run(command, "--input", path)
+        assert (status, output) == (2, "")
+        assert errors == (
+            f"schedule.py {command}: error: schedule gpipe deadlocks with one hardware queue "
+            "(CUDA_DEVICE_MAX_CONNECTIONS=1): rank 0 at RECV_BACKWARD1 waits for SEND_BACKWARD0 of rank 1; "
+            "rank 1 at F3 waits for SEND_FORWARD3 of rank 0; lowered anew it runs\n"
+        )
+    ok("generate", "--input", path, "--lower", "--output", anew)
+    assert "is valid" in ok("validate", "--input", anew)
+
+
+def test_one_queue_in_tables_and_pictures(ok, tmp_path):
+    flags = ("--schedule", "zb-2p", *SIZE, "--time-comm", "0.6", "--hardware-queues", "1")
+    assert "streams" in ok("simulate", *flags)
+    assert "zb-2p" in ok("compare", *flags)
+    ok("draw", *flags, "--output", tmp_path / "one.svg")
+    assert "gain" in ok("simulate", *flags, "--post-validation", "--steps", "3")
+
+
 @pytest.mark.parametrize("write", [schedule_to_csv, schedule_to_pytorch_csv, schedule_to_json])
 def test_every_format_is_recognised(ok, tmp_path, write):
     path = tmp_path / "schedule"
@@ -301,6 +342,8 @@ BAD = {
     "draw --schedule zb-h1 {size} --output {tmp}/folder.svg": "cannot write {tmp}/folder.svg: Is a directory",
     "simulate --input {tmp}/incomplete.csv": "rank 0 lacks B0",
     "generate --schedule zb-h1 {size} --post-validation --format pytorch": "PyTorch's CSV has no word: write JSON",
+    "simulate --schedule zb-h1 {size} --hardware-queues 2": "--hardware-queues: invalid choice: '2' (choose from",
+    "simulate --schedule zb-h1 {size} --hardware-queues 1 --no-overlap-communication": "messages overlap there",
     "simulate --schedule zb-h1 {size} --steps 2": "--steps 2 needs --post-validation: without it an iteration starts",
     "draw --schedule zb-h1 {size} --steps 0 --output {tmp}/new.svg": "--steps: must be at least 1, got 0",
     "draw --schedule zb-h1 {size} --memory-limit 1 --output {tmp}/new.svg": "is enough for every rank",

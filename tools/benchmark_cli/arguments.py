@@ -18,6 +18,8 @@ from schedule_cli.arguments import (
     positive,
 )
 
+from megatron.zero_bubble.schedule.lower import RECEIVE_AHEAD
+
 DEFAULT_TIME = 20.0
 """Of F, B and W each: milliseconds."""
 
@@ -51,9 +53,9 @@ def parse_arguments(argv: list[str] | None, description: str) -> argparse.Namesp
     parser.add_argument(
         "--receive-ahead",
         type=at_least(0),
-        default=2,
+        default=RECEIVE_AHEAD,
         metavar="N",
-        help="compute operations between posting a receive and using it (default 2)",
+        help=f"compute operations between posting a receive and using it (default {RECEIVE_AHEAD})",
     )
     parser.add_argument(
         "--data-parallel-size", type=at_least(1), default=1, metavar="N", help="replicas of the pipeline (default 1)"

@@ -139,7 +139,7 @@ def make_job(arguments: argparse.Namespace, plans: Sequence[Timeline], longest: 
     """The job that runs these plans, of which none takes longer than `longest` milliseconds."""
     return Job(
         num_ranks=arguments.pipeline_size,
-        schedules=tuple((lower(plan.schedule, arguments.receive_ahead), plan.costs) for plan in plans),
+        schedules=tuple((lower(plan.schedule, arguments.receive_ahead, plan.costs), plan.costs) for plan in plans),
         peers=(),
         steps=arguments.steps,
         activation_bytes=arguments.activation_bytes,

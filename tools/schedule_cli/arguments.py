@@ -10,8 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from megatron.zero_bubble.schedule import names
+from megatron.zero_bubble.schedule import HardwareQueues, names
 from megatron.zero_bubble.schedule.draw.svg import MAX_WIDTH
+from megatron.zero_bubble.schedule.lower import RECEIVE_AHEAD
 
 SMALLEST, LARGEST = 1e-20, 1e20
 """Of what a number may be, unless it is zero: what is computed from them is far from the ends of floating point."""
@@ -153,6 +154,15 @@ def _add_steps(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_hardware_queues(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--hardware-queues",
+        choices=[queues.value for queues in HardwareQueues],
+        help="run on NCCL's streams, on GPUs with one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) or with many; "
+        "without it a message waits for nothing on its way",
+    )
+
+
 def _add_source(parser: argparse.ArgumentParser) -> None:
     """One schedule, by name or from a file."""
     source = parser.add_mutually_exclusive_group(required=True)
@@ -184,11 +194,18 @@ def parse_arguments(argv: list[str] | None, description: str) -> argparse.Namesp
     )
     add_post_validation(generate)
     generate.add_argument("--lower", action="store_true", help="add sends and receives (json, pytorch)")
-    generate.add_argument("--receive-ahead", type=at_least(0), default=2, metavar="N", help="for --lower (default 2)")
+    generate.add_argument(
+        "--receive-ahead",
+        type=at_least(0),
+        default=RECEIVE_AHEAD,
+        metavar="N",
+        help=f"for --lower (default {RECEIVE_AHEAD})",
+    )
     simulate = add("simulate", "tell what a schedule costs")
     _add_source(simulate)
     add_post_validation(simulate)
     _add_steps(simulate)
+    _add_hardware_queues(simulate)
     compare = add("compare", "tell what several schedules cost")
     compare.add_argument("--schedule", action="append", metavar="NAME", help="repeat for more (default: all)")
     compare.add_argument("--markdown", action="store_true", help="print the table as Markdown")
@@ -196,10 +213,12 @@ def parse_arguments(argv: list[str] | None, description: str) -> argparse.Namesp
     add_costs(compare)
     add_limit(compare)
     add_post_validation(compare)
+    _add_hardware_queues(compare)
     draw = add("draw", "draw a schedule", json=False, output="required; a .svg, a .html, or a .json for Perfetto")
     _add_source(draw)
     add_post_validation(draw)
     _add_steps(draw)
+    _add_hardware_queues(draw)
     draw.add_argument("--title", help="default: the schedule's name")
     draw.add_argument(
         "--width", type=at_least(200, MAX_WIDTH), metavar="PIXELS", help="of an SVG (default: by its contents)"
@@ -250,6 +269,8 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
             if given[flag] is None:
                 parser.error(f"argument --{flag.replace('_', '-')} is required with --schedule")
     check_costs(parser, arguments)
+    if given.get("hardware_queues") is not None and not arguments.overlap:
+        parser.error("argument --hardware-queues: not allowed with --no-overlap-communication: messages overlap there")
     if arguments.command == "draw" and arguments.output is None:
         parser.error("argument --output is required: a .svg, a .html, or a .json for Perfetto")
 

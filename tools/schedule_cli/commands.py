@@ -48,7 +48,7 @@ def generate(arguments: argparse.Namespace) -> None:
     if arguments.post_validation:
         schedule = with_post_validation(schedule, stage_costs(arguments, schedule.placement))
     if arguments.lower:
-        schedule = lower(schedule, arguments.receive_ahead)
+        schedule = lower(schedule, arguments.receive_ahead, stage_costs(arguments, schedule.placement))
     validate(schedule)
     suffixes = {".json": "json", ".csv": "csv"}
     suffix = arguments.output.suffix if arguments.output else ""

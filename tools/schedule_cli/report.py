@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron.zero_bubble.schedule import (
+    HardwareQueues,
     Schedule,
     ScheduleError,
     Timeline,
@@ -87,6 +88,7 @@ class Report:
             "critical_path": [f"{rank}:{timed.op}" for rank, timed in critical_path(timeline)],
             "num_messages": self.num_messages,
             "overlap_communication": timeline.overlap_communication,
+            "hardware_queues": timeline.hardware_queues and timeline.hardware_queues.value,
             "post_validation": schedule.has_post_validation,
             "steps": self.steps,
             "iteration_time": self.iteration_time,
@@ -169,10 +171,16 @@ def report(
             f"--steps {steps} needs --post-validation: without it an iteration starts when the one before has ended"
         )
     check_size(schedule.placement, schedule.num_microbatches * steps)
-    timeline = simulate(repeat(schedule, steps), costs, overlap_communication=arguments.overlap)
+    given = vars(arguments).get("hardware_queues")
+    queues = None if given is None else HardwareQueues(given)
+    schedules = [schedule, without_post_validation(schedule)]
+    if queues is not None:
+        schedules = [one if one.is_lowered else lower(one, costs=costs) for one in schedules]
+    timeline = simulate(
+        repeat(schedules[0], steps), costs, overlap_communication=arguments.overlap, hardware_queues=queues
+    )
     with_it, without = (
-        iteration_time(one, costs, overlap_communication=arguments.overlap)
-        for one in (schedule, without_post_validation(schedule))
+        iteration_time(one, costs, overlap_communication=arguments.overlap, hardware_queues=queues) for one in schedules
     )
     return Report(schedule, timeline, steps, with_it, without, _lower_bound(timeline), generation_seconds)
 

@@ -18,9 +18,8 @@ from megatron.zero_bubble.runtime.stage import Stage, SteppingStage
 from megatron.zero_bubble.runtime.timeline import OpRecorder
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, OpKind, Schedule
-from megatron.zero_bubble.schedule.ir import BACKWARDS, COMMUNICATION, SENDS
-from megatron.zero_bubble.schedule.messages import other_end
-from megatron.zero_bubble.schedule.post_validation import before_validation
+from megatron.zero_bubble.schedule.ir import BACKWARDS, COMMUNICATION
+from megatron.zero_bubble.schedule.post_validation import before_validation, stale_receives
 from megatron.zero_bubble.schedule.tail import run_together
 
 _Range = Callable[[str], contextlib.AbstractContextManager[Any]]
@@ -97,7 +96,7 @@ class Executor:
         self._steps = _steps(schedule.ops[rank])
         self._redone = _steps(before_validation(schedule, rank))
         self._num_ops = len(schedule.ops[rank])
-        self._stale = _stale_receives(schedule, rank)
+        self._stale = stale_receives(schedule, rank)
         self._runs_backward = any(op.kind in BACKWARDS for op in schedule.ops[rank])
         self._activations: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
         self._incoming: dict[_Key, PendingReceive] = {}
@@ -280,19 +279,3 @@ class Executor:
         if left:
             ops = self.schedule.excerpt(self.rank, self._num_ops - 1)
             raise LeftoverError(f"{self.schedule.name}: at the end of a step {'; '.join(left)}. {ops}")
-
-
-def _stale_receives(schedule: Schedule, rank: int) -> list[Op]:
-    """What other ranks send to `rank` before they validate, and `rank` itself receives only after it has.
-
-    In the order of every channel. Should the validation fail, these messages were made with wrong weights.
-    """
-    received = set(before_validation(schedule, rank))
-    stale = []
-    for source in range(schedule.num_ranks):
-        for op in before_validation(schedule, source):
-            if op.kind in SENDS:
-                destination, receive = other_end(schedule.placement, source, op)
-                if destination == rank and receive not in received:
-                    stale.append(receive)
-    return stale

@@ -14,12 +14,13 @@ from megatron.zero_bubble.schedule.ir import Op, OpKind, Placement, Schedule
 from megatron.zero_bubble.schedule.lower import lower
 from megatron.zero_bubble.schedule.post_validation import iteration_time, repeat, with_post_validation
 from megatron.zero_bubble.schedule.simulate import simulate
-from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline
+from megatron.zero_bubble.schedule.timeline import HardwareQueues, TimedOp, Timeline
 from megatron.zero_bubble.schedule.validate import validate
 
 __all__ = [
     "Bubble",
     "Deadlock",
+    "HardwareQueues",
     "Infeasible",
     "InvalidSchedule",
     "Op",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -28,6 +29,8 @@ class Bubble:
     """Sending and receiving, where that occupies the rank."""
     tail: float
     """After the rank's last operation: the pipeline drains."""
+    streams: float = 0
+    """Waiting for what could be there already: a message or a launch is in line behind another (`streams`)."""
 
     @property
     def total(self) -> float:
@@ -38,7 +41,7 @@ class Bubble:
     def within_span(self) -> float:
         """The part between the rank's first and last operation, which its span pays for."""
         waiting = self.waiting_for_forward + self.waiting_for_backward + self.waiting_for_validation
-        return waiting + self.communication
+        return waiting + self.communication + self.streams
 
 
 def bubbles(timeline: Timeline) -> tuple[Bubble, ...]:
@@ -46,11 +49,13 @@ def bubbles(timeline: Timeline) -> tuple[Bubble, ...]:
     lanes = [lane for lane in timeline.lanes if lane]
     begin = min((lane[0].start for lane in lanes), default=0)
     end = max((lane[-1].end for lane in lanes), default=0)
-    return tuple(_bubble(timeline, rank, begin, end) for rank in range(len(timeline.lanes)))
+    where = _positions(timeline)
+    return tuple(_bubble(timeline, where, rank, begin, end) for rank in range(len(timeline.lanes)))
 
 
 def causes(timeline: Timeline) -> dict[str, tuple[float, ...]]:
-    """For tables: the causes in words, each with its time on every rank; validation only where there is one."""
+    """For tables: the causes in words, each with its time on every rank; validation and streams only where there
+    are such."""
     found = bubbles(timeline)
     words = {
         "warmup": "warmup",
@@ -58,14 +63,17 @@ def causes(timeline: Timeline) -> dict[str, tuple[float, ...]]:
         "waiting_for_backward": "waiting for B",
         "waiting_for_validation": "waiting for validation",
         "communication": "communication",
+        "streams": "streams",
         "tail": "tail",
     }
     if not timeline.schedule.has_post_validation:
         del words["waiting_for_validation"]
+    if timeline.hardware_queues is None:
+        del words["streams"]
     return {word: tuple(getattr(bubble, name) for bubble in found) for name, word in words.items()}
 
 
-def _bubble(timeline: Timeline, rank: int, begin: float, end: float) -> Bubble:
+def _bubble(timeline: Timeline, where: _Positions, rank: int, begin: float, end: float) -> Bubble:
     lane = timeline.lanes[rank]
     if lane and lane[0].op.kind is OpKind.VALIDATE:
         lane = lane[1:]  # the pipeline still fills
@@ -73,14 +81,20 @@ def _bubble(timeline: Timeline, rank: int, begin: float, end: float) -> Bubble:
         return Bubble(end - begin, 0, 0, 0, 0, 0)
     waiting: dict[OpKind, float] = defaultdict(int)
     communication: float = 0
+    streams: float = 0
     for before, timed in pairwise(lane):
         gap = timed.start - before.end
         busy = 0 if timeline.overlap_communication else _busy_between(timeline, rank, before.op, timed.op)
+        if timeline.hardware_queues is not None:
+            arrival = max((time for time, _ in _arrivals(timeline, where, rank, timed.op)), default=before.end)
+            in_line = gap - min(gap, max(0, arrival - before.end))
+            streams += in_line
+            gap -= in_line
         communication += busy
         waiting[timed.op.kind] += gap - busy
     forward, validation = waiting.pop(OpKind.F, 0), waiting.pop(OpKind.VALIDATE, 0)
     backward = sum(waiting.values())
-    return Bubble(lane[0].start - begin, forward, backward, validation, communication, end - lane[-1].end)
+    return Bubble(lane[0].start - begin, forward, backward, validation, communication, end - lane[-1].end, streams)
 
 
 def _busy_between(timeline: Timeline, rank: int, before: Op, op: Op) -> float:
@@ -94,14 +108,10 @@ def critical_path(timeline: Timeline) -> tuple[tuple[int, TimedOp], ...]:
     """The chain of operations that makes the makespan as long as it is, as (rank, operation), first to last.
 
     Each operation could not start earlier because of the one before it: either its rank was busy with
-    it, or its result was needed. Where both hold the chain stays on the rank.
+    it, or its result was needed. Where both hold the chain stays on the rank. Waiting in line on NCCL's streams is
+    not followed.
     """
-    placement = timeline.schedule.placement
-    where: dict[Node, tuple[int, int]] = {}
-    for rank, lane in enumerate(timeline.lanes):
-        for position, timed in enumerate(lane):
-            kind = OpKind.B if timed.op.kind is OpKind.BW else timed.op.kind
-            where[kind, placement.stage_of(rank, timed.op.chunk), timed.op.microbatch] = (rank, position)
+    where = _positions(timeline)
     last = [(lane[-1].end, -rank) for rank, lane in enumerate(timeline.lanes) if lane]
     path: list[tuple[int, TimedOp]] = []
     at = (-max(last)[1], len(timeline.lanes[-max(last)[1]]) - 1) if last else None
@@ -111,21 +121,38 @@ def critical_path(timeline: Timeline) -> tuple[tuple[int, TimedOp], ...]:
     return tuple(reversed(path))
 
 
-def _limited_by(
-    timeline: Timeline, where: dict[Node, tuple[int, int]], rank: int, position: int
-) -> tuple[int, int] | None:
+def _limited_by(timeline: Timeline, where: _Positions, rank: int, position: int) -> tuple[int, int] | None:
     """(rank, position) of the operation that the one at `position` of `rank` had to wait for longest."""
     placement, costs, overlap = timeline.schedule.placement, timeline.costs, timeline.overlap_communication
-    op = timeline.lanes[rank][position].op
     candidates: list[tuple[float, tuple[int, int]]] = []
     if position > 0:
         before = timeline.lanes[rank][position - 1]
         sending = 0 if overlap else message_time(placement, costs, rank, send_after(placement, rank, before.op))
         candidates.append((before.end + sending, (rank, position - 1)))
-    comm = input_time(placement, costs, rank, op) if overlap or op.kind is OpKind.VALIDATE else 0
+    candidates += _arrivals(timeline, where, rank, timeline.lanes[rank][position].op)
+    latest = max((time for time, _ in candidates), default=0)
+    return next((at for time, at in candidates if time == latest), None)
+
+
+def _arrivals(timeline: Timeline, where: _Positions, rank: int, op: Op) -> Iterator[tuple[float, tuple[int, int]]]:
+    """When what `op` of `rank` needs from other ranks could be there, and the (rank, position) that it comes from."""
+    placement, overlap = timeline.schedule.placement, timeline.overlap_communication
+    comm = input_time(placement, timeline.costs, rank, op) if overlap or op.kind is OpKind.VALIDATE else 0
     for needed in dependencies(placement, op.kind, placement.stage_of(rank, op.chunk), op.microbatch):
         source, at = where[needed]
         if source != rank:
-            candidates.append((timeline.lanes[source][at].end + comm, (source, at)))
-    latest = max((time for time, _ in candidates), default=0)
-    return next((at for time, at in candidates if time == latest), None)
+            yield timeline.lanes[source][at].end + comm, (source, at)
+
+
+_Positions = dict[Node, tuple[int, int]]
+"""Where every operation is: (rank, position)."""
+
+
+def _positions(timeline: Timeline) -> _Positions:
+    placement = timeline.schedule.placement
+    where: _Positions = {}
+    for rank, lane in enumerate(timeline.lanes):
+        for position, timed in enumerate(lane):
+            kind = OpKind.B if timed.op.kind is OpKind.BW else timed.op.kind
+            where[kind, placement.stage_of(rank, timed.op.chunk), timed.op.microbatch] = (rank, position)
+    return where

@@ -66,7 +66,7 @@ class NamedPlan:
             memory_limit=self.memory_limit,
             group_size=self.group_size,
         )
-        return _ready(made)
+        return _ready(made, self.costs)
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class FixedPlan:
         return _ready(self.given)
 
 
-def _ready(schedule: Schedule) -> Schedule:
-    lowered = schedule if schedule.is_lowered else lower(schedule)
+def _ready(schedule: Schedule, costs: StageCosts | None = None) -> Schedule:
+    lowered = schedule if schedule.is_lowered else lower(schedule, costs=costs)
     validate(lowered)
     return lowered

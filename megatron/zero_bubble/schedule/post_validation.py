@@ -8,13 +8,15 @@ step or amends it (VALIDATE). A step that was wrong has the forwards before VALI
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import InvalidSchedule
-from megatron.zero_bubble.schedule.ir import POST_VALIDATION, Op, OpKind, Schedule
+from megatron.zero_bubble.schedule.ir import POST_VALIDATION, RECEIVES, SENDS, Op, OpKind, Schedule
+from megatron.zero_bubble.schedule.messages import other_end
 from megatron.zero_bubble.schedule.simulate import simulate
+from megatron.zero_bubble.schedule.timeline import HardwareQueues
 
 _STEP, _VALIDATE = Op(OpKind.STEP, 0), Op(OpKind.VALIDATE, 0)
 
@@ -32,14 +34,17 @@ def repeat(schedule: Schedule, num_steps: int) -> Schedule:
                 microbatch=step if op.kind in POST_VALIDATION else op.microbatch + step * schedule.num_microbatches
             )
 
-    ops = tuple(
-        tuple(op for step in range(num_steps) for op in moved(schedule.compute_ops(rank), step))
-        for rank in range(schedule.num_ranks)
-    )
+    ops = tuple(tuple(op for step in range(num_steps) for op in moved(rank_ops, step)) for rank_ops in schedule.ops)
     return replace(schedule, num_microbatches=schedule.num_microbatches * num_steps, ops=ops)
 
 
-def iteration_time(schedule: Schedule, costs: StageCosts, *, overlap_communication: bool = True) -> float:
+def iteration_time(
+    schedule: Schedule,
+    costs: StageCosts,
+    *,
+    overlap_communication: bool = True,
+    hardware_queues: HardwareQueues | None = None,
+) -> float:
     """The time from one iteration to the next when iterations follow each other, in the unit of the costs.
 
     Without post-validation every iteration waits for the last rank of the one before: it is the makespan. With
@@ -47,7 +52,10 @@ def iteration_time(schedule: Schedule, costs: StageCosts, *, overlap_communicati
     """
 
     def makespan(num_steps: int) -> float:
-        return simulate(repeat(schedule, num_steps), costs, overlap_communication=overlap_communication).makespan
+        steps = repeat(schedule, num_steps)
+        return simulate(
+            steps, costs, overlap_communication=overlap_communication, hardware_queues=hardware_queues
+        ).makespan
 
     return makespan(3) - makespan(2) if schedule.has_post_validation else makespan(1)
 
@@ -111,6 +119,25 @@ def before_validation(schedule: Schedule, rank: int) -> tuple[Op, ...]:
     return ops[: next((k for k, op in enumerate(ops) if op.kind is OpKind.VALIDATE), 0)]
 
 
+def stale_receives(schedule: Schedule, rank: int) -> tuple[Op, ...]:
+    """What other ranks send to `rank` before they validate, and `rank` itself receives only after it has.
+
+    In the order of every channel. Should the validation fail, these messages were made with wrong weights.
+    """
+    received = set(before_validation(schedule, rank))
+    return tuple(receive for receive in _sent_before_validation(schedule, rank) if receive not in received)
+
+
+def _sent_before_validation(schedule: Schedule, rank: int) -> Iterator[Op]:
+    """The receives of `rank` whose messages other ranks send before they validate, in the order of every channel."""
+    for source in range(schedule.num_ranks):
+        for op in before_validation(schedule, source):
+            if op.kind in SENDS:
+                destination, receive = other_end(schedule.placement, source, op)
+                if destination == rank:
+                    yield receive
+
+
 def num_forwards_before_validation(schedule: Schedule) -> int:
     """How many forwards, on all ranks together, are run again should the validation fail."""
     before = (op for rank in range(schedule.num_ranks) for op in before_validation(schedule, rank))
@@ -119,7 +146,8 @@ def num_forwards_before_validation(schedule: Schedule) -> int:
 
 def check_post_validation(schedule: Schedule) -> None:
     """Raise `InvalidSchedule` unless every rank has one STEP, its last operation, and one VALIDATE, before
-    which only forwards stand whose inputs are made by forwards that stand before a VALIDATE, too."""
+    which only forwards stand whose inputs are made by forwards that stand before a VALIDATE, too, and only receives
+    whose messages are sent before one: what stands there can be run again."""
     placement = schedule.placement
     early: set[tuple[int, int]] = set()
     for rank in range(schedule.num_ranks):
@@ -144,4 +172,11 @@ def check_post_validation(schedule: Schedule) -> None:
             raise InvalidSchedule(
                 f"schedule {schedule.name}: stage {stage} runs F{microbatch} before {_VALIDATE}, "
                 f"but stage {stage - 1} runs its own after it"
+            )
+    for rank in range(schedule.num_ranks):
+        received = {op for op in before_validation(schedule, rank) if op.kind in RECEIVES}
+        for receive in sorted(received.difference(_sent_before_validation(schedule, rank))):
+            raise InvalidSchedule(
+                f"schedule {schedule.name}: rank {rank} runs {receive} before {_VALIDATE}, "
+                f"but rank {schedule.placement.peer_of(rank, receive)} sends that message after its own"
             )

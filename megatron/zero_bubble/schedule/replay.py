@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from megatron.zero_bubble.schedule.errors import Deadlock
-from megatron.zero_bubble.schedule.ir import COMMUNICATION, SPLIT_WEIGHT_GRADIENTS, OpKind, Placement, Schedule
+from megatron.zero_bubble.schedule.ir import SPLIT_WEIGHT_GRADIENTS, OpKind, Placement, Schedule
 
 Node = tuple[OpKind, int, int]
 """(kind, stage, microbatch): an operation, named by its stage instead of its rank and chunk. BW is a B."""
@@ -36,11 +36,10 @@ def dependencies(placement: Placement, kind: OpKind, stage: int, microbatch: int
 def replay(schedule: Schedule) -> Iterator[tuple[int, int]]:
     """Yield the (rank, position) of every operation in an order that respects all dependencies.
 
-    Every rank runs its operations in order; an operation that lacks an input blocks its rank. In a
-    lowered schedule what crosses ranks is there once it was *sent*, in any other once it was computed.
+    Every rank runs its operations in order; an operation that lacks an input blocks its rank. What crosses ranks is
+    there once it was computed. The schedule is not lowered: messages are `streams`' affair.
     Takes time linear in the number of operations. Raises `Deadlock` when all unfinished ranks are blocked.
     """
-    lowered = schedule.is_lowered
     done: set[Node] = set()
     blocked: dict[Node, list[int]] = {}
     next_position = [0] * schedule.num_ranks
@@ -49,7 +48,7 @@ def replay(schedule: Schedule) -> Iterator[tuple[int, int]]:
         rank = runnable.popleft()
         ops = schedule.ops[rank]
         while next_position[rank] < len(ops):
-            missing = _first_missing(schedule, rank, next_position[rank], done, lowered)
+            missing = _first_missing(schedule, rank, next_position[rank], done)
             if missing is not None:
                 blocked.setdefault(missing, []).append(rank)
                 break
@@ -63,36 +62,33 @@ def replay(schedule: Schedule) -> Iterator[tuple[int, int]]:
         raise Deadlock(_explain(schedule, blocked, next_position))
 
 
-def _first_missing(schedule: Schedule, rank: int, position: int, done: set[Node], lowered: bool) -> Node | None:
+def _first_missing(schedule: Schedule, rank: int, position: int, done: set[Node]) -> Node | None:
     """What the operation at `position` of `rank` still waits for."""
     kind, microbatch, chunk = schedule.ops[rank][position]
     placement = schedule.placement
-    if kind in COMMUNICATION:
-        return None  # a receive is only posted, and whoever consumes it waits; a send stands after its operation
     for needed in dependencies(placement, kind, placement.stage_of(rank, chunk), microbatch):
-        if lowered and placement.rank_of(needed[1]) != rank:
-            needed = (_SEND_OF.get(needed[0], needed[0]), needed[1], needed[2])
         if needed not in done:
             return needed
     return None
 
 
-_SEND_OF = {OpKind.F: OpKind.SEND_FORWARD, OpKind.B: OpKind.SEND_BACKWARD}
-
-
 def _explain(schedule: Schedule, blocked: dict[Node, list[int]], next_position: list[int]) -> str:
-    """One line that follows the blocked ranks until one of them comes round again, or is at its end."""
+    """One line with the ranks that wait for each other."""
     waits_for = {rank: node for node, ranks in blocked.items() for rank in ranks}
-    rank = min(waits_for)
-    path: list[int] = []
-    while rank in waits_for and rank not in path:
-        path.append(rank)
-        rank = schedule.placement.rank_of(waits_for[rank][1])
-    cycle = path[path.index(rank) :] if rank in path else path
     steps = []
-    for rank in cycle:
+    for rank in circle({rank: schedule.placement.rank_of(node[1]) for rank, node in waits_for.items()}):
         kind, stage, microbatch = waits_for[rank]
         at = schedule.ops[rank][next_position[rank]]
         owner = schedule.placement.rank_of(stage)
         steps.append(f"rank {rank} at {at} waits for {kind}{microbatch} of stage {stage} on rank {owner}")
     return f"schedule {schedule.name} deadlocks: {'; '.join(steps)}"
+
+
+def circle(waits_for: Mapping[int, int]) -> list[int]:
+    """Follow ranks, each to the one that it waits for, until one of them comes round again, or waits for none."""
+    rank = min(waits_for)
+    path: list[int] = []
+    while rank in waits_for and rank not in path:
+        path.append(rank)
+        rank = waits_for[rank]
+    return path[path.index(rank) :] if rank in path else path

@@ -7,10 +7,17 @@ from megatron.zero_bubble.schedule.errors import ScheduleError
 from megatron.zero_bubble.schedule.ir import OpKind, Schedule
 from megatron.zero_bubble.schedule.messages import input_time, message_time, send_after
 from megatron.zero_bubble.schedule.replay import Node, dependencies, replay
+from megatron.zero_bubble.schedule.streams import HardwareQueues, StreamReplay
 from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline
 
 
-def simulate(schedule: Schedule, costs: StageCosts, *, overlap_communication: bool = True) -> Timeline:
+def simulate(
+    schedule: Schedule,
+    costs: StageCosts,
+    *,
+    overlap_communication: bool = True,
+    hardware_queues: HardwareQueues | None = None,
+) -> Timeline:
     """Run the compute operations of `schedule`, lowered or not, with the times of `costs`.
 
     Every rank runs its operations in order, each as soon as the rank is free and its inputs are there.
@@ -19,13 +26,21 @@ def simulate(schedule: Schedule, costs: StageCosts, *, overlap_communication: bo
     operation that made the tensor, the receiver for that time right before the one that uses it. The state
     that VALIDATE waits for takes as long as the slowest message, and occupies nobody.
 
+    With `hardware_queues` a lowered schedule runs on NCCL's streams: a message also waits for its receive to be posted
+    and for the one before it on its channel, and with one queue a computation for what was launched before it.
+
     Nothing but sums and maxima of the given numbers is computed, so that integers and fractions give
-    exact results. Raises `ScheduleError` if the costs are for another number of stages, and `Deadlock`.
+    exact results. Raises `ScheduleError` if the costs are for another number of stages, `InvalidSchedule` if a
+    schedule that is to run on streams lacks a message, and `Deadlock`.
     """
     if costs.num_stages != schedule.num_stages:
         raise ScheduleError(
             f"schedule {schedule.name} has {schedule.num_stages} stages, but the costs are for {costs.num_stages}"
         )
+    if hardware_queues is not None:
+        assert overlap_communication, "on streams messages overlap with computations"
+        lanes_on_streams = StreamReplay(schedule, costs).run(hardware_queues)
+        return Timeline(schedule.without_communication(), costs, True, lanes_on_streams, hardware_queues)
     schedule = schedule.without_communication()
     placement = schedule.placement
     times = costs.times()

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
 
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.ir import POST_VALIDATION, Op, Schedule
 from megatron.zero_bubble.schedule.memory import peak_memory
+
+
+class HardwareQueues(Enum):
+    """From how many lines of launches a GPU takes its work."""
+
+    ONE = "1"
+    """`CUDA_DEVICE_MAX_CONNECTIONS=1`, which Megatron-LM demands for tensor parallelism on GPUs before Blackwell."""
+    MANY = "many"
+    """CUDA's default: launches of one stream do not wait for those of another."""
 
 
 class TimedOp(NamedTuple):
@@ -31,6 +41,8 @@ class Timeline:
     costs: StageCosts
     overlap_communication: bool
     lanes: tuple[tuple[TimedOp, ...], ...]
+    hardware_queues: HardwareQueues | None = None
+    """Of the GPUs on whose streams messages went; None where messages wait for nothing."""
 
     @property
     def spans(self) -> tuple[float, ...]:

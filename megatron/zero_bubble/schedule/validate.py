@@ -18,6 +18,7 @@ from megatron.zero_bubble.schedule.ir import (
 from megatron.zero_bubble.schedule.messages import other_end, receive_before, send_after
 from megatron.zero_bubble.schedule.post_validation import check_post_validation
 from megatron.zero_bubble.schedule.replay import dependencies, replay
+from megatron.zero_bubble.schedule.streams import check_streams
 
 _Positions = list[dict[Op, int]]
 """For every rank, where each of its operations stands."""
@@ -34,8 +35,8 @@ def validate(schedule: Schedule) -> None:
     - In a lowered schedule: every tensor that leaves a rank is sent, after it was made, and received
       before it is used; the k-th send of a channel and its k-th receive name the same message.
     - With post-validation: what `check_post_validation` says.
-    - Replayed with ranks that run their operations in order, every rank reaches its end. A send never
-      blocks; an operation that uses a message waits until it was sent.
+    - Replayed with ranks that run their operations in order, every rank reaches its end: in a lowered schedule
+      on NCCL's streams, with one hardware queue and with many.
 
     Time is linear in the number of operations.
     """
@@ -45,13 +46,16 @@ def validate(schedule: Schedule) -> None:
     _check_complete(schedule, positions)
     _check_order(schedule)
     _check_own_rank(schedule, positions)
-    if schedule.has_post_validation:
-        check_post_validation(schedule)
     if schedule.is_lowered:
         _check_messages(schedule, positions)
         _check_channels(schedule)
-    for _ in replay(schedule):
-        pass
+    if schedule.has_post_validation:
+        check_post_validation(schedule)
+    if schedule.is_lowered:
+        check_streams(schedule)
+    else:
+        for _ in replay(schedule):
+            pass
 
 
 def _fail(schedule: Schedule, problem: str) -> InvalidSchedule:
