@@ -96,7 +96,7 @@ def test_a_checkpoint_of_another_run(tmp_path: Path) -> None:
     assert said in again.stdout
     (line,) = errors_of(*BASE, "--train-iters", "2", "--load", str(tmp_path))
     assert f"--load {tmp_path}" in line
-    assert "--override-opt_param-scheduler" in line
+    assert "--override-opt-param-scheduler" in line
     (line,) = errors_of(*BASE, "--hidden-size", "64", "--load", str(tmp_path))
     assert "--hidden-size 64" in line
     assert "32" in line

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.zero_bubble.training.checkpoint import TRACKER, checkpoint_folder, latest_iteration
+from megatron.zero_bubble.training.checkpoint_files import TRACKER, checkpoint_folder, latest_iteration
 
 
 def save(root: Path, iteration: int) -> Path:
@@ -38,8 +38,11 @@ def test_the_tracker_names_the_latest(tmp_path, text):
         ("release", "latest_checkpointed_iteration.txt says 'release', which is not an iteration"),
         ("-5", "latest_checkpointed_iteration.txt says '-5', which is not an iteration"),
         ("1²", "latest_checkpointed_iteration.txt says '1²', which is not an iteration"),
-        ("300", "iter_0000300, which latest_checkpointed_iteration.txt names, is missing or incomplete"),
-        ("200", "iter_0000200, which latest_checkpointed_iteration.txt names, is missing or incomplete"),
+        ("300", "iter_0000300, which latest_checkpointed_iteration.txt names, is missing"),
+        (
+            "200",
+            "iter_0000200, which latest_checkpointed_iteration.txt names, is incomplete: metadata.json is missing",
+        ),
     ],
 )
 def test_what_cannot_be_loaded_is_one_line_that_names_the_flag(tmp_path, text, problem):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron.zero_bubble.training.save_lock import lock_folder
 from tests.launch import PRETRAIN, TINY_GPT, environment, run, run_trainings, torchrun
 
 
@@ -81,9 +83,10 @@ def test_killed_and_resumed_equals_uninterrupted(uninterrupted: Path, tmp_path: 
 
 
 def test_a_half_written_checkpoint_is_not_picked_up(uninterrupted: Path, tmp_path: Path) -> None:
-    """As after a crash while iteration 30 was written: its folder is there, the tracker names 20."""
+    """As after a crash while iteration 30 was written: what is there of it has another name, the tracker names 20."""
     shutil.copytree(uninterrupted / "checkpoints", tmp_path / "checkpoints")
-    half = tmp_path / "checkpoints" / "iter_0000030"
+    half = tmp_path / "checkpoints" / "iter_0000030.incomplete"
+    (tmp_path / "checkpoints" / "iter_0000030").rename(half)
     (half / "metadata.json").unlink()
     next(half.glob("*.distcp")).write_bytes(b"cut short")
     (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("20")
@@ -92,7 +95,8 @@ def test_a_half_written_checkpoint_is_not_picked_up(uninterrupted: Path, tmp_pat
     assert result.returncode == 0, result.stderr
     assert "at iteration 20" in result.stdout
     assert (tmp_path / "numerics").read_bytes() == (uninterrupted / "numerics").read_bytes()
-    assert (half / "metadata.json").exists()
+    assert (tmp_path / "checkpoints" / "iter_0000030" / "metadata.json").exists()
+    assert not half.exists()
 
 
 def test_megatron_cores_schedule_resumes_from_ours(uninterrupted: Path, tmp_path: Path) -> None:
@@ -116,6 +120,22 @@ def test_sigterm_saves_and_exits(tmp_path: Path) -> None:
     assert "SIGTERM" in output
     last = json.loads((tmp_path / "numerics").read_text().splitlines()[-1])["iteration"]
     assert (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == str(last)
+
+
+def test_no_other_job_saves_to_the_folder_of_one_that_lives(tmp_path: Path) -> None:
+    job = start(tmp_path, "--train-iters", "100000", "--save-interval", "100000")
+    ranks = ranks_of(tmp_path, job)
+    refused = run(2, PRETRAIN, *flags(tmp_path))
+    assert refused.returncode != 0
+    assert "iteration" not in refused.stdout
+    (line,) = re.findall(r"^pretrain_gpt\.py: error: (.*)", refused.stderr, flags=re.MULTILINE)
+    holder = re.fullmatch(rf"--save {tmp_path}/checkpoints: process (\d+) on .*, since .*, saves there: .*", line)
+    assert holder is not None, line
+    assert int(holder[1]) in [rank.pid for rank in ranks]
+    for process in processes_of(tmp_path):
+        process.kill()
+    job.wait(timeout=30)
+    lock_folder(tmp_path / "checkpoints", {}, pytest.fail).close()
 
 
 def test_a_dead_rank_takes_the_job_down(tmp_path: Path) -> None:

@@ -199,6 +199,7 @@ class OutputFlags:
     finetune: bool = flag("load the model alone and begin at iteration 0", False)
     no_load_optim: bool = flag("do not load the optimizer", False)
     no_load_rng: bool = flag("do not load the random state", False)
+    zero_bubble_no_checksums: bool = flag("neither save checksums of a checkpoint's files nor check them", False)
 
 
 @dataclass

@@ -1,8 +1,4 @@
-"""Checkpoints in Megatron-LM's layout: `iter_0000100/` in torch_dist format, and a file that names the latest.
-
-`latest_checkpointed_iteration.txt` is replaced, in one step, only after every rank has written its part:
-a checkpoint that was cut short is never picked up.
-"""
+"""Checkpoints in Megatron-LM's layout: `iter_0000100/` in torch_dist format, and a file that names the latest."""
 
 from __future__ import annotations
 
@@ -16,48 +12,41 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
+from torch.distributed.checkpoint.metadata import Metadata
 
-from megatron.zero_bubble.mcore.checkpoint_writer import keep_results_in_process
+from megatron.zero_bubble.mcore.checkpoint_reading import COMMON_FILE, CheckpointError, load, read_common, read_metadata
+from megatron.zero_bubble.mcore.checkpoint_writing import keep_results_in_process, save
 from megatron.zero_bubble.mcore.optimizer import allocate_states, loadable
+from megatron.zero_bubble.runtime.joint import jointly, on_rank
 from megatron.zero_bubble.training.arguments import Arguments
-from megatron.zero_bubble.training.files import write_file
+from megatron.zero_bubble.training.checkpoint_files import (
+    CHECKSUMS,
+    Checksum,
+    begin_folder,
+    check_checksums,
+    check_complete,
+    check_config,
+    checkpoint_folder,
+    checksum,
+    files_of_rank,
+    incomplete_folder,
+    latest_iteration,
+    name_latest,
+    read_checksums,
+    share,
+    tracked,
+    write_checksums,
+)
+from megatron.zero_bubble.training.checkpoint_flags import check_model_shape, check_optimizer, check_schedule
+from megatron.zero_bubble.training.errors import TrainingError
 from megatron.zero_bubble.training.initialize import print_rank_0
 
-TRACKER = "latest_checkpointed_iteration.txt"
-
-_MODEL_SHAPE = (
-    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
-    *("max_position_embeddings", "position_embedding_type", "padded_vocab_size", "normalization", "swiglu"),
-    *("untie_embeddings_and_output_weights", "disable_bias_linear", "num_experts", "mtp_num_layers"),
-)
 _OF_ONE_RANK = ("rank", "local_rank")
-
-
-def checkpoint_folder(root: str | Path, iteration: int) -> Path:
-    return Path(root) / f"iter_{iteration:07d}"
-
-
-def latest_iteration(root: str | Path) -> int:
-    """The iteration of the newest complete checkpoint under `root`.
-
-    Raises:
-        ValueError: there is none, or what the tracker file names is not there.
-    """
-    tracker = Path(root) / TRACKER
-    if not tracker.is_file():
-        raise ValueError(f"--load {root}: no checkpoint there ({TRACKER} is missing)")
-    text = tracker.read_text().strip()
-    if not text.isdecimal():
-        raise ValueError(f"--load {root}: {TRACKER} says {text!r}, which is not an iteration")
-    folder = checkpoint_folder(root, int(text))
-    if not (folder / "metadata.json").is_file():
-        raise ValueError(f"--load {root}: {folder.name}, which {TRACKER} names, is missing or incomplete")
-    return int(text)
 
 
 class Checkpointer:
@@ -82,59 +71,111 @@ class Checkpointer:
         keep_results_in_process()
 
     def save(self) -> None:
-        """Write the checkpoint of `args.iteration` under `args.save`; a collective call."""
+        """Write the checkpoint of `args.iteration` under `args.save`; a collective call.
+
+        Raises:
+            TrainingError: on every rank, if any of them cannot write. The latest checkpoint is the one before, then.
+        """
         assert self._args.save is not None
         root, iteration = Path(self._args.save), self._args.iteration
-        folder = checkpoint_folder(root, iteration)
         print_rank_0(f"saving checkpoint at iteration {iteration} to {root} in torch_dist format")
-        if dist.get_rank() == 0:
-            # What an earlier, interrupted attempt at this iteration may have left.
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-        dist.barrier()
+        try:
+            folder = on_rank(0, lambda: begin_folder(root, iteration))
+            self._write(folder)
+            on_rank(0, lambda: name_latest(root, iteration))
+        except (CheckpointError, OSError) as error:
+            reason = getattr(error, "strerror", None) or error
+            if dist.get_rank() == 0:
+                shutil.rmtree(incomplete_folder(root, iteration), ignore_errors=True)
+            raise TrainingError(
+                f"--save {root}: iteration {iteration} cannot be saved: {reason} (latest there: {tracked(root)})"
+            ) from error
+        print_rank_0(f"  successfully saved checkpoint from iteration {iteration} to {root}")
+
+    def _write(self, folder: Path) -> None:
+        """Write all ranks' state to `folder`, with checksums, and see that it is all there."""
         metadata = self._new_metadata()
         allocate_states(self._optimizer)
         state = self._sharded_state(metadata, is_loading=False)
         state.update(
             args=self._saved_args(),
             checkpoint_version=3.0,
-            iteration=iteration,
+            iteration=self._args.iteration,
             opt_param_scheduler=self._scheduler.state_dict(),
             num_floating_point_operations_so_far=0,
         )
-        stored = {key: value for key, value in metadata.items() if key != "dp_cp_group"}
-        dist_checkpointing.save(state, str(folder), content_metadata=stored)
-        dist.barrier()
-        if dist.get_rank() == 0:
-            write_file(root / TRACKER, str(iteration))
-        dist.barrier()
-        print_rank_0(f"  successfully saved checkpoint from iteration {iteration} to {root}")
+        save(state, folder, {key: value for key, value in metadata.items() if key != "dp_cp_group"})
+        checksums = None
+        if not self._args.zero_bubble_no_checksums:
+            names = files_of_rank(folder, dist.get_rank())
+            own = jointly(lambda: {name: checksum(folder / name) for name in names})
+            gathered: list[dict[str, Checksum]] = [{}] * dist.get_world_size()
+            dist.all_gather_object(gathered, own)
+            checksums = {name: found for part in gathered for name, found in part.items()}
+            on_rank(0, lambda: write_checksums(folder, checksums))
+        on_rank(0, lambda: check_complete(folder, read_metadata(folder), checksums))
 
     def load(self) -> None:
         """Load the newest checkpoint under `args.load`; a collective call.
 
         Raises:
-            ValueError: there is no checkpoint, or it is of another model.
+            ValueError: on every rank: there is no checkpoint, it is damaged, or of another model.
         """
         args = self._args
         assert args.load is not None
-        iteration = latest_iteration(args.load)
-        folder = str(checkpoint_folder(args.load, iteration))
-        common = dist_checkpointing.load_common_state_dict(folder)
-        saved = common["args"]
-        check_model_shape(args, saved)
-        metadata = {**self._new_metadata(), **(dist_checkpointing.load_content_metadata(folder) or {})}
-        with_optimizer = not (args.finetune or args.no_load_optim)
-        with_rng = not (args.finetune or args.no_load_rng) and self._same_layout(saved)
-        with loadable(self._optimizer):
-            request = self._sharded_state(metadata, is_loading=True, with_optimizer=with_optimizer, with_rng=with_rng)
-            state = dist_checkpointing.load(request, folder)
-            self._restore(state, with_optimizer=with_optimizer, with_rng=with_rng)
+        # Another job may be saving there: the latest is what one rank takes for it.
+        iteration = on_rank(0, lambda: latest_iteration(str(args.load)))
+        folder = checkpoint_folder(args.load, iteration)
+        try:
+            common = self._load(folder)
+        except CheckpointError as error:
+            raise CheckpointError(f"--load {args.load}: {folder.name}: {error}") from error
         if not args.finetune:
             args.iteration = iteration
-            args.consumed_train_samples = saved.consumed_train_samples
-            args.consumed_valid_samples = saved.consumed_valid_samples
+            args.consumed_train_samples = common["args"].consumed_train_samples
+            args.consumed_valid_samples = common["args"].consumed_valid_samples
         print_rank_0(f"  successfully loaded checkpoint from {args.load} at iteration {iteration}")
+
+    def _load(self, folder: Path) -> dict[str, Any]:
+        """Load the model and what the flags want of the rest; gives what is common to all ranks."""
+        args = self._args
+        description, common = self._read_checked(folder)
+        check_model_shape(args, common["args"])
+        if not args.finetune:
+            check_schedule(args, self._scheduler.state_dict(), common["opt_param_scheduler"])
+        with_optimizer = not (args.finetune or args.no_load_optim)
+        if with_optimizer:
+            check_optimizer(args, common["args"])
+        metadata = {**self._new_metadata(), **common.get("content_metadata", {})}
+        with_rng = not (args.finetune or args.no_load_rng) and self._same_layout(common["args"])
+        with loadable(self._optimizer):
+            request = self._sharded_state(metadata, is_loading=True, with_optimizer=with_optimizer, with_rng=with_rng)
+            state = load(request, folder, description)
+            self._restore(state, with_optimizer=with_optimizer, with_rng=with_rng)
+        return common
+
+    def _read_checked(self, folder: Path) -> tuple[Metadata, dict[str, Any]]:
+        """Check the files of a checkpoint, each rank its share of them, and read what describes the others.
+
+        Raises:
+            CheckpointError: on every rank: a file is not what was saved.
+        """
+        checksums = None
+        if not self._args.zero_bubble_no_checksums:
+            checksums = on_rank(0, lambda: read_checksums(folder))
+            if checksums is None:
+                print_rank_0(f"  {folder.name} has no {CHECKSUMS}: its files cannot be compared with what was saved")
+            else:
+                names = share(checksums, dist.get_rank(), dist.get_world_size())
+                jointly(lambda: check_checksums(folder, {name: checksums[name] for name in names}))
+        on_rank(0, lambda: check_config(folder))
+        description = jointly(lambda: read_metadata(folder))
+        on_rank(0, lambda: check_complete(folder, description, checksums))
+        common = jointly(lambda: read_common(folder))
+        for name in ("args",) if self._args.finetune else ("args", "opt_param_scheduler"):
+            if name not in common:
+                raise CheckpointError(f"{COMMON_FILE} has no {name!r}")
+        return description, common
 
     def _sharded_state(
         self, metadata: dict[str, Any], *, is_loading: bool, with_optimizer: bool = True, with_rng: bool = True
@@ -163,16 +204,11 @@ class Checkpointer:
             _set_rng_state(state["rng_state"][0])
 
     def _restore_scheduler(self, state: dict[str, Any]) -> None:
-        try:
-            self._scheduler.load_state_dict(state)
-        except AssertionError as error:
-            reason = " ".join(str(error).removeprefix("OptimizerParamScheduler: ").split()).replace(
-                "checkpointvalue", "checkpoint value"
-            )
-            raise ValueError(
-                f"--load {self._args.load}: the learning rate's schedule was another one ({reason}): give the flags of "
-                "that run, --override-opt_param-scheduler or --use-checkpoint-opt_param-scheduler"
-            ) from error
+        self._scheduler.load_state_dict(state)
+        for group in self._optimizer.param_groups:
+            # The optimizer's state has brought back those of the checkpoint, which the scheduler prefers to its own.
+            group["max_lr"], group["min_lr"] = self._scheduler.max_lr, self._scheduler.min_lr
+        self._scheduler.step(0)
 
     def _new_metadata(self) -> dict[str, Any]:
         return {
@@ -197,22 +233,6 @@ class Checkpointer:
         if not same:
             print_rank_0("  the checkpoint has another layout of ranks: its random state is not loaded")
         return same
-
-
-def check_model_shape(args: Arguments, saved: argparse.Namespace) -> None:
-    """Raise `ValueError` if the checkpoint with the flags `saved`, ours or Megatron-LM's, is of another model."""
-    pairs = {name: (getattr(args, name), getattr(saved, name, None)) for name in _MODEL_SHAPE}
-    pairs["num_query_groups"] = (args.num_query_groups, _saved_query_groups(saved))
-    for name, (ours, theirs) in pairs.items():
-        if theirs is not None and theirs != ours:
-            flag = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{flag} {ours}: the checkpoint in --load {args.load} was saved with {theirs}")
-
-
-def _saved_query_groups(saved: argparse.Namespace) -> int | None:
-    """Without `--group-query-attention` every head is a group, but Megatron-LM saves its default, 1."""
-    grouped = getattr(saved, "group_query_attention", True)
-    return getattr(saved, "num_query_groups" if grouped else "num_attention_heads", None)
 
 
 def _rng_state() -> ShardedObject:

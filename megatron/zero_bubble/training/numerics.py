@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron.zero_bubble.runtime.joint import on_rank
 from megatron.zero_bubble.training.errors import TrainingError
 
 
@@ -45,15 +46,10 @@ class NumericsLog:
         Raises:
             TrainingError: the file cannot be written; on all ranks.
         """
-        failure: list[str | None] = [None]
-        if self._writes:
-            try:
-                write()
-            except OSError as error:
-                failure = [f"--log-numerics {self._path} cannot be written: {error.strerror}"]
-        dist.broadcast_object_list(failure, src=self._log_rank)
-        if failure[0] is not None:
-            raise TrainingError(failure[0])
+        try:
+            on_rank(self._log_rank, write)
+        except OSError as error:
+            raise TrainingError(f"--log-numerics {self._path} cannot be written: {error.strerror}") from error
 
     def _drop_lines_after(self, iteration: int) -> None:
         lines = self._path.read_text().splitlines() if iteration and self._path.exists() else []

@@ -21,7 +21,7 @@ def check_output(args: Arguments) -> None:
     """
     if args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler:
         raise ValueError(
-            "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler contradict each other"
+            "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler contradict each other"
         )
     if args.save is None and args.save_interval is not None:
         raise ValueError("--save-interval needs --save FOLDER")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -16,12 +17,14 @@ from megatron.core.utils import get_attr_wrapped_model
 from megatron.zero_bubble.mcore.finite import FiniteCheck
 from megatron.zero_bubble.mcore.placement import check_layers_built
 from megatron.zero_bubble.mcore.post_validation import PostValidation
+from megatron.zero_bubble.runtime.joint import on_rank
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Infeasible, Placement
 from megatron.zero_bubble.schedule.plan import Plan
 from megatron.zero_bubble.schedules import ForwardBackward
 from megatron.zero_bubble.training.arguments import Arguments
-from megatron.zero_bubble.training.checkpoint import Checkpointer, latest_iteration
+from megatron.zero_bubble.training.checkpoint import Checkpointer
+from megatron.zero_bubble.training.checkpoint_files import latest_iteration
 from megatron.zero_bubble.training.data import DataConfig, build_data_iterator, build_datasets, reads_data
 from megatron.zero_bubble.training.description import describe, describe_places
 from megatron.zero_bubble.training.errors import TrainingError
@@ -33,6 +36,7 @@ from megatron.zero_bubble.training.model import build_lr_scheduler, build_model,
 from megatron.zero_bubble.training.plans import choose_placement, choose_plan, limit_flag
 from megatron.zero_bubble.training.post_validation import build_post_validation
 from megatron.zero_bubble.training.running import open_timeline, run_plan
+from megatron.zero_bubble.training.save_lock import lock_folder
 from megatron.zero_bubble.training.sizes import check_memory
 from megatron.zero_bubble.training.stalls import open_watchdog
 from megatron.zero_bubble.training.tokenizer import build_tokenizer, padded_vocab_size
@@ -42,7 +46,7 @@ def pretrain(args: Arguments) -> None:
     """Train a GPT as the (complete and checked) flags say.
 
     Raises:
-        ValueError: the data, the tokenizer or the checkpoint does not fit.
+        ValueError: the data, the tokenizer or the checkpoint does not fit, or a checkpoint cannot be written.
     """
     data_config = make_data_config(args)
     tokenizer = load_tokenizer(args)
@@ -53,6 +57,8 @@ def pretrain(args: Arguments) -> None:
     if args.load:
         latest_iteration(args.load)
     with initialized(args, placement), ExitStack() as resources:
+        if args.save:
+            on_rank(0, lambda: _hold_folder(str(args.save), resources))
         trainer = _build_trainer(args, plan, placement, data_config, tokenizer, resources)
         try:
             trainer.train()
@@ -63,6 +69,11 @@ def pretrain(args: Arguments) -> None:
         except ValueError as error:
             raise RuntimeError("this is no mistake of the command line") from error
         trainer.close()
+
+
+def _hold_folder(save: str, resources: ExitStack) -> None:
+    """Keep other jobs from saving to this folder until `resources` are closed."""
+    resources.enter_context(lock_folder(save, os.environ, print_rank_0))
 
 
 def load_tokenizer(args: Arguments) -> MegatronTokenizerBase:

@@ -1,0 +1,231 @@
+"""Reads checkpoints in torch_dist format without running code that they hold.
+
+A pickle can name any function to be called while it is read, and a checkpoint has pickles in three places. Here each
+is read by an unpickler that knows the classes which belong there, and refuses every other name:
+
+- `.metadata`, which torch and megatron-core read with plain `pickle`, by the list below;
+- the objects in the `.distcp` files, for which torch demands plain `pickle`, by `torch.load(weights_only=True)`;
+- `common.pt` by the same, whatever the environment says of it.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import torch as torch_dist
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+METADATA_FILE = ".metadata"
+COMMON_FILE = "common.pt"
+
+_METADATA_NAMES = {
+    *(("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")),
+    *(("pathlib", "PosixPath"), ("pathlib", "PurePosixPath")),
+    *(("torch.distributed.checkpoint.metadata", name) for name in (
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+        *("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+    )),
+    *(("torch.distributed.checkpoint.planner", name) for name in (
+        *("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"),
+    )),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    # Until torch 2.2, and until megatron-core 0.15.
+    ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"),
+    ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"),
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"),
+}  # fmt: skip
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be read or written, as one line for the user."""
+
+
+def first_sentence(error: BaseException) -> str:
+    """What happened, in a sentence, without the advice and the traces that some libraries add."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0].split(". ")[0] if lines else type(error).__name__
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """What the checkpoint in `folder` consists of, and where in its files each part lies.
+
+    Raises:
+        CheckpointError: the file is missing, damaged, or no description of a checkpoint.
+    """
+    with _reading(METADATA_FILE), open(folder / METADATA_FILE, "rb") as file:
+        metadata: Metadata = _MetadataUnpickler(file).load()
+        names = {place.relative_path for place in metadata.storage_data.values()}
+        if not isinstance(metadata.state_dict_metadata, dict):
+            raise TypeError("it describes no checkpoint")
+        if outside := [name for name in names if not name or Path(name).name != name]:
+            raise ValueError(f"it names {outside[0]!r}, which is no file of its folder")
+    return metadata
+
+
+def extents(metadata: Metadata) -> dict[str, int]:
+    """How many bytes of each file a checkpoint consists of, at least."""
+    ends: dict[str, int] = {}
+    for place in metadata.storage_data.values():
+        ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+    return ends
+
+
+def read_common(folder: str | Path) -> dict[str, Any]:
+    """What is common to all ranks: flags, iteration, hyperparameters.
+
+    Raises:
+        CheckpointError: the file is missing, damaged, or names what could run code.
+    """
+    with _reading(COMMON_FILE):
+        common = _load_restricted(io.BytesIO((Path(folder) / COMMON_FILE).read_bytes()))
+        if not isinstance(common, dict):
+            raise TypeError(f"it holds a {type(common).__name__}")
+    return common
+
+
+def load(request: dict[str, Any], folder: Path, metadata: Metadata) -> dict[str, Any]:
+    """Fill `request`, which names this rank's part of the state, from the checkpoint; a collective call.
+
+    Args:
+        metadata: from `read_metadata`, of the same folder.
+
+    Raises:
+        CheckpointError: on every rank, if any of them finds its part missing, damaged or of another kind.
+    """
+    try:
+        with _restricted(metadata):
+            state: dict[str, Any] = dist_checkpointing.load(request, str(folder), common_strategy=_CommonReader())
+    except CheckpointException as error:
+        # torch raises it on all ranks, with what each of them found.
+        reason, _ = error.failures[min(error.failures)]
+        raise CheckpointError(first_sentence(reason)) from error
+    return state
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Knows the classes that a `.metadata` consists of."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and (module, name) not in _METADATA_NAMES:
+            raise pickle.UnpicklingError(f"GLOBAL {module}.{name}")
+        return super().find_class(module, name)
+
+
+def _load_restricted(file: io.BytesIO) -> Any:
+    """`torch.load` of tensors, plain values and the classes that megatron-core holds for safe."""
+    # Of NumPy's random state. It has another name in NumPy 1 than in NumPy 2, and either may have saved the file.
+    make_array: Any = np.empty(0).__reduce__()[0]
+    names: list[Any] = [(make_array, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")]
+    with torch.serialization.safe_globals(names):
+        return torch.load(file, map_location="cpu", weights_only=True)
+
+
+@contextmanager
+def _reading(name: str) -> Iterator[None]:
+    """Whatever goes wrong within is said of the file `name`: damaged bytes can raise anything."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{name} is missing") from error
+    except Exception as error:
+        raise CheckpointError(f"{name} cannot be read: {_why(error)}") from error
+
+
+def _why(error: Exception) -> str:
+    """What is wrong with a file. What torch refuses to unpickle it tells amid advice to do so all the same."""
+    if isinstance(error, pickle.UnpicklingError):
+        if name := re.search(r"GLOBAL (\S+)", str(error)):
+            return f"it names {name[1]}, which is no part of a checkpoint and could run code"
+        if reason := re.search(r"WeightsUnpickler error:\s*(.+)", str(error)):
+            return reason[1]
+    return first_sentence(error)
+
+
+class _CommonReader(TorchCommonLoadStrategy):
+    """megatron-core's reader of what is common to all ranks, restricted."""
+
+    def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
+        return read_common(checkpoint_dir)
+
+
+class _Reader(FileSystemReader):
+    """torch's reader of the `.distcp` files, which takes a description that was read before, and names a bad file."""
+
+    def __init__(self, metadata: Metadata, path: str) -> None:
+        super().__init__(path)
+        self._metadata = metadata
+
+    def read_metadata(self, *unused: Any, **also_unused: Any) -> Metadata:
+        return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        items: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            items.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        for name in items:
+            with _reading(name):
+                super().read_data(replace(plan, items=items[name]), planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+class _Planner(torch_dist.MCoreLoadPlanner):
+    """megatron-core's planner of a load, which refuses what is not there in one line, and unpickles restricted."""
+
+    def create_local_plan(self) -> LoadPlan:
+        missing = [name for name in self.state_dict if name not in self.metadata.state_dict_metadata]
+        if missing:
+            more = f" and {len(missing) - 1} other parts" if len(missing) > 1 else ""
+            raise CheckpointError(f"has no {missing[0]}{more} of what this run's flags make")
+        return super().create_local_plan()
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        objects = _load_restricted(value)
+        if "_extra_state" in read_item.dest_index.fqn:
+            for part in objects:
+                _check_extra_state(read_item.dest_index.fqn, part)
+        # torch unpickles without restriction: here what we have just pickled.
+        harmless = io.BytesIO()
+        torch.save(objects, harmless)
+        harmless.seek(0)
+        super().load_bytes(read_item, harmless)
+
+
+def _check_extra_state(name: str, state: Any) -> None:
+    """Refuse a layer's extra state that Transformer Engine would unpickle without restriction, once it has it."""
+    if isinstance(state, torch.Tensor) and state.numel() > 0:
+        raise ValueError(f"{name} is a state of FP8 training, which is unpickled by Transformer Engine")
+    if isinstance(state, io.BytesIO):
+        _load_restricted(io.BytesIO(state.getvalue()))
+
+
+@contextmanager
+def _restricted(metadata: Metadata) -> Iterator[None]:
+    """Within, megatron-core loads by the reader and the planner above; it takes its own by these names."""
+    replacements = {"CachedMetadataFileSystemReader": partial(_Reader, metadata), "MCoreLoadPlanner": _Planner}
+    originals = {name: getattr(torch_dist, name) for name in replacements}
+    try:
+        for name, replacement in replacements.items():
+            setattr(torch_dist, name, replacement)
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(torch_dist, name, original)

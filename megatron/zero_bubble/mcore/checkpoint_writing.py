@@ -1,0 +1,99 @@
+"""Writes checkpoints in torch_dist format: every rank hears of an error on any of them, and nothing outlives a rank."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import queue
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import serialization
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+from torch.distributed.checkpoint import CheckpointException
+
+from megatron.zero_bubble.mcore.checkpoint_reading import CheckpointError, first_sentence
+from megatron.zero_bubble.runtime.joint import jointly
+
+_ONLY_ON_RANK_0 = (
+    (TorchCommonSaveStrategy, "save_common"),
+    (filesystem_async.FileSystemWriterAsync, "finish"),
+    (serialization, "save_config"),
+)
+"""What writes `common.pt`, `.metadata` and `metadata.json`."""
+
+
+def keep_results_in_process() -> None:
+    """Let the writer hand its results over within this process, which is where a synchronous save writes.
+
+    Otherwise megatron-core starts a server process for them with the first save, 150 MB a rank, that nobody ends when
+    the rank is killed. A save in the background needs it: call this only where there are none.
+    """
+    if filesystem_async._results_queue is None:
+        filesystem_async._results_queue = queue.Queue()
+
+
+def save(state: dict[str, Any], folder: Path, content_metadata: dict[str, Any]) -> None:
+    """Write `state`, each rank its part, to an empty folder; a collective call.
+
+    Raises:
+        CheckpointError: on every rank, if any of them cannot write.
+    """
+    with _failures_after_the_end() as failures:
+        try:
+            dist_checkpointing.save(state, str(folder), content_metadata=content_metadata)
+        except CheckpointException as error:
+            # On every rank, because the ranks have exchanged what their writers said; the first one knows what.
+            failures += [_reason(failure) for failure, _ in error.failures.values()]
+    jointly(lambda: _raise_first(failures))
+
+
+def _reason(error: BaseException) -> str:
+    """Why a write failed: what the system says of it, if that has come through torch and megatron-core."""
+    text = first_sentence(error).removeprefix("Worker failure: ")
+    if "inline_container.cc" in text:
+        return "a write failed, as on a full disk"
+    return re.sub(r"^\[Errno \d+\] ", "", text)
+
+
+def _raise_first(failures: list[str]) -> None:
+    if failures:
+        raise CheckpointError(failures[0])
+
+
+@contextmanager
+def _failures_after_the_end() -> Iterator[list[str]]:
+    """Within, rank 0 writes what it alone writes without ever raising, and each failure is put into the list.
+
+    megatron-core would leave the other ranks in a collective that rank 0 never comes to.
+    """
+    failures: list[str] = []
+    originals = [(owner, name, getattr(owner, name)) for owner, name in _ONLY_ON_RANK_0]
+    # The writers' errors arrive as an exception, too.
+    writers_log = logging.getLogger(filesystem_async.__name__)
+    level = writers_log.level
+    try:
+        writers_log.setLevel(logging.CRITICAL)
+        for owner, name, original in originals:
+            setattr(owner, name, _noting(original, failures))
+        yield failures
+    finally:
+        for owner, name, original in originals:
+            setattr(owner, name, original)
+        writers_log.setLevel(level)
+
+
+def _noting(write: Callable[..., None], failures: list[str]) -> Callable[..., None]:
+    @functools.wraps(write)
+    def write_or_note(*args: Any, **options: Any) -> None:
+        try:
+            write(*args, **options)
+        except Exception as error:
+            failures.append(_reason(error))
+
+    return write_or_note

@@ -1,0 +1,43 @@
+"""Actions that may fail on some ranks, and then end on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+def jointly(action: Callable[[], T]) -> T:
+    """What `action` gives on this rank; a collective call.
+
+    Raises:
+        ValueError: or `OSError`, on every rank, if `action` raises it on any: that of the first such rank. A rank that
+            failed alone would leave the others waiting for it.
+    """
+    outcome, error = _try(action)
+    errors: list[Exception | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    for error in errors:
+        if error is not None:
+            raise error
+    return outcome  # type: ignore[return-value]
+
+
+def on_rank(rank: int, action: Callable[[], T]) -> T:
+    """What `action` gives on `rank`, the only one that takes it; a collective call, which raises what it raises."""
+    outcome: list[Any] = [_try(action) if dist.get_rank() == rank else None]
+    dist.broadcast_object_list(outcome, src=rank)
+    value, error = outcome[0]
+    if error is not None:
+        raise error
+    return value
+
+
+def _try(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return action(), None
+    except (ValueError, OSError) as error:
+        return None, error

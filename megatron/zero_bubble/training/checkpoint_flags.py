@@ -1,0 +1,91 @@
+"""What of a checkpoint must be as the flags say."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.zero_bubble.training.arguments import Arguments
+
+_MODEL_SHAPE = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
+    *("max_position_embeddings", "position_embedding_type", "padded_vocab_size", "normalization", "swiglu"),
+    *("untie_embeddings_and_output_weights", "disable_bias_linear", "num_experts", "mtp_num_layers"),
+)
+_OPTIMIZER_SETTINGS = {"adam": ("adam_beta1", "adam_beta2", "adam_eps"), "sgd": ("sgd_momentum",)}
+"""What a checkpoint's optimizer brings with it."""
+_SCHEDULE_FLAGS = {
+    "max_lr": "--lr",
+    "min_lr": "--min-lr",
+    "lr_decay_style": "--lr-decay-style",
+    "lr_warmup_steps": "--lr-warmup-iters",
+    "lr_decay_steps": "--lr-decay-iters",
+    "start_wd": "--weight-decay",
+    "end_wd": "--weight-decay",
+    "wd_incr_steps": "--train-iters",
+}
+"""The flags that a scheduler's state comes from. Its steps are samples."""
+
+
+def check_model_shape(args: Arguments, saved: argparse.Namespace) -> None:
+    """Raise `ValueError` if the checkpoint with the flags `saved`, ours or Megatron-LM's, is of another model."""
+    pairs = {name: (getattr(args, name), getattr(saved, name, None)) for name in _MODEL_SHAPE}
+    pairs["num_query_groups"] = (args.num_query_groups, _saved_query_groups(saved))
+    for name, (ours, theirs) in pairs.items():
+        if theirs is not None and theirs != ours:
+            raise ValueError(
+                f"--{name.replace('_', '-')} {ours}: the checkpoint in --load {args.load} was saved with {theirs}"
+            )
+
+
+def _saved_query_groups(saved: argparse.Namespace) -> int | None:
+    """Without `--group-query-attention` every head is a group, but Megatron-LM saves its default, 1."""
+    grouped = getattr(saved, "group_query_attention", True)
+    return getattr(saved, "num_query_groups" if grouped else "num_attention_heads", None)
+
+
+def check_optimizer(args: Arguments, saved: argparse.Namespace) -> None:
+    """Raise `ValueError` if the optimizer whose state was saved is another one than that of the flags."""
+    ours, theirs = _optimizer_form(args), _optimizer_form(saved)
+    if ours != theirs:
+        raise ValueError(
+            f"--load {args.load}: the optimizer's state was saved with {theirs}, and cannot be loaded with {ours}: "
+            "give the flags of that run, or --no-load-optim"
+        )
+    for name in _OPTIMIZER_SETTINGS[args.optimizer]:
+        value, was = getattr(args, name), getattr(saved, name, None)
+        if was is not None and was != value:
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(
+                f"{flag} {value}: the optimizer's state in --load {args.load} was saved with {was}, and goes on with "
+                "that: give the same, or --no-load-optim"
+            )
+
+
+def _optimizer_form(flags: Arguments | argparse.Namespace) -> str:
+    """The flags that decide which tensors an optimizer consists of.
+
+    A distributed one has the same in every precision, any other the same in bf16 and fp16.
+    """
+    name = f"--optimizer {getattr(flags, 'optimizer', 'adam')}"  # in version 0.1.0 there was no other
+    if getattr(flags, "use_distributed_optimizer", False):
+        return f"{name} --use-distributed-optimizer"
+    is_mixed = getattr(flags, "bf16", False) or getattr(flags, "fp16", False)
+    return f"{name} in {'bf16 or fp16' if is_mixed else 'fp32'}"
+
+
+def check_schedule(args: Arguments, ours: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Raise `ValueError` if the learning rate's schedule is another one than saved, and no flag says which to take."""
+    if args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler:
+        return
+    for name, flag in _SCHEDULE_FLAGS.items():
+        if name in saved and saved[name] != ours[name]:
+            if flag == "--lr-decay-iters" and args.lr_decay_iters is None:
+                flag = "--train-iters"
+            unit = " samples" if name.endswith("_steps") else ""
+            raise ValueError(
+                f"--load {args.load}: the learning rate's schedule was another one: {flag} gives {ours[name]}{unit}, "
+                f"the checkpoint has {saved[name]}{unit}: give the flags of that run, --override-opt-param-scheduler "
+                "to take the flags', or --use-checkpoint-opt-param-scheduler to take the checkpoint's"
+            )

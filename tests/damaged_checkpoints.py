@@ -1,0 +1,274 @@
+"""Damages checkpoints and tries to load them, then saves to a disk that fails; all in the ranks of one job.
+
+Started by test_checkpoint_faults.py with a folder and the flags of a training. Rank 0 prints each outcome as a line of
+JSON: its name, and what each rank says of it; None where all is well.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import pickle
+import resource
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.zero_bubble.mcore.cpu import substitute_cuda
+from tests.evil_pickle import Evil
+
+TENSOR = "decoder.final_layernorm.weight"
+OBJECT = "rng_state/shard_1"
+EXTRA_STATE = "decoder.layers.mlp.linear_fc1._extra_state/shard_0"
+
+
+def change_bytes(folder: Path) -> None:
+    """2,000 bytes within the numbers of a tensor."""
+    data = bytearray((folder / "__1_0.distcp").read_bytes())
+    middle = len(data) // 2
+    data[middle : middle + 2000] = os.urandom(2000)
+    (folder / "__1_0.distcp").write_bytes(data)
+
+
+def cut(name: str) -> Callable[[Path], None]:
+    return lambda folder: os.truncate(folder / name, (folder / name).stat().st_size // 2)
+
+
+def remove(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def overwrite(name: str) -> Callable[[Path], None]:
+    """As many bytes as before, and none of them the same."""
+    return lambda folder: (folder / name).write_bytes(bytes([0xEE]) * (folder / name).stat().st_size)
+
+
+def without_checksums(damage: Callable[[Path], None]) -> Callable[[Path], None]:
+    def damage_and_forget(folder: Path) -> None:
+        damage(folder)
+        (folder / "checksums.json").unlink()
+
+    return damage_and_forget
+
+
+def with_new_checksums(damage: Callable[[Path], None]) -> Callable[[Path], None]:
+    """Whoever wants to run code can compute checksums, too."""
+
+    def damage_and_cover(folder: Path) -> None:
+        from megatron.zero_bubble.training.checkpoint_files import checksum, write_checksums
+
+        damage(folder)
+        (folder / "checksums.json").unlink()
+        write_checksums(folder, {path.name: checksum(path) for path in folder.iterdir()})
+
+    return damage_and_cover
+
+
+def evil_description(folder: Path) -> None:
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    metadata.planner_data = Evil(marker_of(folder))
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def evil_common(folder: Path) -> None:
+    common = torch.load(folder / "common.pt", weights_only=False)
+    torch.save({**common, "evil": Evil(marker_of(folder))}, folder / "common.pt")
+
+
+def replaced(part: str, make: Callable[[Path], Any]) -> Callable[[Path], None]:
+    """Put what `make` gives in the place of a part of the state, behind the end of the file that holds it."""
+
+    def replace_part(folder: Path) -> None:
+        metadata = pickle.loads((folder / ".metadata").read_bytes())
+        contents = io.BytesIO()
+        torch.save(make(folder), contents)
+        for index, place in metadata.storage_data.items():
+            if index.fqn.startswith(part):
+                with open(folder / place.relative_path, "ab") as file:
+                    place.offset, place.length = file.tell(), file.write(contents.getvalue())
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+    return replace_part
+
+
+def evil(folder: Path) -> list[Evil]:
+    return [Evil(marker_of(folder))]
+
+
+def evil_bytes(folder: Path) -> list[torch.Tensor]:
+    """As Transformer Engine keeps the state of FP8, which it unpickles by itself."""
+    return [torch.frombuffer(bytearray(pickle.dumps(Evil(marker_of(folder)))), dtype=torch.uint8)]
+
+
+def evil_file(folder: Path) -> list[io.BytesIO]:
+    """As it was kept before Transformer Engine 2."""
+    file = io.BytesIO()
+    torch.save(evil(folder), file)
+    return [file]
+
+
+def renamed(part: str) -> Callable[[Path], None]:
+    """The part of another model."""
+
+    def rename(folder: Path) -> None:
+        metadata = pickle.loads((folder / ".metadata").read_bytes())
+        metadata.state_dict_metadata[part + "s"] = metadata.state_dict_metadata.pop(part)
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+    return rename
+
+
+def without_entry(name: str) -> Callable[[Path], None]:
+    def drop(folder: Path) -> None:
+        common = torch.load(folder / "common.pt", weights_only=False)
+        del common[name]
+        torch.save(common, folder / "common.pt")
+
+    return drop
+
+
+def marker_of(folder: Path) -> Path:
+    return folder.parent / "marker"
+
+
+FILES = ("__1_0.distcp", "common.pt", ".metadata", "metadata.json", "checksums.json")
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "none": lambda folder: None,
+    "no checksums": remove("checksums.json"),
+    "2,000 random bytes": change_bytes,
+    **{f"missing {name}": remove(name) for name in FILES if name != "checksums.json"},
+    **{f"half of {name}": cut(name) for name in FILES},
+    **{f"{name} overwritten": overwrite(name) for name in FILES},
+    **{f"missing {name}, no checksums": without_checksums(remove(name)) for name in FILES[:3]},
+    **{f"half of {name}, no checksums": without_checksums(cut(name)) for name in FILES[:4]},
+    **{f"{name} overwritten, no checksums": without_checksums(overwrite(name)) for name in FILES[:4]},
+    "another model's part": with_new_checksums(renamed(TENSOR)),
+    "no flags": with_new_checksums(without_entry("args")),
+    "no schedule": with_new_checksums(without_entry("opt_param_scheduler")),
+    "evil .metadata": with_new_checksums(evil_description),
+    "evil common.pt": with_new_checksums(evil_common),
+    "evil object": with_new_checksums(replaced(OBJECT, evil)),
+    "evil tensor": with_new_checksums(replaced(TENSOR, evil)),
+    "evil extra state": with_new_checksums(replaced(EXTRA_STATE, evil_bytes)),
+    "evil older extra state": with_new_checksums(replaced(EXTRA_STATE, evil_file)),
+}
+
+
+@contextmanager
+def small_files(num_bytes: int) -> Iterator[None]:
+    """Within, the writing of a longer file fails, in this process and in those that it starts."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@contextmanager
+def failing(owner: Any, name: str) -> Iterator[None]:
+    """Within, this function finds the disk full."""
+
+    def fail(*args: Any, **options: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    original = getattr(owner, name)
+    setattr(owner, name, fail)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def disk_faults() -> dict[str, Any]:
+    """By name: what makes saving fail. Rank 1 alone, or both, write too much; or rank 0 finds the disk full."""
+    from megatron.core.dist_checkpointing import serialization
+    from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    from megatron.zero_bubble.training import checkpoint, checkpoint_files
+
+    return {
+        "long files": small_files(50_000),
+        "long files on rank 1": small_files(50_000 if dist.get_rank() == 1 else 2**30),
+        "common.pt": failing(TorchCommonSaveStrategy, "save_common"),
+        ".metadata": failing(FileSystemWriterAsync, "finish"),
+        "metadata.json": failing(serialization, "save_config"),
+        "checksums.json": failing(checkpoint, "write_checksums"),
+        "folder": failing(Path, "mkdir"),
+        "fsync": failing(checkpoint_files, "_sync"),
+    }
+
+
+def tell(name: str, outcome: str | None) -> None:
+    """Gather what each rank says, and print it."""
+    outcomes: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(outcomes, outcome)
+    if dist.get_rank() == 0:
+        print(json.dumps([name, outcomes]), flush=True)
+
+
+def attempt(action: Callable[[], None]) -> str | None:
+    try:
+        action()
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def main(root: Path, flags: list[str]) -> None:
+    # With this, torch trusts every file that it is not told to distrust; Megatron-LM's users may have set it.
+    os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
+    substitute_cuda()
+    from megatron.zero_bubble.training.arguments import parse_arguments
+    from megatron.zero_bubble.training.checkpoint import Checkpointer
+    from megatron.zero_bubble.training.checks import complete_and_check
+    from megatron.zero_bubble.training.initialize import initialized
+    from megatron.zero_bubble.training.model import (
+        build_lr_scheduler,
+        build_model,
+        build_optimizer,
+        transformer_config,
+    )
+    from megatron.zero_bubble.training.plans import choose_placement, choose_plan
+    from megatron.zero_bubble.training.pretrain import load_tokenizer
+
+    args = parse_arguments(flags)
+    complete_and_check(args, os.environ, has_cuda=False)
+    load_tokenizer(args)
+    placement = choose_placement(args, choose_plan(args))
+    with initialized(args, placement):
+        config = transformer_config(args, placement.num_chunks, None)
+        model = build_model(args, config, placement, None)
+        optimizer = build_optimizer(args, model, config)
+        checkpointer = Checkpointer(args, model, optimizer, build_lr_scheduler(args, optimizer))
+        optimizer.step()  # which makes its state
+        args.iteration, args.save = 1, str(root / "good")
+        tell("save", attempt(checkpointer.save))
+        for name, damage in DAMAGES.items():
+            args.load = str(root / name)
+            if dist.get_rank() == 0:
+                shutil.copytree(args.save, args.load)
+                damage(Path(args.load) / "iter_0000001")
+            dist.barrier()
+            tell(name, attempt(checkpointer.load))
+        args.iteration = 2
+        for name, fault in disk_faults().items():
+            with fault:
+                outcome = attempt(checkpointer.save)
+            tell(f"disk: {name}", outcome)
+            if dist.get_rank() == 0:
+                print(json.dumps([f"left by {name}", sorted(os.listdir(args.save))]), flush=True)
+        tell("save again", attempt(checkpointer.save))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,56 @@
+"""Going on with another learning rate, or without what the checkpoint has besides the model."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.launch import TINY_GPT, run_trainings
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Two iterations of eight, saved, and from there to the fourth with other flags."""
+    root = tmp_path_factory.mktemp("schedule")
+    base = [*TINY_GPT, "--pipeline-model-parallel-size", "2", "--global-batch-size", "4", "--zero-bubble"]
+    base += ["--lr-decay-iters", "8", "--train-iters", "4"]
+    load = [*base, "--load", str(root / "checkpoints")]
+    lower = [*load, "--lr", "5e-3", "--min-lr", "1e-3", "--weight-decay", "0.1"]
+    trainings = {
+        "saved": [*base, "--exit-interval", "2", "--save", str(root / "checkpoints")],
+        "same": load,
+        "flags": [*lower, "--override-opt-param-scheduler"],
+        "flags, as Megatron-LM spells it": [*lower, "--override-opt_param-scheduler"],
+        "flags, a new optimizer": [*lower, "--override-opt-param-scheduler", "--no-load-optim"],
+        "checkpoint": [*lower, "--use-checkpoint-opt-param-scheduler"],
+        "checkpoint, a new optimizer": [*lower, "--use-checkpoint-opt-param-scheduler", "--no-load-optim"],
+        "another precision": [*load, "--bf16", "--no-load-optim"],
+        "another optimizer": [*load, "--optimizer", "sgd", "--no-load-optim"],
+        "model alone": [*lower, "--bf16", "--finetune"],
+    }
+    return run_trainings(2, trainings, root)
+
+
+def rates(output: str) -> dict[int, float]:
+    """The learning rate after each iteration."""
+    found = re.findall(r"iteration +(\d+)/.* learning rate: (\S+)", output)
+    return {int(iteration): float(rate) for iteration, rate in found}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["same", "checkpoint", "checkpoint, a new optimizer", "another precision", "another optimizer"],
+)
+def test_the_checkpoints_schedule_goes_on(outputs: dict[str, str], name: str) -> None:
+    assert rates(outputs[name]) == pytest.approx({3: 0.01 * 5 / 8, 4: 0.01 * 4 / 8})
+
+
+@pytest.mark.parametrize("name", ["flags", "flags, as Megatron-LM spells it", "flags, a new optimizer"])
+def test_the_flags_schedule_takes_its_place(outputs: dict[str, str], name: str) -> None:
+    """megatron-core would go on with the bounds that the optimizer's state brings back."""
+    assert rates(outputs[name]) == pytest.approx({3: 1e-3 + 4e-3 * 5 / 8, 4: 1e-3 + 4e-3 * 4 / 8})
+
+
+def test_the_model_alone_begins_anew(outputs: dict[str, str]) -> None:
+    assert rates(outputs["model alone"]) == pytest.approx({n: 1e-3 + 4e-3 * (8 - n) / 8 for n in range(1, 5)})

@@ -1,0 +1,125 @@
+"""Two jobs do not save to one folder; a job that is gone does not keep the next one out."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from megatron.zero_bubble.training.save_lock import LOCK, lock_folder
+
+HOLD = """
+import os, sys, time
+from megatron.zero_bubble.training.save_lock import lock_folder
+file = lock_folder(sys.argv[1], os.environ, print, patience=0.2)
+child = os.fork()
+if child == 0:
+    time.sleep(600)  # as a loader worker that outlives its rank
+print(os.getpid(), child, flush=True)
+time.sleep(600)
+"""
+HELD_BY_SLURM = {"SLURM_JOB_ID": "4711", "SLURMD_NODENAME": "node-7"}
+
+
+class Holder:
+    """Another process that has taken `folder`, with a child that inherited all of its files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", HOLD, str(folder)],
+            env={**os.environ, **HELD_BY_SLURM},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        self.pid, self.child = map(int, self.process.stdout.readline().split())
+
+    def kill(self) -> None:
+        """Leave the child behind."""
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def holder(tmp_path):
+    holder = Holder(tmp_path / "checkpoints")
+    yield holder
+    holder.kill()
+    os.kill(holder.child, signal.SIGKILL)
+
+
+def lock(folder: Path, patience: float = 60.0):
+    return lock_folder(folder, {}, pytest.fail, patience)
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(ValueError, match=r"^[^\n]+$") as error:
+        lock(folder, patience=0.2)
+    return str(error.value)
+
+
+def test_the_other_job_is_named(tmp_path, holder):
+    folder = tmp_path / "checkpoints"
+    line = refusal(folder)
+    assert re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", "TIME", line) == (
+        f"--save {folder}: Slurm job 4711, process {holder.pid} on node-7, since TIME, saves there: "
+        "let it end, or choose another folder"
+    )
+    assert refusal(folder) == line, "a refused job must not change what the next one is told"
+
+
+def test_a_job_that_is_ending_is_waited_for(tmp_path, holder):
+    """A process that is killed lives on until its memory is freed, and all the while it holds its locks."""
+    threading.Timer(0.5, holder.kill).start()
+    lock(tmp_path / "checkpoints").close()
+
+
+def test_a_killed_job_does_not_keep_the_next_one_out(tmp_path, holder):
+    """Although a child of it lives on, with every file that it had open."""
+    holder.kill()
+    os.kill(holder.child, 0)
+    lock(tmp_path / "checkpoints").close()
+
+
+def test_a_job_that_is_done_does_not_either(tmp_path):
+    lock(tmp_path).close()
+    holder = Holder(tmp_path)
+    holder.kill()
+    os.kill(holder.child, signal.SIGKILL)
+
+
+def test_closing_frees_the_folder(tmp_path):
+    file = lock(tmp_path)
+    command = [sys.executable, "-c", HOLD.partition("child =")[0], str(tmp_path)]
+    taken = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert f"process {os.getpid()} on " in taken.stderr
+    file.close()
+    assert subprocess.run(command, check=False).returncode == 0
+
+
+def test_a_file_system_without_locks_is_told_of(tmp_path, monkeypatch):
+    def refuse(*unused: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    warnings: list[str] = []
+    lock_folder(tmp_path, {}, warnings.append).close()
+    assert warnings == [
+        f"  --save {tmp_path}: this file system has no locks (Function not implemented): "
+        "see that no other job saves there"
+    ]
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    assert refusal(tmp_path / "file" / "checkpoints") == (
+        f"--save {tmp_path}/file/checkpoints: {LOCK} cannot be written there: Not a directory"
+    )
