@@ -141,7 +141,7 @@ class PostValidation:
         pending, self._pending = self._pending, None
         found = [bool(reduction.wait()[0] > 0) for reduction in pending.found_inf]
         norm = None if any(found) else self._norm(pending)
-        self.check_norm(norm)
+        self.check_norm(None if norm is None else float(norm))
         with self._as_in_the_step(pending):
             was_wrong = self._amend(pending, found, norm)
         self._rollback.prepare()
