@@ -31,6 +31,7 @@ MEGATRONS = """
 """What people's launch scripts say: a name that is gone breaks them."""
 
 MEGATRON_HAS_TOO = """
+--no-check-for-nan-in-loss-and-grad
 --attention-backend --no-gradient-accumulation-fusion
 --override-opt_param-scheduler --use-checkpoint-opt_param-scheduler --override-opt-param-scheduler
 --use-checkpoint-opt-param-scheduler --moe-token-dispatcher-type --calculate-per-token-loss

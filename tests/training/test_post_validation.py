@@ -47,7 +47,8 @@ FOUR_RANKS = {
     "fp32, clipped now and then": SOME_CLIPPED,
     "fp16, an Inf on each rank in turn": (*FP16, *SOME_CLIPPED, *infs("3@0", "5@1", "7@2", "9@3", "12@0", "12@2")),
     "a V, bf16, untied": (
-        *("--zero-bubble-schedule", "zb-v", "--num-layers", "8", "--bf16", *SOME_CLIPPED, *UNTIED, *infs("11@2")),
+        *("--zero-bubble-schedule", "zb-v", "--num-layers", "8", "--bf16", *SOME_CLIPPED, *UNTIED),
+        *(*infs("11@2"), TRAIN_ON),
         # Dropout follows the order of the two chunks' forwards, and that a plan made from measured times.
         *("--zero-bubble-profile-iters", "0", "0"),
     ),
