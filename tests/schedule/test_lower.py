@@ -16,6 +16,7 @@ from megatron.zero_bubble.schedule import (
     ScheduleError,
     generate,
     lower,
+    validate,
 )
 from megatron.zero_bubble.schedule.ir import BACKWARDS, COMMUNICATION, RECEIVES, SENDS
 
@@ -58,6 +59,19 @@ def test_a_receive_is_posted_once_the_message_before_it_on_its_channel_is_made()
         parse("F0 SF0 RB0 F1 SF1 F2 SF2 RB1 BW0 RB2 BW1 BW2"),
         parse("RF0 RF1 F0 RF2 F1 F2 BW0 SB0 BW1 SB1 BW2 SB2"),
     )
+
+
+def test_a_receive_is_posted_before_the_next_message_of_its_channel_is_made():
+    """Posted right before F3, RF3 would leave SF4 waiting, and rank 0 behind it, which is to post RB1."""
+    planned = made_of(
+        "linear",
+        2,
+        1,
+        5,
+        "F0 F1 F2 F3 B0 W0 F4 B1 B2 W1 B3 W2 W3 B4 W4",
+        "F0 B0 F1 B1 F2 B2 F3 B3 W0 F4 B4 W1 W2 W3 W4",
+    )
+    validate(lower(planned, receive_ahead=0))
 
 
 def test_first_receives_at_one_place_go_by_source_rank():

@@ -208,7 +208,7 @@ def _between_makers(channel: _Channel, order: _Order, receive_ahead: int) -> lis
     for k, message in reversed(list(enumerate(messages))):
         first, undisturbed = order.phases[rank].begins[order.phases[source].of(message.maker)], 0
         if k > 0:
-            first = max(first, order.num_before(rank, turns[k], source))
+            # What ends before the message is made begins before that, too: this place is behind the maker in the order.
             undisturbed = bisect_left(starts, turns[k] + messages[k - 1].time)
         last, due = message.consumer, starts[message.consumer]
         if places:
