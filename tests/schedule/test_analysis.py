@@ -63,7 +63,7 @@ def test_waiting_for_validation_is_a_cause_of_its_own(overlap):
     first, second = bubbles(timeline)
     assert (first.waiting_for_validation, second.waiting_for_validation) == (8 if overlap else 9, 0)
     assert (first.warmup, second.warmup) == (0, 3)
-    path = "0:VALIDATE0 0:F0 1:F0 1:B0 1:W0 1:STEP0 0:VALIDATE1 0:F1 1:F1 1:B1 1:W1 1:STEP1"
+    path = "0:F0 1:F0 1:B0 1:W0 1:STEP0 0:VALIDATE1 0:F1 1:F1 1:B1 1:W1 1:STEP1"
     assert words(critical_path(timeline)) == path
 
 

@@ -9,7 +9,15 @@ from xml.etree import ElementTree
 import pytest
 from test_lower import made_of
 
-from megatron.zero_bubble.schedule import StageCosts, generate, repeat, simulate, with_post_validation
+from megatron.zero_bubble.schedule import (
+    StageCosts,
+    bubbles,
+    critical_path,
+    generate,
+    repeat,
+    simulate,
+    with_post_validation,
+)
 from megatron.zero_bubble.schedule.draw import (
     Series,
     canvas,
@@ -30,29 +38,47 @@ def timeline_of(name="zb-h1", ranks=3, microbatches=4, **options):
     return simulate(schedule, StageCosts.uniform(schedule.num_stages, 4, 3, 2, 1))
 
 
+LEFT, RIGHT = 76, 60
+
+
 def ops_in(svg):
-    """{(op, rank): rectangle} of all operations."""
+    """{(op, rank): rectangle} of all operations and marks."""
     found = {}
     for rect in ElementTree.fromstring(svg).iter(f"{SVG}rect"):
-        title = rect.find(f"{SVG}title")
-        if title is not None:
-            op, rank = re.match(r"(\S+) on rank (\d+), ", title.text).groups()
-            found[op, int(rank)] = (rect.attrib, title.text)
+        if rect.get("class") in ("o", "s"):
+            tip = rect.find(f"{SVG}title").text
+            op, rank = re.match(r"(.+) on rank (\d+), ", tip).groups()
+            assert (op, int(rank)) not in found
+            found[op, int(rank)] = (rect.attrib, tip)
     return found
+
+
+def words_in(svg):
+    return [node.text for node in ElementTree.fromstring(svg).iter(f"{SVG}text")]
+
+
+def labels_in(svg):
+    return [node for node in ElementTree.fromstring(svg).iter(f"{SVG}text") if node.get("class") == "l"]
+
+
+def paths_in(svg, kind):
+    """The corners of the paths of a class."""
+    paths = [node for node in ElementTree.fromstring(svg).iter(f"{SVG}path") if node.get("class") == kind]
+    return [re.findall(r"[ML]([\d.]+) ([\d.]+)", node.get("d")) for node in paths]
 
 
 def test_svg_draws_every_op_where_it_runs():
     timeline = timeline_of()
     ops = ops_in(to_svg(timeline, width=1000))
     assert len(ops) == sum(map(len, timeline.lanes)) == 36
-    scale = (1000 - 76 - 24) / float(timeline.makespan)
+    scale = (1000 - LEFT - RIGHT) / float(timeline.makespan)
     for rank, lane in enumerate(timeline.lanes):
         for op, start, end in lane:
             attributes, title = ops[str(op), rank]
-            assert float(attributes["x"]) == pytest.approx(76 + start * scale, abs=0.01)
+            assert float(attributes["x"]) == pytest.approx(LEFT + start * scale, abs=0.01)
             assert float(attributes["width"]) == pytest.approx((end - start) * scale, abs=0.9)
             assert attributes["fill"] == palette.FILLS[op.kind]
-            assert f": {start} to {end} (takes {end - start}), rank holds " in title
+            assert f": {start} to {end} ms (takes {end - start}), rank holds " in title
     tops = [float(ops["F0", rank][0]["y"]) for rank in range(3)]
     assert tops == sorted(tops)
     assert len(set(tops)) == 3
@@ -84,8 +110,8 @@ def test_hovering_tells_the_memory():
 
 
 def test_the_header_names_what_is_shown():
-    words = [node.text for node in ElementTree.fromstring(to_svg(timeline_of(), title="a < b")).iter(f"{SVG}text")]
-    assert words[0] == "a < b"
+    words = words_in(to_svg(timeline_of(), title="a < b\x1b"))
+    assert words[0] == "a < b "
     assert words[1].startswith("3 ranks, 4 microbatches: bubble rate ")
     assert {"F forward", "B input gradient", "W weight gradient"} <= set(words)
     assert "BW both gradients" not in words
@@ -99,12 +125,38 @@ def test_chunks_have_their_own_shade():
     assert palette.is_dark(fills[2])
 
 
-def test_a_wide_pipeline_still_has_labels():
-    timeline = timeline_of("1f1b", 32, 64)
-    nodes = ElementTree.fromstring(to_svg(timeline)).iter(f"{SVG}text")
-    labels = [node.text for node in nodes if node.attrib["text-anchor"] == "middle"]
-    assert len(labels) > sum(map(len, timeline.lanes)), "one an operation, and the times"
-    assert labels.count("F63") + labels.count("63") >= 64
+def test_a_wide_pipeline_is_as_wide_as_a_screen_and_labelled_where_there_is_room():
+    timeline = timeline_of("1f1b", 16, 64)
+    num_ops = sum(map(len, timeline.lanes))
+    for svg, has_labels in ((to_svg(timeline), False), (to_svg(timeline, width=6000), True)):
+        labels = labels_in(svg)
+        assert len(labels) == (num_ops if has_labels else 0), "all of them or none, and with their letters"
+        assert {label.text for label in labels} == {f"{k}{m}" for k in ("F", "BW") for m in range(64) if has_labels}
+    assert float(ElementTree.fromstring(to_svg(timeline)).get("width")) == 1400
+    assert "BW63" in [
+        label.text for label in labels_in(to_html(timeline).split('<div id="drawing">')[1].split("</div>")[0])
+    ]
+
+
+@pytest.mark.parametrize(("name", "width"), [("zb-h1", 1000), ("zb-v", 1400), ("1f1b", 700), ("zb-2p", 1400)])
+def test_labels_stay_within_their_operations(name, width):
+    """The widths of Helvetica's letters: W 0.95, F 0.61, B 0.67, digits 0.56."""
+    svg = to_svg(timeline_of(name, 4, 12), width=width)
+    cells = [node for node in ElementTree.fromstring(svg).iter(f"{SVG}rect") if node.get("class") == "o"]
+    places = sorted((float(c.get("y")), float(c.get("x")), float(c.get("width"))) for c in cells)
+    labels = labels_in(svg)
+    assert len(labels) > 0.6 * len(cells)
+    for letter in {label.text[0] for label in labels}:
+        assert len({label.get("font-size") for label in labels if label.text[0] == letter}) == 1
+    for label in labels:
+        size, x, y = (float(label.get(key)) for key in ("font-size", "x", "y"))
+        assert size >= 6
+        letters = sum({"W": 0.95, "F": 0.61, "B": 0.67}.get(letter, 0.56) for letter in label.text)
+        drawn = float(label.get("textLength") or letters * size)
+        assert drawn > 0.6 * letters * size, "narrower could not be read"
+        [(_, left, cell)] = [one for one in places if one[0] < y < one[0] + 26 and one[1] < x < one[1] + one[2]]
+        assert left <= x - drawn / 2
+        assert x + drawn / 2 <= left + cell + 1
 
 
 def test_curves():
@@ -127,23 +179,132 @@ def test_steps_and_validations_are_marks_where_a_schedule_has_them():
     costs = StageCosts.uniform(4, 4, 4, 4)
     once = with_post_validation(generate("zb-2p", 4, 8, costs=costs), costs)
     timeline = simulate(repeat(once, 2), costs)
-    svg = to_svg(timeline, width=1000)
+    svg = to_svg(timeline, width=1000, steps=2)
     ops = ops_in(svg)
-    assert len(ops) == 4 * 2 * (3 * 8 + 2)
-    scale = (1000 - 76 - 24) / float(timeline.makespan)
+    assert len(ops) == 4 * (2 * (3 * 8 + 2) - 1), "the first iteration has nothing to validate"
+    scale = (1000 - LEFT - RIGHT) / float(timeline.makespan)
     for rank in range(4):
-        mark, tip = ops["STEP0", rank]
-        time = float(timeline.lanes[rank][3 * 8 + 1].start)
-        assert float(mark["x"]) + float(mark["width"]) / 2 == pytest.approx(76 + time * scale, abs=0.01)
+        mark, tip = ops["STEP of iteration 1", rank]
+        time = float(timeline.lanes[rank][3 * 8].start)
+        assert float(mark["x"]) + float(mark["width"]) / 2 == pytest.approx(LEFT + time * scale, abs=0.01)
         assert float(mark["width"]) >= 2, "it takes no time, and has to be seen"
         assert mark["fill"] == palette.FILLS[OpKind.STEP]
-        assert tip == f"STEP0 on rank {rank}, at {time:g}"
-        assert ops["VALIDATE1", rank][0]["fill"] == palette.FILLS[OpKind.VALIDATE]
-    words = {node.text for node in ElementTree.fromstring(svg).iter(f"{SVG}text")}
+        assert tip == f"STEP of iteration 1 on rank {rank}, at {time:g} ms"
+        assert ops["VALIDATE of iteration 2", rank][0]["fill"] == palette.FILLS[OpKind.VALIDATE]
+    words = set(words_in(svg))
     assert {palette.MEANINGS[OpKind.STEP], palette.MEANINGS[OpKind.VALIDATE]} <= words
     assert "VALIDATE" not in to_svg(timeline_of())
     assert "waiting for validation" in to_html(timeline)
     assert "validation" not in to_html(timeline_of())
+
+
+def test_every_iteration_numbers_its_microbatches_from_zero():
+    costs = StageCosts.uniform(4)
+    once = with_post_validation(generate("zb-2p", 4, 8, costs=costs), costs)
+    timeline = simulate(repeat(once, 3), costs)
+    svg = to_svg(timeline, width=3000, steps=3)
+    assert words_in(svg)[1].startswith("4 ranks, 8 microbatches, 3 iterations: bubble rate ")
+    labels = [label.text for label in labels_in(svg)]
+    assert sorted(set(labels)) == sorted(f"{kind}{m}" for kind in "FBW" for m in range(8))
+    assert labels.count("W7") == 4 * 3
+    assert {("F7 of iteration 1", 0), ("F0 of iteration 3", 3)} <= set(ops_in(svg))
+    assert "F7 of iteration 1" in to_html(timeline, steps=3)
+    names = {event["name"] for event in json.loads(to_chrome_trace(timeline, steps=3))["traceEvents"]}
+    assert "W7 of iteration 3" in names
+    assert not [name for name in names if re.match("[FBW]8", name)]
+
+
+def test_hovering_shows_the_messages_of_a_microbatch():
+    timeline = timeline_of("zb-h1", 3, 4)
+    svg = to_svg(timeline, width=1000)
+    root = ElementTree.fromstring(svg)
+    groups = {node.get("class"): node for node in root.iter(f"{SVG}g")}
+    assert set(groups) == {f"m m{k}" for k in range(4)}
+    assert [rect.find(f"{SVG}title").text.split()[0] for rect in groups["m m2"].iter(f"{SVG}rect")] == [
+        *("F2", "B2", "W2") * 3
+    ]
+    ops = ops_in(svg)
+    for k in range(4):
+        assert f".m{k}:hover~.a{k}" in svg
+        light, dark = paths_in(svg, f"a a{k}")
+        assert light == dark, "seen on any colour"
+        lines = [dark[i : i + 2] for i in range(0, len(dark), 5)]
+        ways = [(f"F{k}", 0, 1), (f"F{k}", 1, 2), (f"B{k}", 2, 1), (f"B{k}", 1, 0)]
+        expected = []
+        for op, source, destination in ways:
+            begin, end = ops[op, source][0], ops[op, destination][0]
+            expected.append((float(begin["x"]) + float(begin["width"]), float(begin["y"]) + 13))
+            expected.append((float(end["x"]), float(end["y"]) + 13))
+        found = sorted((float(x), float(y)) for points in lines for x, y in points)
+        for (x, y), (wanted_x, wanted_y) in zip(found, sorted(expected), strict=True):
+            assert (x, y) == (pytest.approx(wanted_x, abs=1), wanted_y)
+    assert "visibility:hidden" in svg
+    assert "<script" not in svg
+
+
+def test_the_critical_path_is_a_line_through_what_nothing_could_begin_before():
+    timeline = timeline_of("zb-h1", 3, 4)
+    svg = to_svg(timeline, width=1000)
+    _, line = paths_in(svg, "p")
+    ops = ops_in(svg)
+    begins = [(float(x), float(y)) for x, y in line[::2]]
+    path = critical_path(timeline)
+    assert len(begins) == len(path) > 8
+    for (x, y), (rank, timed) in zip(begins, path, strict=True):
+        cell = ops[str(timed.op), rank][0]
+        assert x == pytest.approx(float(cell["x"]), abs=0.01)
+        assert float(cell["y"]) < y < float(cell["y"]) + float(cell["height"])
+    assert "critical path" in words_in(svg)
+
+
+def test_every_row_ends_with_its_bubble():
+    costs = StageCosts((2, 4), (2, 4), (2, 4), (0,), (1, 1), (-1, -1), (0, 0))
+    timeline = simulate(generate("1f1b", 2, 2), costs)
+    shares = [f"{100 * bubble.total / timeline.makespan:.1f}%" for bubble in bubbles(timeline)]
+    assert shares == ["60.0%", "20.0%"]
+    assert [word for word in words_in(to_svg(timeline)) if re.fullmatch(r"[\d.]+%", word)] == shares
+    assert "rank 1 idles 6 of 30 ms: warmup 2, tail 4" in to_svg(timeline)
+
+
+def test_axes_have_units_and_memory_is_shown_where_it_is_known():
+    timeline = timeline_of()
+    words = words_in(to_svg(timeline, time_unit="s", memory_unit="GB"))
+    assert {"time (s)", "idle ranks (of 3)", "memory held by each rank (GB)"} <= set(words)
+    assert ", peak memory 3 GB" in words[1]
+    unknown = StageCosts.uniform(3, memory_f=0, memory_b=0, memory_w=0)
+    svg, page = (draw(simulate(timeline.schedule, unknown), memory_unit="MiB") for draw in (to_svg, to_html))
+    assert "MiB" not in svg
+    assert "MiB" not in page
+    assert "memory" not in svg
+
+
+def test_pictures_are_for_dark_surroundings_too():
+    svg = to_svg(timeline_of())
+    assert "prefers-color-scheme:dark" in svg
+    used = set(re.findall(r'(?:fill|stroke)="(#[0-9a-f]{6})"', svg))
+    dark = dict(re.findall(r'\[fill="(#\w+)"\]\{fill:(#\w+)\}', svg))
+    assert (
+        {canvas.INK, canvas.PAPER, canvas.LANE, canvas.FAINT, canvas.STRONG}
+        <= used
+        <= set(dark)
+        | {
+            *palette.FILLS.values(),
+            *canvas.LABEL_INKS,
+            *(palette.colour_of_rank(rank, 3) for rank in range(3)),
+        }
+    )
+    for light, other in dark.items():
+        if light not in (canvas.LANE, canvas.FAINT):
+            assert palette.is_dark(light) != palette.is_dark(other)
+
+
+@pytest.mark.parametrize("duration", [1e-9, 1e12])
+def test_numbers_of_any_size_can_be_read(duration):
+    timeline = simulate(generate("1f1b", 2, 2), StageCosts.uniform(2, duration, duration, duration))
+    words = words_in(to_svg(timeline))
+    assert f"longest span {9 * duration:g} ms" in words[1]
+    assert max(map(len, words)) < 100
+    assert len(set(words)) > 12
 
 
 def test_marks_do_not_decide_how_wide_a_drawing_is():
@@ -156,9 +317,9 @@ def test_marks_do_not_decide_how_wide_a_drawing_is():
 def test_what_takes_no_time_is_an_instant_of_the_trace():
     costs = StageCosts.uniform(2)
     timeline = simulate(repeat(with_post_validation(generate("1f1b", 2, 2), costs), 2), costs)
-    events = json.loads(to_chrome_trace(timeline, microseconds=10))["traceEvents"]
-    [step] = [event for event in events if event["name"] == "STEP1" and event["tid"] == 1]
-    assert (step["ph"], step["s"], step["args"]) == ("i", "t", {"iteration": 1})
+    events = json.loads(to_chrome_trace(timeline, microseconds=10, steps=2))["traceEvents"]
+    [step] = [event for event in events if event["name"] == "STEP of iteration 2" and event["tid"] == 1]
+    assert (step["ph"], step["s"], step["args"]) == ("i", "t", {"iteration": 2})
     assert step["ts"] == 10 * timeline.lanes[1][-1].start
 
 
@@ -170,7 +331,7 @@ def test_chrome_trace():
         for op, start, end in lane:
             event = ops.pop((rank, str(op)))
             assert (event["ts"], event["dur"]) == (start * 10, (end - start) * 10)
-            assert event["args"] == {"stage": rank, "chunk": 0, "microbatch": op.microbatch}
+            assert event["args"] == {"stage": rank, "chunk": 0, "microbatch": op.microbatch, "iteration": 1}
     assert not ops
     assert [event["args"]["name"] for event in events if event["name"] == "thread_name"] == [
         f"rank {rank}" for rank in range(3)

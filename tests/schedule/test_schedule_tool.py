@@ -177,8 +177,12 @@ def test_post_validation_in_a_file(ok, tmp_path):
     assert json.loads(ok("simulate", "--input", path, "--steps", "3", "--json"))["makespan"] == 27 + 24 + 24
     drawing = tmp_path / "drawing.svg"
     ok("draw", "--input", path, "--steps", "2", "--output", drawing)
-    assert ">zb-2p, 2 iterations</text>" in drawing.read_text()
-    assert "VALIDATE1 on rank 3" in drawing.read_text()
+    assert ">4 ranks, 8 microbatches, 2 iterations: bubble rate" in drawing.read_text()
+    assert "VALIDATE of iteration 2 on rank 3" in drawing.read_text()
+    assert "of iteration 1" in ok("simulate", "--input", path, "--steps", "3").splitlines()[-1]
+    path_of_three = json.loads(ok("simulate", "--input", path, "--steps", "3", "--json"))["critical_path"]
+    assert path_of_three[0] == "0:F0 of iteration 1"
+    assert "3:W7 of iteration 3" in path_of_three
 
 
 def test_compare(ok):
@@ -264,6 +268,10 @@ def test_draw(ok, tmp_path):
         assert ok("draw", "--schedule", "zb-h2", *SIZE, "--output", path, "--title", "shown") == ""
         assert path.read_text().startswith(start)
     assert ">shown</text>" in (tmp_path / "picture.svg").read_text()
+    assert ">time (F)</text>" in (tmp_path / "picture.svg").read_text(), "it is 1 by default"
+    for flags, unit in ((["--time-b", "2"], "ms"), (["--time-b", "2", "--time-unit", "µs"], "µs")):
+        ok("draw", "--schedule", "zb-h2", *SIZE, "--output", tmp_path / "picture.svg", *flags)
+        assert f">time ({unit})</text>" in (tmp_path / "picture.svg").read_text()
 
 
 def test_memory_curve(ok, tmp_path):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron.zero_bubble.schedule import HardwareQueues, names
-from megatron.zero_bubble.schedule.draw.svg import MAX_WIDTH
+from megatron.zero_bubble.schedule.draw.drawing import MAX_WIDTH
 from megatron.zero_bubble.schedule.lower import RECEIVE_AHEAD
 
 SMALLEST, LARGEST = 1e-20, 1e20
@@ -221,8 +221,9 @@ def parse_arguments(argv: list[str] | None, description: str) -> argparse.Namesp
     _add_hardware_queues(draw)
     draw.add_argument("--title", help="default: the schedule's name")
     draw.add_argument(
-        "--width", type=at_least(200, MAX_WIDTH), metavar="PIXELS", help="of an SVG (default: by its contents)"
+        "--width", type=at_least(200, MAX_WIDTH), metavar="PIXELS", help="of an SVG or page (default: by its contents)"
     )
+    draw.add_argument("--time-unit", metavar="UNIT", help="of the times that are given (default ms)")
     validate = add("validate", "prove that a schedule is complete, ordered and free of deadlock")
     _add_source(validate)
     curve = add(

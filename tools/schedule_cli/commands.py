@@ -13,13 +13,14 @@ from megatron.zero_bubble.schedule.analysis import causes
 from megatron.zero_bubble.schedule.draw import to_chrome_trace, to_html, to_svg
 from megatron.zero_bubble.schedule.generators import ENTRIES
 from megatron.zero_bubble.schedule.memory import peaks
+from megatron.zero_bubble.schedule.post_validation import operation_name
 from megatron.zero_bubble.schedule.serialize import (
     schedule_to_csv,
     schedule_to_grid,
     schedule_to_json,
     schedule_to_pytorch_csv,
 )
-from schedule_cli.costs import stage_costs
+from schedule_cli.costs import stage_costs, times_are_given
 from schedule_cli.files import deliver, read_schedule
 from schedule_cli.memory_curve import memory_curve
 from schedule_cli.report import Report, make_schedule, report_on, report_on_all
@@ -124,7 +125,8 @@ def _ranks(found: Report) -> str:
     rows = []
     for rank, peak in enumerate(peaks(found.timeline.schedule, found.timeline.costs)):
         values = (found.timeline.spans[rank], *(cause[rank] for cause in idle.values()), peak.amount)
-        rows.append((str(rank), *(f"{float(value):.6g}" for value in values), str(peak.op or "")))
+        op = operation_name(peak.op, found.schedule.num_microbatches, found.steps) if peak.op else ""
+        rows.append((str(rank), *(f"{float(value):.6g}" for value in values), op))
     return table(("rank", "span", *idle, "memory (M_B)", "at"), rows)
 
 
@@ -132,16 +134,14 @@ def draw(arguments: argparse.Namespace) -> None:
     output = arguments.output
     if output.suffix not in (".svg", ".html", ".json"):
         raise ScheduleError(f"--output {output} must end in .svg, .html, or .json (for Perfetto)")
-    timeline = report_on(arguments).timeline
-    title = arguments.title
-    if title is None and arguments.steps > 1:
-        title = f"{timeline.schedule.name}, {arguments.steps} iterations"
-    if output.suffix == ".svg":
-        deliver(to_svg(timeline, title=title, width=arguments.width), output)
-    elif output.suffix == ".html":
-        deliver(to_html(timeline, title=title), output)
-    else:
-        deliver(to_chrome_trace(timeline), output)
+    timeline, steps = report_on(arguments).timeline, arguments.steps
+    if output.suffix == ".json":
+        deliver(to_chrome_trace(timeline, steps=steps), output)
+        return
+    unit = arguments.time_unit or ("ms" if times_are_given(arguments) else "F")
+    to_picture = to_svg if output.suffix == ".svg" else to_html
+    picture = to_picture(timeline, title=arguments.title, time_unit=unit, steps=steps, width=arguments.width)
+    deliver(picture, output)
 
 
 def check(arguments: argparse.Namespace) -> None:

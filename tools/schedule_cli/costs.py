@@ -41,6 +41,12 @@ def stage_costs(arguments: argparse.Namespace, placement: Placement) -> StageCos
     return replace(costs, **memory)
 
 
+def times_are_given(arguments: argparse.Namespace) -> bool:
+    """Whether times are the user's, and not the default of 1 for F, B and W."""
+    names = ("costs", "time_f", "time_b", "time_w", "time_comm")
+    return any(getattr(arguments, name) is not None for name in names)
+
+
 def _stages_of_ranks(placement: Placement) -> list[list[int]]:
     chunks = range(placement.num_chunks)
     return [[placement.stage_of(rank, chunk) for chunk in chunks] for rank in range(placement.num_ranks)]

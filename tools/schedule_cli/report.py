@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron.zero_bubble.schedule import (
     HardwareQueues,
+    Op,
     Schedule,
     ScheduleError,
     Timeline,
@@ -28,7 +29,7 @@ from megatron.zero_bubble.schedule import (
 from megatron.zero_bubble.schedule.generators import entry_of
 from megatron.zero_bubble.schedule.ir import SENDS, check_size
 from megatron.zero_bubble.schedule.memory import peaks
-from megatron.zero_bubble.schedule.post_validation import without_post_validation
+from megatron.zero_bubble.schedule.post_validation import operation_name, without_post_validation
 from schedule_cli.costs import stage_costs
 from schedule_cli.files import read_schedule
 
@@ -82,10 +83,10 @@ class Report:
             "bubble_rate": timeline.bubble_rate,
             "lower_bound": self.lower_bound,
             "peak_memory": self.peak_memory,
-            "peak_memory_op": [str(peak.op) for peak in peaks(timeline.schedule, timeline.costs)],
+            "peak_memory_op": [self._name(peak.op) for peak in peaks(timeline.schedule, timeline.costs)],
             "span": list(timeline.spans),
             "bubble": [asdict(bubble) for bubble in bubbles(timeline)],
-            "critical_path": [f"{rank}:{timed.op}" for rank, timed in critical_path(timeline)],
+            "critical_path": [f"{rank}:{self._name(timed.op)}" for rank, timed in critical_path(timeline)],
             "num_messages": self.num_messages,
             "overlap_communication": timeline.overlap_communication,
             "hardware_queues": timeline.hardware_queues and timeline.hardware_queues.value,
@@ -95,6 +96,9 @@ class Report:
             "iteration_time_without_post_validation": self.without_post_validation,
             "generation_seconds": self.generation_seconds,
         }
+
+    def _name(self, op: Op | None) -> str | None:
+        return None if op is None else operation_name(op, self.schedule.num_microbatches, self.steps)
 
 
 def make_schedule(arguments: argparse.Namespace, name: str, limit: Sequence[float] | None) -> tuple[Schedule, float]:

@@ -53,19 +53,23 @@ def bubbles(timeline: Timeline) -> tuple[Bubble, ...]:
     return tuple(_bubble(timeline, where, rank, begin, end) for rank in range(len(timeline.lanes)))
 
 
+BUBBLE_WORDS = (
+    ("warmup", "warmup"),
+    ("waiting_for_forward", "waiting for F"),
+    ("waiting_for_backward", "waiting for B"),
+    ("waiting_for_validation", "waiting for validation"),
+    ("communication", "communication"),
+    ("streams", "streams"),
+    ("tail", "tail"),
+)
+"""(field of `Bubble`, the cause in words)"""
+
+
 def causes(timeline: Timeline) -> dict[str, tuple[float, ...]]:
     """For tables: the causes in words, each with its time on every rank; validation and streams only where there
     are such."""
     found = bubbles(timeline)
-    words = {
-        "warmup": "warmup",
-        "waiting_for_forward": "waiting for F",
-        "waiting_for_backward": "waiting for B",
-        "waiting_for_validation": "waiting for validation",
-        "communication": "communication",
-        "streams": "streams",
-        "tail": "tail",
-    }
+    words = dict(BUBBLE_WORDS)
     if not timeline.schedule.has_post_validation:
         del words["waiting_for_validation"]
     if timeline.hardware_queues is None:
@@ -119,6 +123,20 @@ def critical_path(timeline: Timeline) -> tuple[tuple[int, TimedOp], ...]:
         path.append((at[0], timeline.lanes[at[0]][at[1]]))
         at = _limited_by(timeline, where, *at)
     return tuple(reversed(path))
+
+
+def messages(timeline: Timeline) -> Iterator[tuple[int, TimedOp, int, TimedOp]]:
+    """(rank, the operation that made it, rank, the operation that uses it) of every tensor that crosses ranks."""
+    placement = timeline.schedule.placement
+    where = _positions(timeline)
+    for rank, lane in enumerate(timeline.lanes):
+        for timed in lane:
+            receive = receive_before(placement, rank, timed.op)
+            if receive is not None:
+                stage = placement.stage_of(rank, timed.op.chunk)
+                kind, neighbour = (OpKind.F, stage - 1) if timed.op.kind is OpKind.F else (OpKind.B, stage + 1)
+                source, position = where[kind, neighbour, timed.op.microbatch]
+                yield source, timeline.lanes[source][position], rank, timed
 
 
 def _limited_by(timeline: Timeline, where: _Positions, rank: int, position: int) -> tuple[int, int] | None:

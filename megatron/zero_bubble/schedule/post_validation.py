@@ -25,17 +25,27 @@ def repeat(schedule: Schedule, num_steps: int) -> Schedule:
     """`num_steps` iterations of `schedule` one after the other, with the microbatches numbered on.
 
     The result is for simulation and drawings. STEP and VALIDATE are numbered by iteration: the ranks'
-    `STEP1` are validated by `VALIDATE2`.
+    `STEP1` are validated by `VALIDATE2`. The first iteration, before which there is no step, validates nothing.
     """
 
     def moved(ops: Iterable[Op], step: int) -> Iterable[Op]:
         for op in ops:
+            if op.kind is OpKind.VALIDATE and step == 0:
+                continue
             yield op._replace(
                 microbatch=step if op.kind in POST_VALIDATION else op.microbatch + step * schedule.num_microbatches
             )
 
     ops = tuple(tuple(op for step in range(num_steps) for op in moved(rank_ops, step)) for rank_ops in schedule.ops)
     return replace(schedule, num_microbatches=schedule.num_microbatches * num_steps, ops=ops)
+
+
+def operation_name(op: Op, num_microbatches: int, num_steps: int) -> str:
+    """How to call an operation of `num_steps` repeated iterations: `F3 of iteration 2`, counted from 1."""
+    is_marker = op.kind in POST_VALIDATION
+    step, microbatch = (op.microbatch, 0) if is_marker else divmod(op.microbatch, num_microbatches)
+    name = op.kind.value if is_marker else str(op._replace(microbatch=microbatch))
+    return f"{name} of iteration {step + 1}" if num_steps > 1 else name
 
 
 def iteration_time(

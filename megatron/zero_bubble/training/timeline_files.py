@@ -13,11 +13,12 @@ from megatron.zero_bubble.schedule.draw import to_chrome_trace, to_html, to_svg
 from megatron.zero_bubble.schedule.ir import SPLIT_WEIGHT_GRADIENTS
 from megatron.zero_bubble.training.files import write_file
 
-_MARGINS, _OP_WIDTH = 100, 24
-"""Pixels: of a drawing beside its lanes, and of an operation on average, so that labels fit on most."""
+_MARGINS, _OP_WIDTH, _WIDEST = 136, 26, 1600
+"""Pixels: of a drawing beside its lanes, of an operation on average, so that labels fit on most, and of all of them."""
 _PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{name}</title>
-<style>body {{ font: 14px sans-serif; margin: 1em; }} svg {{ max-width: 100%; height: auto; }}</style></head>
+<style>:root {{ color-scheme: light dark; }} body {{ font: 14px sans-serif; margin: 1em; }}
+svg {{ max-width: 100%; height: auto; }}</style></head>
 <body>{svgs}<h2>Idle time by cause (ms)</h2><pre>{idle}</pre></body></html>
 """
 
@@ -30,12 +31,12 @@ def write_timeline(folder: Path, name: str, measured: Timeline, memory_unit: str
     folder.mkdir(parents=True, exist_ok=True)
     planned = simulate(measured.schedule, measured.costs)
     duration = float(max(measured.makespan, planned.makespan))
-    width = _MARGINS + _OP_WIDTH * max(len(lane) for lane in measured.lanes)
+    width = min(_MARGINS + _OP_WIDTH * max(len(lane) for lane in measured.lanes), _WIDEST)
     schedule = measured.schedule.name
     subject = schedule if name == schedule else f"{name}: {schedule}"
     titles = {
-        "measured": f"{subject} as it ran (ms)",
-        "planned": f"{subject} as it would run with the times measured there (ms)",
+        "measured": f"{subject} as it ran",
+        "planned": f"{subject} as it would run with the times measured there",
     }
     svgs = []
     for kind, timeline in (("measured", measured), ("planned", planned)):

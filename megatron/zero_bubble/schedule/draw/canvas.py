@@ -9,26 +9,55 @@ from html import escape
 FONT = "Helvetica, Arial, sans-serif"
 INK = "#222222"
 FAINT = "#dddddd"
+PAPER = "#ffffff"
+LANE = "#f2f2f2"
+STRONG = "#000000"
+LABEL_INKS = ("#111111", "#fefefe")
+"""On light and on dark operations; unlike the others they stay in the dark, as the operations do."""
+
+_IN_THE_DARK = {INK: "#e6edf3", FAINT: "#30363d", PAPER: "#0d1117", LANE: "#21262d", STRONG: "#ffffff"}
+_STYLE = (
+    "text{pointer-events:none}@media(prefers-color-scheme:dark){"
+    + "".join(
+        f'[fill="{light}"]{{fill:{dark}}}[stroke="{light}"]{{stroke:{dark}}}' for light, dark in _IN_THE_DARK.items()
+    )
+    + "}"
+)
+"""Colours are attributes, and the dark ones replace them by their values: what knows no CSS draws the light ones."""
 
 
 def number(value: float, digits: int = 2) -> str:
-    """At most `digits` decimals, none that are zero."""
+    """A coordinate: at most `digits` decimals, none that are zero."""
     text = f"{float(value):.{digits}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-def rect(x: float, y: float, width: float, height: float, fill: str, title: str = "") -> str:
-    inner = f"<title>{escape(title)}</title></rect>" if title else "</rect>"
-    return (
-        f'<rect x="{number(x)}" y="{number(y)}" width="{number(width)}" height="{number(height)}" fill="{fill}">{inner}'
-    )
+def figure(value: float) -> str:
+    """A number to read: six digits, however large or small it is."""
+    return f"{float(value):.6g}"
+
+
+def clean(words: str) -> str:
+    """The words as text of XML, which has no control characters."""
+    return escape("".join(c if c.isprintable() else " " for c in words))
+
+
+def rect(x: float, y: float, width: float, height: float, fill: str, title: str = "", kind: str = "") -> str:
+    inner = f"<title>{clean(title)}</title></rect>" if title else "</rect>"
+    place = f'x="{number(x)}" y="{number(y)}" width="{number(width)}" height="{number(height)}"'
+    return f'<rect{_class(kind)} {place} fill="{fill}">{inner}'
 
 
 def text(x: float, y: float, words: str, size: float = 12, anchor: str = "start", fill: str = INK) -> str:
-    return (
-        f'<text x="{number(x)}" y="{number(y)}" font-size="{number(size)}" text-anchor="{anchor}" fill="{fill}">'
-        f"{escape(words)}</text>"
-    )
+    place = f'x="{number(x)}" y="{number(y)}" font-size="{number(size)}" text-anchor="{anchor}"'
+    return f'<text {place} fill="{fill}">{clean(words)}</text>'
+
+
+def label(x: float, y: float, words: str, size: float, fill: str, squeezed_to: float | None = None) -> str:
+    """A text around `x`, with letters as narrow as it takes to be as wide as `squeezed_to`."""
+    place = f'x="{number(x)}" y="{number(y)}" font-size="{number(size)}" text-anchor="middle"'
+    squeezed = "" if squeezed_to is None else f' textLength="{number(squeezed_to)}" lengthAdjust="spacingAndGlyphs"'
+    return f'<text class="l" {place}{squeezed} fill="{fill}">{clean(words)}</text>'
 
 
 def line(x1: float, y1: float, x2: float, y2: float, stroke: str = FAINT) -> str:
@@ -37,7 +66,7 @@ def line(x1: float, y1: float, x2: float, y2: float, stroke: str = FAINT) -> str
 
 def path(points: Iterable[tuple[float, float]], stroke: str, title: str = "", width: float = 1.5) -> str:
     d = "M" + "L".join(f"{number(x)} {number(y)}" for x, y in points)
-    inner = f"<title>{escape(title)}</title>" if title else ""
+    inner = f"<title>{clean(title)}</title>" if title else ""
     return f'<path d="{d}" stroke="{stroke}" stroke-width="{number(width)}" fill="none">{inner}</path>'
 
 
@@ -51,11 +80,15 @@ def ticks(largest: float, count: int) -> list[float]:
     return [i * step for i in range(int(largest / step * (1 + 1e-9)) + 1)]
 
 
-def document(width: float, height: float, elements: Iterable[str]) -> str:
-    """A whole SVG image."""
+def document(width: float, height: float, elements: Iterable[str], style: str = "") -> str:
+    """A whole SVG image, for light and dark surroundings; `style` is more CSS."""
     size = f'width="{number(width)}" height="{number(height)}" viewBox="0 0 {number(width)} {number(height)}"'
     body = "\n".join(elements)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="{FONT}">\n'
-        f'<rect width="100%" height="100%" fill="#ffffff"/>\n{body}\n</svg>\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="{FONT}">\n<style>{_STYLE}{style}</style>\n'
+        f'<rect width="100%" height="100%" fill="{PAPER}"/>\n{body}\n</svg>\n'
     )
+
+
+def _class(kind: str) -> str:
+    return f' class="{kind}"' if kind else ""

@@ -7,13 +7,15 @@ from typing import Any
 
 from megatron.zero_bubble.schedule.draw import curves
 from megatron.zero_bubble.schedule.ir import POST_VALIDATION, Schedule
+from megatron.zero_bubble.schedule.post_validation import operation_name
 from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline
 
 
-def to_chrome_trace(timeline: Timeline, *, microseconds: float = 1000) -> str:
+def to_chrome_trace(timeline: Timeline, *, microseconds: float = 1000, steps: int = 1) -> str:
     """The trace as text: a thread a rank, a counter of memory a rank, and one of the idle ranks.
 
-    `microseconds` is how long the unit of the costs' times is: 1000 for milliseconds.
+    `microseconds` is how long the unit of the costs' times is: 1000 for milliseconds. `steps` is how many
+    iterations `repeat` made the schedule of.
     """
     schedule = timeline.schedule
     events: list[dict[str, Any]] = [
@@ -21,22 +23,26 @@ def to_chrome_trace(timeline: Timeline, *, microseconds: float = 1000) -> str:
     ]
     for rank, lane in enumerate(timeline.lanes):
         events.append({"ph": "M", "pid": 0, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}})
-        events += (_event(schedule, rank, timed, microseconds) for timed in lane)
+        events += (_event(schedule, rank, timed, microseconds, steps) for timed in lane)
         events += _counter(f"memory of rank {rank}", curves.memory(timeline, rank), microseconds)
     events += _counter("idle ranks", curves.idle_ranks(timeline), microseconds)
     lines = ",\n".join(json.dumps(event) for event in events)
     return f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n]}}\n'
 
 
-def _event(schedule: Schedule, rank: int, timed: TimedOp, microseconds: float) -> dict[str, Any]:
+def _event(schedule: Schedule, rank: int, timed: TimedOp, microseconds: float, steps: int) -> dict[str, Any]:
     """One operation: a slice, or an instant if it takes no time (STEP and VALIDATE, simulated)."""
     op, start, end = timed
-    place = {"pid": 0, "tid": rank, "name": str(op), "cat": op.kind.value, "ts": float(start) * microseconds}
+    num_microbatches = schedule.num_microbatches // steps
+    name = operation_name(op, num_microbatches, steps)
+    place = {"pid": 0, "tid": rank, "name": name, "cat": op.kind.value, "ts": float(start) * microseconds}
     length = {"ph": "X", "dur": float(end - start) * microseconds} if end > start else {"ph": "i", "s": "t"}
     if op.kind in POST_VALIDATION:
-        return {**place, **length, "args": {"iteration": op.microbatch}}
+        return {**place, **length, "args": {"iteration": op.microbatch + 1}}
+    iteration, microbatch = divmod(op.microbatch, num_microbatches)
     stage = schedule.placement.stage_of(rank, op.chunk)
-    return {**place, **length, "args": {"stage": stage, "chunk": op.chunk, "microbatch": op.microbatch}}
+    which = {"stage": stage, "chunk": op.chunk, "microbatch": microbatch, "iteration": iteration + 1}
+    return {**place, **length, "args": which}
 
 
 def _counter(name: str, steps: curves.Steps, microseconds: float) -> list[dict[str, Any]]:

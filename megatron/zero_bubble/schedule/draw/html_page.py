@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-from html import escape
-
 from megatron.zero_bubble.schedule.analysis import causes
-from megatron.zero_bubble.schedule.draw.canvas import number
-from megatron.zero_bubble.schedule.draw.svg import to_svg
+from megatron.zero_bubble.schedule.draw.canvas import clean, figure
+from megatron.zero_bubble.schedule.draw.drawing import MAX_WIDTH, Drawing, drawing
+from megatron.zero_bubble.schedule.draw.svg import svg_of
 from megatron.zero_bubble.schedule.memory import peaks
 from megatron.zero_bubble.schedule.timeline import Timeline
 
 _STYLE = """
-body { font-family: Helvetica, Arial, sans-serif; color: #222; margin: 1em; }
-#drawing { overflow-x: auto; border: 1px solid #ddd; }
-#drawing svg rect:hover { stroke: #000; stroke-width: 1.5; }
-#drawing svg text { pointer-events: none; }
+:root { color-scheme: light dark; }
+body { font-family: Helvetica, Arial, sans-serif; margin: 1em; }
+#drawing { overflow-x: auto; border: 1px solid #8888; }
+#drawing svg { display: block; }
+#drawing svg.small .l { display: none; }
 #tip { position: fixed; display: none; background: #222; color: #fff; padding: 4px 8px; font-size: 13px;
        border-radius: 3px; pointer-events: none; max-width: 26em; }
 table { border-collapse: collapse; font-size: 13px; margin-top: 1em; }
-th, td { padding: 2px 10px; text-align: right; border-bottom: 1px solid #ddd; }
+caption { text-align: left; padding: 2px 10px; }
+th, td { padding: 2px 10px; text-align: right; border-bottom: 1px solid #8888; }
 button { font-size: 14px; min-width: 2em; }
 """
 
-# The titles of the SVG become one tooltip that appears at once; zooming scales the image as a whole.
+# The titles of the SVG become one tooltip that appears at once; zooming scales the image as a whole, and what is too
+# small to read is hidden.
 _SCRIPT = """
 const svg = document.querySelector('#drawing svg'), tip = document.getElementById('tip');
 const tips = new Map();
@@ -45,7 +47,10 @@ function resize(factor) {
   zoom = factor === 0 ? document.getElementById('drawing').clientWidth / width : zoom * factor;
   svg.setAttribute('width', width * zoom);
   svg.setAttribute('height', height * zoom);
+  svg.classList.toggle('small', zoom < 0.6);
 }
+const room = document.getElementById('drawing').clientWidth / width;
+if (room < 1) resize(Math.max(room, 0.75));
 """
 
 _PAGE = """<!DOCTYPE html>
@@ -64,21 +69,42 @@ _PAGE = """<!DOCTYPE html>
 """
 
 
-def to_html(timeline: Timeline, *, title: str | None = None, memory_unit: str = "M_B") -> str:
-    """The page as text. Arguments as in `to_svg`."""
-    title = title or timeline.schedule.name
-    svg = to_svg(timeline, title=title, memory_unit=memory_unit)
-    table = _table(timeline, memory_unit)
-    return _PAGE.format(title=escape(title), style=_STYLE, svg=svg, table=table, script=_SCRIPT)
+def to_html(
+    timeline: Timeline,
+    *,
+    title: str | None = None,
+    time_unit: str = "ms",
+    memory_unit: str = "M_B",
+    steps: int = 1,
+    width: int | None = None,
+) -> str:
+    """The page as text. Arguments as in `to_svg`; it is as wide as readable labels want it, and shown to fit."""
+    what = drawing(
+        timeline,
+        title=title,
+        time_unit=time_unit,
+        memory_unit=memory_unit,
+        steps=steps,
+        width=width,
+        duration=None,
+        widest=MAX_WIDTH,
+    )
+    return _PAGE.format(title=clean(what.title), style=_STYLE, svg=svg_of(what), table=_table(what), script=_SCRIPT)
 
 
-def _table(timeline: Timeline, memory_unit: str) -> str:
+def _table(what: Drawing) -> str:
     """Span, work, bubble by cause and peak memory of every rank."""
+    timeline = what.timeline
     idle = causes(timeline)
-    heads = ("rank", "span", "work", *idle, f"peak memory ({escape(memory_unit)})", "reached by")
+    heads = ["rank", "span", "work", *idle]
+    if what.has_memory:
+        heads += [f"peak memory ({clean(what.memory_unit)})", "reached by"]
     rows = ["".join(f"<th>{head}</th>" for head in heads)]
     for rank, peak in enumerate(peaks(timeline.schedule, timeline.costs)):
         times = (timeline.spans[rank], timeline.work[rank], *(cause[rank] for cause in idle.values()))
-        cells = [str(rank), *(number(value, 4) for value in (*times, peak.amount)), str(peak.op or "")]
+        cells = [str(rank), *map(figure, times)]
+        if what.has_memory:
+            cells += [figure(peak.amount), what.name(peak.op) if peak.op else ""]
         rows.append("".join(f"<td>{cell}</td>" for cell in cells))
-    return "<table>\n" + "\n".join(f"<tr>{row}</tr>" for row in rows) + "\n</table>"
+    caption = f"<caption>Times in {clean(what.time_unit)}</caption>\n"
+    return f"<table>\n{caption}" + "\n".join(f"<tr>{row}</tr>" for row in rows) + "\n</table>"

@@ -25,8 +25,8 @@ MEANINGS = {
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 """For lines that belong to different schedules."""
 
-_RANKS = ("#440154", "#3b528b", "#21918c", "#5ec962")
-"""Stops of viridis, without its yellow end, which is too light on white."""
+_RANKS = ("#9146a8", "#4570be", "#1f968b", "#55b34c")
+"""From dark to light as viridis, but neither too light on white paper nor too dark on black."""
 
 
 def mix(first: str, second: str, share: float) -> str:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from html import escape
 from typing import NamedTuple
 
 from megatron.zero_bubble.schedule.draw import canvas, palette
-from megatron.zero_bubble.schedule.draw.canvas import line, number, rect, text
+from megatron.zero_bubble.schedule.draw.canvas import clean, figure, line, number, rect, text
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 180, 44, 52
 _WIDTH, _HEIGHT = 900, 440
@@ -35,10 +34,10 @@ def to_plot(series: Sequence[Series], *, title: str, x_label: str, y_label: str)
     for x in canvas.ticks(largest_x, 8):
         elements += [
             line(*at(x, 0), *at(x, largest_y)),
-            text(at(x, 0)[0], at(x, 0)[1] + 16, number(x, 4), 11, "middle"),
+            text(at(x, 0)[0], at(x, 0)[1] + 16, figure(x), 11, "middle"),
         ]
     for y in canvas.ticks(largest_y, 6):
-        elements += [line(*at(0, y), *at(largest_x, y)), text(_LEFT - 8, at(0, y)[1] + 4, number(y, 4), 11, "end")]
+        elements += [line(*at(0, y), *at(largest_x, y)), text(_LEFT - 8, at(0, y)[1] + 4, figure(y), 11, "end")]
     elements.append(text((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 14, x_label, anchor="middle"))
     elements.append(
         f'<g transform="translate(16 {_HEIGHT / 2}) rotate(-90)">{text(0, 0, y_label, anchor="middle")}</g>'
@@ -53,8 +52,8 @@ def _draw(k: int, series: Series, points: list[tuple[float, float]]) -> Iterator
     if len(points) > 1:
         yield canvas.path(points, colour, series.name, width=2)
     for (x, y), (value_x, value_y) in zip(points, series.points, strict=True):
-        tip = f"{series.name}: {number(value_y, 5)} at {number(value_x, 4)}"
-        yield f'<circle cx="{number(x)}" cy="{number(y)}" r="3.5" fill="{colour}"><title>{escape(tip)}</title></circle>'
+        tip = f"{series.name}: {figure(value_y)} at {figure(value_x)}"
+        yield f'<circle cx="{number(x)}" cy="{number(y)}" r="3.5" fill="{colour}"><title>{clean(tip)}</title></circle>'
     y = _TOP + 8 + 18 * k
     yield rect(_WIDTH - 160, y - 10, 12, 12, colour)
     yield text(_WIDTH - 142, y, series.name)

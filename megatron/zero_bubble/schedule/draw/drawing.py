@@ -1,0 +1,152 @@
+"""What a picture of a timeline shows, what it is called there, and where it is."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from megatron.zero_bubble.schedule.ir import POST_VALIDATION, Op, OpKind
+from megatron.zero_bubble.schedule.post_validation import operation_name
+from megatron.zero_bubble.schedule.timeline import Timeline
+
+MAX_WIDTH = 16000
+_MIN_WIDTH, _WIDEST_BY_ITSELF = 920, 1400
+LEFT, RIGHT, TOP = 76, 60, 82
+CURVE_HEIGHT, CURVE_GAP = 72, 42
+_SMALLEST_TYPE, _LARGEST_TYPE = 6, 11
+_LABEL_MARGIN = 2
+"""Pixels of an operation that its label leaves free."""
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A timeline with all that a picture of it needs; places are in pixels.
+
+    `steps` is how many iterations `repeat` made the schedule of; `duration` the time that the width shows.
+    """
+
+    timeline: Timeline
+    title: str
+    time_unit: str
+    memory_unit: str
+    steps: int
+    width: float
+    duration: float
+
+    @property
+    def num_lanes(self) -> int:
+        return len(self.timeline.lanes)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Of one iteration."""
+        return self.timeline.schedule.num_microbatches // self.steps
+
+    def name(self, op: Op) -> str:
+        """The operation in words."""
+        return operation_name(op, self.num_microbatches, self.steps)
+
+    def label(self, op: Op) -> str:
+        """The operation in the few letters that fit on it: colours tell chunks, marks iterations."""
+        return f"{op.kind.value}{op.microbatch % self.num_microbatches}"
+
+    @cached_property
+    def begin(self) -> float:
+        return min((lane[0].start for lane in self.timeline.lanes if lane), default=0)
+
+    def x(self, time: float) -> float:
+        return LEFT + float(time - self.begin) * (self.width - LEFT - RIGHT) / self.duration
+
+    @property
+    def right(self) -> float:
+        """Where the lanes end."""
+        return self.width - RIGHT
+
+    @cached_property
+    def lane_height(self) -> float:
+        return next((height for most, height in ((8, 26), (16, 20), (32, 15), (64, 11)) if self.num_lanes <= most), 7)
+
+    def lane_top(self, rank: int) -> float:
+        return TOP + rank * (self.lane_height + 2)
+
+    def middle(self, rank: int) -> float:
+        return self.lane_top(rank) + self.lane_height / 2
+
+    @property
+    def lanes_bottom(self) -> float:
+        return self.lane_top(self.num_lanes)
+
+    def curve_top(self, k: int) -> float:
+        return self.lanes_bottom + CURVE_GAP + 16 + k * (CURVE_HEIGHT + CURVE_GAP)
+
+    @cached_property
+    def has_memory(self) -> bool:
+        """Whether anything is known about memory: a measured step without a profile has none."""
+        return max(self.timeline.peak_memory, default=0) > 0
+
+    @property
+    def num_curves(self) -> int:
+        return 1 + self.has_memory
+
+    @property
+    def height(self) -> float:
+        return self.curve_top(self.num_curves) - CURVE_GAP + 16
+
+    @cached_property
+    def _label_sizes(self) -> dict[OpKind, float]:
+        """The size of type in which nine of ten labels of a kind fit on their operations, where it can be read."""
+        scale = (self.width - LEFT - RIGHT) / self.duration
+        sizes: dict[OpKind, list[float]] = defaultdict(list)
+        for kind, time, width in self._labels():
+            sizes[kind].append((time * scale - _LABEL_MARGIN) / width)
+        largest = min(_LARGEST_TYPE, self.lane_height - 7)
+        fitting = {kind: min(largest, sorted(each)[len(each) // 10]) for kind, each in sizes.items()}
+        return {kind: size for kind, size in fitting.items() if size >= _SMALLEST_TYPE}
+
+    @property
+    def width_for_labels(self) -> float:
+        """The width at which nine of ten labels fit in the largest type."""
+        scales = sorted((_LARGEST_TYPE * width + _LABEL_MARGIN) / time for _, time, width in self._labels() if time > 0)
+        return LEFT + RIGHT + self.duration * (scales[-(len(scales) // 10) - 1] if scales else 0)
+
+    def _labels(self) -> Iterator[tuple[OpKind, float, float]]:
+        """Kind and time of an operation, width of its label."""
+        timed = (one for lane in self.timeline.lanes for one in lane if one.op.kind not in POST_VALIDATION)
+        return ((one.op.kind, float(one.end - one.start), _type_width(self.label(one.op))) for one in timed)
+
+    def label_size(self, op: Op, width: float) -> float | None:
+        """The size of the label of an operation that is so wide; None if it has no room."""
+        size, room = self._label_sizes.get(op.kind), (width - _LABEL_MARGIN) * 1.001
+        return size if size is not None and _type_width(self.label(op)) * size <= room else None
+
+    def squeezed(self, op: Op, width: float) -> float | None:
+        """How wide to make the label to fit there; None if it need not be squeezed."""
+        letters = (0.96 if letter == "W" else 0.62 for letter in self.label(op))
+        natural = sum(letters) * self._label_sizes[op.kind]
+        return width - _LABEL_MARGIN if natural > width - _LABEL_MARGIN else None
+
+
+def drawing(
+    timeline: Timeline,
+    *,
+    title: str | None,
+    time_unit: str,
+    memory_unit: str,
+    steps: int,
+    width: int | None,
+    duration: float | None,
+    widest: int = _WIDEST_BY_ITSELF,
+) -> Drawing:
+    """The drawing; if no width is given it is that of readable labels, and at most `widest`."""
+    shown = float(duration or timeline.makespan) or 1.0
+    made = Drawing(timeline, title or timeline.schedule.name, time_unit, memory_unit, steps, _MIN_WIDTH, shown)
+    if width is None:
+        width = int(min(widest, max(_MIN_WIDTH, made.width_for_labels)))
+    return replace(made, width=width)
+
+
+def _type_width(label: str) -> float:
+    """The width in type of size 1 down to which a label stays readable: two thirds for a W, which is wide."""
+    return sum(0.66 if letter == "W" else 0.6 for letter in label)

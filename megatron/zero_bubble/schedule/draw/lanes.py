@@ -1,0 +1,138 @@
+"""The lanes of a picture: operations, how much each rank idles, messages, and the critical path."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from math import hypot
+
+from megatron.zero_bubble.schedule.analysis import BUBBLE_WORDS, bubbles, critical_path, messages
+from megatron.zero_bubble.schedule.draw import palette
+from megatron.zero_bubble.schedule.draw.canvas import LABEL_INKS, LANE, PAPER, STRONG, figure, label, number, rect, text
+from megatron.zero_bubble.schedule.draw.drawing import LEFT, Drawing
+from megatron.zero_bubble.schedule.ir import POST_VALIDATION
+from megatron.zero_bubble.schedule.memory import memory_held
+
+_MARK_WIDTH = 3
+"""Of STEP and VALIDATE, which take no time in a simulation."""
+_ARROW_HEAD = 5
+
+
+def lanes(drawing: Drawing) -> Iterator[str]:
+    """All lanes. Operations are grouped by microbatch: hovering over one shows all of its microbatch's messages."""
+    groups: dict[int, list[str]] = defaultdict(list)
+    for rank in range(drawing.num_lanes):
+        yield from _frame(drawing, rank)
+        for microbatch, element in _operations(drawing, rank):
+            groups[microbatch].append(element)
+    for microbatch, elements in sorted(groups.items()):
+        yield f'<g class="m m{microbatch}">{"".join(elements)}</g>'
+    yield from _critical_path(drawing)
+    for rank in range(drawing.num_lanes):
+        yield from _marks(drawing, rank)
+    yield from _messages(drawing)
+
+
+def style(drawing: Drawing) -> str:
+    """CSS for `lanes`: what hovering over an operation shows and hides."""
+    microbatches = range(drawing.timeline.schedule.num_microbatches)
+    shown = ",".join(f".m{k}:hover~.a{k}" for k in microbatches)
+    return (
+        ".o,.s{rx:1.5px}.a,.p{pointer-events:none}.a{visibility:hidden}"
+        f".m:hover .o{{stroke:{STRONG};stroke-width:1}}svg:has(.m:hover) .m:not(:hover){{opacity:.4}}"
+        + (f"{shown}{{visibility:visible}}" if shown else "")
+    )
+
+
+def _frame(drawing: Drawing, rank: int) -> Iterator[str]:
+    """What a lane has without its operations: its name, the time it lasts, and its share of bubbles."""
+    timeline = drawing.timeline
+    top, height = drawing.lane_top(rank), drawing.lane_height
+    size = max(8, min(11, height - 3))
+    end = drawing.x(drawing.begin + timeline.makespan)
+    yield rect(LEFT, top, end - LEFT, height, LANE)
+    if rank % max(1, round(10 / height)) == 0:
+        baseline = drawing.middle(rank) + size / 3
+        bubble = bubbles(timeline)[rank]
+        share = float(bubble.total / timeline.makespan) if timeline.makespan else 0.0
+        causes = (f"{word} {figure(getattr(bubble, name))}" for name, word in BUBBLE_WORDS if getattr(bubble, name))
+        tip = f"rank {rank} idles {figure(bubble.total)} of {figure(timeline.makespan)} {drawing.time_unit}"
+        yield text(LEFT - 8, baseline, f"rank {rank}", size, "end")
+        yield text(drawing.right + 8, baseline, f"{100 * share:.1f}%", size)
+        yield rect(
+            drawing.right, top, drawing.width - drawing.right, height, "transparent", f"{tip}: {', '.join(causes)}"
+        )
+
+
+def _operations(drawing: Drawing, rank: int) -> Iterator[tuple[int, str]]:
+    """(microbatch, element) of every operation of a lane that takes time."""
+    timeline, schedule = drawing.timeline, drawing.timeline.schedule
+    top, height, unit = drawing.lane_top(rank), drawing.lane_height, drawing.time_unit
+    held = memory_held(schedule, timeline.costs, rank)
+    for (op, start, stop), (_, during, _) in zip(timeline.lanes[rank], held, strict=True):
+        if op.kind in POST_VALIDATION:
+            continue
+        fill = palette.fill_of(op.kind, op.chunk, schedule.num_chunks)
+        x, width = drawing.x(start), drawing.x(stop) - drawing.x(start)
+        tip = (
+            f"{drawing.name(op)} on rank {rank}, stage {schedule.placement.stage_of(rank, op.chunk)}: "
+            f"{figure(start)} to {figure(stop)} {unit} (takes {figure(stop - start)})"
+        )
+        if drawing.has_memory:
+            tip += f", rank holds {figure(during)} {drawing.memory_unit}"
+        yield op.microbatch, rect(x, top, max(width - min(0.8, width / 8), 0.1), height, fill, tip, "o")
+        size = drawing.label_size(op, width)
+        if size is not None:
+            y, ink = drawing.middle(rank) + size / 3, LABEL_INKS[palette.is_dark(fill)]
+            words, squeezed = drawing.label(op), drawing.squeezed(op, width)
+            yield op.microbatch, label(x + width / 2, y, words, size, ink, squeezed)
+
+
+def _marks(drawing: Drawing, rank: int) -> Iterator[str]:
+    """STEP and VALIDATE of a lane, above the operations."""
+    for op, start, stop in drawing.timeline.lanes[rank]:
+        if op.kind in POST_VALIDATION:
+            width = max(_MARK_WIDTH, drawing.x(stop) - drawing.x(start))
+            x = (drawing.x(start) + drawing.x(stop) - width) / 2
+            tip = f"{drawing.name(op)} on rank {rank}, at {figure(start)} {drawing.time_unit}"
+            top, height = drawing.lane_top(rank) - 1, drawing.lane_height + 2
+            yield rect(x, top, width, height, palette.FILLS[op.kind], tip, "s")
+
+
+def _critical_path(drawing: Drawing) -> Iterator[str]:
+    """A line along the feet of the operations that make the step as long as it is."""
+    points: list[tuple[float, float]] = []
+    for rank, (_, start, end) in critical_path(drawing.timeline):
+        y = drawing.lane_top(rank) + drawing.lane_height - 2.5
+        points += [(drawing.x(start), y), (drawing.x(end), y)]
+    if points:
+        yield from _on_everything("p", "M" + "L".join(f"{number(x)} {number(y)}" for x, y in points))
+
+
+def _messages(drawing: Drawing) -> Iterator[str]:
+    """One path for the messages of each microbatch, hidden until it is pointed at."""
+    arrows: dict[int, list[str]] = defaultdict(list)
+    for source, sent, destination, used in messages(drawing.timeline):
+        begin = drawing.x(sent.end), drawing.middle(source)
+        end = drawing.x(used.start), drawing.middle(destination)
+        arrows[used.op.microbatch].append(_arrow(*begin, *end))
+    for microbatch, paths in sorted(arrows.items()):
+        yield from _on_everything(f"a a{microbatch}", "".join(paths))
+
+
+def _on_everything(kind: str, d: str) -> Iterator[str]:
+    """A line that can be seen on any colour: dark, in a light one that is wider."""
+    for stroke, width in ((PAPER, 3.5), (STRONG, 1.5)):
+        yield f'<path class="{kind}" d="{d}" stroke="{stroke}" stroke-width="{width}" fill="none"/>'
+
+
+def _arrow(x1: float, y1: float, x2: float, y2: float) -> str:
+    """A line with a head of two strokes."""
+    length = hypot(x2 - x1, y2 - y1) or 1
+    along_x, along_y = _ARROW_HEAD * (x2 - x1) / length, _ARROW_HEAD * (y2 - y1) / length
+    heads = ((x2 - along_x + side * along_y * 0.6, y2 - along_y - side * along_x * 0.6) for side in (1, -1))
+    (ax, ay), (bx, by) = heads
+    return (
+        f"M{number(x1, 1)} {number(y1, 1)}L{number(x2, 1)} {number(y2, 1)}"
+        f"M{number(ax, 1)} {number(ay, 1)}L{number(x2, 1)} {number(y2, 1)}L{number(bx, 1)} {number(by, 1)}"
+    )
