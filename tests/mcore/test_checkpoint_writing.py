@@ -17,7 +17,7 @@ if __name__ == "__main__":
     substitute_cuda()
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import ShardedTensor
-    from megatron.zero_bubble.mcore.checkpoint_writing import keep_results_in_process
+    from megatron.zero_bubble.mcore.checkpoint_results import keep_results_in_process
 
     keep_results_in_process()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

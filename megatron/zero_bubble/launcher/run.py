@@ -16,7 +16,7 @@ from megatron.zero_bubble.launcher.hooks import Call
 from megatron.zero_bubble.launcher.post_validation import ScriptPostValidation
 from megatron.zero_bubble.launcher.settings import refuse_what_cannot_work, settings_of
 from megatron.zero_bubble.launcher.v_placement import VPlacement
-from megatron.zero_bubble.mcore.checkpoint_writing import keep_results_in_process
+from megatron.zero_bubble.mcore.checkpoint_results import keep_results_in_process
 from megatron.zero_bubble.mcore.linear import split_weight_gradients
 from megatron.zero_bubble.mcore.placement import check_layers_built
 from megatron.zero_bubble.mcore.step_settings import refuse_unsupported

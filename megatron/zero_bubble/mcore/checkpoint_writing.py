@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import queue
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,16 +25,6 @@ _ONLY_ON_RANK_0 = (
     (serialization, "save_config"),
 )
 """What writes `common.pt`, `.metadata` and `metadata.json`."""
-
-
-def keep_results_in_process() -> None:
-    """Let the writer hand its results over within this process, which is where a synchronous save writes.
-
-    Otherwise megatron-core starts a server process for them with the first save, 150 MB a rank, that nobody ends when
-    the rank is killed. A save in the background needs it: call this only where there are none.
-    """
-    if filesystem_async._results_queue is None:
-        filesystem_async._results_queue = queue.Queue()
 
 
 def save(state: dict[str, Any], folder: Path, content_metadata: dict[str, Any]) -> None:

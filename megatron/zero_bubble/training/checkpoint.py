@@ -20,7 +20,8 @@ from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron.zero_bubble.mcore.checkpoint_reading import COMMON_FILE, CheckpointError, load, read_common, read_metadata
-from megatron.zero_bubble.mcore.checkpoint_writing import keep_results_in_process, save
+from megatron.zero_bubble.mcore.checkpoint_results import keep_results_in_process
+from megatron.zero_bubble.mcore.checkpoint_writing import save
 from megatron.zero_bubble.mcore.optimizer import allocate_states, loadable
 from megatron.zero_bubble.runtime.joint import jointly, on_rank
 from megatron.zero_bubble.training.arguments import Arguments
