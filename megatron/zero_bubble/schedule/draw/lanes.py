@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from math import hypot
 
-from megatron.zero_bubble.schedule.analysis import BUBBLE_WORDS, bubbles, critical_path, messages
+from megatron.zero_bubble.schedule.analysis import BUBBLE_WORDS, Bubble, bubbles, critical_path, messages
 from megatron.zero_bubble.schedule.draw import palette
 from megatron.zero_bubble.schedule.draw.canvas import LABEL_INKS, LANE, PAPER, STRONG, figure, label, number, rect, text
 from megatron.zero_bubble.schedule.draw.drawing import LEFT, Drawing
@@ -21,8 +21,8 @@ _ARROW_HEAD = 5
 def lanes(drawing: Drawing) -> Iterator[str]:
     """All lanes. Operations are grouped by microbatch: hovering over one shows all of its microbatch's messages."""
     groups: dict[int, list[str]] = defaultdict(list)
-    for rank in range(drawing.num_lanes):
-        yield from _frame(drawing, rank)
+    for rank, bubble in enumerate(bubbles(drawing.timeline)):
+        yield from _frame(drawing, rank, bubble)
         for microbatch, element in _operations(drawing, rank):
             groups[microbatch].append(element)
     for microbatch, elements in sorted(groups.items()):
@@ -44,7 +44,7 @@ def style(drawing: Drawing) -> str:
     )
 
 
-def _frame(drawing: Drawing, rank: int) -> Iterator[str]:
+def _frame(drawing: Drawing, rank: int, bubble: Bubble) -> Iterator[str]:
     """What a lane has without its operations: its name, the time it lasts, and its share of bubbles."""
     timeline = drawing.timeline
     top, height = drawing.lane_top(rank), drawing.lane_height
@@ -53,7 +53,6 @@ def _frame(drawing: Drawing, rank: int) -> Iterator[str]:
     yield rect(LEFT, top, end - LEFT, height, LANE)
     if rank % max(1, round(10 / height)) == 0:
         baseline = drawing.middle(rank) + size / 3
-        bubble = bubbles(timeline)[rank]
         share = float(bubble.total / timeline.makespan) if timeline.makespan else 0.0
         causes = (f"{word} {figure(getattr(bubble, name))}" for name, word in BUBBLE_WORDS if getattr(bubble, name))
         tip = f"rank {rank} idles {figure(bubble.total)} of {figure(timeline.makespan)} {drawing.time_unit}"
