@@ -69,15 +69,18 @@ def test_the_meter_of_a_step_measures_that_step_alone():
         def end(self, op):
             return 5
 
+        def inside(self):
+            return 3
+
     clock = FakeClock()
     observer, held = StepObserver(clock), []
-    observer.sinks.append(lambda step, ops: held.append([m.held for m in ops]))
+    observer.sinks.append(lambda step, ops: held.append([(m.held, m.inside) for m in ops]))
     recorder = observer.start(1, Meter())
     recorder.begin(Op(OpKind.F, 0))
     recorder.end(Op(OpKind.F, 0))
     run_step(observer, clock, 2, 0.0)
     observer.flush()
-    assert held == [[5], [None]]
+    assert held == [[(5, 3)], [(None, 0)]]
 
 
 def test_a_step_that_runs_is_not_taken_in():

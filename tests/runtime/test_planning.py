@@ -90,6 +90,16 @@ def test_a_limit_in_bytes_of_measured_costs():
     assert MemoryLimit().in_bytes(placement, costs, 8, 555) == 555
 
 
+def test_auto_keeps_room_for_what_an_operation_needs_inside():
+    placement = Placement("v", 2, 2)
+    profile = Profile(placement, StageCosts.uniform(4), 0.0, {}, inside=(100.0, 7.0, 8.0, 200.0))
+    assert MemoryLimit().of_ranks(555, 2, profile) == (355.0, 547.0)
+    assert MemoryLimit().of_ranks(150, 2, profile) == (1.0, 142.0), "no room on the first rank"
+    assert MemoryLimit(num_bytes=777).of_ranks(777, 2, profile) == (777, 777)
+    for unknown in (None, replace(profile, inside=())):
+        assert MemoryLimit().of_ranks(555, 2, unknown) == (555, 555)
+
+
 def test_a_limit_before_anything_is_measured():
     """In M_B, where 1F1B needs one for every rank, and no more than there are microbatches."""
     assert MemoryLimit(multiple=1.5).in_unit_costs(4, 8) == 6.0

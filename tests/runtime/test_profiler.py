@@ -31,6 +31,22 @@ def test_times_are_medians_in_milliseconds_and_memory_medians_in_bytes():
     assert costs.memory == {F: 110, B: -55, W: -55}
 
 
+def test_of_what_operations_need_inside_the_most_counts():
+    """Of F, B and W, of steps, of replicas; each stage by itself."""
+    placement = Placement("v", 2, 2)
+
+    def measured(rank: int, *inside: int) -> tuple[list[ChunkCosts], dict]:
+        profiler = Profiler(placement, rank)
+        for chunk in (0, 1):
+            kinds = zip((F, B, W), inside, strict=True)
+            profiler.add([MeasuredOp(Op(kind, 0, chunk), 1.0, 2.0, 0, most * (1 + chunk)) for kind, most in kinds])
+        profiler.add(step((F, 0, 1.0, 0)))
+        return profiler.costs(), {}
+
+    combined = combine_costs(placement, [measured(0, 1, 9, 2), measured(1, 0, 0, 3), measured(0, 10, 0, 0)])
+    assert combined.inside == (10, 3, 6, 20)
+
+
 def test_outliers_move_nothing_but_the_noise_is_told():
     quiet, noisy = Profiler(LINEAR, 0), Profiler(LINEAR, 0)
     for k in range(20):
@@ -81,7 +97,7 @@ def test_of_replicas_the_slowest_and_the_fullest_counts():
         ([chunk(0, 2.0, 1.0, 3.5, memory=120.0, noise=0.03)], {0: 0.125}),
         ([chunk(1, 4.0, 6.0, 5.0, noise=0.02)], {}),
     ]
-    costs, noise = combine_costs(LINEAR, gathered)
+    costs, noise, _ = combine_costs(LINEAR, gathered)
     assert (costs.time_f, costs.time_b, costs.time_w) == ((2.0, 5.0), (2.0, 6.0), (3.5, 5.0))
     assert costs.time_comm == (0.5,)
     assert costs.memory_f == (120.0, 100.0)
@@ -99,14 +115,14 @@ def test_edges_within_a_rank_cost_nothing():
 
 def test_a_fused_backward_counts_half_and_half():
     fused = ChunkCosts(0, {F: 1.0, BW: 4.0}, {F: 10.0, BW: -10.0}, 0.0)
-    costs, _ = combine_costs(Placement("linear", 1), [([fused], {})])
+    costs, *_ = combine_costs(Placement("linear", 1), [([fused], {})])
     assert (costs.time_f, costs.time_b, costs.time_w) == ((1.0,), (2.0,), (2.0,))
     assert (costs.memory_f, costs.memory_b, costs.memory_w) == ((10.0,), (-5.0,), (-5.0,))
 
 
 def test_where_some_backwards_are_split_the_fused_ones_tell_nothing_more():
     mixed = ChunkCosts(0, {F: 1.0, B: 3.0, W: 1.5, BW: 4.0}, {F: 8.0, B: -2.0, W: -6.0, BW: -8.0}, 0.0)
-    costs, _ = combine_costs(Placement("linear", 1), [([mixed], {})])
+    costs, *_ = combine_costs(Placement("linear", 1), [([mixed], {})])
     assert (costs.time_b, costs.time_w, costs.memory_b, costs.memory_w) == ((3.0,), (1.5,), (-2.0,), (-6.0,))
 
 

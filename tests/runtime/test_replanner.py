@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 from toy_pipeline import FakeClock
 
+from megatron.zero_bubble.runtime import replanner
 from megatron.zero_bubble.runtime.observer import StepObserver
 from megatron.zero_bubble.runtime.planning import MemoryLimit
 from megatron.zero_bubble.runtime.replanner import PlanningOptions, Replanner, Report
@@ -152,13 +154,29 @@ def test_numbers_of_microbatches_before_the_window_ends_need_no_plan():
 def test_the_memory_limit_is_turned_into_bytes(limit, in_bytes):
     run = Run(profile=GIVEN, memory_limit=limit)
     run.steps(1)
-    assert run.reports[0].memory_limit == in_bytes
+    assert run.reports[0].memory_limit == (in_bytes,)
     assert max(run.reports[0].prediction.peak_bytes) <= in_bytes
 
 
 def test_a_limit_that_nothing_fits_under_is_an_error_that_names_the_smallest():
     run = Run(profile=GIVEN, memory_limit=MemoryLimit(num_bytes=99))
     with pytest.raises(ScheduleError, match=r"limit of 99 bytes: the smallest that works is 100$"):
+        run.steps(1)
+
+
+@pytest.mark.parametrize(("inside", "room"), [((), 450.0), ((130.0,), 320.0)])
+def test_auto_takes_what_is_free_less_what_an_operation_needs_inside(monkeypatch, inside, room):
+    monkeypatch.setattr(replanner, "_free_bytes", lambda device: 500)
+    run = Run(profile=replace(GIVEN, inside=inside), memory_limit=MemoryLimit())
+    run.steps(1, m=8)
+    assert run.reports[0].memory_limit == (room,)
+    assert run.reports[0].prediction.peak_bytes[0] <= room
+
+
+def test_auto_where_an_operation_leaves_no_room_names_what_works(monkeypatch):
+    monkeypatch.setattr(replanner, "_free_bytes", lambda device: 500)
+    run = Run(profile=replace(GIVEN, inside=(480.0,)), memory_limit=MemoryLimit())
+    with pytest.raises(ScheduleError, match=r"limit of 1 bytes: the smallest that works is 100$"):
         run.steps(1)
 
 

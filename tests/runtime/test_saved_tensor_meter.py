@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from megatron.zero_bubble.runtime.profiler import SavedTensorMeter, memory_meter
+from megatron.zero_bubble.runtime.profiler import CudaMeter, SavedTensorMeter, memory_meter
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, OpKind
 
@@ -119,6 +119,36 @@ def test_microbatches_and_chunks_are_kept_apart():
     for number, (microbatch, chunk) in enumerate(changes):
         assert changes[microbatch, chunk] == (number + 1) * FLOAT
         assert run_w(meter, store, Op(W, microbatch, chunk)) == -(number + 1) * FLOAT
+
+
+class Allocator:
+    """CUDA's: counts what it has given out, and the most of it since it was told to forget."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = self.most = 0
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: self.now)
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: self.most)
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", self.forget)
+
+    def forget(self) -> None:
+        self.most = self.now
+
+    def change(self, *sizes: int) -> None:
+        for size in sizes:
+            self.now += size
+            self.most = max(self.most, self.now)
+
+
+def test_on_a_gpu_the_most_inside_an_operation_is_measured(monkeypatch):
+    """F keeps 30 of the 100 that its logits take; B needs 25 more than it starts with, and W nothing more."""
+    allocator, meter = Allocator(monkeypatch), CudaMeter()
+    allocator.change(1000, -500)
+    found = []
+    for kind, sizes in ((F, (30, 100, -100)), (B, (25, -40)), (W, (-15,))):
+        meter.begin(Op(kind, 0))
+        allocator.change(*sizes)
+        found.append((meter.end(Op(kind, 0)), meter.inside()))
+    assert found == [(30, 100), (-15, 25), (-15, 0)]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="asks CUDA's allocator")

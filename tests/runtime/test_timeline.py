@@ -51,6 +51,9 @@ class FakeMeter:
         self.calls.append((f"end {op}", self.clock.marks))
         return 7
 
+    def inside(self):
+        return 2
+
 
 def test_operations_that_run_as_one_get_equal_shares():
     clock = FakeClock()
@@ -59,7 +62,7 @@ def test_operations_that_run_as_one_get_equal_shares():
     tail = tuple(Op(OpKind.W_TAIL, microbatch) for microbatch in (2, 3))
     recorder.begin(tail[0])
     recorder.end(*tail)
-    assert recorder.take() == [MeasuredOp(tail[0], 10.0, 15.0, 7), MeasuredOp(tail[1], 15.0, 20.0, 7)]
+    assert recorder.take() == [MeasuredOp(tail[0], 10.0, 15.0, 7, 2), MeasuredOp(tail[1], 15.0, 20.0, 7, 2)]
     assert [call for call, _ in meter.calls] == ["begin WT2", "end WT2", "begin WT3", "end WT3"]
 
 
@@ -89,7 +92,7 @@ def test_a_meter_is_asked_outside_of_the_measured_time():
     recorder.begin(F0)
     recorder.end(F0)
     assert meter.calls == [("begin F0", 0), ("end F0", 2)]
-    assert recorder.take() == [MeasuredOp(F0, 10.0, 20.0, held=7)]
+    assert recorder.take() == [MeasuredOp(F0, 10.0, 20.0, held=7, inside=2)]
 
 
 def test_the_clock_of_a_cpu_is_the_hosts():

@@ -26,8 +26,9 @@ def test_a_profile_survives_being_written():
 
 
 def test_a_profile_of_several_chunks_survives_being_written():
-    profile = Profile(Placement("v", 2, 2), StageCosts.uniform(4), 0.0, {})
+    profile = Profile(Placement("v", 2, 2), StageCosts.uniform(4), 0.0, {}, inside=(3.0, 0.0, 1.0, 9.0))
     assert profile_from_json(profile_to_json(profile)) == profile
+    assert [profile.inside_rank(rank) for rank in (0, 1)] == [9.0, 1.0]
 
 
 def test_costs_are_read_from_a_profile_and_from_costs_alone():
@@ -48,6 +49,9 @@ def test_costs_are_read_from_a_profile_and_from_costs_alone():
         (document(noise="much"), "the megatron-zero-bubble profile is damaged: "),
         (document(model=7), "the megatron-zero-bubble profile is damaged: "),
         (document(costs={}), "the megatron-zero-bubble profile is damaged: "),
+        (document(inside=[1]), "the megatron-zero-bubble profile is damaged: inside must be 2 numbers of bytes"),
+        (document(inside=[1, -1]), "the megatron-zero-bubble profile is damaged: inside must be 2 numbers of bytes"),
+        (document(inside=3), "the megatron-zero-bubble profile is damaged: "),
         (document(placement={"kind": "linear", "num_ranks": 3}), "the profile has costs of 2 stages, its placement 3"),
     ],
 )

@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from megatron.zero_bubble.runtime.planning import Prediction
+from megatron.zero_bubble.runtime.replanner import Report
 from megatron.zero_bubble.schedule import Op, OpKind, Placement, Schedule, StageCosts, generate, with_post_validation
+from megatron.zero_bubble.schedule.plan import NamedPlan
 from megatron.zero_bubble.schedule.serialize import Profile, profile_to_json, schedule_to_json
-from megatron.zero_bubble.training.planning import model_description
+from megatron.zero_bubble.training.planning import describe, model_description
 from tests.training.test_checks import checked
 
 PLANNED = {"--zero-bubble": None, "--global-batch-size": "16"}
@@ -230,3 +233,17 @@ def test_a_flag_of_planning_alone_is_refused(name, value):
 )
 def test_what_post_validation_cannot_honour_is_refused(changes: dict[str, str | None], words: str):
     assert words in refusal(changes)
+
+
+def test_the_block_tells_limits_and_what_operations_need_inside():
+    costs = StageCosts.uniform(2, memory_f=2**20, memory_b=-(2**19), memory_w=-(2**19))
+    profile = Profile(Placement("linear", 2), costs, 0.0, {}, inside=(0.0, 2.0**21))
+    plan = NamedPlan("auto", 2).with_costs(costs, (8.0 * 2**20, 6.0 * 2**20))
+    block = describe(Report(Prediction(profile, plan.schedule(4)), True, (8.0 * 2**20, 6.0 * 2**20), 6))
+    assert "schedule auto (planned) for 4 microbatches, memory limit 8.0 6.0 MiB" in block
+    assert "an operation needs while it runs, beyond that, on each rank (MiB): 0.0, 2.0" in block
+    assert "above the memory limit" not in block
+    quiet = Report(Prediction(replace(profile, inside=()), plan.schedule(4)), False, (2.0**20, 2.0**20), 6)
+    assert "an operation needs" not in describe(quiet)
+    assert "memory limit 1.0 MiB" in describe(quiet)
+    assert "above the memory limit" in describe(quiet)

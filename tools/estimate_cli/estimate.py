@@ -158,13 +158,15 @@ def estimate(job: Job, name: str) -> Estimate:
     held = rank_parameters(args, placement)
     states = tuple(job.states.of_rank(one, job.replicas, args.expert_model_parallel_size) for one in held)
     limit = _activation_limit(job, costs, placement, max(states)) if name == PLANNED_FOR_A_LIMIT else None
+    asked = memory_limit(job.args) or MemoryLimit()
+    limits = None if limit is None else asked.of_ranks(limit, placement.num_ranks, job.profile)
     schedule = generate(
         name,
         placement.num_ranks,
         job.num_microbatches,
         costs=costs,
         num_chunks=placement.num_chunks,
-        memory_limit=limit,
+        memory_limit=limits,
         group_size=args.microbatch_group_size_per_virtual_pipeline_stage if placement.kind == "interleaved" else None,
     )
     return Estimate(job, simulate(schedule, costs), states, limit)

@@ -68,6 +68,20 @@ class MemoryLimit:
         assert free_bytes is not None
         return free_bytes
 
+    @property
+    def is_auto(self) -> bool:
+        return self.multiple is None and self.num_bytes is None
+
+    def of_ranks(self, limit: float, num_ranks: int, profile: Profile | None) -> tuple[float, ...]:
+        """What the operations of every rank may leave behind, where `limit` is what `in_bytes` says.
+
+        `auto` keeps room on each rank for what a single operation needs while it runs: logits, attention scores.
+        """
+        if not self.is_auto or profile is None:
+            return (limit,) * num_ranks
+        # Where there is no room nothing fits, which is told with the smallest limit that works.
+        return tuple(max(1.0, limit - profile.inside_rank(rank)) for rank in range(num_ranks))
+
 
 def _positive(number: str, text: str) -> float:
     try:

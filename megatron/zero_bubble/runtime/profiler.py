@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -52,6 +53,10 @@ class SavedTensorMeter:
             return self._held[key] - released
         return -released
 
+    def inside(self) -> int:
+        """Nothing that can be known."""
+        return 0
+
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         # A transposed weight is a view of its parameter.
         if not isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter):
@@ -61,16 +66,22 @@ class SavedTensorMeter:
 
 
 class CudaMeter:
-    """For a GPU: what the allocator has given out, before and after. Message buffers are in it."""
+    """For a GPU: what the allocator has given out, before, after and at most. Message buffers are in it."""
 
     def __init__(self) -> None:
-        self._before = 0
+        self._before = self._inside = 0
 
     def begin(self, op: Op) -> None:
+        torch.cuda.reset_peak_memory_stats()
         self._before = torch.cuda.memory_allocated()
 
     def end(self, op: Op) -> int:
-        return torch.cuda.memory_allocated() - self._before
+        after = torch.cuda.memory_allocated()
+        self._inside = torch.cuda.max_memory_allocated() - max(self._before, after)
+        return after - self._before
+
+    def inside(self) -> int:
+        return self._inside
 
 
 def memory_meter(device: torch.device, store: WeightGradStore) -> MemoryMeter:
@@ -87,6 +98,8 @@ class ChunkCosts:
     memory: Mapping[OpKind, float]
     noise: float
     """Largest relative spread of the times: half the interquartile range over the median."""
+    inside: int = 0
+    """The most that an operation needed while it ran, beyond what was held before and after it."""
 
 
 class Profiler:
@@ -97,6 +110,7 @@ class Profiler:
         self._rank = rank
         self._times: dict[tuple[int, OpKind], list[float]] = defaultdict(list)
         self._memory: dict[tuple[int, OpKind], list[int]] = defaultdict(list)
+        self._inside: dict[int, int] = defaultdict(int)
 
     def add(self, ops: Iterable[MeasuredOp]) -> None:
         """Take in one step."""
@@ -106,6 +120,7 @@ class Profiler:
             self._times[key].append((measured.end - measured.start) * 1000.0)
             if measured.held is not None:
                 self._memory[key].append(measured.held)
+                self._inside[measured.op.chunk] = max(self._inside[measured.op.chunk], measured.inside)
 
     def costs(self) -> list[ChunkCosts]:
         """The medians: an outlier, such as the first step, moves nothing."""
@@ -119,6 +134,7 @@ class Profiler:
                     times={kind: statistics.median(values) for kind, values in samples.items()},
                     memory={kind: statistics.median(self._memory.get((chunk, kind), [0])) for kind in kinds},
                     noise=max(_spread(values) for values in samples.values()),
+                    inside=self._inside[chunk],
                 )
             )
         return found
@@ -165,10 +181,17 @@ def _round_trip(
     return time.perf_counter() - start
 
 
-def gather_costs(
-    placement: Placement, chunks: Sequence[ChunkCosts], edges: Mapping[int, float]
-) -> tuple[StageCosts, float]:
-    """Costs of all stages, the same on every rank of the job, and the noise of the measurement.
+class MeasuredCosts(NamedTuple):
+    """What all ranks of a job measured together."""
+
+    costs: StageCosts
+    noise: float
+    inside: tuple[int, ...]
+    """`ChunkCosts.inside` of every stage."""
+
+
+def gather_costs(placement: Placement, chunks: Sequence[ChunkCosts], edges: Mapping[int, float]) -> MeasuredCosts:
+    """Costs of all stages, the same on every rank of the job.
 
     A collective call of the whole job. Of the replicas of a stage (data and tensor parallelism) the
     slowest and the fullest counts: the pipeline waits for it.
@@ -181,7 +204,7 @@ def gather_costs(
 
 def combine_costs(
     placement: Placement, gathered: Sequence[tuple[Sequence[ChunkCosts], Mapping[int, float]]]
-) -> tuple[StageCosts, float]:
+) -> MeasuredCosts:
     """What `gather_costs` makes of the measurements of all ranks."""
     by_stage: dict[int, list[ChunkCosts]] = defaultdict(list)
     by_edge: dict[int, list[float]] = defaultdict(list)
@@ -201,7 +224,11 @@ def combine_costs(
         memory_b=tuple(max(memory[b] for _, memory in stage) for stage in stages),
         memory_w=tuple(max(memory[w] for _, memory in stage) for stage in stages),
     )
-    return costs, max(chunk.noise for chunks, _ in gathered for chunk in chunks)
+    return MeasuredCosts(
+        costs,
+        max(chunk.noise for chunks, _ in gathered for chunk in chunks),
+        tuple(max(chunk.inside for chunk in by_stage[stage]) for stage in range(placement.num_stages)),
+    )
 
 
 def _split_fused(replicas: Sequence[ChunkCosts]) -> list[tuple[dict[OpKind, float], dict[OpKind, float]]]:

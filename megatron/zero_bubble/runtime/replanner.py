@@ -47,8 +47,8 @@ class Report:
     prediction: Prediction
     is_new_plan: bool
     """Whether the schedule was made anew from the costs; otherwise they only serve to predict."""
-    memory_limit: float | None
-    """In bytes."""
+    memory_limit: tuple[float, ...] | None
+    """Of every rank, in bytes."""
     step: int
     """The costs were measured up to this one; 0 if they were given."""
 
@@ -127,15 +127,15 @@ class Replanner:
         """What was collected on all ranks, as one profile; a collective call."""
         self._observer.flush()
         placement = self._plan.placement
-        costs, noise = gather_costs(placement, self._profiler.costs(), self._edges)
+        costs, noise, inside = gather_costs(placement, self._profiler.costs(), self._edges)
         self._profiler = Profiler(placement, self._rank)
-        return Profile(placement, costs, noise, self._options.model)
+        return Profile(placement, costs, noise, self._options.model, inside)
 
     def _decide(self, num_microbatches: int) -> Plan | None:
         """Plan from the profile. The first rank plans for all, so that all run the same."""
         profile = self._profile
         assert profile is not None
-        limit = self._limit_in_bytes(profile.costs, num_microbatches)
+        limit = self._limit_in_bytes(profile, num_microbatches)
         plan: Plan | None = None
         if isinstance(self._plan, NamedPlan) and self._plan.adapts:
             plan = BroadcastPlan(self._plan.with_costs(profile.costs, limit))
@@ -146,7 +146,7 @@ class Replanner:
                 raise
             smallest = math.ceil(error.smallest_limit)
             raise Infeasible(
-                f"schedule {self._plan.name} does not fit in the memory limit of {limit:.0f} bytes: "
+                f"schedule {self._plan.name} does not fit in the memory limit of {min(limit):.0f} bytes: "
                 f"the smallest that works is {smallest}",
                 smallest,
             ) from error
@@ -166,16 +166,18 @@ class Replanner:
         self._planned_for = set()
         return self._decide(num_microbatches)
 
-    def _limit_in_bytes(self, costs: StageCosts, num_microbatches: int) -> float | None:
+    def _limit_in_bytes(self, profile: Profile, num_microbatches: int) -> tuple[float, ...] | None:
         limit = self._options.memory_limit
         if limit is None:
             return None
         free = None
-        if limit.multiple is None and limit.num_bytes is None:
+        if limit.is_auto:
             available = torch.tensor([_free_bytes(self._device) * MARGIN], device=self._device)
             dist.all_reduce(available, op=dist.ReduceOp.MIN)
             free = int(available.item())
-        return limit.in_bytes(self._plan.placement, costs, num_microbatches, free)
+        placement = profile.placement
+        in_bytes = limit.in_bytes(placement, profile.costs, num_microbatches, free)
+        return limit.of_ranks(in_bytes, placement.num_ranks, profile)
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -89,13 +89,15 @@ def device_clock(device: torch.device) -> Clock:
 class MeasuredOp:
     """One operation that a rank ran. Its time begins when its inputs are there: waiting is not in it.
 
-    `held` is the change of memory, in bytes, that it left behind; None unless memory was measured.
+    `held` is the change of memory, in bytes, that it left behind; None unless memory was measured. `inside` is what it
+    needed while it ran, beyond what was held before and after it.
     """
 
     op: Op
     start: float
     end: float
     held: int | None = None
+    inside: int = 0
 
 
 class MemoryMeter(Protocol):
@@ -106,6 +108,17 @@ class MemoryMeter(Protocol):
     def end(self, op: Op) -> int:
         """Change of memory since `begin`, in bytes."""
         ...
+
+    def inside(self) -> int:
+        """The most, in bytes, that the last operation needed beyond what was held at its `begin` and at its `end`."""
+        ...
+
+
+class _MemoryUse(NamedTuple):
+    """As in `MeasuredOp`."""
+
+    held: int | None
+    inside: int = 0
 
 
 class OpRecorder:
@@ -121,7 +134,7 @@ class OpRecorder:
         self._meter = meter
         self._after_op = after_op
         self._begun: Any = None
-        self._ops: list[tuple[tuple[Op, ...], int | None]] = []
+        self._ops: list[tuple[tuple[Op, ...], _MemoryUse]] = []
         self._marks: list[Any] = []
 
     def begin(self, op: Op) -> None:
@@ -134,7 +147,7 @@ class OpRecorder:
         """The operation has computed (on a GPU: has been launched), or the operations that run as one."""
         self._marks += (self._begun, self._clock.mark())
         metered = self._meter is not None and ops[0].kind not in POST_VALIDATION
-        self._ops.append((ops, self._held(ops, self._meter) if self._meter and metered else None))
+        self._ops.append((ops, self._memory_use(ops, self._meter) if self._meter and metered else _MemoryUse(None)))
         self._after_op()
 
     def num_reached(self) -> int | None:
@@ -150,26 +163,27 @@ class OpRecorder:
         seconds = self._clock.seconds(self._marks)
         intervals = zip(seconds[::2], seconds[1::2], strict=True)
         measured = [
-            op for (ops, held), times in zip(self._ops, intervals, strict=True) for op in _share(ops, *times, held)
+            op for (ops, memory), times in zip(self._ops, intervals, strict=True) for op in _share(ops, *times, memory)
         ]
         self._ops, self._marks = [], []
         return measured
 
     @staticmethod
-    def _held(ops: Sequence[Op], meter: MemoryMeter) -> int:
-        held = meter.end(ops[0])
+    def _memory_use(ops: Sequence[Op], meter: MemoryMeter) -> _MemoryUse:
+        held, inside = meter.end(ops[0]), meter.inside()
         for op in ops[1:]:
             meter.begin(op)
             held += meter.end(op)
-        return held
+        return _MemoryUse(held, inside)
 
 
-def _share(ops: Sequence[Op], start: float, end: float, held: int | None) -> Iterator[MeasuredOp]:
-    """Equal shares for operations that ran as one."""
+def _share(ops: Sequence[Op], start: float, end: float, memory: _MemoryUse) -> Iterator[MeasuredOp]:
+    """Equal shares for operations that ran as one, but each needed all that was needed inside."""
     each = (end - start) / len(ops)
-    share = None if held is None else round(held / len(ops))
+    share = None if memory.held is None else round(memory.held / len(ops))
     for k, op in enumerate(ops):
-        yield MeasuredOp(op, start + k * each, end if k + 1 == len(ops) else start + (k + 1) * each, share)
+        last = end if k + 1 == len(ops) else start + (k + 1) * each
+        yield MeasuredOp(op, start + k * each, last, share, memory.inside)
 
 
 @dataclass(frozen=True)

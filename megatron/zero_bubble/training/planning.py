@@ -253,7 +253,8 @@ def describe(report: Report) -> str:
             f"{_mib(-costs.memory_w[stage]):12.1f}"
         )
     made = "planned" if report.is_new_plan else "kept"
-    limit = f", memory limit {_mib(report.memory_limit):.1f} MiB" if report.memory_limit is not None else ""
+    limits = report.memory_limit or ()
+    limit = f", memory limit {' '.join(f'{_mib(one):.1f}' for one in dict.fromkeys(limits))} MiB" if limits else ""
     lines.append(f"     schedule {schedule.name} ({made}) for {schedule.num_microbatches} microbatches{limit}")
     lines.append(
         f"     predicted: bubble rate {prediction.bubble_rate:.2%}, {prediction.milliseconds:.1f} ms, "
@@ -261,7 +262,10 @@ def describe(report: Report) -> str:
     )
     peaks = ", ".join(f"{_mib(peak):.1f}" for peak in prediction.peak_bytes)
     lines.append(f"     peak activations of each rank (MiB): {peaks}")
-    if report.memory_limit is not None and max(prediction.peak_bytes) > report.memory_limit * (1 + 1e-9):
+    if any(profile.inside):
+        inside = ", ".join(f"{_mib(profile.inside_rank(rank)):.1f}" for rank in range(placement.num_ranks))
+        lines.append(f"     an operation needs while it runs, beyond that, on each rank (MiB): {inside}")
+    if limits and any(peak > most * (1 + 1e-9) for peak, most in zip(prediction.peak_bytes, limits, strict=True)):
         lines.append("     that is above the memory limit, which this schedule does not adapt to")
     return "\n".join(lines)
 

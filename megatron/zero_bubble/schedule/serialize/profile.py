@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
@@ -23,13 +24,21 @@ class Profile:
     """What a run's stages cost.
 
     `costs` are in milliseconds and bytes. `noise` is the largest relative spread of a measured time
-    (half the interquartile range over the median). `model` holds the settings that the costs depend on.
+    (half the interquartile range over the median). `model` holds the settings that the costs depend on. `inside` is the
+    most, in bytes, that an operation of each stage needed while it ran, beyond what was held before and after it; it is
+    empty where that was not measured.
     """
 
     placement: Placement
     costs: StageCosts
     noise: float
     model: Mapping[str, Setting]
+    inside: tuple[float, ...] = ()
+
+    def inside_rank(self, rank: int) -> float:
+        """The most that an operation of any stage of `rank` needed inside."""
+        stages = (self.placement.stage_of(rank, chunk) for chunk in range(self.placement.num_chunks))
+        return max(self.inside[stage] for stage in stages) if self.inside else 0.0
 
     def check_fits(self, placement: Placement, model: Mapping[str, Setting]) -> None:
         """Raise `ScheduleError`, naming the first thing that differs, unless the profile is of such a run."""
@@ -54,6 +63,8 @@ def profile_to_json(profile: Profile) -> str:
         "noise": profile.noise,
         "costs": json.loads(costs_to_json(profile.costs)),
     }
+    if profile.inside:
+        document["inside"] = list(profile.inside)
     return json.dumps(document, indent=1) + "\n"
 
 
@@ -77,9 +88,12 @@ def profile_from_json(text: str) -> Profile:
     try:
         placement = Placement(**document["placement"])
         costs = costs_from_json(json.dumps(document["costs"]))
-        profile = Profile(placement, costs, float(document["noise"]), dict(document["model"]))
+        inside = tuple(float(value) for value in document.get("inside", ()))
+        profile = Profile(placement, costs, float(document["noise"]), dict(document["model"]), inside)
     except (KeyError, TypeError, ValueError) as error:
         raise ScheduleError(f"the {_FORMAT} is damaged: {error}") from None
     if costs.num_stages != placement.num_stages:
         raise ScheduleError(f"the profile has costs of {costs.num_stages} stages, its placement {placement.num_stages}")
+    if inside and (len(inside) != placement.num_stages or not all(0 <= value < math.inf for value in inside)):
+        raise ScheduleError(f"the {_FORMAT} is damaged: inside must be {placement.num_stages} numbers of bytes")
     return profile
