@@ -108,8 +108,8 @@ def test_a_schedule_that_would_deadlock_never_starts(tmp_path: Path):
     two = {"--pipeline-model-parallel-size": "2", "--global-batch-size": "8"}
     line = refusal({**two, **schedule_file(broken, tmp_path / "stuck.json")})
     assert line.endswith(
-        "schedule stuck deadlocks: rank 0 at B0 waits for SEND_BACKWARD0 of stage 1 on rank 1; "
-        "rank 1 at F1 waits for SEND_FORWARD1 of stage 0 on rank 0"
+        "schedule stuck deadlocks: rank 0 at B0 waits for B0 of stage 1 on rank 1; "
+        "rank 1 at F1 waits for F1 of stage 0 on rank 0"
     )
 
 
