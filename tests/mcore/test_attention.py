@@ -91,10 +91,10 @@ def test_dropout_draws_from_the_generator_that_megatron_core_s_draws_from(sequen
     tracker = tensor_parallel.get_cuda_rng_tracker()
 
     def moved(kind: type[DotProductAttention]) -> tuple[bool, bool]:
-        before, own = torch.get_rng_state(), tracker.get_states()["model-parallel-rng"].clone()
+        before, own = torch.cuda.get_rng_state(), tracker.get_states()["model-parallel-rng"].clone()
         run(attention(kind, HEADS, 0.5, sequence_parallel=sequence_parallel), HEADS, None)
         after = tracker.get_states()["model-parallel-rng"]
-        return not torch.equal(before, torch.get_rng_state()), not torch.equal(own, after)
+        return not torch.equal(before, torch.cuda.get_rng_state()), not torch.equal(own, after)
 
     assert moved(TorchAttention) == moved(DotProductAttention) == (sequence_parallel, not sequence_parallel)
 

@@ -129,8 +129,8 @@ LAYOUT = "--pipeline-model-parallel-layout"
         ({LAYOUT: "Et|ttt|ttt|tL", LOSS: None}, f"{LAYOUT} .* and {EMBEDDING} or {LOSS} both say how many layers .*"),
         ({FIRST: "2", EMBEDDING: None}, f"{FIRST} 2 and {EMBEDDING} or {LOSS} both say how many layers .*"),
         (
-            {FIRST: "2", "--num-virtual-stages-per-pipeline-rank": "2", "--num-layers": "5"},
-            f"{FIRST} 2: pipeline ranks with 2, 1 layers cannot be cut into 2 even model chunks each",
+            {FIRST: "3", "--num-virtual-stages-per-pipeline-rank": "2", "--num-layers": "9"},
+            f"{FIRST} 3: pipeline ranks with 3, 2 layers cannot be cut into 2 even model chunks each",
         ),
     ],
 )

@@ -102,6 +102,6 @@ def test_where_it_is_tied_its_w_stays_in_b_and_the_start_says_so(outputs: dict[s
 def test_a_mistake_is_one_line(flags: list[str], words: str) -> None:
     result = run(2, PRETRAIN, *TINY_GPT, "--pipeline-model-parallel-size", "2", *flags)
     assert result.returncode != 0
-    lines = [line for line in result.stderr.splitlines() if "error:" in line]
+    lines = [line for line in result.stderr.splitlines() if line.startswith("pretrain_gpt.py: error:")]
     assert len(lines) == 1
     assert words in lines[0]
