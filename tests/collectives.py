@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from megatron.zero_bubble.runtime.executor import Executor
+
 COLLECTIVES = (
     *("all_reduce", "broadcast", "barrier", "all_gather", "all_gather_into_tensor", "_all_gather_base"),
     *("reduce_scatter", "reduce_scatter_tensor", "_reduce_scatter_base", "all_to_all", "all_to_all_single"),
@@ -21,6 +23,8 @@ COLLECTIVES = (
 )
 Call = tuple[tuple[int, ...], str, tuple[int, ...]]
 """(global ranks of the group, collective, elements of each tensor)."""
+IN_VALIDATION = " in VALIDATE"
+"""What follows the name of a collective that is started while a step is validated within the schedule."""
 
 
 @contextmanager
@@ -54,10 +58,17 @@ def _recording(function: Callable[..., Any], calls: list[Call]) -> Callable[...,
         arguments = signature.bind(*args, **kwargs).arguments
         ranks = tuple(dist.get_process_group_ranks(arguments.get("group") or dist.group.WORLD))
         sizes = tuple(value.numel() for value in arguments.values() if isinstance(value, torch.Tensor))
-        calls.append((ranks, function.__name__, sizes))
+        calls.append((ranks, function.__name__ + IN_VALIDATION * _is_validating(), sizes))
         return function(*args, **kwargs)
 
     return record
+
+
+def _is_validating() -> bool:
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not Executor._validate.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def disagreements(calls_of_ranks: list[list[Call]]) -> list[str]:

@@ -141,10 +141,14 @@ class ForwardBackward:
             return None
         return Position(self._num_calls, self._num_steps, executor.schedule, executor.rank, index, has_inputs)
 
-    def measured_bubble_rate(self) -> float:
-        """Of the training steps since the last call; a collective call of the pipeline's ranks."""
+    def measured_bubble_rate(self, mean_step: StepTime | None = None) -> float:
+        """The bubble rate of the pipeline; a collective call of its ranks.
+
+        Args:
+            mean_step: what `observer.take_mean()` gave on this rank; None for the mean since it was last asked.
+        """
         group = parallel_state.get_pipeline_model_parallel_group()
-        steps: list[StepTime] = [self.observer.take_mean()] * group.size()
+        steps: list[StepTime] = [mean_step or self.observer.take_mean()] * group.size()
         dist.all_gather_object(steps, steps[0], group=group)
         return bubble_rate(steps)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.collectives import Call, disagreements
+from tests.collectives import IN_VALIDATION, Call, disagreements
 from tests.launch import TINY_GPT, run_trainings
 from tests.several_trainings import COLLECTIVES, WARM_UP
 
@@ -53,6 +53,13 @@ def test_members_of_a_group_agree(folder: Path, name: str) -> None:
     expected = "reduce_scatter_tensor"
     assert shared.count(expected) >= 6 * (2 if name.startswith("dp2") else 8), "the log misses calls"
     assert sum(ranks == (0, 2) for ranks, _, _ in logs[0]) >= 6, "the norm over the pipeline, each step"
+
+
+def test_while_a_step_is_validated_no_rank_waits_for_the_pipeline_to_write_its_log(folder: Path) -> None:
+    logs = calls(folder, "tp2-post-validation")
+    during = [call for log in logs for call in log if call[1].endswith(IN_VALIDATION)]
+    assert {ranks for ranks, _, _ in during} <= {(0, 1), (2, 3)}, "forwards run again within a stage, nothing else"
+    assert any(function == "all_gather" for ranks, function, _ in logs[0] if ranks == (0, 2)), "the bubble rates"
 
 
 def test_another_order_another_size_and_a_missing_call_are_found() -> None:

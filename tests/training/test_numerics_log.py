@@ -28,7 +28,7 @@ def make_chunk(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
 def write(path: Path, *iterations: int, after: int = 0) -> None:
     log = NumericsLog(str(path), after, log_rank=0)
     for iteration in iterations:
-        log.write(iteration, 0.1 * iteration, 1.0 / iteration, [make_chunk()])
+        log.write(iteration, 0.1 * iteration, 1.0 / iteration, parameter_digest([make_chunk()]))
 
 
 class TestDigest:
@@ -75,12 +75,12 @@ class TestFile:
         assert entry["parameters"] == [parameter_digest([make_chunk()])], "one digest a rank"
 
     def test_what_is_unknown_is_null(self, tmp_path):
-        NumericsLog(str(tmp_path / "n.jsonl"), 0, log_rank=0).write(1, None, None, [make_chunk()])
+        NumericsLog(str(tmp_path / "n.jsonl"), 0, log_rank=0).write(1, None, None, "digest")
         entry = json.loads((tmp_path / "n.jsonl").read_text())
         assert (entry["lm_loss"], entry["grad_norm"]) == (None, None)
 
     def test_not_a_number_can_be_written_and_read(self, tmp_path):
-        NumericsLog(str(tmp_path / "n.jsonl"), 0, log_rank=0).write(1, float("nan"), float("inf"), [make_chunk()])
+        NumericsLog(str(tmp_path / "n.jsonl"), 0, log_rank=0).write(1, float("nan"), float("inf"), "digest")
         entry = json.loads((tmp_path / "n.jsonl").read_text())
         assert (entry["lm_loss"], entry["grad_norm"]) == ("nan", "inf")
 

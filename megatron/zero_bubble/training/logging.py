@@ -38,6 +38,8 @@ class StepResult:
     """Of the tokens after the next one, where `lm_loss` is known; none without multi-token prediction."""
     was_skipped: bool = False
     """Whether the optimizer left the parameters alone, because a gradient was not finite."""
+    finished_at: float | None = None
+    """When the step was settled, in seconds of `time.perf_counter`; None for when it is recorded."""
 
 
 class Writer(Protocol):
@@ -91,9 +93,9 @@ class TrainingLog:
     def __init__(self, args: Arguments, writers: list[Writer]) -> None:
         self._args = args
         self._writers = writers
-        self._reset()
+        self._reset(_now())
 
-    def _reset(self) -> None:
+    def _reset(self, start: float) -> None:
         self._losses: list[float] = []
         self._further_losses: list[tuple[float, ...]] = []
         self._iterations = 0
@@ -101,7 +103,7 @@ class TrainingLog:
         self._nans = 0
         self._rollbacks = 0
         self._redone = 0
-        self._start = _now()
+        self._start = start
 
     def pause(self) -> float:
         """Start of something that is not training (evaluation, a checkpoint): its time is not counted."""
@@ -126,8 +128,9 @@ class TrainingLog:
         if args.iteration % args.tensorboard_log_interval == 0:
             self._write_scalars(result)
         if args.iteration % args.log_interval == 0:
-            self._print(result)
-            self._reset()
+            finished_at = _now() if result.finished_at is None else result.finished_at
+            self._print(result, (finished_at - self._start) / self._iterations)
+            self._reset(finished_at)
         if args.log_memory_interval is not None and args.iteration % args.log_memory_interval == 0:
             for line in memory_lines(args.iteration):
                 print(line, flush=True)
@@ -137,9 +140,9 @@ class TrainingLog:
         if dist.get_rank() == self._args.log_rank:
             print(text, flush=True)
 
-    def _print(self, result: StepResult) -> None:
+    def _print(self, result: StepResult, seconds: float) -> None:
+        """Print the line of the iterations since the last one, each of which took `seconds` in the mean."""
         args = self._args
-        seconds = (_now() - self._start) / self._iterations
         throughput = flops_per_iteration(args, result.batch_size) / (seconds * 1e12 * args.world_size)
         stamp = datetime.now().strftime("%Y-%m-%d %H:%M:%S.%f")
         line = f" [{stamp}] iteration {args.iteration:8d}/{args.train_iters:8d} |"

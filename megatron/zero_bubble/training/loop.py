@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get
 from megatron.zero_bubble.mcore.finite import FiniteCheck
 from megatron.zero_bubble.mcore.multi_token import take_losses
 from megatron.zero_bubble.mcore.post_validation import PostValidation, StepOutcome
+from megatron.zero_bubble.runtime.timeline import StepTime
 from megatron.zero_bubble.runtime.watchdog import Watchdog
 from megatron.zero_bubble.schedules import ForwardBackward
 from megatron.zero_bubble.training.arguments import Arguments
@@ -31,7 +32,7 @@ from megatron.zero_bubble.training.data import DataConfig
 from megatron.zero_bubble.training.forward_step import DataIterator, losses_of, make_forward_step, mean_loss
 from megatron.zero_bubble.training.initialize import print_rank_0
 from megatron.zero_bubble.training.logging import StepResult, TrainingLog
-from megatron.zero_bubble.training.numerics import NumericsLog
+from megatron.zero_bubble.training.numerics import NumericsLog, parameter_digest
 from megatron.zero_bubble.training.post_validation import RollbackWatch
 from megatron.zero_bubble.training.timeline import TimelineWriter
 
@@ -44,6 +45,17 @@ class _Iteration:
     further_losses: tuple[float, ...]
     batch_size: int
     predicted_bubble_rate: float | None
+
+
+@dataclass(frozen=True)
+class _Unlogged:
+    """What this rank knows of an iteration whose step is settled and whose line is still to be logged."""
+
+    result: StepResult
+    mean_step: StepTime | None
+    """Of the steps since the last line, in the iterations that print one; None without a schedule of ours."""
+    parameter_digest: str | None
+    """With `--log-numerics`."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +122,7 @@ class Trainer:
         self._watchdog = watchdog
         self._post_validation = post_validation
         self._unsettled: _Iteration | None = None
+        self._unlogged: _Unlogged | None = None
         self._watch = RollbackWatch()
         self._finite = finite
         if post_validation is not None:
@@ -198,6 +211,7 @@ class Trainer:
         reports = self._forward_backward(
             data_iterator=self._train_data, num_microbatches=num_microbatches, forward_only=False
         )
+        self._log_unlogged()
         if self._finite is not None:
             self._finite.losses = losses_of(reports)
         args.iteration += 1
@@ -209,7 +223,8 @@ class Trainer:
             self._predicted_bubble_rate(num_microbatches),
         )
         if self._post_validation is None:
-            self._complete(iteration, StepOutcome(*self._optimizer.step()))
+            self._unlogged = self._complete(iteration, StepOutcome(*self._optimizer.step()))
+            self._log_unlogged()
         else:
             self._unsettled = iteration
         if self._timeline is not None:
@@ -221,14 +236,18 @@ class Trainer:
         self._optimizer.zero_grad()
 
     def _complete_unsettled(self, outcome: StepOutcome) -> None:
-        """The last iteration's step is settled: its gradients are no longer needed to amend it."""
+        """The last iteration's step is settled: its gradients are no longer needed to amend it.
+
+        This runs inside the schedule, where neighbours may have messages under way that they will only take later.
+        Nothing here may wait for another rank or for the whole device, so the log line follows after the schedule.
+        """
         assert self._unsettled is not None
         iteration, self._unsettled = self._unsettled, None
-        self._complete(iteration, outcome)
+        self._unlogged = self._complete(iteration, outcome, finished_at=time.perf_counter())
         self._zero_gradients()
 
-    def _complete(self, iteration: _Iteration, outcome: StepOutcome) -> None:
-        """The parameters of the iteration are there: what follows from its step, and the log."""
+    def _complete(self, iteration: _Iteration, outcome: StepOutcome, finished_at: float | None = None) -> _Unlogged:
+        """Do what follows from the step of an iteration, and collect what its log line says of this rank."""
         if outcome.was_updated:
             self._scheduler.step(increment=iteration.batch_size)
         result = StepResult(
@@ -241,17 +260,33 @@ class Trainer:
             loss_scale=self._optimizer.get_loss_scale().item(),
             batch_size=iteration.batch_size,
             was_skipped=not outcome.was_updated,
-            bubble_rate=self._measured_bubble_rate(),
             predicted_bubble_rate=iteration.predicted_bubble_rate,
             was_rolled_back=outcome.was_amended,
             num_redone_forwards=outcome.num_redone_forwards,
+            finished_at=finished_at,
         )
-        self._log.record(result)
-        if self._post_validation is not None and (warning := self._watch.warning(outcome.was_amended)):
-            print_rank_0(warning)
+        mean_step = self._zero_bubble.observer.take_mean() if self._zero_bubble and self._prints_a_line() else None
+        digest = None
         if self._numerics is not None:
             self._gather_parameters()
-            self._numerics.write(self._args.iteration, result.lm_loss, result.grad_norm, self._model)
+            digest = parameter_digest(self._model)
+        return _Unlogged(result, mean_step, digest)
+
+    def _log_unlogged(self) -> None:
+        """Log the last iteration whose step is settled; a collective call."""
+        if self._unlogged is None:
+            return
+        unlogged, self._unlogged = self._unlogged, None
+        result = unlogged.result
+        if unlogged.mean_step is not None:
+            assert self._zero_bubble is not None
+            result = replace(result, bubble_rate=self._zero_bubble.measured_bubble_rate(unlogged.mean_step))
+        self._log.record(result)
+        if self._post_validation is not None and (warning := self._watch.warning(result.was_rolled_back)):
+            print_rank_0(warning)
+        if self._numerics is not None:
+            assert unlogged.parameter_digest is not None
+            self._numerics.write(self._args.iteration, result.lm_loss, result.grad_norm, unlogged.parameter_digest)
 
     def _gather_parameters(self) -> None:
         """With overlapped gathering the parameters of other replicas' shards arrive during the next forward."""
@@ -269,16 +304,13 @@ class Trainer:
         """Before anything but training reads the parameters: validate the last step, if that is still to be done."""
         if self._post_validation is not None:
             self._post_validation.validate()
+            self._log_unlogged()
 
     def _prints_a_line(self) -> bool:
         return self._zero_bubble is not None and self._args.iteration % self._args.log_interval == 0
 
-    def _measured_bubble_rate(self) -> float | None:
-        """For the iterations that print a line: what of the pipeline idled."""
-        return self._zero_bubble.measured_bubble_rate() if self._zero_bubble and self._prints_a_line() else None
-
     def _predicted_bubble_rate(self, num_microbatches: int) -> float | None:
-        """What of it should, in such an iteration."""
+        """The bubble rate that the schedule should reach, for the iterations that print a line."""
         if self._zero_bubble is None or not self._prints_a_line():
             return None
         return self._zero_bubble.predicted_bubble_rate(num_microbatches)

@@ -56,12 +56,15 @@ class NumericsLog:
         kept = [line for line in lines if _iteration_of(line) <= iteration]
         self._path.write_text("".join(f"{line}\n" for line in kept))
 
-    def write(
-        self, iteration: int, lm_loss: float | None, grad_norm: float | None, chunks: Iterable[torch.nn.Module]
-    ) -> None:
-        """A collective call: `lm_loss` is known on the rank that holds the loss."""
+    def write(self, iteration: int, lm_loss: float | None, grad_norm: float | None, digest: str) -> None:
+        """Write the line of an iteration; a collective call.
+
+        Args:
+            lm_loss: known on the rank that holds the loss, None on the others.
+            digest: `parameter_digest` of this rank after the iteration's step.
+        """
         digests: list[str] | None = [""] * dist.get_world_size() if self._writes else None
-        dist.gather_object(parameter_digest(chunks), digests, dst=self._log_rank)
+        dist.gather_object(digest, digests, dst=self._log_rank)
         entry = {
             "iteration": iteration,
             "lm_loss": None if lm_loss is None else lm_loss.hex(),
