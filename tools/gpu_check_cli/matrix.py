@@ -8,6 +8,8 @@ from pathlib import Path
 
 from training_cli.corpus import VOCAB_SIZE
 
+from gpu_check_cli.sizes import REPEATABLE_ATTENTION
+
 NUM_RANKS = 4
 REFERENCE = "megatron-core"
 _CHECKPOINT = "checkpoint"
@@ -17,16 +19,8 @@ _MODEL = {
 }
 _TRAINING = (
     *("--num-layers", "8", "--global-batch-size", "8", "--bf16", "--lr", "1e-2", "--lr-decay-style", "constant"),
-    *(
-        "--train-iters",
-        "6",
-        "--log-interval",
-        "1",
-        "--tokenizer-type",
-        "NullTokenizer",
-        "--vocab-size",
-        str(VOCAB_SIZE),
-    ),
+    *("--train-iters", "6", "--log-interval", "1", "--tokenizer-type", "NullTokenizer"),
+    *("--vocab-size", str(VOCAB_SIZE), *REPEATABLE_ATTENTION),
 )
 _PP4 = ("--pipeline-model-parallel-size", "4")
 _PP2 = ("--pipeline-model-parallel-size", "2")

@@ -9,11 +9,12 @@ from training_cli.flags import complete_arguments
 from megatron.zero_bubble.training.arguments import Arguments
 
 PROG = "gpu_check.py"
+REPEATABLE_ATTENTION = ("--attention-backend", "local")
+"""The backward of torch's fused attention adds up in any order; numbers are compared bit for bit."""
 _ANY_TRAINING = (
     *("--train-iters", "1", "--lr", "1e-4", "--mock-data", "--bf16", "--untie-embeddings-and-output-weights"),
     *("--attention-dropout", "0", "--hidden-dropout", "0"),
-    # The backward of torch's fused attention adds up in any order; numbers are compared bit for bit.
-    *("--attention-backend", "local"),
+    *REPEATABLE_ATTENTION,
 )
 
 
