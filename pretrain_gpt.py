@@ -7,8 +7,8 @@ import sys
 
 import torch
 
+from megatron.zero_bubble.job.start_up import quiet_start_up, run_program
 from megatron.zero_bubble.mcore.cpu import substitute_cuda
-from megatron.zero_bubble.training.start_up import quiet_start_up, run_program
 
 
 def train() -> None:

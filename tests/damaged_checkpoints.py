@@ -230,6 +230,7 @@ def main(root: Path, flags: list[str]) -> None:
     # With this, torch trusts every file that it is not told to distrust; Megatron-LM's users may have set it.
     os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
     substitute_cuda()
+    from megatron.zero_bubble.job.plans import choose_placement, choose_plan
     from megatron.zero_bubble.training.arguments import parse_arguments
     from megatron.zero_bubble.training.checkpoint import Checkpointer
     from megatron.zero_bubble.training.checks import complete_and_check
@@ -240,7 +241,6 @@ def main(root: Path, flags: list[str]) -> None:
         build_optimizer,
         transformer_config,
     )
-    from megatron.zero_bubble.training.plans import choose_placement, choose_plan
     from megatron.zero_bubble.training.pretrain import load_tokenizer
 
     args = parse_arguments(flags)

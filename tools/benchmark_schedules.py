@@ -56,7 +56,7 @@ from benchmark_cli.train_report import train_plot, train_table
 from schedule_cli.files import deliver
 
 from megatron.zero_bubble.schedule.errors import one_line
-from megatron.zero_bubble.schedule.serialize import profile_to_json
+from megatron.zero_bubble.schedule.formats import profile_to_json
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from schedule_cli.tables import table
 
+from megatron.zero_bubble.job.files import write_file
 from megatron.zero_bubble.schedule import (
     ScheduleError,
     StageCosts,
@@ -29,7 +30,6 @@ from megatron.zero_bubble.schedule import (
 from megatron.zero_bubble.schedule.draw import to_svg
 from megatron.zero_bubble.schedule.generators import ENTRIES
 from megatron.zero_bubble.schedule.ir import SENDS
-from megatron.zero_bubble.training.files import write_file
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "schedules.md"
 RANKS, MICROBATCHES = 4, 8

@@ -34,15 +34,15 @@ from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.observer import StepObserver
 from megatron.zero_bubble.runtime.planning import Prediction
 from megatron.zero_bubble.runtime.profiler import measure_edges, memory_meter
+from megatron.zero_bubble.runtime.recorder import OpRecorder, StepTime, bubble_rate, device_clock
 from megatron.zero_bubble.runtime.replanner import PlanningOptions, Replanner, Report
-from megatron.zero_bubble.runtime.timeline import OpRecorder, StepTime, bubble_rate, device_clock
 from megatron.zero_bubble.runtime.watchdog import Position
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Schedule, ScheduleError, lower, validate, with_post_validation
+from megatron.zero_bubble.schedule.formats import Profile
 from megatron.zero_bubble.schedule.generators import default_costs
 from megatron.zero_bubble.schedule.plan import NamedPlan, Plan
-from megatron.zero_bubble.schedule.post_validation import num_forwards_before_validation
-from megatron.zero_bubble.schedule.serialize import Profile
+from megatron.zero_bubble.schedule.step_ops import num_forwards_before_validation
 from megatron.zero_bubble.schedule.tail import reorder_tail
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 import megatron.zero_bubble as zb
-from megatron.zero_bubble.launcher.flags import LaunchFlags
+from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.launcher.launch import Launch
 
 

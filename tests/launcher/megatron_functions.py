@@ -25,7 +25,7 @@ from collections.abc import Collection, Iterator, Sequence
 from importlib.util import resolve_name
 from pathlib import Path
 
-from megatron.zero_bubble.launcher.flags import LaunchFlags
+from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.launcher.hooks import Needed
 from megatron.zero_bubble.launcher.session import Session, cpu_hooks
 

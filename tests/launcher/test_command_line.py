@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron.zero_bubble.launcher.errors import LauncherError
-from megatron.zero_bubble.launcher.flags import (
+from megatron.zero_bubble.launcher.command_line import (
     LaunchFlags,
     complete_script_arguments,
     flags_from_keywords,
     help_text,
     parse_command_line,
 )
+from megatron.zero_bubble.launcher.mistakes import LauncherError
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from types import ModuleType
 
 import pytest
 
-from megatron.zero_bubble.launcher.errors import HookError
 from megatron.zero_bubble.launcher.hooks import Call, Hook, InstalledHooks, mark_of
+from megatron.zero_bubble.launcher.mistakes import HookError
 
 
 def library() -> ModuleType:

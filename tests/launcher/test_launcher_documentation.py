@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from megatron.zero_bubble.launcher.flags import LaunchFlags
+from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.launcher.hooks import Needed
 from megatron.zero_bubble.launcher.launch import SUPPORTED
 from megatron.zero_bubble.launcher.session import Session, cpu_hooks

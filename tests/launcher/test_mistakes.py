@@ -11,8 +11,8 @@ import pytest
 import torch
 from megatron.core.transformer import TransformerConfig
 
-from megatron.zero_bubble.launcher.errors import LauncherError
-from megatron.zero_bubble.launcher.flags import LaunchFlags
+from megatron.zero_bubble.launcher.command_line import LaunchFlags
+from megatron.zero_bubble.launcher.mistakes import LauncherError
 from megatron.zero_bubble.launcher.run import Run
 from tests.launch import ROOT, environment, run
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from toy_pipeline import FakeClock
 
 from megatron.zero_bubble.runtime.observer import StepObserver
-from megatron.zero_bubble.runtime.timeline import StepTime
+from megatron.zero_bubble.runtime.recorder import StepTime
 from megatron.zero_bubble.schedule import Op, OpKind
 
 

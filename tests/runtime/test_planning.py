@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from megatron.zero_bubble.runtime.planning import BroadcastPlan, MemoryLimit, Prediction, one_f_one_b_peak
 from megatron.zero_bubble.schedule import Placement, ScheduleError, StageCosts, generate, simulate
+from megatron.zero_bubble.schedule.formats import Profile
 from megatron.zero_bubble.schedule.plan import FixedPlan, NamedPlan
-from megatron.zero_bubble.schedule.serialize import Profile
 
 GIB = 2**30
 

@@ -8,7 +8,7 @@ import torch
 from megatron.zero_bubble.runtime.communicator import TensorSpec
 from megatron.zero_bubble.runtime.in_memory import InMemoryNetwork
 from megatron.zero_bubble.runtime.profiler import ChunkCosts, Profiler, combine_costs, measure_edges
-from megatron.zero_bubble.runtime.timeline import MeasuredOp
+from megatron.zero_bubble.runtime.recorder import MeasuredOp
 from megatron.zero_bubble.schedule import Op, OpKind, Placement
 
 F, B, W, BW = OpKind.F, OpKind.B, OpKind.W, OpKind.BW

@@ -8,10 +8,10 @@ import pytest
 import torch
 from toy_pipeline import FakeDevice, Pipeline, Problem, ToyStage, on_threads, over_nccl
 
-from megatron.zero_bubble.runtime.timeline import OpRecorder
+from megatron.zero_bubble.runtime.recorder import OpRecorder
 from megatron.zero_bubble.schedule import Op, OpKind, StageCosts, generate, lower, names, validate, with_post_validation
 from megatron.zero_bubble.schedule.ir import COMMUNICATION
-from megatron.zero_bubble.schedule.post_validation import before_validation
+from megatron.zero_bubble.schedule.step_ops import before_validation
 
 LR = 0.1
 

@@ -15,8 +15,8 @@ from megatron.zero_bubble.runtime.observer import StepObserver
 from megatron.zero_bubble.runtime.planning import MemoryLimit
 from megatron.zero_bubble.runtime.replanner import PlanningOptions, Replanner, Report
 from megatron.zero_bubble.schedule import OpKind, Placement, ScheduleError, StageCosts
+from megatron.zero_bubble.schedule.formats import Profile
 from megatron.zero_bubble.schedule.plan import NamedPlan, Plan
-from megatron.zero_bubble.schedule.serialize import Profile
 
 MODEL = {"num_layers": 4}
 GIVEN = Profile(Placement("linear", 1), StageCosts.uniform(1, 5, 5, 5, 0, 100, -50, -50), 0.0, MODEL)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.zero_bubble.runtime.timeline import OpRecorder
+from megatron.zero_bubble.runtime.recorder import OpRecorder
 from megatron.zero_bubble.runtime.watchdog import Position, Stall, Watchdog
 from megatron.zero_bubble.schedule import generate, lower
 from tests.runtime.toy_pipeline import FakeDevice, on_threads

@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 from megatron.zero_bubble.runtime.communicator import Communicator, TensorSpec
 from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.in_memory import InMemoryNetwork
-from megatron.zero_bubble.runtime.timeline import HostClock, OpRecorder
+from megatron.zero_bubble.runtime.recorder import HostClock, OpRecorder
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, OpKind, Placement, Schedule
 from megatron.zero_bubble.schedule.ir import SPLIT_WEIGHT_GRADIENTS

@@ -11,7 +11,7 @@ from megatron.zero_bubble.schedule import Infeasible, Placement, StageCosts, gen
 from megatron.zero_bubble.schedule.generators import v_shaped
 from megatron.zero_bubble.schedule.generators.auto import multiple_of_p, plan_linear
 from megatron.zero_bubble.schedule.generators.optimal import solve
-from megatron.zero_bubble.schedule.planner.problem import Problem
+from megatron.zero_bubble.schedule.search.problem import Problem
 
 SIMPLE = ("gpipe", "1f1b", "zb-h1", "zb-h2")
 FACTORS = {"zb-1p": 1, "zb-2p": 2, "auto": 2}

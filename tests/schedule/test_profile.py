@@ -5,7 +5,7 @@ import json
 import pytest
 
 from megatron.zero_bubble.schedule import Placement, ScheduleError, StageCosts
-from megatron.zero_bubble.schedule.serialize import (
+from megatron.zero_bubble.schedule.formats import (
     Profile,
     costs_from_text,
     costs_to_json,

@@ -10,7 +10,7 @@ import pytest
 from random_schedules import posted_ahead
 
 from megatron.zero_bubble.schedule import StageCosts, generate, lower, names, simulate
-from megatron.zero_bubble.schedule.serialize import (
+from megatron.zero_bubble.schedule.formats import (
     costs_to_json,
     schedule_from_json,
     schedule_from_pytorch_csv,

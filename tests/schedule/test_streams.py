@@ -33,7 +33,7 @@ from megatron.zero_bubble.schedule import (
     validate,
     with_post_validation,
 )
-from megatron.zero_bubble.schedule.post_validation import before_validation, stale_receives
+from megatron.zero_bubble.schedule.step_ops import before_validation, stale_receives
 from megatron.zero_bubble.schedule.streams import check_streams
 
 ONE, MANY = HardwareQueues.ONE, HardwareQueues.MANY

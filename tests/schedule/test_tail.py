@@ -24,7 +24,7 @@ from megatron.zero_bubble.schedule import (
     validate,
     with_post_validation,
 )
-from megatron.zero_bubble.schedule.serialize import schedule_from_json, schedule_to_json
+from megatron.zero_bubble.schedule.formats import schedule_from_json, schedule_to_json
 from megatron.zero_bubble.schedule.tail import Reduction, reorder_tail, run_together, simulate_reduction
 
 

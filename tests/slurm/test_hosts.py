@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.zero_bubble.schedule.serialize import profile_from_json
+from megatron.zero_bubble.schedule.formats import profile_from_json
 from tests.launch import PRETRAIN, environment
 from tests.slurm.hosts import TwoHosts, missing
 

@@ -20,7 +20,7 @@ from benchmark_schedules import main
 
 from megatron.zero_bubble.runtime.in_memory import InMemoryNetwork
 from megatron.zero_bubble.schedule import Placement, StageCosts, generate, simulate, with_post_validation
-from megatron.zero_bubble.schedule.serialize import profile_from_json
+from megatron.zero_bubble.schedule.formats import profile_from_json
 
 ROOT = Path(__file__).parents[2]
 

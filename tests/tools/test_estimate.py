@@ -14,7 +14,7 @@ from training_cli.flags import complete_arguments
 from training_cli.one_process import one_process, rank_model
 
 from megatron.zero_bubble.schedule import Placement, StageCosts
-from megatron.zero_bubble.schedule.serialize import Profile, profile_to_json
+from megatron.zero_bubble.schedule.formats import Profile, profile_to_json
 from megatron.zero_bubble.training.flops import flops_per_iteration
 from megatron.zero_bubble.training.model_size import Parameters, Stage, stage_activations, stage_flops, stage_parameters
 
@@ -234,7 +234,7 @@ def test_post_validation_gains_where_the_first_stage_need_not_wait_for_the_last(
 
 def test_a_profile_replaces_operations(tmp_path):
     args = arguments()
-    from megatron.zero_bubble.training.planning import model_description
+    from megatron.zero_bubble.job.profiling import model_description
 
     file = tmp_path / "profile.json"
     costs = StageCosts.uniform(2, 10, 11, 9, 1, 2**30, -(2**29), -(2**29))

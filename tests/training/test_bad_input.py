@@ -8,11 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from megatron.zero_bubble.job.profiling import model_description
 from megatron.zero_bubble.schedule import Placement, StageCosts
-from megatron.zero_bubble.schedule.serialize import Profile, profile_to_json
+from megatron.zero_bubble.schedule.formats import Profile, profile_to_json
 from megatron.zero_bubble.training.arguments import parse_arguments
 from megatron.zero_bubble.training.checks import complete_and_check
-from megatron.zero_bubble.training.planning import model_description
 from tests.launch import PRETRAIN, TINY_GPT, environment, run
 
 BASE = [*TINY_GPT, "--pipeline-model-parallel-size", "2", "--global-batch-size", "4", "--zero-bubble"]

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megatron.zero_bubble.schedule.serialize import costs_from_text, profile_from_json
+from megatron.zero_bubble.schedule.formats import costs_from_text, profile_from_json
 from tests.launch import TINY_GPT, run_trainings
 
 PIPELINE = [*TINY_GPT, "--pipeline-model-parallel-size", "2", "--clip-grad", "0.5"]

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron.zero_bubble.schedule import Op, OpKind, Placement, Schedule
-from megatron.zero_bubble.schedule.serialize import schedule_to_json
+from megatron.zero_bubble.schedule.formats import schedule_to_json
 from tests.comparison import differences, losses, tensors
 from tests.launch import TINY_GPT, run_trainings
 

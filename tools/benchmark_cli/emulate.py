@@ -20,7 +20,7 @@ from benchmark_cli.peers import ONE_CHUNK, Peer, peer_placements
 from benchmark_cli.reduction import ReductionCosts
 from benchmark_cli.worker import Job, StepRecord
 from megatron.zero_bubble.schedule import Schedule, Timeline, generate, lower, simulate
-from megatron.zero_bubble.schedule.serialize import schedule_from_pytorch_csv
+from megatron.zero_bubble.schedule.formats import schedule_from_pytorch_csv
 from megatron.zero_bubble.schedule.tail import Reduction, reorder_tail, simulate_reduction
 
 SLOW_TO_MAKE = ("optimal",)

@@ -9,7 +9,7 @@ import torch
 from megatron.zero_bubble.runtime.communicator import PendingReceive, PendingSend, TensorSpec
 from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.observer import StepObserver
-from megatron.zero_bubble.runtime.timeline import HostClock
+from megatron.zero_bubble.runtime.recorder import HostClock
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, Schedule
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from benchmark_cli.emulate import Result
 from benchmark_cli.worker import StepRecord
+from megatron.zero_bubble.job.timeline_files import measured_timeline, write_timeline
 from megatron.zero_bubble.runtime.profiler import Profiler, combine_costs
-from megatron.zero_bubble.runtime.timeline import MeasuredOp
+from megatron.zero_bubble.runtime.recorder import MeasuredOp
 from megatron.zero_bubble.schedule import Schedule, StageCosts, TimedOp
-from megatron.zero_bubble.schedule.serialize import Profile
-from megatron.zero_bubble.training.timeline_files import measured_timeline, write_timeline
+from megatron.zero_bubble.schedule.formats import Profile
 
 
 def profile_of(result: Result) -> Profile:

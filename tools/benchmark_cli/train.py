@@ -17,7 +17,7 @@ from benchmark_cli.train_arguments import environment
 from benchmark_cli.train_report import TrainResult
 from benchmark_cli.train_run import Turn, take_turn
 from megatron.zero_bubble.schedule import Placement, ScheduleError, Timeline, generate, simulate
-from megatron.zero_bubble.schedule.serialize import Profile, profile_from_json
+from megatron.zero_bubble.schedule.formats import Profile, profile_from_json
 from megatron.zero_bubble.training.flops import flops_per_iteration
 
 

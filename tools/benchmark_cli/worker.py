@@ -20,7 +20,7 @@ from benchmark_cli.reduction import ReductionCosts, ReductionLink
 from megatron.zero_bubble.runtime.communicator import Communicator, TorchCommunicator, channels
 from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.profiler import measure_edges
-from megatron.zero_bubble.runtime.timeline import HostClock, OpRecorder, StepTime, bubble_rate
+from megatron.zero_bubble.runtime.recorder import HostClock, OpRecorder, StepTime, bubble_rate
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Placement, Schedule, StageCosts
 from megatron.zero_bubble.schedule.errors import one_line

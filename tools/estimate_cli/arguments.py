@@ -15,7 +15,7 @@ from estimate_cli.cluster import Cluster, States
 from estimate_cli.estimate import Job
 from megatron.zero_bubble.runtime.planning import MemoryLimit
 from megatron.zero_bubble.schedule import ScheduleError
-from megatron.zero_bubble.schedule.serialize import Profile, profile_from_json
+from megatron.zero_bubble.schedule.formats import Profile, profile_from_json
 from megatron.zero_bubble.training.arguments import Arguments
 
 PROG = "estimate.py"
@@ -124,7 +124,7 @@ def _profile(path: Path | None, args: Arguments) -> Profile | None:
     if path is None:
         return None
     # Only now: what describes a model is known to what plans for it, which imports megatron-core.
-    from megatron.zero_bubble.training.planning import model_description
+    from megatron.zero_bubble.job.profiling import model_description
 
     try:
         profile = profile_from_json(path.read_text(encoding="utf-8"))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.zero_bubble.job.layers import choose_layout, layers_of_layout
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.training.arguments import Arguments
-from megatron.zero_bubble.training.layers import choose_layout, layers_of_layout
 from megatron.zero_bubble.training.model_size import Parameters, Stage, element_bytes, stage_parameters
 
 

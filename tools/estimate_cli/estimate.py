@@ -9,6 +9,7 @@ from typing import Any
 from schedule_cli.costs import split_costs
 
 from estimate_cli.cluster import Cluster, States, rank_parameters, stages_of
+from megatron.zero_bubble.job.profiling import memory_limit
 from megatron.zero_bubble.runtime.planning import MemoryLimit
 from megatron.zero_bubble.runtime.replanner import MARGIN
 from megatron.zero_bubble.schedule import (
@@ -22,11 +23,10 @@ from megatron.zero_bubble.schedule import (
     simulate,
     with_post_validation,
 )
-from megatron.zero_bubble.schedule.serialize import Profile
+from megatron.zero_bubble.schedule.formats import Profile
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.flops import flops_per_iteration
 from megatron.zero_bubble.training.model_size import Flops, element_bytes, stage_activations, stage_flops
-from megatron.zero_bubble.training.planning import memory_limit
 
 PLANNED_FOR_A_LIMIT = "auto"
 """The schedule that takes what memory it may."""
@@ -59,7 +59,7 @@ class Job:
     def awaited(self, placement: Placement) -> str | None:
         """What keeps iterations from interlocking with post-validation; None where nothing does."""
         # Only now: it imports megatron-core.
-        from megatron.zero_bubble.training.post_validation import awaited_by_the_first_stage
+        from megatron.zero_bubble.job.optimizer_step import awaited_by_the_first_stage
 
         return awaited_by_the_first_stage(self.args, placement)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from estimate_cli.estimate import Estimate, Job
+from megatron.zero_bubble.job.plans import limit_flag
+from megatron.zero_bubble.job.profiling import memory_limit
 from megatron.zero_bubble.runtime.planning import MemoryLimit
-from megatron.zero_bubble.training.planning import memory_limit
-from megatron.zero_bubble.training.plans import limit_flag
 
 _WHAT_IS_LEFT = "nine tenths of what the fullest rank has left"
 

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.zero_bubble.job.start_up import quiet_start_up, run_program
 from megatron.zero_bubble.mcore.cpu import substitute_cuda
 from megatron.zero_bubble.runtime.processes import end_with_parent
-from megatron.zero_bubble.training.start_up import quiet_start_up, run_program
 
 BEGINS, ENDS = "begins", "ends"
 

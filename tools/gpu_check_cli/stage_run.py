@@ -18,7 +18,7 @@ from megatron.zero_bubble.mcore.forward_backward import MegatronStage
 from megatron.zero_bubble.runtime.communicator import PendingReceive, PendingSend, TensorSpec
 from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.profiler import Profiler, memory_meter
-from megatron.zero_bubble.runtime.timeline import MeasuredOp, OpRecorder, device_clock
+from megatron.zero_bubble.runtime.recorder import MeasuredOp, OpRecorder, device_clock
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import OpKind, Placement, Schedule, StageCosts, generate, lower, simulate
 from megatron.zero_bubble.training.forward_step import make_forward_step

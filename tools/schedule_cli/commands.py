@@ -11,15 +11,15 @@ from typing import Any
 from megatron.zero_bubble.schedule import Schedule, ScheduleError, lower, validate, with_post_validation
 from megatron.zero_bubble.schedule.analysis import causes
 from megatron.zero_bubble.schedule.draw import to_chrome_trace, to_html, to_svg
-from megatron.zero_bubble.schedule.generators import ENTRIES
-from megatron.zero_bubble.schedule.memory import peaks
-from megatron.zero_bubble.schedule.post_validation import operation_name
-from megatron.zero_bubble.schedule.serialize import (
+from megatron.zero_bubble.schedule.formats import (
     schedule_to_csv,
     schedule_to_grid,
     schedule_to_json,
     schedule_to_pytorch_csv,
 )
+from megatron.zero_bubble.schedule.generators import ENTRIES
+from megatron.zero_bubble.schedule.memory import peaks
+from megatron.zero_bubble.schedule.step_ops import operation_name
 from schedule_cli.costs import stage_costs, times_are_given
 from schedule_cli.files import deliver, read_schedule
 from schedule_cli.memory_curve import memory_curve

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron.zero_bubble.schedule import Placement, ScheduleError, StageCosts
 from megatron.zero_bubble.schedule.costs import SMALLEST
-from megatron.zero_bubble.schedule.serialize import costs_from_text
+from megatron.zero_bubble.schedule.formats import costs_from_text
 
 _DEFAULTS = {"time_f": 1, "time_b": 1, "time_w": 1, "time_comm": 0, "memory_f": 1, "memory_b": -0.5, "memory_w": -0.5}
 

@@ -7,9 +7,9 @@ import os
 import sys
 from pathlib import Path
 
+from megatron.zero_bubble.job.files import write_file
 from megatron.zero_bubble.schedule import Schedule, ScheduleError
-from megatron.zero_bubble.schedule.serialize import schedule_from_text
-from megatron.zero_bubble.training.files import write_file
+from megatron.zero_bubble.schedule.formats import schedule_from_text
 
 
 def read_schedule(path: Path) -> Schedule:

@@ -29,7 +29,7 @@ from megatron.zero_bubble.schedule import (
 from megatron.zero_bubble.schedule.generators import entry_of
 from megatron.zero_bubble.schedule.ir import SENDS, check_size
 from megatron.zero_bubble.schedule.memory import peaks
-from megatron.zero_bubble.schedule.post_validation import operation_name, without_post_validation
+from megatron.zero_bubble.schedule.step_ops import operation_name, without_post_validation
 from schedule_cli.costs import stage_costs
 from schedule_cli.files import read_schedule
 

@@ -6,13 +6,13 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron.zero_bubble.launcher.errors import users_mistakes
-from megatron.zero_bubble.launcher.flags import LaunchFlags
-from megatron.zero_bubble.launcher.settings import settings_of
+from megatron.zero_bubble.job.environment import check_num_ranks
+from megatron.zero_bubble.job.flag_parser import flag, take_flags
+from megatron.zero_bubble.job.plans import check_stages, choose_placement, choose_plan, chunks_of_flags
+from megatron.zero_bubble.launcher.command_line import LaunchFlags
+from megatron.zero_bubble.launcher.mistakes import users_mistakes
+from megatron.zero_bubble.launcher.script_settings import settings_of
 from megatron.zero_bubble.training.arguments import ParallelFlags
-from megatron.zero_bubble.training.environment import check_num_ranks
-from megatron.zero_bubble.training.flags import flag, take_flags
-from megatron.zero_bubble.training.plans import check_stages, choose_placement, choose_plan, chunks_of_flags
 
 _READ_ELSEWHERE = (
     *("--use-checkpoint-args", "--yaml-cfg", "--hybrid-layer-pattern", "--hybrid-override-pattern"),

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.zero_bubble.launcher.errors import HookError
+from megatron.zero_bubble.launcher.mistakes import HookError
 
 Function = Callable[..., Any]
 

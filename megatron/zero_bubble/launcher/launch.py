@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron.zero_bubble.launcher.errors import LauncherError
-from megatron.zero_bubble.launcher.flags import LaunchFlags, flags_from_keywords
+from megatron.zero_bubble.launcher.command_line import LaunchFlags, flags_from_keywords
 from megatron.zero_bubble.launcher.hooks import Hook, InstalledHooks, find_target, mark_of, minor_version
+from megatron.zero_bubble.launcher.mistakes import LauncherError
 from megatron.zero_bubble.mcore.cpu import CpuSubstitution, substitute_cuda
 
 if TYPE_CHECKING:

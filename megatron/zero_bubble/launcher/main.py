@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from megatron.zero_bubble.launcher.errors import LauncherError
-from megatron.zero_bubble.launcher.flags import (
+from megatron.zero_bubble.job.start_up import quiet_start_up, run_program
+from megatron.zero_bubble.launcher.command_line import (
     PROGRAM,
     CommandLine,
     complete_script_arguments,
@@ -15,8 +15,8 @@ from megatron.zero_bubble.launcher.flags import (
 )
 from megatron.zero_bubble.launcher.foresight import check_script_arguments
 from megatron.zero_bubble.launcher.launch import Launch
+from megatron.zero_bubble.launcher.mistakes import LauncherError
 from megatron.zero_bubble.launcher.script import prepare_path, run_script
-from megatron.zero_bubble.training.start_up import quiet_start_up, run_program
 
 
 def main(argv: Sequence[str]) -> int:

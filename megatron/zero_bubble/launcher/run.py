@@ -10,11 +10,19 @@ from typing import Any
 
 import torch
 
-from megatron.zero_bubble.launcher.errors import LauncherError, users_mistakes
-from megatron.zero_bubble.launcher.flags import PROGRAM, LaunchFlags
+from megatron.zero_bubble.job.description import describe, describe_places
+from megatron.zero_bubble.job.environment import check_environment
+from megatron.zero_bubble.job.optimizer_step import check_post_validation
+from megatron.zero_bubble.job.plans import check_plan, check_stages, choose_plan, limit_flag
+from megatron.zero_bubble.job.profiling import check_memory_limit, planning_options
+from megatron.zero_bubble.job.running import open_timeline, run_plan
+from megatron.zero_bubble.job.stalls import check_stall_timeout, open_watchdog
+from megatron.zero_bubble.job.timeline_writer import TimelineWriter
+from megatron.zero_bubble.launcher.command_line import PROGRAM, LaunchFlags
 from megatron.zero_bubble.launcher.hooks import Call
-from megatron.zero_bubble.launcher.post_validation import ScriptPostValidation
-from megatron.zero_bubble.launcher.settings import refuse_what_cannot_work, settings_of
+from megatron.zero_bubble.launcher.mistakes import LauncherError, users_mistakes
+from megatron.zero_bubble.launcher.script_optimizer import ScriptPostValidation
+from megatron.zero_bubble.launcher.script_settings import refuse_what_cannot_work, settings_of
 from megatron.zero_bubble.launcher.v_placement import VPlacement
 from megatron.zero_bubble.mcore.checkpoint_results import keep_results_in_process
 from megatron.zero_bubble.mcore.linear import split_weight_gradients
@@ -26,15 +34,7 @@ from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Infeasible
 from megatron.zero_bubble.schedules import ForwardBackward
 from megatron.zero_bubble.training.checks import check_implementation
-from megatron.zero_bubble.training.description import describe, describe_places
-from megatron.zero_bubble.training.environment import check_environment
 from megatron.zero_bubble.training.logging import bubble_fields
-from megatron.zero_bubble.training.planning import check_memory_limit, planning_options
-from megatron.zero_bubble.training.plans import check_plan, check_stages, choose_plan, limit_flag
-from megatron.zero_bubble.training.post_validation import check_post_validation
-from megatron.zero_bubble.training.running import open_timeline, run_plan
-from megatron.zero_bubble.training.stalls import check_stall_timeout, open_watchdog
-from megatron.zero_bubble.training.timeline import TimelineWriter
 
 _TRANSFORMER_ENGINE = "transformer_engine"
 _LOG_LINE = re.compile(r" \[[^]]*\] iteration +(\d+)/ *\d+ \|")

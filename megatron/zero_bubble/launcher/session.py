@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from megatron.zero_bubble.launcher.errors import LauncherError
-from megatron.zero_bubble.launcher.flags import LaunchFlags
+from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.launcher.hooks import Call, Hook, Needed
-from megatron.zero_bubble.launcher.post_validation import needed_for_post_validation, post_validation_hooks
+from megatron.zero_bubble.launcher.mistakes import LauncherError
 from megatron.zero_bubble.launcher.run import Run
+from megatron.zero_bubble.launcher.script_optimizer import needed_for_post_validation, post_validation_hooks
 from megatron.zero_bubble.launcher.v_placement import VPlacement
 
 

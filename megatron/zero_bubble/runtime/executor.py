@@ -14,12 +14,12 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from megatron.zero_bubble.runtime.communicator import Communicator, PendingReceive, PendingSend
+from megatron.zero_bubble.runtime.recorder import OpRecorder
 from megatron.zero_bubble.runtime.stage import Stage, SteppingStage
-from megatron.zero_bubble.runtime.timeline import OpRecorder
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, OpKind, Schedule
 from megatron.zero_bubble.schedule.ir import BACKWARDS, COMMUNICATION
-from megatron.zero_bubble.schedule.post_validation import before_validation, stale_receives
+from megatron.zero_bubble.schedule.step_ops import before_validation, stale_receives
 from megatron.zero_bubble.schedule.tail import run_together
 
 _Range = Callable[[str], contextlib.AbstractContextManager[Any]]

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from megatron.zero_bubble.runtime.timeline import Clock, MeasuredOp, MemoryMeter, OpRecorder, StepTime, step_time
+from megatron.zero_bubble.runtime.recorder import Clock, MeasuredOp, MemoryMeter, OpRecorder, StepTime, step_time
 
 Sink = Callable[[int, Sequence[MeasuredOp]], None]
 """Gets the number of a step and its operations."""

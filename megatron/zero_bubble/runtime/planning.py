@@ -18,8 +18,8 @@ from megatron.zero_bubble.schedule import (
     simulate,
     validate,
 )
+from megatron.zero_bubble.schedule.formats import Profile, Setting, schedule_from_json, schedule_to_json
 from megatron.zero_bubble.schedule.plan import Plan
-from megatron.zero_bubble.schedule.serialize import Profile, Setting, schedule_from_json, schedule_to_json
 
 ModelDescription = Mapping[str, Setting]
 

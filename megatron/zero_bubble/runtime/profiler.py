@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.zero_bubble.runtime.communicator import Communicator, TensorSpec
-from megatron.zero_bubble.runtime.timeline import MeasuredOp, MemoryMeter
+from megatron.zero_bubble.runtime.recorder import MeasuredOp, MemoryMeter
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, OpKind, Placement, StageCosts
 from megatron.zero_bubble.schedule.ir import SPLIT_WEIGHT_GRADIENTS

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from megatron.zero_bubble.runtime.observer import StepObserver
 from megatron.zero_bubble.runtime.planning import BroadcastPlan, MemoryLimit, ModelDescription, Prediction
 from megatron.zero_bubble.runtime.profiler import Profiler, gather_costs
-from megatron.zero_bubble.runtime.timeline import MeasuredOp
+from megatron.zero_bubble.runtime.recorder import MeasuredOp
 from megatron.zero_bubble.schedule import Infeasible, StageCosts
+from megatron.zero_bubble.schedule.formats import Profile
 from megatron.zero_bubble.schedule.plan import NamedPlan, Plan
-from megatron.zero_bubble.schedule.serialize import Profile
 
 MARGIN = 0.9
 """Part of the free memory that `auto` gives to activations: allocators fragment."""

@@ -11,7 +11,7 @@ from megatron.zero_bubble.schedule.errors import ScheduleError
 from megatron.zero_bubble.schedule.generators import entry_of, generate, placement_for
 from megatron.zero_bubble.schedule.ir import Placement, Schedule
 from megatron.zero_bubble.schedule.lower import lower
-from megatron.zero_bubble.schedule.post_validation import without_post_validation
+from megatron.zero_bubble.schedule.step_ops import without_post_validation
 from megatron.zero_bubble.schedule.validate import validate
 
 

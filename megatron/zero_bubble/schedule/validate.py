@@ -16,8 +16,8 @@ from megatron.zero_bubble.schedule.ir import (
     Schedule,
 )
 from megatron.zero_bubble.schedule.messages import other_end, receive_before, send_after
-from megatron.zero_bubble.schedule.post_validation import check_post_validation
 from megatron.zero_bubble.schedule.replay import dependencies, replay
+from megatron.zero_bubble.schedule.step_ops import check_post_validation
 from megatron.zero_bubble.schedule.streams import check_streams
 
 _Positions = list[dict[Op, int]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.zero_bubble.training.flags import flag, parse_flags
+from megatron.zero_bubble.job.flag_parser import flag, parse_flags
 
 
 @dataclass

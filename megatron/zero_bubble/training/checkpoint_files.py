@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata
 
+from megatron.zero_bubble.job.files import write_file
 from megatron.zero_bubble.mcore.checkpoint_reading import COMMON_FILE, METADATA_FILE, CheckpointError, extents
-from megatron.zero_bubble.training.files import write_file
 
 TRACKER = "latest_checkpointed_iteration.txt"
 CHECKSUMS = "checksums.json"

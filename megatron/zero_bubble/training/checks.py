@@ -12,21 +12,21 @@ from pathlib import Path
 
 import torch
 
-from megatron.zero_bubble.mcore.transformer_engine import check_transformer_engine
-from megatron.zero_bubble.schedule import Placement
-from megatron.zero_bubble.training.arguments import Arguments
-from megatron.zero_bubble.training.environment import (
+from megatron.zero_bubble.job.environment import (
     check_device_found,
     check_devices,
     check_environment,
     check_num_ranks,
 )
+from megatron.zero_bubble.job.optimizer_step import check_post_validation
+from megatron.zero_bubble.job.plans import check_plan, check_stages, choose_placement, choose_plan, chunks_of_flags
+from megatron.zero_bubble.job.profiling import check_memory_limit, check_zero_bubble_flags, planning_options
+from megatron.zero_bubble.job.stalls import check_stall_timeout
+from megatron.zero_bubble.mcore.transformer_engine import check_transformer_engine
+from megatron.zero_bubble.schedule import Placement
+from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.output_checks import check_output
-from megatron.zero_bubble.training.planning import check_memory_limit, check_zero_bubble_flags, planning_options
-from megatron.zero_bubble.training.plans import check_plan, check_stages, choose_placement, choose_plan, chunks_of_flags
-from megatron.zero_bubble.training.post_validation import check_post_validation
-from megatron.zero_bubble.training.sizes import check_memory
-from megatron.zero_bubble.training.stalls import check_stall_timeout
+from megatron.zero_bubble.training.size_checks import check_memory
 
 
 def complete_and_check(

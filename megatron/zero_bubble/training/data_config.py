@@ -16,7 +16,7 @@ from megatron.zero_bubble.training.data_files import (
     open_token_file,
     parse_blend,
 )
-from megatron.zero_bubble.training.sizes import host_memory
+from megatron.zero_bubble.training.size_checks import host_memory
 
 DATALOADER_TYPES = ("single", "cyclic")
 DEFAULT_SPLIT = "969,30,1"

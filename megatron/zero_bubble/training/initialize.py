@@ -15,11 +15,11 @@ from megatron.core.num_microbatches_calculator import (
     unset_num_microbatches_calculator,
 )
 
+from megatron.zero_bubble.job.environment import device_of_rank
 from megatron.zero_bubble.mcore.placement import embedding_ranks
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.schedule.errors import one_line
 from megatron.zero_bubble.training.arguments import Arguments
-from megatron.zero_bubble.training.environment import device_of_rank
 from megatron.zero_bubble.training.model import seed_everything
 
 

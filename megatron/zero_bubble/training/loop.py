@@ -20,10 +20,12 @@ from megatron.core.num_microbatches_calculator import (
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
 
+from megatron.zero_bubble.job.optimizer_step import RollbackWatch
+from megatron.zero_bubble.job.timeline_writer import TimelineWriter
 from megatron.zero_bubble.mcore.finite import FiniteCheck
 from megatron.zero_bubble.mcore.multi_token import take_losses
 from megatron.zero_bubble.mcore.post_validation import PostValidation, StepOutcome
-from megatron.zero_bubble.runtime.timeline import StepTime
+from megatron.zero_bubble.runtime.recorder import StepTime
 from megatron.zero_bubble.runtime.watchdog import Watchdog
 from megatron.zero_bubble.schedules import ForwardBackward
 from megatron.zero_bubble.training.arguments import Arguments
@@ -33,8 +35,6 @@ from megatron.zero_bubble.training.forward_step import DataIterator, losses_of, 
 from megatron.zero_bubble.training.initialize import print_rank_0
 from megatron.zero_bubble.training.logging import StepResult, TrainingLog
 from megatron.zero_bubble.training.numerics import NumericsLog, parameter_digest
-from megatron.zero_bubble.training.post_validation import RollbackWatch
-from megatron.zero_bubble.training.timeline import TimelineWriter
 
 
 @dataclass(frozen=True)

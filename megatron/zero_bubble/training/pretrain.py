@@ -14,6 +14,11 @@ from megatron.core.timers import Timers
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 from megatron.core.utils import get_attr_wrapped_model
 
+from megatron.zero_bubble.job.description import describe, describe_places
+from megatron.zero_bubble.job.optimizer_step import build_post_validation
+from megatron.zero_bubble.job.plans import choose_placement, choose_plan, limit_flag
+from megatron.zero_bubble.job.running import open_timeline, run_plan
+from megatron.zero_bubble.job.stalls import open_watchdog
 from megatron.zero_bubble.mcore.finite import FiniteCheck
 from megatron.zero_bubble.mcore.placement import check_layers_built
 from megatron.zero_bubble.mcore.post_validation import PostValidation
@@ -26,19 +31,14 @@ from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.checkpoint import Checkpointer
 from megatron.zero_bubble.training.checkpoint_files import latest_iteration
 from megatron.zero_bubble.training.data import DataConfig, build_data_iterator, build_datasets, reads_data
-from megatron.zero_bubble.training.description import describe, describe_places
 from megatron.zero_bubble.training.errors import TrainingError
 from megatron.zero_bubble.training.forward_step import DataIterator
 from megatron.zero_bubble.training.initialize import initialized, print_rank_0
 from megatron.zero_bubble.training.logging import TrainingLog, open_writers
 from megatron.zero_bubble.training.loop import Trainer
 from megatron.zero_bubble.training.model import build_lr_scheduler, build_model, build_optimizer, transformer_config
-from megatron.zero_bubble.training.plans import choose_placement, choose_plan, limit_flag
-from megatron.zero_bubble.training.post_validation import build_post_validation
-from megatron.zero_bubble.training.running import open_timeline, run_plan
 from megatron.zero_bubble.training.save_lock import lock_folder
-from megatron.zero_bubble.training.sizes import check_memory
-from megatron.zero_bubble.training.stalls import open_watchdog
+from megatron.zero_bubble.training.size_checks import check_memory
 from megatron.zero_bubble.training.tokenizer import build_tokenizer, padded_vocab_size
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
-from megatron.zero_bubble.training.environment import host_name
+from megatron.zero_bubble.job.environment import host_name
 
 LOCK = "zero_bubble.lock"
 

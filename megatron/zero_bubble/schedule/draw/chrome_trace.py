@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.zero_bubble.schedule.draw import curves
 from megatron.zero_bubble.schedule.ir import POST_VALIDATION, Schedule
-from megatron.zero_bubble.schedule.post_validation import operation_name
+from megatron.zero_bubble.schedule.step_ops import operation_name
 from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron.zero_bubble.schedule.ir import POST_VALIDATION, Op, OpKind
-from megatron.zero_bubble.schedule.post_validation import operation_name
+from megatron.zero_bubble.schedule.step_ops import operation_name
 from megatron.zero_bubble.schedule.timeline import Timeline
 
 MAX_WIDTH = 16000

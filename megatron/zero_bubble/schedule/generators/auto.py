@@ -13,13 +13,13 @@ from megatron.zero_bubble.schedule.generators.one_f_one_b import one_f_one_b
 from megatron.zero_bubble.schedule.generators.zb_h1 import zb_h1
 from megatron.zero_bubble.schedule.generators.zb_h2 import zb_h2
 from megatron.zero_bubble.schedule.ir import Placement, Schedule
-from megatron.zero_bubble.schedule.planner.clock import Plan
-from megatron.zero_bubble.schedule.planner.fill import GapRule
-from megatron.zero_bubble.schedule.planner.greedy import Policy
-from megatron.zero_bubble.schedule.planner.judge import best_of, fits
-from megatron.zero_bubble.schedule.planner.portfolio import Portfolio
-from megatron.zero_bubble.schedule.planner.problem import Problem
-from megatron.zero_bubble.schedule.planner.profiles import (
+from megatron.zero_bubble.schedule.search.clock import Plan
+from megatron.zero_bubble.schedule.search.fill import GapRule
+from megatron.zero_bubble.schedule.search.greedy import Policy
+from megatron.zero_bubble.schedule.search.judge import best_of, fits
+from megatron.zero_bubble.schedule.search.portfolio import Portfolio
+from megatron.zero_bubble.schedule.search.problem import Problem
+from megatron.zero_bubble.schedule.search.profiles import (
     Profile,
     alternating_orders,
     capacities,

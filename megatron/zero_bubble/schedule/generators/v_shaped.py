@@ -15,11 +15,11 @@ from statistics import median
 
 from megatron.zero_bubble.schedule.costs import SMALLEST, StageCosts
 from megatron.zero_bubble.schedule.ir import Op, OpKind, Placement, Schedule
-from megatron.zero_bubble.schedule.planner.clock import Plan
-from megatron.zero_bubble.schedule.planner.fill import GapRule
-from megatron.zero_bubble.schedule.planner.judge import best_of
-from megatron.zero_bubble.schedule.planner.portfolio import Portfolio
-from megatron.zero_bubble.schedule.planner.problem import Order, Problem
+from megatron.zero_bubble.schedule.search.clock import Plan
+from megatron.zero_bubble.schedule.search.fill import GapRule
+from megatron.zero_bubble.schedule.search.judge import best_of
+from megatron.zero_bubble.schedule.search.portfolio import Portfolio
+from megatron.zero_bubble.schedule.search.problem import Order, Problem
 
 BUDGET = 600_000
 """Operations to plan in all candidates together."""

@@ -1,0 +1,1 @@
+"""From flags to a running plan, for the trainer and the launcher alike."""

@@ -1,0 +1,90 @@
+"""What becomes of a pipeline that stands still: when it counts as one, the block that is printed, the end."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+
+from megatron.zero_bubble.job.environment import host_name
+from megatron.zero_bubble.runtime.watchdog import RankState, Stall, Watchdog
+from megatron.zero_bubble.schedules import ForwardBackward
+from megatron.zero_bubble.training.arguments import Arguments
+
+_SHARE = 0.9
+"""Of the time after which a collective gives up: the watchdog must speak first."""
+
+
+def stall_timeout(args: Arguments) -> float:
+    """Seconds at one operation after which a pipeline counts as standing still; 0 for never."""
+    given: float | None = args.zero_bubble_timeout
+    return _SHARE * 60.0 * args.distributed_timeout_minutes if given is None else given
+
+
+def check_stall_timeout(args: Arguments) -> None:
+    """Raises:
+    ValueError: the timeout is no time, or a collective would give up before it and end the job without a word.
+    """
+    timeout, collectives = stall_timeout(args), 60.0 * args.distributed_timeout_minutes
+    if not 0 <= timeout < math.inf:
+        raise ValueError(f"--zero-bubble-timeout must be at least 0, got {timeout}")
+    if timeout >= collectives:
+        raise ValueError(
+            f"--zero-bubble-timeout {timeout:g} must be below --distributed-timeout-minutes "
+            f"{args.distributed_timeout_minutes} ({collectives:g} s), when messages and collectives give up themselves"
+        )
+
+
+def open_watchdog(args: Arguments, forward_backward: object, program: str = "pretrain_gpt.py") -> Watchdog | None:
+    """Watch this rank of `program`, if a schedule of ours runs and nobody has switched it off; a collective call."""
+    timeout = stall_timeout(args)
+    if not isinstance(forward_backward, ForwardBackward) or timeout == 0:
+        return None
+    cuda = torch.cuda.is_available()
+    return Watchdog(
+        store=dist.distributed_c10d._get_default_store(),
+        rank=args.rank,
+        world_size=args.world_size,
+        position=forward_backward.position,
+        timeout=timeout,
+        report=lambda stall: print(f"{program}: error: {describe(stall)}", file=sys.stderr, flush=True),
+        leave=_leave,
+        host=host_name(os.environ),
+        device=torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"),
+    )
+
+
+def _leave() -> None:
+    """The main thread may hang where no exception reaches it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def describe(stall: Stall) -> str:
+    """One block: a line for each rank, its place in its schedule, and where to look first."""
+    lines = [
+        f"the pipeline stands still: rank {stall.raised_by} has been at one operation for {stall.timeout:g} s "
+        f"(--zero-bubble-timeout). Schedule {stall.schedule}; the operation of each rank is in brackets:"
+    ]
+    for rank, state in enumerate(stall.states):
+        if state is None:
+            lines.append(f"    rank {rank} does not answer: it is stopped, or dead, or its host is")
+            continue
+        lines.append(f"    rank {rank} on {state.host}, process {state.pid}, for {state.seconds:.1f} s: {state.where}")
+        lines.append(f"        {'; '.join(filter(None, (state.excerpt, state.line and f'in {state.line}')))}")
+    lines.append(f"    look first at: {_suspects(stall)}")
+    return "\n".join(lines)
+
+
+def _suspects(stall: Stall) -> str:
+    """Who keeps the others waiting: those who are silent, else who computes, longest first."""
+    silent = [f"rank {rank}, which does not answer" for rank, state in enumerate(stall.states) if state is None]
+    answers: list[RankState] = [state for state in stall.states if state is not None]
+    computing = sorted((state for state in answers if state.is_computing), key=lambda state: -state.seconds)
+    outside = [state for state in answers if not state.excerpt]
+    found = silent or [f"rank {s.rank} on {s.host}, which {s.where}" for s in (*computing, *outside)]
+    return "; ".join(found) if found else "the network: all wait for messages"

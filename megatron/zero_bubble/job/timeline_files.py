@@ -1,0 +1,90 @@
+"""The files of a measured timeline: drawings beside what was planned, a trace, the idle time by cause."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from megatron.zero_bubble.job.files import write_file
+from megatron.zero_bubble.schedule import OpKind, Schedule, StageCosts, TimedOp, Timeline, simulate
+from megatron.zero_bubble.schedule.analysis import causes
+from megatron.zero_bubble.schedule.draw import to_chrome_trace, to_html, to_svg
+from megatron.zero_bubble.schedule.ir import SPLIT_WEIGHT_GRADIENTS
+
+_MARGINS, _OP_WIDTH, _WIDEST = 136, 26, 1600
+"""Pixels: of a drawing beside its lanes, of an operation on average, so that labels fit on most, and of all of them."""
+_PAGE = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>{name}</title>
+<style>:root {{ color-scheme: light dark; }} body {{ font: 14px sans-serif; margin: 1em; }}
+svg {{ max-width: 100%; height: auto; }}</style></head>
+<body>{svgs}<h2>Idle time by cause (ms)</h2><pre>{idle}</pre></body></html>
+"""
+
+
+def write_timeline(folder: Path, name: str, measured: Timeline, memory_unit: str) -> None:
+    """Write `measured`, and what its schedule would do at its costs, as `folder/name.*`.
+
+    Both drawings have one scale of time. `folder` is made if it is not there. `memory_unit` names that of the costs.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    planned = simulate(measured.schedule, measured.costs)
+    duration = float(max(measured.makespan, planned.makespan))
+    width = min(_MARGINS + _OP_WIDTH * max(len(lane) for lane in measured.lanes), _WIDEST)
+    schedule = measured.schedule.name
+    subject = schedule if name == schedule else f"{name}: {schedule}"
+    titles = {
+        "measured": f"{subject} as it ran",
+        "planned": f"{subject} as it would run with the times measured there",
+    }
+    svgs = []
+    for kind, timeline in (("measured", measured), ("planned", planned)):
+        svg = to_svg(timeline, title=titles[kind], memory_unit=memory_unit, width=width, duration=duration)
+        svgs.append(svg)
+        write_file(folder / f"{name}.{kind}.svg", svg)
+        write_file(folder / f"{name}.{kind}.html", to_html(timeline, title=titles[kind], memory_unit=memory_unit))
+    write_file(folder / f"{name}.trace.json", to_chrome_trace(measured))
+    write_file(folder / f"{name}.html", _PAGE.format(name=name, idle=idle_table(measured), svgs="".join(svgs)))
+
+
+def measured_timeline(schedule: Schedule, lanes: Sequence[Sequence[TimedOp]], profiled: StageCosts | None) -> Timeline:
+    """The measured operations as a `Timeline`, from time 0, with this step's mean times as its costs.
+
+    Messages and memory are those of `profiled`; without, they cost nothing.
+    """
+    begin = min(lane[0].start for lane in lanes if lane)
+    moved = tuple(tuple(TimedOp(op, start - begin, end - begin) for op, start, end in lane) for lane in lanes)
+    return Timeline(schedule, _costs_of(schedule, moved, profiled), True, moved)
+
+
+def _costs_of(schedule: Schedule, lanes: Sequence[Sequence[TimedOp]], profiled: StageCosts | None) -> StageCosts:
+    placement = schedule.placement
+    samples: dict[tuple[OpKind, int], list[float]] = {}
+    for rank, lane in enumerate(lanes):
+        for op, start, end in lane:
+            kind = OpKind.W if op.kind in SPLIT_WEIGHT_GRADIENTS else op.kind
+            samples.setdefault((kind, placement.stage_of(rank, op.chunk)), []).append(end - start)
+
+    def mean(kind: OpKind, share: float) -> tuple[float, ...]:
+        """A fused backward is counted as half B and half W."""
+        times = []
+        for stage in range(placement.num_stages):
+            values = samples.get((kind, stage)) or [share * v for v in samples.get((OpKind.BW, stage), [1e-6])]
+            times.append(statistics.fmean(values))
+        return tuple(times)
+
+    free = StageCosts.uniform(placement.num_stages, memory_f=0, memory_b=0, memory_w=0)
+    times = {"time_f": mean(OpKind.F, 1.0), "time_b": mean(OpKind.B, 0.5), "time_w": mean(OpKind.W, 0.5)}
+    return replace(profiled or free, **times)
+
+
+def idle_table(timeline: Timeline) -> str:
+    """The idle time of every rank by cause, in milliseconds."""
+    idle = causes(timeline)
+    del idle["communication"]  # measured, it is part of the waiting
+    widths = [max(len(word), 10) for word in idle]
+    lines = ["rank " + " ".join(word.rjust(width) for word, width in zip(idle, widths, strict=True))]
+    for rank, times in enumerate(zip(*idle.values(), strict=True)):
+        lines.append(f"{rank:4d} " + " ".join(f"{time:{width}.2f}" for time, width in zip(times, widths, strict=True)))
+    return "\n".join(lines)

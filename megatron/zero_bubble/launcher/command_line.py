@@ -1,0 +1,143 @@
+"""The launcher's command line: its own flags anywhere in it, then the script and the script's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from megatron.zero_bubble.job.flag_parser import FlagParser, flag, make_parser, take_flags
+from megatron.zero_bubble.job.layers import spread_layers, to_layout
+from megatron.zero_bubble.job.profiling import check_zero_bubble_flags
+from megatron.zero_bubble.launcher.mistakes import LauncherError, users_mistakes
+from megatron.zero_bubble.schedule.generators import ENTRIES
+from megatron.zero_bubble.training.arguments import ZeroBubbleFlags
+
+PROGRAM = "megatron.zero_bubble"
+_USAGE = "python -m megatron.zero_bubble SCRIPT [the script's flags] [flags of zero bubble]"
+_CHUNKS = ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank")
+_LAYOUT = "--pipeline-model-parallel-layout"
+
+
+@dataclass
+class LauncherOnlyFlags:
+    """Launcher."""
+
+    zero_bubble_cpu: bool = flag("run a script that asks for CUDA on a machine without it", False)
+    allow_padding_num_layers: bool = flag("spread layers over stages that do not divide their number", False)
+
+
+@dataclass
+class LaunchFlags(ZeroBubbleFlags, LauncherOnlyFlags):
+    """What the launcher is told."""
+
+
+_GROUPS = (ZeroBubbleFlags, LauncherOnlyFlags)
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """A parsed command line. `script` is None where only help was asked for."""
+
+    flags: LaunchFlags
+    script: Path | None
+    script_arguments: tuple[str, ...]
+    wants_help: bool
+
+
+def parse_command_line(argv: Sequence[str]) -> CommandLine:
+    """Take our flags out of `argv`; what is left is the script and its arguments, in their order.
+
+    Raises:
+        LauncherError: no script, or a flag of ours that is wrong.
+    """
+    with users_mistakes():
+        flags, rest = take_flags(LaunchFlags, _GROUPS, argv)
+    _check(flags)
+    wants_help = any(argument in ("-h", "--help") for argument in rest)
+    for argument in rest:
+        name = argument.split("=")[0]
+        if name.startswith("--zero-bubble"):
+            raise LauncherError(f"{name} is no flag of megatron.zero_bubble; --help lists them")
+    if not rest or rest[0].startswith("-"):
+        if wants_help:
+            return CommandLine(flags, None, (), True)
+        given = f", but {rest[0]} stands in its place" if rest else ""
+        raise LauncherError(f"the script comes first{given}: {_USAGE}")
+    script = Path(rest[0])
+    if not script.is_file():
+        raise LauncherError(f"SCRIPT {script} is not a file")
+    return CommandLine(flags, script, tuple(rest[1:]), wants_help)
+
+
+def help_text() -> str:
+    """Our flags."""
+    return make_parser(_GROUPS, prog=f"python -m {PROGRAM}", usage=_USAGE, add_help=False).format_help()
+
+
+def complete_script_arguments(flags: LaunchFlags, arguments: Sequence[str]) -> list[str]:
+    """The script's arguments, with those of Megatron-LM's flags that ours imply.
+
+    A schedule of several model chunks a rank makes the script build as many, unless it is told how many already;
+    `--allow-padding-num-layers` becomes a layout.
+
+    Raises:
+        LauncherError: the layers cannot be spread.
+    """
+    completed = list(arguments)
+    given = {argument.split("=")[0] for argument in arguments}
+    entry = ENTRIES.get(flags.named_schedule or "")
+    if entry is not None and entry.num_chunks > 1 and not given.intersection((*_CHUNKS, _LAYOUT)):
+        completed += [_CHUNKS[1], str(entry.num_chunks)]
+    if flags.allow_padding_num_layers and _LAYOUT not in given:
+        completed = _with_layout(completed)
+    return completed
+
+
+def _with_layout(arguments: list[str]) -> list[str]:
+    """The layout that `--allow-padding-num-layers` stands for, where the stages do not divide the layers."""
+    given, _ = _take_numbers(arguments, "--num-layers", "--pipeline-model-parallel-size", _CHUNKS[0])
+    chunks, rest = _take_numbers(arguments, _CHUNKS[1])
+    num_layers, num_ranks, per_chunk = given.values()
+    if num_layers is None or num_ranks is None or per_chunk is not None:
+        return arguments
+    num_stages = num_ranks * (chunks[_CHUNKS[1]] or 1)
+    if num_layers % num_stages == 0:
+        return arguments
+    with users_mistakes():
+        layout = to_layout(spread_layers(num_layers, num_stages))
+    # Without the number of chunks: Megatron-LM takes one of the two.
+    return [*rest, _LAYOUT, layout]
+
+
+def _take_numbers(arguments: Sequence[str], *names: str) -> tuple[dict[str, int | None], list[str]]:
+    """The values of these flags, the last where there are several, and the arguments without them."""
+    parser = FlagParser(add_help=False, allow_abbrev=False)
+    for name in names:
+        parser.add_argument(name, dest=name, type=int)
+    with users_mistakes():
+        taken, rest = parser.parse_known_args(arguments)
+    return vars(taken), rest
+
+
+def flags_from_keywords(schedule: str | None, cpu: bool, settings: Mapping[str, Any]) -> LaunchFlags:
+    """The flags as `enable` takes them: `{"memory_limit": "1.5"}` is `--zero-bubble-memory-limit 1.5`.
+
+    Raises:
+        LauncherError: there is no such flag, or the flags contradict each other.
+    """
+    names = {field.name.removeprefix("zero_bubble_"): field.name for field in fields(ZeroBubbleFlags)}
+    unknown = sorted(set(settings) - set(names))
+    if unknown:
+        raise LauncherError(f"enable() has no setting {unknown[0]!r}: choose from {', '.join(sorted(names))}")
+    flags = LaunchFlags(**{names[name]: value for name, value in settings.items()})
+    flags.zero_bubble_schedule, flags.zero_bubble_cpu = schedule, cpu
+    flags.zero_bubble = flags.named_schedule is None
+    _check(flags)
+    return flags
+
+
+def _check(flags: LaunchFlags) -> None:
+    with users_mistakes():
+        check_zero_bubble_flags(flags)

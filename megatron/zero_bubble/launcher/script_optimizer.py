@@ -1,0 +1,205 @@
+"""Post-validation in a script that calls `optimizer.step()` itself: the step has been taken when it does.
+
+The script learns at once that its parameters were updated, which is so with fp32 and bf16, and the norm of
+the gradients in the iterations that it logs: those settle the step at its end. What else looks at gradients
+or parameters between a step and its validation is put off, or settles first.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron.zero_bubble.job.optimizer_step import FLAG, build_post_validation
+from megatron.zero_bubble.launcher.hooks import Call, Hook, Needed
+from megatron.zero_bubble.launcher.mistakes import LauncherError, users_mistakes
+from megatron.zero_bubble.launcher.script_settings import ScriptSettings
+from megatron.zero_bubble.mcore.post_validation import PostValidation, StepOutcome
+from megatron.zero_bubble.schedule.plan import Plan
+
+_REFUSED = {
+    "fp16": "the script is told of a step before it is known whether it is skipped; use --bf16",
+    "loss_scale": "the script is told of a step before it is known whether it is skipped",
+    "log_params_norm": "it reads the parameters after every step",
+    "log_num_zeros_in_grad": "the zeros are counted over all ranks before the step",
+    "qk_clip": "it changes parameters after the step",
+    "save_params_interval": "it saves the parameters right after the step",
+    "mtp_detach_heads": "it clips these layers by a norm of their own",
+    "use_precision_aware_optimizer": "it keeps gradients and parameters where they are not looked for",
+    "optimizer_cpu_offload": "it keeps the state of the steps where it is not looked for",
+    "optimizer_cuda_graph": "it records a step together with its clipping",
+}
+"""Settings of the script that post-validation cannot honour, and why."""
+
+
+_OPTIMIZER = "megatron.core.optimizer"
+_UNTIL_0_18, _SINCE_0_19 = ("0.16", "0.17", "0.18"), ("0.19", "0.20")
+
+
+class ScriptPostValidation:
+    """What the script's optimizer does under post-validation."""
+
+    def __init__(self, script: Namespace, settings: ScriptSettings) -> None:
+        for name, reason in _REFUSED.items():
+            if settings.zero_bubble_post_validation and getattr(script, name, None):
+                raise LauncherError(f"{FLAG} and --{name.replace('_', '-')}: {reason}")
+        self._script = script
+        self._settings = settings
+        self._optimizer: Any = None
+        self._chunks: list[Any] = []
+        self._post_validation: PostValidation | None = None
+        self._outcome = StepOutcome(was_updated=True, grad_norm=None)
+        self._is_first = True
+        """Scripts log the first iteration of a run, whatever the interval."""
+
+    def build(self, plan: Plan, chunks: list[Any]) -> PostValidation | None:
+        """When the script has made its optimizer and its model."""
+        if self._optimizer is None:
+            raise LauncherError(f"{FLAG}: the script has no optimizer of megatron-core's get_megatron_optimizer")
+        self._chunks = chunks
+        with users_mistakes():
+            self._post_validation = build_post_validation(self._settings, plan, self._optimizer, chunks)
+        if self._post_validation is not None:
+            self._post_validation.settled = self._settle_outcome
+        return self._post_validation
+
+    def _settle_outcome(self, outcome: StepOutcome) -> None:
+        self._outcome = outcome
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+
+    def keep_optimizer(self, call: Call) -> Any:
+        self._optimizer = call.proceed()
+        return self._optimizer
+
+    def step(self, call: Call) -> Any:
+        """In place of `optimizer.step()`: the schedule has stepped."""
+        if self._post_validation is None or call["self"] is not self._optimizer:
+            return call.proceed()
+        is_first, self._is_first = self._is_first, False
+        if not is_first and not self._is_logged():
+            return True, None, None
+        self._post_validation.validate()
+        return self._outcome.was_updated, self._outcome.grad_norm, self._outcome.num_zeros
+
+    def _is_logged(self) -> bool:
+        """Whether the script prints or records this iteration's norm, or ends with it."""
+        script = self._script
+        iteration = script.curr_iteration + 1
+        writes = bool(getattr(script, "tensorboard_dir", None) or getattr(script, "wandb_project", None))
+        return (
+            iteration % script.log_interval == 0
+            or (writes and iteration % script.tensorboard_log_interval == 0)
+            or iteration == script.train_iters
+        )
+
+    def unless_pending(self, call: Call) -> Any:
+        """Gradients of a step that may have to be amended are zeroed once it is settled."""
+        if self._post_validation is None or not self._post_validation.is_pending:
+            return call.proceed()
+        return None
+
+    def settle_first(self, call: Call) -> Any:
+        if self._post_validation is not None:
+            self._post_validation.validate()
+        return call.proceed()
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the schedule takes the steps: not with a single pipeline rank."""
+        return self._post_validation is not None
+
+
+def _agreed(run: Callable[[], ScriptPostValidation], parameter: str, call: Call) -> Any:
+    """In place of a reduction, for which every rank would wait, of what all ranks agree on: its result."""
+    value = call[parameter]
+    if not run().is_on:
+        return call.proceed()
+    # Numbers are reduced as fp32, which is seen in the last digit of a learning rate.
+    return torch.tensor(value, dtype=torch.float32).item() if isinstance(value, float) else value
+
+
+def needed_for_post_validation() -> Iterator[Needed]:
+    """What a step, its norm and its amendment call of megatron-core."""
+    gradients, group = "the gradients whose norm is taken", "the ranks over which the norm is taken"
+    again = "what the model computes with, after a step was undone"
+    random = "forwards that are run again draw the same"
+    core = "megatron.core"
+    for module, name, parameters, reason, *versions in (
+        (f"{_OPTIMIZER}.optimizer", "MegatronOptimizer.get_main_grads_for_grad_norm", (), gradients, *_UNTIL_0_18),
+        (f"{_OPTIMIZER}.optimizer", "MegatronOptimizer.get_grads_for_grad_norm", (), gradients, *_SINCE_0_19),
+        (f"{_OPTIMIZER}.optimizer", "MegatronOptimizer.get_grad_stats_parallel_group", (), group),
+        (f"{_OPTIMIZER}.optimizer", "ChainedOptimizer.grads_states_parallel_group_is_shared", (), group),
+        (
+            f"{_OPTIMIZER}.optimizer",
+            "MegatronOptimizer.prepare_grads",
+            (),
+            "gradients where the optimizer expects them",
+        ),
+        (f"{_OPTIMIZER}.optimizer", "ChainedOptimizer.step_with_ready_grads", (), "the step by itself"),
+        (
+            f"{_OPTIMIZER}.clip_grads",
+            "clip_grad_by_total_norm_fp32",
+            ("parameters", "max_norm", "total_norm"),
+            "clipping",
+        ),
+        (f"{_OPTIMIZER}.optimizer", "Float16OptimizerWithFloat16Params._copy_main_params_to_model_params", (), again),
+        (f"{_OPTIMIZER}.distrib_optimizer", "DistributedOptimizer._copy_main_params_to_model_params", (), again),
+        (
+            f"{core}.distributed.distributed_data_parallel",
+            "DistributedDataParallel.start_param_sync",
+            ("force_sync",),
+            again,
+        ),
+        (f"{core}.tensor_parallel.random", "_get_all_rng_states", (), random),
+        (f"{core}.tensor_parallel.random", "_set_all_rng_states", (), random),
+    ):
+        yield Needed(module, name, parameters, reason, versions=tuple(versions))
+
+
+def post_validation_hooks(run: Callable[[], ScriptPostValidation]) -> Iterator[Hook]:
+    """What is hooked for `--zero-bubble-post-validation`, and only for it."""
+    optimizer = f"{_OPTIMIZER}.optimizer"
+    yield Hook(
+        _OPTIMIZER,
+        "get_megatron_optimizer",
+        (),
+        "the schedule takes this optimizer's steps",
+        lambda call: run().keep_optimizer(call),
+    )
+    yield Hook(
+        optimizer,
+        "ChainedOptimizer.step",
+        ("self",),
+        "the step has been taken; where its norm is logged it is settled now",
+        lambda call: run().step(call),
+    )
+    deferred = "gradients are zeroed once the step that was made from them is settled"
+    for module, name in (
+        (optimizer, "ChainedOptimizer.zero_grad"),
+        ("megatron.core.distributed.distributed_data_parallel", "DistributedDataParallel.zero_grad_buffer"),
+    ):
+        yield Hook(module, name, ("self",), deferred, lambda call: run().unless_pending(call))
+    for name, parameter in (
+        ("logical_and_across_model_parallel_group", "input"),
+        ("reduce_max_stat_across_model_parallel_group", "stat"),
+    ):
+        yield Hook(
+            "megatron.training.utils",
+            name,
+            (parameter,),
+            "all ranks would wait for each other after every step, for what they agree on",
+            partial(_agreed, run, parameter),
+        )
+    yield Hook(
+        "megatron.training.checkpointing",
+        "save_checkpoint",
+        (),
+        "a step is settled before its parameters are saved",
+        lambda call: run().settle_first(call),
+    )

@@ -1,0 +1,90 @@
+"""Schedules as a grid: a row a rank, a column a time slot. For eyes and spreadsheets.
+
+The slots are those of a run in which F, B and W take one slot each, BW two, and communication none; a rank
+that waits leaves cells empty. STEP and VALIDATE take no time: where a rank has one, all have a column between two
+slots. Communication operations are left out: `lower` puts them back.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from bisect import bisect_left, bisect_right
+
+from megatron.zero_bubble.schedule.costs import StageCosts
+from megatron.zero_bubble.schedule.errors import ScheduleError
+from megatron.zero_bubble.schedule.formats.words import parse_op
+from megatron.zero_bubble.schedule.ir import POST_VALIDATION, Placement, Schedule
+from megatron.zero_bubble.schedule.simulate import simulate
+
+_HEADER = ("schedule", "placement", "ranks", "chunks", "microbatches")
+
+
+def _cells(schedule: Schedule) -> tuple[list[list[str]], frozenset[int]]:
+    """For every rank and column, the operation that starts there, `-` where one goes on, or nothing.
+
+    And the columns that are no slots: those of operations that take no time.
+    """
+    timeline = simulate(schedule, StageCosts.uniform(schedule.num_stages))
+    timed_ops = [timed for lane in timeline.lanes for timed in lane]
+    instants = sorted({int(timed.start) for timed in timed_ops if timed.op.kind in POST_VALIDATION})
+    num_slots = int(max((timed.end for timed in timed_ops), default=0))
+    rows = []
+    for lane in timeline.lanes:
+        row = [""] * (num_slots + len(instants))
+        for op, start, end in lane:
+            if op.kind in POST_VALIDATION:
+                column = int(start) + bisect_left(instants, int(start))
+                row[column] = f"{row[column]} {op}".strip()  # both, where the next iteration follows at once
+                continue
+            first, last = (slot + bisect_right(instants, slot) for slot in (int(start), int(end) - 1))
+            row[first : last + 1] = [str(op)] + ["-"] * (last - first)
+        rows.append(row)
+    return rows, frozenset(k + instant for k, instant in enumerate(instants))
+
+
+def schedule_to_grid(schedule: Schedule) -> str:
+    """The grid as text for a terminal, a line a rank. Raises `Deadlock` if the schedule cannot run."""
+    rows, narrow = _cells(schedule)
+    longest = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    width = max((length for k, length in enumerate(longest) if k not in narrow), default=0)
+    widths = [length if k in narrow else width for k, length in enumerate(longest)]
+    lines = []
+    for rank, row in enumerate(rows):
+        cells = " ".join(("-" * w if cell == "-" else cell).ljust(w) for cell, w in zip(row, widths, strict=True))
+        lines.append(f"rank {rank:<{len(str(len(rows) - 1))}} | {cells}".rstrip())
+    return "\n".join(lines) + "\n"
+
+
+def schedule_to_csv(schedule: Schedule) -> str:
+    """The grid as CSV, below two lines that say what schedule it is. Raises `Deadlock` if it cannot run."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    placement = schedule.placement
+    writer.writerow(_HEADER)
+    writer.writerow(
+        (schedule.name, placement.kind, placement.num_ranks, placement.num_chunks, schedule.num_microbatches)
+    )
+    writer.writerows(_cells(schedule)[0])
+    return text.getvalue()
+
+
+def schedule_from_csv(text: str) -> Schedule:
+    """The schedule, without communication, that `schedule_to_csv` wrote. It is not validated.
+
+    Where the cells stand in a row does not matter, only their order. Raises `ScheduleError`.
+    """
+    try:
+        rows = list(csv.reader(io.StringIO(text), strict=True))
+    except csv.Error as error:
+        raise ScheduleError(f"not CSV: {error}") from None
+    if len(rows) < 2 or tuple(rows[0]) != _HEADER or len(rows[1]) != len(_HEADER):
+        raise ScheduleError(f"expected a first line {','.join(_HEADER)} and a second with their values")
+    name, kind, *sizes = rows[1]
+    if not all(re.fullmatch("[0-9]{1,9}", size) for size in sizes):
+        raise ScheduleError(f"ranks, chunks and microbatches must be whole numbers, got {', '.join(sizes)}")
+    num_ranks, num_chunks, num_microbatches = map(int, sizes)
+    placement = Placement(kind, num_ranks, num_chunks)  # type: ignore[arg-type]  # it checks the kind
+    ops = tuple(tuple(parse_op(word) for cell in row for word in cell.split() if word.strip("-")) for row in rows[2:])
+    return Schedule(name, placement, num_microbatches, ops)

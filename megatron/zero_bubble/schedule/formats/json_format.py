@@ -1,0 +1,105 @@
+"""Schedules and costs as JSON, with an exact round trip.
+
+    {"format": "megatron-zero-bubble schedule", "version": 1, "name": "zb-h1",
+     "placement": {"kind": "linear", "num_ranks": 2, "num_chunks": 1},
+     "num_microbatches": 2, "ops": ["F0 F1 B0 W0 B1 W1", "F0 B0 F1 B1 W0 W1"]}
+
+    {"format": "megatron-zero-bubble costs", "version": 1, "time_f": [1.5, 2], "time_b": [1.5, 2],
+     "time_w": [1, 1], "time_comm": [0.1], "memory_f": [1, 1], "memory_b": [-0.5, -0.5], "memory_w": [-0.5, -0.5]}
+
+A reader refuses what it does not know: another format, a later version, a key too many or too few.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from typing import Any
+
+from megatron.zero_bubble.schedule.costs import StageCosts
+from megatron.zero_bubble.schedule.errors import ScheduleError
+from megatron.zero_bubble.schedule.formats.words import parse_op
+from megatron.zero_bubble.schedule.ir import Placement, Schedule
+
+VERSION = 1
+_SCHEDULE = "megatron-zero-bubble schedule"
+_COSTS = "megatron-zero-bubble costs"
+
+
+def schedule_to_json(schedule: Schedule) -> str:
+    """The schedule, lowered or not, one rank a line."""
+    placement = schedule.placement
+    document = {
+        "format": _SCHEDULE,
+        "version": VERSION,
+        "name": schedule.name,
+        "placement": {
+            "kind": placement.kind,
+            "num_ranks": placement.num_ranks,
+            "num_chunks": placement.num_chunks,
+        },
+        "num_microbatches": schedule.num_microbatches,
+        "ops": [" ".join(map(str, ops)) for ops in schedule.ops],
+    }
+    return json.dumps(document, indent=1) + "\n"
+
+
+def schedule_from_json(text: str) -> Schedule:
+    """What `schedule_to_json` wrote. It is not validated. Raises `ScheduleError` for anything else."""
+    document = _document(text, _SCHEDULE, {"name", "placement", "num_microbatches", "ops"})
+    placement = document["placement"]
+    if not isinstance(placement, dict) or set(placement) != {"kind", "num_ranks", "num_chunks"}:
+        raise ScheduleError("the placement needs the keys kind, num_ranks and num_chunks")
+    for name, value in (*placement.items(), ("num_microbatches", document["num_microbatches"])):
+        if name != "kind" and type(value) is not int:
+            raise ScheduleError(f"{name} must be a whole number, got {value!r}")
+    ops = document["ops"]
+    if not isinstance(ops, list) or not all(isinstance(line, str) for line in ops):
+        raise ScheduleError("ops must be a list with one string a rank")
+    if not isinstance(document["name"], str):
+        raise ScheduleError(f"the name must be a string, got {document['name']!r}")
+    return Schedule(
+        document["name"],
+        Placement(**placement),
+        document["num_microbatches"],
+        tuple(tuple(parse_op(word) for word in line.split()) for line in ops),
+    )
+
+
+def costs_to_json(costs: StageCosts) -> str:
+    """The costs, in model order. Fractions become floats."""
+    numbers = {field.name: list(getattr(costs, field.name)) for field in fields(costs)}
+    lines = [f" {json.dumps(key)}: {json.dumps(values, default=float)}" for key, values in numbers.items()]
+    head = [f' "format": {json.dumps(_COSTS)}', f' "version": {VERSION}']
+    return "{\n" + ",\n".join(head + lines) + "\n}\n"
+
+
+def costs_from_json(text: str) -> StageCosts:
+    """What `costs_to_json` wrote. Raises `ScheduleError` for anything else."""
+    keys = {field.name for field in fields(StageCosts)}
+    document = _document(text, _COSTS, keys)
+    for key in sorted(keys):
+        values = document[key]
+        if not isinstance(values, list) or not all(type(value) in (int, float) for value in values):
+            raise ScheduleError(f"{key} must be a list of numbers, one a stage, got {json.dumps(values)[:60]}")
+    return StageCosts(**{key: tuple(document[key]) for key in keys})
+
+
+def _document(text: str, wanted: str, keys: set[str]) -> dict[str, Any]:
+    """The parsed text, if it is an object of the wanted format, of a version that is known, with these keys."""
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        raise ScheduleError(f"not JSON: {error}") from None
+    except RecursionError:
+        raise ScheduleError("not JSON of this format: nested too deeply") from None
+    if not isinstance(document, dict) or document.get("format") != wanted:
+        raise ScheduleError(f'expected a JSON object with "format": "{wanted}"')
+    version = document.get("version")
+    if type(version) is not int or not 1 <= version <= VERSION:
+        raise ScheduleError(f"version {version!r} of the format is unknown: this release reads versions 1 to {VERSION}")
+    found = set(document) - {"format", "version"}
+    if found != keys:
+        problem = f"lacks {min(keys - found)}" if keys - found else f"has the unknown key {min(found - keys)}"
+        raise ScheduleError(f"the {wanted} {problem}")
+    return document

@@ -1,0 +1,99 @@
+"""A `Profile`: measured costs, and what they were measured on."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from megatron.zero_bubble.schedule.costs import StageCosts
+from megatron.zero_bubble.schedule.errors import ScheduleError
+from megatron.zero_bubble.schedule.formats.json_format import costs_from_json, costs_to_json
+from megatron.zero_bubble.schedule.ir import Placement
+
+_FORMAT = "megatron-zero-bubble profile"
+_VERSION = 1
+
+Setting = int | float | str | bool | None
+"""A value that JSON knows."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What a run's stages cost.
+
+    `costs` are in milliseconds and bytes. `noise` is the largest relative spread of a measured time
+    (half the interquartile range over the median). `model` holds the settings that the costs depend on. `inside` is the
+    most, in bytes, that an operation of each stage needed while it ran, beyond what was held before and after it; it is
+    empty where that was not measured.
+    """
+
+    placement: Placement
+    costs: StageCosts
+    noise: float
+    model: Mapping[str, Setting]
+    inside: tuple[float, ...] = ()
+
+    def inside_rank(self, rank: int) -> float:
+        """The most that an operation of any stage of `rank` needed inside."""
+        stages = (self.placement.stage_of(rank, chunk) for chunk in range(self.placement.num_chunks))
+        return max(self.inside[stage] for stage in stages) if self.inside else 0.0
+
+    def check_fits(self, placement: Placement, model: Mapping[str, Setting]) -> None:
+        """Raise `ScheduleError`, naming the first thing that differs, unless the profile is of such a run."""
+        for name, ours in asdict(placement).items():
+            theirs = getattr(self.placement, name)
+            if theirs != ours:
+                raise ScheduleError(f"the profile was measured with {name} {theirs}, this run has {ours}")
+        for name, value in model.items():
+            if self.model.get(name) != value:
+                raise ScheduleError(
+                    f"the profile was measured with {name} {self.model.get(name)}, this run has {value}"
+                )
+
+
+def profile_to_json(profile: Profile) -> str:
+    """One object; `costs` in it is what `costs_to_json` writes."""
+    document = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "placement": asdict(profile.placement),
+        "model": dict(profile.model),
+        "noise": profile.noise,
+        "costs": json.loads(costs_to_json(profile.costs)),
+    }
+    if profile.inside:
+        document["inside"] = list(profile.inside)
+    return json.dumps(document, indent=1) + "\n"
+
+
+def is_profile(text: str) -> bool:
+    """Whether the text says of itself that it is a profile."""
+    return _FORMAT in text[:200]
+
+
+def profile_from_json(text: str) -> Profile:
+    """What `profile_to_json` wrote. Raises `ScheduleError` for anything else."""
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        raise ScheduleError(f"not JSON: {error}") from None
+    if not isinstance(document, dict) or document.get("format") != _FORMAT:
+        raise ScheduleError(f'expected a JSON object with "format": "{_FORMAT}"')
+    if document.get("version") != _VERSION:
+        raise ScheduleError(
+            f"version {document.get('version')!r} of the format is unknown: this release reads {_VERSION}"
+        )
+    try:
+        placement = Placement(**document["placement"])
+        costs = costs_from_json(json.dumps(document["costs"]))
+        inside = tuple(float(value) for value in document.get("inside", ()))
+        profile = Profile(placement, costs, float(document["noise"]), dict(document["model"]), inside)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ScheduleError(f"the {_FORMAT} is damaged: {error}") from None
+    if costs.num_stages != placement.num_stages:
+        raise ScheduleError(f"the profile has costs of {costs.num_stages} stages, its placement {placement.num_stages}")
+    if inside and (len(inside) != placement.num_stages or not all(0 <= value < math.inf for value in inside)):
+        raise ScheduleError(f"the {_FORMAT} is damaged: inside must be {placement.num_stages} numbers of bytes")
+    return profile

@@ -1,0 +1,113 @@
+"""The event loop of the planners: ranks that run operations, and when what they wait for arrives."""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+from math import inf
+from typing import NamedTuple
+
+from megatron.zero_bubble.schedule.search.problem import Order, Problem
+
+
+class Plan(NamedTuple):
+    """Complete orders of all ranks, and the longest span of a rank."""
+
+    cost: float
+    orders: list[Order]
+
+
+class Clock:
+    """Runs every rank by events; a subclass says in `choose` what a free rank does next.
+
+    A rank is asked when it ends an operation and when something arrives for it. What arrives is known from
+    the moment its producer starts, so that a rank can look ahead. Takes time linear in the number of
+    operations, times the logarithm of the number of ranks.
+    """
+
+    def __init__(self, problem: Problem, target: float) -> None:
+        size = problem.num_stages
+        ranks = problem.num_ranks
+        self.problem = problem
+        self.num_stages = size
+        self.num_microbatches = problem.num_microbatches
+        self.duration = problem.duration
+        self.latency = problem.latency
+        self.allocation = problem.allocation
+        self.work = problem.work
+        largest = max(max(problem.limits), max(map(abs, problem.allocation)))
+        self.limits = [limit + 1e-9 * largest for limit in problem.limits]
+        self.epsilon = 1e-9 * max(problem.duration)
+        self.target = target
+        """The longest span that any rank can still keep, going by its idle time so far."""
+        self.arrivals: list[list[float]] = [[] for _ in range(2 * size)]
+        """Code of F or B -> when its inputs are there, for every microbatch for which that is known."""
+        self.arrivals[0] = [0.0] * self.num_microbatches
+        self.done = [0] * (3 * size)
+        """Code -> how many microbatches have started it."""
+        self.free = [0.0] * ranks
+        self.begin = [0.0] * ranks
+        self.end = [0.0] * ranks
+        """Rank -> the result of its latest operation; its span does not count what it sends after that."""
+        self.worked = [0.0] * ranks
+        self.held = [0.0] * ranks
+        self.orders: list[Order] = [[] for _ in range(ranks)]
+
+    def choose(self, rank: int, now: float) -> tuple[int, float]:
+        """What `rank`, free at `now`, does next: (code, now), or (-1, when to ask again; inf: when something comes)."""
+        raise NotImplementedError
+
+    def run(self) -> Plan | None:
+        """The plan; None if the ranks wait for each other for ever."""
+        free, epsilon, choose, start = self.free, self.epsilon, self.choose, self.start
+        events = [(0.0, self.problem.rank_of[0])]
+        while events:
+            now, rank = heappop(events)
+            if now < free[rank]:
+                continue  # still busy: asked again at the end of the operation
+            code, when = choose(rank, now + epsilon)
+            if code >= 0:
+                start(code, rank, now, events)
+            elif when < inf:
+                heappush(events, (when, rank))
+        if sum(map(len, self.orders)) < self.problem.num_ops:
+            return None
+        return Plan(max(end - begin for begin, end in zip(self.begin, self.end, strict=True)), self.orders)
+
+    def start(self, code: int, rank: int, now: float, events: list[tuple[float, int]]) -> None:
+        """Run the operation `code` on `rank`, from `now`."""
+        if self.orders[rank]:
+            span = self.span_so_far(rank, now)
+            if span > self.target:
+                self.target = span
+        else:
+            self.begin[rank] = now + self.problem.receiving[code]
+        self.orders[rank].append(code)
+        self.done[code] += 1
+        duration = self.duration[code]
+        end = now + self.latency[code]
+        self.end[rank] = end
+        self.free[rank] = now + duration
+        self.worked[rank] += duration
+        self.held[rank] += self.allocation[code]
+        heappush(events, (self.free[rank], rank))
+        size = self.num_stages
+        if code < size:
+            if code + 1 < size:
+                self.arrive(code + 1, end + self.problem.message[code], rank, events)
+            else:
+                self.arrivals[size + code].append(end)
+        elif size < code < 2 * size:
+            self.arrive(code - 1, end + self.problem.message[code - size - 1], rank, events)
+
+    def arrive(self, code: int, when: float, source: int, events: list[tuple[float, int]]) -> None:
+        """Note that an input of `code` arrives at `when`, and wake its rank."""
+        self.arrivals[code].append(when)
+        rank = self.problem.rank_of[code % self.num_stages]
+        if rank != source:
+            heappush(events, (when, rank))
+
+    def span_so_far(self, rank: int, now: float) -> float:
+        """What the span of `rank` will be if it never idles again from `now` on."""
+        if not self.orders[rank]:
+            return self.work[rank]
+        return now - self.begin[rank] + self.work[rank] - self.worked[rank]

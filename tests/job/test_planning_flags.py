@@ -1,0 +1,249 @@
+"""Profiles, schedule files and memory limits that do not fit the run are refused at start-up, in one line."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron.zero_bubble.job.profiling import describe, model_description
+from megatron.zero_bubble.runtime.planning import Prediction
+from megatron.zero_bubble.runtime.replanner import Report
+from megatron.zero_bubble.schedule import Op, OpKind, Placement, Schedule, StageCosts, generate, with_post_validation
+from megatron.zero_bubble.schedule.formats import Profile, profile_to_json, schedule_to_json
+from megatron.zero_bubble.schedule.plan import NamedPlan
+from tests.training.test_checks import checked
+
+PLANNED = {"--zero-bubble": None, "--global-batch-size": "16"}
+SCHEDULE = generate("zb-h1", 4, 8)
+
+
+def refusal(changes: dict[str, str | None]) -> str:
+    """What the user is told: one line."""
+    with pytest.raises(ValueError, match=r"^[^\n]+$") as error:
+        checked({**PLANNED, **changes})
+    return str(error.value)
+
+
+def profile_of(changes: dict[str, str | None], path: Path) -> str:
+    """A file with the profile of a run with these changes."""
+    args = checked({**PLANNED, **changes}, world_size=int(changes.get("--pipeline-model-parallel-size") or 4))
+    chunks = args.model_chunks or 1
+    kind = "interleaved" if chunks > 1 else "linear"
+    placement = Placement(kind, args.pipeline_model_parallel_size, chunks)
+    profile = Profile(placement, StageCosts.uniform(placement.num_stages), 0.0, model_description(args))
+    path.write_text(profile_to_json(profile))
+    return str(path)
+
+
+def schedule_file(schedule: Schedule, path: Path) -> dict[str, str | None]:
+    path.write_text(schedule_to_json(schedule))
+    return {"--zero-bubble-schedule": f"file:{path}"}
+
+
+def test_a_profile_of_the_same_run_is_planned_with(tmp_path: Path):
+    file = profile_of({}, tmp_path / "profile.json")
+    assert checked({**PLANNED, "--zero-bubble-profile-input": file}).zero_bubble_profile_input == file
+
+
+@pytest.mark.parametrize(
+    ("changes", "difference"),
+    [
+        ({"--pipeline-model-parallel-size": "2"}, "num_ranks 2, this run has 4"),
+        ({"--num-virtual-stages-per-pipeline-rank": "2"}, "kind interleaved, this run has linear"),
+        ({"--hidden-size": "128"}, "hidden_size 128, this run has 64"),
+        ({"--num-layers": "4"}, "num_layers 4, this run has 8"),
+        ({"--bf16": None}, "bf16 True, this run has False"),
+        ({"--micro-batch-size": "1"}, "micro_batch_size 1, this run has 2"),
+        (
+            {"--pipeline-model-parallel-layout": "Ettt|tt|tt|tL"},
+            "pipeline_model_parallel_layout Ettt|tt|tt|tL, this run has None",
+        ),
+    ],
+)
+def test_a_profile_of_another_run_is_refused(changes, difference, tmp_path: Path):
+    file = profile_of(changes, tmp_path / "profile.json")
+    line = refusal({"--zero-bubble-profile-input": file})
+    assert line == f"--zero-bubble-profile-input {file}: the profile was measured with {difference}"
+
+
+def test_megatron_lm_leaves_one_group_where_keys_are_not_grouped():
+    """Under the launcher; ours says as many as heads: a profile made by one is of use to the other."""
+    ours = checked(PLANNED)
+    theirs = replace(ours, num_query_groups=1)
+    assert not ours.group_query_attention
+    assert model_description(theirs) == model_description(ours)
+    assert model_description(replace(theirs, group_query_attention=True)) != model_description(ours)
+
+
+def test_a_profile_of_another_number_of_chunks_is_refused(tmp_path: Path):
+    chunks = "--num-virtual-stages-per-pipeline-rank"
+    file = profile_of({"--num-layers": "16", chunks: "4"}, tmp_path / "profile.json")
+    line = refusal({"--num-layers": "16", chunks: "2", "--zero-bubble-profile-input": file})
+    assert line.endswith("the profile was measured with num_chunks 4, this run has 2")
+
+
+@pytest.mark.parametrize("text", ["", "{}", "not JSON"])
+def test_a_file_that_is_no_profile_is_refused(text, tmp_path: Path):
+    file = tmp_path / "profile.json"
+    file.write_text(text)
+    assert refusal({"--zero-bubble-profile-input": str(file)}).startswith(f"--zero-bubble-profile-input {file}: ")
+
+
+def test_a_schedule_that_lacks_an_operation_is_refused_by_its_name(tmp_path: Path):
+    lane = tuple(op for op in SCHEDULE.ops[2] if op != Op(OpKind.W, 5))
+    broken = replace(SCHEDULE, ops=(*SCHEDULE.ops[:2], lane, SCHEDULE.ops[3]))
+    line = refusal(schedule_file(broken, tmp_path / "broken.json"))
+    assert line.startswith(f"--zero-bubble-schedule file:{tmp_path}/broken.json: ")
+    assert "rank 2" in line
+    assert "W5" in line
+
+
+def test_a_schedule_that_would_deadlock_never_starts(tmp_path: Path):
+    """Rank 1 wants F1 before B0, and rank 0 has B0 before F1."""
+    f, b, w = (lambda m, kind=kind: Op(kind, m) for kind in (OpKind.F, OpKind.B, OpKind.W))
+    lanes = ((f(0), b(0), w(0), f(1), b(1), w(1)), (f(0), f(1), b(0), w(0), b(1), w(1)))
+    broken = Schedule("stuck", Placement("linear", 2), 2, lanes)
+    two = {"--pipeline-model-parallel-size": "2", "--global-batch-size": "8"}
+    line = refusal({**two, **schedule_file(broken, tmp_path / "stuck.json")})
+    assert line.endswith(
+        "schedule stuck deadlocks: rank 0 at B0 waits for B0 of stage 1 on rank 1; "
+        "rank 1 at F1 waits for F1 of stage 0 on rank 0"
+    )
+
+
+@pytest.mark.parametrize(
+    ("schedule", "changes", "problem"),
+    [
+        (generate("zb-h1", 2, 8), {}, "the schedule is for 2 ranks"),
+        (SCHEDULE, {"--global-batch-size": "12"}, "8 microbatches"),
+        (
+            generate("interleaved-zb", 4, 8),
+            {"--num-layers": "16", "--num-virtual-stages-per-pipeline-rank": "4"},
+            "the schedule is for 2 chunks a rank, not 4",
+        ),
+    ],
+)
+def test_a_schedule_for_another_run_is_refused(schedule, changes, problem, tmp_path: Path):
+    line = refusal({**changes, **schedule_file(schedule, tmp_path / "schedule.json")})
+    assert line.startswith(f"--zero-bubble-schedule file:{tmp_path}/schedule.json: ")
+    assert problem in line
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (
+            {"--zero-bubble-memory-limit": "0.2"},
+            "--zero-bubble-memory-limit 0.2: schedule auto needs at least 0.25 times 1F1B's peak",
+        ),
+        (
+            {"--zero-bubble-memory-limit": "1.5", "--zero-bubble-schedule": "zb-h2"},
+            "--zero-bubble-memory-limit 1.5: schedule zb-h2 needs at least 1.75 times 1F1B's peak",
+        ),
+        (
+            {"--zero-bubble-memory-limit": "0.2", "--zero-bubble-schedule": "zb-v"},
+            "--zero-bubble-memory-limit 0.2: schedule zb-v needs at least 0.25 times 1F1B's peak",
+        ),
+        (
+            {"--zero-bubble-max-pending-backward": "5", "--zero-bubble-schedule": "zb-h2"},
+            "--zero-bubble-max-pending-backward 5: schedule zb-h2 needs at least 7",
+        ),
+    ],
+)
+def test_a_limit_under_the_smallest_possible_is_answered_with_the_smallest(changes, line):
+    assert refusal(changes) == line
+
+
+def test_a_schedule_file_above_the_limit_is_refused(tmp_path: Path):
+    file = schedule_file(generate("gpipe", 4, 8), tmp_path / "gpipe.json")
+    assert refusal({**file, "--zero-bubble-memory-limit": "1.9"}).endswith("needs at least 2 times 1F1B's peak")
+    checked({**PLANNED, **file, "--zero-bubble-memory-limit": "2"})
+
+
+def test_a_schedule_file_with_post_validation_needs_the_flag(tmp_path: Path):
+    given = with_post_validation(SCHEDULE, StageCosts.uniform(4))
+    file = schedule_file(given, tmp_path / "schedule.json")
+    assert refusal(file) == (
+        f"--zero-bubble-schedule file:{tmp_path}/schedule.json: "
+        "its STEP and VALIDATE need --zero-bubble-post-validation"
+    )
+    checked({**PLANNED, **file, "--zero-bubble-post-validation": None})
+
+
+@pytest.mark.parametrize("limit", ["0", "-1", "much", "1.5 GB a rank", "nan"])
+def test_what_is_no_limit_is_refused(limit):
+    line = refusal({"--zero-bubble-memory-limit": limit.replace(" ", "_")})
+    assert line.startswith("--zero-bubble-memory-limit: ")
+    assert "give a multiple of 1F1B's peak (1.5), bytes (40GiB) or auto" in line
+
+
+def test_two_limits_are_refused():
+    both = {"--zero-bubble-memory-limit": "1", "--zero-bubble-max-pending-backward": "4"}
+    assert refusal(both) == "give --zero-bubble-memory-limit or --zero-bubble-max-pending-backward, not both"
+
+
+@pytest.mark.parametrize("name", ["--zero-bubble-memory-limit", "--zero-bubble-max-pending-backward"])
+def test_a_limit_that_is_what_the_device_has_free_needs_a_device_in_the_job(name):
+    auto = {**PLANNED, name: "auto"}
+    assert refusal(auto) == f"{name} auto asks the device what is free, and there is no CUDA: give a multiple or bytes"
+    checked(auto, has_cuda=True)
+
+
+@pytest.mark.parametrize("window", ["0 3", "5 4", "-1 3"])
+def test_a_window_that_is_none_is_refused(window):
+    assert refusal({"--zero-bubble-profile-iters": window}).startswith(f"--zero-bubble-profile-iters {window}: give")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("--zero-bubble-memory-limit", "1"),
+        ("--zero-bubble-profile-iters", "1 2"),
+        ("--zero-bubble-profile-output", "profile.json"),
+        ("--zero-bubble-profile-input", "profile.json"),
+        ("--zero-bubble-timeline", "timeline"),
+        ("--zero-bubble-replan-threshold", "0.1"),
+    ],
+)
+def test_a_flag_of_planning_alone_is_refused(name, value):
+    assert refusal({"--zero-bubble": "", name: value}) == f"{name} needs --zero-bubble or --zero-bubble-schedule"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"--zero-bubble-post-validation": None, "--log-num-zeros-in-grad": None},
+            "--log-num-zeros-in-grad: the zeros",
+        ),
+        ({"--zero-bubble-post-validation": None, "--timing-log-level": "2"}, "--timing-log-level 2: its timers"),
+        ({"--zero-bubble-rollback": "inverse"}, "--zero-bubble-rollback needs --zero-bubble-post-validation"),
+        ({"--zero-bubble-rollback-on-host": None}, "-on-host needs --zero-bubble-post-validation"),
+        (
+            {
+                "--zero-bubble-post-validation": None,
+                "--zero-bubble-rollback": "inverse",
+                "--zero-bubble-rollback-on-host": None,
+            },
+            "inverse keeps no copy",
+        ),
+    ],
+)
+def test_what_post_validation_cannot_honour_is_refused(changes: dict[str, str | None], words: str):
+    assert words in refusal(changes)
+
+
+def test_the_block_tells_limits_and_what_operations_need_inside():
+    costs = StageCosts.uniform(2, memory_f=2**20, memory_b=-(2**19), memory_w=-(2**19))
+    profile = Profile(Placement("linear", 2), costs, 0.0, {}, inside=(0.0, 2.0**21))
+    plan = NamedPlan("auto", 2).with_costs(costs, (8.0 * 2**20, 6.0 * 2**20))
+    block = describe(Report(Prediction(profile, plan.schedule(4)), True, (8.0 * 2**20, 6.0 * 2**20), 6))
+    assert "schedule auto (planned) for 4 microbatches, memory limit 8.0 6.0 MiB" in block
+    assert "an operation needs while it runs, beyond that, on each rank (MiB): 0.0, 2.0" in block
+    assert "above the memory limit" not in block
+    quiet = Report(Prediction(replace(profile, inside=()), plan.schedule(4)), False, (2.0**20, 2.0**20), 6)
+    assert "an operation needs" not in describe(quiet)
+    assert "memory limit 1.0 MiB" in describe(quiet)
+    assert "above the memory limit" in describe(quiet)
