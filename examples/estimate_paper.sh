@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Memory and speed of a model of the zero-bubble paper (Qi et al. 2024) under each schedule, estimated for its machines:
-# nodes of 8 A100 with 80 GB. Flags of tools/estimate.py may follow, then -- and more of pretrain_gpt.py's:
+# nodes of 8 A100 with 80 GB. Flags of zero-bubble estimate may follow, then -- and more of pretrain_gpt.py's:
 # MODEL=6.2b examples/estimate_paper.sh --schedule 1f1b --schedule zb-2p -- --zero-bubble --zero-bubble-post-validation
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -29,5 +29,5 @@ while [[ $# -gt 0 && $1 != -- ]]; do
 done
 [[ $# -gt 0 ]] && shift
 
-exec "${PYTHON:-python}" tools/estimate.py --world-size "$PIPELINE_SIZE" --num-chunks "$CHUNKS" "${TOOL_ARGS[@]}" -- \
+exec zero-bubble estimate --world-size "$PIPELINE_SIZE" --num-chunks "$CHUNKS" "${TOOL_ARGS[@]}" -- \
     "${GPT_MODEL_ARGS[@]}" "${MODEL_PARALLEL_ARGS[@]}" "$@"

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from training_cli.corpus import write_corpus
+from megatron.zero_bubble.cli.check.corpus import write_corpus
 
 ROOT = Path(__file__).parents[1]
 PRETRAIN = ROOT / "pretrain_gpt.py"

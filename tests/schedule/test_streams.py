@@ -265,7 +265,7 @@ def test_a_receive_that_cannot_come_twice_is_not_posted_before_validation():
 
 
 def test_sixteen_ranks_are_lowered_and_proved_at_once():
-    """Processor time; the whole table of sizes is tools/benchmark_generation.py's."""
+    """Processor time; the whole table of sizes is benchmarks/generation.py's."""
     for name in ("zb-2p", "interleaved-zb"):
         schedule = generate(name, 16, 64)
         begin = time.process_time()

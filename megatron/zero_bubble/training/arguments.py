@@ -210,7 +210,7 @@ class ZeroBubbleFlags:
         "run the schedule that is planned from measured times", False, names=("--enable-zero-bubble",)
     )
     zero_bubble_schedule: str | None = flag(
-        "schedule to run: a name of docs/schedules.md, or file:PATH of one that tools/schedule.py wrote", None
+        "schedule to run: a name of docs/schedules.md, or file:PATH of one that zero-bubble schedule wrote", None
     )
     zero_bubble_strict: bool = flag("refuse a model with a weight whose gradient cannot be deferred", False)
     zero_bubble_memory_limit: str | None = flag(

@@ -1,0 +1,223 @@
+"""`--mode emulate`: flags -> a run of every schedule -> figures."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.emulation.peers import ONE_CHUNK, Peer, peer_placements
+from benchmarks.emulation.ranks import Records, run_job
+from benchmarks.emulation.reduction import ReductionCosts
+from benchmarks.emulation.worker import Job, StepRecord
+from megatron.zero_bubble.cli.schedule.figures import report_on_all
+from megatron.zero_bubble.cli.schedule.rank_costs import stage_costs
+from megatron.zero_bubble.cli.tables import table
+from megatron.zero_bubble.schedule import Schedule, Timeline, generate, lower, simulate
+from megatron.zero_bubble.schedule.formats import schedule_from_pytorch_csv
+from megatron.zero_bubble.schedule.tail import Reduction, reorder_tail, simulate_reduction
+
+SLOW_TO_MAKE = ("optimal",)
+"""Schedules that have to be asked for."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One schedule: planned and measured. Times in milliseconds."""
+
+    name: str
+    timeline: Timeline
+    """Simulated."""
+    steps: list[list[StepRecord]]
+    reduction: Reduction | None = None
+    """Simulated, where gradients are reduced."""
+    edges: list[dict[int, float]] | None = None
+    """For every rank, milliseconds of a message over each of its edges; not measured for peers."""
+
+    @property
+    def simulated(self) -> float:
+        """The makespan, until the last gradient is reduced."""
+        return float(self.timeline.makespan if self.reduction is None else self.reduction.makespan)
+
+    @property
+    def exposed_reduction(self) -> float:
+        """Measured: from the last operation anywhere to the return of the last rank."""
+        return 1e3 * median(max(r.returned for r in ranks) - max(r.last_end for r in ranks) for ranks in self.steps)
+
+    @property
+    def ideal(self) -> float:
+        """The work of the busiest rank: no bubble."""
+        return float(max(self.timeline.work))
+
+    @property
+    def makespans(self) -> list[float]:
+        """Of every step, from the common start to the return of the last rank."""
+        return [1e3 * (max(rank.returned for rank in ranks) - ranks[0].start) for ranks in self.steps]
+
+    @property
+    def measured(self) -> float:
+        return median(self.makespans)
+
+    @property
+    def spans(self) -> list[float]:
+        """Of every step, the longest time that a rank needs from its first operation to its last."""
+        return [1e3 * max(rank.last_end - rank.first_start for rank in ranks) for ranks in self.steps]
+
+    @property
+    def bubble_rate(self) -> float:
+        """Measured: (span - ideal) / span."""
+        return median(1 - self.ideal / span for span in self.spans)
+
+    @property
+    def exposed(self) -> float | None:
+        """Exposed communication in a step, of the rank that has most of it; not measured for peers."""
+        worst = [max(rank.exposed or 0.0 for rank in ranks) for ranks in self.steps]
+        return None if self.steps[0][0].exposed is None else 1e3 * median(worst)
+
+    def as_json(self) -> dict[str, Any]:
+        schedule = self.timeline.schedule
+        reduction = (
+            {}
+            if self.reduction is None
+            else {
+                "exposed_reduction_ms": self.exposed_reduction,
+                "simulated_exposed_reduction_ms": float(self.reduction.exposed),
+            }
+        )
+        return reduction | {
+            "schedule": self.name,
+            "pipeline_size": schedule.num_ranks,
+            "num_microbatches": schedule.num_microbatches,
+            "num_chunks": schedule.num_chunks,
+            "measured_ms": self.measured,
+            "simulated_ms": self.simulated,
+            "ideal_ms": self.ideal,
+            "span_ms": median(self.spans),
+            "bubble_rate": self.bubble_rate,
+            "simulated_bubble_rate": float(self.timeline.bubble_rate),
+            "exposed_communication_ms": self.exposed,
+            "steps_ms": self.makespans,
+            "post_validation": False,
+        }
+
+
+def emulate(arguments: argparse.Namespace) -> list[Result]:
+    """Run every schedule that the flags name, and the peers. Raises `ScheduleError`."""
+    plans = [one.timeline for one in report_on_all(arguments, leave_out=SLOW_TO_MAKE)]
+    costs = None
+    if arguments.time_reduce is not None:
+        costs = ReductionCosts(arguments.data_parallel_size, arguments.time_reduce, arguments.buckets)
+        plans = [one for plan in plans for one in _with_reordered_tail(plan)]
+    peers = tuple(_peers(arguments)) if arguments.peers else ()
+    longest = max([float(plan.makespan) for plan in plans] + [_one_after_the_other(peer) for peer in peers])
+    job = replace(make_job(arguments, plans, longest), peers=peers, reduction=costs)
+    total = (1 + job.steps) * (sum(float(plan.makespan) for plan in plans) + len(peers) * longest) / 1e3
+    print(f"{len(plans) + len(peers)} schedules, {job.steps} steps each: about {total:.0f} s", file=sys.stderr)
+    records = run_job(job)
+    for name, reason in records.refused.items():
+        print(f"{name} left out: {reason}", file=sys.stderr)
+    ours = [
+        Result(
+            plan.schedule.name,
+            plan,
+            records.steps[plan.schedule.name],
+            _simulated_reduction(plan, costs),
+            records.edges[plan.schedule.name],
+        )
+        for plan in plans
+    ]
+    return ours + list(_peer_results(peers, records))
+
+
+def make_job(arguments: argparse.Namespace, plans: Sequence[Timeline], longest: float) -> Job:
+    """The job that runs these plans, of which none takes longer than `longest` milliseconds."""
+    return Job(
+        num_ranks=arguments.pipeline_size,
+        schedules=tuple((lower(plan.schedule, arguments.receive_ahead, plan.costs), plan.costs) for plan in plans),
+        peers=(),
+        steps=arguments.steps,
+        activation_bytes=arguments.activation_bytes,
+        timeout=timedelta(seconds=60, milliseconds=3 * longest),
+        directory=Path(),
+    )
+
+
+def _with_reordered_tail(plan: Timeline) -> Iterator[Timeline]:
+    """The plan, and if it has W's in its tail the plan with those done parameter by parameter."""
+    yield plan
+    reordered = replace(reorder_tail(plan.schedule), name=f"{plan.schedule.name}, tail by parameter")
+    if reordered.ops != plan.schedule.ops:
+        yield simulate(reordered, plan.costs)
+
+
+def _simulated_reduction(plan: Timeline, costs: ReductionCosts | None) -> Reduction | None:
+    if costs is None:
+        return None
+    schedule = plan.schedule
+    times = [costs.time_reduce / schedule.num_chunks] * schedule.num_stages
+    return simulate_reduction(plan, times, costs.num_buckets)
+
+
+def _peers(arguments: argparse.Namespace) -> Iterator[Peer]:
+    for name, placement in peer_placements(arguments.pipeline_size, arguments.num_chunks or 2).items():
+        yield Peer(name, stage_costs(arguments, placement), placement, arguments.num_microbatches)
+
+
+def _one_after_the_other(peer: Peer) -> float:
+    """An upper bound of the makespan: a bubble as long as the work."""
+    work = [peer.costs.work(stage) for stage in range(peer.costs.num_stages)]
+    return (peer.num_microbatches + peer.placement.num_ranks) * max(work) * peer.placement.num_chunks
+
+
+def _peer_results(peers: tuple[Peer, ...], records: Records) -> Iterator[Result]:
+    for peer in peers:
+        name = f"torch {peer.name}"
+        if name in records.steps:
+            yield Result(name, simulate(_schedule_of(peer, records.orders[name]), peer.costs), records.steps[name])
+
+
+def _schedule_of(peer: Peer, order: list[list[str]]) -> Schedule:
+    if peer.name in ONE_CHUNK:
+        return generate(ONE_CHUNK[peer.name], peer.placement.num_ranks, peer.num_microbatches)
+    return schedule_from_pytorch_csv("".join(",".join(words) + "\r\n" for words in order), peer.name)
+
+
+def emulation_table(results: list[Result], *, markdown: bool = False) -> str:
+    heads: tuple[str, ...] = (
+        "schedule",
+        "chunks",
+        "measured (ms)",
+        "spread",
+        "simulated",
+        "over it",
+        "span",
+        "bubble",
+        "exposed (ms)",
+    )
+    rows: list[tuple[str, ...]] = [
+        (
+            one.name,
+            str(one.timeline.schedule.num_chunks),
+            f"{one.measured:.1f}",
+            f"{max(one.makespans) - min(one.makespans):.1f}",
+            f"{one.simulated:.1f}",
+            f"{100 * (one.measured / one.simulated - 1):+.1f}%",
+            f"{median(one.spans):.1f}",
+            f"{100 * one.bubble_rate:.2f}%",
+            "" if one.exposed is None else f"{one.exposed:.2f}",
+        )
+        for one in results
+    ]
+    if results[0].reduction is None:
+        return table(heads, rows, markdown=markdown)
+    heads = (*heads, "reduction exposed (ms)", "simulated")
+    rows = [
+        (*row, f"{one.exposed_reduction:.1f}", f"{float(one.reduction.exposed):.1f}" if one.reduction else "")
+        for row, one in zip(rows, results, strict=True)
+    ]
+    return table(heads, rows, markdown=markdown)

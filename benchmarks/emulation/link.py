@@ -1,0 +1,44 @@
+"""The communicator of emulated runs: real messages, slowed down and measured."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from benchmarks.emulation.sleeping import await_arrival
+from megatron.zero_bubble.runtime.communicator import Communicator, PendingReceive, PendingSend, TensorSpec
+
+
+@dataclass
+class EmulatedLink:
+    """Delivers a message when it says that it may be used, and measures exposed communication.
+
+    What a receiver waits before the message is sent is bubble; what it waits after that is communication.
+
+    Attributes:
+        exposed: seconds spent in waiting for messages that had been sent, since this was set to 0.
+    """
+
+    inner: Communicator
+    exposed: float = field(default=0.0, init=False)
+
+    def send(self, tensor: torch.Tensor, destination: int) -> PendingSend:
+        return self.inner.send(tensor, destination)
+
+    def receive(self, source: int, spec: TensorSpec) -> PendingReceive:
+        return _Receive(self, self.inner.receive(source, spec))
+
+
+@dataclass(frozen=True)
+class _Receive:
+    link: EmulatedLink
+    inner: PendingReceive
+
+    def wait(self) -> torch.Tensor:
+        start = time.perf_counter()
+        message = self.inner.wait()
+        sent = await_arrival(message)
+        self.link.exposed += max(0.0, time.perf_counter() - max(start, sent))
+        return message

@@ -1,0 +1,64 @@
+"""From a run over emulated compute to what a training leaves behind: a profile and timelines."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.emulation.emulated_results import Result
+from benchmarks.emulation.worker import StepRecord
+from megatron.zero_bubble.job.timeline_files import measured_timeline, write_timeline
+from megatron.zero_bubble.runtime.profiler import Profiler, combine_costs
+from megatron.zero_bubble.runtime.recorder import MeasuredOp
+from megatron.zero_bubble.schedule import Schedule, StageCosts, TimedOp
+from megatron.zero_bubble.schedule.formats import Profile
+
+
+def profile_of(result: Result) -> Profile:
+    """What all steps of a schedule of ours cost, found as a training finds it.
+
+    Sleeps hold no memory: that of the costs they were made from is kept, in their unit.
+    """
+    schedule, asked = result.timeline.schedule, result.timeline.costs
+    assert result.edges is not None
+    profilers = [Profiler(schedule.placement, rank) for rank in range(schedule.num_ranks)]
+    for step in result.steps:
+        for rank, record in enumerate(step):
+            profilers[rank].add(_measured_ops(schedule, rank, record))
+    gathered = [(profiler.costs(), edges) for profiler, edges in zip(profilers, result.edges, strict=True)]
+    costs, noise, _ = combine_costs(schedule.placement, gathered)
+    costs = replace(
+        costs,
+        time_comm=_edges(costs, asked, schedule),
+        memory_f=asked.memory_f,
+        memory_b=asked.memory_b,
+        memory_w=asked.memory_w,
+    )
+    return Profile(schedule.placement, costs, noise, {"emulated": True})
+
+
+def _edges(costs: StageCosts, asked: StageCosts, schedule: Schedule) -> tuple[float, ...]:
+    """A message may be used when it has arrived, and not before its emulated time is over."""
+    placement = schedule.placement
+    return tuple(
+        max(measured, asked.time_comm[edge]) if placement.rank_of(edge) != placement.rank_of(edge + 1) else 0.0
+        for edge, measured in enumerate(costs.time_comm)
+    )
+
+
+def draw_median_step(result: Result, folder: Path) -> None:
+    """Write the timeline files of the step that took the median time."""
+    makespans = result.makespans
+    median_step = sorted(range(len(makespans)), key=makespans.__getitem__)[len(makespans) // 2]
+    schedule = result.timeline.schedule
+    lanes = [
+        [TimedOp(one.op, one.start * 1e3, one.end * 1e3) for one in _measured_ops(schedule, rank, record)]
+        for rank, record in enumerate(result.steps[median_step])
+    ]
+    write_timeline(folder, result.name, measured_timeline(schedule, lanes, profile_of(result).costs), "M_B")
+
+
+def _measured_ops(schedule: Schedule, rank: int, record: StepRecord) -> list[MeasuredOp]:
+    assert record.ops is not None
+    ops = schedule.compute_ops(rank)
+    return [MeasuredOp(op, start, end) for op, (start, end) in zip(ops, record.ops, strict=True)]

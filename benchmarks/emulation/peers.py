@@ -1,0 +1,156 @@
+"""torch.distributed.pipelining's schedules over the same emulated compute.
+
+Its runtime splits a backward by walking the autograd graph: the input's gradient is what lies between output and
+input, the weights' what branches off to the parameters. So that the split works as its authors intended, B and W
+sleep in autograd nodes of their own:
+
+    input --- B ---+
+                   join --- output
+    weight --- W --+
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+from benchmarks.emulation.sleeping import Emulation, StageTimes, await_arrival
+from megatron.zero_bubble.schedule import Placement, StageCosts
+
+ONE_CHUNK = {"GPipe": "gpipe", "1F1B": "1f1b"}
+"""With our names of the same orders."""
+SEVERAL_CHUNKS = ("Interleaved1F1B", "InterleavedZeroBubble")
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+
+
+def peer_placements(num_ranks: int, num_chunks: int) -> dict[str, Placement]:
+    """Every peer by its name in torch.distributed.pipelining, with the placement that it prescribes."""
+    return {
+        **dict.fromkeys(ONE_CHUNK, Placement("linear", num_ranks)),
+        **dict.fromkeys(SEVERAL_CHUNKS, Placement("interleaved", num_ranks, num_chunks)),
+        **dict.fromkeys(V_SHAPED, Placement("v", num_ranks, 2)),
+    }
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A schedule of torch.distributed.pipelining, and what its stages cost."""
+
+    name: str
+    costs: StageCosts
+    placement: Placement
+    num_microbatches: int
+
+
+class PeerRun:
+    """One rank of a peer. Raises `ValueError` if the peer refuses the number of microbatches."""
+
+    def __init__(self, peer: Peer, emulation: Emulation, rank: int) -> None:
+        placement = peer.placement
+        self._num_microbatches = peer.num_microbatches
+        stages = []
+        for chunk in range(placement.num_chunks):
+            times = StageTimes(peer.costs, placement, placement.stage_of(rank, chunk))
+            stages.append(_make_stage(times, emulation, placement))
+        schedule_class = get_schedule_class(peer.name)
+        options: dict[str, Any] = {"loss_fn": _loss, "scale_grads": False}
+        of_one_stage = issubclass(schedule_class, PipelineScheduleSingle)
+        self._schedule = schedule_class(stages[0] if of_one_stage else stages, peer.num_microbatches, **options)
+        self._input = emulation.spec.empty().repeat(peer.num_microbatches, 1)
+        self._target = torch.zeros(peer.num_microbatches, 1)
+        self._has_first = any(stage.is_first for stage in stages)
+        self._has_last = any(stage.is_last for stage in stages)
+
+    def step(self) -> None:
+        inputs = (self._input,) if self._has_first else ()
+        self._schedule.step(*inputs, target=self._target if self._has_last else None, return_outputs=False)
+
+    def order(self) -> list[list[str]]:
+        """What every rank runs, an action a word; idle slots are empty.
+
+        That of schedules with one chunk a rank is there for display only, and not what they run.
+        """
+        order = self._schedule.pipeline_order
+        return [[str(action or "") for action in order[rank]] for rank in sorted(order)]
+
+
+def _make_stage(times: StageTimes, emulation: Emulation, placement: Placement) -> PipelineStage:
+    """Shapes are given, so that nothing has to be found out by running the stage."""
+    example = emulation.spec.empty()
+    return PipelineStage(
+        _Module(times, emulation),
+        times.stage,
+        placement.num_stages,
+        torch.device("cpu"),
+        input_args=example.clone().requires_grad_(not times.is_first),
+        output_args=(torch.zeros(1, 1) if times.is_last else example.clone()).requires_grad_(),
+    )
+
+
+def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return output.sum()
+
+
+class _Module(torch.nn.Module):
+    def __init__(self, times: StageTimes, emulation: Emulation) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self._times, self._emulation = times, emulation
+        # The first stage's input needs no gradient, but its layers' B takes time like any other's.
+        self._anchor = torch.zeros(1, requires_grad=times.is_first)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = _InputNode.apply(x, self._anchor, self._times, self._emulation)
+        # Autograd runs the nodes that were made last first: in a whole backward, W before B and its message.
+        return _Join.apply(output, _WeightNode.apply(self.weight, self._times, self._emulation), self._times)
+
+
+class _InputNode(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, anchor: torch.Tensor, times: StageTimes, emulation: Emulation) -> Any:
+        ctx.times, ctx.emulation = times, emulation
+        if not times.is_first:
+            await_arrival(x)
+        if times.is_last:
+            emulation.compute(times.time_f)
+            return torch.zeros(1, 1)
+        return emulation.produce(times.time_f, times.to_next)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        if ctx.times.is_first:
+            ctx.emulation.compute(ctx.times.time_b)
+            return None, None, None, None
+        return ctx.emulation.produce(ctx.times.time_b, ctx.times.to_previous), None, None, None
+
+
+class _WeightNode(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, times: StageTimes, emulation: Emulation) -> Any:
+        ctx.times, ctx.emulation = times, emulation
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        ctx.emulation.compute(ctx.times.time_w)
+        return grads[0], None, None
+
+
+class _Join(torch.autograd.Function):
+    """Where both begin. It runs once for B and once more for W."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, weight: torch.Tensor, times: StageTimes) -> Any:
+        ctx.times = times
+        ctx.mark_dirty(output)  # a view would not do: the runtime detaches outputs in place
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        if not ctx.times.is_last:
+            await_arrival(grads[0])
+        return grads[0], torch.zeros(1), None

@@ -1,0 +1,57 @@
+"""Starts the ranks of an emulated run and gathers their records."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch.multiprocessing
+
+from benchmarks.emulation.worker import Job, StepRecord, run_rank
+
+
+@dataclass(frozen=True)
+class Records:
+    """What the ranks measured."""
+
+    steps: dict[str, list[list[StepRecord]]]
+    """By contestant: for every iteration of every step the records of all ranks."""
+    refused: dict[str, str]
+    """Peers that do not run at these sizes, and why."""
+    orders: dict[str, list[list[str]]]
+    """By peer: what every rank runs."""
+    edges: dict[str, list[dict[int, float]]]
+    """By schedule of ours: for every rank, milliseconds of a message over each of its edges."""
+    gathers: list[float]
+    """Seconds that the first rank needs to gather the bubble rate, several times."""
+    reductions: list[float]
+    """Seconds of the optimizer's reduction, each time on the rank where it took longest."""
+
+
+def run_job(job: Job) -> Records:
+    """Run to the end; raises what a rank raised."""
+    with tempfile.TemporaryDirectory() as directory:
+        job = replace(job, directory=Path(directory))
+        # The server imports once and forks every rank: eight imports of torch on two cores take a while.
+        multiprocessing.set_forkserver_preload(["torch.distributed.pipelining"])
+        torch.multiprocessing.start_processes(
+            run_rank, args=(job,), nprocs=job.world_size, start_method="forkserver", daemon=True
+        )
+        return _gather([json.loads((job.directory / f"rank{rank}.json").read_text()) for rank in range(job.world_size)])
+
+
+def _gather(reports: list[dict]) -> Records:
+    steps: dict[str, list[list[StepRecord]]] = {}
+    for ranks in zip(*(report["steps"] for report in reports), strict=True):
+        records = [StepRecord(**record) for record in ranks]
+        assert len({record.contestant for record in records}) == 1, "the ranks ran different steps"
+        steps.setdefault(records[0].contestant, []).append(records)
+    edges = {
+        name: [{int(edge): time for edge, time in report["edges"][name].items()} for report in reports]
+        for name in reports[0]["edges"]
+    }
+    reductions = [max(ranks) for ranks in zip(*(report["reductions"] for report in reports), strict=True)]
+    return Records(steps, reports[0]["refused"], reports[0]["orders"], edges, reports[0]["gathers"], reductions)

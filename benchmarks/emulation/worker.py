@@ -1,0 +1,251 @@
+"""One rank of an emulated run: what every spawned process does."""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.emulation.link import EmulatedLink
+from benchmarks.emulation.peers import Peer, PeerRun
+from benchmarks.emulation.reduction import ReductionCosts, ReductionLink
+from benchmarks.emulation.sleeping import EmulatedStage, Emulation, sleep_precisely, sleep_until
+from megatron.zero_bubble.runtime.communicator import Communicator, TorchCommunicator, channels
+from megatron.zero_bubble.runtime.executor import Executor
+from megatron.zero_bubble.runtime.profiler import measure_edges
+from megatron.zero_bubble.runtime.recorder import HostClock, OpRecorder, StepTime, bubble_rate
+from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
+from megatron.zero_bubble.schedule import Placement, Schedule, StageCosts
+from megatron.zero_bubble.schedule.errors import one_line
+
+_GATHERS = 9
+"""Times that the bubble rate is gathered."""
+_LEAD = 0.01
+"""Seconds from the agreement on a step's start to the start."""
+_REDUCTIONS = 20
+"""How often the optimizer's reduction is timed."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that the ranks have to know."""
+
+    num_ranks: int
+    schedules: tuple[tuple[Schedule, StageCosts], ...]
+    """Ours, lowered."""
+    peers: tuple[Peer, ...]
+    steps: int
+    activation_bytes: int
+    timeout: timedelta
+    directory: Path
+    """Where the ranks meet, and leave their records: `rank0.json`, ..."""
+    reduction: ReductionCosts | None = None
+    """Of gradients, where there are replicas."""
+    iterations: int = 1
+    """That a step consists of and that follow each other without a barrier. If there are several, they end with the
+    optimizer's reduction, and the next one waits for that unless its schedule has post-validation."""
+
+    @property
+    def world_size(self) -> int:
+        """Of all replicas; each is `num_ranks` processes in a row."""
+        return self.num_ranks * (self.reduction.data_parallel_size if self.reduction else 1)
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One iteration of one contestant on one rank, in seconds on the machine's clock."""
+
+    contestant: str
+    start: float
+    """Of the step; the same on all ranks."""
+    first_start: float
+    """Of an operation of this rank."""
+    last_end: float
+    returned: float
+    busy: float
+    """Processor time of the thread that ran the step."""
+    exposed: float | None
+    """Waiting for messages that had been sent; of peers it is not known."""
+    ops: list[tuple[float, float]] | None = None
+    """Start and end of every compute operation, in the schedule's order; of peers they are not known."""
+
+
+class Contestant(Protocol):
+    def step(self) -> None: ...
+
+
+class OwnRun:
+    """One rank of a schedule of ours: the executor as in training, over emulated compute."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        costs: StageCosts,
+        emulation: Emulation,
+        rank: int,
+        communicator: Communicator,
+        reduction: ReductionCosts | None,
+        replicas: dist.ProcessGroup | None,
+        waits_for_optimizer: bool,
+    ) -> None:
+        self._waits_for_optimizer = waits_for_optimizer
+        store = WeightGradStore(schedule.num_chunks)
+        self.link = EmulatedLink(communicator)
+        self.recorder = OpRecorder(HostClock())
+        self._executor = Executor(schedule, rank, self.link, store)
+        if reduction is None or replicas is None:
+            self._reduction, self._stage = None, EmulatedStage(emulation, costs, schedule, rank, store)
+            return
+        self._reduction = ReductionLink(reduction, schedule.num_chunks, replicas)
+        buckets = reduction.num_buckets
+        self._stage = EmulatedStage(emulation, costs, schedule, rank, store, buckets, self._reduction.start)
+
+    def step(self) -> None:
+        self.link.exposed = 0.0
+        self._executor.run(self._stage, self.recorder)
+        if self._reduction is not None:
+            self._reduction.finish()
+        if self._waits_for_optimizer:
+            self._stage.step()
+            self._stage.validate()
+
+
+def run_rank(rank: int, job: Job) -> None:
+    """Run all contestants in rounds, the first round unmeasured, and write the records."""
+    torch.set_num_threads(1)
+    sleep_precisely()
+    store = dist.FileStore(str(job.directory / "store"), job.world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=job.world_size, timeout=job.timeout)
+    emulation = Emulation(job.activation_bytes)
+    communicators = _open_channels(job, rank)
+    replicas = _replicas(job, rank)
+    contestants: dict[str, Contestant] = {
+        schedule.name: OwnRun(
+            schedule,
+            costs,
+            emulation,
+            rank % job.num_ranks,
+            communicators[schedule.placement],
+            job.reduction,
+            replicas,
+            waits_for_optimizer=job.iterations > 1 and not schedule.has_post_validation,
+        )
+        for schedule, costs in job.schedules
+    }
+    peers, refused = _peer_runs(job, emulation, rank)
+    contestants |= peers
+    gc.collect()
+    gc.freeze()
+    records: list[StepRecord] = []
+    for round_number in range(1 + job.steps):
+        for name, contestant in contestants.items():
+            step = _run_step(name, contestant, emulation, job.iterations if round_number > 0 else 1)
+            records += step if round_number > 0 else ()
+    report = {
+        "steps": [asdict(record) for record in records],
+        "refused": refused,
+        "orders": {name: peer.order() for name, peer in peers.items()},
+        "edges": {
+            schedule.name: measure_edges(
+                communicators[schedule.placement], schedule.placement, rank % job.num_ranks, emulation.spec
+            )
+            for schedule, _ in job.schedules
+        },
+        "gathers": [_seconds_to_gather() for _ in range(_GATHERS)],
+        "reductions": _time_reductions() if job.iterations > 1 else [],
+    }
+    (job.directory / f"rank{rank}.json").write_text(json.dumps(report))
+    dist.barrier()
+    for communicator in set(communicators.values()):
+        communicator.close()
+    dist.destroy_process_group()
+
+
+def _seconds_to_gather() -> float:
+    """What training does for the bubble rate in a log line, with all ranks there."""
+    step = StepTime(span=1.0, work=1.0)
+    steps = [step] * dist.get_world_size()
+    dist.barrier()
+    begin = time.perf_counter()
+    dist.all_gather_object(steps, step)
+    bubble_rate(steps)
+    return time.perf_counter() - begin
+
+
+def _replicas(job: Job, rank: int) -> dist.ProcessGroup | None:
+    """The processes that hold the same stages."""
+    if job.reduction is None:
+        return None
+    groups = [dist.new_group(list(range(first, job.world_size, job.num_ranks))) for first in range(job.num_ranks)]
+    return groups[rank % job.num_ranks]
+
+
+def _open_channels(job: Job, rank: int) -> dict[Placement, TorchCommunicator]:
+    """One set of channels for all placements that have the same ones: start-up takes a while."""
+    by_channels: dict[tuple[tuple[int, int], ...], TorchCommunicator] = {}
+    by_placement: dict[Placement, TorchCommunicator] = {}
+    for placement in dict.fromkeys(schedule.placement for schedule, _ in job.schedules):
+        ends = tuple(channels(placement))
+        if ends not in by_channels:
+            first = rank - rank % job.num_ranks
+            by_channels[ends] = TorchCommunicator(
+                range(first, first + job.num_ranks), rank - first, placement, torch.device("cpu"), job.timeout
+            )
+        by_placement[placement] = by_channels[ends]
+    return by_placement
+
+
+def _peer_runs(job: Job, emulation: Emulation, rank: int) -> tuple[dict[str, PeerRun], dict[str, str]]:
+    """The peers that take these sizes, and why the others do not."""
+    runs: dict[str, PeerRun] = {}
+    refused: dict[str, str] = {}
+    for peer in job.peers:
+        try:
+            runs[f"torch {peer.name}"] = PeerRun(peer, emulation, rank)
+        except ValueError as error:
+            refused[f"torch {peer.name}"] = one_line(error)
+    return runs, refused
+
+
+def _run_step(name: str, contestant: Contestant, emulation: Emulation, iterations: int) -> list[StepRecord]:
+    """A record an iteration."""
+    gc.collect()
+    start = _start_together()
+    records = []
+    for _ in range(iterations):
+        emulation.reset()
+        begin = time.thread_time()
+        contestant.step()
+        returned, busy = time.perf_counter(), time.thread_time() - begin
+        record = StepRecord(name, start, emulation.first_start, emulation.last_end, returned, busy, None)
+        if isinstance(contestant, OwnRun):
+            ops = [(measured.start, measured.end) for measured in contestant.recorder.take()]
+            record = replace(record, exposed=contestant.link.exposed, ops=ops)
+        records.append(record)
+    return records
+
+
+def _start_together() -> float:
+    """Return on all ranks at one time, which rank 0 sets once all are there."""
+    dist.barrier()
+    start = torch.tensor([time.perf_counter() + _LEAD], dtype=torch.float64)
+    dist.broadcast(start, src=0)
+    sleep_until(start.item())
+    return start.item()
+
+
+def _time_reductions() -> list[float]:
+    """Seconds from a common start to the end of a reduction like the optimizer's, some times over."""
+    seconds = []
+    for _ in range(_REDUCTIONS):
+        start = _start_together()
+        dist.all_reduce(torch.zeros(1))
+        seconds.append(time.perf_counter() - start)
+    return seconds

@@ -1,0 +1,109 @@
+"""The rows of benchmarks/overhead.py: what the runtime adds to the compute."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+from benchmarks.emulation.ranks import run_job
+from benchmarks.emulation.worker import Job
+from benchmarks.executor_overhead import seconds_per_op
+from benchmarks.split_price import ModelSize, Round, measure_split
+from megatron.zero_bubble.cli.tables import table
+from megatron.zero_bubble.schedule import StageCosts, generate, lower
+
+NUM_RANKS, NUM_MICROBATCHES = 4, 8
+TIME = 20.0
+"""Of F, B and W each, where compute is emulated: milliseconds."""
+SIZES = (
+    ModelSize("quickstart", 8, 128, 4, 128, 4),
+    ModelSize("larger", 4, 512, 8, 256, 4),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure: the median, and the quartiles as its spread."""
+
+    measure: str
+    case: str
+    unit: str
+    value: float
+    low: float
+    high: float
+    target: float | None = None
+
+    @property
+    def is_missed(self) -> bool:
+        return self.target is not None and self.value > self.target
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def make_row(measure: str, case: str, unit: str, values: Sequence[float], target: float | None = None) -> Row:
+    low, _, high = quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
+    return Row(measure, case, unit, median(values), low, high, target)
+
+
+def executor_rows(steps: int) -> Iterator[Row]:
+    """An operation without compute and without a network."""
+    for name in ("1f1b", "zb-h1", "interleaved-zb"):
+        values = seconds_per_op(lower(generate(name, NUM_RANKS, NUM_MICROBATCHES)), steps)
+        yield make_row("executor, an operation", name, "µs", [1e6 * plain for plain, _ in values], target=100)
+        recording = [1e6 * (recorded - plain) for plain, recorded in values]
+        yield make_row("recording it for the bubble rate", name, "µs", recording)
+
+
+def split_rows(sizes: Sequence[ModelSize], rounds: int) -> Iterator[Row]:
+    for size in sizes:
+        print(f"B + W against the fused backward: {size.name}, {rounds} rounds", file=sys.stderr)
+        measured = measure_split(size, rounds)
+        case = f"{size.name}: {size.num_layers} layers, hidden {size.hidden_size}, {size.seq_length} tokens"
+        yield make_row("fused backward", case, "ms", [1e3 * one.fused for one in measured])
+        yield make_row("B", case, "ms", [1e3 * one.b for one in measured])
+        yield make_row("W", case, "ms", [1e3 * one.w for one in measured])
+        yield _price(case, measured)
+
+
+def _price(case: str, measured: Sequence[Round]) -> Row:
+    return make_row("B + W over the fused backward", case, "ratio", [one.price for one in measured], target=1.03)
+
+
+def communication_rows(sizes: Sequence[ModelSize], steps: int) -> Iterator[Row]:
+    """zb-h1 over emulated compute, with messages as large as these models'."""
+    costs = StageCosts.uniform(NUM_RANKS, TIME, TIME, TIME)
+    schedule = lower(generate("zb-h1", NUM_RANKS, NUM_MICROBATCHES, costs=costs))
+    for size in sizes:
+        message = 4 * size.micro_batch_size * size.seq_length * size.hidden_size
+        print(f"exposed communication: messages of {message} bytes, {steps} steps", file=sys.stderr)
+        job = Job(NUM_RANKS, ((schedule, costs),), (), steps, message, timedelta(minutes=1), Path())
+        found = run_job(job)
+        ranks = [records for step in found.steps[schedule.name] for records in step]
+        case = f"zb-h1, F = B = W = {TIME:g} ms, messages of {message >> 10} KiB"
+        shares = [100 * (one.exposed or 0.0) / (one.returned - one.start) for one in ranks]
+        yield make_row("exposed communication", case, "% of a step", shares)
+        busy = [1e6 * one.busy / len(schedule.ops[k % NUM_RANKS]) for k, one in enumerate(ranks)]
+        yield make_row("executor and gloo, an operation", case, "µs", busy)
+        gathers = [1e3 * seconds for seconds in found.gathers]
+        yield make_row("gathering the bubble rate, a log line", f"{NUM_RANKS} ranks", "ms", gathers)
+
+
+def overhead_table(rows: Sequence[Row], *, markdown: bool = False) -> str:
+    heads = ("measure", "median", "quartiles", "unit", "target")
+    cells = [
+        (
+            f"{row.measure} ({row.case})",
+            f"{row.value:.4g}",
+            f"{row.low:.4g} .. {row.high:.4g}",
+            row.unit,
+            "" if row.target is None else f"{row.target:g}",
+        )
+        for row in rows
+    ]
+    return table(heads, cells, markdown=markdown)

@@ -1,0 +1,39 @@
+"""pretrain_gpt.py under a schedule of torch.distributed.pipelining: a peer to measure against.
+
+    torchrun --nproc-per-node 4 benchmarks/pretrain_gpt_torch.py ZBVZeroBubble <pretrain_gpt.py's flags>
+
+Model, data, optimizer, loop and log line are pretrain_gpt.py's; forward and backward are
+torch.distributed.pipelining's. megatron-core's linear layers multiply with torch.nn.functional.linear, whose backward
+that runtime can split. For pipeline parallelism alone; nothing is evaluated or saved, and every token counts in the
+loss. Schedules with several chunks a rank need --num-virtual-stages-per-pipeline-rank.
+
+A mistake ends with one line and exit status 2.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+from megatron.zero_bubble.job.start_up import run_program
+from megatron.zero_bubble.mcore.cpu import substitute_cuda
+
+PROG = "pretrain_gpt_torch.py"
+
+
+def peer() -> None:
+    """Train. Raises `ValueError` for a user's mistake."""
+    warnings.filterwarnings("ignore", category=UserWarning)  # megatron-core's, about what a CPU has not
+    substitute_cuda()
+    # Only now: megatron-core looks for a device as it is imported.
+    from benchmarks.torch_training import train
+
+    train(sys.argv[1] if len(sys.argv) > 1 else "", sys.argv[2:], PROG)
+
+
+def main() -> int:
+    return run_program(PROG, peer)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

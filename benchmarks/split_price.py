@@ -1,0 +1,126 @@
+"""What the split of B and W costs: both together against megatron-core's fused backward, on real layers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron.zero_bubble.mcore.cpu import substitute_cuda
+from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
+from megatron.zero_bubble.schedule import Placement
+
+_ANY_TRAINING = (
+    *("--train-iters", "1", "--lr", "1e-3", "--mock-data", "--vocab-size", "4096", "--num-workers", "0"),
+    *("--position-embedding-type", "rope", "--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear"),
+    *("--attention-dropout", "0", "--hidden-dropout", "0"),
+)
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """A GPT with the architecture of the quickstart (examples/pretrain_sample.sh)."""
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    seq_length: int
+    micro_batch_size: int
+
+    def flags(self) -> list[str]:
+        names = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size")
+        sizes = [(f"--{name.replace('_', '-')}", str(getattr(self, name))) for name in names]
+        return [word for pair in sizes for word in pair] + list(_ANY_TRAINING)
+
+
+@dataclass(frozen=True)
+class Round:
+    """Seconds of this thread for one microbatch."""
+
+    fused: float
+    b: float
+    w: float
+
+    @property
+    def price(self) -> float:
+        return (self.b + self.w) / self.fused
+
+
+def measure_split(size: ModelSize, rounds: int) -> list[Round]:
+    """One microbatch through both models in turn; which of them goes first alternates too."""
+    with _one_rank(size.flags()) as (fused, split, store):
+        batch = _batch(size)
+        _run_fused(fused, batch)
+        _run_split(split, store, batch)
+        measured = []
+        for number in range(rounds):
+            if number % 2:
+                b, w = _run_split(split, store, batch)
+                whole = _run_fused(fused, batch)
+            else:
+                whole = _run_fused(fused, batch)
+                b, w = _run_split(split, store, batch)
+            measured.append(Round(whole, b, w))
+    return measured
+
+
+@contextmanager
+def _one_rank(flags: Sequence[str]) -> Iterator[tuple[torch.nn.Module, torch.nn.Module, WeightGradStore]]:
+    """The model twice, as training builds it: whole layers of megatron-core's, and split ones."""
+    substitution = substitute_cuda()
+    # Only now: megatron-core looks at the device while it is imported.
+    from megatron.zero_bubble.training.arguments import parse_arguments
+    from megatron.zero_bubble.training.checks import complete_and_check
+    from megatron.zero_bubble.training.initialize import initialized
+    from megatron.zero_bubble.training.model import build_model, transformer_config
+
+    args = parse_arguments(flags, "benchmarks.overhead")
+    complete_and_check(args, {}, has_cuda=False)
+    args.padded_vocab_size = args.vocab_size or 0
+    placement, store = Placement("linear", 1), WeightGradStore()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with initialized(args, placement):
+        [fused] = build_model(args, transformer_config(args, 1, None), placement, None)
+        [split] = build_model(args, transformer_config(args, 1, None), placement, store)
+        yield fused, split, store
+    dist.destroy_process_group()
+    substitution.restore()
+
+
+_Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _batch(size: ModelSize) -> _Batch:
+    shape = (size.micro_batch_size, size.seq_length)
+    generator = torch.Generator().manual_seed(1)
+    tokens, labels = (torch.randint(4096, shape, generator=generator) for _ in range(2))
+    return tokens, torch.arange(size.seq_length).expand(shape), labels
+
+
+def _forward(model: torch.nn.Module, batch: _Batch) -> torch.Tensor:
+    tokens, positions, labels = batch
+    loss: torch.Tensor = model(tokens, positions, None, labels=labels).mean()
+    return loss
+
+
+def _run_fused(model: torch.nn.Module, batch: _Batch) -> float:
+    loss = _forward(model, batch)
+    begin = time.thread_time()
+    loss.backward()
+    return time.thread_time() - begin
+
+
+def _run_split(model: torch.nn.Module, store: WeightGradStore, batch: _Batch) -> tuple[float, float]:
+    loss = _forward(model, batch)
+    begin = time.thread_time()
+    with store.deferring():
+        loss.backward()
+    store.flush(0, 0)
+    middle = time.thread_time()
+    store.pop(0, 0)
+    return middle - begin, time.thread_time() - middle

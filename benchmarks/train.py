@@ -1,0 +1,50 @@
+"""Like `zero-bubble benchmark`, and with --peers beside other implementations of pipeline schedules.
+
+    python -m benchmarks.train --pipeline-size 2 --num-microbatches 4 --schedule zb-h1 --schedule zb-2p --peers -- \\
+        --num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 256 \\
+        --micro-batch-size 2 --mock-data --vocab-size 4095
+
+The peers are megatron-core's interleaved schedule and torch.distributed.pipelining's schedules, on the same layers,
+data, optimizer and loop (benchmarks/pretrain_gpt_torch.py). `zero-bubble benchmark --help` says what is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+
+from benchmarks.emulation.peers import ONE_CHUNK, peer_placements
+from megatron.zero_bubble.cli.benchmark.arguments import parse_train_arguments
+from megatron.zero_bubble.cli.benchmark.contestants import CHUNKS_FLAG, TRAINER, Contestant, group_size_flags
+from megatron.zero_bubble.cli.benchmark_command import benchmark
+from megatron.zero_bubble.cli.output import run_command
+from megatron.zero_bubble.schedule import Placement
+
+_SAME_ORDER = {**ONE_CHUNK, "Interleaved1F1B": "interleaved-1f1b"}
+"""Schedules of torch.distributed.pipelining whose orders are those of ours, so that they can be simulated."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    return run_command("benchmarks.train", lambda: _benchmark(argv))
+
+
+def _benchmark(argv: list[str] | None) -> None:
+    arguments = parse_train_arguments(argv, __doc__ or "", with_peers=True)
+    benchmark(arguments, tuple(peers(arguments)) if arguments.peers else ())
+
+
+def peers(arguments: argparse.Namespace) -> Iterator[Contestant]:
+    """megatron-core's interleaved schedule, then every schedule of torch.distributed.pipelining."""
+    p, chunks = arguments.pipeline_size, arguments.num_chunks or 2
+    words = (CHUNKS_FLAG, str(chunks), *group_size_flags(arguments))
+    interleaved = Placement("interleaved", p, chunks)
+    yield Contestant("megatron-core interleaved", TRAINER, words, interleaved, "interleaved-1f1b", is_required=False)
+    for name, placement in peer_placements(p, chunks).items():
+        more = (CHUNKS_FLAG, str(placement.num_chunks)) if placement.num_chunks > 1 else ()
+        program = ("-m", "benchmarks.pretrain_gpt_torch", name)
+        yield Contestant(f"torch {name}", program, more, placement, _SAME_ORDER.get(name), is_required=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""The command `zero-bubble`, which `python -m megatron.zero_bubble.cli` starts where the package is not installed."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+_COMMANDS = {
+    "schedule": "make, simulate, compare, validate and draw pipeline schedules",
+    "estimate": "predict memory and throughput of a training under every schedule",
+    "benchmark": "train under several schedules in turn and compare them with megatron-core's 1F1B",
+    "check": "compare numerics, times, memory and messages on one CUDA device",
+}
+_HELP = f"""\
+usage: zero-bubble COMMAND ...
+
+Zero-bubble pipeline parallelism for Megatron: plan, estimate, measure and check schedules.
+
+commands:
+{chr(10).join(f"  {name:<10} {summary}" for name, summary in _COMMANDS.items())}
+
+examples:
+  zero-bubble schedule compare --pipeline-size 8 --num-microbatches 32 --time-f 10 --time-b 9 --time-w 7
+  zero-bubble estimate --world-size 8 -- --num-layers 32 --hidden-size 4096 --num-attention-heads 32 \\
+      --seq-length 2048 --vocab-size 50257 --bf16 --pipeline-model-parallel-size 8 --micro-batch-size 1 \\
+      --global-batch-size 32
+  zero-bubble benchmark --pipeline-size 2 --num-microbatches 8 --schedule zb-h1 -- --num-layers 8 \\
+      --hidden-size 512 --num-attention-heads 8 --seq-length 256 --micro-batch-size 2 --mock-data --vocab-size 4095
+  zero-bubble check
+
+`zero-bubble COMMAND --help` lists the flags of a command. Trainings start with
+`torchrun ... -m megatron.zero_bubble SCRIPT` (your Megatron-LM) or `torchrun ... pretrain_gpt.py` (from a clone).
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command that the first argument names. Returns the exit status."""
+    words = sys.argv[1:] if argv is None else argv
+    if not words or words[0] in ("-h", "--help"):
+        print(_HELP, end="", file=sys.stdout if words else sys.stderr)
+        return 0 if words else 2
+    if words[0] not in _COMMANDS:
+        print(f"zero-bubble: error: {words[0]!r} is not one of {', '.join(_COMMANDS)}", file=sys.stderr)
+        return 2
+    # Only this command's modules: those of `schedule` load in a tenth of a second, those of others need torch.
+    command = import_module(f"megatron.zero_bubble.cli.{words[0]}_command")
+    status: int = command.main(words[1:])
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""Who takes part in `--mode train`: what is started for each, and what is known of it before it runs."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from megatron.zero_bubble.cli.benchmark.arguments import DEFAULT_SCHEDULES, PROG
+from megatron.zero_bubble.cli.trainings import complete_arguments
+from megatron.zero_bubble.schedule import Placement, ScheduleError
+from megatron.zero_bubble.schedule.generators import placement_for
+from megatron.zero_bubble.training.arguments import Arguments
+
+TRAINER = ("-m", "megatron.zero_bubble.training")
+"""What a launcher starts: pretrain_gpt.py, installed."""
+BASELINE = "megatron-core 1F1B"
+CHUNKS_FLAG = "--num-virtual-stages-per-pipeline-rank"
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One schedule, and how it is run."""
+
+    name: str
+    program: tuple[str, ...]
+    """What the launcher is to start."""
+    words: tuple[str, ...]
+    """Its arguments before those that all share."""
+    placement: Placement
+    schedule: str | None
+    """The name of ours with the same order; None if there is none."""
+    is_ours: bool = False
+    is_required: bool = True
+    """Asked for by name: it has to run."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """Everybody, and the flags that all share."""
+
+    contestants: tuple[Contestant, ...]
+    flags: tuple[str, ...]
+    args: Arguments = field(repr=False)
+    """What megatron-core's 1F1B makes of the flags."""
+
+
+def gather(arguments: argparse.Namespace, has_cuda: bool, peers: Sequence[Contestant] = ()) -> Field:
+    """The baseline, what --schedule names, and `peers`.
+
+    Raises:
+        ValueError: a training would refuse its flags, or a schedule is unknown.
+    """
+    flags = [*arguments.training_flags, "--pipeline-model-parallel-size", str(arguments.pipeline_size)]
+    flags += ["--train-iters", str(arguments.warmup + arguments.iterations), "--log-interval", str(arguments.interval)]
+    flags += _unless_given(flags, "--eval-iters", "0") + _unless_given(flags, "--lr", "1e-4")
+    if has_cuda:
+        flags += ["--log-memory-interval", str(arguments.warmup + arguments.iterations)]
+    # Once without a batch size, to know how many replicas there are.
+    args = complete_arguments(flags, arguments.world_size, PROG, has_cuda=has_cuda)
+    batch = arguments.num_microbatches * args.micro_batch_size * args.data_parallel_size
+    flags += ["--global-batch-size", str(batch)]
+    chosen = [*_chosen(arguments), *peers]
+    for one in chosen:
+        checked = [*one.words, *flags] if one.program == TRAINER else flags
+        try:
+            finished = complete_arguments(checked, arguments.world_size, PROG, has_cuda=has_cuda)
+        except ValueError as error:
+            if one.is_required:
+                raise ValueError(f"{one.name}: {error}") from error
+            continue
+        if one.name == BASELINE:
+            args = finished
+    return Field(tuple(chosen), tuple(flags), args)
+
+
+def _unless_given(flags: Sequence[str], name: str, value: str) -> list[str]:
+    return [] if name in flags else [name, value]
+
+
+def _chosen(arguments: argparse.Namespace) -> Iterator[Contestant]:
+    yield Contestant(BASELINE, TRAINER, (), Placement("linear", arguments.pipeline_size), "1f1b")
+    for text in dict.fromkeys(arguments.schedule or DEFAULT_SCHEDULES):
+        yield _ours(text, arguments)
+
+
+def _ours(text: str, arguments: argparse.Namespace) -> Contestant:
+    name, *more = shlex.split(text) or [""]
+    words = ["--zero-bubble-schedule", name, *more]
+    try:
+        placement = placement_for(name, arguments.pipeline_size)
+        if placement.kind == "interleaved":
+            placement = placement_for(name, arguments.pipeline_size, arguments.num_chunks)
+            if CHUNKS_FLAG not in more:
+                words += [CHUNKS_FLAG, str(placement.num_chunks), *group_size_flags(arguments)]
+    except ScheduleError as error:
+        raise ValueError(f"--schedule {text}: {error}") from error
+    required = bool(arguments.schedule)
+    return Contestant(" ".join([name, *more]), TRAINER, tuple(words), placement, name, True, required)
+
+
+def group_size_flags(arguments: argparse.Namespace) -> tuple[str, ...]:
+    if arguments.microbatch_group_size is None:
+        return ()
+    return ("--microbatch-group-size-per-virtual-pipeline-stage", str(arguments.microbatch_group_size))

@@ -1,0 +1,151 @@
+"""What `--mode train` measured: figures, table, plot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from megatron.zero_bubble.cli.benchmark.contestants import Contestant
+from megatron.zero_bubble.cli.benchmark.interval import bootstrap_interval
+from megatron.zero_bubble.cli.benchmark.training_turn import Turn
+from megatron.zero_bubble.cli.tables import table
+from megatron.zero_bubble.schedule import Timeline
+from megatron.zero_bubble.schedule.draw import Series, to_plot
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """One schedule in all rounds. Times in milliseconds."""
+
+    contestant: Contestant
+    turns: tuple[Turn, ...]
+    baseline: tuple[Turn, ...]
+    num_microbatches: int
+    tokens: int
+    """Of one iteration."""
+    flops: float
+    """Of one iteration, counted as --log-throughput does."""
+    world_size: int
+    simulated: Timeline | None
+    """At the costs that a schedule of ours measured in this placement."""
+
+    @property
+    def rounds(self) -> tuple[float, ...]:
+        """The median iteration of every round."""
+        return tuple(median(turn.iteration_ms) for turn in self.turns)
+
+    @property
+    def measured(self) -> float:
+        return median(self.rounds)
+
+    @property
+    def spread(self) -> float:
+        """Between the rounds."""
+        return max(self.rounds) - min(self.rounds)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of one GPU, or of one rank on a CPU."""
+        return self.tokens / (self.measured / 1e3) / self.world_size
+
+    @property
+    def tflops(self) -> float:
+        return self.flops / (self.measured / 1e3) / self.world_size / 1e12
+
+    @property
+    def bubble_rate(self) -> float | None:
+        """Measured; None where nothing measures it."""
+        rates = [rate for turn in self.turns for rate in turn.bubble_rates]
+        return median(rates) if rates else None
+
+    @property
+    def predicted_bubble_rate(self) -> float | None:
+        rates = [turn.predicted_bubble_rate for turn in self.turns if turn.predicted_bubble_rate is not None]
+        if rates:
+            return median(rates)
+        return float(self.simulated.bubble_rate) if self.simulated is not None else None
+
+    @property
+    def predicted_ms(self) -> float | None:
+        times = [turn.predicted_ms for turn in self.turns if turn.predicted_ms is not None]
+        if times:
+            return median(times)
+        return float(self.simulated.makespan) if self.simulated is not None else None
+
+    @property
+    def peak_bytes(self) -> float:
+        return max(turn.peak_bytes for turn in self.turns)
+
+    @property
+    def ratios(self) -> list[float]:
+        """Of every round: how many times as fast as megatron-core's 1F1B in the same round."""
+        ours = self.rounds
+        return [median(turn.iteration_ms) / mine for turn, mine in zip(self.baseline, ours, strict=True)]
+
+    @property
+    def ratio(self) -> float:
+        return median(self.ratios)
+
+    def as_json(self) -> dict[str, Any]:
+        """Emulate mode's keys, and those of a training. What was not measured is null."""
+        placement = self.contestant.placement
+        interval = bootstrap_interval(self.ratios)
+        return {
+            "schedule": self.contestant.name,
+            "pipeline_size": placement.num_ranks,
+            "num_microbatches": self.num_microbatches,
+            "num_chunks": placement.num_chunks,
+            "measured_ms": self.measured,
+            "simulated_ms": self.predicted_ms,
+            "ideal_ms": float(max(self.simulated.work)) if self.simulated is not None else None,
+            "span_ms": None,
+            "bubble_rate": self.bubble_rate,
+            "simulated_bubble_rate": self.predicted_bubble_rate,
+            "exposed_communication_ms": None,
+            "steps_ms": [milliseconds for turn in self.turns for milliseconds in turn.iteration_ms],
+            "rounds_ms": list(self.rounds),
+            "spread_ms": self.spread,
+            "tokens_per_second_per_gpu": self.tokens_per_second,
+            "tflops_per_gpu": self.tflops,
+            "peak_memory_bytes": self.peak_bytes,
+            "ratio_to_1f1b": self.ratio,
+            "ratio_interval": list(interval) if interval else None,
+        }
+
+
+def train_table(results: list[TrainResult], *, markdown: bool = False) -> str:
+    heads = (
+        *("schedule", "tokens/s/GPU", "TFLOP/s/GPU", "iteration (ms)", "spread", "bubble", "predicted"),
+        *("memory (MiB)", "to 1F1B", "95% interval"),
+    )
+    rows = []
+    for one in results:
+        interval = bootstrap_interval(one.ratios)
+        rows.append(
+            (
+                one.contestant.name,
+                f"{one.tokens_per_second:.0f}",
+                f"{one.tflops:.4g}",
+                f"{one.measured:.1f}",
+                f"{one.spread:.1f}",
+                _percent(one.bubble_rate),
+                _percent(one.predicted_bubble_rate),
+                f"{one.peak_bytes / 2**20:.0f}",
+                f"{one.ratio:.3f}",
+                f"{interval[0]:.3f} .. {interval[1]:.3f}" if interval else "",
+            )
+        )
+    return table(heads, rows, markdown=markdown)
+
+
+def _percent(rate: float | None) -> str:
+    return "" if rate is None else f"{100 * rate:.2f}%"
+
+
+def train_plot(results: list[TrainResult]) -> str:
+    """Throughput over memory, a mark a schedule, as SVG."""
+    series = [Series(one.contestant.name, ((one.peak_bytes / 2**20, one.tokens_per_second),)) for one in results]
+    first = results[0]
+    title = f"{first.contestant.placement.num_ranks} pipeline ranks, {first.num_microbatches} microbatches"
+    return to_plot(series, title=title, x_label="peak memory (MiB)", y_label="tokens/s/GPU")

@@ -1,0 +1,97 @@
+"""One turn: a whole training in processes of its own, and what its log says."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron.zero_bubble.cli.failure import failure_reason
+
+_ITERATION = re.compile(r"\biteration +(\d+)/ *\d+ \|.* elapsed time per iteration \(ms\): ([\d.]+) \|")
+_BUBBLE = re.compile(r"\| bubble rate: ([\d.]+)% \|")
+_PREDICTED = re.compile(r"\| predicted: ([\d.]+)% \|")
+_PLANNED = re.compile(r"predicted: bubble rate [\d.]+%, ([\d.]+) ms")
+_MEMORY = re.compile(r"memory \(MB\) \|.*\bmax allocated: ([\d.]+)")
+
+_GRACE = 60.0
+"""Seconds that a launcher has for ending its ranks; torchrun itself gives them 30."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one training measured, after its warmup."""
+
+    iteration_ms: tuple[float, ...]
+    """Of every interval, the mean time of an iteration."""
+    bubble_rates: tuple[float, ...]
+    """Measured, of every interval; empty where nothing measures it."""
+    predicted_bubble_rate: float | None
+    predicted_ms: float | None
+    peak_bytes: float
+    """Of the fullest rank: what the allocator gave out at most; without CUDA, the resident memory of the process."""
+
+
+def read_log(text: str, warmup: int, resident_bytes: float) -> Turn:
+    """What the log lines say of the iterations after the `warmup`th."""
+    lines = [
+        (int(match[1]), float(match[2]), match.string) for match in map(_ITERATION.search, text.splitlines()) if match
+    ]
+    measured = [(milliseconds, line) for iteration, milliseconds, line in lines if iteration > warmup]
+    if not measured:
+        raise RuntimeError("the training logged no iteration after its warmup")
+    bubbles = [float(match[1]) / 100 for _, line in measured if (match := _BUBBLE.search(line))]
+    predicted = _PREDICTED.search(measured[-1][1])
+    planned = _PLANNED.findall(text)
+    memory = [float(value) * 2**20 for value in _MEMORY.findall(text)]
+    return Turn(
+        tuple(milliseconds for milliseconds, _ in measured),
+        tuple(bubbles),
+        float(predicted[1]) / 100 if predicted else None,
+        float(planned[-1]) if planned else None,
+        max(memory, default=resident_bytes),
+    )
+
+
+def take_turn(command: Sequence[str], environment: Mapping[str, str], warmup: int, timeout: float) -> Turn:
+    """Run a training to its end.
+
+    Raises:
+        RuntimeError: it failed or took longer than `timeout` seconds; one line.
+    """
+    with tempfile.TemporaryFile("w+", errors="replace") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        over, late = threading.Event(), threading.Event()
+        guard = threading.Thread(target=_end_when_late, args=(process.pid, timeout, over, late), daemon=True)
+        guard.start()
+        try:
+            # wait4 tells what the largest process of the job had in memory; Popen.wait does not.
+            _, status, usage = os.wait4(process.pid, 0)
+        except BaseException:
+            os.kill(process.pid, signal.SIGTERM)
+            os.waitpid(process.pid, 0)
+            raise
+        finally:
+            over.set()
+            guard.join()
+        process.returncode = os.waitstatus_to_exitcode(status)
+        log.seek(0)
+        text = log.read()
+    if process.returncode != 0:
+        reason = failure_reason(text) or f"it ended with status {process.returncode}"
+        raise RuntimeError(f"not done after {timeout:g} s" if late.is_set() else reason)
+    return read_log(text, warmup, usage.ru_maxrss * 1024.0)
+
+
+def _end_when_late(launcher: int, timeout: float, over: threading.Event, late: threading.Event) -> None:
+    """SIGTERM, for torchrun then ends its ranks, which are in sessions of their own; SIGKILL would leave them."""
+    if not over.wait(timeout):
+        late.set()
+        os.kill(launcher, signal.SIGTERM)
+        if not over.wait(_GRACE):
+            os.kill(launcher, signal.SIGKILL)

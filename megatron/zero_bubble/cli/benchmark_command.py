@@ -1,0 +1,49 @@
+"""Train under several schedules in turn and compare them with megatron-core's 1F1B: is zero-bubble faster here?
+
+    zero-bubble benchmark --pipeline-size 2 --num-microbatches 4 --schedule zb-h1 --schedule zb-2p -- \\
+        --num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 256 \\
+        --micro-batch-size 2 --mock-data --vocab-size 4095
+
+Trained: pretrain_gpt.py itself, a job for every schedule, with the flags that follow `--`. megatron-core's own 1F1B
+always runs, as what the others are compared with. The schedules take turns, and a turn's ratio is taken to the turn of
+1F1B in the same round; `to 1F1B` is the median of these, its interval a bootstrap over rounds. --peers runs
+megatron-core's interleaved schedule and torch.distributed.pipelining's schedules on the same layers, data, optimizer
+and loop (benchmarks/pretrain_gpt_torch.py).
+What measures bubbles are our schedules' runs; `predicted` of megatron-core's, and of torch's where the order is the
+same, is simulated from the costs that a run of ours in the same placement measured. Memory is the allocator's peak on
+the fullest GPU; without CUDA it is the resident memory of the largest process, its libraries included.
+
+A mistake ends with one line and exit status 2, a training that fails with status 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Sequence
+
+from megatron.zero_bubble.cli.benchmark.arguments import PROG, parse_train_arguments
+from megatron.zero_bubble.cli.benchmark.contestants import Contestant
+from megatron.zero_bubble.cli.benchmark.rounds import compare_trainings
+from megatron.zero_bubble.cli.benchmark.training_results import train_plot, train_table
+from megatron.zero_bubble.cli.output import deliver, run_command
+
+
+def main(argv: list[str] | None = None) -> int:
+    return run_command(PROG, lambda: benchmark(parse_train_arguments(argv, __doc__ or ""), ()))
+
+
+def benchmark(arguments: argparse.Namespace, peers: Sequence[Contestant]) -> None:
+    """Run the schedules that the flags name, and `peers`; print or write what they measured."""
+    # As an exception, so that the training under way is ended too.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    results = compare_trainings(arguments, peers)
+    if arguments.json:
+        text = json.dumps([one.as_json() for one in results], indent=1) + "\n"
+    else:
+        text = train_table(results, markdown=arguments.markdown)
+    deliver(text, arguments.output)
+    if arguments.plot is not None:
+        deliver(train_plot(results), arguments.plot)

@@ -1,0 +1,173 @@
+"""What zero-bubble check finds, as tables and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from megatron.zero_bubble.cli.check.models import Model
+from megatron.zero_bubble.cli.check.one_process_numerics import NumericsCheck
+from megatron.zero_bubble.cli.check.rank_check import RankFindings
+from megatron.zero_bubble.cli.check.stage_run import NUM_RANKS, MemoryCheck, StageProfile
+from megatron.zero_bubble.cli.schedule.rank_costs import split_costs
+from megatron.zero_bubble.cli.tables import table
+from megatron.zero_bubble.schedule import OpKind, generate, placement_for, simulate
+from megatron.zero_bubble.training.model_size import Stage, stage_activations, stage_flops
+
+PRICE_LIMIT = 1.03
+"""Of B + W over the fused backward."""
+SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-1p", "zb-2p", "zb-v")
+
+
+@dataclass(frozen=True)
+class StageCheck:
+    """One model."""
+
+    model: Model
+    profile: StageProfile
+    memory: Sequence[MemoryCheck]
+    message_ms: float
+
+    @property
+    def passed(self) -> bool:
+        return self.profile.price <= PRICE_LIMIT and all(check.passed for check in self.memory)
+
+    def bubble_rates(self) -> dict[str, float]:
+        """Predicted for the model's pipeline size and number of microbatches."""
+        rates = {}
+        p = self.model.pipeline_size
+        for name in SCHEDULES:
+            costs = split_costs(self.profile.costs(p, self.message_ms), placement_for(name, p))
+            schedule = generate(name, p, self.model.num_microbatches, costs=costs)
+            rates[name] = float(simulate(schedule, costs).bubble_rate)
+        return rates
+
+    @property
+    def tflops(self) -> float:
+        """That F, B and W together reach, TFLOP/s."""
+        flops = stage_flops(self.model.arguments(NUM_RANKS), self._stage).total
+        return flops / sum(self.profile.time(kind) for kind in (OpKind.F, OpKind.B, OpKind.W)) / 1e9
+
+    @property
+    def _stage(self) -> Stage:
+        return Stage(self.model.layers_a_stage, is_first=False, is_last=False)
+
+    @property
+    def expected_memory(self) -> tuple[float, float]:
+        """M_B and M_W by the formulas of zero-bubble estimate, in bytes."""
+        held = stage_activations(self.model.arguments(NUM_RANKS), self._stage)
+        return held.after_f, held.after_b
+
+    def as_json(self) -> dict[str, Any]:
+        times = {str(kind): self.profile.time(kind) for kind in self.profile.times}
+        return {
+            "model": asdict(self.model),
+            "times_ms": times,
+            "b_and_w_over_fused": self.profile.price,
+            "tflops": self.tflops,
+            "memory_bytes": {str(kind): value for kind, value in self.profile.memory.items()},
+            "expected_memory_bytes": list(self.expected_memory),
+            "predicted_bubble_rates": self.bubble_rates(),
+            "peak_memory": [asdict(check) for check in self.memory],
+        }
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Everything, on one device."""
+
+    machine: Mapping[str, Any]
+    """The device and the versions of what runs there; see `versions.py`."""
+    numerics: Sequence[NumericsCheck] = ()
+    stages: Sequence[StageCheck] = ()
+    without_room: Mapping[str, str] = field(default_factory=dict)
+    """Models whose stage the device had no memory for, and what the allocator said."""
+    ranks: RankFindings | None = None
+    errors: Mapping[str, str] = field(default_factory=dict)
+    """Parts of the check that could not be run to their end, and why."""
+
+    @property
+    def passed(self) -> bool:
+        measured = all(check.passed for check in self.numerics) and all(check.passed for check in self.stages)
+        return measured and not self.without_room and not self.errors and (self.ranks is None or self.ranks.passed)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "machine": dict(self.machine),
+            "passed": self.passed,
+            "numerics": [{**asdict(check), "passed": check.passed} for check in self.numerics],
+            "stages": [{**stage.as_json(), "passed": stage.passed} for stage in self.stages],
+            "without_room": dict(self.without_room),
+            "ranks": self.ranks.as_json() if self.ranks is not None else None,
+            "errors": dict(self.errors),
+        }
+
+    def as_text(self, *, markdown: bool) -> str:
+        made = [make() for make in (self._numerics, self._times, self._bubbles, self._memory)]
+        parts = [f"device: {self.machine['device']}, torch {self.machine['torch']}\n"]
+        parts += [table(*one, markdown=markdown) for one in made if one[1]]
+        if self.ranks is not None:
+            parts.append(self.ranks.as_text(markdown=markdown))
+        parts += [
+            f"{name}: a stage does not fit on this device, --model chooses another: {reason}\n"
+            for name, reason in self.without_room.items()
+        ]
+        parts += [f"{part}: not run to its end: {reason}\n" for part, reason in self.errors.items()]
+        return "\n".join(parts)
+
+    def _numerics(self) -> tuple[Sequence[str], list[tuple[str, ...]]]:
+        heads = ("losses and gradients in bf16", "ranks", "against megatron-core")
+        return heads, [
+            (
+                check.schedule,
+                str(check.num_ranks),
+                "equal" if check.passed else f"{len(check.differing)} tensors differ",
+            )
+            for check in self.numerics
+        ]
+
+    def _times(self) -> tuple[Sequence[str], list[tuple[str, ...]]]:
+        heads = ("a stage of", "layers", "F (ms)", "B (ms)", "W (ms)", "fused (ms)", "(B + W) / fused", "TFLOP/s")
+        kinds = (OpKind.F, OpKind.B, OpKind.W, OpKind.BW)
+        rows: list[tuple[str, ...]] = []
+        for stage in self.stages:
+            times = (f"{stage.profile.time(kind):.3f}" for kind in kinds)
+            over = "" if stage.profile.price <= PRICE_LIMIT else f", over {PRICE_LIMIT}"
+            rows.append(
+                (
+                    stage.model.name,
+                    str(stage.model.layers_a_stage),
+                    *times,
+                    f"{stage.profile.price:.3f}{over}",
+                    f"{stage.tflops:.4g}",
+                )
+            )
+        return heads, rows
+
+    def _bubbles(self) -> tuple[Sequence[str], list[tuple[str, ...]]]:
+        heads = ("predicted bubble rate", "ranks", "microbatches", *SCHEDULES)
+        return heads, [
+            (
+                stage.model.name,
+                str(stage.model.pipeline_size),
+                str(stage.model.num_microbatches),
+                *(f"{100 * max(0.0, rate):.2f}%" for rate in stage.bubble_rates().values()),
+            )
+            for stage in self.stages
+        ]
+
+    def _memory(self) -> tuple[Sequence[str], list[tuple[str, ...]]]:
+        heads = ("activations (MiB)", "a microbatch", "by formula", "schedule", "peak", "simulated", "off by")
+        rows: list[tuple[str, ...]] = []
+        for stage in self.stages:
+            held = (_mib(stage.profile.memory[OpKind.F]), _mib(stage.expected_memory[0]))
+            for check in stage.memory:
+                off = f"{100 * (check.measured / check.simulated - 1):+.1f}%"
+                figures = (_mib(check.measured), _mib(check.simulated), off)
+                rows.append((stage.model.name, *held, check.schedule, *figures))
+        return heads, rows
+
+
+def _mib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**20:.4g}"

@@ -1,0 +1,114 @@
+"""The trainings that four ranks run: for each layout megatron-core's own schedule, and what must equal it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.zero_bubble.cli.check.corpus import VOCAB_SIZE
+from megatron.zero_bubble.cli.check.models import REPEATABLE_ATTENTION
+
+NUM_RANKS = 4
+REFERENCE = "megatron-core"
+_CHECKPOINT = "checkpoint"
+_MODEL = {
+    "paper": ("--hidden-size", "512", "--num-attention-heads", "8", "--seq-length", "256", "--micro-batch-size", "1"),
+    "tiny": ("--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "16", "--micro-batch-size", "1"),
+}
+_TRAINING = (
+    *("--num-layers", "8", "--global-batch-size", "8", "--bf16", "--lr", "1e-2", "--lr-decay-style", "constant"),
+    *("--train-iters", "6", "--log-interval", "1", "--tokenizer-type", "NullTokenizer"),
+    *("--vocab-size", str(VOCAB_SIZE), *REPEATABLE_ATTENTION),
+)
+_PP4 = ("--pipeline-model-parallel-size", "4")
+_PP2 = ("--pipeline-model-parallel-size", "2")
+_WITHOUT_ORDER = ("--clip-grad", "0", "--attention-dropout", "0", "--hidden-dropout", "0")
+"""In a V layers draw random numbers on other ranks, and their gradients' norm is summed in another order."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training."""
+
+    layout: str
+    name: str
+    flags: tuple[str, ...]
+    compares: str = "everything"
+    """With the layout's reference: everything that `--log-numerics` writes, the losses alone, or nothing."""
+
+    @property
+    def title(self) -> str:
+        return f"{self.layout}: {self.name}"
+
+    @property
+    def is_ours(self) -> bool:
+        return self.name not in (REFERENCE, _CHECKPOINT)
+
+
+def _layout(name: str, flags: Sequence[str], **ours: Sequence[str]) -> list[Cell]:
+    cells = [Cell(name, REFERENCE, tuple(flags))]
+    for schedule, more in ours.items():
+        cells.append(Cell(name, schedule.replace("_", "-"), (*flags, *more)))
+    return cells
+
+
+def _named(schedule: str, *more: str) -> tuple[str, ...]:
+    return ("--zero-bubble-schedule", schedule, *more)
+
+
+def cells(size: str, folder: Path) -> list[Cell]:
+    """All of them, in an order in which a cell follows those that it needs.
+
+    Args:
+        size: `paper` or `tiny`.
+        folder: for the checkpoint from which a V starts, and the corpus.
+    """
+    checkpoint = str(folder / "checkpoint")
+    load = (*_PP4, *_WITHOUT_ORDER, "--load", checkpoint, "--override-opt_param-scheduler")
+    found = [
+        *_layout(
+            "PP4",
+            _PP4,
+            zb_h1=_named("zb-h1"),
+            zb_2p=_named("zb-2p"),
+            auto=("--zero-bubble", "--zero-bubble-profile-iters", "2", "3"),
+            post_validation=_named("zb-2p", "--zero-bubble-post-validation"),
+        ),
+        *_layout(
+            "PP4, two chunks a rank",
+            (*_PP4, "--num-virtual-stages-per-pipeline-rank", "2"),
+            interleaved_zb=_named("interleaved-zb"),
+        ),
+        *_layout(
+            "PP2 x TP2", (*_PP2, "--tensor-model-parallel-size", "2", "--sequence-parallel"), zb_h1=_named("zb-h1")
+        ),
+        *_layout(
+            "PP2 x DP2, overlapped",
+            (*_PP2, "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
+            zb_h1=_named("zb-h1"),
+        ),
+        Cell(
+            "PP4 from a checkpoint",
+            _CHECKPOINT,
+            (*_PP4, *_WITHOUT_ORDER, "--save", checkpoint, "--exit-interval", "1"),
+            "nothing",
+        ),
+        Cell("PP4 from a checkpoint", REFERENCE, load),
+        Cell("PP4 from a checkpoint", "zb-v", (*load, *_named("zb-v")), "the losses"),
+    ]
+    data = ("--train-data-path", str(folder / "corpus"))
+    common = (*_MODEL[size], *_TRAINING, *data)
+    return [Cell(cell.layout, cell.name, (*common, *cell.flags), cell.compares) for cell in found]
+
+
+NAMES = tuple(dict.fromkeys(cell.name for cell in cells("tiny", Path()) if cell.is_ours))
+"""What `--cell` chooses from."""
+
+
+def chosen(everything: Sequence[Cell], names: Sequence[str]) -> list[Cell]:
+    """The cells of these names, all if there are none, and what their layouts compare them with."""
+    layouts = {cell.layout for cell in everything if cell.name in names}
+    return [
+        cell for cell in everything if not names or cell.name in names or (cell.layout in layouts and not cell.is_ours)
+    ]

@@ -1,0 +1,68 @@
+"""The models of which one stage is measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.zero_bubble.cli.trainings import complete_arguments
+from megatron.zero_bubble.training.arguments import Arguments
+
+PROG = "zero-bubble check"
+REPEATABLE_ATTENTION = ("--attention-backend", "local")
+"""The backward of torch's fused attention adds up in any order; numbers are compared bit for bit."""
+_ANY_TRAINING = (
+    *("--train-iters", "1", "--lr", "1e-4", "--mock-data", "--bf16", "--untie-embeddings-and-output-weights"),
+    *("--attention-dropout", "0", "--hidden-dropout", "0"),
+    *REPEATABLE_ATTENTION,
+)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A GPT, cut into equal stages."""
+
+    name: str
+    layers_a_stage: int
+    hidden_size: int
+    num_attention_heads: int
+    seq_length: int
+    micro_batch_size: int
+    pipeline_size: int
+    vocab_size: int = 50257
+
+    @property
+    def num_microbatches(self) -> int:
+        """The fewest that the paper runs."""
+        return 3 * self.pipeline_size
+
+    def arguments(self, num_stages: int) -> Arguments:
+        """As training has them for `num_stages` stages of this size."""
+        sizes = {
+            "num-layers": self.layers_a_stage * num_stages,
+            "hidden-size": self.hidden_size,
+            "num-attention-heads": self.num_attention_heads,
+            "seq-length": self.seq_length,
+            "micro-batch-size": self.micro_batch_size,
+            "vocab-size": self.vocab_size,
+            "pipeline-model-parallel-size": num_stages,
+        }
+        flags = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
+        return complete_arguments([*flags, *_ANY_TRAINING], num_stages, PROG, has_cuda=False)
+
+
+SIZES = {
+    "paper": (
+        Model("1.5B", 3, 2304, 24, 1024, 6, 8),
+        Model("6.2B", 4, 4096, 32, 1024, 3, 8),
+        Model("14.6B", 3, 5120, 40, 1024, 1, 16),
+        Model("28.3B", 2, 6144, 48, 1024, 1, 32),
+    ),
+    "tiny": (Model("tiny", 1, 64, 4, 32, 2, 4, vocab_size=120),),
+}
+"""Those of the zero-bubble paper (Qi et al. 2024), stages from the middle; and one for trying things out."""
+
+NUMERICS = {
+    "paper": Model("numerics", 2, 512, 8, 256, 2, 4, vocab_size=1000),
+    "tiny": Model("numerics", 2, 32, 4, 16, 2, 4, vocab_size=120),
+}
+"""What is trained by every schedule and by megatron-core: small, for all stages share the device."""

@@ -1,0 +1,84 @@
+"""One rank of the trainings that zero-bubble check starts: it runs them one after the other.
+
+    python -m megatron.zero_bubble.cli.check.rank PLAN.json
+
+with RANK, WORLD_SIZE and LOCAL_RANK in the environment. Rank 0 writes down when each training begins and ends.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.zero_bubble.job.start_up import quiet_start_up, run_program
+from megatron.zero_bubble.mcore.cpu import substitute_cuda
+from megatron.zero_bubble.runtime.processes import end_with_parent
+
+BEGINS, ENDS = "begins", "ends"
+
+
+def run_plan(plan: dict[str, Any], folder: Path) -> None:
+    rank = int(os.environ["RANK"])
+    if plan["over_host"]:
+        from megatron.zero_bubble.cli.check.host_collectives import stage_collectives
+
+        stage_collectives("cuda" if torch.cuda.is_available() else "cpu")
+    for number, (title, flags) in enumerate(plan["trainings"].items()):
+        _note(folder, rank, BEGINS, title)
+        # Each training in process groups of its own: those of all together would have a thousand threads.
+        store = dist.FileStore(str(folder / f"store{number}"), int(os.environ["WORLD_SIZE"]))
+        timeout = timedelta(seconds=plan["limit"])
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group(
+            plan["backend"], store=store, rank=rank, world_size=int(os.environ["WORLD_SIZE"]), timeout=timeout
+        )
+        _meet() if flags is None else _train(flags)
+        gc.collect()  # the model holds some of the groups, and has cycles
+        dist.destroy_process_group()
+        _note(folder, rank, ENDS, title)
+
+
+def _meet() -> None:
+    """The least that the backend must be able to do."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    number = torch.ones(1, device=device)
+    dist.all_reduce(number)
+    assert number.item() == dist.get_world_size(), "an all-reduce gives a wrong sum"
+
+
+def _train(flags: Sequence[str]) -> None:
+    from megatron.zero_bubble.training.arguments import parse_arguments
+    from megatron.zero_bubble.training.checks import complete_and_check
+    from megatron.zero_bubble.training.pretrain import pretrain
+
+    args = parse_arguments(flags)
+    complete_and_check(args, os.environ, torch.cuda.is_available())
+    pretrain(args)
+
+
+def _note(folder: Path, rank: int, what: str, title: str) -> None:
+    if rank == 0:
+        with open(folder / "progress.jsonl", "a") as file:
+            file.write(json.dumps([what, title, time.time()]) + "\n")
+
+
+def main(plan: Path) -> None:
+    end_with_parent()
+    quiet_start_up()
+    substitute_cuda()
+    run_plan(json.loads(plan.read_text()), plan.parent)
+
+
+if __name__ == "__main__":
+    sys.exit(run_program("gpu_check.py", lambda: main(Path(sys.argv[1]))))

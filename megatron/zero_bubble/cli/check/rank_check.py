@@ -1,0 +1,160 @@
+"""Several ranks on one device, against megatron-core's own schedule on the same layout, byte for byte."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.zero_bubble.cli.check.corpus import write_corpus
+from megatron.zero_bubble.cli.check.matrix import NUM_RANKS, REFERENCE, Cell
+from megatron.zero_bubble.cli.check.rank_jobs import Backend, Ended, Limits, RankStart
+from megatron.zero_bubble.cli.tables import table
+
+_PROBE = "an all-reduce"
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """What became of one training over one backend."""
+
+    layout: str
+    cell: str
+    backend: str
+    verdict: str
+    """`reference`, `made`, `equal`, `differs`, `failed`, or `no reference`."""
+    detail: str
+    seconds: float
+    log: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return self.verdict in ("reference", "made", "equal")
+
+
+@dataclass(frozen=True)
+class RankFindings:
+    """The matrix, over every backend there is."""
+
+    results: Sequence[CellResult]
+    refused: Mapping[str, Ended]
+    """Backends that cannot connect the ranks, and how they tried."""
+
+    @property
+    def passed(self) -> bool:
+        return all(result.passed for result in self.results)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "refused": {backend: asdict(ended) for backend, ended in self.refused.items()},
+            "trainings": [{**asdict(result), "passed": result.passed} for result in self.results],
+        }
+
+    def as_text(self, *, markdown: bool) -> str:
+        """One line a training, one column a backend; below, why those failed that did."""
+        backends = list(dict.fromkeys(result.backend for result in self.results))
+        rows: dict[tuple[str, str], dict[str, str]] = {}
+        for result in self.results:
+            verdict = result.verdict if result.passed else result.verdict.upper()
+            rows.setdefault((result.cell, result.layout), {})[result.backend] = verdict
+        heads = (f"{NUM_RANKS} ranks, losses, norms and parameters", "layout", *backends)
+        parts = [table(heads, [(*key, *row.values()) for key, row in rows.items()], markdown=markdown)]
+        parts += [f"{backend} cannot connect the ranks: {ended.error}\n" for backend, ended in self.refused.items()]
+        parts += [
+            f"{result.backend}, {result.layout}, {result.cell}: {result.verdict}: {result.detail}\n"
+            for result in self.results
+            if not result.passed
+        ]
+        return "\n".join(parts)
+
+
+@dataclass(frozen=True)
+class RankCheck:
+    """Runs trainings on ranks that all use the first device, or one each where there are as many.
+
+    Args:
+        paths: where the ranks find modules.
+        folder: for what the ranks write; empty.
+        say: is told what is being run.
+    """
+
+    has_cuda: bool
+    paths: Sequence[Path]
+    folder: Path
+    limits: Limits
+    say: Callable[[str], None]
+
+    def run(self, everything: Sequence[Cell]) -> RankFindings:
+        write_corpus(self.folder / "corpus")
+        backends, refused = self._backends()
+        results: list[CellResult] = []
+        for backend in backends:
+            results += self._run_over(backend, everything)
+        return RankFindings(results, refused)
+
+    def _backends(self) -> tuple[list[Backend], dict[str, Ended]]:
+        if not self.has_cuda:
+            return [Backend("gloo", False), Backend("host", False)], {}
+        nccl = Backend("nccl", True)
+        self.say(f"{NUM_RANKS} ranks over NCCL: {_PROBE}")
+        [probe] = self._start({_PROBE: None}, nccl).values()
+        refused = {"nccl": probe} if probe.error is not None else {}
+        names = ("host",) if refused else ("nccl", "host")
+        return [Backend(name, True, one_queue) for name in names for one_queue in (False, True)], refused
+
+    def _start(self, trainings: Mapping[str, Sequence[str] | None], backend: Backend) -> dict[str, Ended]:
+        return RankStart(backend, NUM_RANKS, self.paths, self.folder, self.limits).run(trainings)
+
+    def _run_over(self, backend: Backend, everything: Sequence[Cell]) -> list[CellResult]:
+        self.say(f"{NUM_RANKS} ranks over {backend.title}: {len(everything)} trainings")
+        trainings = {}
+        for cell in everything:
+            more = ["--log-numerics", str(self._numerics(cell, backend))]
+            if cell.is_ours:
+                # Well before the limit, so that the log says where each rank is.
+                more += [*backend.flags, "--zero-bubble-timeout", f"{0.8 * self.limits.training:g}"]
+            trainings[cell.title] = [*cell.flags, *more]
+        ended = self._start(trainings, backend)
+        return [self._judge(cell, backend, ended[cell.title]) for cell in everything]
+
+    def _numerics(self, cell: Cell, backend: Backend) -> Path:
+        return self.folder / f"{backend.title}, {cell.title}.jsonl"
+
+    def _judge(self, cell: Cell, backend: Backend, ended: Ended) -> CellResult:
+        def result(verdict: str, detail: str = "", log: str = "") -> CellResult:
+            return CellResult(cell.layout, cell.name, backend.title, verdict, detail, ended.seconds, log)
+
+        if ended.error is not None:
+            self._numerics(cell, backend).unlink(missing_ok=True)
+            return result("failed", ended.error, ended.log)
+        if cell.compares == "nothing":
+            return result("made")
+        # One queue must not change megatron-core's own numbers either.
+        if cell.name == REFERENCE and not backend.one_queue:
+            return result("reference")
+        reference = self._numerics(Cell(cell.layout, REFERENCE, ()), Backend(backend.name, backend.has_cuda))
+        if not reference.exists():
+            return result("no reference", "megatron-core's own training failed")
+        difference = find_difference(reference, self._numerics(cell, backend), cell.compares == "the losses")
+        return result("equal") if difference is None else result("differs", difference)
+
+
+def find_difference(expected: Path, found: Path, losses_only: bool) -> str | None:
+    """The first difference of two files that `--log-numerics` wrote; None if they are the same."""
+    if not losses_only and expected.read_bytes() == found.read_bytes():
+        return None
+    ours, theirs = _lines(found), _lines(expected)
+    if len(ours) != len(theirs):
+        return f"{len(ours)} iterations, megatron-core's own training has {len(theirs)}"
+    for our, their in zip(ours, theirs, strict=True):
+        names = ("iteration", "lm_loss") if losses_only else tuple(their)
+        different = [name for name in names if our.get(name) != their[name]]
+        if different:
+            return f"from iteration {their['iteration']}: {', '.join(different)}"
+    return None if losses_only else "in bytes that mean the same"
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]

@@ -1,0 +1,198 @@
+"""Starts ranks that run one training after the other, each within a time limit, and new ranks after a failure."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.zero_bubble.cli.check.rank import BEGINS
+from megatron.zero_bubble.cli.failure import failure_reason
+
+_SECONDS_FOR_THE_OTHERS = 5.0
+"""That ranks have to end by themselves once one of them has: what they say may be the reason."""
+_LOG_SIZE = 4000
+"""Characters of each rank's log that a failure keeps."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """How ranks talk to each other."""
+
+    name: str
+    """`nccl`, `gloo`, or `host`: everything through host memory and gloo."""
+    has_cuda: bool
+    one_queue: bool = False
+    """With CUDA_DEVICE_MAX_CONNECTIONS=1."""
+
+    @property
+    def title(self) -> str:
+        return f"{self.name}, one queue" if self.one_queue else self.name
+
+    @property
+    def torch_backend(self) -> str:
+        return "gloo" if self.name == "host" else self.name
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Of a schedule of ours."""
+        return ("--zero-bubble-communicator", "host") if self.name == "host" else ()
+
+    def environment(self) -> dict[str, str]:
+        """What the ranks need; a variable that is set already is left as it is, but for the number of queues."""
+        environment = {"OMP_NUM_THREADS": "1"}
+        if sys.platform == "linux" and any(name == "lo" for _, name in socket.if_nameindex()):
+            # One machine, perhaps without a network.
+            environment |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+        if self.name == "nccl":
+            environment |= {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "2", "NCCL_NVLS_ENABLE": "0"}
+        environment |= os.environ
+        if self.one_queue:
+            environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+        return environment
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a training ended."""
+
+    seconds: float
+    error: str | None = None
+    log: str = ""
+    """The end of what the ranks printed, of a training that failed."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds."""
+
+    training: float
+    start_up: float = 300.0
+    """Of the ranks: four imports of torch and megatron-core."""
+
+
+@dataclass(frozen=True)
+class RankStart:
+    """How ranks are started on this machine."""
+
+    backend: Backend
+    num_ranks: int
+    paths: Sequence[Path]
+    """Where the ranks find modules."""
+    folder: Path
+    """Where the ranks write."""
+    limits: Limits
+    module: str = "megatron.zero_bubble.cli.check.rank"
+    """What every rank runs."""
+
+    def run(self, trainings: Mapping[str, Sequence[str] | None]) -> dict[str, Ended]:
+        """Run all trainings, whichever fails; each is given by its flags, or by None for a single all-reduce."""
+        results: dict[str, Ended] = {}
+        while rest := {title: flags for title, flags in trainings.items() if title not in results}:
+            results |= _Attempt(self, rest).run()
+        return results
+
+
+class _Attempt:
+    """One start of the ranks, which lasts until the first training fails."""
+
+    def __init__(self, start: RankStart, trainings: Mapping[str, Sequence[str] | None]) -> None:
+        self._start, self._titles = start, list(trainings)
+        self._folder = start.folder / f"job {time.monotonic_ns()}"
+        self._folder.mkdir()
+        plan = {
+            "backend": start.backend.torch_backend,
+            "over_host": start.backend.name == "host",
+            "limit": start.limits.training,
+            "trainings": trainings,
+        }
+        (self._folder / "plan.json").write_text(json.dumps(plan))
+        paths = [*map(str, start.paths), os.environ.get("PYTHONPATH", "")]
+        self._environment = start.backend.environment() | {
+            "PYTHONPATH": os.pathsep.join(paths).rstrip(os.pathsep),
+            "WORLD_SIZE": str(start.num_ranks),
+        }
+
+    def run(self) -> dict[str, Ended]:
+        """How the trainings ended up to the first that failed."""
+        ranks = [self._start_rank(rank) for rank in range(self._start.num_ranks)]
+        try:
+            error, status = self._wait(ranks)
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+        return self._results(error, status)
+
+    def _start_rank(self, rank: int) -> subprocess.Popen[bytes]:
+        local_rank = rank if _num_devices() >= self._start.num_ranks else 0
+        environment = self._environment | {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+        command = [sys.executable, "-m", self._start.module, str(self._folder / "plan.json")]
+        with open(self._log(rank), "w") as log:
+            return subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+            )
+
+    def _wait(self, ranks: Sequence[subprocess.Popen[bytes]]) -> tuple[str | None, int]:
+        """Until all ranks have ended well, one has failed, or a training has taken too long: why, and the status."""
+        begun, since = 0, time.monotonic()
+        while True:
+            statuses = [rank.poll() for rank in ranks]
+            if any(statuses):
+                _wait_a_little(ranks)
+                return None, next(status for status in statuses if status)
+            if all(status == 0 for status in statuses):
+                return None, 0
+            if begun != len(progress := self._progress()):
+                begun, since = len(progress), time.monotonic()
+            limit = self._start.limits.training if begun else self._start.limits.start_up
+            if time.monotonic() - since > limit:
+                return f"not done after {limit:g} s", -1
+            time.sleep(0.05)
+
+    def _results(self, error: str | None, status: int) -> dict[str, Ended]:
+        results = {}
+        began = 0.0
+        for what, title, at in self._progress():
+            if what == BEGINS:
+                began = at
+            else:
+                results[title] = Ended(at - began)
+        failed = [title for title in self._titles if title not in results]
+        if failed and (error or status):
+            logs = [self._log(rank).read_text(errors="replace") for rank in range(self._start.num_ranks)]
+            said = failure_reason("\n".join(logs))
+            reason = "; ".join(filter(None, (error, said))) or f"a rank ended with status {status}"
+            excerpts = "".join(f"rank {rank}:\n{log[-_LOG_SIZE:]}\n" for rank, log in enumerate(logs))
+            ended = Ended(time.time() - began if began else 0.0, reason, excerpts)
+            # Ranks that never came to their first training will not the next time either.
+            results |= dict.fromkeys(failed if not began else failed[:1], ended)
+        return results
+
+    def _progress(self) -> list[Any]:
+        path = self._folder / "progress.jsonl"
+        if not path.exists():
+            return []
+        return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+    def _log(self, rank: int) -> Path:
+        return self._folder / f"rank{rank}.log"
+
+
+def _wait_a_little(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    deadline = time.monotonic() + _SECONDS_FOR_THE_OTHERS
+    while time.monotonic() < deadline and any(rank.poll() is None for rank in ranks):
+        time.sleep(0.05)
+
+
+def _num_devices() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0

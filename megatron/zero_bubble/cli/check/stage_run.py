@@ -1,0 +1,173 @@
+"""One stage from the middle of a pipeline, run by the executor as in training; its neighbours are made up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from statistics import median
+from typing import Any
+
+import torch
+from megatron.core.utils import get_model_config
+
+from megatron.zero_bubble.cli.check.models import Model
+from megatron.zero_bubble.cli.one_process import one_process, rank_model
+from megatron.zero_bubble.mcore.forward_backward import MegatronStage
+from megatron.zero_bubble.runtime.communicator import PendingReceive, PendingSend, TensorSpec
+from megatron.zero_bubble.runtime.executor import Executor
+from megatron.zero_bubble.runtime.profiler import Profiler, memory_meter
+from megatron.zero_bubble.runtime.recorder import MeasuredOp, OpRecorder, device_clock
+from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
+from megatron.zero_bubble.schedule import OpKind, Placement, Schedule, StageCosts, generate, lower, simulate
+from megatron.zero_bubble.training.forward_step import make_forward_step
+from megatron.zero_bubble.training.pretrain import make_data_config
+
+NUM_RANKS, RANK, NUM_MICROBATCHES = 4, 1, 8
+_SCALE = 0.1
+
+
+class _Sent:
+    """Nobody receives; the message is dropped at once."""
+
+    def is_done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return
+
+
+@dataclass(frozen=True)
+class _Received:
+    message: torch.Tensor
+
+    def wait(self) -> torch.Tensor:
+        return self.message
+
+
+class _MadeUpNeighbours:
+    """A communicator whose messages are random, and there at once."""
+
+    def send(self, tensor: torch.Tensor, destination: int) -> PendingSend:
+        return _Sent()
+
+    def receive(self, source: int, spec: TensorSpec) -> PendingReceive:
+        return _Received(spec.empty().normal_(std=_SCALE))
+
+
+@dataclass(frozen=True)
+class StageProfile:
+    """Times in milliseconds, one a microbatch; memory in bytes, of one microbatch."""
+
+    times: Mapping[OpKind, Sequence[float]]
+    """Of F, B and W of the split model, and of the whole model's fused backward, BW."""
+    memory: Mapping[OpKind, float]
+
+    def time(self, kind: OpKind) -> float:
+        return median(self.times[kind])
+
+    @property
+    def price(self) -> float:
+        """B + W over the fused backward."""
+        return (self.time(OpKind.B) + self.time(OpKind.W)) / self.time(OpKind.BW)
+
+    def costs(self, num_stages: int, message_ms: float) -> StageCosts:
+        """Of a pipeline of such stages."""
+        f, b, w = OpKind.F, OpKind.B, OpKind.W
+        return StageCosts.uniform(
+            num_stages,
+            time_f=self.time(f),
+            time_b=self.time(b),
+            time_w=self.time(w),
+            time_comm=message_ms,
+            memory_f=self.memory[f],
+            memory_b=self.memory[b],
+            memory_w=self.memory[w],
+        )
+
+
+@dataclass(frozen=True)
+class MemoryCheck:
+    """Peak of the activations in bytes: what the device gave out, and what the simulation has."""
+
+    schedule: str
+    measured: float
+    simulated: float
+    tolerance: float = 0.05
+
+    @property
+    def passed(self) -> bool:
+        return abs(self.measured / self.simulated - 1) <= self.tolerance
+
+
+class MiddleStage:
+    """The stage, once with B and W split and once as megatron-core has it."""
+
+    def __init__(self, model: Model, device: torch.device) -> None:
+        self._args = model.arguments(NUM_RANKS)
+        self._device = device
+        self._placement = Placement("linear", NUM_RANKS)
+        self._store = WeightGradStore()
+        self._split = rank_model(self._args, self._placement, RANK, self._store)
+        self._whole = rank_model(self._args, self._placement, RANK, None)
+
+    def profile(self, rounds: int) -> StageProfile:
+        """The split and the whole model in turn, after a round that is not counted."""
+        split, whole = (lower(generate(name, NUM_RANKS, NUM_MICROBATCHES)) for name in ("zb-h1", "1f1b"))
+        times: dict[OpKind, list[float]] = {}
+        for number in range(1 + rounds):
+            ops = self._run(split, self._split) + [
+                one for one in self._run(whole, self._whole) if one.op.kind is OpKind.BW
+            ]
+            for one in ops if number else ():
+                times.setdefault(one.op.kind, []).append(1e3 * (one.end - one.start))
+        profiler = Profiler(self._placement, RANK)
+        profiler.add(self._run(split, self._split, with_memory=True))
+        [costs] = profiler.costs()
+        return StageProfile(times, costs.memory)
+
+    def check_memory(self, name: str, profile: StageProfile) -> MemoryCheck:
+        """The peak of one step under the schedule `name`."""
+        costs = profile.costs(NUM_RANKS, 0.0)
+        schedule = generate(name, NUM_RANKS, NUM_MICROBATCHES, costs=costs)
+        simulated = simulate(schedule, costs).peak_memory[RANK]
+        return MemoryCheck(name, self._peak(lower(schedule)), float(simulated))
+
+    def _peak(self, schedule: Schedule) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            self._run(schedule, self._split)
+            return torch.cuda.max_memory_allocated() - before
+        # What a CPU gives out cannot be asked for: what the operations hold is added up.
+        ops = self._run(schedule, self._split, with_memory=True)
+        return float(max(accumulate(one.held or 0 for one in ops)))
+
+    def _run(self, schedule: Schedule, chunks: list[Any], *, with_memory: bool = False) -> list[MeasuredOp]:
+        """One step; `with_memory`, its times mean nothing."""
+        config = get_model_config(chunks[0])
+        args = self._args
+        stage = MegatronStage(
+            forward_step_func=make_forward_step(make_data_config(args)),
+            data_iterators=[None],
+            model_chunks=chunks,
+            placement=self._placement,
+            rank=RANK,
+            num_microbatches=NUM_MICROBATCHES,
+            output_shape=(args.seq_length, args.micro_batch_size, config.hidden_size),
+            cp_group_size=1,
+            device=self._device,
+        )
+        meter = memory_meter(self._device, self._store) if with_memory else None
+        recorder = OpRecorder(device_clock(self._device), meter)
+        Executor(schedule, RANK, _MadeUpNeighbours(), self._store).run(stage, recorder)
+        stage.finish()
+        return recorder.take()
+
+
+@contextmanager
+def middle_stage(model: Model, device: torch.device) -> Iterator[MiddleStage]:
+    with one_process(model.arguments(NUM_RANKS)):
+        yield MiddleStage(model, device)

@@ -1,0 +1,142 @@
+"""Does all of it hold on a GPU? One CUDA device is enough: numerics, the price of the split, times, memory, messages.
+
+    zero-bubble check
+    zero-bubble check --megatron-core megatron_core-0.16.1-cp312-*.whl --model 1.5B --output h200.json
+    zero-bubble check --device cpu --size tiny
+
+It runs from a clone with what is installed, without a network. Numerics: every rank of a pipeline is a thread of this
+process, with messages in memory; the losses and the gradients of a step in bf16 must be, bit for bit, those of
+megatron-core's own schedule on the whole model. Stages: one from the middle of each of the zero-bubble paper's models,
+with B and W split and as megatron-core has it, in turn; the executor runs it as in training, its neighbours' messages
+are random. From the times follow the schedules' bubble rates for the paper's pipelines, with messages at
+--interconnect-bandwidth; the allocator's peak over a step is compared with the simulation's. Ranks: four processes
+share the device and train, over NCCL where it allows that, and over gloo through host memory, with the device's
+hardware queues and with one of them; what --log-numerics writes must be that of megatron-core's own schedule, byte for
+byte.
+
+It ends with tables, and with a file that has everything in it, to send in. Numerics that differ, a training that
+fails or takes too long, B + W above 1.03 times the fused backward, memory that is off by more than 5%, and a model
+whose stage the device has no room for end with status 1; a mistake, or no CUDA device, with one line and status 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron.zero_bubble.cli.check.arguments import PARTS, parse_arguments
+from megatron.zero_bubble.cli.check.matrix import cells, chosen
+from megatron.zero_bubble.cli.check.megatron_core import provide_megatron_core
+from megatron.zero_bubble.cli.check.models import NUMERICS, PROG, SIZES, Model
+from megatron.zero_bubble.cli.output import deliver
+from megatron.zero_bubble.mcore.cpu import substitute_cuda
+from megatron.zero_bubble.schedule.errors import one_line
+
+if TYPE_CHECKING:
+    from megatron.zero_bubble.cli.check.findings import Findings, StageCheck
+
+ROOT = Path(__file__).resolve().parents[3]
+"""The folder that holds `megatron/zero_bubble`: a clone, or site-packages."""
+MEMORY_SCHEDULES = ("1f1b", "zb-h1", "zb-2p")
+
+
+def check(arguments: argparse.Namespace, paths: list[Path], scratch: Path) -> Findings:
+    """Every part that is asked for; one that fails does not keep the others from being run."""
+    # Only now: megatron-core looks for a device as it is imported.
+    from megatron.zero_bubble.cli.check.findings import Findings
+    from megatron.zero_bubble.cli.check.machine import describe_machine
+    from megatron.zero_bubble.cli.check.one_process_numerics import check_numerics
+    from megatron.zero_bubble.cli.check.rank_check import RankCheck
+    from megatron.zero_bubble.cli.check.rank_jobs import Limits
+
+    device = torch.device(arguments.device)
+    found: dict[str, Any] = {"stages": [], "without_room": {}}
+    errors: dict[str, str] = {}
+
+    def numerics() -> None:
+        _say("numerics")
+        found["numerics"] = check_numerics(NUMERICS[arguments.size], device)
+
+    def stages() -> None:
+        for model in SIZES[arguments.size]:
+            if arguments.model in (None, model.name):
+                _check_stage(model, arguments, device, found)
+
+    def ranks() -> None:
+        limits = Limits(training=arguments.time_limit)
+        rank_check = RankCheck(device.type == "cuda", [ROOT, *paths], scratch, limits, _say)
+        found["ranks"] = rank_check.run(chosen(cells(arguments.size, scratch), arguments.cell or ()))
+
+    parts: tuple[Callable[[], None], ...] = (numerics, stages, ranks)
+    for name, part in zip(PARTS, parts, strict=True):
+        if name in (arguments.only or PARTS):
+            try:
+                part()
+            except Exception as error:
+                traceback.print_exc()
+                errors[name] = f"{type(error).__name__}: {one_line(error)}"
+    return Findings(describe_machine(ROOT), errors=errors, **found)
+
+
+def _check_stage(model: Model, arguments: argparse.Namespace, device: torch.device, found: dict[str, Any]) -> None:
+    _say(f"a stage of {model.name}, {arguments.rounds} rounds")
+    try:
+        found["stages"].append(_measure_stage(model, arguments, device))
+    except torch.OutOfMemoryError as error:
+        found["without_room"][model.name] = one_line(error)
+    # The stage is in reference cycles, and the next one needs its memory.
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def _measure_stage(model: Model, arguments: argparse.Namespace, device: torch.device) -> StageCheck:
+    from megatron.zero_bubble.cli.check.findings import StageCheck
+    from megatron.zero_bubble.cli.check.stage_run import middle_stage
+
+    with middle_stage(model, device) as stage:
+        profile = stage.profile(arguments.rounds)
+        memory = [stage.check_memory(name, profile) for name in MEMORY_SCHEDULES]
+    return StageCheck(model, profile, memory, _message_ms(model, arguments.interconnect_bandwidth))
+
+
+def _message_ms(model: Model, gigabytes_a_second: float) -> float:
+    """In bf16."""
+    return 2 * model.seq_length * model.micro_batch_size * model.hidden_size / gigabytes_a_second / 1e6
+
+
+def _say(what: str) -> None:
+    print(what, file=sys.stderr)
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parse_arguments(argv, __doc__)
+    warnings.filterwarnings("ignore", category=UserWarning)  # megatron-core's, about what is not installed
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
+        try:
+            paths = provide_megatron_core(arguments.megatron_core, Path(folder))
+            substitution = substitute_cuda()
+            try:
+                findings = check(arguments, paths, Path(folder))
+            finally:
+                substitution.restore()
+            deliver(json.dumps(findings.as_json(), indent=1) + "\n", arguments.output)
+            deliver(findings.as_text(markdown=arguments.markdown), None)
+        except ModuleNotFoundError as error:
+            print(f"{PROG}: error: {error}: it is needed here, and megatron-core does not bring it", file=sys.stderr)
+            return 2
+        except (OSError, ValueError) as error:
+            print(f"{PROG}: error: {one_line(error)}", file=sys.stderr)
+            return 2
+    print(f"everything that was found, to send in: {arguments.output.resolve()}")
+    return 0 if findings.passed else 1

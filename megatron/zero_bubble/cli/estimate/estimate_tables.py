@@ -1,0 +1,112 @@
+"""What zero-bubble estimate prints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.zero_bubble.cli.estimate.cluster import rank_parameters
+from megatron.zero_bubble.cli.estimate.notes import notes
+from megatron.zero_bubble.cli.estimate.schedule_estimate import Estimate, Job, model_flops
+from megatron.zero_bubble.cli.tables import table
+from megatron.zero_bubble.schedule import Placement
+from megatron.zero_bubble.training.flops import flops_per_iteration
+
+Refusals = dict[str, str]
+"""Schedules that are not possible, and why."""
+
+
+def as_json(job: Job, found: list[Estimate], refused: Refusals) -> dict[str, Any]:
+    args, states = job.args, job.states
+    assert args.global_batch_size is not None
+    baseline = _baseline(found)
+    flops = model_flops(job)
+    return {
+        "parameters_per_rank": [sum(held) for held in _parameters(job)],
+        "bytes_a_parameter": states.bytes_a_parameter(job.replicas),
+        "zero_stage": states.zero_stage,
+        "num_microbatches": job.num_microbatches,
+        "flops_per_iteration": flops_per_iteration(args, args.global_batch_size),
+        "flops_of_a_microbatch": {"f": flops.f, "b": flops.b, "w": flops.w},
+        "device_memory_bytes": job.cluster.memory,
+        "schedules": [one.as_json(baseline) for one in found],
+        "refused": refused,
+        "notes": notes(job, found),
+    }
+
+
+def as_text(job: Job, found: list[Estimate], refused: Refusals, *, per_rank: bool, markdown: bool) -> str:
+    parts = [_head(job), _schedules(found, markdown=markdown)]
+    if per_rank:
+        parts.append(_ranks(found, markdown=markdown))
+    parts += [f"{note}\n" for note in notes(job, found)]
+    parts += [f"{name}: {reason}\n" for name, reason in refused.items()]
+    return "\n".join(parts)
+
+
+def _parameters(job: Job) -> list[Any]:
+    return rank_parameters(job.args, Placement("linear", job.args.pipeline_model_parallel_size))
+
+
+def _baseline(found: list[Estimate]) -> Estimate | None:
+    return next((one for one in found if one.timeline.schedule.name == "1f1b"), None)
+
+
+def _head(job: Job) -> str:
+    args, cluster, states = job.args, job.cluster, job.states
+    assert args.global_batch_size is not None
+    counts = [sum(held) for held in _parameters(job)]
+    flops = model_flops(job)
+    costs = "measured: a profile" if job.profile is not None else f"{cluster.flops / 1e12:.4g} TFLOP/s in layers"
+    waiting = "steps first, validates after" if args.zero_bubble_post_validation else "waits for all ranks"
+    optimizer = {"adam": "Adam", "sgd": "SGD"}[args.optimizer]
+    lines = [
+        f"parameters of a rank: {min(counts) / 1e6:.1f} to {max(counts) / 1e6:.1f} million, "
+        f"{sum(counts) * args.tensor_model_parallel_size / 1e9:.3f} billion in all (tied copies counted)",
+        f"bytes a parameter: {states.parameter} + {states.gradient} for its gradient + {states.optimizer} for "
+        f"{optimizer}; ZeRO stage {states.zero_stage} over {job.replicas} data- and context-parallel ranks leaves "
+        f"{states.bytes_a_parameter(job.replicas):.4g}",
+        f"operations of an iteration: {flops_per_iteration(args, args.global_batch_size):.4g}; of a microbatch on a "
+        f"tensor-parallel rank F : B : W = 1 : {flops.b / flops.f:.3f} : {flops.w / flops.f:.3f}",
+        f"costs: {costs}; {job.num_microbatches} microbatches; the optimizer {waiting}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _schedules(found: list[Estimate], *, markdown: bool) -> str:
+    heads = (
+        *("schedule", "chunks", "states (GiB)", "activations", "in all", "fits", "bubble", "iteration (ms)"),
+        *("tokens/s/GPU", "TFLOP/s/GPU", "to 1F1B"),
+    )
+    baseline = _baseline(found)
+    rows = []
+    for one in found:
+        fullest = one.total_bytes.index(max(one.total_bytes))
+        rows.append(
+            (
+                one.timeline.schedule.name,
+                str(one.timeline.schedule.num_chunks),
+                _gib(one.state_bytes[fullest]),
+                _gib(one.activation_bytes[fullest]),
+                _gib(one.total_bytes[fullest]),
+                "yes" if one.fits else "no",
+                f"{100 * max(0.0, one.timeline.bubble_rate):.2f}%",
+                f"{one.iteration_ms:.1f}",
+                f"{one.tokens_per_second:.0f}",
+                f"{one.tflops:.4g}",
+                "" if baseline is None else f"{baseline.iteration_ms / one.iteration_ms:.3f}",
+            )
+        )
+    return table(heads, rows, markdown=markdown)
+
+
+def _ranks(found: list[Estimate], *, markdown: bool) -> str:
+    rows = [
+        (f"{one.timeline.schedule.name}, rank {rank}", *map(_gib, figures))
+        for one in found
+        for rank, figures in enumerate(zip(one.state_bytes, one.activation_bytes, one.total_bytes, strict=True))
+    ]
+    return table(("schedule", "states (GiB)", "activations", "in all"), rows, markdown=markdown)
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.2f}"

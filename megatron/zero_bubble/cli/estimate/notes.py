@@ -1,0 +1,50 @@
+"""What has to be known beside the figures of zero-bubble estimate, a line each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from megatron.zero_bubble.cli.estimate.schedule_estimate import Estimate, Job
+from megatron.zero_bubble.job.plans import limit_flag
+from megatron.zero_bubble.job.profiling import memory_limit
+from megatron.zero_bubble.runtime.planning import MemoryLimit
+
+_WHAT_IS_LEFT = "nine tenths of what the fullest rank has left"
+
+
+def notes(job: Job, found: Sequence[Estimate]) -> list[str]:
+    return [*_limits(job, found), *_post_validation(job, found), *_implementation(job)]
+
+
+def _limits(job: Job, found: Sequence[Estimate]) -> Iterator[str]:
+    for one in found:
+        if one.limit is not None:
+            planned = f"{one.timeline.schedule.name}: planned for {one.limit / 2**30:.2f} GiB of activations"
+            yield f"{planned}, {_source(job)}"
+
+
+def _source(job: Job) -> str:
+    args, limit = job.args, memory_limit(job.args)
+    if limit is None:
+        return f"{_WHAT_IS_LEFT}: trained so by --zero-bubble --zero-bubble-memory-limit auto"
+    if limit == MemoryLimit():
+        return f"{_WHAT_IS_LEFT}: {limit_flag(args)}"
+    if args.zero_bubble_memory_limit is None and args.zero_bubble_max_pending_backward is None:
+        return f"1F1B's peak: {limit_flag(args)}; auto instead of 1 would take {_WHAT_IS_LEFT}"
+    return f"as the flags say: {limit_flag(args)}"
+
+
+def _post_validation(job: Job, found: Sequence[Estimate]) -> Iterator[str]:
+    if not job.args.zero_bubble_post_validation:
+        return
+    reasons = (job.awaited(one.timeline.schedule.placement) for one in found)
+    for reason in {reason: None for reason in reasons if reason is not None}:
+        yield f"--zero-bubble-post-validation gains nothing, except in a V: {reason}, which the first one waits for"
+
+
+def _implementation(job: Job) -> Iterator[str]:
+    if job.args.transformer_impl != "local":
+        yield (
+            f"--transformer-impl {job.args.transformer_impl}: activations are counted as local layers keep them, "
+            "attention's scores included, which a fused attention does not keep"
+        )

@@ -1,0 +1,230 @@
+"""From a model, a cluster and a layout to what every schedule would need and reach."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from megatron.zero_bubble.cli.estimate.cluster import Cluster, States, rank_parameters, stages_of
+from megatron.zero_bubble.cli.schedule.rank_costs import split_costs
+from megatron.zero_bubble.job.profiling import memory_limit
+from megatron.zero_bubble.runtime.planning import MemoryLimit
+from megatron.zero_bubble.runtime.replanner import MARGIN
+from megatron.zero_bubble.schedule import (
+    Placement,
+    ScheduleError,
+    StageCosts,
+    Timeline,
+    generate,
+    iteration_time,
+    placement_for,
+    simulate,
+    with_post_validation,
+)
+from megatron.zero_bubble.schedule.formats import Profile
+from megatron.zero_bubble.training.arguments import Arguments
+from megatron.zero_bubble.training.flops import flops_per_iteration
+from megatron.zero_bubble.training.model_size import Flops, element_bytes, stage_activations, stage_flops
+
+PLANNED_FOR_A_LIMIT = "auto"
+"""The schedule that takes what memory it may."""
+_SHORTEST = 1e-3
+"""Milliseconds."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is estimated."""
+
+    args: Arguments
+    cluster: Cluster
+    states: States
+    profile: Profile | None
+    """Measured costs; without it they follow from operations and bytes."""
+    num_chunks: int | None = None
+    """Model chunks a rank, for schedules that leave it open; else as the flags or the schedules have it."""
+
+    @property
+    def num_microbatches(self) -> int:
+        assert self.args.global_batch_size is not None
+        return self.args.global_batch_size // (self.args.micro_batch_size * self.args.data_parallel_size)
+
+    @property
+    def replicas(self) -> int:
+        """Ranks with the same parameters, which reduce their gradients and share what ZeRO divides."""
+        return self.args.data_parallel_size * self.args.context_parallel_size
+
+    def awaited(self, placement: Placement) -> str | None:
+        """What keeps iterations from interlocking with post-validation; None where nothing does."""
+        # Only now: it imports megatron-core.
+        from megatron.zero_bubble.job.optimizer_step import awaited_by_the_first_stage
+
+        return awaited_by_the_first_stage(self.args, placement)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One schedule. Times in milliseconds, memory in bytes, one figure a pipeline rank."""
+
+    job: Job
+    timeline: Timeline
+    state_bytes: tuple[float, ...]
+    limit: float | None = None
+    """Of a rank's activations, where the schedule was planned for one."""
+
+    @property
+    def activation_bytes(self) -> tuple[float, ...]:
+        return tuple(float(peak) for peak in self.timeline.peak_memory)
+
+    @property
+    def total_bytes(self) -> tuple[float, ...]:
+        reserved = self.job.cluster.reserved
+        return tuple(
+            state + held + reserved for state, held in zip(self.state_bytes, self.activation_bytes, strict=True)
+        )
+
+    @property
+    def fits(self) -> bool:
+        return max(self.total_bytes) <= self.job.cluster.memory
+
+    @property
+    def reduction_ms(self) -> float:
+        """Reducing the gradients of the fullest rank over its replicas, as far as nothing hides it.
+
+        A ring moves 2 (d-1)/d times the bytes through every link. With --overlap-grad-reduce it is counted as hidden.
+        """
+        args, replicas = self.job.args, self.job.replicas
+        if replicas == 1 or args.overlap_grad_reduce:
+            return 0.0
+        parameters = max(sum(held) for held in rank_parameters(args, self.timeline.schedule.placement))
+        return self.job.cluster.message_ms(2 * (replicas - 1) / replicas * parameters * self.job.states.gradient)
+
+    @cached_property
+    def iteration_ms(self) -> float:
+        """From one iteration to the next: forward, backward and the reduction, not the optimizer's step itself."""
+        schedule, costs = self.timeline.schedule, self.timeline.costs
+        if self.job.args.zero_bubble_post_validation and self.job.awaited(schedule.placement) is None:
+            schedule = with_post_validation(schedule, costs)
+        return float(iteration_time(schedule, costs)) + self.reduction_ms
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of one device."""
+        args = self.job.args
+        assert args.global_batch_size is not None
+        return args.global_batch_size * args.seq_length / (self.iteration_ms / 1e3) / args.world_size
+
+    @property
+    def tflops(self) -> float:
+        """Of one device, counted as --log-throughput does."""
+        args = self.job.args
+        assert args.global_batch_size is not None
+        total = flops_per_iteration(args, args.global_batch_size)
+        return total / (self.iteration_ms / 1e3) / args.world_size / 1e12
+
+    def as_json(self, baseline: Estimate | None) -> dict[str, Any]:
+        schedule = self.timeline.schedule
+        return {
+            "schedule": schedule.name,
+            "num_chunks": schedule.num_chunks,
+            "fits": self.fits,
+            "state_bytes": list(self.state_bytes),
+            "activation_bytes": list(self.activation_bytes),
+            "total_bytes": list(self.total_bytes),
+            "activation_limit_bytes": self.limit,
+            "bubble_rate": float(self.timeline.bubble_rate),
+            "makespan_ms": float(self.timeline.makespan),
+            "span_ms": float(self.timeline.cost),
+            "reduction_ms": self.reduction_ms,
+            "iteration_ms": self.iteration_ms,
+            "tokens_per_second_per_gpu": self.tokens_per_second,
+            "tflops_per_gpu": self.tflops,
+            "ratio_to_1f1b": None if baseline is None else baseline.iteration_ms / self.iteration_ms,
+        }
+
+
+def estimate(job: Job, name: str) -> Estimate:
+    """What the schedule `name` needs and reaches.
+
+    Raises:
+        ValueError: the layers cannot be cut for it, or (as `ScheduleError`) it is not possible at these sizes.
+    """
+    args = job.args
+    chunks = (job.num_chunks or args.model_chunks) if name.startswith("interleaved") else None
+    placement = placement_for(name, args.pipeline_model_parallel_size, chunks)
+    costs = stage_costs(job, placement)
+    held = rank_parameters(args, placement)
+    states = tuple(job.states.of_rank(one, job.replicas, args.expert_model_parallel_size) for one in held)
+    limit = _activation_limit(job, costs, placement, max(states)) if name == PLANNED_FOR_A_LIMIT else None
+    asked = memory_limit(job.args) or MemoryLimit()
+    limits = None if limit is None else asked.of_ranks(limit, placement.num_ranks, job.profile)
+    schedule = generate(
+        name,
+        placement.num_ranks,
+        job.num_microbatches,
+        costs=costs,
+        num_chunks=placement.num_chunks,
+        memory_limit=limits,
+        group_size=args.microbatch_group_size_per_virtual_pipeline_stage if placement.kind == "interleaved" else None,
+    )
+    return Estimate(job, simulate(schedule, costs), states, limit)
+
+
+def _activation_limit(job: Job, costs: StageCosts, placement: Placement, states: float) -> float:
+    """Bytes that a rank's activations may take, by the job's flags; where they say nothing, by `auto`.
+
+    As training counts it: all ranks have the limit of the fullest, here the one with `states`.
+    """
+    limit = memory_limit(job.args) or MemoryLimit()
+    free = MARGIN * (job.cluster.memory - job.cluster.reserved - states)
+    if limit == MemoryLimit() and free < 1:
+        raise ScheduleError("parameters and optimizer alone do not fit")
+    return limit.in_bytes(placement, costs, job.num_microbatches, int(free))
+
+
+def stage_costs(job: Job, placement: Placement) -> StageCosts:
+    """Milliseconds and bytes of every stage.
+
+    Raises:
+        ValueError: the layers cannot be cut like this.
+    """
+    if job.profile is not None:
+        return _from_profile(job.profile, placement)
+    stages, args = stages_of(job.args, placement), job.args
+    flops = [stage_flops(args, stage) for stage in stages]
+    held = [stage_activations(args, stage) for stage in stages]
+    message = element_bytes(args) * args.micro_batch_size * args.seq_length * args.hidden_size
+    share = args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
+    turns = [placement.rank_of(s) == placement.rank_of(s + 1) for s in range(len(stages) - 1)]
+
+    def milliseconds(letter: str) -> tuple[float, ...]:
+        # A stage that has the embedding alone computes next to nothing, but costs are above zero.
+        return tuple(max(_SHORTEST, 1e3 * getattr(one, letter) / job.cluster.flops) for one in flops)
+
+    return StageCosts(
+        time_f=milliseconds("f"),
+        time_b=milliseconds("b"),
+        time_w=milliseconds("w"),
+        time_comm=tuple(0.0 if turn else job.cluster.message_ms(message / share) for turn in turns),
+        memory_f=tuple(one.after_f for one in held),
+        memory_b=tuple(one.after_b - one.after_f for one in held),
+        memory_w=tuple(-one.after_b for one in held),
+    )
+
+
+def _from_profile(profile: Profile, placement: Placement) -> StageCosts:
+    if profile.placement == placement:
+        return profile.costs
+    if profile.placement == Placement("linear", placement.num_ranks):
+        return split_costs(profile.costs, placement)
+    raise ScheduleError(
+        f"the profile is of the {profile.placement.kind} placement of {profile.placement.num_ranks} ranks"
+    )
+
+
+def model_flops(job: Job) -> Flops:
+    """F, B and W of one microbatch on all stages together, on one tensor-parallel rank."""
+    stages = stages_of(job.args, Placement("linear", job.args.pipeline_model_parallel_size))
+    each = [stage_flops(job.args, stage) for stage in stages]
+    return Flops(*(sum(values) for values in zip(*each, strict=True)))

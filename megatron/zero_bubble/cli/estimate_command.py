@@ -1,0 +1,65 @@
+"""What would a training need and reach under each schedule? Asked before a job is queued; no GPU, no processes.
+
+    zero-bubble estimate --world-size 8 --device-memory 80GiB --device-tflops 312 --mfu 0.45 \\
+        --interconnect-bandwidth 25 -- --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 \\
+        --vocab-size 50257 --bf16 --pipeline-model-parallel-size 8 --micro-batch-size 1 --global-batch-size 32
+    zero-bubble estimate --world-size 8 --profile profile.json -- <the flags of the run that was profiled>
+
+After `--` come pretrain_gpt.py's flags, as the job will have them; what says nothing about memory or time may be left
+out. Times are operations over the speed that layers reach (--device-tflops times --mfu), or measured (--profile).
+Memory is parameters, gradients and the optimizer's states, divided as --zero-stage says; the activations that the
+schedule's simulation holds at its peak; and --reserved-memory. The fullest rank decides what fits, and is the one in
+the table. `auto` is planned under --zero-bubble-memory-limit, and a line below the table says what that came to.
+
+The activations are those of layers that keep every tensor once (Korthikanti et al. 2022); `make gpu-check` compares
+with an allocator. An iteration is the makespan, or what follows each other closely where --zero-bubble-post-validation
+gains, and the reduction of gradients. The optimizer's own time is not counted, and tensor-parallel communication only
+as far as --mfu or the profile contains it.
+
+A mistake ends with one line and exit status 2.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from megatron.zero_bubble.cli.estimate.arguments import PROG, job_of, parse_arguments
+from megatron.zero_bubble.cli.estimate.estimate_tables import as_json, as_text
+from megatron.zero_bubble.cli.estimate.schedule_estimate import Estimate, Job, estimate
+from megatron.zero_bubble.cli.output import deliver
+from megatron.zero_bubble.schedule import names
+from megatron.zero_bubble.schedule.errors import one_line
+
+SLOW_TO_MAKE = ("optimal",)
+"""Schedules that have to be asked for."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parse_arguments(argv, __doc__ or "")
+    try:
+        job = job_of(arguments)
+        found, refused = estimate_all(job, arguments.schedule)
+        if arguments.json:
+            text = json.dumps(as_json(job, found, refused), indent=1) + "\n"
+        else:
+            text = as_text(job, found, refused, per_rank=arguments.per_rank, markdown=arguments.markdown)
+        deliver(text, arguments.output)
+    except (ValueError, OSError) as error:
+        print(f"{PROG}: error: {one_line(error)}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def estimate_all(job: Job, chosen: list[str] | None) -> tuple[list[Estimate], dict[str, str]]:
+    """Every schedule that is possible, and why the others are not. What was asked for by name has to be possible."""
+    found: list[Estimate] = []
+    refused: dict[str, str] = {}
+    for name in chosen or [name for name in names() if name not in SLOW_TO_MAKE]:
+        try:
+            found.append(estimate(job, name))
+        except ValueError as error:
+            if chosen:
+                raise ValueError(f"--schedule {name}: {error}") from error
+            refused[name] = str(error)
+    return found, refused

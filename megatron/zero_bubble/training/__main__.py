@@ -1,0 +1,37 @@
+"""Pretrains a GPT: torchrun --nproc-per-node 4 -m megatron.zero_bubble.training <Megatron flags> --zero-bubble.
+
+`pretrain_gpt.py` in a clone is the same program.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+
+from megatron.zero_bubble.job.start_up import quiet_start_up, run_program
+from megatron.zero_bubble.mcore.cpu import substitute_cuda
+
+
+def train() -> None:
+    """Parse the flags, check them, train. Raises `ValueError` for a user's mistake."""
+    quiet_start_up()
+    substitute_cuda()
+    # Only now: what follows imports megatron-core, which looks for a device and compiles as it is imported.
+    from megatron.zero_bubble.training.arguments import parse_arguments
+    from megatron.zero_bubble.training.checks import complete_and_check
+    from megatron.zero_bubble.training.pretrain import pretrain
+
+    args = parse_arguments(sys.argv[1:])
+    complete_and_check(args, os.environ, torch.cuda.is_available())
+    pretrain(args)
+
+
+def main() -> int:
+    """Train; a user's mistake gives one line and exit status 2 on every rank."""
+    return run_program("pretrain_gpt.py", train)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

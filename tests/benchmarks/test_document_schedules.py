@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from benchmarks import document_schedules
+from megatron.zero_bubble.schedule import names
+
+ROOT = Path(__file__).parent.parent.parent
+
+PAGE = (ROOT / "docs" / "schedules.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_schedule_is_documented(name):
+    """If this fails: python -m benchmarks.document_schedules."""
+    assert f"### {name}\n" in PAGE
+    assert name in document_schedules.NOT_COMPARED or f"\n| {name} " in PAGE
+    ElementTree.parse(ROOT / "docs" / "schedules" / f"{name}.svg")
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-h2", "interleaved-1f1b", "interleaved-zb"])
+def test_the_comparison_is_up_to_date(name):
+    """If this fails: python -m benchmarks.document_schedules."""
+    [row] = [line for line in PAGE.splitlines() if line.startswith(f"| {name} ") and "%" in line]
+    cells = [cell.strip() for cell in row.strip("|").split("|")][1:]
+    model, num_ranks, num_microbatches, *times = document_schedules.PUBLISHED[0]
+    assert model == "1.5B"
+    assert tuple(cells[:3]) == document_schedules._figures(name, num_ranks, num_microbatches, times)
+
+
+def test_the_examples_run():
+    first, second = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    scope: dict = {}
+    exec(first, scope)
+    assert f"{scope['timeline'].bubble_rate:.4f}".startswith("0.14")
+    assert scope["timeline"].peak_memory == (4, 3.5, 3, 2.5)
+    exec(second, scope)
+    assert eval(second.splitlines()[-1], scope) == pytest.approx(0.3)
+
+
+def test_marks_are_filled_and_missing_ones_refused():
+    page = "a\n<!-- generated: x -->\nold\n<!-- end -->\nb\n"
+    assert document_schedules.fill(page, "x", "new\n") == "a\n<!-- generated: x -->\nnew\n<!-- end -->\nb\n"
+    with pytest.raises(ValueError, match="found 0"):
+        document_schedules.fill(page, "y", "new\n")

@@ -1,0 +1,64 @@
+"""The benchmark of the runtime's own costs: what it prints, never how fast it was."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.executor_overhead import seconds_per_op
+from benchmarks.overhead_rows import make_row, overhead_table
+from megatron.zero_bubble.schedule import generate, lower
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks.overhead", *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+
+
+def test_every_measure_as_json():
+    result = run("--rounds", "2", "--steps", "1", "--model", "quickstart", "--json")
+    assert result.returncode in (0, 1), result.stderr  # 1: a target was missed, on whatever machine this is
+    rows = json.loads(result.stdout)
+    assert [row["measure"] for row in rows] == [
+        *["executor, an operation", "recording it for the bubble rate"] * 3,
+        *("exposed communication", "executor and gloo, an operation", "gathering the bubble rate, a log line"),
+        *("fused backward", "B", "W", "B + W over the fused backward"),
+    ]
+    for row in rows:
+        assert math.isfinite(row["value"])
+        assert row["value"] > 0 or row["measure"].startswith("recording"), "a difference of two small times"
+    assert {row["target"] for row in rows} == {100, 1.03, None}
+    missed = any(row["target"] is not None and row["value"] > row["target"] for row in rows)
+    assert result.returncode == int(missed)
+    assert result.stderr.count("over the target") == sum(
+        row["target"] is not None and row["value"] > row["target"] for row in rows
+    )
+
+
+@pytest.mark.parametrize("flags", [("--rounds", "1"), ("--steps", "x"), ("--model", "huge"), ("--output",)])
+def test_a_mistake_is_one_line(flags):
+    result = run(*flags)
+    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert result.stderr.startswith("benchmarks.overhead: error: ")
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h2", "interleaved-zb"])
+def test_an_executor_without_compute_runs_every_rank(name):
+    measured = seconds_per_op(lower(generate(name, 3, 6)), steps=2)
+    assert len(measured) == 3 * 2
+    assert all(plain > 0 and recorded > 0 for plain, recorded in measured)
+
+
+def test_a_row_is_the_median_with_quartiles():
+    row = make_row("executor", "zb-h1", "µs", [5, 1, 2, 3, 4], target=2.5)
+    assert (row.value, row.low, row.high, row.is_missed) == (3, 1.5, 4.5, True)
+    assert make_row("executor", "zb-h1", "µs", [7]).low == 7
+    assert not make_row("executor", "zb-h1", "µs", [7]).is_missed
+    assert overhead_table([row], markdown=True).splitlines()[-1].split("|")[1].strip() == "executor (zb-h1)"

@@ -1,0 +1,179 @@
+"""The benchmark of schedules with real trainings: who runs, what is read from the logs, what is made of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from benchmarks.train import peers
+from megatron.zero_bubble.cli.benchmark import rounds
+from megatron.zero_bubble.cli.benchmark.arguments import parse_train_arguments
+from megatron.zero_bubble.cli.benchmark.contestants import BASELINE, gather
+from megatron.zero_bubble.cli.benchmark.interval import bootstrap_interval
+from megatron.zero_bubble.cli.benchmark.training_results import train_table
+from megatron.zero_bubble.cli.benchmark.training_turn import Turn, read_log, take_turn
+from megatron.zero_bubble.cli.benchmark_command import main
+
+ROOT = Path(__file__).parents[2]
+
+TINY = ["--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "16"]
+TINY += ["--micro-batch-size", "1", "--mock-data", "--vocab-size", "120", "--num-workers", "0"]
+SIZE = ["--pipeline-size", "2", "--num-microbatches", "4"]
+
+LOG = """ > zero-bubble plan; times measured up to step 6, spread 1.0%
+     predicted: bubble rate 10.00%, 88.5 ms, 1.060 times as fast as 1F1B
+ [2026-11-20 20:01:12.2] iteration        5/     20 | consumed samples:          160 | elapsed time per iteration (ms): 900.0 | learning rate: 1.0E-03 | bubble rate: 50.00% |
+ [2026-11-20 20:01:12.3] iteration       10/     20 | consumed samples:          320 | elapsed time per iteration (ms): 500.0 | learning rate: 1.0E-03 | bubble rate: 40.00% | predicted: 10.00% |
+[Rank 1] (after 20 iterations) memory (MB) | allocated: 1.00 | max allocated: 30.00 | reserved: 64.00 | max reserved: 64.00
+[Rank 0] (after 20 iterations) memory (MB) | allocated: 1.00 | max allocated: 20.00 | reserved: 64.00 | max reserved: 64.00
+ [2026-11-20 20:01:12.4] iteration       15/     20 | consumed samples:          480 | elapsed time per iteration (ms): 100.0 | learning rate: 1.0E-03 | bubble rate: 12.50% | predicted: 11.00% |
+ [2026-11-20 20:01:12.5] iteration       20/     20 | consumed samples:          640 | elapsed time per iteration (ms): 110.5 | learning rate: 1.0E-03 | bubble rate: 13.50% | predicted: 11.00% |
+"""  # noqa: E501
+
+
+def arguments(*flags: str):
+    return parse_train_arguments([*SIZE, *flags, "--", *TINY], "", with_peers=True)
+
+
+def test_a_log_is_read_after_its_warmup():
+    turn = read_log(LOG, warmup=10, resident_bytes=1.0)
+    assert turn == Turn((100.0, 110.5), (0.125, 0.135), 0.11, 88.5, 30 * 2**20)
+
+
+def test_megatron_cores_log_says_nothing_of_bubbles_and_a_cpus_nothing_of_memory():
+    text = "\n".join(line.split(" | bubble")[0] for line in LOG.splitlines() if "iteration  " in line)
+    assert read_log(text, 10, 7.0) == Turn((100.0, 110.5), (), None, None, 7.0)
+
+
+def test_a_log_without_measured_iterations_is_an_error():
+    with pytest.raises(RuntimeError, match="no iteration after its warmup"):
+        read_log(LOG, warmup=20, resident_bytes=1.0)
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("print('pretrain_gpt.py: error: --lr is wrong'); raise SystemExit(2)", "^--lr is wrong$"),
+        ("raise KeyError('lost')", "KeyError: 'lost'"),
+        ("raise SystemExit(5)", "status 5"),
+        ("import time; time.sleep(60)", "not done after 1 s"),
+    ],
+)
+def test_a_training_that_fails_says_why_in_one_line(program, reason):
+    with pytest.raises(RuntimeError, match=reason) as caught:
+        take_turn([sys.executable, "-c", program], {}, 0, timeout=1 if "sleep" in program else 60)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_field_has_the_baseline_first_and_every_peer():
+    given = arguments("--schedule", "zb-h1", "--schedule", "auto --zero-bubble-memory-limit 2")
+    field = gather(given, False, tuple(peers(given)))
+    assert [one.name for one in field.contestants] == [
+        *(BASELINE, "zb-h1", "auto --zero-bubble-memory-limit 2", "megatron-core interleaved"),
+        *("torch GPipe", "torch 1F1B", "torch Interleaved1F1B", "torch InterleavedZeroBubble"),
+        *("torch ZBVZeroBubble", "torch DualPipeV"),
+    ]
+    flags = " ".join(field.flags)
+    assert "--pipeline-model-parallel-size 2" in flags
+    assert "--global-batch-size 4" in flags
+    assert field.args.global_batch_size == 4
+    assert field.contestants[2].words == ("--zero-bubble-schedule", "auto", "--zero-bubble-memory-limit", "2")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ([*SIZE, "--", *TINY, "--no-such-flag"], "--no-such-flag"),
+        ([*SIZE, "--schedule", "zb-h9", "--", *TINY], "zb-h9"),
+        ([*SIZE, "--schedule", "zb-h1 --zero-bubble-memory-limit x", "--", *TINY], "--zero-bubble-memory-limit"),
+        ([*SIZE, "--schedule", "interleaved-zb", "--num-chunks", "3", "--", *TINY], "--num-layers 4"),
+        ([*SIZE, "--warmup", "8", "--", *TINY], "--warmup: must be a multiple of --interval 5"),
+        ([*SIZE, "--warmup", "5", "--", *TINY], "--warmup: must be at least 7"),
+        ([*SIZE, "--", *TINY, "--train-iters", "5"], "--train-iters: not after --"),
+        ([*SIZE[:2], "--", *TINY], "--num-microbatches"),
+    ],
+)
+def test_a_mistake_is_one_line_before_anything_runs(flags, words, capsys):
+    try:
+        status = main(flags)
+    except SystemExit as exit:
+        status = exit.code
+    output, errors = capsys.readouterr()
+    assert (status, output, errors.count("\n")) == (2, "", 1)
+    assert words in errors
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """Three rounds without trainings, on a machine that slows down: each takes 100 ms longer than the last."""
+    pace = {"zb-h1": 0.5, "1F1B": 2.0}
+    calls = Counter()
+
+    def turn(command, environment, warmup, timeout):
+        if "GPipe" in command:
+            raise RuntimeError("no memory left")
+        words = tuple(word for word in command if word != command[-1])
+        calls[words] += 1
+        name = next((word for word in pace if word in command), "others")
+        milliseconds = 100 * pace.get(name, 1.0) * calls[words]
+        return Turn((milliseconds - 1, milliseconds, milliseconds + 9), (), None, None, 2.0**20)
+
+    monkeypatch.setattr(rounds, "take_turn", turn)
+    return rounds.compare_trainings(given := arguments("--rounds", "3", "--schedule", "zb-h1"), tuple(peers(given)))
+
+
+def test_ratios_are_taken_within_rounds(capsys, figures):
+    by_name = {one.contestant.name: one for one in figures}
+    assert "torch GPipe" not in by_name
+    assert capsys.readouterr().err.count("torch GPipe left out: no memory left") == 1
+    ours = by_name["zb-h1"]
+    assert ours.rounds == (50, 100, 150)
+    assert (by_name[BASELINE].ratio, ours.ratio, by_name["torch 1F1B"].ratio) == pytest.approx((1, 2, 0.5))
+    document = ours.as_json()
+    assert document["steps_ms"][:3] == [49, 50, 59]
+    assert document["measured_ms"] == 100
+    assert document["ratio_interval"] == pytest.approx([2, 2])
+    assert document["tokens_per_second_per_gpu"] == pytest.approx(4 * 16 / 2 / 0.1)
+    head, first, *_ = train_table(figures).splitlines()
+    assert head.split()[:2] == ["schedule", "tokens/s/GPU"]
+    assert first.split()[:2] == ["megatron-core", "1F1B"]
+
+
+def test_one_that_was_asked_for_has_to_run(monkeypatch):
+    def fail(*unused):
+        raise RuntimeError("no memory left")
+
+    monkeypatch.setattr(rounds, "take_turn", fail)
+    with pytest.raises(RuntimeError, match=f"{BASELINE}: no memory left"):
+        rounds.compare_trainings(arguments("--schedule", "zb-h1"))
+
+
+def test_the_interval_narrows_with_agreement_and_needs_three_rounds():
+    assert bootstrap_interval([1.1, 1.2]) is None
+    assert bootstrap_interval([1.1] * 5) == pytest.approx((1.1, 1.1))
+    low, high = bootstrap_interval([1.0, 1.1, 1.2, 1.1, 1.3])
+    assert 1.0 <= low < 1.1 < high <= 1.3
+    # A round in which the machine was busy with something else does not move it far.
+    assert bootstrap_interval([1.2, 1.2, 0.5, 1.2, 1.2, 1.2, 1.2]) == pytest.approx((1.2, 1.2))
+    assert bootstrap_interval([1.0, 1.1, 1.2]) == bootstrap_interval([1.0, 1.1, 1.2])
+
+
+def test_real_trainings_as_json_and_a_plot(tmp_path):
+    output, plot = tmp_path / "figures.json", tmp_path / "plot.svg"
+    counts = ["--rounds", "1", "--warmup", "7", "--iterations", "7", "--interval", "7", "--schedule", "zb-h1"]
+    status = main([*SIZE, *counts, "--json", "--output", str(output), "--plot", str(plot), "--", *TINY])
+    assert status == 0
+    baseline, ours = json.loads(output.read_text())
+    assert (baseline["schedule"], ours["schedule"]) == (BASELINE, "zb-h1")
+    assert baseline["bubble_rate"] is None
+    assert 0 < ours["bubble_rate"] < 1
+    for one in (baseline, ours):
+        assert 0 < one["simulated_bubble_rate"] < 1
+        assert one["ideal_ms"] < one["simulated_ms"]
+        assert one["peak_memory_bytes"] > 2**20
+    assert ours["ratio_to_1f1b"] == pytest.approx(baseline["measured_ms"] / ours["measured_ms"])
+    assert plot.read_text().count("<circle") == 2

@@ -1,0 +1,272 @@
+"""The part of the check of a GPU that starts ranks, on a CPU; what a GPU would answer is stood in for."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from megatron.zero_bubble.cli.check import rank_check
+from megatron.zero_bubble.cli.check.matrix import NAMES, REFERENCE, cells, chosen
+from megatron.zero_bubble.cli.check.megatron_core import provide_megatron_core
+from megatron.zero_bubble.cli.check.rank_check import RankCheck
+from megatron.zero_bubble.cli.check.rank_jobs import Backend, Ended, Limits, RankStart
+from tests.launch import ROOT
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tries the check where there is no CUDA")
+
+PRESENT = (
+    *("torch", "torchgen", "functorch", "typing_extensions.py", "sympy", "mpmath", "networkx", "jinja2", "markupsafe"),
+    *(
+        "filelock",
+        "fsspec",
+        "numpy",
+        "numpy.libs",
+        "packaging",
+        "yaml",
+        "_yaml",
+        "setuptools",
+        "_distutils_hack",
+        "psutil",
+    ),
+)
+"""What a container with torch has; megatron-core is brought, and nothing of ours or of `[dev]` is installed."""
+
+
+def run_in_a_container(folder: Path, *flags: str) -> tuple[int, dict[str, Any], str]:
+    """From a clone, by the interpreter alone with these packages: status, what was found, and what was printed."""
+    installed = Path(sysconfig.get_paths()["purelib"])
+    if not (installed / "torch").exists():
+        installed = Path(torch.__file__).parents[1]
+    packages, core = folder / "packages", folder / "core" / "megatron"
+    for place in (packages, core):
+        place.mkdir(parents=True)
+    for name in PRESENT:
+        if (installed / name).exists():
+            (packages / name).symlink_to(installed / name)
+    (core / "core").symlink_to(installed / "megatron" / "core")
+    output = folder / "found.json"
+    command = [
+        *(sys._base_executable, "-m", "megatron.zero_bubble.cli", "check", "--device", "cpu", "--size", "tiny"),
+        *("--only", "ranks", "--megatron-core", str(core.parent), "--output", str(output), *flags),
+    ]
+    result = subprocess.run(
+        command,
+        env={"PYTHONPATH": f"{packages}{os.pathsep}{ROOT}", "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=3000,
+        check=False,
+    )
+    assert output.exists(), result.stdout[-3000:] + result.stderr[-3000:]
+    return result.returncode, json.loads(output.read_text()), result.stdout
+
+
+def verdicts(found: dict[str, Any]) -> dict[tuple[str, str], str]:
+    """By backend and training."""
+    trainings = found["ranks"]["trainings"]
+    return {(one["backend"], f"{one['layout']}: {one['cell']}"): one["verdict"] for one in trainings}
+
+
+def test_ranks_over_gloo_and_through_host_memory_equal_megatron_core(tmp_path):
+    """One layout, from a clone where nothing of ours is installed."""
+    status, found, printed = run_in_a_container(tmp_path, "--cell", "interleaved-zb")
+    layout = "PP4, two chunks a rank"
+    expected = {f"{layout}: {REFERENCE}": "reference", f"{layout}: interleaved-zb": "equal"}
+    assert verdicts(found) == {
+        (backend, title): verdict for backend in ("gloo", "host") for title, verdict in expected.items()
+    }, found
+    assert status == 0
+    assert printed.splitlines()[-1].endswith("found.json")
+
+
+@pytest.mark.exhaustive
+def test_the_whole_matrix_equals_megatron_core(tmp_path):
+    status, found, _ = run_in_a_container(tmp_path)
+    assert set(verdicts(found).values()) == {"reference", "made", "equal"}, found
+    assert status == 0
+
+
+def test_the_matrix_is_the_one_that_is_promised():
+    assert set(NAMES) == {"zb-h1", "zb-2p", "auto", "post-validation", "interleaved-zb", "zb-v"}
+    everything = cells("tiny", Path("folder"))
+    assert len({cell.title for cell in everything}) == len(everything)
+    for layout in {cell.layout for cell in everything}:
+        assert [cell.name for cell in everything if cell.layout == layout].count(REFERENCE) == 1
+    assert [cell.name for cell in chosen(everything, ["zb-v"])] == ["checkpoint", REFERENCE, "zb-v"]
+    assert chosen(everything, []) == everything
+
+
+class Ranks:
+    """Stands in for the processes of a GPU: what they write is made up."""
+
+    def __init__(self, refuses_nccl: bool = False, **faults: Any) -> None:
+        self.started: list[str] = []
+        self._refuses_nccl, self._faults = refuses_nccl, faults
+
+    def run(self, start: RankStart, trainings: dict[str, Any]) -> dict[str, Ended]:
+        self.started.append(start.backend.title)
+        ended = {}
+        for title, flags in trainings.items():
+            fault = self._faults.get(title.split(": ")[-1].replace("-", "_"))
+            if flags is None:
+                ended[title] = Ended(1.0, "Duplicate GPU detected" if self._refuses_nccl else None)
+                continue
+            lines = [{"iteration": i, "lm_loss": float(i).hex(), "grad_norm": "1", "parameters": ["a"]} for i in (1, 2)]
+            if fault == "differs":
+                lines[1]["grad_norm"] = "2"
+            Path(flags[flags.index("--log-numerics") + 1]).write_text(
+                "".join(f"{json.dumps(line)}\n" for line in lines)
+            )
+            ended[title] = Ended(1.0, "out of order", "rank 0: ...") if fault == "fails" else Ended(1.0)
+        return ended
+
+
+def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: Ranks, *, has_cuda: bool) -> rank_check.RankFindings:
+    monkeypatch.setattr(RankStart, "run", lambda start, trainings: ranks.run(start, trainings))
+    monkeypatch.setattr(rank_check, "write_corpus", lambda prefix: None)
+    one = RankCheck(has_cuda, [], tmp_path, Limits(1.0), lambda what: None)
+    return one.run(cells("tiny", tmp_path))
+
+
+def test_on_a_gpu_nccl_and_host_memory_are_tried_with_all_queues_and_with_one(tmp_path, monkeypatch):
+    ranks = Ranks()
+    found = check(tmp_path, monkeypatch, ranks, has_cuda=True)
+    assert ranks.started == ["nccl", "nccl", "nccl, one queue", "host", "host, one queue"]
+    assert found.passed
+    assert found.refused == {}
+
+
+def test_where_nccl_refuses_the_matrix_runs_through_host_memory(tmp_path, monkeypatch):
+    ranks = Ranks(refuses_nccl=True)
+    found = check(tmp_path, monkeypatch, ranks, has_cuda=True)
+    assert ranks.started == ["nccl", "host", "host, one queue"]
+    assert found.passed, "what NCCL cannot do is no fault of ours"
+    assert "nccl cannot connect the ranks: Duplicate GPU detected" in found.as_text(markdown=False)
+
+
+def test_what_differs_and_what_fails_is_told_and_the_rest_judged(tmp_path, monkeypatch):
+    found = check(tmp_path, monkeypatch, Ranks(zb_2p="differs", auto="fails", zb_v="differs"), has_cuda=False)
+    by_name = {(result.backend, result.cell): result for result in found.results if result.layout.startswith("PP4")}
+    assert not found.passed
+    assert by_name["gloo", "zb-2p"].detail == "from iteration 2: grad_norm"
+    assert (by_name["host", "auto"].verdict, by_name["host", "auto"].log) == ("failed", "rank 0: ...")
+    assert by_name["gloo", "zb-v"].verdict == "equal", "in a V the norm may be summed in another order"
+    assert by_name["gloo", "zb-h1"].verdict == "equal"
+    text = found.as_text(markdown=False)
+    assert "gloo, PP4, zb-2p: differs: from iteration 2: grad_norm" in text
+    assert "gloo, PP4, auto: failed: out of order" in text
+
+
+def test_nothing_equals_a_reference_that_failed(tmp_path, monkeypatch):
+    found = check(tmp_path, monkeypatch, Ranks(megatron_core="fails"), has_cuda=False)
+    assert {result.verdict for result in found.results} == {"failed", "made", "no reference"}
+
+
+def test_ranks_share_the_first_device_and_have_what_nccl_needs_for_that(monkeypatch):
+    monkeypatch.setenv("NCCL_MAX_CTAS", "8")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    nccl, one_queue = Backend("nccl", True).environment(), Backend("nccl", True, one_queue=True).environment()
+    assert nccl["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
+    assert nccl["NCCL_MAX_CTAS"] == "8", "what the user has set"
+    assert (nccl["CUDA_DEVICE_MAX_CONNECTIONS"], one_queue["CUDA_DEVICE_MAX_CONNECTIONS"]) == ("32", "1")
+    assert "NCCL_MULTI_RANK_GPU_ENABLE" not in Backend("host", True).environment()
+
+
+RANK = """
+import json, os, sys, time
+from pathlib import Path
+
+assert os.environ["LOCAL_RANK"] == "0"
+plan = Path(sys.argv[1])
+if os.environ.get("BROKEN"):
+    sys.exit("ModuleNotFoundError: No module named 'yaml'")
+for title, what in json.loads(plan.read_text())["trainings"].items():
+    def note(word):
+        if os.environ["RANK"] == "0":
+            with open(plan.parent / "progress.jsonl", "a") as file:
+                file.write(json.dumps([word, title, time.time()]) + "\\n")
+    note("begins")
+    if what == ["fail"] and os.environ["RANK"] == "1":
+        raise RuntimeError("no such kernel")
+    if what:
+        Path(plan.parents[1] / f"{os.getpid()}.pid").touch()
+        time.sleep(600)
+    time.sleep(0.1)
+    note("ends")
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts two ranks that do what the flags of a training say."""
+    package = tmp_path / "fake"
+    package.mkdir()
+    (package / "fake_rank.py").write_text(RANK)
+
+    def start(trainings: dict[str, Any], limits: Limits) -> dict[str, Ended]:
+        (tmp_path / "jobs").mkdir()
+        ranks = RankStart(Backend("gloo", False), 2, [package], tmp_path / "jobs", limits, "fake_rank")
+        return ranks.run(trainings)
+
+    return start
+
+
+def test_a_training_that_fails_or_hangs_does_not_stop_those_after_it(start, tmp_path):
+    trainings = {"first": None, "failing": ["fail"], "second": None, "hanging": ["hang"], "third": None}
+    started = time.monotonic()
+    ended = start(trainings, Limits(training=3.0))
+    assert time.monotonic() - started < 60
+    assert list(ended) == list(trainings)
+    assert [one.error for one in ended.values()] == [
+        None,
+        "RuntimeError: no such kernel",
+        None,
+        "not done after 3 s",
+        None,
+    ]
+    assert "rank 1:\nTraceback" in ended["failing"].log
+    assert 0 < ended["first"].seconds < 3 < ended["hanging"].seconds
+    pids = [int(path.stem) for path in (tmp_path / "jobs").glob("*.pid")]
+    assert len(pids) >= 2
+    assert not any(psutil.pid_exists(pid) for pid in pids), "no rank is left"
+
+
+def test_ranks_that_cannot_begin_are_not_started_again_and_again(start, monkeypatch):
+    monkeypatch.setenv("BROKEN", "1")
+    ended = start({"first": None, "second": None}, Limits(training=3.0))
+    assert {one.error for one in ended.values()} == {"ModuleNotFoundError: No module named 'yaml'"}
+    assert len(ended) == 2
+
+
+def make_wheel(folder: Path, suffix: str) -> Path:
+    wheel = folder / "megatron_core-0.16.1.whl"
+    with zipfile.ZipFile(wheel, "w") as file:
+        file.writestr("megatron/core/__init__.py", "")
+        file.writestr(f"megatron/core/datasets/helpers_cpp{suffix}", "")
+    return wheel
+
+
+def test_a_wheel_is_unpacked(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    wheel = make_wheel(tmp_path, str(sysconfig.get_config_var("EXT_SUFFIX")))
+    [folder] = provide_megatron_core(wheel, tmp_path)
+    assert (folder / "megatron" / "core" / "__init__.py").is_file()
+    assert sys.path[0] == str(folder)
+
+
+def test_a_wheel_for_another_python_is_refused(tmp_path):
+    wheel = make_wheel(tmp_path, ".cpython-39-x86_64-linux-gnu.so")
+    with pytest.raises(ValueError, match=r"not for this Python: take the wheel for cp3\d+$"):
+        provide_megatron_core(wheel, tmp_path)

@@ -1,0 +1,283 @@
+"""The estimate: parameters of real models, operations as --log-throughput counts them, memory as published."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.zero_bubble.cli.estimate.arguments import job_of, parse_arguments
+from megatron.zero_bubble.cli.estimate.cluster import States, rank_parameters, stages_of
+from megatron.zero_bubble.cli.estimate.schedule_estimate import Job, estimate, model_flops
+from megatron.zero_bubble.cli.estimate_command import main
+from megatron.zero_bubble.cli.one_process import one_process, rank_model
+from megatron.zero_bubble.cli.trainings import complete_arguments
+from megatron.zero_bubble.schedule import Placement, StageCosts
+from megatron.zero_bubble.schedule.formats import Profile, profile_to_json
+from megatron.zero_bubble.training.flops import flops_per_iteration
+from megatron.zero_bubble.training.model_size import Parameters, Stage, stage_activations, stage_flops, stage_parameters
+
+ROOT = Path(__file__).parents[2]
+
+SMALL = ["--num-layers", "8", "--hidden-size", "48", "--num-attention-heads", "4", "--seq-length", "16"]
+SMALL += ["--micro-batch-size", "2", "--vocab-size", "300", "--pipeline-model-parallel-size", "2"]
+LLAMA = ["--position-embedding-type", "rope", "--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear"]
+LLAMA += ["--group-query-attention", "--num-query-groups", "2", "--untie-embeddings-and-output-weights"]
+MODELS = {
+    "gpt": [],
+    "untied": ["--untie-embeddings-and-output-weights"],
+    "llama-like": LLAMA,
+    "wide heads": ["--kv-channels", "20", "--ffn-hidden-size", "100"],
+    "experts": ["--num-experts", "4", "--disable-bias-linear"],
+}
+UNTIED = "--untie-embeddings-and-output-weights"
+LARGE = [*SMALL, "--hidden-size", "4096", "--pipeline-model-parallel-size", "4", "--global-batch-size", "16"]
+POST_VALIDATION = ["--zero-bubble", "--zero-bubble-post-validation"]
+TOOL, FOUR = ["--world-size", "8"], ["--world-size", "4"]
+PAPER = json.loads((ROOT / "tests" / "cli" / "paper_memory.json").read_text())
+"""Peak memory in GB that Qi et al. 2024 report on A100 with 80 GB."""
+
+
+def arguments(*flags: str, world_size: int = 2, base: list[str] = SMALL):
+    required = ["--train-iters", "1", "--lr", "1e-4", "--mock-data"]
+    return complete_arguments([*base, *required, *flags], world_size, "test", has_cuda=True)
+
+
+def count(model) -> int:
+    return sum(parameter.numel() for chunk in model for parameter in chunk.parameters())
+
+
+@pytest.mark.parametrize("placement", [Placement("linear", 2), Placement("interleaved", 2, 2), Placement("v", 2, 2)])
+@pytest.mark.parametrize("model", MODELS)
+def test_parameters_are_those_of_megatron_cores_model(model, placement):
+    args = arguments(*MODELS[model])
+    with one_process(args):
+        real = [count(rank_model(args, placement, rank, None)) for rank in range(placement.num_ranks)]
+    assert [sum(held) for held in rank_parameters(args, placement)] == real
+
+
+def test_a_single_stage_shares_its_tied_embedding():
+    args = arguments()
+    stage = Stage(8, is_first=True, is_last=True)
+    untied = arguments("--untie-embeddings-and-output-weights")
+    table = args.padded_vocab_size * args.hidden_size
+    assert stage_parameters(untied, stage).dense - stage_parameters(args, stage).dense == table
+
+
+def test_tensor_parallel_ranks_share_matrices_and_column_biases():
+    layer = Stage(1, is_first=False, is_last=False)
+    whole = stage_parameters(arguments(), layer).dense
+    half = stage_parameters(arguments("--tensor-model-parallel-size", "2", world_size=4), layer).dense
+    # Both norms, and the biases of the two row-parallel layers, are on every rank.
+    on_every_rank = 2 * 2 * 48 + 2 * 48
+    assert whole - on_every_rank == 2 * (half - on_every_rank)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_operations_are_those_of_the_log_line(model):
+    """Which counts half of the attention's products, for a causal mask; time is spent on all of them."""
+    args = arguments("--global-batch-size", "8", *MODELS[model])
+    stages = stages_of(args, Placement("linear", 2))
+    computed = 4 * sum(stage_flops(args, stage).total for stage in stages)
+    masked = 8 * args.seq_length * 8 * 6 * args.seq_length * args.kv_channels * args.num_attention_heads
+    assert computed - masked == pytest.approx(flops_per_iteration(args, 8), rel=1e-12)
+
+
+def test_a_plain_layer_costs_what_is_published():
+    args = arguments("--bf16")
+    s, b, h, a = 16, 2, 48, 4
+    layer = Stage(1, is_first=False, is_last=False)
+    assert stage_flops(args, layer) == (s * b * h * (24 * h + 4 * s), s * b * h * (24 * h + 8 * s), s * b * h * 24 * h)
+    held = stage_activations(args, layer)
+    assert held.after_f == s * b * (34 * h + 5 * a * s)
+    assert held.after_b == 32 * s * b * h
+
+
+def test_tensor_and_sequence_parallel_activations_are_as_published():
+    """Korthikanti et al. 2022: sbh (10 + 24/t + 5as/(ht)), and all of it over t with sequence parallelism."""
+    s, b, h, a, t = 16, 2, 48, 4, 2
+    flags = ("--bf16", "--tensor-model-parallel-size", "2")
+    layer = Stage(1, is_first=False, is_last=False)
+    split = stage_activations(arguments(*flags, world_size=4), layer).after_f
+    assert split == pytest.approx(s * b * h * (10 + 24 / t + 5 * a * s / (h * t)))
+    sequence = stage_activations(arguments(*flags, "--sequence-parallel", world_size=4), layer).after_f
+    assert sequence == pytest.approx(s * b * h * (34 + 5 * a * s / h) / t)
+
+
+def test_context_parallel_ranks_share_tokens_but_not_keys():
+    layer = Stage(1, is_first=False, is_last=False)
+    whole, half = arguments("--bf16"), arguments("--bf16", "--context-parallel-size", "2", world_size=4)
+    assert stage_activations(half, layer).after_f == stage_activations(whole, layer).after_f / 2
+    assert stage_flops(half, layer).total == stage_flops(whole, layer).total / 2
+
+
+def test_context_parallel_ranks_share_what_zero_divides(capsys):
+    flags = [*SMALL, "--bf16", "--context-parallel-size", "2", "--use-distributed-optimizer"]
+    split = job(*flags)
+    assert (split.args.data_parallel_size, split.replicas) == (2, 4)
+    [parameters, _] = rank_parameters(split.args, Placement("linear", 2))
+    assert estimate(split, "1f1b").state_bytes[0] == parameters.dense * (6 + 12 / 4)
+    assert main([*TOOL, "--schedule", "1f1b", "--", *flags]) == 0
+    assert "ZeRO stage 1 over 4 data- and context-parallel ranks leaves 9\n" in capsys.readouterr().out
+    assert main([*TOOL, "--schedule", "1f1b", "--json", "--", *flags]) == 0
+    assert json.loads(capsys.readouterr().out)["bytes_a_parameter"] == 9
+
+
+def test_recomputation_keeps_less_and_computes_more():
+    layer = Stage(4, is_first=False, is_last=False)
+    plain, selective = arguments("--bf16"), arguments("--bf16", "--recompute-activations")
+    full = arguments(
+        *("--bf16", "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+    )
+    kept = [stage_activations(args, layer).after_f for args in (plain, selective, full)]
+    assert kept[0] - kept[1] == 4 * 16 * 2 * 5 * 4 * 16
+    assert kept[2] == 4 * 2 * 16 * 2 * 48
+    b = [stage_flops(args, layer).b for args in (plain, selective, full)]
+    assert b[2] - b[0] == stage_flops(plain, layer).f
+    assert b[0] < b[1] < b[2]
+
+
+@pytest.mark.parametrize(
+    ("precision", "expected"),
+    [
+        ("--fp16", [16, 4 + 12 / 8, 2 + 14 / 8, 16 / 8]),
+        # pretrain_gpt.py accumulates the gradients of bf16 in fp32.
+        ("--bf16", [18, 6 + 12 / 8, 2 + 16 / 8, 18 / 8]),
+    ],
+)
+def test_zero_divides_what_each_stage_divides(precision, expected):
+    args = arguments(precision)
+    assert [States.of(args, stage).bytes_a_parameter(8) for stage in range(4)] == expected
+
+
+def test_a_snapshot_keeps_adams_part_twice():
+    flags = ("--fp16", "--global-batch-size", "8", *POST_VALIDATION)
+    assert States.of(arguments(*flags), 1).bytes_a_parameter(8) == 4 + 24 / 8
+    assert States.of(arguments(*flags, "--zero-bubble-rollback", "inverse"), 1).bytes_a_parameter(8) == 4 + 12 / 8
+    assert States.of(arguments(*flags, "--zero-bubble-rollback-on-host"), 1).bytes_a_parameter(8) == 4 + 12 / 8
+
+
+def test_sgd_has_one_moment_or_none():
+    flags = ("--fp16", "--global-batch-size", "8", "--optimizer", "sgd")
+    assert States.of(arguments(*flags), 0).bytes_a_parameter(8) == 4 + 4 + 4
+    assert States.of(arguments(*flags, "--sgd-momentum", "0"), 0).bytes_a_parameter(8) == 4 + 4
+    assert States.of(arguments(*flags, *POST_VALIDATION), 0).bytes_a_parameter(8) == 4 + 2 * 8
+
+
+def test_experts_are_shared_by_fewer_replicas():
+    states = States(2, 2, 12, zero_stage=1)
+    held = states.of_rank(Parameters(dense=10, expert=100), replicas=4, expert_ranks=2)
+    assert held == 10 * (4 + 12 / 4) + 100 * (4 + 12 / 2)
+
+
+def job(*flags: str, tool: list[str] = TOOL) -> Job:
+    return job_of(parse_arguments([*tool, "--", *flags], ""))
+
+
+def paper_job(name: str) -> Job:
+    """What examples/estimate_paper.sh asks for."""
+    size = PAPER[name]["model"]
+    p, batch = size["pipeline"], size["micro_batch"]
+    flags = ["--num-layers", size["layers"], "--hidden-size", size["hidden"], "--num-attention-heads", size["heads"]]
+    flags += ["--pipeline-model-parallel-size", p, "--micro-batch-size", batch, "--global-batch-size", 3 * p * batch]
+    flags += ["--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split", "--fp16"]
+    flags += ["--seq-length", 1024, "--vocab-size", 50257, "--untie-embeddings-and-output-weights"]
+    tool = ["--world-size", str(p), "--reserved-memory", "1B", "--num-chunks", str(size["chunks"])]
+    return job(*map(str, flags), tool=tool)
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_memory_is_within_6_percent_of_the_papers(name):
+    measured = PAPER[name]["peak_memory_GB"]
+    found = {schedule: max(estimate(paper_job(name), schedule).total_bytes) / 1e9 for schedule in measured}
+    assert found == pytest.approx(measured, rel=0.06)
+
+
+def test_what_does_not_fit_is_said_so_and_auto_takes_what_is_left(capsys):
+    flags = [*SMALL, "--num-layers", "4", "--global-batch-size", "32"]
+    whole = estimate(job(*flags, tool=["--world-size", "2"]), "zb-2p")
+    room = str(int(max(whole.total_bytes) - 1))
+    assert main(["--world-size", "2", "--device-memory", f"{room}B", "--json", "--", *flags]) == 0
+    by_name = {one["schedule"]: one for one in json.loads(capsys.readouterr().out)["schedules"]}
+    assert whole.fits
+    assert not by_name["zb-2p"]["fits"]
+    assert by_name["1f1b"]["fits"]
+    assert by_name["auto"]["fits"]
+    assert by_name["1f1b"]["ratio_to_1f1b"] == 1
+    assert {"interleaved-zb", "zb-v", "v-min"} <= set(by_name)
+
+
+def test_post_validation_pays_for_spans_instead_of_the_makespan():
+    waiting, going_on = (estimate(job(*LARGE, UNTIED, *more, tool=FOUR), "zb-h2") for more in ((), POST_VALIDATION))
+    assert waiting.iteration_ms == waiting.timeline.makespan
+    assert going_on.iteration_ms == pytest.approx(going_on.timeline.cost, rel=1e-3)
+    assert going_on.iteration_ms < 0.95 * waiting.iteration_ms
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [([], "tied embeddings are summed"), ([UNTIED, "--calculate-per-token-loss"], "--calculate-per-token-loss counts")],
+)
+def test_post_validation_gains_where_the_first_stage_need_not_wait_for_the_last(flags, reason, capsys):
+    bound = job(*LARGE, *POST_VALIDATION, *flags, tool=FOUR)
+    waiting, in_a_v = estimate(bound, "zb-h2"), estimate(bound, "zb-v")
+    assert waiting.iteration_ms == waiting.timeline.makespan
+    assert in_a_v.iteration_ms < in_a_v.timeline.makespan
+    command = [*FOUR, "--schedule", "zb-h2", "--schedule", "zb-v", "--", *LARGE, *POST_VALIDATION]
+    assert main([*command, *flags]) == 0
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "gains nothing" in line]
+    assert line.startswith(f"--zero-bubble-post-validation gains nothing, except in a V: {reason}")
+    assert main([*command, UNTIED]) == 0
+    assert "gains nothing" not in capsys.readouterr().out
+
+
+def test_a_profile_replaces_operations(tmp_path):
+    args = arguments()
+    from megatron.zero_bubble.job.profiling import model_description
+
+    file = tmp_path / "profile.json"
+    costs = StageCosts.uniform(2, 10, 11, 9, 1, 2**30, -(2**29), -(2**29))
+    file.write_text(profile_to_json(Profile(Placement("linear", 2), costs, 0.0, model_description(args))))
+    found = job(*SMALL, "--global-batch-size", "8", tool=["--world-size", "2", "--profile", str(file)])
+    assert estimate(found, "1f1b").timeline.costs == costs
+    assert estimate(found, "zb-v").timeline.costs.time_f == (5,) * 4
+    assert max(estimate(found, "1f1b").activation_bytes) == 2 * 2**30
+
+
+def test_the_table_names_every_schedule_and_the_refused_ones(capsys):
+    flags = [*SMALL, "--num-layers", "6", "--global-batch-size", "8"]
+    assert main(["--world-size", "2", "--per-rank", "--", *flags]) == 0
+    output = capsys.readouterr().out
+    assert "\nzb-v: --num-layers 6 is not a multiple of the 4 stages" in output
+    assert "zb-h1, rank 1" in output
+    assert "bytes a parameter: 4 + 4 for its gradient + 8 for Adam" in output
+    totals = model_flops(job(*flags, tool=["--world-size", "2"]))
+    assert f"1 : {totals.b / totals.f:.3f} : {totals.w / totals.f:.3f}" in output
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--world-size", "2", "--", *SMALL, "--num-laers", "2"], "--num-laers"),
+        (["--world-size", "2", "--", *SMALL, "--num-attention-heads", "5"], "--hidden-size 48"),
+        (["--world-size", "2", "--device-memory", "80", "--", *SMALL], "expected bytes such as 80GiB"),
+        (["--world-size", "2", "--mfu", "1.5", "--", *SMALL], "--mfu: must not be above 1"),
+        (["--world-size", "3", "--", *SMALL], "do not divide the 3"),
+        (["--world-size", "2", "--profile", "nowhere.json", "--", *SMALL], "nowhere.json"),
+        (["--world-size", "2", "--schedule", "zb-h9", "--", *SMALL], "zb-h9"),
+        (["--world-size", "2", "--zero-stage", "4", "--", *SMALL], "--zero-stage"),
+        (["--world-size", "2", "--", *SMALL, "--pipeline-model-parallel-size", "1"], "at least 2"),
+        (["--world-size", "2", "--", *SMALL, "--mtp-num-layers", "1"], "--mtp-num-layers: what further layers cost"),
+        (["--", *SMALL], "--world-size"),
+    ],
+)
+def test_a_mistake_is_one_line(flags, words, capsys):
+    try:
+        status = main(flags)
+    except SystemExit as exit:
+        status = exit.code
+    output, errors = capsys.readouterr()
+    assert (status, output, errors.count("\n")) == (2, "", 1)
+    assert errors.startswith("zero-bubble estimate: error: ")
+    assert words in errors

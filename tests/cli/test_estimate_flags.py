@@ -1,0 +1,109 @@
+"""What the estimate makes of a job's flags: it takes what the job takes, and plans `auto` as the job will."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.zero_bubble.cli.estimate.arguments import job_of, parse_arguments
+from megatron.zero_bubble.cli.estimate.schedule_estimate import Estimate, Job, estimate
+from megatron.zero_bubble.cli.estimate_command import main
+
+ROOT = Path(__file__).parents[2]
+
+GIB = 2**30
+TOOL = ["--world-size", "4"]
+JOB = ["--num-layers", "8", "--hidden-size", "1024", "--num-attention-heads", "16", "--seq-length", "1024", "--bf16"]
+JOB += ["--micro-batch-size", "2", "--global-batch-size", "32", "--vocab-size", "1000"]
+JOB += ["--pipeline-model-parallel-size", "4", "--untie-embeddings-and-output-weights"]
+LIMIT = "--zero-bubble-memory-limit"
+
+
+def job(*flags: str) -> Job:
+    return job_of(parse_arguments([*TOOL, "--", *JOB, *flags], ""))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--data-path=some/prefix", "--tokenizer-type=NullTokenizer"],
+        ["--train-data-path", "some/prefix", "--valid-data-path=other", "--tokenizer-type", "NullTokenizer"],
+        ["--train-iters=500000", "--lr-warmup-iters", "2000"],
+        ["--lr-warmup-iters", "2000"],
+        ["--lr=6e-4", "--min-lr", "6e-5"],
+        ["--min-lr", "6e-5", "--lr-warmup-fraction", "0.01"],
+        ["--zero-bubble", LIMIT, "auto"],
+        ["--zero-bubble", "--zero-bubble-max-pending-backward", "auto"],
+        ["--transformer-impl", "transformer_engine"],
+        ["--save", "/proc/on/the/cluster/only", "--save-interval", "1000"],
+        ["--log-numerics", "/on/the/cluster/only/numerics.jsonl"],
+    ],
+    ids=" ".join,
+)
+def test_what_the_job_takes_is_taken_where_it_will_not_run(flags, capsys):
+    assert main([*TOOL, "--schedule", "1f1b", "--", *JOB, *flags]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_what_is_given_is_not_given_again():
+    args = job("--train-iters=500000", "--lr=6e-4", "--data-path=prefix", "--tokenizer-type=NullTokenizer").args
+    assert (args.train_iters, args.lr, args.data_path, args.mock_data) == (500000, 6e-4, ["prefix"], False)
+
+
+def test_activations_of_transformer_engine_are_said_to_be_those_of_local_layers(capsys):
+    def lines(*flags: str) -> list[str]:
+        assert main([*TOOL, "--schedule", "1f1b", "--", *JOB, *flags]) == 0
+        return [line for line in capsys.readouterr().out.splitlines() if "local layers" in line]
+
+    [line] = lines("--transformer-impl", "transformer_engine")
+    assert line.startswith("--transformer-impl transformer_engine: activations are counted as local layers keep them")
+    assert lines() == []
+
+
+def planned(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[Estimate, str]:
+    """The schedule `auto`, and the line about it."""
+    assert main([*TOOL, "--json", "--schedule", "auto", "--", *JOB, *flags]) == 0
+    [note] = json.loads(capsys.readouterr().out)["notes"]
+    return estimate(job(*flags), "auto"), note
+
+
+def test_auto_is_planned_under_the_limit_of_the_job(capsys):
+    peak = max(estimate(job(), "1f1b").activation_bytes)
+    by_default, note = planned(capsys, "--zero-bubble")
+    assert by_default.limit == pytest.approx(peak)
+    assert max(by_default.activation_bytes) <= by_default.limit * (1 + 1e-9)
+    assert "1F1B's peak: --zero-bubble-memory-limit 1 (the default); auto instead of 1 would take" in note
+    half_more, note = planned(capsys, "--zero-bubble", LIMIT, "1.5")
+    assert half_more.limit == pytest.approx(1.5 * peak)
+    assert max(half_more.activation_bytes) > peak
+    assert note == (
+        f"auto: planned for {1.5 * peak / GIB:.2f} GiB of activations, as the flags say: --zero-bubble-memory-limit 1.5"
+    )
+    in_bytes, note = planned(capsys, "--zero-bubble", LIMIT, "3GiB")
+    assert in_bytes.limit == 3 * GIB
+    assert note.endswith("planned for 3.00 GiB of activations, as the flags say: --zero-bubble-memory-limit 3GiB")
+    forwards, note = planned(capsys, "--zero-bubble", "--zero-bubble-max-pending-backward", "6")
+    assert forwards.limit == pytest.approx(1.5 * peak)
+    assert note.endswith(": --zero-bubble-max-pending-backward 6")
+
+
+def test_auto_takes_what_a_job_would_find_free(capsys):
+    """Of the fullest rank nine tenths, for all of them."""
+    unsaid, note = planned(capsys)
+    cluster = unsaid.job.cluster
+    assert unsaid.limit == int(0.9 * (cluster.memory - cluster.reserved - max(unsaid.state_bytes)))
+    assert "nine tenths of what the fullest rank has left: trained so by --zero-bubble --zero-bubble-mem" in note
+    said, note = planned(capsys, "--zero-bubble", LIMIT, "auto")
+    assert said.limit == unsaid.limit
+    assert said.timeline.schedule == unsaid.timeline.schedule
+    assert note.endswith("nine tenths of what the fullest rank has left: --zero-bubble-memory-limit auto")
+
+
+def test_auto_needs_room_that_a_limit_of_its_own_does_not_ask_for(capsys):
+    tiny = [*TOOL, "--device-memory", "3GiB", "--reserved-memory", "3GiB", "--schedule", "auto", "--", *JOB]
+    assert main(tiny) == 2
+    assert "--schedule auto: parameters and optimizer alone do not fit" in capsys.readouterr().err
+    assert main([*tiny, "--zero-bubble"]) == 0
+    assert " no " in capsys.readouterr().out

@@ -1,0 +1,381 @@
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.zero_bubble.cli.schedule_command import main
+from megatron.zero_bubble.schedule import StageCosts, generate, lower, names, simulate
+from megatron.zero_bubble.schedule.formats import (
+    costs_to_json,
+    schedule_from_json,
+    schedule_from_pytorch_csv,
+    schedule_to_csv,
+    schedule_to_json,
+    schedule_to_pytorch_csv,
+)
+from tests.schedule.random_schedules import posted_ahead
+
+ROOT = Path(__file__).parent.parent.parent
+
+SIZE = ["--pipeline-size", "4", "--num-microbatches", "8"]
+
+
+@pytest.fixture
+def run(capsys):
+    """Run the tool in this process: (status, output, errors)."""
+
+    def run(*words):
+        try:
+            status = main([str(word) for word in words])
+        except SystemExit as exit:
+            status = exit.code
+        return status, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def ok(run):
+    def ok(*words):
+        status, output, errors = run(*words)
+        assert (status, errors) == (0, "")
+        return output
+
+    return ok
+
+
+def test_the_command_runs_without_torch():
+    code = "import sys\nfrom megatron.zero_bubble.cli.__main__ import main\n"
+    code += "main(['schedule', 'list'])\nprint('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    lines = result.stdout.splitlines()
+    assert lines[-1] == "False"
+    assert [line.split()[0] for line in lines[:-1]] == list(names())
+
+
+def test_list_as_json(ok):
+    rows = json.loads(ok("list", "--json"))
+    assert [row["schedule"] for row in rows] == list(names())
+
+
+def test_simulate_as_json(ok):
+    figures = json.loads(ok("simulate", "--schedule", "zb-h1", *SIZE, "--json"))
+    seconds = figures.pop("generation_seconds")
+    assert 0 <= seconds < 5
+    assert figures.pop("lower_bound") <= 27
+    assert figures.pop("bubble")[1] == {
+        "warmup": 1,
+        "waiting_for_forward": 0,
+        "waiting_for_backward": 2,
+        "waiting_for_validation": 0,
+        "communication": 0,
+        "tail": 0,
+        "streams": 0,
+    }
+    assert figures.pop("critical_path")[:3] == ["0:F0", "1:F0", "2:F0"]
+    assert figures == {
+        "schedule": "zb-h1",
+        "pipeline_size": 4,
+        "num_microbatches": 8,
+        "num_chunks": 1,
+        "placement": "linear",
+        "cost": 27,
+        "makespan": 27,
+        "bubble_rate": 3 / 27,
+        "peak_memory": [4.0, 3.5, 3.0, 2.5],
+        "peak_memory_op": ["F3", "F3", "F3", "F3"],
+        "span": [27, 26, 25, 24],
+        "num_messages": 2 * 3 * 8,
+        "overlap_communication": True,
+        "hardware_queues": None,
+        "post_validation": False,
+        "steps": 1,
+        "iteration_time": 27,
+        "iteration_time_without_post_validation": 27,
+    }
+
+
+def test_costs_are_those_of_whole_ranks(ok):
+    flags = ["--time-f", "1,2,3,4", "--time-comm", "0.1,0.2,0.3", "--memory-f", "2,4,2,2", "--memory-b", "-1,-2,-1,-1"]
+    one = json.loads(ok("simulate", "--schedule", "1f1b", *SIZE, *flags, "--memory-w", "-1,-2,-1,-1", "--json"))
+    costs = StageCosts(
+        *[(1, 2, 3, 4), (1, 1, 1, 1), (1, 1, 1, 1), (0.1, 0.2, 0.3), (0.5, 1, 0.5, 0.5)],
+        *[(-0.25, -0.5, -0.25, -0.25)] * 2,
+    )
+    timeline = simulate(generate("1f1b", 4, 8), costs)
+    assert one["cost"] == timeline.cost
+    assert one["peak_memory"] == [2, 3, 1, 0.5], "in units of the largest --memory-f"
+    two = json.loads(ok("simulate", "--schedule", "interleaved-1f1b", *SIZE, *flags[:4], "--json"))
+    halves = tuple(time / 2 for time in (1, 2, 3, 4, 1, 2, 3, 4))
+    costs = StageCosts(
+        halves, (0.5,) * 8, (0.5,) * 8, (0.1, 0.2, 0.3, 0.3, 0.1, 0.2, 0.3), (0.5,) * 8, (-0.25,) * 8, (-0.25,) * 8
+    )
+    assert two["cost"] == pytest.approx(simulate(generate("interleaved-1f1b", 4, 8), costs).cost)
+    assert two["peak_memory"][0] == 5.5
+
+
+def test_costs_from_a_file(ok, tmp_path):
+    path = tmp_path / "costs.json"
+    path.write_text(costs_to_json(StageCosts.uniform(4, 3, 2, 1, 0.5, memory_f=8, memory_b=-4, memory_w=-4)))
+    flags = ["--time-f", "3", "--time-b", "2", "--time-comm", "0.5"]
+    for name in ("zb-h1", "interleaved-1f1b"):
+        from_file, from_flags = (
+            json.loads(ok("simulate", "--schedule", name, *SIZE, "--json", *costs))
+            for costs in (["--costs", path], flags)
+        )
+        assert from_file["cost"] == from_flags["cost"]
+        assert from_file["peak_memory"] == from_flags["peak_memory"]
+
+
+def test_communication_that_does_not_overlap_costs_more(ok):
+    overlapped, occupying = (
+        json.loads(ok("simulate", "--schedule", "1f1b", *SIZE, "--time-comm", "0.5", "--json", *flag))
+        for flag in ([], ["--no-overlap-communication"])
+    )
+    assert occupying["cost"] > overlapped["cost"]
+    assert occupying["bubble"][1]["communication"] > 0
+
+
+def test_plans_are_made_for_communication_that_does_not_overlap(ok):
+    size = ["--pipeline-size", "8", "--num-microbatches", "32", "--no-overlap-communication"]
+    times = ["--time-b", "2", "--time-w", "0.001", "--time-comm", "5"]
+    names = ["--schedule", "1f1b", "--schedule", "zb-1p", "--schedule", "auto", "--schedule", "zb-2p"]
+    costs = [one["cost"] for one in json.loads(ok("compare", *names, *size, *times, "--json"))]
+    assert max(costs) == costs[0]
+
+
+def test_post_validation_lets_iterations_interlock(ok):
+    flags = ["--schedule", "zb-2p", *SIZE, "--post-validation"]
+    once, twice = (json.loads(ok("simulate", *flags, "--steps", steps, "--json")) for steps in (1, 2))
+    for one in (once, twice):
+        assert (one["iteration_time"], one["iteration_time_without_post_validation"]) == (24, 27)
+        assert one["post_validation"] is True
+        assert one["num_microbatches"] == 8
+    assert (once["makespan"], twice["makespan"]) == (27, 27 + 24)
+    assert (once["bubble_rate"], twice["bubble_rate"]) == (0, 0)
+    table = ok("compare", *flags, "--schedule", "1f1b").splitlines()
+    assert [line.split()[-3:] for line in table] == [
+        ["iteration", "without", "gain"],
+        ["24", "27", "12.50%"],
+        ["33", "33", "0.00%"],
+    ]
+    assert "waiting for validation" in ok("simulate", *flags)
+
+
+def test_post_validation_in_a_file(ok, tmp_path):
+    path = tmp_path / "schedule.json"
+    ok("generate", "--schedule", "zb-2p", *SIZE, "--post-validation", "--lower", "--output", path)
+    assert schedule_from_json(path.read_text()).has_post_validation
+    assert json.loads(ok("simulate", "--input", path, "--steps", "3", "--json"))["makespan"] == 27 + 24 + 24
+    drawing = tmp_path / "drawing.svg"
+    ok("draw", "--input", path, "--steps", "2", "--output", drawing)
+    assert ">4 ranks, 8 microbatches, 2 iterations: bubble rate" in drawing.read_text()
+    assert "VALIDATE of iteration 2 on rank 3" in drawing.read_text()
+    assert "of iteration 1" in ok("simulate", "--input", path, "--steps", "3").splitlines()[-1]
+    path_of_three = json.loads(ok("simulate", "--input", path, "--steps", "3", "--json"))["critical_path"]
+    assert path_of_three[0] == "0:F0 of iteration 1"
+    assert "3:W7 of iteration 3" in path_of_three
+
+
+def test_compare(ok):
+    found = json.loads(ok("compare", "--schedule", "1f1b", "--schedule", "zb-h1", *SIZE, "--json"))
+    assert [(one["schedule"], one["cost"]) for one in found] == [("1f1b", 33), ("zb-h1", 27)]
+    table = ok("compare", "--schedule", "interleaved-1f1b", "--schedule", "zb-h1", *SIZE, "--num-chunks", "4")
+    assert [line.split()[:2] for line in table.splitlines()[1:]] == [["interleaved-1f1b", "8.57%"], ["zb-h1", "11.11%"]]
+    markdown = ok("compare", "--schedule", "1f1b", *SIZE, "--markdown").splitlines()
+    assert markdown[2].startswith("| 1f1b     | 27.27% |")
+
+
+def test_compare_of_all_leaves_out_what_cannot_be(ok):
+    table = ok("compare", "--schedule", "gpipe", "--pipeline-size", "3", "--num-microbatches", "4")
+    assert "gpipe" in table
+    for limit, expected in ((["--memory-limit", "3"], {"1f1b", "zb-h1"}),):
+        found = json.loads(ok("compare", "--pipeline-size", "3", "--num-microbatches", "4", *limit, "--json"))
+        present = {one["schedule"] for one in found}
+        assert expected <= present
+        assert not {"gpipe", "zb-h2", "interleaved-1f1b"} & present
+
+
+@pytest.mark.parametrize("lowered", [False, True])
+def test_generate_writes_what_validate_and_simulate_read(ok, tmp_path, lowered):
+    schedule = lower(generate("zb-h1", 4, 8)) if lowered else generate("zb-h1", 4, 8)
+    path = tmp_path / "schedule.json"
+    assert ok("generate", "--schedule", "zb-h1", *SIZE, "--output", path, *["--lower"] * lowered) == ""
+    assert schedule_from_json(path.read_text()) == schedule
+    assert ok("validate", "--input", path) == "zb-h1 is valid: 4 ranks, 8 microbatches, 96 operations, 48 messages\n"
+    assert json.loads(ok("simulate", "--input", path, "--json"))["cost"] == 27
+    assert [entry.name for entry in tmp_path.iterdir()] == ["schedule.json"]
+
+
+def test_what_one_hardware_queue_costs(ok, tmp_path):
+    """1F1B with its receives two ahead: nothing with many queues. As we lower it, nothing with one either."""
+    path = tmp_path / "schedule.json"
+    path.write_text(schedule_to_json(posted_ahead(lower(generate("1f1b", 4, 8)), 2)))
+
+    def figures(*flags):
+        found = json.loads(ok("simulate", *flags, "--json"))
+        return found["hardware_queues"], found["makespan"], max(bubble["streams"] for bubble in found["bubble"])
+
+    assert figures("--input", path) == (None, 33, 0)
+    assert figures("--input", path, "--hardware-queues", "many") == ("many", 33, 0)
+    assert figures("--input", path, "--hardware-queues", "1") == ("1", 38, 7)
+    assert figures("--schedule", "1f1b", *SIZE, "--hardware-queues", "1") == ("1", 33, 0)
+
+
+def test_a_schedule_that_stands_still_with_one_queue_is_refused_and_can_be_lowered_anew(run, ok, tmp_path):
+    path, anew = tmp_path / "schedule.json", tmp_path / "anew.json"
+    path.write_text(schedule_to_json(posted_ahead(lower(generate("gpipe", 2, 4)), 2)))
+    for command in ("validate", "simulate"):
+        status, output, errors = run(command, "--input", path)
+        assert (status, output) == (2, "")
+        assert errors == (
+            f"zero-bubble schedule {command}: error: schedule gpipe deadlocks with one hardware queue "
+            "(CUDA_DEVICE_MAX_CONNECTIONS=1): rank 0 at RECV_BACKWARD1 waits for SEND_BACKWARD0 of rank 1; "
+            "rank 1 at F3 waits for SEND_FORWARD3 of rank 0; lowered anew it runs\n"
+        )
+    ok("generate", "--input", path, "--lower", "--output", anew)
+    assert "is valid" in ok("validate", "--input", anew)
+
+
+def test_one_queue_in_tables_and_pictures(ok, tmp_path):
+    flags = ("--schedule", "zb-2p", *SIZE, "--time-comm", "0.6", "--hardware-queues", "1")
+    assert "streams" in ok("simulate", *flags)
+    assert "zb-2p" in ok("compare", *flags)
+    ok("draw", *flags, "--output", tmp_path / "one.svg")
+    assert "gain" in ok("simulate", *flags, "--post-validation", "--steps", "3")
+
+
+@pytest.mark.parametrize("write", [schedule_to_csv, schedule_to_pytorch_csv, schedule_to_json])
+def test_every_format_is_recognised(ok, tmp_path, write):
+    path = tmp_path / "schedule"
+    path.write_text(write(generate("interleaved-zb", 2, 4)))
+    figures = json.loads(ok("validate", "--input", path, "--json"))
+    assert figures["operations"] == 2 * 2 * 4 * 3
+    assert schedule_from_pytorch_csv(ok("generate", "--input", path, "--format", "pytorch")).num_chunks == 2
+
+
+def test_draw(ok, tmp_path):
+    for suffix, start in ((".svg", "<svg"), (".html", "<!DOCTYPE html>"), (".json", '{"displayTimeUnit"')):
+        path = tmp_path / f"picture{suffix}"
+        assert ok("draw", "--schedule", "zb-h2", *SIZE, "--output", path, "--title", "shown") == ""
+        assert path.read_text().startswith(start)
+    assert ">shown</text>" in (tmp_path / "picture.svg").read_text()
+    assert ">time (F)</text>" in (tmp_path / "picture.svg").read_text(), "it is 1 by default"
+    for flags, unit in ((["--time-b", "2"], "ms"), (["--time-b", "2", "--time-unit", "µs"], "µs")):
+        ok("draw", "--schedule", "zb-h2", *SIZE, "--output", tmp_path / "picture.svg", *flags)
+        assert f">time ({unit})</text>" in (tmp_path / "picture.svg").read_text()
+
+
+def test_memory_curve(ok, tmp_path):
+    flags = ["--schedule", "zb-h1", "--schedule", "zb-h2", *SIZE, "--from", "0.5", "--to", "2", "--step", "0.25"]
+    lines = ok("memory-curve", *flags).splitlines()
+    assert lines[1].split() == ["0.5", "-", "-"]
+    assert lines[3].split() == ["1", "11.11%", "-"]
+    assert lines[7].split() == ["2", "11.11%", "0.00%"]
+    tenths = ["--from", "0.1", "--to", "0.3", "--step", "0.1"]
+    assert [line.split()[0] for line in ok("memory-curve", *flags, *tenths).splitlines()[1:]] == ["0.1", "0.2", "0.3"]
+    path = tmp_path / "curve.svg"
+    points = json.loads(ok("memory-curve", *flags, "--json", "--output", path))
+    assert [point["memory_limit"] for point in points[:3]] == [2, 3, 4]
+    assert [point["bubble_rate"] for point in points[-1:]] == [0]
+    assert path.read_text().startswith("<svg")
+
+
+@pytest.mark.parametrize(
+    "extreme", ["--time-f 1e20", "--time-f 1e-20", "--time-comm 1e20", "--memory-f 1e20 --memory-b=-1e20"]
+)
+@pytest.mark.parametrize("overlap", ["", "--no-overlap-communication"])
+def test_the_largest_and_the_smallest_numbers_give_finite_ones(ok, extreme, overlap):
+    names = [word for name in names_but_slow() for word in ("--schedule", name)]
+    table = ok("compare", *names, "--pipeline-size", "2", "--num-microbatches", "4", *extreme.split(), *overlap.split())
+    assert not re.search("nan|inf", table)
+
+
+def names_but_slow():
+    return [name for name in names() if name != "optimal"]
+
+
+BAD = {
+    "": "the following arguments are required: COMMAND",
+    "paint": "invalid choice: 'paint'",
+    "simulate --pipeline-size 4 --num-microbatches 8": "one of the arguments --schedule --input is required",
+    "simulate --schedule zb-h9 {size}": "schedule 'zb-h9' is unknown: choose one of gpipe, 1f1b,",
+    "compare --schedule zb-h9 {size}": "schedule 'zb-h9' is unknown: choose one of gpipe, 1f1b,",
+    "memory-curve --schedule zb-h9 {size}": "schedule 'zb-h9' is unknown: choose one of gpipe, 1f1b,",
+    "simulate --schedule zb-h1 --pipeline-size 1 --num-microbatches 8": "--pipeline-size: must be at least 2, got 1",
+    "simulate --schedule zb-h1 --pipeline-size 4 --num-microbatches 0": "--num-microbatches: must be at least 1, got 0",
+    "simulate --schedule zb-h1 --pipeline-size 4": "argument --num-microbatches is required with --schedule",
+    "simulate --schedule zb-h1 {size} --time-f 0": "--time-f: must be above 0, got 0",
+    "simulate --schedule zb-h1 {size} --time-w -1": "--time-w: must be above 0, got -1",
+    "simulate --schedule zb-h1 {size} --time-b nan": "--time-b: expected a finite number, got nan",
+    "simulate --schedule zb-h1 {size} --time-f 1e308": "--time-f: expected a number from 1e-20 to 1e+20, got 1e308",
+    "simulate --schedule zb-h1 {size} --time-w 1e-320": "--time-w: expected a number from 1e-20 to 1e+20, got 1e-320",
+    "simulate --schedule zb-h1 {size} --memory-b -1e308": "--memory-b: expected a number from 1e-20 to",
+    "simulate --schedule auto {size} --memory-limit 1e308": "--memory-limit: expected a number from 1e-20 to 1e+20",
+    "simulate --schedule zb-h1 {size} --costs {tmp}/huge.json": "time_f must be numbers from 1e-50 to 1e+50, got 1000",
+    "simulate --schedule 1f1b --pipeline-size 100000 --num-microbatches 8": "100000 pipeline ranks with 1 model chunks",
+    "simulate --schedule 1f1b --pipeline-size 4 --num-microbatches 1000000000": "83333 are the most",
+    "simulate --schedule interleaved-zb {size} --num-chunks 1000000000": "4096 stages are the most",
+    "simulate --schedule zb-h1 {size} --post-validation --steps 1000000000": "8000000000 microbatches on 4 stages",
+    "draw --schedule zb-h1 {size} --width 1000000000 --output {tmp}/new.svg": "--width: must be at most 16000",
+    "simulate --schedule zb-h1 {size} --time-comm -1": "--time-comm: must not be below 0, got -1",
+    "simulate --schedule zb-h1 {size} --time-f 1,2": "--time-f: expected 1 number or 4, got 2",
+    "simulate --schedule zb-h1 {size} --time-comm 1,2,3,4": "--time-comm: expected 1 number or 3, got 4",
+    "simulate --schedule zb-h1 {size} --time-f 1,x": "--time-f: expected a number, got 'x'",
+    "simulate --schedule zb-h1 {size} --memory-f -1": "the memory of F on a whole rank, must be above zero, got -1",
+    "simulate --schedule zb-h1 {size} --memory-limit 3": "limit of 3; 4 is enough for every rank",
+    "simulate --schedule zb-h1 {size} --memory-limit 4,4": "memory_limit has 2 entries, but there are 4 ranks",
+    "simulate --schedule zb-h1 {size} --num-chunks 2": "schedule zb-h1 has 1 chunks a rank, got 2",
+    "simulate --schedule interleaved-1f1b --pipeline-size 4 --num-microbatches 6": "leave a last group of 2",
+    "simulate --schedule zb-h1 {size} --costs {tmp}/none.json": "No such file",
+    "simulate --schedule zb-h1 {size} --costs {tmp}/bad.json": "bad.json: not JSON",
+    "simulate --schedule zb-h1 {size} --costs {tmp}/three.json": "has costs of 3 stages: expected 4",
+    "simulate --schedule zb-h1 {size} --costs {tmp}/three.json --time-f 2": "--time-f: not allowed with --costs",
+    "validate --input {tmp}/future.json": "version 2 of the format is unknown",
+    "validate --input {tmp}/bad.json": "bad.json: not JSON",
+    "validate --input {tmp}/binary": "can't decode byte",
+    "validate --input {tmp}/incomplete.csv": "rank 0 lacks B0",
+    "validate --input {tmp}/future.json --pipeline-size 4": "--pipeline-size: not allowed with --input",
+    "draw --schedule zb-h1 {size}": "argument --output is required",
+    "draw --schedule zb-h1 {size} --output {tmp}/new.png": "must end in .svg, .html, or .json",
+    "draw --schedule zb-h1 {size} --output {tmp}/none/new.svg": "cannot write {tmp}/none/new.svg: No such file",
+    "draw --schedule zb-h1 {size} --output {tmp}/folder.svg": "cannot write {tmp}/folder.svg: Is a directory",
+    "simulate --input {tmp}/incomplete.csv": "rank 0 lacks B0",
+    "generate --schedule zb-h1 {size} --post-validation --format pytorch": "PyTorch's CSV has no word: write JSON",
+    "simulate --schedule zb-h1 {size} --hardware-queues 2": "--hardware-queues: invalid choice: '2' (choose from",
+    "simulate --schedule zb-h1 {size} --hardware-queues 1 --no-overlap-communication": "messages overlap there",
+    "simulate --schedule zb-h1 {size} --steps 2": "--steps 2 needs --post-validation: without it an iteration starts",
+    "draw --schedule zb-h1 {size} --steps 0 --output {tmp}/new.svg": "--steps: must be at least 1, got 0",
+    "draw --schedule zb-h1 {size} --memory-limit 1 --output {tmp}/new.svg": "is enough for every rank",
+    "memory-curve --schedule zb-h1 {size} --from 2 --to 1": "--to 1 is below --from 2",
+    "memory-curve --schedule zb-h1 {size} --step 0": "--step: must be above 0",
+    "memory-curve --schedule zb-h1 {size} --step 1e-9": "are too many: choose a larger --step",
+    "memory-curve --schedule zb-h1 {size} --step 1e-320": "--step: expected a number from 1e-20 to 1e+20",
+    "memory-curve --schedule zb-h1 {size} --to 0.75 --output {tmp}/new.svg": "nothing fits under any of these limits",
+}
+
+
+@pytest.mark.parametrize("words", BAD)
+def test_bad_input_gets_one_line_and_nothing_is_written(run, tmp_path, words):
+    (tmp_path / "bad.json").write_text("{")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    huge = costs_to_json(StageCosts.uniform(4, time_f=12345)).replace("12345", "1" + "0" * 400)
+    (tmp_path / "huge.json").write_text(huge)
+    (tmp_path / "three.json").write_text(costs_to_json(StageCosts.uniform(3)))
+    future = schedule_to_json(generate("1f1b", 2, 2)).replace('"version": 1', '"version": 2')
+    (tmp_path / "future.json").write_text(future)
+    (tmp_path / "incomplete.csv").write_text("0F0\n1F0,1B0\n")
+    (tmp_path / "folder.svg").mkdir()
+    before = {path: path.is_dir() or path.read_bytes() for path in tmp_path.iterdir()}
+    filled = words.format(size=" ".join(SIZE), tmp=tmp_path).split()
+    status, output, errors = run(*filled)
+    assert (status, output) == (2, "")
+    assert errors.startswith("zero-bubble schedule")
+    assert errors.count("\n") == 1
+    assert BAD[words].format(tmp=tmp_path) in errors
+    assert {path: path.is_dir() or path.read_bytes() for path in tmp_path.iterdir()} == before

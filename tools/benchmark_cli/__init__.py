@@ -1,1 +1,0 @@
-"""What tools/benchmark_schedules.py and tools/benchmark_overhead.py consist of."""

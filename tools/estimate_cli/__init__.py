@@ -1,1 +1,0 @@
-"""What tools/estimate.py consists of."""

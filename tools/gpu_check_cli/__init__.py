@@ -1,1 +1,0 @@
-"""What tools/gpu_check.py consists of."""

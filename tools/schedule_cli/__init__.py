@@ -1,1 +1,0 @@
-"""What tools/schedule.py consists of."""

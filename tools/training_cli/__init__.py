@@ -1,1 +1,0 @@
-"""What the tools share that start trainings, or reason about them, from pretrain_gpt.py's flags."""
