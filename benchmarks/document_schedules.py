@@ -27,7 +27,7 @@ from megatron.zero_bubble.schedule import (
 )
 from megatron.zero_bubble.schedule.draw import to_svg
 from megatron.zero_bubble.schedule.generators import ENTRIES
-from megatron.zero_bubble.schedule.ir import SENDS
+from megatron.zero_bubble.schedule.kinds import SENDS
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "schedules.md"
 RANKS, MICROBATCHES = 4, 8

@@ -109,13 +109,14 @@ class Result:
 def emulate(arguments: argparse.Namespace) -> list[Result]:
     """Run every schedule that the flags name, and the peers. Raises `ScheduleError`."""
     plans = [one.timeline for one in report_on_all(arguments, leave_out=SLOW_TO_MAKE)]
-    costs = None
+    costs, by_parameter = None, frozenset[str]()
     if arguments.time_reduce is not None:
+        by_parameter = frozenset(_by_parameter(plan) for plan in plans)
         costs = ReductionCosts(arguments.data_parallel_size, arguments.time_reduce, arguments.buckets)
         plans = [one for plan in plans for one in _with_reordered_tail(plan)]
     peers = tuple(_peers(arguments)) if arguments.peers else ()
     longest = max([float(plan.makespan) for plan in plans] + [_one_after_the_other(peer) for peer in peers])
-    job = replace(make_job(arguments, plans, longest), peers=peers, reduction=costs)
+    job = replace(make_job(arguments, plans, longest), peers=peers, reduction=costs, tails_by_parameter=by_parameter)
     total = (1 + job.steps) * (sum(float(plan.makespan) for plan in plans) + len(peers) * longest) / 1e3
     print(f"{len(plans) + len(peers)} schedules, {job.steps} steps each: about {total:.0f} s", file=sys.stderr)
     records = run_job(job)
@@ -126,7 +127,7 @@ def emulate(arguments: argparse.Namespace) -> list[Result]:
             plan.schedule.name,
             plan,
             records.steps[plan.schedule.name],
-            _simulated_reduction(plan, costs),
+            _simulated_reduction(plan, costs, by_parameter),
             records.edges[plan.schedule.name],
         )
         for plan in plans
@@ -150,17 +151,23 @@ def make_job(arguments: argparse.Namespace, plans: Sequence[Timeline], longest: 
 def _with_reordered_tail(plan: Timeline) -> Iterator[Timeline]:
     """The plan, and if it has W's in its tail the plan with those done parameter by parameter."""
     yield plan
-    reordered = replace(reorder_tail(plan.schedule), name=f"{plan.schedule.name}, tail by parameter")
-    if reordered.ops != plan.schedule.ops:
-        yield simulate(reordered, plan.costs)
+    if plan.schedule.splits_backward:
+        yield simulate(replace(reorder_tail(plan.schedule), name=_by_parameter(plan)), plan.costs)
 
 
-def _simulated_reduction(plan: Timeline, costs: ReductionCosts | None) -> Reduction | None:
+def _by_parameter(plan: Timeline) -> str:
+    """The name of the plan whose tail runs parameter by parameter."""
+    return f"{plan.schedule.name}, tail by parameter"
+
+
+def _simulated_reduction(
+    plan: Timeline, costs: ReductionCosts | None, by_parameter: frozenset[str]
+) -> Reduction | None:
     if costs is None:
         return None
     schedule = plan.schedule
     times = [costs.time_reduce / schedule.num_chunks] * schedule.num_stages
-    return simulate_reduction(plan, times, costs.num_buckets)
+    return simulate_reduction(plan, times, costs.num_buckets, by_parameter=schedule.name in by_parameter)
 
 
 def _peers(arguments: argparse.Namespace) -> Iterator[Peer]:

@@ -48,6 +48,8 @@ class Job:
     """Where the ranks meet, and leave their records: `rank0.json`, ..."""
     reduction: ReductionCosts | None = None
     """Of gradients, where there are replicas."""
+    tails_by_parameter: frozenset[str] = frozenset()
+    """Names of the schedules that run the W's of their tail parameter by parameter."""
     iterations: int = 1
     """That a step consists of and that follow each other without a barrier. If there are several, they end with the
     optimizer's reduction, and the next one waits for that unless its schedule has post-validation."""
@@ -94,12 +96,13 @@ class OwnRun:
         reduction: ReductionCosts | None,
         replicas: dist.ProcessGroup | None,
         waits_for_optimizer: bool,
+        tail_by_parameter: bool,
     ) -> None:
         self._waits_for_optimizer = waits_for_optimizer
         store = WeightGradStore(schedule.num_chunks)
         self.link = EmulatedLink(communicator)
         self.recorder = OpRecorder(HostClock())
-        self._executor = Executor(schedule, rank, self.link, store)
+        self._executor = Executor(schedule, rank, self.link, store, tail_by_parameter=tail_by_parameter)
         if reduction is None or replicas is None:
             self._reduction, self._stage = None, EmulatedStage(emulation, costs, schedule, rank, store)
             return
@@ -136,6 +139,7 @@ def run_rank(rank: int, job: Job) -> None:
             job.reduction,
             replicas,
             waits_for_optimizer=job.iterations > 1 and not schedule.has_post_validation,
+            tail_by_parameter=schedule.name in job.tails_by_parameter,
         )
         for schedule, costs in job.schedules
     }

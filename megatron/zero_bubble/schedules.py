@@ -300,7 +300,9 @@ class ForwardBackward:
             schedule = self._adapt(schedule, forward_only, overlaps_reduction)
             if self._communicator is None:
                 self._communicator = self._open_channels(group=pp_group, placement=schedule.placement)
-            self._executors[key] = Executor(schedule, pp_group.rank(), self._communicator, self._store)
+            self._executors[key] = Executor(
+                schedule, pp_group.rank(), self._communicator, self._store, tail_by_parameter=overlaps_reduction
+            )
         return self._executors[key]
 
     def _adapt(self, schedule: Schedule, forward_only: bool, overlaps_reduction: bool) -> Schedule:

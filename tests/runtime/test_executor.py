@@ -89,12 +89,13 @@ def test_the_tail_runs_parameter_by_parameter_and_computes_the_same(name):
     schedule = reorder_tail(lower(generate(name, 3, 6)))
     reference = Problem(schedule.num_stages, 6)
     reference.run_by_autograd()
-    pipeline = over_nccl(schedule)
+    pipeline = over_nccl(schedule, tail_by_parameter=True)
     pipeline.run()
     assert_equal(pipeline.problem, reference)
     for stage, ops in zip(pipeline.stages, schedule.ops, strict=True):
-        groups = [group for group in run_together(ops) if group[0].kind is OpKind.W_TAIL]
-        expected = [op for group in groups for _ in range(LAYERS) for op in group]
+        last_b = max(k for k, op in enumerate(ops) if op.kind is OpKind.B)
+        groups = [group for group in run_together(ops[last_b + 1 :]) if group[0].kind is OpKind.W]
+        expected = [op for group in groups for _ in range(LAYERS if len(group) > 1 else 1) for op in group]
         assert stage.ran[-len(expected) :] == expected, "DDP is told each time which microbatch is next"
     assert max(len(group) for ops in schedule.ops for group in run_together(ops)) > 1
 

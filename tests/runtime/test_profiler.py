@@ -71,13 +71,6 @@ def test_memory_that_was_not_measured_is_zero():
     assert profiler.costs()[0].memory == {F: 0, BW: 0}
 
 
-def test_a_w_in_the_tail_is_a_w():
-    profiler = Profiler(LINEAR, 0)
-    profiler.add(step((F, 0, 2.0, 4), (B, 0, 2.0, -2), (OpKind.W_TAIL, 0, 1.0, -2)))
-    assert profiler.costs()[0].times[W] == pytest.approx(1.0)
-    assert profiler.costs()[0].memory[W] == -2
-
-
 def test_every_chunk_is_a_stage_of_its_own():
     profiler = Profiler(Placement("v", 2, 2), rank=0)
     profiler.add(step(*[(kind, chunk, 1.0 + chunk, 0) for chunk in (0, 1) for kind in (F, B, W)]))

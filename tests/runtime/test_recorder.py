@@ -59,11 +59,11 @@ def test_operations_that_run_as_one_get_equal_shares():
     clock = FakeClock()
     meter = FakeMeter(clock)
     recorder = OpRecorder(clock, meter)
-    tail = tuple(Op(OpKind.W_TAIL, microbatch) for microbatch in (2, 3))
+    tail = tuple(Op(OpKind.W, microbatch) for microbatch in (2, 3))
     recorder.begin(tail[0])
     recorder.end(*tail)
     assert recorder.take() == [MeasuredOp(tail[0], 10.0, 15.0, 7, 2), MeasuredOp(tail[1], 15.0, 20.0, 7, 2)]
-    assert [call for call, _ in meter.calls] == ["begin WT2", "end WT2", "begin WT3", "end WT3"]
+    assert [call for call, _ in meter.calls] == ["begin W2", "end W2", "begin W3", "end W3"]
 
 
 def test_a_recorder_keeps_when_each_operation_ran():

@@ -10,7 +10,7 @@ from toy_pipeline import FakeDevice, Pipeline, Problem, ToyStage, on_threads, ov
 
 from megatron.zero_bubble.runtime.recorder import OpRecorder
 from megatron.zero_bubble.schedule import Op, OpKind, StageCosts, generate, lower, names, validate, with_post_validation
-from megatron.zero_bubble.schedule.ir import COMMUNICATION
+from megatron.zero_bubble.schedule.kinds import COMMUNICATION
 from megatron.zero_bubble.schedule.step_ops import before_validation
 
 LR = 0.1

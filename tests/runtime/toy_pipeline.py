@@ -19,7 +19,6 @@ from megatron.zero_bubble.runtime.in_memory import InMemoryNetwork
 from megatron.zero_bubble.runtime.recorder import HostClock, OpRecorder
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, OpKind, Placement, Schedule
-from megatron.zero_bubble.schedule.ir import SPLIT_WEIGHT_GRADIENTS
 
 WIDTH, BATCH, LAYERS = 8, 3, 2
 """Of a message, in a microbatch, in a stage."""
@@ -101,7 +100,7 @@ class ToyStage:
 
     def before_gradients(self, op):
         self.ran.append(op)
-        if op.kind in SPLIT_WEIGHT_GRADIENTS:
+        if op.kind is OpKind.W:
             assert self.outputs[op.chunk, op.microbatch]() is None, "B left the activation alive"
 
     def message_spec(self, op):
@@ -158,7 +157,10 @@ class Threads(InMemoryNetwork):
 class Pipeline:
     """All ranks of a lowered schedule."""
 
-    def __init__(self, schedule: Schedule, problem: Problem, network: Network) -> None:
+    def __init__(
+        self, schedule: Schedule, problem: Problem, network: Network, *, tail_by_parameter: bool = False
+    ) -> None:
+        self.tail_by_parameter = tail_by_parameter
         self.schedule, self.problem, self.network = schedule, problem, network
         self.executors: list[Executor] = []
         self.stages: list[ToyStage] = []
@@ -168,7 +170,7 @@ class Pipeline:
     def _add_rank(self, rank: int, communicator: Communicator) -> None:
         store = WeightGradStore(self.schedule.num_chunks)
         stage = ToyStage(self.problem, self.schedule, rank, store)
-        executor = Executor(self.schedule, rank, communicator, store)
+        executor = Executor(self.schedule, rank, communicator, store, tail_by_parameter=self.tail_by_parameter)
         stage.count_live = lambda: executor.num_live_activations
         self.executors.append(executor)
         self.stages.append(stage)
@@ -184,10 +186,11 @@ def on_threads(schedule: Schedule, timeout: float = 10.0) -> Pipeline:
     return Pipeline(schedule, problem, Threads(schedule.num_ranks, timeout))
 
 
-def over_nccl(schedule: Schedule, seed: int = 0) -> Pipeline:
+def over_nccl(schedule: Schedule, seed: int = 0, *, tail_by_parameter: bool = False) -> Pipeline:
     """Over NCCL's rules; a step that breaks one raises `Fault`."""
     problem = Problem(schedule.num_stages, schedule.num_microbatches)
-    return Pipeline(schedule, problem, SimulatedNccl(schedule.num_ranks, seed))
+    network = SimulatedNccl(schedule.num_ranks, seed)
+    return Pipeline(schedule, problem, network, tail_by_parameter=tail_by_parameter)
 
 
 class FakeClock(HostClock):

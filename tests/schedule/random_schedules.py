@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from megatron.zero_bubble.schedule import Op, OpKind, Placement, Schedule, StageCosts
-from megatron.zero_bubble.schedule.ir import COMMUNICATION, RECEIVES, SENDS
+from megatron.zero_bubble.schedule.kinds import COMMUNICATION, RECEIVES, SENDS
 
 placements = st.one_of(
     st.builds(Placement, st.just("linear"), st.integers(1, 4)),

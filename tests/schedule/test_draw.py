@@ -28,7 +28,7 @@ from megatron.zero_bubble.schedule.draw import (
     to_plot,
     to_svg,
 )
-from megatron.zero_bubble.schedule.ir import COMMUNICATION, OpKind
+from megatron.zero_bubble.schedule.kinds import COMMUNICATION, KINDS, OpKind
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -77,7 +77,7 @@ def test_svg_draws_every_op_where_it_runs():
             attributes, title = ops[str(op), rank]
             assert float(attributes["x"]) == pytest.approx(LEFT + start * scale, abs=0.01)
             assert float(attributes["width"]) == pytest.approx((end - start) * scale, abs=0.9)
-            assert attributes["fill"] == palette.FILLS[op.kind]
+            assert attributes["fill"] == KINDS[op.kind].colour
             assert f": {start} to {end} ms (takes {end - start}), rank holds " in title
     tops = [float(ops["F0", rank][0]["y"]) for rank in range(3)]
     assert tops == sorted(tops)
@@ -188,11 +188,11 @@ def test_steps_and_validations_are_marks_where_a_schedule_has_them():
         time = float(timeline.lanes[rank][3 * 8].start)
         assert float(mark["x"]) + float(mark["width"]) / 2 == pytest.approx(LEFT + time * scale, abs=0.01)
         assert float(mark["width"]) >= 2, "it takes no time, and has to be seen"
-        assert mark["fill"] == palette.FILLS[OpKind.STEP]
+        assert mark["fill"] == KINDS[OpKind.STEP].colour
         assert tip == f"STEP of iteration 1 on rank {rank}, at {time:g} ms"
-        assert ops["VALIDATE of iteration 2", rank][0]["fill"] == palette.FILLS[OpKind.VALIDATE]
+        assert ops["VALIDATE of iteration 2", rank][0]["fill"] == KINDS[OpKind.VALIDATE].colour
     words = set(words_in(svg))
-    assert {palette.MEANINGS[OpKind.STEP], palette.MEANINGS[OpKind.VALIDATE]} <= words
+    assert {KINDS[OpKind.STEP].meaning, KINDS[OpKind.VALIDATE].meaning} <= words
     assert "VALIDATE" not in to_svg(timeline_of())
     assert "waiting for validation" in to_html(timeline)
     assert "validation" not in to_html(timeline_of())
@@ -288,7 +288,7 @@ def test_pictures_are_for_dark_surroundings_too():
         <= used
         <= set(dark)
         | {
-            *palette.FILLS.values(),
+            *(facts.colour for facts in KINDS.values() if facts.colour),
             *canvas.LABEL_INKS,
             *(palette.colour_of_rank(rank, 3) for rank in range(3)),
         }
@@ -378,7 +378,8 @@ def test_kinds_stay_apart_for_colour_blind_eyes(matrix):
         linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
         return [sum(weight * c for weight, c in zip(row, linear, strict=True)) for row in matrix]
 
-    for first, second in combinations(palette.FILLS.values(), 2):
+    for first, second in combinations([facts.colour for facts in KINDS.values() if facts.colour], 2):
         distance = sum((a - b) ** 2 for a, b in zip(seen(first), seen(second), strict=True)) ** 0.5
         assert distance > 0.15, (first, second)
-    assert set(palette.MEANINGS) == set(OpKind) - COMMUNICATION == {*palette.FILLS, OpKind.W_TAIL}
+    drawn = {kind for kind, facts in KINDS.items() if facts.colour and facts.meaning}
+    assert drawn == set(OpKind) - COMMUNICATION

@@ -247,3 +247,11 @@ def test_malformed_csv(text, message):
 def test_malformed_pytorch_csv(text, message):
     with pytest.raises(ScheduleError, match=message):
         schedule_from_pytorch_csv(text)
+
+
+def test_a_w_that_release_0_1_marked_as_one_of_the_tail_is_read_as_w():
+    schedule = generate("zb-h1", 2, 2)
+    marked = schedule_to_json(schedule).replace(" W", " WT")
+    assert "WT1" in marked
+    assert schedule_from_json(marked) == schedule
+    assert schedule_from_csv(schedule_to_csv(schedule).replace(",W", ",WT")) == schedule

@@ -18,7 +18,7 @@ from megatron.zero_bubble.schedule import (
     lower,
     validate,
 )
-from megatron.zero_bubble.schedule.ir import BACKWARDS, COMMUNICATION, RECEIVES, SENDS
+from megatron.zero_bubble.schedule.kinds import BACKWARDS, COMMUNICATION, RECEIVES, SENDS
 
 SHORT = {"SF": "SEND_FORWARD", "RF": "RECV_FORWARD", "SB": "SEND_BACKWARD", "RB": "RECV_BACKWARD"}
 

@@ -22,7 +22,7 @@ from megatron.zero_bubble.schedule import (
     validate,
     with_post_validation,
 )
-from megatron.zero_bubble.schedule.ir import RECEIVES
+from megatron.zero_bubble.schedule.kinds import RECEIVES
 from megatron.zero_bubble.schedule.step_ops import (
     before_validation,
     num_forwards_before_validation,

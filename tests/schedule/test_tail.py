@@ -12,7 +12,6 @@ from random_schedules import schedules
 from megatron.zero_bubble.schedule import (
     InvalidSchedule,
     Op,
-    OpKind,
     Placement,
     Schedule,
     ScheduleError,
@@ -33,28 +32,27 @@ def words(schedule: Schedule, rank: int) -> str:
 
 
 def lane(*ops: str) -> tuple[Op, ...]:
-    """`W3.1` and the like; no communication."""
-    return tuple(Op(OpKind(w.rstrip(".0123456789")), *map(int, w.lstrip("FBWT").split("."))) for w in ops)
+    return tuple(map(Op.parse, ops))
 
 
 def test_what_is_left_after_the_last_backward_is_the_tail():
     schedule = reorder_tail(generate("zb-h2", 2, 3))
-    assert words(schedule, 0) == "F0 F1 F2 B0 W0 B1 W1 B2 WT2"
-    assert words(schedule, 1) == "F0 B0 F1 B1 F2 B2 WT0 WT1 WT2"
+    assert words(schedule, 0) == "F0 F1 F2 B0 W0 B1 W1 B2 W2"
+    assert words(schedule, 1) == "F0 B0 F1 B1 F2 B2 W0 W1 W2"
 
 
 def test_the_last_chunk_comes_first_each_in_microbatch_order():
     ops = lane("F0", "F1", "F0.1", "F1.1", "B0.1", "B1.1", "B0", "W0.1", "B1", "W0", "W1.1", "W1")
     schedule = Schedule("v", Placement("v", 1, 2), 2, (ops,))
     validate(schedule)
-    assert words(reorder_tail(schedule), 0).endswith("W0.1 B1 WT1.1 WT0 WT1")
+    assert words(reorder_tail(schedule), 0).endswith("W0.1 B1 W1.1 W0 W1")
 
 
 def test_the_optimizers_step_stays_behind_the_tail():
     schedule, costs = generate("zb-h2", 2, 3), StageCosts.uniform(2)
     reordered = reorder_tail(with_post_validation(schedule, costs))
     validate(reordered)
-    assert words(reordered, 1).endswith("B2 WT0 WT1 WT2 STEP0")
+    assert words(reordered, 1).endswith("B2 W0 W1 W2 STEP0")
     assert reordered == with_post_validation(reorder_tail(schedule), costs)
 
 
@@ -78,17 +76,17 @@ def test_nothing_but_the_order_of_the_last_gradients_changes(schedule):
 
 
 def test_neighbours_of_one_chunk_run_together():
-    groups = run_together(lane("W0", "W1", "WT2.1", "WT3.1", "WT2", "WT3"))
-    assert [" ".join(map(str, group)) for group in groups] == ["W0", "W1", "WT2.1 WT3.1", "WT2 WT3"]
+    groups = run_together(lane("W0", "W1", "B2", "W2.1", "W3.1", "W2", "W3", "STEP0"))
+    assert [" ".join(map(str, group)) for group in groups] == ["W0", "W1", "B2", "W2.1 W3.1", "W2 W3", "STEP0"]
 
 
 def test_a_gradient_is_computed_once():
     schedule = reorder_tail(generate("zb-h2", 2, 3))
-    twice = (*schedule.ops[0][:-1], *lane("W2", "WT2"))
-    with pytest.raises(InvalidSchedule, match="rank 0 runs WT2 and also W2"):
+    twice = (*schedule.ops[0], *lane("BW2"))
+    with pytest.raises(InvalidSchedule, match="rank 0 runs BW2 and also B2"):
         validate(replace(schedule, ops=(twice, schedule.ops[1])))
-    early = (*schedule.ops[1][:-4], *lane("WT0", "WT1", "WT2", "B2"))
-    with pytest.raises(InvalidSchedule, match="rank 1 runs WT2 before B2, which it needs"):
+    early = (*schedule.ops[1][:-4], *lane("W0", "W1", "W2", "B2"))
+    with pytest.raises(InvalidSchedule, match="rank 1 runs W2 before B2, which it needs"):
         validate(replace(schedule, ops=(schedule.ops[0], early)))
 
 
@@ -98,7 +96,7 @@ def hidden(name: str, *, reordered: bool, num_buckets: int = 10) -> Fraction:
     each = Fraction(1, schedule.num_chunks)
     costs = StageCosts.uniform(schedule.num_stages, each, each, each)
     timeline = simulate(reorder_tail(schedule) if reordered else schedule, costs)
-    reduction = simulate_reduction(timeline, [3 * each] * schedule.num_stages, num_buckets)
+    reduction = simulate_reduction(timeline, [3 * each] * schedule.num_stages, num_buckets, by_parameter=reordered)
     return 1 - reduction.exposed / 3
 
 
@@ -122,18 +120,18 @@ def test_a_schedule_without_a_tail_on_its_last_rank_hides_nothing_more():
 
 def test_one_rank_and_a_link_that_is_slower_than_compute():
     costs = StageCosts.uniform(1, 1, 1, 4)
-    schedule = Schedule("two", Placement("linear", 1), 2, (lane("F0", "F1", "B0", "B1", "WT0", "WT1"),))
+    schedule = Schedule("two", Placement("linear", 1), 2, (lane("F0", "F1", "B0", "B1", "W0", "W1"),))
     timeline = simulate(schedule, costs)
     assert timeline.makespan == 12
     # Four buckets, ready at 6, 8, 10 and 12, each 3 long.
-    assert simulate_reduction(timeline, [12], 4) == Reduction(ends=(18,), makespan=18, exposed=6)
-    in_order = Schedule("two", Placement("linear", 1), 2, (lane("F0", "F1", "B0", "B1", "W0", "W1"),))
+    by_parameter = simulate_reduction(timeline, [12], 4, by_parameter=True)
+    assert by_parameter == Reduction(ends=(18,), makespan=18, exposed=6)
     # Ready at 9, 10, 11 and 12.
-    assert simulate_reduction(simulate(in_order, costs), [12], 4).exposed == 9
+    assert simulate_reduction(timeline, [12], 4, by_parameter=False).exposed == 9
 
 
 @pytest.mark.parametrize(("times", "buckets"), [([1], 2), ([1, 1], 0)])
 def test_a_reduction_that_does_not_fit_is_refused(times, buckets):
     timeline = simulate(generate("zb-h1", 2, 2), StageCosts.uniform(2))
     with pytest.raises(ScheduleError, match="needs 2 times and at least one bucket"):
-        simulate_reduction(timeline, times, buckets)
+        simulate_reduction(timeline, times, buckets, by_parameter=True)

@@ -11,7 +11,6 @@ from megatron.zero_bubble.job.files import write_file
 from megatron.zero_bubble.schedule import OpKind, Schedule, StageCosts, TimedOp, Timeline, simulate
 from megatron.zero_bubble.schedule.analysis import causes
 from megatron.zero_bubble.schedule.draw import to_chrome_trace, to_html, to_svg
-from megatron.zero_bubble.schedule.ir import SPLIT_WEIGHT_GRADIENTS
 
 _MARGINS, _OP_WIDTH, _WIDEST = 136, 26, 1600
 """Pixels: of a drawing beside its lanes, of an operation on average, so that labels fit on most, and of all of them."""
@@ -63,8 +62,7 @@ def _costs_of(schedule: Schedule, lanes: Sequence[Sequence[TimedOp]], profiled: 
     samples: dict[tuple[OpKind, int], list[float]] = {}
     for rank, lane in enumerate(lanes):
         for op, start, end in lane:
-            kind = OpKind.W if op.kind in SPLIT_WEIGHT_GRADIENTS else op.kind
-            samples.setdefault((kind, placement.stage_of(rank, op.chunk)), []).append(end - start)
+            samples.setdefault((op.kind, placement.stage_of(rank, op.chunk)), []).append(end - start)
 
     def mean(kind: OpKind, share: float) -> tuple[float, ...]:
         """A fused backward is counted as half B and half W."""

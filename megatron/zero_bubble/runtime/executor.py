@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -18,7 +18,7 @@ from megatron.zero_bubble.runtime.recorder import OpRecorder
 from megatron.zero_bubble.runtime.stage import Stage, SteppingStage
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, OpKind, Schedule
-from megatron.zero_bubble.schedule.ir import BACKWARDS, COMMUNICATION
+from megatron.zero_bubble.schedule.kinds import BACKWARDS, COMMUNICATION
 from megatron.zero_bubble.schedule.step_ops import before_validation, stale_receives
 from megatron.zero_bubble.schedule.tail import run_together
 
@@ -56,7 +56,7 @@ _Key = tuple[bool, int, int]
 
 
 class _Step(NamedTuple):
-    """Operations that run as one: a single one, but in the tail."""
+    """Operations that run as one: mostly a single one, see `run_together`."""
 
     position: int
     """Of the first one, in its rank's operations."""
@@ -65,10 +65,10 @@ class _Step(NamedTuple):
     is_computation: bool
 
 
-def _steps(ops: Sequence[Op]) -> list[_Step]:
+def _steps(groups: Iterable[tuple[Op, ...]]) -> list[_Step]:
     steps: list[_Step] = []
     position = 0
-    for together in run_together(ops):
+    for together in groups:
         is_computation = together[0].kind not in COMMUNICATION
         steps.append(_Step(position, together, " ".join(map(str, together)), is_computation))
         position += len(together)
@@ -83,18 +83,26 @@ class Executor:
         rank: this process's pipeline rank.
         communicator: the channels to the neighbouring ranks.
         weight_grad_store: where the stage's layers put the weight gradients that B defers.
+        tail_by_parameter: whether the W's at the end of the rank run parameter by parameter (see `schedule.tail`).
     """
 
     def __init__(
-        self, schedule: Schedule, rank: int, communicator: Communicator, weight_grad_store: WeightGradStore
+        self,
+        schedule: Schedule,
+        rank: int,
+        communicator: Communicator,
+        weight_grad_store: WeightGradStore,
+        *,
+        tail_by_parameter: bool = False,
     ) -> None:
         self.schedule = schedule
         self.rank = rank
         self._communicator = communicator
         self._store = weight_grad_store
         self._stages = [schedule.placement.stage_of(rank, chunk) for chunk in range(schedule.num_chunks)]
-        self._steps = _steps(schedule.ops[rank])
-        self._redone = _steps(before_validation(schedule, rank))
+        ops = schedule.ops[rank]
+        self._steps = _steps(run_together(ops) if tail_by_parameter else ((op,) for op in ops))
+        self._redone = _steps((op,) for op in before_validation(schedule, rank))
         self._num_ops = len(schedule.ops[rank])
         self._stale = stale_receives(schedule, rank)
         self._runs_backward = any(op.kind in BACKWARDS for op in schedule.ops[rank])
@@ -111,7 +119,6 @@ class Executor:
             OpKind.F: self._forward,
             OpKind.B: self._backward_input,
             OpKind.W: self._backward_weight,
-            OpKind.W_TAIL: self._backward_weights,
             OpKind.BW: self._backward,
             OpKind.SEND_FORWARD: self._send,
             OpKind.SEND_BACKWARD: self._send,
@@ -200,15 +207,14 @@ class Executor:
             self._backward(stage, op)
         self._store.flush(op.chunk, op.microbatch)
 
-    def _backward_weight(self, stage: Stage, op: Op) -> None:
-        self._begin(op)
-        stage.before_gradients(op)
-        self._store.pop(op.chunk, op.microbatch)
-
-    def _backward_weights(self, stage: Stage, *ops: Op) -> None:
-        """W of several microbatches of one chunk, parameter by parameter."""
-        by_microbatch = {op.microbatch: op for op in ops}
+    def _backward_weight(self, stage: Stage, *ops: Op) -> None:
+        """W of one microbatch, or of several of one chunk, parameter by parameter."""
         self._begin(ops[0])
+        if len(ops) == 1:
+            stage.before_gradients(ops[0])
+            self._store.pop(ops[0].chunk, ops[0].microbatch)
+            return
+        by_microbatch = {op.microbatch: op for op in ops}
         self._store.pop_by_parameter(
             ops[0].chunk, list(by_microbatch), lambda microbatch: stage.before_gradients(by_microbatch[microbatch])
         )

@@ -16,7 +16,7 @@ from megatron.zero_bubble.runtime.communicator import Communicator, TensorSpec
 from megatron.zero_bubble.runtime.recorder import MeasuredOp, MemoryMeter
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, OpKind, Placement, StageCosts
-from megatron.zero_bubble.schedule.ir import SPLIT_WEIGHT_GRADIENTS
+from megatron.zero_bubble.schedule.kinds import KINDS
 
 _PINGS = 7
 """Round trips of which the communication time of an edge is the median."""
@@ -115,8 +115,7 @@ class Profiler:
     def add(self, ops: Iterable[MeasuredOp]) -> None:
         """Take in one step."""
         for measured in ops:
-            kind = OpKind.W if measured.op.kind in SPLIT_WEIGHT_GRADIENTS else measured.op.kind
-            key = (measured.op.chunk, kind)
+            key = (measured.op.chunk, measured.op.kind)
             self._times[key].append((measured.end - measured.start) * 1000.0)
             if measured.held is not None:
                 self._memory[key].append(measured.held)
@@ -126,7 +125,7 @@ class Profiler:
         """The medians: an outlier, such as the first step, moves nothing."""
         found = []
         for chunk in range(self._placement.num_chunks):
-            kinds = [kind for kind in (OpKind.F, OpKind.B, OpKind.W, OpKind.BW) if (chunk, kind) in self._times]
+            kinds = [kind for kind, facts in KINDS.items() if facts.time and (chunk, kind) in self._times]
             samples = {kind: self._times[chunk, kind] for kind in kinds}
             found.append(
                 ChunkCosts(

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from megatron.zero_bubble.schedule import Op
-from megatron.zero_bubble.schedule.ir import POST_VALIDATION
+from megatron.zero_bubble.schedule.kinds import POST_VALIDATION
 
 
 class Clock(Protocol):

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.zero_bubble.schedule import Schedule
-from megatron.zero_bubble.schedule.ir import COMMUNICATION
+from megatron.zero_bubble.schedule.kinds import COMMUNICATION
 
 _LOOKS = 10
 """Within the time that is allowed."""

@@ -10,7 +10,8 @@ from megatron.zero_bubble.schedule.errors import (
     UnknownSchedule,
 )
 from megatron.zero_bubble.schedule.generators import generate, names, placement_for
-from megatron.zero_bubble.schedule.ir import Op, OpKind, Placement, Schedule
+from megatron.zero_bubble.schedule.ir import Op, Placement, Schedule
+from megatron.zero_bubble.schedule.kinds import OpKind
 from megatron.zero_bubble.schedule.lower import lower
 from megatron.zero_bubble.schedule.simulate import simulate
 from megatron.zero_bubble.schedule.step_ops import iteration_time, repeat, with_post_validation

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from megatron.zero_bubble.schedule.ir import Op, OpKind
-from megatron.zero_bubble.schedule.messages import input_time, message_time, receive_before, send_after
-from megatron.zero_bubble.schedule.replay import Node, dependencies
+from megatron.zero_bubble.schedule.graph import Node, arrivals, message_time, nodes_of, receive_before, send_after
+from megatron.zero_bubble.schedule.ir import Op
+from megatron.zero_bubble.schedule.kinds import KINDS
 from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline
 
 
@@ -79,11 +78,11 @@ def causes(timeline: Timeline) -> dict[str, tuple[float, ...]]:
 
 def _bubble(timeline: Timeline, where: _Positions, rank: int, begin: float, end: float) -> Bubble:
     lane = timeline.lanes[rank]
-    if lane and lane[0].op.kind is OpKind.VALIDATE:
-        lane = lane[1:]  # the pipeline still fills
+    if lane and KINDS[lane[0].op.kind].is_per_iteration:
+        lane = lane[1:]  # a rank validates while the pipeline still fills
     if not lane:
         return Bubble(end - begin, 0, 0, 0, 0, 0)
-    waiting: dict[OpKind, float] = defaultdict(int)
+    waiting: dict[str, float] = dict.fromkeys((facts.waiting for facts in KINDS.values() if facts.waiting), 0)
     communication: float = 0
     streams: float = 0
     for before, timed in pairwise(lane):
@@ -95,10 +94,10 @@ def _bubble(timeline: Timeline, where: _Positions, rank: int, begin: float, end:
             streams += in_line
             gap -= in_line
         communication += busy
-        waiting[timed.op.kind] += gap - busy
-    forward, validation = waiting.pop(OpKind.F, 0), waiting.pop(OpKind.VALIDATE, 0)
-    backward = sum(waiting.values())
-    return Bubble(lane[0].start - begin, forward, backward, validation, communication, end - lane[-1].end, streams)
+        waiting[KINDS[timed.op.kind].waiting] += gap - busy
+    return Bubble(
+        warmup=lane[0].start - begin, communication=communication, tail=end - lane[-1].end, streams=streams, **waiting
+    )
 
 
 def _busy_between(timeline: Timeline, rank: int, before: Op, op: Op) -> float:
@@ -127,16 +126,13 @@ def critical_path(timeline: Timeline) -> tuple[tuple[int, TimedOp], ...]:
 
 def messages(timeline: Timeline) -> Iterator[tuple[int, TimedOp, int, TimedOp]]:
     """(rank, the operation that made it, rank, the operation that uses it) of every tensor that crosses ranks."""
-    placement = timeline.schedule.placement
     where = _positions(timeline)
     for rank, lane in enumerate(timeline.lanes):
         for timed in lane:
-            receive = receive_before(placement, rank, timed.op)
-            if receive is not None:
-                stage = placement.stage_of(rank, timed.op.chunk)
-                kind, neighbour = (OpKind.F, stage - 1) if timed.op.kind is OpKind.F else (OpKind.B, stage + 1)
-                source, position = where[kind, neighbour, timed.op.microbatch]
-                yield source, timeline.lanes[source][position], rank, timed
+            for arrival in arrivals(timeline.schedule, rank, timed.op):
+                if not arrival.is_reduced:
+                    source, position = where[arrival.node]
+                    yield source, timeline.lanes[source][position], rank, timed
 
 
 def _limited_by(timeline: Timeline, where: _Positions, rank: int, position: int) -> tuple[int, int] | None:
@@ -154,12 +150,10 @@ def _limited_by(timeline: Timeline, where: _Positions, rank: int, position: int)
 
 def _arrivals(timeline: Timeline, where: _Positions, rank: int, op: Op) -> Iterator[tuple[float, tuple[int, int]]]:
     """When what `op` of `rank` needs from other ranks could be there, and the (rank, position) that it comes from."""
-    placement, overlap = timeline.schedule.placement, timeline.overlap_communication
-    comm = input_time(placement, timeline.costs, rank, op) if overlap or op.kind is OpKind.VALIDATE else 0
-    for needed in dependencies(placement, op.kind, placement.stage_of(rank, op.chunk), op.microbatch):
-        source, at = where[needed]
-        if source != rank:
-            yield timeline.lanes[source][at].end + comm, (source, at)
+    for arrival in arrivals(timeline.schedule, rank, op):
+        source, at = where[arrival.node]
+        overlaps = timeline.overlap_communication or arrival.is_reduced
+        yield timeline.lanes[source][at].end + (arrival.time(timeline.costs) if overlaps else 0), (source, at)
 
 
 _Positions = dict[Node, tuple[int, int]]
@@ -171,6 +165,5 @@ def _positions(timeline: Timeline) -> _Positions:
     where: _Positions = {}
     for rank, lane in enumerate(timeline.lanes):
         for position, timed in enumerate(lane):
-            kind = OpKind.B if timed.op.kind is OpKind.BW else timed.op.kind
-            where[kind, placement.stage_of(rank, timed.op.chunk), timed.op.microbatch] = (rank, position)
+            where.update(dict.fromkeys(nodes_of(placement, rank, timed.op), (rank, position)))
     return where

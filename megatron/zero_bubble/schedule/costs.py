@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from megatron.zero_bubble.schedule.errors import ScheduleError
-from megatron.zero_bubble.schedule.ir import POST_VALIDATION, OpKind
+from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
 
 SMALLEST, LARGEST = 1e-50, 1e50
 """Of what a cost may be, unless it is zero: sums over any schedule, and ratios of costs, are finite then."""
@@ -94,20 +94,17 @@ class StageCosts:
         STEP and VALIDATE cost nothing: the optimizer's work is outside of a schedule's times, with
         post-validation and without.
         """
-        fused = tuple(b + w for b, w in zip(self.time_b, self.time_w, strict=True))
-        return self._by_kind(self.time_f, self.time_b, self.time_w, fused)
+        return {kind: self._sum(facts.time) for kind, facts in KINDS.items() if facts.message is None}
 
     def memory(self) -> Mapping[OpKind, Sequence[float]]:
         """Per operation that is not communication, its change of memory on every stage."""
-        fused = tuple(b + w for b, w in zip(self.memory_b, self.memory_w, strict=True))
-        return self._by_kind(self.memory_f, self.memory_b, self.memory_w, fused)
+        return {kind: self._sum(facts.memory) for kind, facts in KINDS.items() if facts.message is None}
 
     def work(self, stage: int) -> float:
         """Time of F, B and W of one microbatch on `stage`."""
         return self.time_f[stage] + self.time_b[stage] + self.time_w[stage]
 
-    def _by_kind(
-        self, f: Sequence[float], b: Sequence[float], w: Sequence[float], fused: Sequence[float]
-    ) -> Mapping[OpKind, Sequence[float]]:
-        compute = {OpKind.F: f, OpKind.B: b, OpKind.W: w, OpKind.W_TAIL: w, OpKind.BW: fused}
-        return compute | dict.fromkeys(POST_VALIDATION, (0,) * self.num_stages)
+    def _sum(self, names: Sequence[str]) -> tuple[float, ...]:
+        """The sum of these fields for every stage; zeros if there are none."""
+        columns = [getattr(self, name) for name in names]
+        return tuple(map(sum, zip(*columns, strict=True))) if columns else (0,) * self.num_stages

@@ -1,4 +1,4 @@
-"""The values that describe a schedule: `OpKind`, `Op`, `Placement`, `Schedule`.
+"""The values that describe a schedule: `Op`, `Placement`, `Schedule`.
 
 A schedule says in which order every pipeline rank runs its operations and nothing else. It holds no
 times and no idle slots: a bubble is what `simulate` finds, not something that is written down.
@@ -6,54 +6,24 @@ times and no idle slots: a bubble is what `simulate` finds, not something that i
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from enum import Enum
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 from megatron.zero_bubble.schedule.errors import ScheduleError
+from megatron.zero_bubble.schedule.kinds import COMMUNICATION, MESSAGES, POST_VALIDATION, OpKind
 
 PlacementKind = Literal["linear", "interleaved", "v"]
 MAX_STAGES = 4096
-"""Of a placement: bounds and planners take time in the square of it."""
+"""The most stages of a placement: bounds and planners take time in the square of it."""
 MAX_OPERATIONS = 1_000_000
-"""F, B and W of a schedule: about a minute of work, and some gigabytes, in one process."""
+"""The most F, B and W of a schedule: about a minute of work, and some gigabytes, in one process."""
 
-
-class OpKind(str, Enum):
-    """What an operation does. The value is the word that is printed."""
-
-    F = "F"
-    """Forward of one microbatch through one stage."""
-    B = "B"
-    """Backward, gradient of the input only: what the previous stage waits for."""
-    W = "W"
-    """Backward, gradient of the weights only: what nobody waits for."""
-    BW = "BW"
-    """Backward, both gradients in one operation, as autograd computes them."""
-    W_TAIL = "WT"
-    """A W at the end of a rank. Neighbours of one chunk run as one, parameter by parameter (see `reorder_tail`)."""
-    SEND_FORWARD = "SEND_FORWARD"
-    RECV_FORWARD = "RECV_FORWARD"
-    SEND_BACKWARD = "SEND_BACKWARD"
-    RECV_BACKWARD = "RECV_BACKWARD"
-    STEP = "STEP"
-    """The optimizer's step of this rank, before the state of all gradients is known."""
-    VALIDATE = "VALIDATE"
-    """The state of all gradients is known: the step of the iteration before is confirmed or amended."""
-
-    __str__ = str.__str__
-
-
-SENDS = frozenset({OpKind.SEND_FORWARD, OpKind.SEND_BACKWARD})
-RECEIVES = frozenset({OpKind.RECV_FORWARD, OpKind.RECV_BACKWARD})
-COMMUNICATION = SENDS | RECEIVES
-POST_VALIDATION = frozenset({OpKind.STEP, OpKind.VALIDATE})
-"""What `with_post_validation` adds: once a rank and iteration; the number in their names is the iteration's."""
-BACKWARDS = frozenset({OpKind.B, OpKind.BW})
-"""The operations that produce the gradient of a stage's input."""
-SPLIT_WEIGHT_GRADIENTS = frozenset({OpKind.W, OpKind.W_TAIL})
-"""The operations that produce gradients of weights alone."""
+_WORDS = {kind.value: kind for kind in OpKind} | {"WT": OpKind.W}
+"""`WT` is what release 0.1 wrote for a W after a rank's last backward."""
+_WORD = re.compile(r"([A-Z_]+)(\d{1,9})(?:\.(\d{1,9}))?", re.ASCII)
 
 
 class Op(NamedTuple):
@@ -66,6 +36,15 @@ class Op(NamedTuple):
     def __str__(self) -> str:
         suffix = f".{self.chunk}" if self.chunk else ""
         return f"{self.kind.value}{self.microbatch}{suffix}"
+
+    @classmethod
+    def parse(cls, word: str) -> Op:
+        """The operation that prints as `word`. Raises `ScheduleError` if there is none."""
+        match = _WORD.fullmatch(word)
+        if match is None or match[1] not in _WORDS:
+            kinds = ", ".join(OpKind)
+            raise ScheduleError(f"{word!r} is no operation: expected a kind ({kinds}), a microbatch, as in F3")
+        return cls(_WORDS[match[1]], int(match[2]), int(match[3] or 0))
 
 
 @dataclass(frozen=True)
@@ -117,13 +96,16 @@ class Placement:
         position = self.num_ranks - 1 - rank if self._runs_back(chunk) else rank
         return chunk * self.num_ranks + position
 
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages of `rank`, by chunk."""
+        return tuple(self.stage_of(rank, chunk) for chunk in range(self.num_chunks))
+
     def peer_of(self, rank: int, op: Op) -> int:
         """The rank at the other end of the communication operation `op` of `rank`.
 
         It is `rank` itself where the neighbouring stage is on the same rank (the turn of a V).
         """
-        towards_last = op.kind in (OpKind.SEND_FORWARD, OpKind.RECV_BACKWARD)
-        return self.rank_of(self.stage_of(rank, op.chunk) + (1 if towards_last else -1))
+        return self.rank_of(self.stage_of(rank, op.chunk) + MESSAGES[op.kind].neighbour)
 
     def _runs_back(self, chunk: int) -> bool:
         return self.kind == "v" and chunk % 2 == 1
@@ -173,17 +155,27 @@ class Schedule:
     @property
     def is_lowered(self) -> bool:
         """Whether the schedule holds communication operations."""
-        return any(op.kind in COMMUNICATION for rank_ops in self.ops for op in rank_ops)
+        return not self.kinds.isdisjoint(COMMUNICATION)
 
     @property
     def splits_backward(self) -> bool:
         """Whether any W is an operation of its own."""
-        return any(op.kind in SPLIT_WEIGHT_GRADIENTS for rank_ops in self.ops for op in rank_ops)
+        return OpKind.W in self.kinds
 
     @property
     def has_post_validation(self) -> bool:
         """Whether the ranks step before the state of all gradients is known, and validate later."""
-        return any(op.kind in POST_VALIDATION for rank_ops in self.ops for op in rank_ops)
+        return not self.kinds.isdisjoint(POST_VALIDATION)
+
+    @cached_property
+    def kinds(self) -> frozenset[OpKind]:
+        """The kinds that any rank runs."""
+        return frozenset(op.kind for rank_ops in self.ops for op in rank_ops)
+
+    @cached_property
+    def op_sets(self) -> tuple[frozenset[Op], ...]:
+        """For every rank, its operations without their order."""
+        return tuple(map(frozenset, self.ops))
 
     def compute_ops(self, rank: int) -> Iterator[Op]:
         """The operations of `rank` without communication."""

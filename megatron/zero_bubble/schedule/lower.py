@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import Deadlock, InvalidSchedule, ScheduleError
-from megatron.zero_bubble.schedule.ir import Op, OpKind, Schedule
-from megatron.zero_bubble.schedule.messages import message_time, other_end, receive_before, send_after
+from megatron.zero_bubble.schedule.graph import message_time, other_end, receive_before, send_after
+from megatron.zero_bubble.schedule.ir import Op, Schedule
+from megatron.zero_bubble.schedule.kinds import OpKind
 from megatron.zero_bubble.schedule.simulate import simulate
 from megatron.zero_bubble.schedule.streams import HardwareQueues
 from megatron.zero_bubble.schedule.timeline import Timeline

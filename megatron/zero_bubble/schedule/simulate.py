@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import ScheduleError
-from megatron.zero_bubble.schedule.ir import OpKind, Schedule
-from megatron.zero_bubble.schedule.messages import input_time, message_time, send_after
-from megatron.zero_bubble.schedule.replay import Node, dependencies, replay
+from megatron.zero_bubble.schedule.graph import Node, arrivals, message_time, nodes_of, replay, send_after
+from megatron.zero_bubble.schedule.ir import Schedule
 from megatron.zero_bubble.schedule.streams import HardwareQueues, StreamReplay
 from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline
 
@@ -51,16 +50,13 @@ def simulate(
         op = schedule.ops[rank][position]
         stage = placement.stage_of(rank, op.chunk)
         start = free[rank]
-        comm = input_time(placement, costs, rank, op)
-        # The state that VALIDATE waits for is reduced in the background in any case.
-        overlaps = overlap_communication or op.kind is OpKind.VALIDATE
-        for needed in dependencies(placement, op.kind, stage, op.microbatch):
-            if placement.rank_of(needed[1]) != rank:  # what the rank itself ran is there
-                sent = ends[needed]
-                start = max(start, sent + comm) if overlaps else max(start, sent) + comm
+        for arrival in arrivals(schedule, rank, op):
+            made, time = ends[arrival.node], arrival.time(costs)
+            overlaps = overlap_communication or arrival.is_reduced
+            start = max(start, made + time) if overlaps else max(start, made) + time
         end = start + times[op.kind][stage]
         lanes[rank].append(TimedOp(op, start, end))
-        ends[OpKind.B if op.kind is OpKind.BW else op.kind, stage, op.microbatch] = end
+        ends.update(dict.fromkeys(nodes_of(placement, rank, op), end))
         sending = 0 if overlap_communication else message_time(placement, costs, rank, send_after(placement, rank, op))
         free[rank] = end + sending
     return Timeline(schedule, costs, overlap_communication, tuple(tuple(lane) for lane in lanes))

@@ -13,8 +13,9 @@ from dataclasses import replace
 
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import InvalidSchedule
-from megatron.zero_bubble.schedule.ir import POST_VALIDATION, RECEIVES, SENDS, Op, OpKind, Schedule
-from megatron.zero_bubble.schedule.messages import other_end
+from megatron.zero_bubble.schedule.graph import other_end
+from megatron.zero_bubble.schedule.ir import Op, Schedule
+from megatron.zero_bubble.schedule.kinds import POST_VALIDATION, RECEIVES, SENDS, OpKind
 from megatron.zero_bubble.schedule.simulate import simulate
 from megatron.zero_bubble.schedule.timeline import HardwareQueues
 

@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import Deadlock, InvalidSchedule
-from megatron.zero_bubble.schedule.ir import COMMUNICATION, SENDS, Op, OpKind, Schedule
-from megatron.zero_bubble.schedule.messages import message_time, receive_before
-from megatron.zero_bubble.schedule.replay import circle
+from megatron.zero_bubble.schedule.graph import circle, message_time, receive_before
+from megatron.zero_bubble.schedule.ir import Op, Schedule
+from megatron.zero_bubble.schedule.kinds import COMMUNICATION, SENDS, OpKind
 from megatron.zero_bubble.schedule.timeline import HardwareQueues, TimedOp
 
 

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from megatron.zero_bubble.schedule.errors import ScheduleError
-from megatron.zero_bubble.schedule.ir import SPLIT_WEIGHT_GRADIENTS, Op, OpKind, Schedule
+from megatron.zero_bubble.schedule.ir import Op, Schedule
+from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
 from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline
 
 
 def reorder_tail(schedule: Schedule) -> Schedule:
-    """The same schedule, lowered or not, with a rank's last W's as W_TAIL, chunk by chunk, the last chunk first.
+    """The same schedule, lowered or not, with a rank's last W's chunk by chunk, the last chunk first.
 
     Neither times nor peak memory change: in the tail a rank waits for nobody and allocates nothing.
     """
@@ -26,24 +28,24 @@ def reorder_tail(schedule: Schedule) -> Schedule:
 
 
 def _reorder(ops: Sequence[Op]) -> tuple[Op, ...]:
+    start, end = _tail(ops)
+    return (*ops[:start], *sorted(ops[start:end], key=lambda op: (-op.chunk, op.microbatch)), *ops[end:])
+
+
+def _tail(ops: Sequence[Op]) -> tuple[int, int]:
+    """Where the last W's of a rank begin and end. The optimizer's STEP may follow them."""
     end = len(ops) - sum(op.kind is OpKind.STEP for op in ops[-1:])
     start = end
-    while start > 0 and ops[start - 1].kind in SPLIT_WEIGHT_GRADIENTS:
+    while start > 0 and ops[start - 1].kind is OpKind.W:
         start -= 1
-    tail = [op._replace(kind=OpKind.W_TAIL) for op in ops[start:end]]
-    return (*ops[:start], *sorted(tail, key=lambda op: (-op.chunk, op.microbatch)), *ops[end:])
+    return start, end
 
 
 def run_together(ops: Sequence[Op]) -> list[tuple[Op, ...]]:
-    """The operations of a rank, those that run as one taken together: neighbouring W_TAIL's of one chunk."""
-    groups: list[tuple[Op, ...]] = []
-    for op in ops:
-        last = groups[-1][-1] if groups else None
-        if last is not None and (last.kind, last.chunk) == (op.kind, op.chunk) and op.kind is OpKind.W_TAIL:
-            groups[-1] = (*groups[-1], op)
-        else:
-            groups.append((op,))
-    return groups
+    """The operations of a rank, those that can run as one taken together: neighbours of one chunk in the tail."""
+    start, end = _tail(ops)
+    by_chunk = (tuple(group) for _, group in groupby(ops[start:end], key=lambda op: op.chunk))
+    return [*((op,) for op in ops[:start]), *by_chunk, *((op,) for op in ops[end:])]
 
 
 @dataclass(frozen=True)
@@ -57,15 +59,18 @@ class Reduction:
     """What the makespan has more than without a reduction."""
 
 
-def simulate_reduction(timeline: Timeline, time_reduce: Sequence[float], num_buckets: int) -> Reduction:
+def simulate_reduction(
+    timeline: Timeline, time_reduce: Sequence[float], num_buckets: int, *, by_parameter: bool
+) -> Reduction:
     """Reduce the gradients while `timeline` runs, bucket by bucket, on a link of each rank's own.
 
     A chunk's parameters fill `num_buckets` buckets of equal size, whose gradients are ready in equal steps of the
-    chunk's last gradients: those of the last microbatch, or of the tail as a whole where it is reordered. A link
+    chunk's last gradients: those of the last microbatch, or of the whole tail if it runs parameter by parameter. A link
     carries one bucket after the other, in the order in which they are ready, and takes no time from compute.
 
     Args:
         time_reduce: for each stage, the time to reduce all its gradients.
+        by_parameter: whether neighbours in the tail run together, see `run_together`.
 
     Raises:
         ScheduleError: the times are not one a stage, or there is no bucket.
@@ -79,7 +84,7 @@ def simulate_reduction(timeline: Timeline, time_reduce: Sequence[float], num_buc
     ends = []
     for rank, lane in enumerate(timeline.lanes):
         ready = []
-        for first, last in _last_gradients(lane, schedule.num_chunks):
+        for first, last in _last_gradients(lane, schedule.num_chunks, by_parameter):
             each = time_reduce[schedule.placement.stage_of(rank, last.op.chunk)] / num_buckets
             step = (last.end - first.start) / num_buckets
             ready += [(first.start + (k + 1) * step, each) for k in range(num_buckets)]
@@ -92,11 +97,12 @@ def simulate_reduction(timeline: Timeline, time_reduce: Sequence[float], num_buc
     return Reduction(tuple(ends), makespan, makespan - timeline.makespan)
 
 
-def _last_gradients(lane: Sequence[TimedOp], num_chunks: int) -> list[tuple[TimedOp, TimedOp]]:
+def _last_gradients(lane: Sequence[TimedOp], num_chunks: int, by_parameter: bool) -> list[tuple[TimedOp, TimedOp]]:
     """Of each chunk, the first and the last of the operations that together complete its gradients."""
     timed = {one.op: one for one in lane}
     last: dict[int, tuple[TimedOp, TimedOp]] = {}
-    for group in run_together([one.op for one in lane]):
-        if group[0].kind in SPLIT_WEIGHT_GRADIENTS | {OpKind.BW}:
+    ops = [one.op for one in lane]
+    for group in run_together(ops) if by_parameter else [(op,) for op in ops]:
+        if OpKind.W in KINDS[group[0].kind].makes:
             last[group[0].chunk] = timed[group[0]], timed[group[-1]]
     return [last[chunk] for chunk in range(num_chunks)]

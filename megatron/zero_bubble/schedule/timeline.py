@@ -8,7 +8,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megatron.zero_bubble.schedule.costs import StageCosts
-from megatron.zero_bubble.schedule.ir import POST_VALIDATION, Op, Schedule
+from megatron.zero_bubble.schedule.ir import Op, Schedule
+from megatron.zero_bubble.schedule.kinds import POST_VALIDATION
 from megatron.zero_bubble.schedule.memory import peak_memory
 
 

@@ -5,18 +5,9 @@ from __future__ import annotations
 from collections import defaultdict, deque
 
 from megatron.zero_bubble.schedule.errors import InvalidSchedule
-from megatron.zero_bubble.schedule.ir import (
-    BACKWARDS,
-    COMMUNICATION,
-    RECEIVES,
-    SENDS,
-    SPLIT_WEIGHT_GRADIENTS,
-    Op,
-    OpKind,
-    Schedule,
-)
-from megatron.zero_bubble.schedule.messages import other_end, receive_before, send_after
-from megatron.zero_bubble.schedule.replay import dependencies, replay
+from megatron.zero_bubble.schedule.graph import dependencies, other_end, receive_before, replay, send_after
+from megatron.zero_bubble.schedule.ir import Op, Schedule
+from megatron.zero_bubble.schedule.kinds import COMMUNICATION, KINDS, RECEIVES, SENDS, OpKind
 from megatron.zero_bubble.schedule.step_ops import check_post_validation
 from megatron.zero_bubble.schedule.streams import check_streams
 
@@ -77,50 +68,45 @@ def _positions(schedule: Schedule, rank: int) -> dict[Op, int]:
     return positions
 
 
+_IN_ORDER = tuple(kind for kind, facts in KINDS.items() if facts.in_order)
+"""The results that every stage makes once for each microbatch, in microbatch order."""
+
+
+def _makers(result: OpKind) -> tuple[OpKind, ...]:
+    makers = [kind for kind, facts in KINDS.items() if result in facts.makes]
+    return tuple(sorted(makers, key=lambda kind: len(KINDS[kind].makes), reverse=True))
+
+
+_MAKERS = {result: _makers(result) for result in KINDS}
+"""For every result, the kinds of operation that make it, those that make more than that first."""
+
+
 def _check_complete(schedule: Schedule, positions: _Positions) -> None:
-    forward_only = all(op.kind is OpKind.F or op.kind in COMMUNICATION for rank_ops in schedule.ops for op in rank_ops)
+    is_forward_only = schedule.kinds - COMMUNICATION == {OpKind.F}
+    results = [OpKind.F] if is_forward_only else _IN_ORDER
     for rank, here in enumerate(positions):
         for chunk in range(schedule.num_chunks):
             for microbatch in range(schedule.num_microbatches):
-                if Op(OpKind.F, microbatch, chunk) not in here:
-                    raise _fail(schedule, f"rank {rank} lacks {Op(OpKind.F, microbatch, chunk)}")
-                if forward_only:
-                    continue
-                fused, b, w = (Op(kind, microbatch, chunk) for kind in (OpKind.BW, OpKind.B, OpKind.W))
-                in_tail = w._replace(kind=OpKind.W_TAIL)
-                if in_tail in here:
-                    if w in here:
-                        raise _fail(schedule, f"rank {rank} runs {in_tail} and also {w}")
-                    w = in_tail
-                if fused in here:
-                    if b in here or w in here:
-                        raise _fail(schedule, f"rank {rank} runs {fused} and also {b if b in here else w}")
-                elif b not in here:
-                    raise _fail(schedule, f"rank {rank} lacks {b}")
-                elif w not in here:
-                    raise _fail(schedule, f"rank {rank} lacks {w}")
-
-
-_IN_ORDER: tuple[tuple[frozenset[OpKind], str], ...] = (
-    (frozenset({OpKind.F}), "forwards"),
-    (BACKWARDS, "gradients of inputs"),
-    (SPLIT_WEIGHT_GRADIENTS | {OpKind.BW}, "gradients of weights"),
-)
+                for result in results:
+                    ops = [op for kind in _MAKERS[result] if (op := Op(kind, microbatch, chunk)) in here]
+                    if not ops:
+                        raise _fail(schedule, f"rank {rank} lacks {Op(result, microbatch, chunk)}")
+                    if len(ops) > 1:
+                        raise _fail(schedule, f"rank {rank} runs {ops[0]} and also {ops[1]}")
 
 
 def _check_order(schedule: Schedule) -> None:
     for rank, ops in enumerate(schedule.ops):
-        last: dict[tuple[str, int], Op] = {}
+        last: dict[tuple[OpKind, int], Op] = {}
         for op in ops:
-            for kinds, what in _IN_ORDER:
-                if op.kind not in kinds:
-                    continue
-                before = last.get((what, op.chunk))
-                if before is not None and before.microbatch > op.microbatch:
+            for result in KINDS[op.kind].makes:
+                what = KINDS[result].in_order
+                before = last.get((result, op.chunk))
+                if what and before is not None and before.microbatch > op.microbatch:
                     raise _fail(
                         schedule, f"rank {rank} runs {op} after {before}: {what} of a stage go in microbatch order"
                     )
-                last[what, op.chunk] = op
+                last[result, op.chunk] = op
 
 
 def _check_own_rank(schedule: Schedule, positions: _Positions) -> None:
@@ -130,14 +116,13 @@ def _check_own_rank(schedule: Schedule, positions: _Positions) -> None:
         for op, position in here.items():
             if op.kind in COMMUNICATION:
                 continue
-            for kind, stage, microbatch in dependencies(
-                placement, op.kind, placement.stage_of(rank, op.chunk), op.microbatch
-            ):
+            for result, stage, microbatch in dependencies(schedule, rank, op):
                 if placement.rank_of(stage) != rank:
                     continue
-                needed = Op(kind, microbatch, placement.chunk_of(stage))
-                if needed not in here:
-                    needed = Op(OpKind.BW, microbatch, needed.chunk)
+                makers = [Op(kind, microbatch, placement.chunk_of(stage)) for kind in _MAKERS[result]]
+                needed = next((maker for maker in makers if maker in here), None)
+                if needed is None:
+                    raise _fail(schedule, f"rank {rank} lacks {makers[-1]} for {op}")
                 if here[needed] > position:
                     raise _fail(schedule, f"rank {rank} runs {op} before {needed}, which it needs")
 

@@ -30,7 +30,8 @@ from megatron.zero_bubble.schedule import (
 )
 from megatron.zero_bubble.schedule.formats import schedule_from_text
 from megatron.zero_bubble.schedule.generators import entry_of
-from megatron.zero_bubble.schedule.ir import SENDS, check_size
+from megatron.zero_bubble.schedule.ir import check_size
+from megatron.zero_bubble.schedule.kinds import SENDS
 from megatron.zero_bubble.schedule.memory import peaks
 from megatron.zero_bubble.schedule.step_ops import operation_name, without_post_validation
 

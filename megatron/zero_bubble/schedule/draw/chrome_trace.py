@@ -6,7 +6,8 @@ import json
 from typing import Any
 
 from megatron.zero_bubble.schedule.draw import curves
-from megatron.zero_bubble.schedule.ir import POST_VALIDATION, Schedule
+from megatron.zero_bubble.schedule.ir import Schedule
+from megatron.zero_bubble.schedule.kinds import POST_VALIDATION
 from megatron.zero_bubble.schedule.step_ops import operation_name
 from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megatron.zero_bubble.schedule.ir import POST_VALIDATION, Op, OpKind
+from megatron.zero_bubble.schedule.ir import Op
+from megatron.zero_bubble.schedule.kinds import POST_VALIDATION, OpKind
 from megatron.zero_bubble.schedule.step_ops import operation_name
 from megatron.zero_bubble.schedule.timeline import Timeline
 

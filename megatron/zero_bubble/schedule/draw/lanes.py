@@ -10,7 +10,7 @@ from megatron.zero_bubble.schedule.analysis import BUBBLE_WORDS, Bubble, bubbles
 from megatron.zero_bubble.schedule.draw import palette
 from megatron.zero_bubble.schedule.draw.canvas import LABEL_INKS, LANE, PAPER, STRONG, figure, label, number, rect, text
 from megatron.zero_bubble.schedule.draw.drawing import LEFT, Drawing
-from megatron.zero_bubble.schedule.ir import POST_VALIDATION
+from megatron.zero_bubble.schedule.kinds import KINDS, POST_VALIDATION
 from megatron.zero_bubble.schedule.memory import memory_held
 
 _MARK_WIDTH = 3
@@ -95,7 +95,7 @@ def _marks(drawing: Drawing, rank: int) -> Iterator[str]:
             x = (drawing.x(start) + drawing.x(stop) - width) / 2
             tip = f"{drawing.name(op)} on rank {rank}, at {figure(start)} {drawing.time_unit}"
             top, height = drawing.lane_top(rank) - 1, drawing.lane_height + 2
-            yield rect(x, top, width, height, palette.FILLS[op.kind], tip, "s")
+            yield rect(x, top, width, height, KINDS[op.kind].colour, tip, "s")
 
 
 def _critical_path(drawing: Drawing) -> Iterator[str]:

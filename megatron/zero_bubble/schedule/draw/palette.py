@@ -1,27 +1,9 @@
-"""Colours that stay apart for colour-blind eyes, and on a black-and-white print with their labels."""
+"""Colours of operations, of ranks, and of lines."""
 
 from __future__ import annotations
 
-from megatron.zero_bubble.schedule.ir import OpKind
+from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
 
-# Okabe and Ito, "Color Universal Design", 2008.
-FILLS = {
-    OpKind.F: "#56b4e9",
-    OpKind.B: "#e69f00",
-    OpKind.W: "#009e73",
-    OpKind.BW: "#cc79a7",
-    OpKind.STEP: "#000000",
-    OpKind.VALIDATE: "#d55e00",
-}
-MEANINGS = {
-    OpKind.F: "F forward",
-    OpKind.B: "B input gradient",
-    OpKind.W: "W weight gradient",
-    OpKind.W_TAIL: "WT weight gradient, by parameter",
-    OpKind.BW: "BW both gradients",
-    OpKind.STEP: "STEP optimizer",
-    OpKind.VALIDATE: "VALIDATE step confirmed or amended",
-}
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 """For lines that belong to different schedules."""
 
@@ -36,9 +18,8 @@ def mix(first: str, second: str, share: float) -> str:
 
 
 def fill_of(kind: OpKind, chunk: int, num_chunks: int) -> str:
-    """The colour of an operation: later chunks are darker. A W in the tail is a W."""
-    fill = FILLS[OpKind.W if kind is OpKind.W_TAIL else kind]
-    return mix(fill, "#000000", 0.5 * chunk / (num_chunks - 1) if num_chunks > 1 else 0)
+    """The colour of an operation: later chunks are darker."""
+    return mix(KINDS[kind].colour, "#000000", 0.5 * chunk / (num_chunks - 1) if num_chunks > 1 else 0)
 
 
 def is_dark(colour: str) -> bool:

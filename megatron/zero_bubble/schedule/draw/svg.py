@@ -8,6 +8,7 @@ from megatron.zero_bubble.schedule.draw import canvas, curves, palette
 from megatron.zero_bubble.schedule.draw.canvas import STRONG, figure, line, number, rect, text
 from megatron.zero_bubble.schedule.draw.drawing import CURVE_HEIGHT, LEFT, TOP, Drawing, drawing
 from megatron.zero_bubble.schedule.draw.lanes import lanes, style
+from megatron.zero_bubble.schedule.kinds import KINDS
 from megatron.zero_bubble.schedule.timeline import Timeline
 
 _SWATCHES = 8
@@ -60,14 +61,14 @@ def _header(what: Drawing) -> Iterator[str]:
     yield text(12, 44, _figures(what))
     x: float = 12
     used = {(timed.op.kind, timed.op.chunk) for lane in what.timeline.lanes for timed in lane}
-    for kind, meaning in palette.MEANINGS.items():
+    for kind, facts in KINDS.items():
         chunks = sorted(chunk for used_kind, chunk in used if used_kind is kind)
         for chunk in chunks:
             yield rect(x, 53, 12, 12, palette.fill_of(kind, chunk, what.timeline.schedule.num_chunks))
             x += 14
         if chunks:
-            yield text(x + 2, 63, meaning, size=11)
-            x += 14 + 5.6 * len(meaning)
+            yield text(x + 2, 63, facts.meaning, size=11)
+            x += 14 + 5.6 * len(facts.meaning)
     if what.timeline.schedule.num_chunks > 1:
         words = f"darker: later of {what.timeline.schedule.num_chunks} chunks"
         yield text(x + 2, 63, f"({words})", size=11)

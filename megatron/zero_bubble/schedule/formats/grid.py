@@ -14,8 +14,8 @@ from bisect import bisect_left, bisect_right
 
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import ScheduleError
-from megatron.zero_bubble.schedule.formats.words import parse_op
-from megatron.zero_bubble.schedule.ir import POST_VALIDATION, Placement, Schedule
+from megatron.zero_bubble.schedule.ir import Op, Placement, Schedule
+from megatron.zero_bubble.schedule.kinds import POST_VALIDATION
 from megatron.zero_bubble.schedule.simulate import simulate
 
 _HEADER = ("schedule", "placement", "ranks", "chunks", "microbatches")
@@ -86,5 +86,5 @@ def schedule_from_csv(text: str) -> Schedule:
         raise ScheduleError(f"ranks, chunks and microbatches must be whole numbers, got {', '.join(sizes)}")
     num_ranks, num_chunks, num_microbatches = map(int, sizes)
     placement = Placement(kind, num_ranks, num_chunks)  # type: ignore[arg-type]  # it checks the kind
-    ops = tuple(tuple(parse_op(word) for cell in row for word in cell.split() if word.strip("-")) for row in rows[2:])
+    ops = tuple(tuple(Op.parse(word) for cell in row for word in cell.split() if word.strip("-")) for row in rows[2:])
     return Schedule(name, placement, num_microbatches, ops)

@@ -18,8 +18,7 @@ from typing import Any
 
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import ScheduleError
-from megatron.zero_bubble.schedule.formats.words import parse_op
-from megatron.zero_bubble.schedule.ir import Placement, Schedule
+from megatron.zero_bubble.schedule.ir import Op, Placement, Schedule
 
 VERSION = 1
 _SCHEDULE = "megatron-zero-bubble schedule"
@@ -62,7 +61,7 @@ def schedule_from_json(text: str) -> Schedule:
         document["name"],
         Placement(**placement),
         document["num_microbatches"],
-        tuple(tuple(parse_op(word) for word in line.split()) for line in ops),
+        tuple(tuple(Op.parse(word) for word in line.split()) for line in ops),
     )
 
 

@@ -4,7 +4,6 @@ A row a rank, in rank order; a cell an action, written stage, letters, microbatc
 not ours: I is the gradient of the input (our B), W that of the weights, B both (our BW). An empty cell is
 an idle slot, and `(0F1;3B0)OVERLAP_F_B` is two actions that run as one. What shards, unshards and reduces belongs
 to FSDP there, and sends and receives stand where that runtime wants them: a reader here leaves out both.
-It knows no W_TAIL, which becomes a W.
 """
 
 from __future__ import annotations
@@ -16,21 +15,11 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from megatron.zero_bubble.schedule.errors import ScheduleError
-from megatron.zero_bubble.schedule.ir import COMMUNICATION, Op, OpKind, Placement, PlacementKind, Schedule
+from megatron.zero_bubble.schedule.ir import Op, Placement, PlacementKind, Schedule
+from megatron.zero_bubble.schedule.kinds import COMMUNICATION, KINDS, OpKind
 
-_LETTERS = {
-    OpKind.F: "F",
-    OpKind.B: "I",
-    OpKind.W_TAIL: "W",
-    OpKind.W: "W",
-    OpKind.BW: "B",
-    OpKind.SEND_FORWARD: "SEND_F",
-    OpKind.RECV_FORWARD: "RECV_F",
-    OpKind.SEND_BACKWARD: "SEND_B",
-    OpKind.RECV_BACKWARD: "RECV_B",
-}
-_KINDS = {letters: kind for kind, letters in _LETTERS.items() if kind is not OpKind.W_TAIL}
-_LEFT_OUT = {"UNSHARD", "RESHARD", "REDUCE_GRAD"} | {_LETTERS[kind] for kind in COMMUNICATION}
+_KINDS = {facts.pytorch: kind for kind, facts in KINDS.items() if facts.pytorch}
+_LEFT_OUT = {"UNSHARD", "RESHARD", "REDUCE_GRAD"} | {KINDS[kind].pytorch for kind in COMMUNICATION}
 _ACTION = re.compile(r"(\d{1,9})([A-Z_]+?)(\d{0,9})", re.ASCII)
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 
@@ -44,18 +33,19 @@ class _Action(NamedTuple):
 def schedule_to_pytorch_csv(schedule: Schedule) -> str:
     """The schedule for `_load_csv`, format "compute_only", or "compute_comms" if it is lowered.
 
-    Raises `ScheduleError` for a schedule with post-validation.
+    Raises `ScheduleError` for operations that PyTorch does not know, such as those of post-validation.
     """
-    if schedule.has_post_validation:
+    nameless = [kind for kind, facts in KINDS.items() if kind in schedule.kinds and not facts.pytorch]
+    if nameless:
         raise ScheduleError(
-            f"schedule {schedule.name} has STEP and VALIDATE, for which PyTorch's CSV has no word: write JSON or CSV"
+            f"schedule {schedule.name} has {' and '.join(nameless)}, for which PyTorch's CSV has no word: "
+            f"write JSON or CSV"
         )
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\r\n")
     for rank, ops in enumerate(schedule.ops):
-        writer.writerow(
-            f"{schedule.placement.stage_of(rank, op.chunk)}{_LETTERS[op.kind]}{op.microbatch}" for op in ops
-        )
+        stages = schedule.placement.stages_of(rank)
+        writer.writerow(f"{stages[op.chunk]}{KINDS[op.kind].pytorch}{op.microbatch}" for op in ops)
     return text.getvalue()
 
 
@@ -98,6 +88,6 @@ def _placement(stages: list[list[int]]) -> Placement:
     kinds: tuple[PlacementKind, ...] = ("linear",) if num_chunks == 1 else ("interleaved", "v")
     for kind in kinds if num_chunks else ():
         placement = Placement(kind, num_ranks, num_chunks)
-        if stages == [[placement.stage_of(rank, chunk) for chunk in range(num_chunks)] for rank in range(num_ranks)]:
+        if stages == [list(placement.stages_of(rank)) for rank in range(num_ranks)]:
             return placement
     raise ScheduleError(f"stages by rank are {stages}: expected a linear, an interleaved or a V-shaped placement")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megatron.zero_bubble.schedule.ir import Op, OpKind, Placement, Schedule
+from megatron.zero_bubble.schedule.ir import Op, Placement, Schedule
+from megatron.zero_bubble.schedule.kinds import OpKind
 
 
 def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:

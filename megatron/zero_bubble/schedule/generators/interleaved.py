@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from megatron.zero_bubble.schedule.errors import ScheduleError
 from megatron.zero_bubble.schedule.generators.patterns import alternate, split_backward
-from megatron.zero_bubble.schedule.ir import Op, OpKind, Placement, Schedule
+from megatron.zero_bubble.schedule.ir import Op, Placement, Schedule
+from megatron.zero_bubble.schedule.kinds import OpKind
 
 
 def interleaved_1f1b(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from megatron.zero_bubble.schedule.generators.patterns import alternate
-from megatron.zero_bubble.schedule.ir import Op, OpKind, Placement, Schedule
+from megatron.zero_bubble.schedule.ir import Op, Placement, Schedule
+from megatron.zero_bubble.schedule.kinds import OpKind
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:

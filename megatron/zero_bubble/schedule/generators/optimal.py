@@ -15,7 +15,8 @@ from megatron.zero_bubble.schedule.bounds import lower_bounds
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import ScheduleError
 from megatron.zero_bubble.schedule.generators.auto import auto, multiple_of_p
-from megatron.zero_bubble.schedule.ir import Op, OpKind, Placement, Schedule
+from megatron.zero_bubble.schedule.ir import Op, Placement, Schedule
+from megatron.zero_bubble.schedule.kinds import OpKind
 from megatron.zero_bubble.schedule.search.problem import Problem
 from megatron.zero_bubble.schedule.simulate import simulate
 from megatron.zero_bubble.schedule.timeline import Timeline

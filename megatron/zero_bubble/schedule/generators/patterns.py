@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.zero_bubble.schedule.ir import Op, OpKind
+from megatron.zero_bubble.schedule.ir import Op
+from megatron.zero_bubble.schedule.kinds import OpKind
 
 
 def alternate(forwards: Sequence[Op], backwards: Sequence[Op], num_warmup: int) -> tuple[Op, ...]:

@@ -14,7 +14,8 @@ from operator import add, le
 from statistics import median
 
 from megatron.zero_bubble.schedule.costs import SMALLEST, StageCosts
-from megatron.zero_bubble.schedule.ir import Op, OpKind, Placement, Schedule
+from megatron.zero_bubble.schedule.ir import Op, Placement, Schedule
+from megatron.zero_bubble.schedule.kinds import OpKind
 from megatron.zero_bubble.schedule.search.clock import Plan
 from megatron.zero_bubble.schedule.search.fill import GapRule
 from megatron.zero_bubble.schedule.search.judge import best_of

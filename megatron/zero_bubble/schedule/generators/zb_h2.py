@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from megatron.zero_bubble.schedule.generators.patterns import alternate, split_backward
-from megatron.zero_bubble.schedule.ir import Op, OpKind, Placement, Schedule
+from megatron.zero_bubble.schedule.ir import Op, Placement, Schedule
+from megatron.zero_bubble.schedule.kinds import OpKind
 
 
 def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:

@@ -10,7 +10,8 @@ from operator import add
 from megatron.zero_bubble.schedule.bounds import lower_bounds
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import Infeasible
-from megatron.zero_bubble.schedule.ir import Op, OpKind, Placement, Schedule
+from megatron.zero_bubble.schedule.ir import Op, Placement, Schedule
+from megatron.zero_bubble.schedule.kinds import OpKind
 
 Order = list[int]
 """Operations of one rank as codes, in microbatch order a stage.

@@ -1,0 +1,169 @@
+"""What every operation waits for, and the messages between ranks.
+
+An operation is named here by its stage, not by its rank and chunk: see `Node`. What a kind needs and which messages
+it receives and sends is in the table `KINDS`; this module finds the stages and ranks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from megatron.zero_bubble.schedule.costs import StageCosts
+from megatron.zero_bubble.schedule.errors import Deadlock
+from megatron.zero_bubble.schedule.ir import Op, Placement, Schedule
+from megatron.zero_bubble.schedule.kinds import KINDS, MESSAGES, Need, OpKind, Place
+
+Node = tuple[OpKind, int, int]
+"""(result, stage, microbatch): what an operation makes. Results are named as in `KindFacts.makes`."""
+
+
+class Arrival(NamedTuple):
+    """A result that an operation needs from another rank."""
+
+    node: Node
+    edge: int | None
+    """The message crosses the edge between this stage and the next; None where it is no message."""
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether all ranks reduce the result in the background, and no message occupies them."""
+        return self.edge is None
+
+    def time(self, costs: StageCosts) -> float:
+        """How long the result is on its way. A reduction takes as long as the slowest message."""
+        return max(costs.time_comm, default=0) if self.edge is None else costs.time_comm[self.edge]
+
+
+def nodes_of(placement: Placement, rank: int, op: Op) -> list[Node]:
+    """The results that the compute operation `op` of `rank` makes."""
+    stage = placement.stage_of(rank, op.chunk)
+    return [(result, stage, op.microbatch) for result in KINDS[op.kind].makes]
+
+
+def dependencies(schedule: Schedule, rank: int, op: Op) -> list[Node]:
+    """The results that have to be there before the compute operation `op` of `rank` can start."""
+    placement = schedule.placement
+    stage = placement.stage_of(rank, op.chunk)
+    nodes = []
+    for need in KINDS[op.kind].needs:
+        microbatch = op.microbatch - need.num_before
+        if microbatch < 0:
+            continue
+        for source in _stages_at(placement, stage, need.place):
+            if not need.is_optional or _is_made(schedule, source, need, microbatch):
+                nodes.append((need.result, source, microbatch))
+    return nodes
+
+
+def arrivals(schedule: Schedule, rank: int, op: Op) -> list[Arrival]:
+    """Those of the `dependencies` that other ranks make."""
+    placement = schedule.placement
+    stage = placement.stage_of(rank, op.chunk)
+    found = []
+    for node in dependencies(schedule, rank, op):
+        if placement.rank_of(node[1]) != rank:
+            found.append(Arrival(node, min(stage, node[1]) if KINDS[op.kind].receives else None))
+    return found
+
+
+def _stages_at(placement: Placement, stage: int, place: Place) -> list[int]:
+    """The stages at `place`, seen from `stage`. A rank is named by the stage of its first chunk."""
+    if place is Place.ALL_RANKS:
+        return [placement.stage_of(rank) for rank in range(placement.num_ranks)]
+    source = stage + {Place.SAME_STAGE: 0, Place.STAGE_BEFORE: -1, Place.STAGE_AFTER: 1}[place]
+    return [source] if 0 <= source < placement.num_stages else []
+
+
+def _is_made(schedule: Schedule, stage: int, need: Need, microbatch: int) -> bool:
+    """Whether the schedule has an operation that makes this result alone."""
+    placement = schedule.placement
+    op = Op(need.result, microbatch, placement.chunk_of(stage))
+    return op in schedule.op_sets[placement.rank_of(stage)]
+
+
+def receive_before(placement: Placement, rank: int, op: Op) -> Op | None:
+    """The receive that brings the compute operation `op` of `rank` its input, if that comes from another rank."""
+    return _if_remote(placement, rank, op, KINDS[op.kind].receives)
+
+
+def send_after(placement: Placement, rank: int, op: Op) -> Op | None:
+    """The send that carries the result of the compute operation `op` of `rank` away, if another rank wants it."""
+    return _if_remote(placement, rank, op, KINDS[op.kind].sends)
+
+
+def _if_remote(placement: Placement, rank: int, op: Op, kind: OpKind | None) -> Op | None:
+    """A message of `kind` for `op`, unless the stage at its other end does not exist or is on the same rank."""
+    if kind is None:
+        return None
+    neighbour = placement.stage_of(rank, op.chunk) + MESSAGES[kind].neighbour
+    if not 0 <= neighbour < placement.num_stages or placement.rank_of(neighbour) == rank:
+        return None
+    return Op(kind, op.microbatch, op.chunk)
+
+
+def other_end(placement: Placement, rank: int, send: Op) -> tuple[int, Op]:
+    """The rank that receives what `rank` sends with `send`, and the receive that it runs."""
+    message = MESSAGES[send.kind]
+    target = placement.stage_of(rank, send.chunk) + message.neighbour
+    return placement.rank_of(target), Op(message.other_end, send.microbatch, placement.chunk_of(target))
+
+
+def message_time(placement: Placement, costs: StageCosts, rank: int, message: Op | None) -> float:
+    """How long `message`, a send or receive of `rank`, is on its way; 0 where there is none."""
+    if message is None:
+        return 0
+    stage = placement.stage_of(rank, message.chunk)
+    return costs.time_comm[min(stage, stage + MESSAGES[message.kind].neighbour)]
+
+
+def replay(schedule: Schedule) -> Iterator[tuple[int, int]]:
+    """Yield the (rank, position) of every operation in an order that respects all dependencies.
+
+    Every rank runs its operations in order; an operation that lacks an input blocks its rank. What crosses ranks is
+    there once it was computed. The schedule is not lowered: `streams` knows when messages pass.
+    Takes time linear in the number of operations. Raises `Deadlock` when all unfinished ranks are blocked.
+    """
+    done: set[Node] = set()
+    blocked: dict[Node, list[int]] = {}
+    next_position = [0] * schedule.num_ranks
+    runnable = deque(range(schedule.num_ranks))
+    while runnable:
+        rank = runnable.popleft()
+        ops = schedule.ops[rank]
+        while next_position[rank] < len(ops):
+            op = ops[next_position[rank]]
+            missing = next((node for node in dependencies(schedule, rank, op) if node not in done), None)
+            if missing is not None:
+                blocked.setdefault(missing, []).append(rank)
+                break
+            yield rank, next_position[rank]
+            next_position[rank] += 1
+            for node in nodes_of(schedule.placement, rank, op):
+                done.add(node)
+                runnable.extend(blocked.pop(node, ()))
+    if blocked:
+        raise Deadlock(_explain(schedule, blocked, next_position))
+
+
+def _explain(schedule: Schedule, blocked: dict[Node, list[int]], next_position: list[int]) -> str:
+    """One line with the ranks that wait for each other."""
+    waits_for = {rank: node for node, ranks in blocked.items() for rank in ranks}
+    steps = []
+    for rank in circle({rank: schedule.placement.rank_of(node[1]) for rank, node in waits_for.items()}):
+        kind, stage, microbatch = waits_for[rank]
+        at = schedule.ops[rank][next_position[rank]]
+        owner = schedule.placement.rank_of(stage)
+        steps.append(f"rank {rank} at {at} waits for {kind}{microbatch} of stage {stage} on rank {owner}")
+    return f"schedule {schedule.name} deadlocks: {'; '.join(steps)}"
+
+
+def circle(waits_for: Mapping[int, int]) -> list[int]:
+    """Follow ranks, each to the one that it waits for, until one of them comes round again, or waits for none."""
+    rank = min(waits_for)
+    path: list[int] = []
+    while rank in waits_for and rank not in path:
+        path.append(rank)
+        rank = waits_for[rank]
+    return path[path.index(rank) :] if rank in path else path

@@ -1,0 +1,186 @@
+"""The kinds of operations, and one table of all that follows from a kind: `KINDS`.
+
+Whoever wants to know what an operation waits for, costs or looks like reads the table. So a new kind is a row here,
+a handler in the executor, and what plans it; CONTRIBUTING.md shows one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
+from typing import NamedTuple
+
+
+class OpKind(str, Enum):
+    """What an operation does. The value is the word that is printed; `KINDS` says all else."""
+
+    F = "F"
+    """Forward of one microbatch through one stage."""
+    B = "B"
+    """Backward, gradient of the input only: what the previous stage waits for."""
+    W = "W"
+    """Backward, gradient of the weights only: what nobody waits for."""
+    BW = "BW"
+    """Backward, both gradients in one operation, as autograd computes them."""
+    SEND_FORWARD = "SEND_FORWARD"
+    RECV_FORWARD = "RECV_FORWARD"
+    SEND_BACKWARD = "SEND_BACKWARD"
+    RECV_BACKWARD = "RECV_BACKWARD"
+    STEP = "STEP"
+    """The optimizer's step of this rank, before the state of all gradients is known."""
+    VALIDATE = "VALIDATE"
+    """The state of all gradients is known: the step of the iteration before is confirmed or amended."""
+
+    __str__ = str.__str__
+
+
+class Place(Enum):
+    """Where a result that an operation needs is made, seen from the operation's own stage."""
+
+    SAME_STAGE = "same stage"
+    STAGE_BEFORE = "stage before"
+    STAGE_AFTER = "stage after"
+    ALL_RANKS = "all ranks"
+    """On every rank: the results are reduced in the background, and no rank sends or receives."""
+
+
+class Need(NamedTuple):
+    """A result that an operation waits for. Where the model ends and there is no such stage, it waits for nothing."""
+
+    result: OpKind
+    place: Place
+    num_before: int = 0
+    """The result is that of the microbatch (of STEP: of the iteration) so many before the operation's own."""
+    is_optional: bool = False
+    """The operation waits only where the schedule has an operation that makes the result."""
+
+
+class Message(NamedTuple):
+    """What a communication operation is one end of."""
+
+    is_send: bool
+    neighbour: int
+    """The stage at the other end, counted from this one: 1 or -1."""
+    other_end: OpKind
+
+
+@dataclass(frozen=True)
+class KindFacts:
+    """What follows from the kind of an operation: a row of `KINDS`."""
+
+    makes: tuple[OpKind, ...] = ()
+    """The results that other operations can need, named by the kind that makes this result alone."""
+    needs: tuple[Need, ...] = ()
+    receives: OpKind | None = None
+    """The message that brings its input from another rank."""
+    sends: OpKind | None = None
+    """The message that carries its result to another rank."""
+    message: Message | None = None
+    """Set for communication alone."""
+    time: tuple[str, ...] = ()
+    """The fields of `StageCosts` whose sum is its time; without any it takes none."""
+    memory: tuple[str, ...] = ()
+    """The fields of `StageCosts` whose sum is its change of memory."""
+    waiting: str = ""
+    """The field of `Bubble` that counts the time a rank waits for its inputs."""
+    in_order: str = ""
+    """The plural of its result, where every stage must make it once for each microbatch, in microbatch order."""
+    is_per_iteration: bool = False
+    """It runs once a rank and iteration, and the number in its name is the iteration's."""
+    colour: str = ""
+    """Its fill in drawings. Okabe and Ito's colours (2008) stay apart for colour-blind eyes."""
+    meaning: str = ""
+    """Its name in the legend of drawings."""
+    pytorch: str = ""
+    """Its letters in the CSV of torch.distributed.pipelining; empty where that has no word for it."""
+
+
+_F_HERE = Need(OpKind.F, Place.SAME_STAGE)
+_B_AFTER = Need(OpKind.B, Place.STAGE_AFTER)
+
+KINDS: Mapping[OpKind, KindFacts] = MappingProxyType(
+    {
+        OpKind.F: KindFacts(
+            makes=(OpKind.F,),
+            needs=(Need(OpKind.F, Place.STAGE_BEFORE),),
+            receives=OpKind.RECV_FORWARD,
+            sends=OpKind.SEND_FORWARD,
+            time=("time_f",),
+            memory=("memory_f",),
+            waiting="waiting_for_forward",
+            in_order="forwards",
+            colour="#56b4e9",
+            meaning="F forward",
+            pytorch="F",
+        ),
+        OpKind.B: KindFacts(
+            makes=(OpKind.B,),
+            needs=(_F_HERE, _B_AFTER),
+            receives=OpKind.RECV_BACKWARD,
+            sends=OpKind.SEND_BACKWARD,
+            time=("time_b",),
+            memory=("memory_b",),
+            waiting="waiting_for_backward",
+            in_order="gradients of inputs",
+            colour="#e69f00",
+            meaning="B input gradient",
+            pytorch="I",
+        ),
+        OpKind.W: KindFacts(
+            makes=(OpKind.W,),
+            needs=(Need(OpKind.B, Place.SAME_STAGE),),
+            time=("time_w",),
+            memory=("memory_w",),
+            waiting="waiting_for_backward",
+            in_order="gradients of weights",
+            colour="#009e73",
+            meaning="W weight gradient",
+            pytorch="W",
+        ),
+        OpKind.BW: KindFacts(
+            makes=(OpKind.B, OpKind.W),
+            needs=(_F_HERE, _B_AFTER),
+            receives=OpKind.RECV_BACKWARD,
+            sends=OpKind.SEND_BACKWARD,
+            time=("time_b", "time_w"),
+            memory=("memory_b", "memory_w"),
+            waiting="waiting_for_backward",
+            colour="#cc79a7",
+            meaning="BW both gradients",
+            pytorch="B",
+        ),
+        OpKind.SEND_FORWARD: KindFacts(message=Message(True, 1, OpKind.RECV_FORWARD), pytorch="SEND_F"),
+        OpKind.RECV_FORWARD: KindFacts(message=Message(False, -1, OpKind.SEND_FORWARD), pytorch="RECV_F"),
+        OpKind.SEND_BACKWARD: KindFacts(message=Message(True, -1, OpKind.RECV_BACKWARD), pytorch="SEND_B"),
+        OpKind.RECV_BACKWARD: KindFacts(message=Message(False, 1, OpKind.SEND_BACKWARD), pytorch="RECV_B"),
+        OpKind.STEP: KindFacts(
+            makes=(OpKind.STEP,),
+            waiting="waiting_for_backward",
+            is_per_iteration=True,
+            colour="#000000",
+            meaning="STEP optimizer",
+        ),
+        OpKind.VALIDATE: KindFacts(
+            makes=(OpKind.VALIDATE,),
+            needs=(Need(OpKind.STEP, Place.ALL_RANKS, num_before=1),),
+            waiting="waiting_for_validation",
+            is_per_iteration=True,
+            colour="#d55e00",
+            meaning="VALIDATE step confirmed or amended",
+        ),
+    }
+)
+"""The one place that says what each kind needs, costs and looks like."""
+
+MESSAGES: Mapping[OpKind, Message] = MappingProxyType(
+    {kind: facts.message for kind, facts in KINDS.items() if facts.message is not None}
+)
+SENDS = frozenset(kind for kind, message in MESSAGES.items() if message.is_send)
+RECEIVES = frozenset(kind for kind, message in MESSAGES.items() if not message.is_send)
+COMMUNICATION = SENDS | RECEIVES
+POST_VALIDATION = frozenset(kind for kind, facts in KINDS.items() if facts.is_per_iteration)
+"""What `with_post_validation` adds."""
+BACKWARDS = frozenset(kind for kind, facts in KINDS.items() if OpKind.B in facts.makes)
+"""The operations that produce the gradient of a stage's input."""
