@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import multiprocessing.connection
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
+import torch.distributed as dist
+
 from megatron.zero_bubble.cli.check.corpus import write_corpus
+from tests.several_trainings import run_rank
 
 ROOT = Path(__file__).parents[1]
 PRETRAIN = ROOT / "pretrain_gpt.py"
@@ -57,9 +63,38 @@ def run_trainings(
         if name not in unlogged:
             plan[name] += ["--log-numerics", str(folder / f"{name}.jsonl")]
     (folder / "plan.json").write_text(json.dumps(plan))
-    result = run(
-        num_ranks, ROOT / "tests" / "several_trainings.py", str(folder / "plan.json"), timeout=300 + 10 * len(plan)
-    )
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
-    _, *parts = re.split(r"^training (.*)\n", result.stdout, flags=re.MULTILINE)
+    outputs = folder / "stdout.txt", folder / "stderr.txt"
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    arguments = (folder / "plan.json", outputs, store.port)
+    status = run_forked(num_ranks, run_rank, arguments, timeout=300 + 10 * len(plan))
+    stdout, stderr = (path.read_text() for path in outputs)
+    assert status == 0, f"status {status}: {stdout[-3000:]}{stderr[-6000:]}"
+    _, *parts = re.split(r"^training (.*)\n", stdout, flags=re.MULTILINE)
     return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def run_forked(num_ranks: int, body: Callable[..., None], arguments: tuple[object, ...], timeout: float) -> int | None:
+    """Run `body(rank, num_ranks, *arguments)` in processes that have everything imported already.
+
+    All end with the first that fails. Returns its exit status; 0 if none fails, None if time runs out.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.rank_imports"])
+    ranks = [context.Process(target=body, args=(rank, num_ranks, *arguments)) for rank in range(num_ranks)]
+    for rank in ranks:
+        rank.start()
+    try:
+        running, deadline, status = {rank.sentinel: rank for rank in ranks}, time.monotonic() + timeout, 0
+        while running and status == 0:
+            ended = multiprocessing.connection.wait(list(running), deadline - time.monotonic())
+            if not ended:
+                return None
+            for sentinel in ended:
+                rank = running.pop(sentinel)  # type: ignore[index]
+                rank.join()
+                status = status or rank.exitcode or 0
+        return status
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()

@@ -1,4 +1,4 @@
-"""Runs the trainings of a plan one after the other in the same processes. Started by `tests.launch`."""
+"""Runs the trainings of a plan one after the other in the same processes. `tests.launch` forks the ranks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-from megatron.zero_bubble.mcore.cpu import substitute_cuda
 
 FAULT = "inf:"
 """`inf:ITERATION@RANK` among the flags: a gradient of this pipeline rank is infinite in this iteration."""
@@ -65,7 +63,7 @@ def infinite_gradients(faults: set[tuple[int, ...]]) -> Iterator[None]:
 def warmed_up() -> Iterator[None]:
     """Switch it on, and say that it has run."""
     from megatron.zero_bubble import schedules
-    from megatron.zero_bubble.training import running
+    from megatron.zero_bubble.job import running
     from megatron.zero_bubble.training.initialize import print_rank_0
 
     original, warm_up = running.ForwardBackward, schedules.warm_up
@@ -101,9 +99,28 @@ def pretrain_or_tell(args: Any) -> None:
         unset_num_microbatches_calculator()
 
 
-def main(plan: str) -> None:
-    substitute_cuda()
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+def run_rank(rank: int, num_ranks: int, plan: Path, outputs: tuple[Path, Path], port: int) -> None:
+    """Be one rank of a job, which runs the trainings of `plan`.
+
+    Args:
+        outputs: what the rank prints is appended to these files, stdout's first.
+        port: of this machine, where the store is in which the ranks meet.
+    """
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+    os.environ.update({name: str(value) for name, value in places.items()})
+    for stream, path in zip((sys.stdout, sys.stderr), outputs, strict=True):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), stream.fileno())
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    for number, (name, flags) in enumerate(json.loads(plan.read_text()).items()):
+        # Each training in process groups of its own: those of all together would have a thousand threads.
+        store = dist.PrefixStore(str(number), dist.TCPStore("localhost", port))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+        run_training(plan.parent, name, flags)
+        gc.collect()  # the model holds some of the groups, and has cycles
+        dist.destroy_process_group()
+
+
+def run_training(folder: Path, name: str, flags: list[str]) -> None:
     from megatron.zero_bubble.training.arguments import parse_arguments
     from megatron.zero_bubble.training.checks import complete_and_check
     from megatron.zero_bubble.training.initialize import print_rank_0
@@ -113,30 +130,19 @@ def main(plan: str) -> None:
     from tests.spoiled import spoiled
     from tests.undone import counted_undos
 
-    gc.freeze()  # the modules: collecting them takes a second
-    for number, (name, flags) in enumerate(json.loads(Path(plan).read_text()).items()):
-        faults, seeds, warms_up = take(flags, FAULT), take(flags, RULES), bool(take(flags, WARM_UP))
-        is_recorded, spoils = bool(take(flags, COLLECTIVES)), take(flags, SPOIL)
-        args = parse_arguments(flags)
-        complete_and_check(args, os.environ, torch.cuda.is_available())
-        # Each training in process groups of its own: those of all together would have a thousand threads.
-        store = dist.FileStore(f"{plan}.{number}.store", args.world_size)
-        dist.init_process_group(args.distributed_backend, store=store, rank=args.rank, world_size=args.world_size)
-        print_rank_0(f"training {name}")
-        rules = nccls_rules(int(seeds[0])) if seeds else contextlib.nullcontext()
-        warm_up = warmed_up() if warms_up else contextlib.nullcontext()
-        places = {tuple(map(int, fault.split("@"))) for fault in faults}
-        recorded = recorded_collectives() if is_recorded else contextlib.nullcontext([])
-        with rules, warm_up, recorded as calls, infinite_gradients(places), spoiled(spoils), counted_undos() as undone:
-            (pretrain_or_tell if spoils else pretrain)(args)
-        if is_recorded:
-            Path(plan).with_name(f"{name}.{args.rank}.calls").write_text(json.dumps(calls))
-        counts = [0] * args.world_size
-        dist.all_gather_object(counts, undone())
-        print_rank_0(f"undone steps of each rank: {counts}")
-        gc.collect()  # the model holds some of the groups, and has cycles
-        dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
+    faults, seeds, warms_up = take(flags, FAULT), take(flags, RULES), bool(take(flags, WARM_UP))
+    is_recorded, spoils = bool(take(flags, COLLECTIVES)), take(flags, SPOIL)
+    args = parse_arguments(flags)
+    complete_and_check(args, os.environ, torch.cuda.is_available())
+    print_rank_0(f"training {name}")
+    rules = nccls_rules(int(seeds[0])) if seeds else contextlib.nullcontext()
+    warm_up = warmed_up() if warms_up else contextlib.nullcontext()
+    places = {tuple(map(int, fault.split("@"))) for fault in faults}
+    recorded = recorded_collectives() if is_recorded else contextlib.nullcontext([])
+    with rules, warm_up, recorded as calls, infinite_gradients(places), spoiled(spoils), counted_undos() as undone:
+        (pretrain_or_tell if spoils else pretrain)(args)
+    if is_recorded:
+        (folder / f"{name}.{args.rank}.calls").write_text(json.dumps(calls))
+    counts = [0] * args.world_size
+    dist.all_gather_object(counts, undone())
+    print_rank_0(f"undone steps of each rank: {counts}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Iterator
 
@@ -104,6 +105,17 @@ def test_a_pending_w_holds_its_layers_input_and_not_the_graph_behind_it():
         model.row(model.column(LayerBefore.apply(x))[0])[0].backward(gradient)
     store.flush(0, 0)
     assert [reference() for reference in alive] == [None]
+
+
+def test_a_model_is_freed_after_its_last_use():
+    """The hook of megatron-core's DDP refers to the whole model, its optimizer's buffers and its process groups."""
+    model = Layers()
+    split_weight_gradients([model], WeightGradStore())
+    model.column.register_wgrad_accumulation_and_reduce_hooks(model.forward)
+    reference = weakref.ref(model)
+    del model
+    gc.collect()
+    assert reference() is None
 
 
 class Gathering:

@@ -8,6 +8,7 @@ same order, as with autograd. DDP hands that hook out to modules with
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -28,8 +29,16 @@ class LayerWeightGrad:
         self._sum = MicrobatchSum()
         self._of_microbatch = -1
         self.store = store
-        # Where B and W are fused autograd adds up, and this comes once a backward however often the layer is used.
-        weight.register_post_accumulate_grad_hook(lambda _: self._reduce())
+        # Where B and W are fused autograd adds up and calls this once a backward, however often the layer is used.
+        # The reference is weak because Python's garbage collector does not look into such hooks: with a strong one
+        # the model, its optimizer and its process groups would stay in memory after their last use.
+        this = weakref.ref(self)
+
+        def reduce(_: torch.Tensor) -> None:
+            if (layer := this()) is not None:
+                layer._reduce()
+
+        weight.register_post_accumulate_grad_hook(reduce)
 
     def set_hook(self, hook: Callable[[], None]) -> None:
         """Megatron-core's DDP: `hook` adds `weight.grad` to `weight.main_grad` and counts it as ready."""
