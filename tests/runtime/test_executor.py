@@ -221,3 +221,8 @@ def test_a_message_that_never_comes_ends_the_step():
     pipeline = on_threads(lower(generate("1f1b", 2, 2)), timeout=0.05)
     with pytest.raises(TimeoutError, match=r"rank 1: no message from rank 0 in 0\.05 s"):
         pipeline.executors[1].run(pipeline.stages[1])
+
+
+def test_every_kind_of_operation_has_a_handler():
+    executor = over_nccl(lower(generate("zb-h1", 2, 2))).executors[0]
+    assert set(executor._handlers) == set(OpKind)

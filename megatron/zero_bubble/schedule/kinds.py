@@ -97,8 +97,10 @@ class KindFacts:
     """Its letters in the CSV of torch.distributed.pipelining; empty where that has no word for it."""
 
 
-_F_HERE = Need(OpKind.F, Place.SAME_STAGE)
-_B_AFTER = Need(OpKind.B, Place.STAGE_AFTER)
+_BACKWARD_NEEDS = (
+    Need(OpKind.F, Place.SAME_STAGE),
+    Need(OpKind.B, Place.STAGE_AFTER),
+)
 
 KINDS: Mapping[OpKind, KindFacts] = MappingProxyType(
     {
@@ -117,7 +119,7 @@ KINDS: Mapping[OpKind, KindFacts] = MappingProxyType(
         ),
         OpKind.B: KindFacts(
             makes=(OpKind.B,),
-            needs=(_F_HERE, _B_AFTER),
+            needs=_BACKWARD_NEEDS,
             receives=OpKind.RECV_BACKWARD,
             sends=OpKind.SEND_BACKWARD,
             time=("time_b",),
@@ -141,7 +143,7 @@ KINDS: Mapping[OpKind, KindFacts] = MappingProxyType(
         ),
         OpKind.BW: KindFacts(
             makes=(OpKind.B, OpKind.W),
-            needs=(_F_HERE, _B_AFTER),
+            needs=_BACKWARD_NEEDS,
             receives=OpKind.RECV_BACKWARD,
             sends=OpKind.SEND_BACKWARD,
             time=("time_b", "time_w"),
