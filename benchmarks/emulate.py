@@ -27,40 +27,40 @@ A mistake ends with one line and exit status 2.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 
-from benchmarks.emulation.arguments import parse_arguments
+from benchmarks.emulation.arguments import EmulationFlags
 from benchmarks.emulation.emulated_results import Result, emulate, emulation_table
 from benchmarks.emulation.iterations import emulate_iterations, iteration_table
 from benchmarks.emulation.measured import draw_median_step, profile_of
-from megatron.zero_bubble.cli.output import deliver, run_command
+from megatron.zero_bubble.cli.invocation import read_flags, run_command
+from megatron.zero_bubble.cli.output import deliver
 from megatron.zero_bubble.schedule.formats import profile_to_json
+
+_PROG = "benchmarks.emulate"
 
 
 def main(argv: list[str] | None = None) -> int:
-    return run_command("benchmarks.emulate", lambda: _emulate(argv))
+    return run_command(_PROG, lambda: _emulate(sys.argv[1:] if argv is None else argv))
 
 
-def _emulate(argv: list[str] | None) -> None:
-    arguments = parse_arguments(argv, __doc__ or "")
+def _emulate(argv: list[str]) -> None:
+    flags = read_flags(EmulationFlags, argv, _PROG, __doc__ or "")
     results: Sequence[Result]
-    if arguments.post_validation:
-        results = iterations = emulate_iterations(arguments)
-        text = iteration_table(iterations, markdown=arguments.markdown)
+    if flags.post_validation:
+        results = iterations = emulate_iterations(flags)
+        text = iteration_table(iterations, markdown=flags.markdown)
     else:
-        results = emulate(arguments)
-        text = emulation_table(results, markdown=arguments.markdown)
+        results = emulate(flags)
+        text = emulation_table(results, markdown=flags.markdown)
     ours = [one for one in results if one.edges is not None]
-    if arguments.profile_output is not None:
-        deliver(profile_to_json(profile_of(ours[0])), arguments.profile_output)
-    if arguments.timeline is not None:
+    if flags.profile_output is not None:
+        deliver(profile_to_json(profile_of(ours[0])), flags.profile_output)
+    if flags.timeline is not None:
         for one in ours:
-            draw_median_step(one, arguments.timeline)
-    if arguments.json:
-        text = json.dumps([one.as_json() for one in results], indent=1) + "\n"
-    deliver(text, arguments.output)
+            draw_median_step(one, flags.timeline)
+    flags.deliver([one.as_json() for one in results], text)
 
 
 if __name__ == "__main__":

@@ -13,35 +13,40 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from dataclasses import dataclass
 from itertools import pairwise
 
-from megatron.zero_bubble.cli.tables import table
-from megatron.zero_bubble.schedule import (
-    Schedule,
-    ScheduleError,
-    StageCosts,
-    generate,
-    lower,
-    names,
-    placement_for,
-    validate,
-)
+from benchmarks.published import PUBLISHED, costs_of
+from megatron.zero_bubble.cli.invocation import read_flags, run_command
+from megatron.zero_bubble.cli.output import table
+from megatron.zero_bubble.cli.shared_flags import TableFlags
+from megatron.zero_bubble.job.flag_parser import flag
+from megatron.zero_bubble.schedule import Schedule, generate, lower, names, validate
 
+_PROG = "benchmarks.generation"
 SIZES = ((8, 64), (16, 128), (32, 256), (64, 512))
 LIMITS = {(32, 256): 3.0, (64, 512): 15.0}
+HEADS = ("schedule", "p x m", "operations", "generate", "lower", "validate", "all (s)", "µs an operation")
 
 
-def published_costs(name: str, num_ranks: int) -> StageCosts:
-    """The times of the 28.3B model in milliseconds, a rank's work in equal parts for its chunks, memory in M_B."""
-    placement = placement_for(name, num_ranks)
-    chunks = placement.num_chunks
-    times = (10.402 / chunks, 10.248 / chunks, 7.698 / chunks)
-    return StageCosts.uniform(placement.num_stages, *times, 0.46, 1 / chunks, -0.5 / chunks, -0.5 / chunks)
+def _size(word: str) -> tuple[int, int]:
+    ranks, _, microbatches = word.partition("x")
+    if not (ranks.isdigit() and microbatches.isdigit()):
+        raise argparse.ArgumentTypeError(f"expected ranks x microbatches, as in 32x256, got {word!r}")
+    return int(ranks), int(microbatches)
+
+
+@dataclass(frozen=True)
+class GenerationFlags(TableFlags):
+    """what is measured"""
+
+    schedule: list[str] | None = flag("repeat for more (default: all but optimal)", None, repeat=True, metavar="NAME")
+    size: list[tuple[int, int]] | None = flag("repeat for more", None, repeat=True, parse=_size, metavar="PxM")
 
 
 def measure(name: str, num_ranks: int, num_microbatches: int) -> tuple[Schedule, list[float]]:
     """The lowered schedule, and the seconds that each of the three steps took."""
-    costs = published_costs(name, num_ranks)
+    costs = costs_of(name, num_ranks, PUBLISHED["28.3B"].times)
     times = [time.perf_counter()]
     schedule = generate(name, num_ranks, num_microbatches, costs=costs)
     times.append(time.perf_counter())
@@ -52,38 +57,28 @@ def measure(name: str, num_ranks: int, num_microbatches: int) -> tuple[Schedule,
     return lowered, [after - before for before, after in pairwise(times)]
 
 
-def _size(word: str) -> tuple[int, int]:
-    ranks, _, microbatches = word.partition("x")
-    if not (ranks.isdigit() and microbatches.isdigit()):
-        raise argparse.ArgumentTypeError(f"expected ranks x microbatches, as in 32x256, got {word!r}")
-    return int(ranks), int(microbatches)
+def main(argv: list[str] | None = None) -> int:
+    return run_command(_PROG, lambda: _measure_all(sys.argv[1:] if argv is None else argv))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--schedule", action="append", metavar="NAME", help="repeat for more (default: all)")
-    parser.add_argument("--size", action="append", type=_size, metavar="PxM", help="repeat for more")
-    parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
-    arguments = parser.parse_args()
-    rows, missed = [], []
-    for name in arguments.schedule or [name for name in names() if name != "optimal"]:
-        for size in arguments.size or SIZES:
-            try:
-                lowered, seconds = measure(name, *size)
-            except ScheduleError as error:
-                print(f"benchmarks.generation: error: {error}", file=sys.stderr)
-                return 2
+def _measure_all(argv: list[str]) -> bool:
+    """Measure and print everything. Returns whether every limit was kept."""
+    flags = read_flags(GenerationFlags, argv, _PROG, __doc__ or "")
+    rows, figures, missed = [], [], []
+    for name in flags.schedule or [name for name in names() if name != "optimal"]:
+        for size in flags.size or SIZES:
+            lowered, seconds = measure(name, *size)
             total, num_ops = sum(seconds), sum(map(len, lowered.ops))
             shown = (f"{value:.2f}" for value in (*seconds, total))
             rows.append((name, f"{size[0]} x {size[1]}", str(num_ops), *shown, f"{total / num_ops * 1e6:.1f}"))
+            figures.append({"schedule": name, "size": size, "operations": num_ops, "seconds": seconds})
             print(f"{name} {size[0]}x{size[1]}: {total:.2f} s", file=sys.stderr)
             if total > LIMITS.get(size, float("inf")):
                 missed.append(f"{name} {size[0]}x{size[1]}: {total:.2f} s, limit {LIMITS[size]} s")
-    heads = ("schedule", "p x m", "operations", "generate", "lower", "validate", "all (s)", "µs an operation")
-    print(table(heads, rows, markdown=arguments.markdown), end="")
+    flags.deliver(figures, table(HEADS, rows, markdown=flags.markdown))
     for line in missed:
         print(f"over the limit: {line}", file=sys.stderr)
-    return 1 if missed else 0
+    return not missed
 
 
 if __name__ == "__main__":

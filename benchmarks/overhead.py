@@ -15,61 +15,146 @@ A mistake ends with one line and exit status 2, a missed target with status 1.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
+from statistics import median, quantiles
 
 import torch
 
-from benchmarks.overhead_rows import SIZES, Row, communication_rows, executor_rows, overhead_table, split_rows
-from megatron.zero_bubble.cli.output import deliver
-from megatron.zero_bubble.cli.schedule.arguments import Parser, at_least
+from benchmarks.emulation.ranks import run_job
+from benchmarks.emulation.worker import EmulatedJob
+from benchmarks.executor_overhead import seconds_per_op
+from benchmarks.split_price import ModelSize, Round, measure_split
+from megatron.zero_bubble.cli.flag_values import at_least
+from megatron.zero_bubble.cli.invocation import read_flags, run_command
+from megatron.zero_bubble.cli.output import table
+from megatron.zero_bubble.cli.shared_flags import TableFlags
+from megatron.zero_bubble.job.flag_parser import flag
+from megatron.zero_bubble.schedule import StageCosts, generate, lower
+
+_PROG = "benchmarks.overhead"
+NUM_RANKS, NUM_MICROBATCHES = 4, 8
+TIME = 20.0
+"""Of F, B and W each, where compute is emulated: milliseconds."""
+SIZES = (
+    ModelSize("quickstart", 8, 128, 4, 128, 4),
+    ModelSize("larger", 4, 512, 8, 256, 4),
+)
 
 
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = Parser(
-        prog="benchmarks.overhead",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--rounds", type=at_least(2), default=20, metavar="N", help="of B + W (default 20)")
-    parser.add_argument("--steps", type=at_least(1), default=5, metavar="N", help="of the others (default 5)")
-    parser.add_argument("--model", choices=[size.name for size in SIZES], help="one of the models only")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write there instead of printing")
-    return parser.parse_args(argv)
+@dataclass(frozen=True)
+class OverheadFlags(TableFlags):
+    """what is measured"""
 
-
-def measure(arguments: argparse.Namespace) -> list[Row]:
-    sizes = [size for size in SIZES if arguments.model in (None, size.name)]
-    rows = list(executor_rows(arguments.steps))
-    rows += communication_rows(sizes, arguments.steps)
-    rows += split_rows(sizes, arguments.rounds)
-    return rows
+    rounds: int = flag("rounds of B + W", 20, parse=at_least(2), metavar="N")
+    steps: int = flag("steps of the others", 5, parse=at_least(1), metavar="N")
+    model: str | None = flag("one of the models only", None, choices=[size.name for size in SIZES])
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = parse_arguments(argv)
+    return run_command(_PROG, lambda: _measure(sys.argv[1:] if argv is None else argv))
+
+
+def _measure(argv: list[str]) -> bool:
+    """Measure and print everything. Returns whether every target was met."""
+    flags = read_flags(OverheadFlags, argv, _PROG, __doc__ or "")
     warnings.filterwarnings("ignore", category=UserWarning)  # megatron-core's, about what a CPU has not
     torch.set_num_threads(1)
-    rows = measure(arguments)
-    if arguments.json:
-        text = json.dumps([row.as_json() for row in rows], indent=1) + "\n"
-    else:
-        text = overhead_table(rows, markdown=arguments.markdown)
-    try:
-        deliver(text, arguments.output)
-    except OSError as error:
-        print(f"benchmarks.overhead: error: {error}", file=sys.stderr)
-        return 2
+    sizes = [size for size in SIZES if flags.model in (None, size.name)]
+    rows = [
+        *executor_rows(flags.steps),
+        *communication_rows(sizes, flags.steps),
+        *split_rows(sizes, flags.rounds),
+    ]
+    flags.deliver([asdict(row) for row in rows], overhead_table(rows, markdown=flags.markdown))
     missed = [row for row in rows if row.is_missed]
     for row in missed:
         print(f"over the target: {row.measure}, {row.case}: {row.value:.4g}, {row.target:g}", file=sys.stderr)
-    return 1 if missed else 0
+    return not missed
+
+
+@dataclass(frozen=True)
+class OverheadRow:
+    """One figure: the median, and the quartiles as its spread."""
+
+    measure: str
+    case: str
+    unit: str
+    value: float
+    low: float
+    high: float
+    target: float | None = None
+
+    @property
+    def is_missed(self) -> bool:
+        return self.target is not None and self.value > self.target
+
+
+def make_row(measure: str, case: str, unit: str, values: Sequence[float], target: float | None = None) -> OverheadRow:
+    low, _, high = quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
+    return OverheadRow(measure, case, unit, median(values), low, high, target)
+
+
+def executor_rows(steps: int) -> Iterator[OverheadRow]:
+    """An operation without compute and without a network."""
+    for name in ("1f1b", "zb-h1", "interleaved-zb"):
+        values = seconds_per_op(lower(generate(name, NUM_RANKS, NUM_MICROBATCHES)), steps)
+        yield make_row("executor, an operation", name, "µs", [1e6 * plain for plain, _ in values], target=100)
+        recording = [1e6 * (recorded - plain) for plain, recorded in values]
+        yield make_row("recording it for the bubble rate", name, "µs", recording)
+
+
+def split_rows(sizes: Sequence[ModelSize], rounds: int) -> Iterator[OverheadRow]:
+    for size in sizes:
+        print(f"B + W against the fused backward: {size.name}, {rounds} rounds", file=sys.stderr)
+        measured = measure_split(size, rounds)
+        case = f"{size.name}: {size.num_layers} layers, hidden {size.hidden_size}, {size.seq_length} tokens"
+        yield make_row("fused backward", case, "ms", [1e3 * one.fused for one in measured])
+        yield make_row("B", case, "ms", [1e3 * one.b for one in measured])
+        yield make_row("W", case, "ms", [1e3 * one.w for one in measured])
+        yield _price(case, measured)
+
+
+def _price(case: str, measured: Sequence[Round]) -> OverheadRow:
+    return make_row("B + W over the fused backward", case, "ratio", [one.price for one in measured], target=1.03)
+
+
+def communication_rows(sizes: Sequence[ModelSize], steps: int) -> Iterator[OverheadRow]:
+    """zb-h1 over emulated compute, with messages as large as these models'."""
+    costs = StageCosts.uniform(NUM_RANKS, TIME, TIME, TIME)
+    schedule = lower(generate("zb-h1", NUM_RANKS, NUM_MICROBATCHES, costs=costs))
+    for size in sizes:
+        message = 4 * size.micro_batch_size * size.seq_length * size.hidden_size
+        print(f"exposed communication: messages of {message} bytes, {steps} steps", file=sys.stderr)
+        job = EmulatedJob(NUM_RANKS, ((schedule, costs),), (), steps, message, timedelta(minutes=1), Path())
+        found = run_job(job)
+        ranks = [records for step in found.steps[schedule.name] for records in step]
+        case = f"zb-h1, F = B = W = {TIME:g} ms, messages of {message >> 10} KiB"
+        shares = [100 * (one.exposed or 0.0) / (one.returned - one.start) for one in ranks]
+        yield make_row("exposed communication", case, "% of a step", shares)
+        busy = [1e6 * one.busy / len(schedule.ops[k % NUM_RANKS]) for k, one in enumerate(ranks)]
+        yield make_row("executor and gloo, an operation", case, "µs", busy)
+        gathers = [1e3 * seconds for seconds in found.gathers]
+        yield make_row("gathering the bubble rate, a log line", f"{NUM_RANKS} ranks", "ms", gathers)
+
+
+def overhead_table(rows: Sequence[OverheadRow], *, markdown: bool = False) -> str:
+    heads = ("measure", "median", "quartiles", "unit", "target")
+    cells = [
+        (
+            f"{row.measure} ({row.case})",
+            f"{row.value:.4g}",
+            f"{row.low:.4g} .. {row.high:.4g}",
+            row.unit,
+            "" if row.target is None else f"{row.target:g}",
+        )
+        for row in rows
+    ]
+    return table(heads, cells, markdown=markdown)
 
 
 if __name__ == "__main__":

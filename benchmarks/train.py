@@ -10,34 +10,45 @@ data, optimizer and loop (benchmarks/pretrain_gpt_torch.py). `zero-bubble benchm
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from benchmarks.emulation.peers import ONE_CHUNK, peer_placements
-from megatron.zero_bubble.cli.benchmark.arguments import parse_train_arguments
+from megatron.zero_bubble.cli.benchmark.arguments import BenchmarkFlags
 from megatron.zero_bubble.cli.benchmark.contestants import CHUNKS_FLAG, TRAINER, Contestant, group_size_flags
 from megatron.zero_bubble.cli.benchmark_command import benchmark
-from megatron.zero_bubble.cli.output import run_command
+from megatron.zero_bubble.cli.invocation import read_flags, run_command
+from megatron.zero_bubble.job.flag_parser import flag
 from megatron.zero_bubble.schedule import Placement
 
+_PROG = "benchmarks.train"
 _SAME_ORDER = {**ONE_CHUNK, "Interleaved1F1B": "interleaved-1f1b"}
 """Schedules of torch.distributed.pipelining whose orders are those of ours, so that they can be simulated."""
 
 
+@dataclass(frozen=True)
+class PeerFlags(BenchmarkFlags):
+    """the peers"""
+
+    peers: bool = flag(
+        "run megatron-core's interleaved schedule and torch.distributed.pipelining's schedules as well", False
+    )
+
+
 def main(argv: list[str] | None = None) -> int:
-    return run_command("benchmarks.train", lambda: _benchmark(argv))
+    return run_command(_PROG, lambda: _benchmark(sys.argv[1:] if argv is None else argv))
 
 
-def _benchmark(argv: list[str] | None) -> None:
-    arguments = parse_train_arguments(argv, __doc__ or "", with_peers=True)
-    benchmark(arguments, tuple(peers(arguments)) if arguments.peers else ())
+def _benchmark(argv: list[str]) -> None:
+    flags = read_flags(PeerFlags, argv, _PROG, __doc__ or "")
+    benchmark(flags, tuple(peers(flags)) if flags.peers else ())
 
 
-def peers(arguments: argparse.Namespace) -> Iterator[Contestant]:
+def peers(flags: BenchmarkFlags) -> Iterator[Contestant]:
     """megatron-core's interleaved schedule, then every schedule of torch.distributed.pipelining."""
-    p, chunks = arguments.pipeline_size, arguments.num_chunks or 2
-    words = (CHUNKS_FLAG, str(chunks), *group_size_flags(arguments))
+    p, chunks = flags.pipeline_size, flags.num_chunks or 2
+    words = (CHUNKS_FLAG, str(chunks), *group_size_flags(flags))
     interleaved = Placement("interleaved", p, chunks)
     yield Contestant("megatron-core interleaved", TRAINER, words, interleaved, "interleaved-1f1b", is_required=False)
     for name, placement in peer_placements(p, chunks).items():

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron.zero_bubble.cli.check.corpus import write_corpus
+from megatron.zero_bubble.cli.check.matrix import write_corpus
 from tests.several_trainings import run_rank
 
 ROOT = Path(__file__).parents[1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,13 +10,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.emulation.arguments import EmulationFlags
 from benchmarks.emulation.peers import ONE_CHUNK, Peer, peer_placements
 from benchmarks.emulation.ranks import Records, run_job
 from benchmarks.emulation.reduction import ReductionCosts
-from benchmarks.emulation.worker import Job, StepRecord
-from megatron.zero_bubble.cli.schedule.figures import report_on_all
+from benchmarks.emulation.worker import EmulatedJob, StepRecord
+from megatron.zero_bubble.cli.output import table
+from megatron.zero_bubble.cli.schedule.figures import figures_of_all
 from megatron.zero_bubble.cli.schedule.rank_costs import stage_costs
-from megatron.zero_bubble.cli.tables import table
 from megatron.zero_bubble.schedule import Schedule, Timeline, generate, lower, simulate
 from megatron.zero_bubble.schedule.formats import schedule_from_pytorch_csv
 from megatron.zero_bubble.schedule.tail import Reduction, reorder_tail, simulate_reduction
@@ -106,17 +106,17 @@ class Result:
         }
 
 
-def emulate(arguments: argparse.Namespace) -> list[Result]:
+def emulate(flags: EmulationFlags) -> list[Result]:
     """Run every schedule that the flags name, and the peers. Raises `ScheduleError`."""
-    plans = [one.timeline for one in report_on_all(arguments, leave_out=SLOW_TO_MAKE)]
+    plans = [one.timeline for one in figures_of_all(flags, flags.schedule, flags.memory_limit, SLOW_TO_MAKE)]
     costs, by_parameter = None, frozenset[str]()
-    if arguments.time_reduce is not None:
+    if flags.time_reduce is not None:
         by_parameter = frozenset(_by_parameter(plan) for plan in plans)
-        costs = ReductionCosts(arguments.data_parallel_size, arguments.time_reduce, arguments.buckets)
+        costs = ReductionCosts(flags.data_parallel_size, flags.time_reduce, flags.buckets)
         plans = [one for plan in plans for one in _with_reordered_tail(plan)]
-    peers = tuple(_peers(arguments)) if arguments.peers else ()
+    peers = tuple(_peers(flags)) if flags.peers else ()
     longest = max([float(plan.makespan) for plan in plans] + [_one_after_the_other(peer) for peer in peers])
-    job = replace(make_job(arguments, plans, longest), peers=peers, reduction=costs, tails_by_parameter=by_parameter)
+    job = replace(make_job(flags, plans, longest), peers=peers, reduction=costs, tails_by_parameter=by_parameter)
     total = (1 + job.steps) * (sum(float(plan.makespan) for plan in plans) + len(peers) * longest) / 1e3
     print(f"{len(plans) + len(peers)} schedules, {job.steps} steps each: about {total:.0f} s", file=sys.stderr)
     records = run_job(job)
@@ -135,14 +135,14 @@ def emulate(arguments: argparse.Namespace) -> list[Result]:
     return ours + list(_peer_results(peers, records))
 
 
-def make_job(arguments: argparse.Namespace, plans: Sequence[Timeline], longest: float) -> Job:
+def make_job(flags: EmulationFlags, plans: Sequence[Timeline], longest: float) -> EmulatedJob:
     """The job that runs these plans, of which none takes longer than `longest` milliseconds."""
-    return Job(
-        num_ranks=arguments.pipeline_size,
-        schedules=tuple((lower(plan.schedule, arguments.receive_ahead, plan.costs), plan.costs) for plan in plans),
+    return EmulatedJob(
+        num_ranks=flags.pipeline_size,
+        schedules=tuple((lower(plan.schedule, flags.receive_ahead, plan.costs), plan.costs) for plan in plans),
         peers=(),
-        steps=arguments.steps,
-        activation_bytes=arguments.activation_bytes,
+        steps=flags.steps,
+        activation_bytes=flags.activation_bytes,
         timeout=timedelta(seconds=60, milliseconds=3 * longest),
         directory=Path(),
     )
@@ -170,9 +170,9 @@ def _simulated_reduction(
     return simulate_reduction(plan, times, costs.num_buckets, by_parameter=schedule.name in by_parameter)
 
 
-def _peers(arguments: argparse.Namespace) -> Iterator[Peer]:
-    for name, placement in peer_placements(arguments.pipeline_size, arguments.num_chunks or 2).items():
-        yield Peer(name, stage_costs(arguments, placement), placement, arguments.num_microbatches)
+def _peers(flags: EmulationFlags) -> Iterator[Peer]:
+    for name, placement in peer_placements(flags.pipeline_size, flags.num_chunks or 2).items():
+        yield Peer(name, stage_costs(flags, placement), placement, flags.num_microbatches)
 
 
 def _one_after_the_other(peer: Peer) -> float:

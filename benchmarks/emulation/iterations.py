@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
+from benchmarks.emulation.arguments import EmulationFlags
 from benchmarks.emulation.emulated_results import SLOW_TO_MAKE, Result, make_job
 from benchmarks.emulation.ranks import Records, run_job
-from megatron.zero_bubble.cli.schedule.figures import report_on_all
-from megatron.zero_bubble.cli.tables import table
+from megatron.zero_bubble.cli.output import table
+from megatron.zero_bubble.cli.schedule.figures import figures_of_all
 from megatron.zero_bubble.schedule import Timeline, iteration_time, simulate, with_post_validation
 
 FILL = 2
@@ -52,13 +52,13 @@ class IterationResult(Result):
         return super().as_json() | ours
 
 
-def emulate_iterations(arguments: argparse.Namespace) -> list[IterationResult]:
+def emulate_iterations(flags: EmulationFlags) -> list[IterationResult]:
     """Run every schedule that the flags name without and with post-validation. Raises `ScheduleError`."""
-    plans = [one.timeline for one in report_on_all(arguments, leave_out=SLOW_TO_MAKE)]
+    plans = [one.timeline for one in figures_of_all(flags, flags.schedule, flags.memory_limit, SLOW_TO_MAKE)]
     validated = [_with_post_validation(plan) for plan in plans]
     both = [plan for pair in zip(plans, validated, strict=True) for plan in pair]
     longest = max(float(plan.makespan) for plan in plans) * (FILL + FOLLOWING)
-    job = replace(make_job(arguments, both, longest), iterations=FILL + FOLLOWING)
+    job = replace(make_job(flags, both, longest), iterations=FILL + FOLLOWING)
     total = (1 + job.steps * job.iterations) * sum(float(plan.makespan) for plan in both) / 1e3
     print(f"{len(plans)} schedules, twice {job.steps} turns of each: about {total:.0f} s", file=sys.stderr)
     return list(_results(plans, validated, run_job(job)))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch.multiprocessing
 
-from benchmarks.emulation.worker import Job, StepRecord, run_rank
+from benchmarks.emulation.worker import EmulatedJob, StepRecord, run_rank
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Records:
     """Seconds of the optimizer's reduction, each time on the rank where it took longest."""
 
 
-def run_job(job: Job) -> Records:
+def run_job(job: EmulatedJob) -> Records:
     """Run to the end; raises what a rank raised."""
     with tempfile.TemporaryDirectory() as directory:
         job = replace(job, directory=Path(directory))

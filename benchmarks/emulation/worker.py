@@ -34,7 +34,7 @@ _REDUCTIONS = 20
 
 
 @dataclass(frozen=True)
-class Job:
+class EmulatedJob:
     """Everything that the ranks have to know."""
 
     num_ranks: int
@@ -79,7 +79,7 @@ class StepRecord:
     """Start and end of every compute operation, in the schedule's order; of peers they are not known."""
 
 
-class Contestant(Protocol):
+class StepRunner(Protocol):
     def step(self) -> None: ...
 
 
@@ -120,7 +120,7 @@ class OwnRun:
             self._stage.validate()
 
 
-def run_rank(rank: int, job: Job) -> None:
+def run_rank(rank: int, job: EmulatedJob) -> None:
     """Run all contestants in rounds, the first round unmeasured, and write the records."""
     torch.set_num_threads(1)
     sleep_precisely()
@@ -129,7 +129,7 @@ def run_rank(rank: int, job: Job) -> None:
     emulation = Emulation(job.activation_bytes)
     communicators = _open_channels(job, rank)
     replicas = _replicas(job, rank)
-    contestants: dict[str, Contestant] = {
+    contestants: dict[str, StepRunner] = {
         schedule.name: OwnRun(
             schedule,
             costs,
@@ -183,7 +183,7 @@ def _seconds_to_gather() -> float:
     return time.perf_counter() - begin
 
 
-def _replicas(job: Job, rank: int) -> dist.ProcessGroup | None:
+def _replicas(job: EmulatedJob, rank: int) -> dist.ProcessGroup | None:
     """The processes that hold the same stages."""
     if job.reduction is None:
         return None
@@ -191,7 +191,7 @@ def _replicas(job: Job, rank: int) -> dist.ProcessGroup | None:
     return groups[rank % job.num_ranks]
 
 
-def _open_channels(job: Job, rank: int) -> dict[Placement, TorchCommunicator]:
+def _open_channels(job: EmulatedJob, rank: int) -> dict[Placement, TorchCommunicator]:
     """One set of channels for all placements that have the same ones: start-up takes a while."""
     by_channels: dict[tuple[tuple[int, int], ...], TorchCommunicator] = {}
     by_placement: dict[Placement, TorchCommunicator] = {}
@@ -206,7 +206,7 @@ def _open_channels(job: Job, rank: int) -> dict[Placement, TorchCommunicator]:
     return by_placement
 
 
-def _peer_runs(job: Job, emulation: Emulation, rank: int) -> tuple[dict[str, PeerRun], dict[str, str]]:
+def _peer_runs(job: EmulatedJob, emulation: Emulation, rank: int) -> tuple[dict[str, PeerRun], dict[str, str]]:
     """The peers that take these sizes, and why the others do not."""
     runs: dict[str, PeerRun] = {}
     refused: dict[str, str] = {}
@@ -218,7 +218,7 @@ def _peer_runs(job: Job, emulation: Emulation, rank: int) -> tuple[dict[str, Pee
     return runs, refused
 
 
-def _run_step(name: str, contestant: Contestant, emulation: Emulation, iterations: int) -> list[StepRecord]:
+def _run_step(name: str, contestant: StepRunner, emulation: Emulation, iterations: int) -> list[StepRecord]:
     """A record an iteration."""
     gc.collect()
     start = _start_together()

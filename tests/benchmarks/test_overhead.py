@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.executor_overhead import seconds_per_op
-from benchmarks.overhead_rows import make_row, overhead_table
+from benchmarks.overhead import make_row, overhead_table
 from megatron.zero_bubble.schedule import generate, lower
 
 ROOT = Path(__file__).parents[2]

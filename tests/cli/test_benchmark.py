@@ -11,12 +11,12 @@ import pytest
 
 from benchmarks.train import peers
 from megatron.zero_bubble.cli.benchmark import rounds
-from megatron.zero_bubble.cli.benchmark.arguments import parse_train_arguments
+from megatron.zero_bubble.cli.benchmark.arguments import BenchmarkFlags
 from megatron.zero_bubble.cli.benchmark.contestants import BASELINE, gather
-from megatron.zero_bubble.cli.benchmark.interval import bootstrap_interval
-from megatron.zero_bubble.cli.benchmark.training_results import train_table
+from megatron.zero_bubble.cli.benchmark.training_results import bootstrap_interval, train_table
 from megatron.zero_bubble.cli.benchmark.training_turn import Turn, read_log, take_turn
 from megatron.zero_bubble.cli.benchmark_command import main
+from megatron.zero_bubble.cli.invocation import read_flags
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,7 +36,7 @@ LOG = """ > zero-bubble plan; times measured up to step 6, spread 1.0%
 
 
 def arguments(*flags: str):
-    return parse_train_arguments([*SIZE, *flags, "--", *TINY], "", with_peers=True)
+    return read_flags(BenchmarkFlags, [*SIZE, *flags, "--", *TINY], "benchmark", "")
 
 
 def test_a_log_is_read_after_its_warmup():

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron.zero_bubble.cli.estimate.arguments import job_of, parse_arguments
+from megatron.zero_bubble.cli.estimate.arguments import EstimateFlags
 from megatron.zero_bubble.cli.estimate.cluster import States, rank_parameters, stages_of
-from megatron.zero_bubble.cli.estimate.schedule_estimate import Job, estimate, model_flops
+from megatron.zero_bubble.cli.estimate.estimated_job import EstimatedJob, job_of
+from megatron.zero_bubble.cli.estimate.schedule_estimate import estimate, model_flops
 from megatron.zero_bubble.cli.estimate_command import main
-from megatron.zero_bubble.cli.one_process import one_process, rank_model
-from megatron.zero_bubble.cli.trainings import complete_arguments
+from megatron.zero_bubble.cli.invocation import read_flags
+from megatron.zero_bubble.cli.trainings import complete_arguments, one_process, rank_model
 from megatron.zero_bubble.schedule import Placement, StageCosts
 from megatron.zero_bubble.schedule.formats import Profile, profile_to_json
 from megatron.zero_bubble.training.flops import flops_per_iteration
@@ -171,11 +172,11 @@ def test_experts_are_shared_by_fewer_replicas():
     assert held == 10 * (4 + 12 / 4) + 100 * (4 + 12 / 2)
 
 
-def job(*flags: str, tool: list[str] = TOOL) -> Job:
-    return job_of(parse_arguments([*tool, "--", *flags], ""))
+def job(*flags: str, tool: list[str] = TOOL) -> EstimatedJob:
+    return job_of(read_flags(EstimateFlags, [*tool, "--", *flags], "estimate", ""))
 
 
-def paper_job(name: str) -> Job:
+def paper_job(name: str) -> EstimatedJob:
     """What examples/estimate_paper.sh asks for."""
     size = PAPER[name]["model"]
     p, batch = size["pipeline"], size["micro_batch"]

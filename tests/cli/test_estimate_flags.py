@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron.zero_bubble.cli.estimate.arguments import job_of, parse_arguments
-from megatron.zero_bubble.cli.estimate.schedule_estimate import Estimate, Job, estimate
+from megatron.zero_bubble.cli.estimate.arguments import EstimateFlags
+from megatron.zero_bubble.cli.estimate.estimated_job import EstimatedJob, job_of
+from megatron.zero_bubble.cli.estimate.schedule_estimate import Estimate, estimate
 from megatron.zero_bubble.cli.estimate_command import main
+from megatron.zero_bubble.cli.invocation import read_flags
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,8 +23,8 @@ JOB += ["--pipeline-model-parallel-size", "4", "--untie-embeddings-and-output-we
 LIMIT = "--zero-bubble-memory-limit"
 
 
-def job(*flags: str) -> Job:
-    return job_of(parse_arguments([*TOOL, "--", *JOB, *flags], ""))
+def job(*flags: str) -> EstimatedJob:
+    return job_of(read_flags(EstimateFlags, [*TOOL, "--", *JOB, *flags], "estimate", ""))
 
 
 @pytest.mark.parametrize(

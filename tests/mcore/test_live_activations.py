@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 from megatron.zero_bubble.cli.check.models import NUMERICS
 from megatron.zero_bubble.cli.check.one_process_numerics import NUM_MICROBATCHES, make_stage
 from megatron.zero_bubble.cli.check.turns import run_in_turns
-from megatron.zero_bubble.cli.one_process import one_process, rank_model
+from megatron.zero_bubble.cli.trainings import one_process, rank_model
 from megatron.zero_bubble.mcore.forward_backward import MegatronStage
 from megatron.zero_bubble.runtime.communicator import Communicator
 from megatron.zero_bubble.runtime.executor import Executor

@@ -18,32 +18,33 @@ A mistake ends with one line and exit status 2, a training that fails with statu
 
 from __future__ import annotations
 
-import argparse
-import json
 import signal
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from megatron.zero_bubble.cli.benchmark.arguments import PROG, parse_train_arguments
-from megatron.zero_bubble.cli.benchmark.contestants import Contestant
-from megatron.zero_bubble.cli.benchmark.rounds import compare_trainings
-from megatron.zero_bubble.cli.benchmark.training_results import train_plot, train_table
-from megatron.zero_bubble.cli.output import deliver, run_command
+from megatron.zero_bubble.cli.benchmark.arguments import PROG, BenchmarkFlags
+from megatron.zero_bubble.cli.invocation import read_flags, run_command
+from megatron.zero_bubble.cli.output import deliver
+
+if TYPE_CHECKING:
+    from megatron.zero_bubble.cli.benchmark.contestants import Contestant
 
 
 def main(argv: list[str] | None = None) -> int:
-    return run_command(PROG, lambda: benchmark(parse_train_arguments(argv, __doc__ or ""), ()))
+    words = sys.argv[1:] if argv is None else argv
+    return run_command(PROG, lambda: benchmark(read_flags(BenchmarkFlags, words, PROG, __doc__ or "")))
 
 
-def benchmark(arguments: argparse.Namespace, peers: Sequence[Contestant]) -> None:
+def benchmark(flags: BenchmarkFlags, peers: Sequence[Contestant] = ()) -> None:
     """Run the schedules that the flags name, and `peers`; print or write what they measured."""
+    # Only now: --help does without torch.
+    from megatron.zero_bubble.cli.benchmark.rounds import compare_trainings
+    from megatron.zero_bubble.cli.benchmark.training_results import train_plot, train_table
+
     # As an exception, so that the training under way is ended too.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    results = compare_trainings(arguments, peers)
-    if arguments.json:
-        text = json.dumps([one.as_json() for one in results], indent=1) + "\n"
-    else:
-        text = train_table(results, markdown=arguments.markdown)
-    deliver(text, arguments.output)
-    if arguments.plot is not None:
-        deliver(train_plot(results), arguments.plot)
+    results = compare_trainings(flags, peers)
+    flags.deliver([one.as_json() for one in results], train_table(results, markdown=flags.markdown))
+    if flags.plot is not None:
+        deliver(train_plot(results), flags.plot)

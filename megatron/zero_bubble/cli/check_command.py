@@ -21,9 +21,7 @@ whose stage the device has no room for end with status 1; a mistake, or no CUDA 
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import sys
 import tempfile
 import traceback
@@ -34,11 +32,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron.zero_bubble.cli.check.arguments import PARTS, parse_arguments
+from megatron.zero_bubble.cli.check.arguments import PARTS, CheckFlags
 from megatron.zero_bubble.cli.check.matrix import cells, chosen
 from megatron.zero_bubble.cli.check.megatron_core import provide_megatron_core
 from megatron.zero_bubble.cli.check.models import NUMERICS, PROG, SIZES, Model
+from megatron.zero_bubble.cli.invocation import read_flags, run_command
 from megatron.zero_bubble.cli.output import deliver
+from megatron.zero_bubble.cli.shared_flags import to_json
 from megatron.zero_bubble.mcore.cpu import substitute_cuda
 from megatron.zero_bubble.schedule.errors import one_line
 
@@ -50,7 +50,7 @@ ROOT = Path(__file__).resolve().parents[3]
 MEMORY_SCHEDULES = ("1f1b", "zb-h1", "zb-2p")
 
 
-def check(arguments: argparse.Namespace, paths: list[Path], scratch: Path) -> Findings:
+def check(flags: CheckFlags, paths: list[Path], scratch: Path) -> Findings:
     """Every part that is asked for; one that fails does not keep the others from being run."""
     # Only now: megatron-core looks for a device as it is imported.
     from megatron.zero_bubble.cli.check.findings import Findings
@@ -59,27 +59,27 @@ def check(arguments: argparse.Namespace, paths: list[Path], scratch: Path) -> Fi
     from megatron.zero_bubble.cli.check.rank_check import RankCheck
     from megatron.zero_bubble.cli.check.rank_jobs import Limits
 
-    device = torch.device(arguments.device)
+    device = torch.device(flags.device)
     found: dict[str, Any] = {"stages": [], "without_room": {}}
     errors: dict[str, str] = {}
 
     def numerics() -> None:
         _say("numerics")
-        found["numerics"] = check_numerics(NUMERICS[arguments.size], device)
+        found["numerics"] = check_numerics(NUMERICS[flags.size], device)
 
     def stages() -> None:
-        for model in SIZES[arguments.size]:
-            if arguments.model in (None, model.name):
-                _check_stage(model, arguments, device, found)
+        for model in SIZES[flags.size]:
+            if flags.model in (None, model.name):
+                _check_stage(model, flags, device, found)
 
     def ranks() -> None:
-        limits = Limits(training=arguments.time_limit)
+        limits = Limits(training=flags.time_limit)
         rank_check = RankCheck(device.type == "cuda", [ROOT, *paths], scratch, limits, _say)
-        found["ranks"] = rank_check.run(chosen(cells(arguments.size, scratch), arguments.cell or ()))
+        found["ranks"] = rank_check.run(chosen(cells(flags.size, scratch), flags.cell or ()))
 
     parts: tuple[Callable[[], None], ...] = (numerics, stages, ranks)
     for name, part in zip(PARTS, parts, strict=True):
-        if name in (arguments.only or PARTS):
+        if name in (flags.only or PARTS):
             try:
                 part()
             except Exception as error:
@@ -88,10 +88,10 @@ def check(arguments: argparse.Namespace, paths: list[Path], scratch: Path) -> Fi
     return Findings(describe_machine(ROOT), errors=errors, **found)
 
 
-def _check_stage(model: Model, arguments: argparse.Namespace, device: torch.device, found: dict[str, Any]) -> None:
-    _say(f"a stage of {model.name}, {arguments.rounds} rounds")
+def _check_stage(model: Model, flags: CheckFlags, device: torch.device, found: dict[str, Any]) -> None:
+    _say(f"a stage of {model.name}, {flags.rounds} rounds")
     try:
-        found["stages"].append(_measure_stage(model, arguments, device))
+        found["stages"].append(_measure_stage(model, flags, device))
     except torch.OutOfMemoryError as error:
         found["without_room"][model.name] = one_line(error)
     # The stage is in reference cycles, and the next one needs its memory.
@@ -99,14 +99,14 @@ def _check_stage(model: Model, arguments: argparse.Namespace, device: torch.devi
     torch.cuda.empty_cache()
 
 
-def _measure_stage(model: Model, arguments: argparse.Namespace, device: torch.device) -> StageCheck:
+def _measure_stage(model: Model, flags: CheckFlags, device: torch.device) -> StageCheck:
     from megatron.zero_bubble.cli.check.findings import StageCheck
     from megatron.zero_bubble.cli.check.stage_run import middle_stage
 
     with middle_stage(model, device) as stage:
-        profile = stage.profile(arguments.rounds)
+        profile = stage.profile(flags.rounds)
         memory = [stage.check_memory(name, profile) for name in MEMORY_SCHEDULES]
-    return StageCheck(model, profile, memory, _message_ms(model, arguments.interconnect_bandwidth))
+    return StageCheck(model, profile, memory, _message_ms(model, flags.interconnect_bandwidth))
 
 
 def _message_ms(model: Model, gigabytes_a_second: float) -> float:
@@ -119,24 +119,25 @@ def _say(what: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = parse_arguments(argv, __doc__)
+    return run_command(PROG, lambda: _run(sys.argv[1:] if argv is None else argv))
+
+
+def _run(argv: list[str]) -> bool:
+    """Run the check and write what was found. Returns whether all of it passed."""
+    flags = read_flags(CheckFlags, argv, PROG, __doc__ or "")
     warnings.filterwarnings("ignore", category=UserWarning)  # megatron-core's, about what is not installed
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
         try:
-            paths = provide_megatron_core(arguments.megatron_core, Path(folder))
+            paths = provide_megatron_core(flags.megatron_core, Path(folder))
             substitution = substitute_cuda()
             try:
-                findings = check(arguments, paths, Path(folder))
+                findings = check(flags, paths, Path(folder))
             finally:
                 substitution.restore()
-            deliver(json.dumps(findings.as_json(), indent=1) + "\n", arguments.output)
-            deliver(findings.as_text(markdown=arguments.markdown), None)
         except ModuleNotFoundError as error:
-            print(f"{PROG}: error: {error}: it is needed here, and megatron-core does not bring it", file=sys.stderr)
-            return 2
-        except (OSError, ValueError) as error:
-            print(f"{PROG}: error: {one_line(error)}", file=sys.stderr)
-            return 2
-    print(f"everything that was found, to send in: {arguments.output.resolve()}")
-    return 0 if findings.passed else 1
+            raise ValueError(f"{error}: it is needed here, and megatron-core does not bring it") from error
+        deliver(to_json(findings.as_json()), flags.output)
+        deliver(findings.as_text(markdown=flags.markdown), None)
+    print(f"everything that was found, to send in: {flags.output.resolve()}")
+    return findings.passed

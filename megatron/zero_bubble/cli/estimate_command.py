@@ -21,38 +21,45 @@ A mistake ends with one line and exit status 2.
 
 from __future__ import annotations
 
-import json
 import sys
+from typing import TYPE_CHECKING
 
-from megatron.zero_bubble.cli.estimate.arguments import PROG, job_of, parse_arguments
-from megatron.zero_bubble.cli.estimate.estimate_tables import as_json, as_text
-from megatron.zero_bubble.cli.estimate.schedule_estimate import Estimate, Job, estimate
-from megatron.zero_bubble.cli.output import deliver
+from megatron.zero_bubble.cli.estimate.arguments import EstimateFlags
+from megatron.zero_bubble.cli.invocation import read_flags, run_command
 from megatron.zero_bubble.schedule import names
-from megatron.zero_bubble.schedule.errors import one_line
+
+if TYPE_CHECKING:
+    from megatron.zero_bubble.cli.estimate.estimated_job import EstimatedJob
+    from megatron.zero_bubble.cli.estimate.schedule_estimate import Estimate
 
 SLOW_TO_MAKE = ("optimal",)
 """Schedules that have to be asked for."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = parse_arguments(argv, __doc__ or "")
-    try:
-        job = job_of(arguments)
-        found, refused = estimate_all(job, arguments.schedule)
-        if arguments.json:
-            text = json.dumps(as_json(job, found, refused), indent=1) + "\n"
-        else:
-            text = as_text(job, found, refused, per_rank=arguments.per_rank, markdown=arguments.markdown)
-        deliver(text, arguments.output)
-    except (ValueError, OSError) as error:
-        print(f"{PROG}: error: {one_line(error)}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command("zero-bubble estimate", lambda: _run(sys.argv[1:] if argv is None else argv))
 
 
-def estimate_all(job: Job, chosen: list[str] | None) -> tuple[list[Estimate], dict[str, str]]:
-    """Every schedule that is possible, and why the others are not. What was asked for by name has to be possible."""
+def _run(argv: list[str]) -> None:
+    flags = read_flags(EstimateFlags, argv, "zero-bubble estimate", __doc__ or "")
+    # Only now: --help does without torch.
+    from megatron.zero_bubble.cli.estimate.estimate_tables import as_json, as_text
+    from megatron.zero_bubble.cli.estimate.estimated_job import job_of
+
+    job = job_of(flags)
+    found, refused = estimate_all(job, flags.schedule)
+    text = as_text(job, found, refused, per_rank=flags.per_rank, markdown=flags.markdown)
+    flags.deliver(as_json(job, found, refused), text)
+
+
+def estimate_all(job: EstimatedJob, chosen: list[str] | None) -> tuple[list[Estimate], dict[str, str]]:
+    """Every schedule that is possible, and why the others are not.
+
+    Raises:
+        ValueError: one that was chosen by name is not possible.
+    """
+    from megatron.zero_bubble.cli.estimate.schedule_estimate import estimate
+
     found: list[Estimate] = []
     refused: dict[str, str] = {}
     for name in chosen or [name for name in names() if name not in SLOW_TO_MAKE]:

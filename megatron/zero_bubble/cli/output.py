@@ -1,33 +1,14 @@
-"""How a command ends: its result is printed or written, a mistake costs one line."""
+"""Tables, and printing or writing what a command has to say."""
 
 from __future__ import annotations
 
 import errno
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.zero_bubble.job.files import write_file
-from megatron.zero_bubble.schedule.errors import one_line
-
-
-def run_command(prog: str, body: Callable[[], bool | None]) -> int:
-    """Run a command and report its error, if it has one, in one line that begins with `prog`.
-
-    Returns:
-        The exit status: 2 for a user's mistake, 1 if something failed or `body` returns False, 130 after Ctrl-C.
-    """
-    try:
-        return 1 if body() is False else 0
-    except (ValueError, OSError) as error:
-        print(f"{prog}: error: {one_line(error)}", file=sys.stderr)
-        return 2
-    except RuntimeError as error:
-        print(f"{prog}: error: {one_line(error)}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
 
 
 def deliver(text: str, output: Path | None) -> None:
@@ -55,3 +36,20 @@ def _print(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
             raise
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, markdown: bool = False) -> str:
+    """Columns of one width: the first to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        first, *others = (
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        )
+        if markdown:
+            return f"| {' | '.join((first, *others))} |"
+        return "  ".join((first, *others)).rstrip()
+
+    rule = [("-" * widths[0]), *("-" * (width - 1) + ":" for width in widths[1:])]
+    return "\n".join([line(heads), *([line(rule)] if markdown else []), *map(line, rows)]) + "\n"

@@ -1,21 +1,38 @@
-"""Make, measure, compare, check and draw pipeline schedules, without a GPU and without torch.
-
-    zero-bubble schedule list
-    zero-bubble schedule simulate --schedule zb-h1 --pipeline-size 4 --num-microbatches 8
-    zero-bubble schedule compare --schedule 1f1b --schedule zb-h1 --pipeline-size 8 --num-microbatches 24 \\
-        --time-f 18.5 --time-b 18.1 --time-w 9.3 --time-comm 0.6
-    zero-bubble schedule draw --schedule zb-h2 --pipeline-size 4 --num-microbatches 8 --output zb-h2.svg
-
-A mistake ends with one line and exit status 2, and nothing is written.
-"""
+"""Make, measure, compare, check and draw pipeline schedules, without a GPU and without torch."""
 
 from __future__ import annotations
 
-from megatron.zero_bubble.cli.output import run_command
-from megatron.zero_bubble.cli.schedule.arguments import parse_arguments
+import sys
+
+from megatron.zero_bubble.cli.invocation import choose_command, read_flags, run_command
 from megatron.zero_bubble.cli.schedule.commands import COMMANDS
+
+_PROG = "zero-bubble schedule"
+_WIDTH = max(map(len, COMMANDS))
+_HELP = f"""\
+usage: {_PROG} COMMAND [flags]
+
+{__doc__}
+
+commands:
+{chr(10).join(f"  {name:<{_WIDTH}}  {command.summary}" for name, command in COMMANDS.items())}
+
+examples:
+{chr(10).join(f"  {_PROG} {name} {command.example}".rstrip() for name, command in COMMANDS.items())}
+
+`{_PROG} COMMAND --help` lists the flags of a command.
+A mistake ends with one line and exit status 2, and nothing is written.
+"""
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = parse_arguments(argv, __doc__ or "")
-    return run_command(f"zero-bubble schedule {arguments.command}", lambda: COMMANDS[arguments.command](arguments))
+    words = sys.argv[1:] if argv is None else argv
+    prog = f"{_PROG} {words[0]}" if words and words[0] in COMMANDS else _PROG
+    return run_command(prog, lambda: _run(words, prog))
+
+
+def _run(words: list[str], prog: str) -> None:
+    name, rest = choose_command(COMMANDS, words, _HELP)
+    command = COMMANDS[name]
+    example = f"\n\nexample:\n  {prog} {command.example}".rstrip()
+    command.run(read_flags(command.flags, rest, prog, f"{command.summary[0].upper()}{command.summary[1:]}.{example}"))

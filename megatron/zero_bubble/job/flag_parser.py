@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, field, fields
 from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
 
@@ -17,16 +17,34 @@ def flag(
     choices: Sequence[str] | None = None,
     nargs: str | int | None = None,
     names: Sequence[str] = (),
+    parse: Callable[[str], Any] | None = None,
+    metavar: str | None = None,
+    repeat: bool = False,
 ) -> Any:
     """A field that is a command-line flag.
 
     Field `num_layers` becomes `--num-layers`; a flag without a default is required, and a `bool` is
-    switched on by naming it. `names` are further spellings.
+    switched on by naming it.
+
+    Args:
+        names: further spellings.
+        parse: makes the value of a word, and raises `argparse.ArgumentTypeError` where it cannot; without it the
+            field's type says how. A default that is a string is parsed, too.
+        metavar: stands for the value in `--help`.
+        repeat: collect the values of a flag that is given several times in a list.
     """
     return field(
         default=default,
         kw_only=True,
-        metadata={"help": help, "choices": choices, "nargs": nargs, "names": tuple(names)},
+        metadata={
+            "help": help,
+            "choices": choices,
+            "nargs": nargs,
+            "names": tuple(names),
+            "parse": parse,
+            "metavar": metavar,
+            "repeat": repeat,
+        },
     )
 
 
@@ -64,28 +82,41 @@ def make_parser(groups: Sequence[type], **options: Any) -> FlagParser:
     """The parser of the dataclasses `groups`; `options` are those of `argparse.ArgumentParser`."""
     parser = FlagParser(allow_abbrev=False, **options)
     for group in groups:
-        section = parser.add_argument_group((group.__doc__ or group.__name__).splitlines()[0].rstrip("."))
-        hints = get_type_hints(group)
-        for entry in fields(group):
-            _add(section, entry, hints[entry.name])
+        add_flags(parser.add_argument_group(title_of(group)), group, fields(group))
     return parser
 
 
+def title_of(group: type) -> str:
+    """The title of a dataclass's flags in `--help`: the first line of its docstring."""
+    return (group.__doc__ or group.__name__).splitlines()[0].rstrip(".")
+
+
+def add_flags(section: argparse._ArgumentGroup, group: type, entries: Sequence[Field[Any]]) -> None:
+    """Add the fields `entries` of the dataclass `group`."""
+    hints = get_type_hints(group)
+    for entry in entries:
+        _add(section, entry, hints[entry.name])
+
+
 def _add(section: argparse._ArgumentGroup, entry: Field[Any], hint: Any) -> None:
-    names = [f"--{entry.name.replace('_', '-')}", *entry.metadata["names"]]
+    names = [f"--{entry.name.rstrip('_').replace('_', '-')}", *entry.metadata["names"]]
     options: dict[str, Any] = {"dest": entry.name, "help": _help(entry).replace("%", "%%")}
     if hint is bool:
         section.add_argument(*names, action="store_true", default=entry.default, **options)
         return
-    options["type"] = _converter(hint)
+    options["type"] = entry.metadata["parse"] or _converter(hint)
     options["choices"] = entry.metadata["choices"]
+    if entry.metadata["repeat"]:
+        options["action"] = "append"
     if entry.metadata["nargs"] is not None:
         options["nargs"] = entry.metadata["nargs"]
     if entry.default is MISSING:
         options["required"] = True
     else:
         options["default"] = entry.default
-    if options["choices"] is None:
+    if entry.metadata["metavar"] is not None:
+        options["metavar"] = entry.metadata["metavar"]
+    elif options["choices"] is None:
         options["metavar"] = {_integer: "INT"}.get(options["type"], options["type"].__name__.upper())
     section.add_argument(*names, **options)
 

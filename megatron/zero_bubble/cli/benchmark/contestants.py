@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from megatron.zero_bubble.cli.benchmark.arguments import DEFAULT_SCHEDULES, PROG
+from megatron.zero_bubble.cli.benchmark.arguments import DEFAULT_SCHEDULES, PROG, BenchmarkFlags
 from megatron.zero_bubble.cli.trainings import complete_arguments
 from megatron.zero_bubble.schedule import Placement, ScheduleError
 from megatron.zero_bubble.schedule.generators import placement_for
@@ -37,7 +36,7 @@ class Contestant:
 
 
 @dataclass(frozen=True)
-class Field:
+class Competition:
     """Everybody, and the flags that all share."""
 
     contestants: tuple[Contestant, ...]
@@ -46,61 +45,61 @@ class Field:
     """What megatron-core's 1F1B makes of the flags."""
 
 
-def gather(arguments: argparse.Namespace, has_cuda: bool, peers: Sequence[Contestant] = ()) -> Field:
+def gather(flags: BenchmarkFlags, has_cuda: bool, peers: Sequence[Contestant] = ()) -> Competition:
     """The baseline, what --schedule names, and `peers`.
 
     Raises:
         ValueError: a training would refuse its flags, or a schedule is unknown.
     """
-    flags = [*arguments.training_flags, "--pipeline-model-parallel-size", str(arguments.pipeline_size)]
-    flags += ["--train-iters", str(arguments.warmup + arguments.iterations), "--log-interval", str(arguments.interval)]
-    flags += _unless_given(flags, "--eval-iters", "0") + _unless_given(flags, "--lr", "1e-4")
+    shared = [*flags.training_flags, "--pipeline-model-parallel-size", str(flags.pipeline_size)]
+    shared += ["--train-iters", str(flags.warmup + flags.iterations), "--log-interval", str(flags.interval)]
+    shared += _unless_given(shared, "--eval-iters", "0") + _unless_given(shared, "--lr", "1e-4")
     if has_cuda:
-        flags += ["--log-memory-interval", str(arguments.warmup + arguments.iterations)]
+        shared += ["--log-memory-interval", str(flags.warmup + flags.iterations)]
     # Once without a batch size, to know how many replicas there are.
-    args = complete_arguments(flags, arguments.world_size, PROG, has_cuda=has_cuda)
-    batch = arguments.num_microbatches * args.micro_batch_size * args.data_parallel_size
-    flags += ["--global-batch-size", str(batch)]
-    chosen = [*_chosen(arguments), *peers]
+    args = complete_arguments(shared, flags.num_ranks, PROG, has_cuda=has_cuda)
+    batch = flags.num_microbatches * args.micro_batch_size * args.data_parallel_size
+    shared += ["--global-batch-size", str(batch)]
+    chosen = [*_chosen(flags), *peers]
     for one in chosen:
-        checked = [*one.words, *flags] if one.program == TRAINER else flags
+        checked = [*one.words, *shared] if one.program == TRAINER else shared
         try:
-            finished = complete_arguments(checked, arguments.world_size, PROG, has_cuda=has_cuda)
+            finished = complete_arguments(checked, flags.num_ranks, PROG, has_cuda=has_cuda)
         except ValueError as error:
             if one.is_required:
                 raise ValueError(f"{one.name}: {error}") from error
             continue
         if one.name == BASELINE:
             args = finished
-    return Field(tuple(chosen), tuple(flags), args)
+    return Competition(tuple(chosen), tuple(shared), args)
 
 
 def _unless_given(flags: Sequence[str], name: str, value: str) -> list[str]:
     return [] if name in flags else [name, value]
 
 
-def _chosen(arguments: argparse.Namespace) -> Iterator[Contestant]:
-    yield Contestant(BASELINE, TRAINER, (), Placement("linear", arguments.pipeline_size), "1f1b")
-    for text in dict.fromkeys(arguments.schedule or DEFAULT_SCHEDULES):
-        yield _ours(text, arguments)
+def _chosen(flags: BenchmarkFlags) -> Iterator[Contestant]:
+    yield Contestant(BASELINE, TRAINER, (), Placement("linear", flags.pipeline_size), "1f1b")
+    for text in dict.fromkeys(flags.schedule or DEFAULT_SCHEDULES):
+        yield _ours(text, flags)
 
 
-def _ours(text: str, arguments: argparse.Namespace) -> Contestant:
+def _ours(text: str, flags: BenchmarkFlags) -> Contestant:
     name, *more = shlex.split(text) or [""]
     words = ["--zero-bubble-schedule", name, *more]
     try:
-        placement = placement_for(name, arguments.pipeline_size)
+        placement = placement_for(name, flags.pipeline_size)
         if placement.kind == "interleaved":
-            placement = placement_for(name, arguments.pipeline_size, arguments.num_chunks)
+            placement = placement_for(name, flags.pipeline_size, flags.num_chunks)
             if CHUNKS_FLAG not in more:
-                words += [CHUNKS_FLAG, str(placement.num_chunks), *group_size_flags(arguments)]
+                words += [CHUNKS_FLAG, str(placement.num_chunks), *group_size_flags(flags)]
     except ScheduleError as error:
         raise ValueError(f"--schedule {text}: {error}") from error
-    required = bool(arguments.schedule)
+    required = bool(flags.schedule)
     return Contestant(" ".join([name, *more]), TRAINER, tuple(words), placement, name, True, required)
 
 
-def group_size_flags(arguments: argparse.Namespace) -> tuple[str, ...]:
-    if arguments.microbatch_group_size is None:
+def group_size_flags(flags: BenchmarkFlags) -> tuple[str, ...]:
+    if flags.microbatch_group_size is None:
         return ()
-    return ("--microbatch-group-size-per-virtual-pipeline-stage", str(arguments.microbatch_group_size))
+    return ("--microbatch-group-size-per-virtual-pipeline-stage", str(flags.microbatch_group_size))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+import os
 import sys
 import tempfile
 import time
@@ -12,8 +12,8 @@ from statistics import median
 
 import torch
 
-from megatron.zero_bubble.cli.benchmark.arguments import environment
-from megatron.zero_bubble.cli.benchmark.contestants import BASELINE, Contestant, Field, gather
+from megatron.zero_bubble.cli.benchmark.arguments import BenchmarkFlags
+from megatron.zero_bubble.cli.benchmark.contestants import BASELINE, Competition, Contestant, gather
 from megatron.zero_bubble.cli.benchmark.training_results import TrainResult
 from megatron.zero_bubble.cli.benchmark.training_turn import Turn, take_turn
 from megatron.zero_bubble.schedule import Placement, ScheduleError, Timeline, generate, simulate
@@ -21,18 +21,18 @@ from megatron.zero_bubble.schedule.formats import Profile, profile_from_json
 from megatron.zero_bubble.training.flops import flops_per_iteration
 
 
-def compare_trainings(arguments: argparse.Namespace, peers: Sequence[Contestant] = ()) -> list[TrainResult]:
+def compare_trainings(flags: BenchmarkFlags, peers: Sequence[Contestant] = ()) -> list[TrainResult]:
     """Run all schedules in rounds. Raises `ValueError`, or `RuntimeError` if one that was asked for fails."""
-    field = gather(arguments, torch.cuda.is_available(), peers)
-    turns: dict[str, list[Turn]] = {one.name: [] for one in field.contestants}
+    competition = gather(flags, torch.cuda.is_available(), peers)
+    turns: dict[str, list[Turn]] = {one.name: [] for one in competition.contestants}
     costs: dict[Placement, Profile] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for number in range(arguments.rounds):
-            for one in field.contestants:
+        for number in range(flags.rounds):
+            for one in competition.contestants:
                 if one.name not in turns:
                     continue
                 profile = Path(folder) / "profile.json" if one.is_ours else None
-                turn = _turn(one, field, arguments, profile, number)
+                turn = _turn(one, competition, flags, profile, number)
                 if turn is None:
                     del turns[one.name]
                     continue
@@ -40,25 +40,30 @@ def compare_trainings(arguments: argparse.Namespace, peers: Sequence[Contestant]
                 if profile is not None and profile.exists():
                     costs.setdefault(one.placement, profile_from_json(profile.read_text()))
                     profile.unlink()
-    return [_result(one, turns, field, arguments, costs) for one in field.contestants if one.name in turns]
+    return [_result(one, turns, competition, flags, costs) for one in competition.contestants if one.name in turns]
+
+
+def _environment() -> dict[str, str]:
+    """The trainings' environment: on a CPU one thread a rank, for the ranks share the cores."""
+    return dict(os.environ) if torch.cuda.is_available() else {"OMP_NUM_THREADS": "1", **os.environ}
 
 
 def _turn(
-    one: Contestant, field: Field, arguments: argparse.Namespace, profile: Path | None, number: int
+    one: Contestant, competition: Competition, flags: BenchmarkFlags, profile: Path | None, number: int
 ) -> Turn | None:
     """None if it failed and does not have to run; then it takes no further turn."""
     begin = time.monotonic()
     output = () if profile is None else ("--zero-bubble-profile-output", str(profile))
-    command = [*arguments.launch, *one.program, *one.words, *field.flags, *output]
+    command = [*flags.launcher, *one.program, *one.words, *competition.flags, *output]
     try:
-        turn = take_turn(command, environment(), arguments.warmup, arguments.timeout)
+        turn = take_turn(command, _environment(), flags.warmup, flags.timeout)
     except RuntimeError as error:
         if one.is_required:
             raise RuntimeError(f"{one.name}: {error}") from error
         print(f"{one.name} left out: {error}", file=sys.stderr)
         return None
     print(
-        f"round {number + 1} of {arguments.rounds}, {one.name}: {median(turn.iteration_ms):.1f} ms an iteration "
+        f"round {number + 1} of {flags.rounds}, {one.name}: {median(turn.iteration_ms):.1f} ms an iteration "
         f"({time.monotonic() - begin:.0f} s)",
         file=sys.stderr,
     )
@@ -68,35 +73,35 @@ def _turn(
 def _result(
     one: Contestant,
     turns: Mapping[str, list[Turn]],
-    field: Field,
-    arguments: argparse.Namespace,
+    competition: Competition,
+    flags: BenchmarkFlags,
     costs: Mapping[Placement, Profile],
 ) -> TrainResult:
-    batch = field.args.global_batch_size
+    batch = competition.args.global_batch_size
     assert batch is not None
     return TrainResult(
         contestant=one,
         turns=tuple(turns[one.name]),
         baseline=tuple(turns[BASELINE]),
-        num_microbatches=arguments.num_microbatches,
-        tokens=batch * field.args.seq_length,
-        flops=flops_per_iteration(field.args, batch),
-        world_size=arguments.world_size,
-        simulated=_simulated(one, arguments, costs.get(one.placement)),
+        num_microbatches=flags.num_microbatches,
+        tokens=batch * competition.args.seq_length,
+        flops=flops_per_iteration(competition.args, batch),
+        world_size=flags.num_ranks,
+        simulated=_simulated(one, flags, costs.get(one.placement)),
     )
 
 
-def _simulated(one: Contestant, arguments: argparse.Namespace, profile: Profile | None) -> Timeline | None:
+def _simulated(one: Contestant, flags: BenchmarkFlags, profile: Profile | None) -> Timeline | None:
     if one.schedule is None or profile is None:
         return None
     try:
         schedule = generate(
             one.schedule,
             one.placement.num_ranks,
-            arguments.num_microbatches,
+            flags.num_microbatches,
             costs=profile.costs,
             num_chunks=one.placement.num_chunks,
-            group_size=arguments.microbatch_group_size if one.placement.kind == "interleaved" else None,
+            group_size=flags.microbatch_group_size if one.placement.kind == "interleaved" else None,
         )
     except ScheduleError:
         return None

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 from megatron.zero_bubble.cli.benchmark.contestants import Contestant
-from megatron.zero_bubble.cli.benchmark.interval import bootstrap_interval
 from megatron.zero_bubble.cli.benchmark.training_turn import Turn
-from megatron.zero_bubble.cli.tables import table
+from megatron.zero_bubble.cli.output import table
 from megatron.zero_bubble.schedule import Timeline
 from megatron.zero_bubble.schedule.draw import Series, to_plot
+
+_RESAMPLES = 4000
+_SEED = 20
 
 
 @dataclass(frozen=True)
@@ -149,3 +153,16 @@ def train_plot(results: list[TrainResult]) -> str:
     first = results[0]
     title = f"{first.contestant.placement.num_ranks} pipeline ranks, {first.num_microbatches} microbatches"
     return to_plot(series, title=title, x_label="peak memory (MiB)", y_label="tokens/s/GPU")
+
+
+def bootstrap_interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """95% interval of the median of `values`, one a round, from rounds drawn anew with replacement.
+
+    The percentile bootstrap (Efron 1979). None for fewer than three rounds, which say nothing about themselves.
+    """
+    if len(values) < 3:
+        return None
+    draw = random.Random(_SEED)
+    medians = [median(draw.choices(values, k=len(values))) for _ in range(_RESAMPLES)]
+    cuts = quantiles(medians, n=40, method="inclusive")
+    return cuts[0], cuts[-1]

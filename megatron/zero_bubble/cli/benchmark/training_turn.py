@@ -11,7 +11,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron.zero_bubble.cli.failure import failure_reason
+from megatron.zero_bubble.cli.trainings import failure_reason
 
 _ITERATION = re.compile(r"\biteration +(\d+)/ *\d+ \|.* elapsed time per iteration \(ms\): ([\d.]+) \|")
 _BUBBLE = re.compile(r"\| bubble rate: ([\d.]+)% \|")

@@ -1,79 +1,67 @@
-"""The flags of zero-bubble check."""
+"""The flags of `zero-bubble check`."""
 
 from __future__ import annotations
 
-import argparse
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from megatron.zero_bubble.cli.check.matrix import NAMES
-from megatron.zero_bubble.cli.check.models import PROG, SIZES
-from megatron.zero_bubble.cli.schedule.arguments import Parser, at_least, positive
+from megatron.zero_bubble.cli.check.models import SIZES
+from megatron.zero_bubble.cli.flag_values import at_least, positive
+from megatron.zero_bubble.cli.shared_flags import CommandFlags
+from megatron.zero_bubble.job.flag_parser import flag
 
 PARTS = ("numerics", "stages", "ranks")
 
 
-def parse_arguments(argv: list[str] | None, description: str | None) -> argparse.Namespace:
-    """Parse, or exit with status 2 and one line."""
-    parser = Parser(
-        prog=PROG, description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+@dataclass(frozen=True)
+class CheckFlags(CommandFlags):
+    """the check"""
+
+    device: str = flag("cpu: to try the check itself", "cuda", choices=("cuda", "cpu"))
+    size: str = flag("size of the models; paper: those of the zero-bubble paper", "paper", choices=tuple(SIZES))
+    only: list[str] | None = flag("a part of the check; repeat for more", None, repeat=True, choices=PARTS)
+    model: str | None = flag("measure a stage of this model only", None, metavar="NAME")
+    cell: list[str] | None = flag(
+        "a training of the ranks' matrix; repeat for more (default: all)", None, repeat=True, choices=NAMES
     )
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the check itself")
-    parser.add_argument("--size", choices=tuple(SIZES), default="paper", help="of the models (default: the paper's)")
-    parser.add_argument("--only", choices=PARTS, action="append", help="a part of the check; repeat for more")
-    parser.add_argument("--model", metavar="NAME", help="a stage of this model only")
-    parser.add_argument(
-        "--cell", action="append", choices=NAMES, help="a training of the ranks' matrix; repeat for more (default: all)"
-    )
-    parser.add_argument("--rounds", type=at_least(1), default=5, metavar="N", help="steps that are timed (default 5)")
-    parser.add_argument(
-        "--time-limit",
-        type=positive,
-        default=180,
-        metavar="SECONDS",
-        help="that a training of several ranks may take (default 180)",
-    )
-    parser.add_argument(
-        "--interconnect-bandwidth",
-        type=positive,
-        default=25,
-        metavar="X",
-        help="GB/s of the messages in the predictions (default 25)",
-    )
-    parser.add_argument(
-        "--megatron-core",
-        type=Path,
+    rounds: int = flag("steps that are timed", 5, parse=at_least(1), metavar="N")
+    time_limit: float = flag("seconds that a training of several ranks may take", 180, parse=positive, metavar="X")
+    interconnect_bandwidth: float = flag("GB/s of the messages in the predictions", 25, parse=positive, metavar="X")
+    megatron_core: Path | None = flag(
+        "its wheel, or the folder that holds megatron/core, where it is not installed",
+        None,
+        parse=Path,
         metavar="PATH",
-        help="its wheel, or the folder that holds megatron/core, where it is not installed",
     )
-    parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("gpu-check.json"),
-        metavar="FILE",
-        help="for everything that was found, as JSON: the file to send in (default: gpu-check.json)",
+    markdown: bool = flag("print tables as Markdown", False)
+    output: Path = flag(
+        "for everything that was found, as JSON: the file to send in", "gpu-check.json", parse=Path, metavar="FILE"
     )
-    arguments = parser.parse_args(argv)
-    names = [model.name for model in SIZES[arguments.size]]
-    if arguments.model is not None and arguments.model not in names:
-        parser.error(f"argument --model: {arguments.model} is not one of {', '.join(names)}")
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        parser.error("torch finds no CUDA device here; --device cpu --size tiny tries the check on a CPU")
-    if arguments.device == "cpu" and torch.cuda.is_available():
-        parser.error("argument --device cpu: megatron-core takes the GPU that is here; hide it, CUDA_VISIBLE_DEVICES=")
-    _check_output(parser, arguments.output)
-    return arguments
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        names = [model.name for model in SIZES[self.size]]
+        if self.model is not None and self.model not in names:
+            raise ValueError(f"argument --model: {self.model} is not one of {', '.join(names)}")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("torch finds no CUDA device here; --device cpu --size tiny tries the check on a CPU")
+        if self.device == "cpu" and torch.cuda.is_available():
+            raise ValueError(
+                "argument --device cpu: megatron-core takes the GPU that is here; hide it, CUDA_VISIBLE_DEVICES="
+            )
+        _refuse_output(self.output)
 
 
-def _check_output(parser: Parser, output: Path) -> None:
-    """Before anything is measured: what was found would be lost."""
+def _refuse_output(output: Path) -> None:
+    """Raise `ValueError` where the file cannot be written: what was found would be lost."""
     folder = output.parent
     if not folder.is_dir():
-        parser.error(f"argument --output: {folder} is not a folder")
+        raise ValueError(f"argument --output: {folder} is not a folder")
     if not os.access(folder, os.W_OK | os.X_OK):
-        parser.error(f"argument --output: no permission to write to {folder}")
+        raise ValueError(f"argument --output: no permission to write to {folder}")
     if output.is_dir():
-        parser.error(f"argument --output: {output} is a folder; name a file")
+        raise ValueError(f"argument --output: {output} is a folder; name a file")

@@ -10,8 +10,8 @@ from megatron.zero_bubble.cli.check.models import Model
 from megatron.zero_bubble.cli.check.one_process_numerics import NumericsCheck
 from megatron.zero_bubble.cli.check.rank_check import RankFindings
 from megatron.zero_bubble.cli.check.stage_run import NUM_RANKS, MemoryCheck, StageProfile
+from megatron.zero_bubble.cli.output import table
 from megatron.zero_bubble.cli.schedule.rank_costs import split_costs
-from megatron.zero_bubble.cli.tables import table
 from megatron.zero_bubble.schedule import OpKind, generate, placement_for, simulate
 from megatron.zero_bubble.training.model_size import Stage, stage_activations, stage_flops
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.zero_bubble.cli.check.corpus import VOCAB_SIZE
 from megatron.zero_bubble.cli.check.models import REPEATABLE_ATTENTION
 
 NUM_RANKS = 4
+VOCAB_SIZE = 120
 REFERENCE = "megatron-core"
 _CHECKPOINT = "checkpoint"
 _MODEL = {
@@ -112,3 +112,15 @@ def chosen(everything: Sequence[Cell], names: Sequence[str]) -> list[Cell]:
     return [
         cell for cell in everything if not names or cell.name in names or (cell.layout in layouts and not cell.is_ours)
     ]
+
+
+def write_corpus(prefix: Path) -> None:
+    """Sixty documents of 100 tokens each: megatron-core's mock data takes seconds to index."""
+    import numpy as np
+    import torch
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.int32)
+    for document in np.random.default_rng(1).integers(0, VOCAB_SIZE, (60, 100)):
+        builder.add_document(torch.from_numpy(document), [len(document)])
+    builder.finalize(f"{prefix}.idx")

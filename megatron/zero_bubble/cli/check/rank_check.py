@@ -8,10 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.zero_bubble.cli.check.corpus import write_corpus
-from megatron.zero_bubble.cli.check.matrix import NUM_RANKS, REFERENCE, Cell
+from megatron.zero_bubble.cli.check.matrix import NUM_RANKS, REFERENCE, Cell, write_corpus
 from megatron.zero_bubble.cli.check.rank_jobs import Backend, Ended, Limits, RankStart
-from megatron.zero_bubble.cli.tables import table
+from megatron.zero_bubble.cli.output import table
 
 _PROBE = "an all-reduce"
 

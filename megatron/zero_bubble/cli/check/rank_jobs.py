@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.zero_bubble.cli.check.rank import BEGINS
-from megatron.zero_bubble.cli.failure import failure_reason
+from megatron.zero_bubble.cli.trainings import failure_reason
 
 _SECONDS_FOR_THE_OTHERS = 5.0
 """That ranks have to end by themselves once one of them has: what they say may be the reason."""

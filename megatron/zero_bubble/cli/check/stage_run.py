@@ -13,7 +13,7 @@ import torch
 from megatron.core.utils import get_model_config
 
 from megatron.zero_bubble.cli.check.models import Model
-from megatron.zero_bubble.cli.one_process import one_process, rank_model
+from megatron.zero_bubble.cli.trainings import one_process, rank_model
 from megatron.zero_bubble.mcore.forward_backward import MegatronStage
 from megatron.zero_bubble.runtime.communicator import PendingReceive, PendingSend, TensorSpec
 from megatron.zero_bubble.runtime.executor import Executor

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.zero_bubble.cli.estimate.cluster import rank_parameters
+from megatron.zero_bubble.cli.estimate.estimated_job import EstimatedJob
 from megatron.zero_bubble.cli.estimate.notes import notes
-from megatron.zero_bubble.cli.estimate.schedule_estimate import Estimate, Job, model_flops
-from megatron.zero_bubble.cli.tables import table
+from megatron.zero_bubble.cli.estimate.schedule_estimate import Estimate, model_flops
+from megatron.zero_bubble.cli.output import table
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.training.flops import flops_per_iteration
 
@@ -15,7 +16,7 @@ Refusals = dict[str, str]
 """Schedules that are not possible, and why."""
 
 
-def as_json(job: Job, found: list[Estimate], refused: Refusals) -> dict[str, Any]:
+def as_json(job: EstimatedJob, found: list[Estimate], refused: Refusals) -> dict[str, Any]:
     args, states = job.args, job.states
     assert args.global_batch_size is not None
     baseline = _baseline(found)
@@ -34,7 +35,7 @@ def as_json(job: Job, found: list[Estimate], refused: Refusals) -> dict[str, Any
     }
 
 
-def as_text(job: Job, found: list[Estimate], refused: Refusals, *, per_rank: bool, markdown: bool) -> str:
+def as_text(job: EstimatedJob, found: list[Estimate], refused: Refusals, *, per_rank: bool, markdown: bool) -> str:
     parts = [_head(job), _schedules(found, markdown=markdown)]
     if per_rank:
         parts.append(_ranks(found, markdown=markdown))
@@ -43,7 +44,7 @@ def as_text(job: Job, found: list[Estimate], refused: Refusals, *, per_rank: boo
     return "\n".join(parts)
 
 
-def _parameters(job: Job) -> list[Any]:
+def _parameters(job: EstimatedJob) -> list[Any]:
     return rank_parameters(job.args, Placement("linear", job.args.pipeline_model_parallel_size))
 
 
@@ -51,7 +52,7 @@ def _baseline(found: list[Estimate]) -> Estimate | None:
     return next((one for one in found if one.timeline.schedule.name == "1f1b"), None)
 
 
-def _head(job: Job) -> str:
+def _head(job: EstimatedJob) -> str:
     args, cluster, states = job.args, job.cluster, job.states
     assert args.global_batch_size is not None
     counts = [sum(held) for held in _parameters(job)]

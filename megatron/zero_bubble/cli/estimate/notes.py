@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megatron.zero_bubble.cli.estimate.schedule_estimate import Estimate, Job
+from megatron.zero_bubble.cli.estimate.estimated_job import EstimatedJob
+from megatron.zero_bubble.cli.estimate.schedule_estimate import Estimate
 from megatron.zero_bubble.job.plans import limit_flag
 from megatron.zero_bubble.job.profiling import memory_limit
 from megatron.zero_bubble.runtime.planning import MemoryLimit
@@ -12,18 +13,18 @@ from megatron.zero_bubble.runtime.planning import MemoryLimit
 _WHAT_IS_LEFT = "nine tenths of what the fullest rank has left"
 
 
-def notes(job: Job, found: Sequence[Estimate]) -> list[str]:
+def notes(job: EstimatedJob, found: Sequence[Estimate]) -> list[str]:
     return [*_limits(job, found), *_post_validation(job, found), *_implementation(job)]
 
 
-def _limits(job: Job, found: Sequence[Estimate]) -> Iterator[str]:
+def _limits(job: EstimatedJob, found: Sequence[Estimate]) -> Iterator[str]:
     for one in found:
         if one.limit is not None:
             planned = f"{one.timeline.schedule.name}: planned for {one.limit / 2**30:.2f} GiB of activations"
             yield f"{planned}, {_source(job)}"
 
 
-def _source(job: Job) -> str:
+def _source(job: EstimatedJob) -> str:
     args, limit = job.args, memory_limit(job.args)
     if limit is None:
         return f"{_WHAT_IS_LEFT}: trained so by --zero-bubble --zero-bubble-memory-limit auto"
@@ -34,7 +35,7 @@ def _source(job: Job) -> str:
     return f"as the flags say: {limit_flag(args)}"
 
 
-def _post_validation(job: Job, found: Sequence[Estimate]) -> Iterator[str]:
+def _post_validation(job: EstimatedJob, found: Sequence[Estimate]) -> Iterator[str]:
     if not job.args.zero_bubble_post_validation:
         return
     reasons = (job.awaited(one.timeline.schedule.placement) for one in found)
@@ -42,7 +43,7 @@ def _post_validation(job: Job, found: Sequence[Estimate]) -> Iterator[str]:
         yield f"--zero-bubble-post-validation gains nothing, except in a V: {reason}, which the first one waits for"
 
 
-def _implementation(job: Job) -> Iterator[str]:
+def _implementation(job: EstimatedJob) -> Iterator[str]:
     if job.args.transformer_impl != "local":
         yield (
             f"--transformer-impl {job.args.transformer_impl}: activations are counted as local layers keep them, "

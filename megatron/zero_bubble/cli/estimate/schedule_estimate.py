@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from megatron.zero_bubble.cli.estimate.cluster import Cluster, States, rank_parameters, stages_of
+from megatron.zero_bubble.cli.estimate.cluster import rank_parameters, stages_of
+from megatron.zero_bubble.cli.estimate.estimated_job import EstimatedJob
 from megatron.zero_bubble.cli.schedule.rank_costs import split_costs
 from megatron.zero_bubble.job.profiling import memory_limit
 from megatron.zero_bubble.runtime.planning import MemoryLimit
@@ -23,7 +24,6 @@ from megatron.zero_bubble.schedule import (
     with_post_validation,
 )
 from megatron.zero_bubble.schedule.formats import Profile
-from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.flops import flops_per_iteration
 from megatron.zero_bubble.training.model_size import Flops, element_bytes, stage_activations, stage_flops
 
@@ -34,40 +34,10 @@ _SHORTEST = 1e-3
 
 
 @dataclass(frozen=True)
-class Job:
-    """What is estimated."""
-
-    args: Arguments
-    cluster: Cluster
-    states: States
-    profile: Profile | None
-    """Measured costs; without it they follow from operations and bytes."""
-    num_chunks: int | None = None
-    """Model chunks a rank, for schedules that leave it open; else as the flags or the schedules have it."""
-
-    @property
-    def num_microbatches(self) -> int:
-        assert self.args.global_batch_size is not None
-        return self.args.global_batch_size // (self.args.micro_batch_size * self.args.data_parallel_size)
-
-    @property
-    def replicas(self) -> int:
-        """Ranks with the same parameters, which reduce their gradients and share what ZeRO divides."""
-        return self.args.data_parallel_size * self.args.context_parallel_size
-
-    def awaited(self, placement: Placement) -> str | None:
-        """What keeps iterations from interlocking with post-validation; None where nothing does."""
-        # Only now: it imports megatron-core.
-        from megatron.zero_bubble.job.optimizer_step import awaited_by_the_first_stage
-
-        return awaited_by_the_first_stage(self.args, placement)
-
-
-@dataclass(frozen=True)
 class Estimate:
     """One schedule. Times in milliseconds, memory in bytes, one figure a pipeline rank."""
 
-    job: Job
+    job: EstimatedJob
     timeline: Timeline
     state_bytes: tuple[float, ...]
     limit: float | None = None
@@ -144,7 +114,7 @@ class Estimate:
         }
 
 
-def estimate(job: Job, name: str) -> Estimate:
+def estimate(job: EstimatedJob, name: str) -> Estimate:
     """What the schedule `name` needs and reaches.
 
     Raises:
@@ -171,7 +141,7 @@ def estimate(job: Job, name: str) -> Estimate:
     return Estimate(job, simulate(schedule, costs), states, limit)
 
 
-def _activation_limit(job: Job, costs: StageCosts, placement: Placement, states: float) -> float:
+def _activation_limit(job: EstimatedJob, costs: StageCosts, placement: Placement, states: float) -> float:
     """Bytes that a rank's activations may take, by the job's flags; where they say nothing, by `auto`.
 
     As training counts it: all ranks have the limit of the fullest, here the one with `states`.
@@ -183,7 +153,7 @@ def _activation_limit(job: Job, costs: StageCosts, placement: Placement, states:
     return limit.in_bytes(placement, costs, job.num_microbatches, int(free))
 
 
-def stage_costs(job: Job, placement: Placement) -> StageCosts:
+def stage_costs(job: EstimatedJob, placement: Placement) -> StageCosts:
     """Milliseconds and bytes of every stage.
 
     Raises:
@@ -223,7 +193,7 @@ def _from_profile(profile: Profile, placement: Placement) -> StageCosts:
     )
 
 
-def model_flops(job: Job) -> Flops:
+def model_flops(job: EstimatedJob) -> Flops:
     """F, B and W of one microbatch on all stages together, on one tensor-parallel rank."""
     stages = stages_of(job.args, Placement("linear", job.args.pipeline_model_parallel_size))
     each = [stage_flops(job.args, stage) for stage in stages]

@@ -1,287 +1,168 @@
-"""The flags of zero-bubble schedule, and what single flags may hold; the other tools that take schedules share them."""
+"""The flags of `zero-bubble schedule`, a class for each of its commands."""
 
 from __future__ import annotations
 
-import argparse
-import math
-import re
-import sys
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any
 
+from megatron.zero_bubble.cli.flag_values import at_least, positive
+from megatron.zero_bubble.cli.shared_flags import (
+    CommandFlags,
+    LimitFlags,
+    OutputFlags,
+    PostValidationFlags,
+    ResultFlags,
+    ScheduleFlags,
+    TableFlags,
+)
+from megatron.zero_bubble.job.flag_parser import flag
 from megatron.zero_bubble.schedule import HardwareQueues, names
 from megatron.zero_bubble.schedule.draw.drawing import MAX_WIDTH
 from megatron.zero_bubble.schedule.lower import RECEIVE_AHEAD
 
-SMALLEST, LARGEST = 1e-20, 1e20
-"""Of what a number may be, unless it is zero: what is computed from them is far from the ends of floating point."""
+_NOT_WITH_INPUT = ("pipeline_size", "num_microbatches", "num_chunks", "microbatch_group_size", "memory_limit")
 
 
-class Parser(argparse.ArgumentParser):
-    """A mistake costs one line, without the usage that argparse prints above it."""
+@dataclass(frozen=True)
+class SourceFlags(ScheduleFlags, LimitFlags):
+    """the schedule"""
 
-    def error(self, message: str) -> NoReturn:
-        print(f"{self.prog}: error: {' '.join(message.split())}", file=sys.stderr)
-        sys.exit(2)
+    schedule: str | None = flag(f"one of {', '.join(names())}", None, metavar="NAME")
+    input: Path | None = flag("a schedule in JSON, CSV or PyTorch's CSV", None, parse=Path, metavar="FILE")
+    # Optional here, for a file says both; without a file `__post_init__` asks for them.
+    pipeline_size: int = flag("pipeline ranks, with --schedule", None, parse=at_least(2), metavar="P")
+    num_microbatches: int = flag("microbatches of an iteration, with --schedule", None, parse=at_least(1), metavar="M")
 
-
-def _number(word: str) -> float:
-    try:
-        value = float(word)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected a number, got {word!r}") from None
-    if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"expected a finite number, got {word}")
-    if value and not SMALLEST <= abs(value) <= LARGEST:
-        raise argparse.ArgumentTypeError(f"expected a number from {SMALLEST:g} to {LARGEST:g}, got {word}")
-    return int(value) if value.is_integer() and abs(value) < 2**53 else value
-
-
-def _numbers(at_least: float = -math.inf, above: float = -math.inf) -> Callable[[str], tuple[float, ...]]:
-    """A parser of one number or a comma-separated list, all within the limits."""
-
-    def parse(text: str) -> tuple[float, ...]:
-        values = tuple(_number(word) for word in text.split(","))
-        for value in values:
-            if value <= above:
-                raise argparse.ArgumentTypeError(f"must be above {above:g}, got {value}")
-            if value < at_least:
-                raise argparse.ArgumentTypeError(f"must not be below {at_least:g}, got {value}")
-        return values
-
-    return parse
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.schedule is None and self.input is None:
+            raise ValueError("one of the arguments --schedule --input is required")
+        if self.schedule is not None and self.input is not None:
+            raise ValueError("argument --input: not allowed with argument --schedule")
+        for name in _NOT_WITH_INPUT:
+            is_given = getattr(self, name) is not None
+            if self.input is not None and is_given:
+                raise ValueError(f"argument {_spelled(name)}: not allowed with --input, which says it")
+            if self.input is None and not is_given and name in ("pipeline_size", "num_microbatches"):
+                raise ValueError(f"argument {_spelled(name)} is required with --schedule")
 
 
-def positive(word: str) -> float:
-    [value, *more] = _numbers(above=0)(word)
-    if more:
-        raise argparse.ArgumentTypeError(f"expected one number, got {word!r}")
-    return value
+@dataclass(frozen=True)
+class QueueFlags(CommandFlags):
+    """the device"""
 
-
-def at_least(smallest: int, largest: float = math.inf) -> Callable[[str], int]:
-    """A parser of whole numbers from `smallest` on, up to `largest`."""
-
-    def parse(word: str) -> int:
-        try:
-            value = int(word)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"expected a whole number, got {word!r}") from None
-        if value < smallest:
-            raise argparse.ArgumentTypeError(f"must be at least {smallest}, got {value}")
-        if value > largest:
-            raise argparse.ArgumentTypeError(f"must be at most {largest}, got {value}")
-        return value
-
-    return parse
-
-
-def add_size(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    """The size of the pipeline."""
-    group = parser.add_argument_group("the pipeline")
-    group.add_argument("--pipeline-size", type=at_least(2), required=required, metavar="P", help="pipeline ranks")
-    group.add_argument("--num-microbatches", type=at_least(1), required=required, metavar="M")
-    group.add_argument(
-        "--num-chunks", type=at_least(1), metavar="V", help="model chunks a rank, where there is a choice"
-    )
-    group.add_argument(
-        "--microbatch-group-size",
-        type=at_least(1),
-        metavar="N",
-        help="microbatches that an interleaved schedule takes through a chunk before the next (default: P)",
-    )
-
-
-def add_costs(parser: argparse.ArgumentParser, *, default_time: str = "1") -> None:
-    """The costs that `rank_costs.stage_costs` reads; check them with `check_costs`."""
-    group = parser.add_argument_group(
-        "costs of a whole rank, all its chunks together: one number, or a comma list with one a rank"
-    )
-    for letter, what in (("f", "forward"), ("b", "gradient of the input"), ("w", "gradient of the weights")):
-        group.add_argument(
-            f"--time-{letter}",
-            type=_numbers(above=0),
-            metavar="T",
-            help=f"time of {what} of a microbatch (default {default_time})",
-        )
-    group.add_argument(
-        "--time-comm",
-        type=_numbers(at_least=0),
-        metavar="T",
-        help="time of a message; a list has one a pair of neighbouring ranks, P - 1 in all (default 0)",
-    )
-    for letter, default in (("f", "1"), ("b", "-0.5"), ("w", "-0.5")):
-        group.add_argument(
-            f"--memory-{letter}", type=_numbers(), metavar="D", help=f"change of memory by it (default {default})"
-        )
-    group.add_argument("--costs", type=Path, metavar="FILE", help="all of these, from a JSON file (docs/schedules.md)")
-    group.add_argument(
-        "--no-overlap-communication",
-        dest="overlap",
-        action="store_false",
-        help="messages occupy the sender and the receiver",
-    )
-
-
-def add_limit(parser: argparse.ArgumentParser) -> None:
-    """The limit of a rank's memory."""
-    parser.add_argument(
-        "--memory-limit",
-        type=_numbers(above=0),
-        metavar="L",
-        help="in M_B, the memory of one microbatch between F and B on a whole rank: in units of --memory-f (of its "
-        "largest entry); one number, or a comma list with one a rank",
-    )
-
-
-def add_post_validation(parser: argparse.ArgumentParser) -> None:
-    """Whether the optimizer steps before the state of all gradients is known."""
-    parser.add_argument(
-        "--post-validation",
-        action="store_true",
-        help="step first and validate in the next warmup: iterations interlock (docs/post_validation.md)",
-    )
-
-
-def _add_steps(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--steps",
-        type=at_least(1),
-        default=1,
-        metavar="N",
-        help="iterations, one after the other; above 1 with post-validation only, without it none overlap (default 1)",
-    )
-
-
-def _add_hardware_queues(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--hardware-queues",
-        choices=[queues.value for queues in HardwareQueues],
-        help="run on NCCL's streams, on GPUs with one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) or with many; "
+    hardware_queues: str | None = flag(
+        "run on NCCL's streams, on GPUs with one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) or with many; "
         "without it a message waits for nothing on its way",
+        None,
+        choices=[queues.value for queues in HardwareQueues],
     )
 
-
-def _add_source(parser: argparse.ArgumentParser) -> None:
-    """One schedule, by name or from a file."""
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--schedule", metavar="NAME", help=f"one of {', '.join(names())}")
-    source.add_argument("--input", type=Path, metavar="FILE", help="a schedule in JSON, CSV or PyTorch's CSV")
-    add_size(parser, required=False)
-    add_costs(parser)
-    add_limit(parser)
+    @property
+    def queues(self) -> HardwareQueues | None:
+        return None if self.hardware_queues is None else HardwareQueues(self.hardware_queues)
 
 
-def parse_arguments(argv: list[str] | None, description: str) -> argparse.Namespace:
-    """Parse, or exit with status 2 and one line."""
-    parser = Parser(
-        prog="zero-bubble schedule", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
+@dataclass(frozen=True)
+class SimulationFlags(SourceFlags, QueueFlags, PostValidationFlags):
+    """iterations"""
 
-    def add(name: str, what: str, *, json: bool = True, output: str = "write there instead of printing") -> Parser:
-        command = commands.add_parser(name, help=what, description=what, allow_abbrev=False)
-        if json:
-            command.add_argument("--json", action="store_true", help="print JSON")
-        if output:
-            command.add_argument("--output", type=Path, metavar="FILE", help=output)
-        return command
-
-    add("list", "name all schedules")
-    generate = add("generate", "make a schedule", json=False)
-    _add_source(generate)
-    generate.add_argument(
-        "--format", choices=("grid", "json", "csv", "pytorch"), help="default: by the suffix of --output, else grid"
-    )
-    add_post_validation(generate)
-    generate.add_argument("--lower", action="store_true", help="add sends and receives (json, pytorch)")
-    generate.add_argument(
-        "--receive-ahead",
-        type=at_least(0),
-        default=RECEIVE_AHEAD,
+    steps: int = flag(
+        "iterations, one after the other; above 1 with post-validation only, without it none overlap",
+        1,
+        parse=at_least(1),
         metavar="N",
-        help=f"for --lower (default {RECEIVE_AHEAD})",
     )
-    simulate = add("simulate", "tell what a schedule costs")
-    _add_source(simulate)
-    add_post_validation(simulate)
-    _add_steps(simulate)
-    _add_hardware_queues(simulate)
-    compare = add("compare", "tell what several schedules cost")
-    compare.add_argument("--schedule", action="append", metavar="NAME", help="repeat for more (default: all)")
-    compare.add_argument("--markdown", action="store_true", help="print the table as Markdown")
-    add_size(compare, required=True)
-    add_costs(compare)
-    add_limit(compare)
-    add_post_validation(compare)
-    _add_hardware_queues(compare)
-    draw = add("draw", "draw a schedule", json=False, output="required; a .svg, a .html, or a .json for Perfetto")
-    _add_source(draw)
-    add_post_validation(draw)
-    _add_steps(draw)
-    _add_hardware_queues(draw)
-    draw.add_argument("--title", help="default: the schedule's name")
-    draw.add_argument(
-        "--width", type=at_least(200, MAX_WIDTH), metavar="PIXELS", help="of an SVG or page (default: by its contents)"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse_queues_without_overlap(self.hardware_queues, self.no_overlap_communication)
+
+
+@dataclass(frozen=True)
+class ListFlags(ResultFlags):
+    """output"""
+
+
+@dataclass(frozen=True)
+class GenerateFlags(SourceFlags, PostValidationFlags, OutputFlags):
+    """format"""
+
+    format: str | None = flag(
+        "default: by the suffix of --output, else grid", None, choices=("grid", "json", "csv", "pytorch")
     )
-    draw.add_argument("--time-unit", metavar="UNIT", help="of the times that are given (default ms)")
-    validate = add("validate", "prove that a schedule is complete, ordered and free of deadlock")
-    _add_source(validate)
-    curve = add(
-        "memory-curve",
-        "bubble rate over memory limits",
-        output="a .svg: plot there as well; any other: write there instead of printing",
+    lower: bool = flag("add sends and receives (json, pytorch)", False)
+    receive_ahead: int = flag(
+        "compute operations between posting a receive and using it, with --lower",
+        RECEIVE_AHEAD,
+        parse=at_least(0),
+        metavar="N",
     )
-    curve.add_argument("--schedule", action="append", metavar="NAME", help="repeat for more (default: auto)")
-    add_size(curve, required=True)
-    add_costs(curve)
-    for flag, default, what in (("from", 0.5, "first"), ("to", 2.5, "last"), ("step", 0.125, "distance of")):
-        curve.add_argument(
-            f"--{flag}",
-            type=positive,
-            default=default,
-            metavar="X",
-            help=f"{what} limit, in P M_B (default {default})",
+
+
+@dataclass(frozen=True)
+class SimulateFlags(SimulationFlags, ResultFlags):
+    """output"""
+
+
+@dataclass(frozen=True)
+class CompareFlags(ScheduleFlags, LimitFlags, QueueFlags, PostValidationFlags, TableFlags):
+    """the schedules"""
+
+    schedule: list[str] | None = flag("repeat for more (default: all)", None, repeat=True, metavar="NAME")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse_queues_without_overlap(self.hardware_queues, self.no_overlap_communication)
+
+
+@dataclass(frozen=True)
+class DrawFlags(SimulationFlags):
+    """the picture"""
+
+    output: Path = flag("a .svg, a .html, or a .json for Perfetto; required", None, parse=Path, metavar="FILE")
+    title: str | None = flag("default: the schedule's name", None)
+    width: int | None = flag(
+        "of an SVG or page (default: by its contents)", None, parse=at_least(200, MAX_WIDTH), metavar="PIXELS"
+    )
+    time_unit: str | None = flag("of the times that are given (default: ms)", None, metavar="UNIT")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.output is None:
+            raise ValueError("argument --output is required: a .svg, a .html, or a .json for Perfetto")
+
+
+@dataclass(frozen=True)
+class ValidateFlags(SourceFlags, ResultFlags):
+    """output"""
+
+
+def _limit(default: float, what: str) -> Any:
+    return flag(f"{what} limit, in p M_B", default, parse=positive, metavar="X")
+
+
+@dataclass(frozen=True)
+class CurveFlags(ScheduleFlags, ResultFlags):
+    """the curves"""
+
+    schedule: list[str] | None = flag("repeat for more (default: auto)", None, repeat=True, metavar="NAME")
+    from_: float = _limit(0.5, "first")
+    to: float = _limit(2.5, "last")
+    step: float = _limit(0.125, "distance of")
+    output: Path | None = flag(
+        "a .svg: plot there as well; any other: write there instead of printing", None, parse=Path, metavar="FILE"
+    )
+
+
+def refuse_queues_without_overlap(hardware_queues: str | None, no_overlap_communication: bool) -> None:
+    """Raise `ValueError` if the flags contradict each other."""
+    if hardware_queues is not None and no_overlap_communication:
+        raise ValueError(
+            "argument --hardware-queues: not allowed with --no-overlap-communication: messages overlap there"
         )
-    arguments = parser.parse_args(join_negative(sys.argv[1:] if argv is None else argv))
-    _check(parser, arguments)
-    return arguments
 
 
-def join_negative(words: list[str]) -> list[str]:
-    """`--memory-b -0.5,-1` as `--memory-b=-0.5,-1`: argparse takes a list that begins with a minus for a flag."""
-    joined: list[str] = []
-    for word in words:
-        if joined and joined[-1].startswith("--") and re.match(r"-[\d.]", word):
-            joined[-1] += f"={word}"
-        else:
-            joined.append(word)
-    return joined
-
-
-def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """What flags mean for each other."""
-    given = vars(arguments)
-    if given.get("input") is not None:
-        for flag in ("pipeline_size", "num_microbatches", "num_chunks", "microbatch_group_size", "memory_limit"):
-            if given[flag] is not None:
-                parser.error(f"argument --{flag.replace('_', '-')}: not allowed with --input, which says it")
-    elif "input" in given:
-        for flag in ("pipeline_size", "num_microbatches"):
-            if given[flag] is None:
-                parser.error(f"argument --{flag.replace('_', '-')} is required with --schedule")
-    check_costs(parser, arguments)
-    if given.get("hardware_queues") is not None and not arguments.overlap:
-        parser.error("argument --hardware-queues: not allowed with --no-overlap-communication: messages overlap there")
-    if arguments.command == "draw" and arguments.output is None:
-        parser.error("argument --output is required: a .svg, a .html, or a .json for Perfetto")
-
-
-def check_costs(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """A file has all costs: no flag may contradict it."""
-    given = vars(arguments)
-    if given.get("costs") is not None:
-        for flag in ("time_f", "time_b", "time_w", "time_comm", "memory_f", "memory_b", "memory_w"):
-            if given[flag] is not None:
-                parser.error(f"argument --{flag.replace('_', '-')}: not allowed with --costs")
+def _spelled(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -1,18 +1,25 @@
-"""The subcommands of zero-bubble schedule: every one takes the flags and prints or writes its result."""
+"""The commands of `zero-bubble schedule`: each takes its flags and prints or writes its result."""
 
 from __future__ import annotations
 
-import argparse
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from megatron.zero_bubble.cli.output import deliver
-from megatron.zero_bubble.cli.schedule.figures import Report, make_schedule, read_schedule, report_on, report_on_all
+from megatron.zero_bubble.cli.output import deliver, table
+from megatron.zero_bubble.cli.schedule.arguments import (
+    CompareFlags,
+    CurveFlags,
+    DrawFlags,
+    GenerateFlags,
+    ListFlags,
+    SimulateFlags,
+    ValidateFlags,
+)
+from megatron.zero_bubble.cli.schedule.figures import ScheduleFigures, figures_of_all, figures_of_source, source
 from megatron.zero_bubble.cli.schedule.memory_curve import memory_curve
-from megatron.zero_bubble.cli.schedule.rank_costs import stage_costs, times_are_given
-from megatron.zero_bubble.cli.tables import table
+from megatron.zero_bubble.cli.schedule.rank_costs import stage_costs
 from megatron.zero_bubble.schedule import Schedule, ScheduleError, lower, validate, with_post_validation
 from megatron.zero_bubble.schedule.analysis import causes
 from megatron.zero_bubble.schedule.draw import to_chrome_trace, to_html, to_svg
@@ -27,64 +34,51 @@ from megatron.zero_bubble.schedule.memory import peaks
 from megatron.zero_bubble.schedule.step_ops import operation_name
 
 
-def _json(value: Any) -> str:
-    return json.dumps(value, indent=1) + "\n"
-
-
-def list_schedules(arguments: argparse.Namespace) -> None:
+def list_schedules(flags: ListFlags) -> None:
+    """Name every schedule of the registry and say in a line what it is."""
     entries = ENTRIES.values()
-    if arguments.json:
-        rows = [
-            {"schedule": e.name, "placement": e.placement, "num_chunks": e.num_chunks, "summary": e.summary}
-            for e in entries
-        ]
-        deliver(_json(rows), arguments.output)
-        return
     width = max(len(entry.name) for entry in entries)
-    deliver("".join(f"{entry.name:<{width}}  {entry.summary}\n" for entry in entries), arguments.output)
+    rows = [
+        {"schedule": e.name, "placement": e.placement, "num_chunks": e.num_chunks, "summary": e.summary}
+        for e in entries
+    ]
+    flags.deliver(rows, "".join(f"{entry.name:<{width}}  {entry.summary}\n" for entry in entries))
 
 
-def generate(arguments: argparse.Namespace) -> None:
-    schedule = _source(arguments)
-    if arguments.post_validation:
-        schedule = with_post_validation(schedule, stage_costs(arguments, schedule.placement))
-    if arguments.lower:
-        schedule = lower(schedule, arguments.receive_ahead, stage_costs(arguments, schedule.placement))
+def generate(flags: GenerateFlags) -> None:
+    """Print or write one schedule in the format that is asked for."""
+    schedule, _ = source(flags)
+    if flags.post_validation:
+        schedule = with_post_validation(schedule, stage_costs(flags, schedule.placement))
+    if flags.lower:
+        schedule = lower(schedule, flags.receive_ahead, stage_costs(flags, schedule.placement))
     validate(schedule)
     suffixes = {".json": "json", ".csv": "csv"}
-    suffix = arguments.output.suffix if arguments.output else ""
+    suffix = flags.output.suffix if flags.output else ""
     writers: dict[str, Callable[[Schedule], str]] = {
         "grid": schedule_to_grid,
         "json": schedule_to_json,
         "csv": schedule_to_csv,
         "pytorch": schedule_to_pytorch_csv,
     }
-    deliver(writers[arguments.format or suffixes.get(suffix, "grid")](schedule), arguments.output)
+    deliver(writers[flags.format or suffixes.get(suffix, "grid")](schedule), flags.output)
 
 
-def _source(arguments: argparse.Namespace) -> Schedule:
-    if arguments.input is not None:
-        return read_schedule(arguments.input)
-    return make_schedule(arguments, arguments.schedule, arguments.memory_limit)[0]
+def simulate(flags: SimulateFlags) -> None:
+    """Tell what one schedule costs, and where each of its ranks waits."""
+    figures = figures_of_source(flags)
+    flags.deliver(figures.as_json(), _summary([figures]) + "\n" + _ranks(figures))
 
 
-def simulate(arguments: argparse.Namespace) -> None:
-    found = report_on(arguments)
-    if arguments.json:
-        deliver(_json(found.as_json()), arguments.output)
-        return
-    deliver(_summary([found]) + "\n" + _ranks(found), arguments.output)
+def compare(flags: CompareFlags) -> None:
+    """Tell what several schedules cost, a row each."""
+    found = figures_of_all(
+        flags, flags.schedule, flags.memory_limit, post_validation=flags.post_validation, queues=flags.queues
+    )
+    flags.deliver([one.as_json() for one in found], _summary(found, markdown=flags.markdown))
 
 
-def compare(arguments: argparse.Namespace) -> None:
-    found = report_on_all(arguments, post_validation=arguments.post_validation)
-    if arguments.json:
-        deliver(_json([one.as_json() for one in found]), arguments.output)
-    else:
-        deliver(_summary(found, markdown=arguments.markdown), arguments.output)
-
-
-def _summary(found: list[Report], *, markdown: bool = False) -> str:
+def _summary(found: list[ScheduleFigures], *, markdown: bool = False) -> str:
     heads: tuple[str, ...] = (
         "schedule",
         "bubble",
@@ -114,12 +108,12 @@ def _summary(found: list[Report], *, markdown: bool = False) -> str:
     return table(heads, rows, markdown=markdown)
 
 
-def _iteration_times(one: Report) -> tuple[str, str, str]:
+def _iteration_times(one: ScheduleFigures) -> tuple[str, str, str]:
     """With post-validation and without it, and by how much iterations are faster for it."""
     return f"{float(one.iteration_time):.6g}", f"{float(one.without_post_validation):.6g}", f"{100 * one.gain:.2f}%"
 
 
-def _ranks(found: Report) -> str:
+def _ranks(found: ScheduleFigures) -> str:
     """Span, bubble by cause and peak memory of every rank."""
     idle = causes(found.timeline)
     rows = []
@@ -130,43 +124,76 @@ def _ranks(found: Report) -> str:
     return table(("rank", "span", *idle, "memory (M_B)", "at"), rows)
 
 
-def draw(arguments: argparse.Namespace) -> None:
-    output = arguments.output
+def draw(flags: DrawFlags) -> None:
+    """Write a picture of a schedule: SVG, a page, or a trace for Perfetto."""
+    output = flags.output
     if output.suffix not in (".svg", ".html", ".json"):
         raise ScheduleError(f"--output {output} must end in .svg, .html, or .json (for Perfetto)")
-    timeline, steps = report_on(arguments).timeline, arguments.steps
+    timeline, steps = figures_of_source(flags).timeline, flags.steps
     if output.suffix == ".json":
         deliver(to_chrome_trace(timeline, steps=steps), output)
         return
-    unit = arguments.time_unit or ("ms" if times_are_given(arguments) else "F")
+    unit = flags.time_unit or ("ms" if flags.has_times else "F")
     to_picture = to_svg if output.suffix == ".svg" else to_html
-    picture = to_picture(timeline, title=arguments.title, time_unit=unit, steps=steps, width=arguments.width)
-    deliver(picture, output)
+    deliver(to_picture(timeline, title=flags.title, time_unit=unit, steps=steps, width=flags.width), output)
 
 
-def check(arguments: argparse.Namespace) -> None:
-    schedule = _source(arguments)
+def prove(flags: ValidateFlags) -> None:
+    """Validate a schedule as it is and with its messages, and count both."""
+    schedule, _ = source(flags)
     validate(schedule)
     lowered = schedule if schedule.is_lowered else lower(schedule)
     validate(lowered)
     num_ops = sum(len(list(schedule.compute_ops(rank))) for rank in range(schedule.num_ranks))
     num_messages = (sum(map(len, lowered.ops)) - num_ops) // 2
-    if arguments.json:
-        figures = {"schedule": schedule.name, "valid": True, "operations": num_ops, "messages": num_messages}
-        deliver(_json(figures), arguments.output)
-    else:
-        words = f"{schedule.name} is valid: {schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches"
-        deliver(f"{words}, {num_ops} operations, {num_messages} messages\n", arguments.output)
+    sizes = f"{schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches"
+    flags.deliver(
+        {"schedule": schedule.name, "valid": True, "operations": num_ops, "messages": num_messages},
+        f"{schedule.name} is valid: {sizes}, {num_ops} operations, {num_messages} messages\n",
+    )
 
 
-COMMANDS: MappingProxyType[str, Callable[[argparse.Namespace], None]] = MappingProxyType(
+@dataclass(frozen=True)
+class ScheduleCommand:
+    """One command of `zero-bubble schedule`."""
+
+    run: Callable[[Any], None]
+    flags: type
+    summary: str
+    example: str
+    """The words after `zero-bubble schedule COMMAND`."""
+
+
+_SIZE = "--pipeline-size 4 --num-microbatches 8"
+
+COMMANDS: Mapping[str, ScheduleCommand] = MappingProxyType(
     {
-        "list": list_schedules,
-        "generate": generate,
-        "simulate": simulate,
-        "compare": compare,
-        "draw": draw,
-        "validate": check,
-        "memory-curve": memory_curve,
+        "list": ScheduleCommand(list_schedules, ListFlags, "name all schedules", ""),
+        "generate": ScheduleCommand(
+            generate, GenerateFlags, "make a schedule", f"--schedule zb-h1 {_SIZE} --output zb-h1.json"
+        ),
+        "simulate": ScheduleCommand(
+            simulate, SimulateFlags, "tell what a schedule costs", f"--schedule zb-h1 {_SIZE} --time-comm 0.1"
+        ),
+        "compare": ScheduleCommand(
+            compare,
+            CompareFlags,
+            "tell what several schedules cost",
+            "--schedule 1f1b --schedule zb-h1 --pipeline-size 8 --num-microbatches 24 --time-f 18.5 --time-b 18.1 "
+            "--time-w 9.3",
+        ),
+        "draw": ScheduleCommand(draw, DrawFlags, "draw a schedule", f"--schedule zb-h2 {_SIZE} --output zb-h2.svg"),
+        "validate": ScheduleCommand(
+            prove,
+            ValidateFlags,
+            "prove that a schedule is complete, ordered and free of deadlock",
+            "--input zb-h1.json",
+        ),
+        "memory-curve": ScheduleCommand(
+            memory_curve,
+            CurveFlags,
+            "tell the bubble rate under every memory limit",
+            f"--schedule auto {_SIZE} --from 0.5 --to 2",
+        ),
     }
 )

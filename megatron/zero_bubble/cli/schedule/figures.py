@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron.zero_bubble.cli.schedule.arguments import SimulationFlags, SourceFlags
 from megatron.zero_bubble.cli.schedule.rank_costs import stage_costs
+from megatron.zero_bubble.cli.shared_flags import CostFlags, ScheduleFlags
 from megatron.zero_bubble.schedule import (
     HardwareQueues,
     Op,
@@ -37,7 +38,7 @@ from megatron.zero_bubble.schedule.step_ops import operation_name, without_post_
 
 
 @dataclass(frozen=True)
-class Report:
+class ScheduleFigures:
     """A valid schedule and its simulation, memory in M_B."""
 
     schedule: Schedule
@@ -103,20 +104,20 @@ class Report:
         return None if op is None else operation_name(op, self.schedule.num_microbatches, self.steps)
 
 
-def make_schedule(arguments: argparse.Namespace, name: str, limit: Sequence[float] | None) -> tuple[Schedule, float]:
+def make_schedule(flags: ScheduleFlags, name: str, limit: Sequence[float] | None) -> tuple[Schedule, float]:
     """The schedule `name` for the sizes and costs of the flags under `limit` (in M_B), and the seconds it took."""
-    placement = placement_for(name, arguments.pipeline_size, arguments.num_chunks)
-    costs = stage_costs(arguments, placement)
+    placement = placement_for(name, flags.pipeline_size, flags.num_chunks)
+    costs = stage_costs(flags, placement)
     begin = time.perf_counter()
     schedule = generate(
         name,
-        arguments.pipeline_size,
-        arguments.num_microbatches,
+        flags.pipeline_size,
+        flags.num_microbatches,
         costs=costs,
         num_chunks=placement.num_chunks,
         memory_limit=limit[0] if limit is not None and len(limit) == 1 else limit,
-        group_size=arguments.microbatch_group_size,
-        overlap_communication=arguments.overlap,
+        group_size=flags.microbatch_group_size,
+        overlap_communication=flags.overlap_communication,
     )
     return schedule, time.perf_counter() - begin
 
@@ -129,54 +130,69 @@ def read_schedule(path: Path) -> Schedule:
         raise ScheduleError(f"{path}: {error}") from None
 
 
-def report_on(arguments: argparse.Namespace) -> Report:
-    """The schedule that --schedule or --input names."""
-    if arguments.input is not None:
-        schedule, seconds = read_schedule(arguments.input), 0.0
-    else:
-        schedule, seconds = make_schedule(arguments, arguments.schedule, arguments.memory_limit)
-    return report(arguments, schedule, seconds, post_validation=arguments.post_validation, steps=arguments.steps)
+def figures_of_source(flags: SimulationFlags) -> ScheduleFigures:
+    """The figures of the schedule that --schedule or --input names."""
+    schedule, seconds = source(flags)
+    return simulated_figures(
+        flags, schedule, seconds, post_validation=flags.post_validation, steps=flags.steps, queues=flags.queues
+    )
 
 
-def report_on_all(
-    arguments: argparse.Namespace, leave_out: Collection[str] = (), *, post_validation: bool = False
-) -> list[Report]:
-    """The schedules that --schedule names, or all that can be but those to `leave_out`.
+def source(flags: SourceFlags) -> tuple[Schedule, float]:
+    """The schedule that --schedule or --input names, and the seconds it took to make."""
+    if flags.input is not None:
+        return read_schedule(flags.input), 0.0
+    assert flags.schedule is not None
+    return make_schedule(flags, flags.schedule, flags.memory_limit)
 
-    What was asked for by name has to be there: raises `ScheduleError` otherwise.
+
+def figures_of_all(
+    flags: ScheduleFlags,
+    chosen: Sequence[str] | None,
+    limit: Sequence[float] | None,
+    leave_out: Collection[str] = (),
+    *,
+    post_validation: bool = False,
+    queues: HardwareQueues | None = None,
+) -> list[ScheduleFigures]:
+    """The figures of the schedules `chosen`, or of all that are possible but those to `leave_out`.
+
+    Raises:
+        ScheduleError: one that was chosen by name is not possible, or none is.
     """
-    found: list[Report] = []
+    found: list[ScheduleFigures] = []
     refusal: ScheduleError | None = None
-    for name in arguments.schedule or [name for name in names() if name not in leave_out]:
-        entry = entry_of(name)
-        own = argparse.Namespace(**vars(arguments))
-        if "num_chunks" not in entry.options:
-            own.num_chunks = None
-        if "group_size" not in entry.options:
-            own.microbatch_group_size = None
+    for name in chosen or [name for name in names() if name not in leave_out]:
+        options = entry_of(name).options
+        own = replace(
+            flags,
+            num_chunks=flags.num_chunks if "num_chunks" in options else None,
+            microbatch_group_size=flags.microbatch_group_size if "group_size" in options else None,
+        )
         try:
-            made = make_schedule(own, name, arguments.memory_limit)
-            found.append(report(own, *made, post_validation=post_validation))
+            made = make_schedule(own, name, limit)
+            found.append(simulated_figures(own, *made, post_validation=post_validation, queues=queues))
         except ScheduleError as error:
             refusal = error
-            if arguments.schedule:
+            if chosen:
                 break
-    if refusal is not None and (arguments.schedule or not found):
+    if refusal is not None and (chosen or not found):
         raise refusal
     return found
 
 
-def report(
-    arguments: argparse.Namespace,
+def simulated_figures(
+    flags: CostFlags,
     schedule: Schedule,
     generation_seconds: float,
     *,
     post_validation: bool = False,
     steps: int = 1,
-) -> Report:
-    """Validate and simulate `steps` iterations, after each other with post-validation, which is added if asked for."""
+    queues: HardwareQueues | None = None,
+) -> ScheduleFigures:
+    """Validate and simulate `steps` iterations, one after the other; adds post-validation if it is asked for."""
     validate(schedule)
-    costs = stage_costs(arguments, schedule.placement)
+    costs = stage_costs(flags, schedule.placement)
     if post_validation:
         schedule = with_post_validation(schedule, costs)
         validate(schedule)
@@ -185,19 +201,12 @@ def report(
             f"--steps {steps} needs --post-validation: without it an iteration starts when the one before has ended"
         )
     check_size(schedule.placement, schedule.num_microbatches * steps)
-    given = vars(arguments).get("hardware_queues")
-    queues = None if given is None else HardwareQueues(given)
     schedules = [schedule, without_post_validation(schedule)]
     if queues is not None:
         schedules = [one if one.is_lowered else lower(one, costs=costs) for one in schedules]
-    timeline = simulate(
-        repeat(schedules[0], steps), costs, overlap_communication=arguments.overlap, hardware_queues=queues
-    )
+    overlap = flags.overlap_communication
+    timeline = simulate(repeat(schedules[0], steps), costs, overlap_communication=overlap, hardware_queues=queues)
     with_it, without = (
-        iteration_time(one, costs, overlap_communication=arguments.overlap, hardware_queues=queues) for one in schedules
+        iteration_time(one, costs, overlap_communication=overlap, hardware_queues=queues) for one in schedules
     )
-    return Report(schedule, timeline, steps, with_it, without, _lower_bound(timeline), generation_seconds)
-
-
-def _lower_bound(timeline: Timeline) -> float:
-    return max(timeline.work)
+    return ScheduleFigures(schedule, timeline, steps, with_it, without, max(timeline.work), generation_seconds)

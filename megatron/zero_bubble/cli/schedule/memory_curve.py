@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Sequence
 
-from megatron.zero_bubble.cli.output import deliver
-from megatron.zero_bubble.cli.schedule.figures import Report, make_schedule, report
-from megatron.zero_bubble.cli.tables import table
+from megatron.zero_bubble.cli.output import deliver, table
+from megatron.zero_bubble.cli.schedule.arguments import CurveFlags
+from megatron.zero_bubble.cli.schedule.figures import ScheduleFigures, make_schedule, simulated_figures
+from megatron.zero_bubble.cli.shared_flags import to_json
 from megatron.zero_bubble.schedule import Infeasible, ScheduleError
 from megatron.zero_bubble.schedule.draw import Series, to_plot
 from megatron.zero_bubble.schedule.generators import entry_of
 
 
-def memory_curve(arguments: argparse.Namespace) -> None:
-    limits = _limits(arguments)
-    chosen = arguments.schedule or ["auto"]
+def memory_curve(flags: CurveFlags) -> None:
+    """Print or write the bubble rate of every schedule under every limit, and plot it if --output is an SVG."""
+    limits = _limits(flags)
+    chosen = flags.schedule or ["auto"]
     for name in chosen:
         entry_of(name)
-    curves = {name: [_at(arguments, name, limit * arguments.pipeline_size) for limit in limits] for name in chosen}
-    words = _json(arguments, limits, curves) if arguments.json else _table(limits, curves)
-    if arguments.output is not None and arguments.output.suffix == ".svg":
-        deliver(_plot(arguments, limits, curves), arguments.output)
+    curves = {name: [_at(flags, name, limit * flags.pipeline_size) for limit in limits] for name in chosen}
+    words = _json(flags, limits, curves) if flags.json else _table(limits, curves)
+    if flags.output is not None and flags.output.suffix == ".svg":
+        deliver(_plot(flags, limits, curves), flags.output)
         deliver(words, None)
     else:
-        deliver(words, arguments.output)
+        deliver(words, flags.output)
 
 
-def _limits(arguments: argparse.Namespace) -> list[float]:
+def _limits(flags: CurveFlags) -> list[float]:
     """From --from to --to, in p M_B."""
-    first, last, step = getattr(arguments, "from"), arguments.to, arguments.step
+    first, last, step = flags.from_, flags.to, flags.step
     if last < first:
         raise ScheduleError(f"--to {last:g} is below --from {first:g}")
     steps = (last - first) / step * (1 + 1e-9)
@@ -39,15 +39,15 @@ def _limits(arguments: argparse.Namespace) -> list[float]:
     return [first + i * step for i in range(int(steps) + 1)]
 
 
-def _at(arguments: argparse.Namespace, name: str, limit: float) -> Report | None:
+def _at(flags: CurveFlags, name: str, limit: float) -> ScheduleFigures | None:
     """The report at one limit, in M_B; None where nothing fits."""
     try:
-        return report(arguments, *make_schedule(arguments, name, [limit]))
+        return simulated_figures(flags, *make_schedule(flags, name, [limit]))
     except Infeasible:
         return None
 
 
-def _table(limits: Sequence[float], curves: dict[str, list[Report | None]]) -> str:
+def _table(limits: Sequence[float], curves: dict[str, list[ScheduleFigures | None]]) -> str:
     rows = []
     for i, limit in enumerate(limits):
         found = [curve[i] for curve in curves.values()]
@@ -55,11 +55,11 @@ def _table(limits: Sequence[float], curves: dict[str, list[Report | None]]) -> s
     return table(("limit (p M_B)", *curves), rows)
 
 
-def _json(arguments: argparse.Namespace, limits: Sequence[float], curves: dict[str, list[Report | None]]) -> str:
+def _json(flags: CurveFlags, limits: Sequence[float], curves: dict[str, list[ScheduleFigures | None]]) -> str:
     points = [
         {
             "schedule": name,
-            "memory_limit": limit * arguments.pipeline_size,
+            "memory_limit": limit * flags.pipeline_size,
             "bubble_rate": None if found is None else float(found.timeline.bubble_rate),
             "peak_memory": None if found is None else max(found.peak_memory),
             "lower_bound": None if found is None else found.lower_bound,
@@ -67,10 +67,10 @@ def _json(arguments: argparse.Namespace, limits: Sequence[float], curves: dict[s
         for name, curve in curves.items()
         for limit, found in zip(limits, curve, strict=True)
     ]
-    return json.dumps(points, indent=1) + "\n"
+    return to_json(points)
 
 
-def _plot(arguments: argparse.Namespace, limits: Sequence[float], curves: dict[str, list[Report | None]]) -> str:
+def _plot(flags: CurveFlags, limits: Sequence[float], curves: dict[str, list[ScheduleFigures | None]]) -> str:
     series = []
     for name, curve in curves.items():
         points = [(x, 100 * float(r.timeline.bubble_rate)) for x, r in zip(limits, curve, strict=True) if r]
@@ -78,5 +78,5 @@ def _plot(arguments: argparse.Namespace, limits: Sequence[float], curves: dict[s
             series.append(Series(name, tuple(points)))
     if not series:
         raise ScheduleError(f"nothing fits under any of these limits: {', '.join(curves)}")
-    title = f"{arguments.pipeline_size} ranks, {arguments.num_microbatches} microbatches"
+    title = f"{flags.pipeline_size} ranks, {flags.num_microbatches} microbatches"
     return to_plot(series, title=title, x_label="memory limit (p M_B)", y_label="bubble rate (%)")

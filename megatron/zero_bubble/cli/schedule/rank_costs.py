@@ -1,34 +1,34 @@
-"""Flags and files -> the costs of every stage."""
+"""The costs of every stage, from flags or a file."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
 
+from megatron.zero_bubble.cli.shared_flags import CostFlags
 from megatron.zero_bubble.schedule import Placement, ScheduleError, StageCosts
 from megatron.zero_bubble.schedule.costs import SMALLEST
 from megatron.zero_bubble.schedule.formats import costs_from_text
 
-_DEFAULTS = {"time_f": 1, "time_b": 1, "time_w": 1, "time_comm": 0, "memory_f": 1, "memory_b": -0.5, "memory_w": -0.5}
+_DEFAULTS = {"time_comm": 0, "memory_f": 1, "memory_b": -0.5, "memory_w": -0.5}
 
 
-def stage_costs(arguments: argparse.Namespace, placement: Placement) -> StageCosts:
+def stage_costs(flags: CostFlags, placement: Placement) -> StageCosts:
     """The costs of every stage of `placement`, memory in M_B.
 
     Flags, and files with one entry a rank, are for whole ranks. M_B is the memory of F of one microbatch on a
     whole rank, on the rank where it is largest.
     """
-    costs = split_costs(_costs_of_ranks(arguments, placement.num_ranks), placement)
-    if arguments.costs is not None:
-        costs = read_costs(arguments.costs)
+    costs = split_costs(_costs_of_ranks(flags, placement.num_ranks), placement)
+    if flags.costs is not None:
+        costs = read_costs(flags.costs)
         if costs.num_stages == placement.num_ranks:
             costs = split_costs(costs, placement)
         elif costs.num_stages != placement.num_stages:
             raise ScheduleError(
-                f"{arguments.costs} has costs of {costs.num_stages} stages: expected {placement.num_stages}, or "
+                f"{flags.costs} has costs of {costs.num_stages} stages: expected {placement.num_stages}, or "
                 f"{placement.num_ranks} for whole ranks"
             )
     held = [sum(costs.memory_f[stage] for stage in stages) for stages in _stages_of_ranks(placement)]
@@ -39,12 +39,6 @@ def stage_costs(arguments: argparse.Namespace, placement: Placement) -> StageCos
         for name in ("memory_f", "memory_b", "memory_w")
     }
     return replace(costs, **memory)
-
-
-def times_are_given(arguments: argparse.Namespace) -> bool:
-    """Whether times are the user's, and not the default of 1 for F, B and W."""
-    names = ("costs", "time_f", "time_b", "time_w", "time_comm")
-    return any(getattr(arguments, name) is not None for name in names)
 
 
 def _stages_of_ranks(placement: Placement) -> list[list[int]]:
@@ -59,12 +53,12 @@ def read_costs(path: Path) -> StageCosts:
         raise ScheduleError(f"{path}: {error}") from None
 
 
-def _costs_of_ranks(arguments: argparse.Namespace, num_ranks: int) -> StageCosts:
+def _costs_of_ranks(flags: CostFlags, num_ranks: int) -> StageCosts:
     values: dict[str, tuple[float, ...]] = {}
-    for name, default in _DEFAULTS.items():
-        given: Sequence[float] | None = getattr(arguments, name)
+    for name in (field.name for field in fields(StageCosts)):
+        given: Sequence[float] | None = getattr(flags, name)
         length = num_ranks - 1 if name == "time_comm" else num_ranks
-        entries = (default,) if given is None else tuple(given)
+        entries = (_DEFAULTS.get(name, flags.default_time),) if given is None else tuple(given)
         if len(entries) not in (1, length):
             raise ScheduleError(
                 f"argument --{name.replace('_', '-')}: expected 1 number or {length}, got {len(entries)}"

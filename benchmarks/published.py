@@ -1,0 +1,33 @@
+"""Times that the zero-bubble paper publishes of its models (Qi et al. 2024, openreview tuzTN0eIO5)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.zero_bubble.schedule import StageCosts, placement_for
+
+
+@dataclass(frozen=True)
+class PublishedModel:
+    """One model on the paper's smallest number of microbatches."""
+
+    num_ranks: int
+    num_microbatches: int
+    times: tuple[float, float, float, float]
+    """Milliseconds of F, B and W of a microbatch on a rank, and of a message."""
+
+
+PUBLISHED = {
+    "1.5B": PublishedModel(8, 24, (18.522, 18.086, 9.337, 0.601)),
+    "6.2B": PublishedModel(8, 24, (29.718, 29.444, 19.927, 0.527)),
+    "14.6B": PublishedModel(16, 48, (11.347, 11.248, 8.132, 0.377)),
+    "28.3B": PublishedModel(32, 96, (10.419, 10.207, 7.715, 0.408)),
+}
+
+
+def costs_of(schedule: str, num_ranks: int, times: tuple[float, float, float, float]) -> StageCosts:
+    """The costs of every stage under `schedule`: a rank's in equal parts for its chunks. B frees half of M_B."""
+    placement = placement_for(schedule, num_ranks)
+    f, b, w, message = times
+    v = placement.num_chunks
+    return StageCosts.uniform(placement.num_stages, f / v, b / v, w / v, message, 1 / v, -0.5 / v, -0.5 / v)

@@ -1,0 +1,90 @@
+"""The job that an estimate is of, from the flags of the command and of the training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.zero_bubble.cli.estimate.arguments import EstimateFlags
+from megatron.zero_bubble.cli.estimate.cluster import Cluster, States
+from megatron.zero_bubble.cli.trainings import complete_arguments
+from megatron.zero_bubble.schedule import Placement, ScheduleError
+from megatron.zero_bubble.schedule.formats import Profile, profile_from_json
+from megatron.zero_bubble.training.arguments import Arguments
+
+PROG = "zero-bubble estimate"
+_DATA = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path", "--mock-data")
+_STAND_INS = {"--train-iters": "1000000000", "--lr": "1e9"}
+"""Of what a training needs and an estimate does not: above whatever other flags ask of them."""
+
+
+@dataclass(frozen=True)
+class EstimatedJob:
+    """The training whose needs are estimated, and the cluster it would run on."""
+
+    args: Arguments
+    cluster: Cluster
+    states: States
+    profile: Profile | None
+    """Measured costs; without it they follow from operations and bytes."""
+    num_chunks: int | None = None
+    """Model chunks a rank, for schedules that leave it open; else as the flags or the schedules have it."""
+
+    @property
+    def num_microbatches(self) -> int:
+        assert self.args.global_batch_size is not None
+        return self.args.global_batch_size // (self.args.micro_batch_size * self.args.data_parallel_size)
+
+    @property
+    def replicas(self) -> int:
+        """Ranks with the same parameters, which reduce their gradients and share what ZeRO divides."""
+        return self.args.data_parallel_size * self.args.context_parallel_size
+
+    def awaited(self, placement: Placement) -> str | None:
+        """What keeps iterations from interlocking with post-validation; None where nothing does."""
+        # Only now: it imports megatron-core.
+        from megatron.zero_bubble.job.optimizer_step import awaited_by_the_first_stage
+
+        return awaited_by_the_first_stage(self.args, placement)
+
+
+def job_of(flags: EstimateFlags) -> EstimatedJob:
+    """The job that the flags describe. Raises `ValueError`."""
+    given = _with_stand_ins(flags.training_flags)
+    args = complete_arguments(given, flags.world_size, PROG, has_cuda=True, for_this_machine=False)
+    if args.pipeline_model_parallel_size < 2:
+        raise ValueError("schedules need --pipeline-model-parallel-size of at least 2")
+    if args.mtp_num_layers is not None:
+        raise ValueError("--mtp-num-layers: what further layers cost the last stage is not estimated; leave it out")
+    stage = flags.zero_stage
+    if stage is None:
+        stage = int(args.use_distributed_optimizer)
+    cluster = Cluster(
+        memory=flags.device_memory,
+        reserved=flags.reserved_memory,
+        flops=flags.device_tflops * 1e12 * flags.mfu,
+        bandwidth=flags.interconnect_bandwidth * 1e9,
+        latency=flags.interconnect_latency * 1e-6,
+    )
+    return EstimatedJob(args, cluster, States.of(args, stage), _profile(flags.profile, args), flags.num_chunks)
+
+
+def _with_stand_ins(flags: Sequence[str]) -> list[str]:
+    given = {word.split("=", 1)[0] for word in flags}
+    missing = [word for name, value in _STAND_INS.items() if name not in given for word in (name, value)]
+    return [*flags, *missing, *([] if given.intersection(_DATA) else ["--mock-data"])]
+
+
+def _profile(path: Path | None, args: Arguments) -> Profile | None:
+    if path is None:
+        return None
+    # Only now: what describes a model is known to what plans for it, which imports megatron-core.
+    from megatron.zero_bubble.job.profiling import model_description
+
+    try:
+        profile = profile_from_json(path.read_text(encoding="utf-8"))
+        profile.check_fits(profile.placement, model_description(args))
+    except (OSError, UnicodeDecodeError, ScheduleError) as error:
+        raise ValueError(f"--profile {path}: {error}") from error
+    return profile

@@ -1,0 +1,107 @@
+"""How a command reads its flags, and how it ends."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field, dataclass, fields
+from typing import Any, TypeVar
+
+from megatron.zero_bubble.job.flag_parser import FlagParser, add_flags, title_of
+from megatron.zero_bubble.schedule.errors import one_line
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class TrainingFlags:
+    """Flags of `pretrain_gpt.py`, which follow `--` on the command line and are read by what trains."""
+
+    training_flags: tuple[str, ...] = ()
+
+
+def run_command(prog: str, body: Callable[[], bool | None]) -> int:
+    """Run a command and report its error, if it has one, in one line that begins with `prog`.
+
+    Returns:
+        The exit status: 2 for a user's mistake, 1 if something failed or `body` returns False, 130 after Ctrl-C.
+    """
+    try:
+        return 1 if body() is False else 0
+    except (ValueError, OSError) as error:
+        print(f"{prog}: error: {one_line(error)}", file=sys.stderr)
+        return 2
+    except RuntimeError as error:
+        print(f"{prog}: error: {one_line(error)}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def choose_command(commands: Mapping[str, Any], argv: Sequence[str], usage: str) -> tuple[str, list[str]]:
+    """The command that the first word names, and the words after it. `--help` prints `usage` and exits.
+
+    Raises:
+        ValueError: no command, or an unknown one.
+    """
+    if not argv:
+        raise ValueError("the following arguments are required: COMMAND")
+    if argv[0] in ("-h", "--help"):
+        print(usage, end="")
+        raise SystemExit(0)
+    if argv[0] not in commands:
+        raise ValueError(f"argument COMMAND: invalid choice: {argv[0]!r} (choose from {', '.join(commands)})")
+    return argv[0], list(argv[1:])
+
+
+def read_flags(arguments: type[T], argv: Sequence[str], prog: str, description: str) -> T:
+    """Parse a command's flags into the frozen dataclass `arguments`.
+
+    Args:
+        arguments: its fields are flags; each base class that adds fields is a group of `--help`.
+        prog: what the user calls; printed in the usage.
+        description: printed by `--help`.
+
+    Raises:
+        ValueError: a flag that is unknown, missing or wrong; one line.
+    """
+    words, more, usage = list(argv), {}, None
+    if issubclass(arguments, TrainingFlags):
+        cut = words.index("--") if "--" in words else len(words)
+        words, more = words[:cut], {"training_flags": tuple(words[cut + 1 :])}
+        usage = "%(prog)s [flags] -- <pretrain_gpt.py's flags>"
+    parser = FlagParser(
+        prog=prog,
+        usage=usage,
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    for title, entries in _groups(arguments).items():
+        add_flags(parser.add_argument_group(title), arguments, entries)
+    return arguments(**vars(parser.parse_args(_join_negative(words))), **more)
+
+
+def _groups(arguments: type) -> dict[str, list[Field[Any]]]:
+    """The flags by the title of the class that adds them, the command's own first."""
+    groups: dict[str, list[Field[Any]]] = {}
+    bases = arguments.__mro__
+    for base in bases:
+        below = {name for other in base.__mro__[1:] for name in vars(other).get("__annotations__", ())}
+        for entry in fields(arguments):
+            if entry.metadata and entry.name in vars(base).get("__annotations__", ()) and entry.name not in below:
+                groups.setdefault(title_of(base), []).append(entry)
+    return groups
+
+
+def _join_negative(words: Sequence[str]) -> list[str]:
+    """`--memory-b -0.5,-1` as `--memory-b=-0.5,-1`: argparse takes a list that begins with a minus for a flag."""
+    joined: list[str] = []
+    for word in words:
+        if joined and joined[-1].startswith("--") and re.match(r"-[\d.]", word):
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined

@@ -1,0 +1,139 @@
+"""Flags that several commands have: the pipeline's size, its costs, and where results go."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from megatron.zero_bubble.cli.flag_values import at_least, numbers
+from megatron.zero_bubble.cli.output import deliver
+from megatron.zero_bubble.job.flag_parser import flag
+
+
+@dataclass(frozen=True)
+class CommandFlags:
+    """Flags of a command. A subclass refuses in `__post_init__` what its flags cannot mean together."""
+
+    def __post_init__(self) -> None:
+        """Raises `ValueError`, one line."""
+
+
+@dataclass(frozen=True)
+class OutputFlags(CommandFlags):
+    """output"""
+
+    output: Path | None = flag("write there instead of printing", None, parse=Path, metavar="FILE")
+
+
+@dataclass(frozen=True)
+class ResultFlags(OutputFlags):
+    """output"""
+
+    json: bool = flag("print JSON", False)
+
+    def deliver(self, document: Any, text: str) -> None:
+        """Print or write `document` as JSON if the flags ask for it, else `text`."""
+        deliver(to_json(document) if self.json else text, self.output)
+
+
+@dataclass(frozen=True)
+class TableFlags(ResultFlags):
+    """output"""
+
+    markdown: bool = flag("print tables as Markdown", False)
+
+
+@dataclass(frozen=True)
+class SizeFlags(CommandFlags):
+    """the pipeline"""
+
+    pipeline_size: int = flag("pipeline ranks", parse=at_least(2), metavar="P")
+    num_microbatches: int = flag("microbatches of an iteration", parse=at_least(1), metavar="M")
+    num_chunks: int | None = flag("model chunks a rank, where there is a choice", None, parse=at_least(1), metavar="V")
+    microbatch_group_size: int | None = flag(
+        "microbatches that an interleaved schedule takes through a chunk before the next (default: P)",
+        None,
+        parse=at_least(1),
+        metavar="N",
+    )
+
+
+def time_flag(what: str, default: str = "1") -> Any:
+    """The flag of F's, B's or W's time."""
+    return flag(f"time of {what} of a microbatch (default: {default})", None, parse=numbers(above=0), metavar="T")
+
+
+def _memory(letter: str, default: str) -> Any:
+    text = f"change of memory by {letter} (default: {default})"
+    return flag(text, None, parse=numbers(), metavar="D")
+
+
+@dataclass(frozen=True)
+class CostFlags(CommandFlags):
+    """costs of a whole rank, all its chunks together: one number, or a comma list with one a rank"""
+
+    time_f: tuple[float, ...] | None = time_flag("forward")
+    time_b: tuple[float, ...] | None = time_flag("the gradient of the input")
+    time_w: tuple[float, ...] | None = time_flag("the gradient of the weights")
+    time_comm: tuple[float, ...] | None = flag(
+        "time of a message (default: 0); a list has one a pair of neighbouring ranks, P - 1 in all",
+        None,
+        parse=numbers(at_least=0),
+        metavar="T",
+    )
+    memory_f: tuple[float, ...] | None = _memory("F", "1")
+    memory_b: tuple[float, ...] | None = _memory("B", "-0.5")
+    memory_w: tuple[float, ...] | None = _memory("W", "-0.5")
+    costs: Path | None = flag("all of these, from a JSON file (docs/schedules.md)", None, parse=Path, metavar="FILE")
+    no_overlap_communication: bool = flag("messages occupy the sender and the receiver", False)
+
+    default_time: ClassVar[float] = 1
+    """F, B and W where no flag gives their times."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("time_f", "time_b", "time_w", "time_comm", "memory_f", "memory_b", "memory_w"):
+            if self.costs is not None and getattr(self, name) is not None:
+                raise ValueError(f"argument --{name.replace('_', '-')}: not allowed with --costs")
+
+    @property
+    def overlap_communication(self) -> bool:
+        return not self.no_overlap_communication
+
+    @property
+    def has_times(self) -> bool:
+        """Whether the user gives times, in a unit of theirs."""
+        return any(given is not None for given in (self.costs, self.time_f, self.time_b, self.time_w, self.time_comm))
+
+
+@dataclass(frozen=True)
+class LimitFlags(CommandFlags):
+    """memory"""
+
+    memory_limit: tuple[float, ...] | None = flag(
+        "limit of a rank's memory in M_B, what one microbatch holds between F and B on a whole rank: in units of "
+        "--memory-f (of its largest entry); one number, or a comma list with one a rank",
+        None,
+        parse=numbers(above=0),
+        metavar="L",
+    )
+
+
+@dataclass(frozen=True)
+class ScheduleFlags(SizeFlags, CostFlags):
+    """What every schedule is made from; a limit of its memory comes on top."""
+
+
+@dataclass(frozen=True)
+class PostValidationFlags(CommandFlags):
+    """iterations"""
+
+    post_validation: bool = flag(
+        "step first and validate in the next warmup: iterations interlock (docs/post_validation.md)", False
+    )
+
+
+def to_json(document: Any) -> str:
+    return json.dumps(document, indent=1) + "\n"
