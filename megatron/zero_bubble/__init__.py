@@ -1,17 +1,36 @@
 """Zero-bubble pipeline parallelism for Megatron, as a layer on the unmodified megatron-core.
 
-`enable` and `disable` put it into a training script of Megatron-LM's, as `python -m megatron.zero_bubble` does.
+- `enable` and `disable` put it into a training script of Megatron-LM's, as `python -m megatron.zero_bubble` does.
+- `get_forward_backward_func`, `split_weight_gradients` and `WeightGradStore` build it into a training loop of your own.
+- `megatron.zero_bubble.schedule` plans, simulates, validates and draws schedules, and needs no torch.
 """
 
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["disable", "enable"]
+if TYPE_CHECKING:
+    from megatron.zero_bubble.launcher.launch import disable, enable
+    from megatron.zero_bubble.mcore.linear import split_weight_gradients
+    from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
+    from megatron.zero_bubble.schedules import get_forward_backward_func
+
+__all__ = ["WeightGradStore", "disable", "enable", "get_forward_backward_func", "split_weight_gradients"]
+
+_MODULES = {
+    "WeightGradStore": "runtime.weight_grad_store",
+    "disable": "launcher.launch",
+    "enable": "launcher.launch",
+    "get_forward_backward_func": "schedules",
+    "split_weight_gradients": "mcore.linear",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """The launcher is imported when it is asked for: `megatron.zero_bubble.schedule` needs no torch."""
-    if name in __all__:
-        from megatron.zero_bubble.launcher import launch
-
-        return getattr(launch, name)
+    """Import what is asked for when it is asked for: importing this package imports neither torch nor megatron-core."""
+    if name in _MODULES:
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

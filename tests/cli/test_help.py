@@ -1,0 +1,37 @@
+"""`zero-bubble` itself: its help, and how fast it is there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from megatron.zero_bubble.cli.__main__ import main
+from tests.test_architecture import ROOT
+
+
+def test_commands_that_need_no_torch_import_none():
+    for words in (["--help"], ["schedule", "list"], ["estimate", "--help"], ["benchmark", "--help"]):
+        code = (
+            "import sys\nfrom megatron.zero_bubble.cli.__main__ import main\n"
+            f"try: main({words!r})\nexcept SystemExit: pass\nprint('torch' in sys.modules)"
+        )
+        result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+        assert result.stdout.splitlines()[-1] == "False", words
+
+
+def test_help_names_every_command_with_an_example(capsys):
+    assert main(["--help"]) == 0
+    page = capsys.readouterr().out
+    for name in ("schedule", "estimate", "benchmark", "check"):
+        assert page.count(f"\n  zero-bubble {name}") == 1
+
+
+@pytest.mark.parametrize(("words", "line"), [(["paint"], "'paint' is not one of schedule, "), (["--all"], "'--all'")])
+def test_an_unknown_command_is_one_line(words, line, capsys):
+    assert main(words) == 2
+    output, errors = capsys.readouterr()
+    assert (output, errors.count("\n")) == ("", 1)
+    assert errors.startswith("zero-bubble: error: ")
+    assert line in errors
