@@ -21,7 +21,6 @@ from megatron.zero_bubble.schedule import (
     ScheduleError,
     generate,
     lower,
-    names,
     simulate,
     validate,
 )
@@ -34,9 +33,6 @@ _PROG = "benchmarks.document_schedules"
 RANKS, MICROBATCHES = 4, 8
 TIMES = (10.0, 9.0, 7.0, 0.3)
 """Milliseconds of F, B, W and a message in the pictures: unequal, as real ones are, so that each can be seen."""
-
-NOT_COMPARED = ("optimal",)
-"""Too slow at the sizes of the paper's models."""
 
 
 def pictures(folder: Path) -> str:
@@ -58,7 +54,7 @@ def pictures(folder: Path) -> str:
 def comparison() -> str:
     """Bubble rate, peak memory and messages of every schedule, for every published model."""
     heads = ["schedule"]
-    rows = [[name] for name in names() if name not in NOT_COMPARED]
+    rows = [[name] for name, entry in ENTRIES.items() if not entry.is_slow]
     for title, model in PUBLISHED.items():
         heads += [f"{title}: bubble", "memory", "messages"]
         for row in rows:

@@ -21,7 +21,8 @@ from megatron.zero_bubble.cli.invocation import read_flags, run_command
 from megatron.zero_bubble.cli.output import table
 from megatron.zero_bubble.cli.shared_flags import TableFlags
 from megatron.zero_bubble.job.flag_parser import flag
-from megatron.zero_bubble.schedule import Schedule, generate, lower, names, validate
+from megatron.zero_bubble.schedule import Schedule, generate, lower, validate
+from megatron.zero_bubble.schedule.generators import ENTRIES
 
 _PROG = "benchmarks.generation"
 SIZES = ((8, 64), (16, 128), (32, 256), (64, 512))
@@ -65,7 +66,7 @@ def _measure_all(argv: list[str]) -> bool:
     """Measure and print everything. Returns whether every limit was kept."""
     flags = read_flags(GenerationFlags, argv, _PROG, __doc__ or "")
     rows, figures, missed = [], [], []
-    for name in flags.schedule or [name for name in names() if name != "optimal"]:
+    for name in flags.schedule or [name for name, entry in ENTRIES.items() if not entry.is_slow]:
         for size in flags.size or SIZES:
             lowered, seconds = measure(name, *size)
             total, num_ops = sum(seconds), sum(map(len, lowered.ops))

@@ -22,9 +22,6 @@ from megatron.zero_bubble.schedule import Schedule, Timeline, generate, lower, s
 from megatron.zero_bubble.schedule.formats import schedule_from_pytorch_csv
 from megatron.zero_bubble.schedule.tail import Reduction, reorder_tail, simulate_reduction
 
-SLOW_TO_MAKE = ("optimal",)
-"""Schedules that have to be asked for."""
-
 
 @dataclass(frozen=True)
 class Result:
@@ -108,7 +105,7 @@ class Result:
 
 def emulate(flags: EmulationFlags) -> list[Result]:
     """Run every schedule that the flags name, and the peers. Raises `ScheduleError`."""
-    plans = [one.timeline for one in figures_of_all(flags, flags.schedule, flags.memory_limit, SLOW_TO_MAKE)]
+    plans = [one.timeline for one in figures_of_all(flags, flags.schedule, flags.memory_limit, leaves_out_slow=True)]
     costs, by_parameter = None, frozenset[str]()
     if flags.time_reduce is not None:
         by_parameter = frozenset(_by_parameter(plan) for plan in plans)

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.emulation.arguments import EmulationFlags
-from benchmarks.emulation.emulated_results import SLOW_TO_MAKE, Result, make_job
+from benchmarks.emulation.emulated_results import Result, make_job
 from benchmarks.emulation.ranks import Records, run_job
 from megatron.zero_bubble.cli.output import table
 from megatron.zero_bubble.cli.schedule.figures import figures_of_all
@@ -54,7 +54,7 @@ class IterationResult(Result):
 
 def emulate_iterations(flags: EmulationFlags) -> list[IterationResult]:
     """Run every schedule that the flags name without and with post-validation. Raises `ScheduleError`."""
-    plans = [one.timeline for one in figures_of_all(flags, flags.schedule, flags.memory_limit, SLOW_TO_MAKE)]
+    plans = [one.timeline for one in figures_of_all(flags, flags.schedule, flags.memory_limit, leaves_out_slow=True)]
     validated = [_with_post_validation(plan) for plan in plans]
     both = [plan for pair in zip(plans, validated, strict=True) for plan in pair]
     longest = max(float(plan.makespan) for plan in plans) * (FILL + FOLLOWING)

@@ -5,7 +5,8 @@ from fractions import Fraction
 
 import pytest
 
-from megatron.zero_bubble.schedule import OpKind, ScheduleError, StageCosts
+from megatron.zero_bubble.schedule import OpKind, Placement, ScheduleError, StageCosts
+from megatron.zero_bubble.schedule.costs import by_result
 
 
 def test_uniform_costs_repeat_for_every_stage():
@@ -47,3 +48,26 @@ def test_lists_of_the_wrong_length_are_refused(name):
         replace(costs, **{name: (1,)})
     with pytest.raises(ScheduleError, match="at least one"):
         StageCosts((), (), (), (), (), (), ())
+
+
+def test_costs_of_ranks_are_split_into_chunks_and_summed_again():
+    ranks = StageCosts.uniform(3, 2, 4, 6, memory_f=8, memory_b=-2, memory_w=-6)
+    ranks = replace(ranks, time_comm=(1, 3))
+    v, interleaved = Placement("v", 3, 2), Placement("interleaved", 3, 2)
+    assert ranks.split_ranks(v).time_comm == (1, 3, 3, 3, 1), "the turn of the V is no edge between ranks"
+    assert ranks.split_ranks(interleaved).time_comm == (1, 3, 3, 1, 3)
+    assert ranks.split_ranks(Placement("linear", 3)) is ranks
+    for placement in (v, interleaved):
+        stages = ranks.split_ranks(placement)
+        assert (stages.time_f, stages.memory_w) == ((1,) * 6, (-3,) * 6)
+        assert stages.whole_ranks(placement) == ranks
+    uneven = replace(StageCosts.uniform(6), time_f=(1, 2, 3, 4, 5, 6))
+    assert uneven.whole_ranks(v).time_f == (7, 7, 7)
+    assert uneven.whole_ranks(interleaved).time_f == (5, 7, 9)
+
+
+def test_a_fused_backward_is_half_b_and_half_w_where_no_more_is_known():
+    f, b, w, bw = OpKind.F, OpKind.B, OpKind.W, OpKind.BW
+    assert by_result({f: 1, bw: 6}) == {f: 1, b: 3, w: 3}
+    assert by_result({f: 1, b: 2, w: 5}) == {f: 1, b: 2, w: 5}
+    assert by_result({f: 1, b: 2, w: 5, bw: 6}) == {f: 1, b: 2, w: 5}

@@ -26,14 +26,11 @@ from typing import TYPE_CHECKING
 
 from megatron.zero_bubble.cli.estimate.arguments import EstimateFlags
 from megatron.zero_bubble.cli.invocation import read_flags, run_command
-from megatron.zero_bubble.schedule import names
+from megatron.zero_bubble.schedule.generators import ENTRIES
 
 if TYPE_CHECKING:
     from megatron.zero_bubble.cli.estimate.estimated_job import EstimatedJob
     from megatron.zero_bubble.cli.estimate.schedule_estimate import Estimate
-
-SLOW_TO_MAKE = ("optimal",)
-"""Schedules that have to be asked for."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -62,7 +59,7 @@ def estimate_all(job: EstimatedJob, chosen: list[str] | None) -> tuple[list[Esti
 
     found: list[Estimate] = []
     refused: dict[str, str] = {}
-    for name in chosen or [name for name in names() if name not in SLOW_TO_MAKE]:
+    for name in chosen or [name for name, entry in ENTRIES.items() if not entry.is_slow]:
         try:
             found.append(estimate(job, name))
         except ValueError as error:

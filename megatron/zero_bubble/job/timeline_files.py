@@ -10,10 +10,13 @@ from pathlib import Path
 from megatron.zero_bubble.job.files import write_file
 from megatron.zero_bubble.schedule import OpKind, Schedule, StageCosts, TimedOp, Timeline, simulate
 from megatron.zero_bubble.schedule.analysis import causes
+from megatron.zero_bubble.schedule.costs import by_result
 from megatron.zero_bubble.schedule.draw import to_chrome_trace, to_html, to_svg
 
 _MARGINS, _OP_WIDTH, _WIDEST = 136, 26, 1600
 """Pixels: of a drawing beside its lanes, of an operation on average, so that labels fit on most, and of all of them."""
+_UNKNOWN = 1e-6
+"""Milliseconds of an operation that did not run: costs are above zero."""
 _PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{name}</title>
 <style>:root {{ color-scheme: light dark; }} body {{ font: 14px sans-serif; margin: 1em; }}
@@ -63,17 +66,15 @@ def _costs_of(schedule: Schedule, lanes: Sequence[Sequence[TimedOp]], profiled: 
     for rank, lane in enumerate(lanes):
         for op, start, end in lane:
             samples.setdefault((op.kind, placement.stage_of(rank, op.chunk)), []).append(end - start)
-
-    def mean(kind: OpKind, share: float) -> tuple[float, ...]:
-        """A fused backward is counted as half B and half W."""
-        times = []
-        for stage in range(placement.num_stages):
-            values = samples.get((kind, stage)) or [share * v for v in samples.get((OpKind.BW, stage), [1e-6])]
-            times.append(statistics.fmean(values))
-        return tuple(times)
-
+    means: list[dict[OpKind, float]] = [{} for _ in range(placement.num_stages)]
+    for (kind, stage), values in samples.items():
+        means[stage][kind] = statistics.fmean(values)
+    stages = [by_result(mean) for mean in means]
+    times = {
+        name: tuple(stage.get(kind, _UNKNOWN) for stage in stages)
+        for name, kind in (("time_f", OpKind.F), ("time_b", OpKind.B), ("time_w", OpKind.W))
+    }
     free = StageCosts.uniform(placement.num_stages, memory_f=0, memory_b=0, memory_w=0)
-    times = {"time_f": mean(OpKind.F, 1.0), "time_b": mean(OpKind.B, 0.5), "time_w": mean(OpKind.W, 0.5)}
     return replace(profiled or free, **times)
 
 

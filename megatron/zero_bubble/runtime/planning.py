@@ -99,11 +99,10 @@ def one_f_one_b_peak(placement: Placement, costs: StageCosts, num_microbatches: 
     With activation recomputation the oldest of them holds more in its backward than it did since its
     forward: what is recomputed lives until W.
     """
-    p, chunks = placement.num_ranks, range(placement.num_chunks)
     peaks = []
-    for rank in range(p):
-        stages = [placement.stage_of(rank, chunk) for chunk in chunks]
-        held = min(num_microbatches, p - rank) * sum(costs.memory_f[stage] for stage in stages)
+    for rank in range(placement.num_ranks):
+        stages = placement.stages_of(rank)
+        held = min(num_microbatches, placement.num_ranks - rank) * sum(costs.memory_f[stage] for stage in stages)
         peaks.append(held + max(0, *(costs.memory_b[stage] for stage in stages)))
     return max(peaks)
 
@@ -173,24 +172,6 @@ class Prediction:
     @cached_property
     def speed_up(self) -> float:
         """How many times as fast as 1F1B with the same work a rank: the ratio of the costs."""
-        placement, costs = self.schedule.placement, _whole_ranks(self.schedule.placement, self.profile.costs)
-        baseline = simulate(generate("1f1b", placement.num_ranks, self.schedule.num_microbatches), costs)
+        costs = self.profile.costs.whole_ranks(self.schedule.placement)
+        baseline = simulate(generate("1f1b", self.schedule.num_ranks, self.schedule.num_microbatches), costs)
         return baseline.cost / self._timeline.cost
-
-
-def _whole_ranks(placement: Placement, costs: StageCosts) -> StageCosts:
-    """The costs of the model cut into one stage a rank, each as long as that rank's chunks together."""
-    chunks = range(placement.num_chunks)
-
-    def total(values: tuple[float, ...]) -> tuple[float, ...]:
-        return tuple(sum(values[placement.stage_of(rank, c)] for c in chunks) for rank in range(placement.num_ranks))
-
-    return StageCosts(
-        time_f=total(costs.time_f),
-        time_b=total(costs.time_b),
-        time_w=total(costs.time_w),
-        time_comm=costs.time_comm[: placement.num_ranks - 1],
-        memory_f=total(costs.memory_f),
-        memory_b=total(costs.memory_b),
-        memory_w=total(costs.memory_w),
-    )

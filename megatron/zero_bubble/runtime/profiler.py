@@ -16,6 +16,7 @@ from megatron.zero_bubble.runtime.communicator import Communicator, TensorSpec
 from megatron.zero_bubble.runtime.recorder import MeasuredOp, MemoryMeter
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, OpKind, Placement, StageCosts
+from megatron.zero_bubble.schedule.costs import by_result
 from megatron.zero_bubble.schedule.kinds import KINDS
 
 _PINGS = 7
@@ -212,33 +213,24 @@ def combine_costs(
             by_stage[chunk.stage].append(chunk)
         for edge, milliseconds in edges.items():
             by_edge[edge].append(milliseconds)
-    stages = [_split_fused(by_stage[stage]) for stage in range(placement.num_stages)]
-    f, b, w = OpKind.F, OpKind.B, OpKind.W
+    stages = [by_stage[stage] for stage in range(placement.num_stages)]
+    times = [[by_result(chunk.times) for chunk in replicas] for replicas in stages]
+    memory = [[by_result(chunk.memory) for chunk in replicas] for replicas in stages]
+
+    def most(values: list[list[dict[OpKind, float]]], kind: OpKind) -> tuple[float, ...]:
+        return tuple(max(replica[kind] for replica in replicas) for replicas in values)
+
     costs = StageCosts(
-        time_f=tuple(max(times[f] for times, _ in stage) for stage in stages),
-        time_b=tuple(max(times[b] for times, _ in stage) for stage in stages),
-        time_w=tuple(max(times[w] for times, _ in stage) for stage in stages),
+        time_f=most(times, OpKind.F),
+        time_b=most(times, OpKind.B),
+        time_w=most(times, OpKind.W),
         time_comm=tuple(max(by_edge.get(edge, [0.0])) for edge in range(placement.num_stages - 1)),
-        memory_f=tuple(max(memory[f] for _, memory in stage) for stage in stages),
-        memory_b=tuple(max(memory[b] for _, memory in stage) for stage in stages),
-        memory_w=tuple(max(memory[w] for _, memory in stage) for stage in stages),
+        memory_f=most(memory, OpKind.F),
+        memory_b=most(memory, OpKind.B),
+        memory_w=most(memory, OpKind.W),
     )
     return MeasuredCosts(
         costs,
         max(chunk.noise for chunks, _ in gathered for chunk in chunks),
         tuple(max(chunk.inside for chunk in by_stage[stage]) for stage in range(placement.num_stages)),
     )
-
-
-def _split_fused(replicas: Sequence[ChunkCosts]) -> list[tuple[dict[OpKind, float], dict[OpKind, float]]]:
-    """Times and memory of F, B and W; a fused backward, which tells no more, counts half and half."""
-    split = []
-    for chunk in replicas:
-        times, memory = dict(chunk.times), dict(chunk.memory)
-        if OpKind.BW in times:
-            for values in (times, memory):
-                fused = values.pop(OpKind.BW)
-                values.setdefault(OpKind.B, fused / 2)
-                values.setdefault(OpKind.W, fused / 2)
-        split.append((times, memory))
-    return split

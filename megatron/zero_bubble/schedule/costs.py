@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 
 from megatron.zero_bubble.schedule.errors import ScheduleError
+from megatron.zero_bubble.schedule.ir import Placement
 from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
 
 SMALLEST, LARGEST = 1e-50, 1e50
@@ -104,7 +106,49 @@ class StageCosts:
         """Time of F, B and W of one microbatch on `stage`."""
         return self.time_f[stage] + self.time_b[stage] + self.time_w[stage]
 
+    def split_ranks(self, placement: Placement) -> StageCosts:
+        """The costs of the stages of `placement`, where these costs are of whole ranks: equal parts for the chunks.
+
+        A message takes as long between chunks as between ranks. Where an interleaved placement goes from the last
+        rank back to the first, no entry says how long that takes: the longest is taken.
+        """
+        if placement.num_chunks == 1:
+            return self
+        ranks = [placement.rank_of(stage) for stage in range(placement.num_stages)]
+        per_stage = {
+            field.name: tuple(getattr(self, field.name)[rank] / placement.num_chunks for rank in ranks)
+            for field in fields(self)
+            if field.name != "time_comm"
+        }
+        comm = []
+        for here, there in pairwise(ranks):
+            is_edge = abs(here - there) == 1
+            comm.append(self.time_comm[min(here, there)] if is_edge else max(self.time_comm, default=0))
+        return replace(self, **per_stage, time_comm=tuple(comm))
+
+    def whole_ranks(self, placement: Placement) -> StageCosts:
+        """The costs of the model cut into one stage a rank, each as long as the chunks that the rank has here."""
+        stages = [placement.stages_of(rank) for rank in range(placement.num_ranks)]
+        per_rank = {
+            field.name: tuple(sum(getattr(self, field.name)[stage] for stage in chunks) for chunks in stages)
+            for field in fields(self)
+            if field.name != "time_comm"
+        }
+        return replace(self, **per_rank, time_comm=self.time_comm[: placement.num_ranks - 1])
+
     def _sum(self, names: Sequence[str]) -> tuple[float, ...]:
         """The sum of these fields for every stage; zeros if there are none."""
         columns = [getattr(self, name) for name in names]
         return tuple(map(sum, zip(*columns, strict=True))) if columns else (0,) * self.num_stages
+
+
+def by_result(measured: Mapping[OpKind, float]) -> dict[OpKind, float]:
+    """Values measured by kind of operation as values of F, B and W.
+
+    A fused backward, of which no more is known, counts half as B and half as W.
+    """
+    values = {kind: value for kind, value in measured.items() if KINDS[kind].makes == (kind,)}
+    for kind, value in measured.items():
+        for result in KINDS[kind].makes:
+            values.setdefault(result, value / len(KINDS[kind].makes))
+    return values

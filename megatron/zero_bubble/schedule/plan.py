@@ -50,7 +50,7 @@ class NamedPlan:
     @property
     def adapts(self) -> bool:
         """Whether the generator makes another schedule for other costs."""
-        return "costs" in entry_of(self.name).options
+        return entry_of(self.name).uses_costs
 
     def with_costs(self, costs: StageCosts, memory_limit: float | Sequence[float] | None) -> NamedPlan:
         """The plan for measured costs; the limit is in their unit."""

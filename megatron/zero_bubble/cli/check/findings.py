@@ -11,7 +11,6 @@ from megatron.zero_bubble.cli.check.one_process_numerics import NumericsCheck
 from megatron.zero_bubble.cli.check.rank_check import RankFindings
 from megatron.zero_bubble.cli.check.stage_run import NUM_RANKS, MemoryCheck, StageProfile
 from megatron.zero_bubble.cli.output import table
-from megatron.zero_bubble.cli.schedule.rank_costs import split_costs
 from megatron.zero_bubble.schedule import OpKind, generate, placement_for, simulate
 from megatron.zero_bubble.training.model_size import Stage, stage_activations, stage_flops
 
@@ -38,7 +37,7 @@ class StageCheck:
         rates = {}
         p = self.model.pipeline_size
         for name in SCHEDULES:
-            costs = split_costs(self.profile.costs(p, self.message_ms), placement_for(name, p))
+            costs = self.profile.costs(p, self.message_ms).split_ranks(placement_for(name, p))
             schedule = generate(name, p, self.model.num_microbatches, costs=costs)
             rates[name] = float(simulate(schedule, costs).bubble_rate)
         return rates

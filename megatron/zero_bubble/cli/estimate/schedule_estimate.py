@@ -8,7 +8,6 @@ from typing import Any
 
 from megatron.zero_bubble.cli.estimate.cluster import rank_parameters, stages_of
 from megatron.zero_bubble.cli.estimate.estimated_job import EstimatedJob
-from megatron.zero_bubble.cli.schedule.rank_costs import split_costs
 from megatron.zero_bubble.job.profiling import memory_limit
 from megatron.zero_bubble.runtime.planning import MemoryLimit
 from megatron.zero_bubble.runtime.replanner import MARGIN
@@ -24,11 +23,10 @@ from megatron.zero_bubble.schedule import (
     with_post_validation,
 )
 from megatron.zero_bubble.schedule.formats import Profile
+from megatron.zero_bubble.schedule.generators import entry_of
 from megatron.zero_bubble.training.flops import flops_per_iteration
 from megatron.zero_bubble.training.model_size import Flops, element_bytes, stage_activations, stage_flops
 
-PLANNED_FOR_A_LIMIT = "auto"
-"""The schedule that takes what memory it may."""
 _SHORTEST = 1e-3
 """Milliseconds."""
 
@@ -121,12 +119,12 @@ def estimate(job: EstimatedJob, name: str) -> Estimate:
         ValueError: the layers cannot be cut for it, or (as `ScheduleError`) it is not possible at these sizes.
     """
     args = job.args
-    chunks = (job.num_chunks or args.model_chunks) if name.startswith("interleaved") else None
+    chunks = (job.num_chunks or args.model_chunks) if entry_of(name).takes_num_chunks else None
     placement = placement_for(name, args.pipeline_model_parallel_size, chunks)
     costs = stage_costs(job, placement)
     held = rank_parameters(args, placement)
     states = tuple(job.states.of_rank(one, job.replicas, args.expert_model_parallel_size) for one in held)
-    limit = _activation_limit(job, costs, placement, max(states)) if name == PLANNED_FOR_A_LIMIT else None
+    limit = _activation_limit(job, costs, placement, max(states)) if not entry_of(name).has_own_limit else None
     asked = memory_limit(job.args) or MemoryLimit()
     limits = None if limit is None else asked.of_ranks(limit, placement.num_ranks, job.profile)
     schedule = generate(
@@ -187,7 +185,7 @@ def _from_profile(profile: Profile, placement: Placement) -> StageCosts:
     if profile.placement == placement:
         return profile.costs
     if profile.placement == Placement("linear", placement.num_ranks):
-        return split_costs(profile.costs, placement)
+        return profile.costs.split_ranks(placement)
     raise ScheduleError(
         f"the profile is of the {profile.placement.kind} placement of {profile.placement.num_ranks} ranks"
     )

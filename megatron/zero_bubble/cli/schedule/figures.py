@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from megatron.zero_bubble.schedule import (
     generate,
     iteration_time,
     lower,
-    names,
     placement_for,
     repeat,
     simulate,
@@ -30,7 +29,7 @@ from megatron.zero_bubble.schedule import (
     with_post_validation,
 )
 from megatron.zero_bubble.schedule.formats import schedule_from_text
-from megatron.zero_bubble.schedule.generators import entry_of
+from megatron.zero_bubble.schedule.generators import ENTRIES, entry_of
 from megatron.zero_bubble.schedule.ir import check_size
 from megatron.zero_bubble.schedule.kinds import SENDS
 from megatron.zero_bubble.schedule.memory import peaks
@@ -150,24 +149,24 @@ def figures_of_all(
     flags: ScheduleFlags,
     chosen: Sequence[str] | None,
     limit: Sequence[float] | None,
-    leave_out: Collection[str] = (),
     *,
+    leaves_out_slow: bool = False,
     post_validation: bool = False,
     queues: HardwareQueues | None = None,
 ) -> list[ScheduleFigures]:
-    """The figures of the schedules `chosen`, or of all that are possible but those to `leave_out`.
+    """The figures of the schedules `chosen`, or of all that are possible, without the slow ones if asked.
 
     Raises:
         ScheduleError: one that was chosen by name is not possible, or none is.
     """
     found: list[ScheduleFigures] = []
     refusal: ScheduleError | None = None
-    for name in chosen or [name for name in names() if name not in leave_out]:
-        options = entry_of(name).options
+    for name in chosen or [name for name in ENTRIES if not (leaves_out_slow and ENTRIES[name].is_slow)]:
+        entry = entry_of(name)
         own = replace(
             flags,
-            num_chunks=flags.num_chunks if "num_chunks" in options else None,
-            microbatch_group_size=flags.microbatch_group_size if "group_size" in options else None,
+            num_chunks=flags.num_chunks if entry.takes_num_chunks else None,
+            microbatch_group_size=flags.microbatch_group_size if "group_size" in entry.options else None,
         )
         try:
             made = make_schedule(own, name, limit)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from itertools import pairwise
 from pathlib import Path
 
 from megatron.zero_bubble.cli.shared_flags import CostFlags
@@ -21,17 +20,17 @@ def stage_costs(flags: CostFlags, placement: Placement) -> StageCosts:
     Flags, and files with one entry a rank, are for whole ranks. M_B is the memory of F of one microbatch on a
     whole rank, on the rank where it is largest.
     """
-    costs = split_costs(_costs_of_ranks(flags, placement.num_ranks), placement)
+    costs = _costs_of_ranks(flags, placement.num_ranks).split_ranks(placement)
     if flags.costs is not None:
         costs = read_costs(flags.costs)
         if costs.num_stages == placement.num_ranks:
-            costs = split_costs(costs, placement)
+            costs = costs.split_ranks(placement)
         elif costs.num_stages != placement.num_stages:
             raise ScheduleError(
                 f"{flags.costs} has costs of {costs.num_stages} stages: expected {placement.num_stages}, or "
                 f"{placement.num_ranks} for whole ranks"
             )
-    held = [sum(costs.memory_f[stage] for stage in stages) for stages in _stages_of_ranks(placement)]
+    held = costs.whole_ranks(placement).memory_f
     if max(held) < SMALLEST:
         raise ScheduleError(f"M_B, the memory of F on a whole rank, must be above zero, got {max(held):g}")
     memory = {
@@ -39,11 +38,6 @@ def stage_costs(flags: CostFlags, placement: Placement) -> StageCosts:
         for name in ("memory_f", "memory_b", "memory_w")
     }
     return replace(costs, **memory)
-
-
-def _stages_of_ranks(placement: Placement) -> list[list[int]]:
-    chunks = range(placement.num_chunks)
-    return [[placement.stage_of(rank, chunk) for chunk in chunks] for rank in range(placement.num_ranks)]
 
 
 def read_costs(path: Path) -> StageCosts:
@@ -65,24 +59,3 @@ def _costs_of_ranks(flags: CostFlags, num_ranks: int) -> StageCosts:
             )
         values[name] = entries * length if len(entries) == 1 else entries
     return StageCosts(**values)
-
-
-def split_costs(costs: StageCosts, placement: Placement) -> StageCosts:
-    """Costs of whole ranks, in equal parts for the chunks.
-
-    A message takes as long between chunks as between ranks. Where an interleaved placement goes from the last
-    rank back to the first, no entry says how long that takes: the longest is taken.
-    """
-    if placement.num_chunks == 1:
-        return costs
-    ranks = [placement.rank_of(stage) for stage in range(placement.num_stages)]
-    per_stage = {
-        field.name: tuple(getattr(costs, field.name)[rank] / placement.num_chunks for rank in ranks)
-        for field in fields(costs)
-        if field.name != "time_comm"
-    }
-    comm = []
-    for here, there in pairwise(ranks):
-        adjacent = abs(here - there) == 1
-        comm.append(costs.time_comm[min(here, there)] if adjacent else max(costs.time_comm, default=0))
-    return replace(costs, **per_stage, time_comm=tuple(comm))

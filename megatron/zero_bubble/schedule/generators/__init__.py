@@ -42,6 +42,20 @@ class Entry:
     options: frozenset[str] = frozenset()
     """The keywords of `generate` that `function` takes, always all of them: `costs`, `num_chunks`,
     `memory_limit` (one a rank, or None), `group_size`, `overlap_communication`."""
+    is_slow: bool = False
+    """Whether it takes seconds to minutes: no command makes it unless it is named."""
+    has_own_limit: bool = True
+    """Whether the name stands for an amount of memory; otherwise a job gives it a limit, 1F1B's peak by default."""
+
+    @property
+    def uses_costs(self) -> bool:
+        """Whether it makes another schedule for other costs."""
+        return "costs" in self.options
+
+    @property
+    def takes_num_chunks(self) -> bool:
+        """Whether the model chunks a rank can be chosen, and are not always `num_chunks`."""
+        return "num_chunks" in self.options
 
 
 _INTERLEAVED = frozenset({"num_chunks", "group_size"})
@@ -70,6 +84,7 @@ _ENTRIES = (
         1,
         auto,
         _PLANNED,
+        has_own_limit=False,
     ),
     Entry(
         "optimal",
@@ -78,6 +93,7 @@ _ENTRIES = (
         1,
         optimal,
         _PLANNED,
+        is_slow=True,
     ),
     Entry("zb-v", "placed in a V: no bubble where F = B = W, memory p M_B", "v", 2, zb_v, _PLANNED),
     Entry(
@@ -129,7 +145,7 @@ def placement_for(name: str, num_ranks: int, num_chunks: int | None = None) -> P
     """
     entry = entry_of(name)
     chunks = entry.num_chunks if num_chunks is None else num_chunks
-    if chunks != entry.num_chunks and "num_chunks" not in entry.options:
+    if chunks != entry.num_chunks and not entry.takes_num_chunks:
         raise ScheduleError(f"schedule {name} has {entry.num_chunks} chunks a rank, got {chunks}")
     return Placement(entry.placement, num_ranks, chunks)
 
