@@ -42,7 +42,7 @@ def provide_megatron_core(given: Path | None, scratch: Path) -> list[Path]:
         importlib.invalidate_caches()
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
         raise ValueError(
-            "megatron-core is not installed for this Python: bring its wheel (docs/benchmarks.md says how) and name "
+            "megatron-core is not installed for this Python: bring its wheel (docs/gpu.md says how) and name "
             "it, --megatron-core FILE"
         )
     return paths
