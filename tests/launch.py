@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import multiprocessing.connection
 import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -54,7 +54,8 @@ def run_trainings(
     Those named in `unlogged` are without that flag: it gathers parameters. In place of `--mock-data` they read a
     small corpus, whose index they share. Returns what each printed.
     """
-    write_corpus(folder / "corpus")
+    if not (folder / "corpus.idx").exists():
+        write_corpus(folder / "corpus")
     data = ["--tokenizer-type", "NullTokenizer", "--train-data-path", str(folder / "corpus")]
     plan = {}
     for name, flags in trainings.items():
@@ -62,15 +63,40 @@ def run_trainings(
         plan[name] = [*given, *data]
         if name not in unlogged:
             plan[name] += ["--log-numerics", str(folder / f"{name}.jsonl")]
-    (folder / "plan.json").write_text(json.dumps(plan))
-    outputs = folder / "stdout.txt", folder / "stderr.txt"
+    job = Path(tempfile.mkdtemp(prefix="job-", dir=folder))
+    outputs = job / "stdout.txt", job / "stderr.txt"
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    arguments = (folder / "plan.json", outputs, store.port)
+    arguments = (plan, folder, outputs, store.port)
     status = run_forked(num_ranks, run_rank, arguments, timeout=300 + 10 * len(plan))
-    stdout, stderr = (path.read_text() for path in outputs)
+    stdout, stderr = (path.read_text() if path.exists() else "" for path in outputs)
     assert status == 0, f"status {status}: {stdout[-3000:]}{stderr[-6000:]}"
     _, *parts = re.split(r"^training (.*)\n", stdout, flags=re.MULTILINE)
     return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+class Trainings:
+    """Trainings by name, each of which runs when a test first asks for it: what is not tested costs nothing."""
+
+    def __init__(
+        self, num_ranks: int, flags: Mapping[str, Sequence[str]], folder: Path, unlogged: Collection[str] = ()
+    ) -> None:
+        self.folder = folder
+        self._num_ranks, self._flags, self._unlogged = num_ranks, flags, unlogged
+        self._printed: dict[str, str] = {}
+
+    def run(self, *names: str) -> None:
+        """Run those of the trainings that have not run yet, in one job."""
+        new = {name: self._flags[name] for name in names if name not in self._printed}
+        if new:
+            self._printed |= run_trainings(self._num_ranks, new, self.folder, self._unlogged)
+
+    def numerics(self, name: str) -> bytes:
+        self.run(name)
+        return (self.folder / f"{name}.jsonl").read_bytes()
+
+    def printed(self, name: str) -> str:
+        self.run(name)
+        return self._printed[name]
 
 
 def run_forked(num_ranks: int, body: Callable[..., None], arguments: tuple[object, ...], timeout: float) -> int | None:

@@ -25,7 +25,7 @@ WARM_UP = "warm-up"
 """Among the flags: every stage computes once before the first step, as it does on a GPU."""
 
 COLLECTIVES = "collectives"
-"""Among the flags: each rank writes the collectives that it starts to `NAME.RANK.calls`, beside the plan."""
+"""Among the flags: each rank writes the collectives that it starts to `NAME.RANK.calls`."""
 
 
 def take(flags: list[str], prefix: str) -> list[str]:
@@ -99,10 +99,14 @@ def pretrain_or_tell(args: Any) -> None:
         unset_num_microbatches_calculator()
 
 
-def run_rank(rank: int, num_ranks: int, plan: Path, outputs: tuple[Path, Path], port: int) -> None:
+def run_rank(
+    rank: int, num_ranks: int, plan: dict[str, list[str]], folder: Path, outputs: tuple[Path, Path], port: int
+) -> None:
     """Be one rank of a job, which runs the trainings of `plan`.
 
     Args:
+        plan: the flags of each training, by its name.
+        folder: where a training's recorded collectives go.
         outputs: what the rank prints is appended to these files, stdout's first.
         port: of this machine, where the store is in which the ranks meet.
     """
@@ -111,11 +115,11 @@ def run_rank(rank: int, num_ranks: int, plan: Path, outputs: tuple[Path, Path], 
     for stream, path in zip((sys.stdout, sys.stderr), outputs, strict=True):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), stream.fileno())
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    for number, (name, flags) in enumerate(json.loads(plan.read_text()).items()):
+    for number, (name, flags) in enumerate(plan.items()):
         # Each training in process groups of its own: those of all together would have a thousand threads.
         store = dist.PrefixStore(str(number), dist.TCPStore("localhost", port))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
-        run_training(plan.parent, name, flags)
+        run_training(folder, name, flags)
         gc.collect()  # the model holds some of the groups, and has cycles
         dist.destroy_process_group()
 

@@ -1,4 +1,8 @@
-"""The benchmark of schedules with emulated compute: what it prints, never how fast it was."""
+"""The benchmark of schedules with emulated compute: what it prints, never how fast it was.
+
+`make test` runs one emulation and one with peers; `make test-all` also the other modes, whose parts have tests here
+that start no ranks.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +37,7 @@ def run(*flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
 
 
+@pytest.mark.exhaustive
 def test_all_schedules_and_all_peers_as_json(tmp_path):
     names = ("1f1b", "interleaved-zb", "zb-h2")
     flags = [word for name in names for word in ("--schedule", name)]
@@ -96,6 +101,7 @@ def test_a_table_with_slow_messages_and_a_peer_that_refuses():
     assert "torch DualPipeV" not in result.stdout
 
 
+@pytest.mark.exhaustive
 def test_replicas_reduce_their_gradients_with_the_tail_in_both_orders():
     flags = ("--schedule", "zb-2p", "--data-parallel-size", "2", "--time-reduce", "4", "--buckets", "4", "--json")
     result = run(*QUICK, *flags)
@@ -109,6 +115,7 @@ def test_replicas_reduce_their_gradients_with_the_tail_in_both_orders():
         assert min(one["steps_ms"]) >= one["simulated_ms"] - 1e-6
 
 
+@pytest.mark.exhaustive
 def test_post_validation_is_measured_beside_iterations_that_wait_for_the_optimizer(tmp_path):
     result = run(*QUICK, "--time-w", "2", "--schedule", "1f1b", "--schedule", "zb-h2", "--post-validation", "--json")
     assert result.returncode == 0, result.stderr

@@ -1,4 +1,8 @@
-"""However a job under the launcher ends, all of its processes are gone soon, with a status that tells how it went."""
+"""However a job under the launcher ends, all of its processes are gone soon, with a status that tells how it went.
+
+`make test` runs an error and a signal; the other endings go the ways of `tests/training/test_endings.py`, through the
+same code, and are in `make test-all`.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,8 @@ SCRIPT = ROOT / "tests" / "launcher" / "checkout" / "pretrain_small.py"
 FOR_EVER = ("--train-iters", "1000000")
 HANDLER = ("--exit-signal-handler",)
 POST_VALIDATION = ("--zero-bubble-post-validation", "--log-interval", "1")
-WITH_AND_WITHOUT = pytest.mark.parametrize("more", [(), POST_VALIDATION], ids=["waiting", "post-validation"])
+WAITING = pytest.param((), marks=pytest.mark.exhaustive, id="waiting")
+WITH_AND_WITHOUT = pytest.mark.parametrize("more", [WAITING, pytest.param(POST_VALIDATION, id="post-validation")])
 
 
 @pytest.fixture
@@ -35,6 +40,7 @@ def start(tmp_path: Path) -> Iterator:
         job.end(0.0)
 
 
+@pytest.mark.exhaustive
 @WITH_AND_WITHOUT
 def test_a_script_that_is_done(start, more) -> None:
     job = start(*HANDLER, *more)
@@ -67,6 +73,7 @@ def test_a_signal_saves_where_the_script_does(start, tmp_path: Path, more) -> No
     assert (tmp_path / "rank_1.pt").exists()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_signal_to_a_rank_ends_the_job(start, tmp_path: Path, number: signal.Signals) -> None:
     job = start(*FOR_EVER)

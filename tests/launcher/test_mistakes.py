@@ -1,4 +1,7 @@
-"""What cannot work ends in one line and a non-zero exit, before or after the script, and never in a hang."""
+"""What cannot work ends in one line and a non-zero exit, before or after the script, and never in a hang.
+
+`make test` starts a process for one of these mistakes; the others reach the same lines, and are in `make test-all`.
+"""
 
 from __future__ import annotations
 
@@ -95,6 +98,7 @@ def test_timers_that_wait_for_the_device_inside_a_step(monkeypatch: pytest.Monke
         Run(script_arguments(timing_log_level=2), LaunchFlags(zero_bubble_schedule="zb-h1"))
 
 
+@pytest.mark.exhaustive
 def test_a_script_that_never_trains(tmp_path: Path) -> None:
     script = tmp_path / "prepare.py"
     script.write_text("import sys\nprint('done')\nsys.exit()\n")
@@ -117,6 +121,7 @@ pretrain(more_layers, forward_step, data_provider)
 """
 
 
+@pytest.mark.exhaustive
 def test_a_script_that_builds_other_layers_than_it_was_asked_for(tmp_path: Path) -> None:
     script = tmp_path / "more_layers.py"
     script.write_text(MORE_LAYERS)
@@ -145,6 +150,7 @@ def test_another_version_of_megatron_core(checkout: Path) -> None:
     assert result.stdout == ""
 
 
+@pytest.mark.exhaustive
 def test_a_script_without_megatron_lm_s_trainer(checkout: Path) -> None:
     (checkout / "megatron" / "core" / "__init__.py").write_text("__version__ = '0.16.1'\n")
     result = start(checkout / "pretrain.py", "--zero-bubble-schedule", "zb-h1")

@@ -1,4 +1,8 @@
-"""A user's mistake: one line that names the flag and the value, a non-zero exit, no traceback of ours, no hang."""
+"""A user's mistake: one line that names the flag and the value, a non-zero exit, no traceback of ours, no hang.
+
+`make test` starts ranks for a mistake that is found before they meet and for one that is found after; the others end
+the same ways, and their messages are tested where they are made.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from megatron.zero_bubble.job.profiling import model_description
 from megatron.zero_bubble.schedule import Placement, StageCosts
@@ -38,6 +44,7 @@ def test_an_unknown_schedule_is_answered_with_the_known_ones() -> None:
     assert all(name in line for name in ("gpipe", "1f1b", "zb-h1", "zb-h2"))
 
 
+@pytest.mark.exhaustive
 def test_missing_data(tmp_path: Path) -> None:
     (line,) = errors_of(*REAL_DATA, "--tokenizer-type", "NullTokenizer", "--data-path", str(tmp_path / "nothing"))
     assert "--data-path" in line
@@ -58,6 +65,7 @@ def test_a_limit_in_bytes_under_the_smallest_possible(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.exhaustive
 def test_a_full_disk_under_the_log_of_numbers() -> None:
     """Only the rank with the loss writes, after the first iteration; all of them end."""
     result = run(2, PRETRAIN, *BASE, "--log-numerics", "/dev/full")
@@ -66,6 +74,7 @@ def test_a_full_disk_under_the_log_of_numbers() -> None:
     assert line == "--log-numerics /dev/full cannot be written: No space left on device"
 
 
+@pytest.mark.exhaustive
 def test_a_port_that_is_in_use() -> None:
     """Where no torchrun stands between, as under `srun`: rank 0 opens the port."""
     with socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True) as server:
@@ -81,11 +90,13 @@ def test_a_port_that_is_in_use() -> None:
     assert line.endswith("address already in use")
 
 
+@pytest.mark.exhaustive
 def test_a_folder_without_checkpoints(tmp_path: Path) -> None:
     (line,) = errors_of(*BASE, "--load", str(tmp_path))
     assert f"--load {tmp_path}" in line
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint_of_another_run(tmp_path: Path) -> None:
     saved = run(2, PRETRAIN, *BASE, "--train-iters", "1", "--save", str(tmp_path))
     assert saved.returncode == 0, saved.stderr

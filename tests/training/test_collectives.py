@@ -1,14 +1,16 @@
-"""All members of a group start the same collectives, of the same sizes, in the same order, as NCCL demands."""
+"""All members of a group start the same collectives, of the same sizes, in the same order, as NCCL demands.
+
+`make test` runs one schedule under each layout, those that start the most kinds of collectives.
+"""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
 from tests.collectives import IN_VALIDATION, Call, disagreements
-from tests.launch import TINY_GPT, run_trainings
+from tests.launch import TINY_GPT, Trainings
 from tests.several_trainings import COLLECTIVES, WARM_UP
 
 COMMON = [
@@ -31,22 +33,27 @@ TRAININGS = {
 }
 
 
+QUICK = ("dp2-planned", "tp2-post-validation")
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The collectives of each of the four ranks."""
-    folder = tmp_path_factory.mktemp("collectives")
-    run_trainings(4, {name: [*COMMON, *flags] for name, flags in TRAININGS.items()}, folder)
-    return folder
+def trainings(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
+    """On four ranks, each of which writes down its collectives."""
+    flags = {name: [*COMMON, *more] for name, more in TRAININGS.items()}
+    return Trainings(4, flags, tmp_path_factory.mktemp("collectives"))
 
 
-def calls(folder: Path, name: str) -> list[list[Call]]:
-    logs = [json.loads((folder / f"{name}.{rank}.calls").read_text()) for rank in range(4)]
+def calls(trainings: Trainings, name: str) -> list[list[Call]]:
+    trainings.run(name)
+    logs = [json.loads((trainings.folder / f"{name}.{rank}.calls").read_text()) for rank in range(4)]
     return [[(tuple(ranks), function, tuple(sizes)) for ranks, function, sizes in log] for log in logs]
 
 
-@pytest.mark.parametrize("name", TRAININGS)
-def test_members_of_a_group_agree(folder: Path, name: str) -> None:
-    logs = calls(folder, name)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.exhaustive) for name in TRAININGS]
+)
+def test_members_of_a_group_agree(trainings: Trainings, name: str) -> None:
+    logs = calls(trainings, name)
     assert disagreements(logs) == []
     # Ranks 0 and 1 are replicas, or share each layer: six steps of all their buckets, or of all layers.
     shared = [function for ranks, function, _ in logs[0] if ranks == (0, 1)]
@@ -55,8 +62,8 @@ def test_members_of_a_group_agree(folder: Path, name: str) -> None:
     assert sum(ranks == (0, 2) for ranks, _, _ in logs[0]) >= 6, "the norm over the pipeline, each step"
 
 
-def test_while_a_step_is_validated_no_rank_waits_for_the_pipeline_to_write_its_log(folder: Path) -> None:
-    logs = calls(folder, "tp2-post-validation")
+def test_while_a_step_is_validated_no_rank_waits_for_the_pipeline_to_write_its_log(trainings: Trainings) -> None:
+    logs = calls(trainings, "tp2-post-validation")
     during = [call for log in logs for call in log if call[1].endswith(IN_VALIDATION)]
     assert {ranks for ranks, _, _ in during} <= {(0, 1), (2, 3)}, "forwards run again within a stage, nothing else"
     assert any(function == "all_gather" for ranks, function, _ in logs[0] if ranks == (0, 2)), "the bubble rates"

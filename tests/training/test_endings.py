@@ -1,6 +1,9 @@
 """However a job ends, all of its processes are gone soon, with a status that tells how it went.
 
 Every training here runs under the defaults: loader workers, clipping, evaluation, saving, data from files.
+
+`make test` runs each way to end once, with post-validation, which has more to stop; `make test-all` also the other
+combinations of signal, rank and schedule, and jobs that are killed again and again.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ SECONDS_TO_KILL = 35.0
 """In which it is gone where torchrun has to kill a rank: it waits for 30 s."""
 FAILING = ROOT / "tests" / "failing_training.py"
 POST_VALIDATION = ("--zero-bubble-post-validation",)
-WITH_AND_WITHOUT = pytest.mark.parametrize("more", [(), POST_VALIDATION], ids=["waiting", "post-validation"])
+WAITING = pytest.param((), marks=pytest.mark.exhaustive, id="waiting")
+WITH_AND_WITHOUT = pytest.mark.parametrize("more", [WAITING, pytest.param(POST_VALIDATION, id="post-validation")])
 HANDLER = ("--exit-signal-handler",)
 
 
@@ -78,6 +82,7 @@ def test_a_training_that_is_done(start, tmp_path: Path, more) -> None:
     assert "validation loss at iteration 8" in job.output
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("flag", "more"),
     [(("--exit-interval", "2"), ()), (("--exit-duration-in-mins", "0.0001"), POST_VALIDATION)],
@@ -90,7 +95,11 @@ def test_a_training_that_stops_early_saves(start, tmp_path: Path, flag, more) ->
     assert f"exiting at iteration {latest(tmp_path)}: {flag[0]}" in job.output
 
 
-@pytest.mark.parametrize(("rank", "more"), [(0, POST_VALIDATION), (1, HANDLER)], ids=["first", "last"])
+@pytest.mark.parametrize(
+    ("rank", "more"),
+    [(0, POST_VALIDATION), pytest.param(1, HANDLER, marks=pytest.mark.exhaustive)],
+    ids=["first", "last"],
+)
 def test_an_error_on_a_rank(start, tmp_path: Path, rank: int, more) -> None:
     """The others wait for a message of the rank, and with a handler they do not end by SIGTERM."""
     job = start(*more, "--train-iters", "100000", fault=f"error@{rank}@18")
@@ -101,6 +110,7 @@ def test_an_error_on_a_rank(start, tmp_path: Path, rank: int, more) -> None:
     assert latest(tmp_path) == 3
 
 
+@pytest.mark.exhaustive
 @WITH_AND_WITHOUT
 def test_a_full_disk(start, tmp_path: Path, more) -> None:
     """The last complete checkpoint stays the latest."""
@@ -110,7 +120,7 @@ def test_a_full_disk(start, tmp_path: Path, more) -> None:
     assert latest(tmp_path) == 3
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive)])
 @WITH_AND_WITHOUT
 def test_a_signal_saves_where_it_is_asked_to(start, tmp_path: Path, number: signal.Signals, more) -> None:
     """A second request of the same kind changes nothing: Slurm and torchrun both pass SIGTERM on."""
@@ -129,7 +139,7 @@ def test_a_signal_saves_where_it_is_asked_to(start, tmp_path: Path, number: sign
     assert "pretrain_gpt.py" not in job.errors.replace("error_file", ""), "a rank has complained"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive), signal.SIGINT])
 def test_a_signal_ends_a_job_that_was_not_asked_to_save(start, tmp_path: Path, number: signal.Signals) -> None:
     job = start("--train-iters", "100000", "--save-interval", "100000")
     job.wait_for_iteration(5)
@@ -153,7 +163,8 @@ def test_torchrun_itself_is_killed(start, tmp_path: Path) -> None:
     assert latest(tmp_path) >= 5
 
 
-@pytest.mark.parametrize("times", [2, pytest.param(20, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("times", [2, 20])
 def test_killed_at_random_moments(start, tmp_path: Path, times: int) -> None:
     """Also while it starts and while it saves; the numbers are in the end those of a run that never stopped."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"

@@ -1,4 +1,7 @@
-"""A training ends at a value that is not finite, says where it is, and keeps the last good checkpoint the latest."""
+"""A training ends at a value that is not finite, says where it is, and keeps the last good checkpoint the latest.
+
+`make test` runs an example of each place where values are checked; `make test-all` also the other values there.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import TINY_GPT, run_trainings
+from tests.launch import TINY_GPT, Trainings
 from tests.several_trainings import SPOIL
 
 P2 = [
@@ -79,33 +82,42 @@ REPLICAS = {
 }
 
 
+QUICK = ("post-validation: gradient", "V: loss", "gradient, sharded")
+
+
+class Ends:
+    """What trainings on two ranks, and on four of which two are replicas, print and save. Each runs when asked for."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        replicas = {f"replicas: {name}": ("--global-batch-size", "8", *flags) for name, (flags, _) in REPLICAS.items()}
+        self._jobs = [
+            self._job(2, {name: flags for name, (flags, _) in BAD.items()} | OTHERS),
+            self._job(4, replicas),
+        ]
+
+    def _job(self, num_ranks: int, trainings: dict[str, tuple[str, ...]]) -> Trainings:
+        folder = self._root / f"{num_ranks} ranks"
+        folder.mkdir()
+        common = [*P2, "--valid-data-path", str(folder / "corpus")]
+        plan = {name: [*common, *flags, "--save", str(self._root / name)] for name, flags in trainings.items()}
+        return Trainings(num_ranks, plan, folder, unlogged=tuple(plan))
+
+    def printed(self, training: str) -> str:
+        return self._jobs[training.startswith("replicas: ")].printed(training)
+
+    def reasons(self, training: str) -> list[str]:
+        """Why the ranks ended: one line if they agree."""
+        return re.findall(r"^ended: (.*)$", self.printed(training), flags=re.MULTILINE)
+
+    def latest(self, training: str) -> int:
+        """The iteration of the latest checkpoint."""
+        return int((self._root / training / "latest_checkpointed_iteration.txt").read_text())
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What two ranks, and four of which two are replicas, printed, and their checkpoints."""
-    folder = tmp_path_factory.mktemp("finite")
-    bad = {name: flags for name, (flags, _) in BAD.items()}
-    replicas = {f"replicas: {name}": ("--global-batch-size", "8", *flags) for name, (flags, _) in REPLICAS.items()}
-    for num_ranks, trainings in ((2, bad | OTHERS), (4, replicas)):
-        job = folder / f"{num_ranks} ranks"
-        job.mkdir()
-        common = [*P2, "--valid-data-path", str(job / "corpus")]
-        plan = {name: [*common, *flags, "--save", str(folder / name)] for name, flags in trainings.items()}
-        for name, printed in run_trainings(num_ranks, plan, job, unlogged=plan).items():
-            (folder / f"{name}.txt").write_text(printed)
-    return folder
-
-
-def printed(folder: Path, training: str) -> str:
-    return (folder / f"{training}.txt").read_text()
-
-
-def ended(folder: Path, training: str) -> list[str]:
-    """Why the ranks ended: one line if they agree."""
-    return re.findall(r"^ended: (.*)$", printed(folder, training), flags=re.MULTILINE)
-
-
-def latest(folder: Path, training: str) -> int:
-    return int((folder / training / "latest_checkpointed_iteration.txt").read_text())
+def ends(tmp_path_factory: pytest.TempPathFactory) -> Ends:
+    return Ends(tmp_path_factory.mktemp("finite"))
 
 
 def line(occasion: str, found: str) -> str:
@@ -119,37 +131,49 @@ ALL = [(name, found) for name, (_, found) in BAD.items()]
 ALL += [(f"replicas: {name}", found) for name, (_, found) in REPLICAS.items()]
 
 
-@pytest.mark.parametrize(("training", "found"), ALL, ids=[name for name, _ in ALL])
-def test_a_value_that_is_not_finite_ends_the_training_before_its_step(folder: Path, training: str, found: str) -> None:
-    assert ended(folder, training) == [line("iteration 5", found)]
-    assert re.findall(r"\] iteration +(\d+)/", printed(folder, training)) == ["1", "2", "3", "4"]
-    assert latest(folder, training) == 4
+@pytest.mark.parametrize(
+    ("training", "found"),
+    [
+        pytest.param(
+            name, found, marks=() if name.removeprefix("replicas: ") in QUICK else pytest.mark.exhaustive, id=name
+        )
+        for name, found in ALL
+    ],
+)
+def test_a_value_that_is_not_finite_ends_the_training_before_its_step(ends: Ends, training: str, found: str) -> None:
+    assert ends.reasons(training) == [line("iteration 5", found)]
+    assert re.findall(r"\] iteration +(\d+)/", ends.printed(training)) == ["1", "2", "3", "4"]
+    assert ends.latest(training) == 4
 
 
-def test_no_checkpoint_is_made_of_a_weight_that_no_loss_shows(folder: Path) -> None:
+def test_no_checkpoint_is_made_of_a_weight_that_no_loss_shows(ends: Ends) -> None:
     found = "the weight embedding.word_embeddings.weight (nan) on rank 0"
-    assert ended(folder, "unused weight") == [line("checkpoint of iteration 4", found)]
-    assert latest(folder, "unused weight") == 2
+    assert ends.reasons("unused weight") == [line("checkpoint of iteration 4", found)]
+    assert ends.latest("unused weight") == 2
 
 
-def test_an_evaluation_that_is_not_finite_ends_the_training(folder: Path) -> None:
+@pytest.mark.exhaustive
+def test_an_evaluation_that_is_not_finite_ends_the_training(ends: Ends) -> None:
     found = "the weight decoder.layers.0.mlp.linear_fc1.weight (nan) on rank 0"
-    assert ended(folder, "evaluation") == [line("validation at iteration 3", found)]
-    assert "validation loss" not in printed(folder, "evaluation")
-    assert latest(folder, "evaluation") == 2
+    assert ends.reasons("evaluation") == [line("validation at iteration 3", found)]
+    assert "validation loss" not in ends.printed("evaluation")
+    assert ends.latest("evaluation") == 2
 
 
-@pytest.mark.parametrize(("training", "value"), [("evaluation", "NAN"), ("infinite evaluation", "INF")])
-def test_a_perplexity_is_never_finite_where_its_loss_is_not(folder: Path, training: str, value: str) -> None:
-    text = printed(folder, f"{training}, trained on")
+@pytest.mark.parametrize(
+    ("training", "value"),
+    [("evaluation", "NAN"), pytest.param("infinite evaluation", "INF", marks=pytest.mark.exhaustive)],
+)
+def test_a_perplexity_is_never_finite_where_its_loss_is_not(ends: Ends, training: str, value: str) -> None:
+    text = ends.printed(f"{training}, trained on")
     assert f" validation loss at iteration 3 | lm loss value: {value} | lm loss PPL: {value} | " in text
     assert "] iteration        6/" in text
-    assert latest(folder, f"{training}, trained on") == 6
+    assert ends.latest(f"{training}, trained on") == 6
 
 
-def test_a_loss_scale_that_adapts_skips_the_step(folder: Path) -> None:
+def test_a_loss_scale_that_adapts_skips_the_step(ends: Ends) -> None:
     """As in Megatron-LM, the check is off there."""
-    text = printed(folder, "fp16, the scale adapts")
+    text = ends.printed("fp16, the scale adapts")
     skipped = dict(re.findall(r"\] iteration +(\d+)/.* number of skipped iterations: +(\d+)", text))
     assert skipped == {"1": "0", "2": "0", "3": "0", "4": "0", "5": "1", "6": "0"}
-    assert latest(folder, "fp16, the scale adapts") == 6
+    assert ends.latest("fp16, the scale adapts") == 6

@@ -1,6 +1,6 @@
 """Every kind of parallelism under every kind of schedule, with tied and untied embeddings, in fp32 and bf16.
 
-`make test` runs two cells of the matrix, which no other test covers; `make test-all` runs them all. Each cell is a job
+`make test` runs one cell of the matrix, which no other test covers; `make test-all` runs them all. Each cell is a job
 of six short trainings. Plain schedules are compared with megatron-core's own byte for byte; ZB-V, which places layers
 elsewhere, starts from weights of megatron-core's and must reach the losses and parameters that megatron-core reaches,
 without clipping (the order in which a norm is summed differs) and dropout (drawn rank by rank).
@@ -39,7 +39,7 @@ LAYOUTS = {
 }
 EMBEDDINGS = {"tied": (), "untied": ("--untie-embeddings-and-output-weights",)}
 PRECISIONS = {"fp32": (), "bf16": ("--bf16",)}
-IN_MAKE_TEST = {("tp2-sp-pp2", "tied", "fp32"), ("pp2-dp2-overlap-both", "untied", "bf16")}
+IN_MAKE_TEST = {("pp2-dp2-overlap-both", "untied", "bf16")}
 EXACT = ("--clip-grad", "0", "--attention-dropout", "0", "--hidden-dropout", "0", "--lr-decay-style", "constant")
 
 

@@ -1,14 +1,17 @@
-"""The promise: every schedule gives, bit for bit, the numbers of megatron-core's own schedule."""
+"""The promise: every schedule gives, bit for bit, the numbers of megatron-core's own schedule.
+
+`make test` runs each schedule on two ranks, in fp32 or bf16, two of them on four, and the models that take other ways
+through the layers. `make test-all` runs every combination: the same code at other sizes.
+"""
 
 from __future__ import annotations
 
 import json
 from itertools import product
-from pathlib import Path
 
 import pytest
 
-from tests.launch import TINY_GPT, run_trainings
+from tests.launch import TINY_GPT, Trainings
 
 SCHEDULES = ("gpipe", "1f1b", "zb-h1", "zb-h2")
 PRECISIONS = {"fp32": (), "bf16": ("--bf16",)}
@@ -46,6 +49,9 @@ MODELS = {
         "1",
     ),
 }
+QUICK_MODELS = ("llama-like", "experts", "fp16")
+IN_MAKE_TEST = {(2, schedule, "fp32", 8) for schedule in SCHEDULES}
+IN_MAKE_TEST |= {(2, "zb-h1", "bf16", 4), (4, "zb-h1", "bf16", 8), (4, "zb-h2", "bf16", 8)}
 
 
 def flags(num_ranks: int, num_microbatches: int, *more: str) -> list[str]:
@@ -53,10 +59,8 @@ def flags(num_ranks: int, num_microbatches: int, *more: str) -> list[str]:
     return [*TINY_GPT, *sizes, *CLIPPED, *more]
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=["p2", "p4"])
-def numerics(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The numerics files of all trainings with this many pipeline ranks; `base-*` are megatron-core's own."""
-    p, folder = request.param, tmp_path_factory.mktemp("numerics")
+def training_flags(p: int) -> dict[str, list[str]]:
+    """All trainings with this many pipeline ranks; `base-*` are megatron-core's own."""
     trainings = {}
     for (precision, precision_flags), m in product(PRECISIONS.items(), MICROBATCHES):
         trainings[f"base-{precision}-{m}"] = flags(p, m, *precision_flags)
@@ -67,56 +71,61 @@ def numerics(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     for schedule in INTERLEAVED:
         named = () if schedule == "base-chunks" else ("--zero-bubble-schedule", schedule)
         trainings[schedule] = flags(p, 8, "--num-virtual-stages-per-pipeline-rank", "2", *named, "--num-layers", "8")
-    run_trainings(p, trainings, folder)
-    return folder
+    for model, model_flags in MODELS.items():
+        trainings[f"base-{model}"] = flags(p, 4, *model_flags)
+        trainings[f"planned-{model}"] = flags(p, 4, *model_flags, "--zero-bubble")
+    return trainings
 
 
 @pytest.fixture(scope="module")
-def model_numerics(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Other models, on two ranks, with a schedule that is planned in the middle of the run."""
-    folder = tmp_path_factory.mktemp("models")
-    trainings = {}
-    for model, model_flags in MODELS.items():
-        trainings[f"base-{model}"] = flags(2, 4, *model_flags)
-        trainings[f"planned-{model}"] = flags(2, 4, *model_flags, "--zero-bubble")
-    run_trainings(2, trainings, folder)
-    return folder
+def numerics(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Trainings]:
+    """By the number of pipeline ranks."""
+    return {p: Trainings(p, training_flags(p), tmp_path_factory.mktemp("numerics")) for p in (2, 4)}
 
 
-@pytest.mark.parametrize("num_microbatches", MICROBATCHES)
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("schedule", SCHEDULES)
+CASES = [
+    pytest.param(*case, marks=() if case in IN_MAKE_TEST else pytest.mark.exhaustive, id="-".join(map(str, case)))
+    for case in product((2, 4), SCHEDULES, PRECISIONS, MICROBATCHES)
+]
+RANKS = pytest.mark.parametrize("p", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+
+
+@pytest.mark.parametrize(("p", "schedule", "precision", "num_microbatches"), CASES)
 def test_every_schedule_equals_megatron_core(
-    numerics: Path, schedule: str, precision: str, num_microbatches: int
+    numerics: dict[int, Trainings], p: int, schedule: str, precision: str, num_microbatches: int
 ) -> None:
-    ours = (numerics / f"{schedule}-{precision}-{num_microbatches}.jsonl").read_bytes()
-    megatrons = (numerics / f"base-{precision}-{num_microbatches}.jsonl").read_bytes()
-    assert ours == megatrons
+    ours, megatrons = f"{schedule}-{precision}-{num_microbatches}", f"base-{precision}-{num_microbatches}"
+    assert numerics[p].numerics(ours) == numerics[p].numerics(megatrons)
 
 
+@RANKS
 @pytest.mark.parametrize("schedule", PLANNED)
-def test_planned_schedules_equal_megatron_cores(numerics: Path, schedule: str) -> None:
+def test_planned_schedules_equal_megatron_cores(numerics: dict[int, Trainings], p: int, schedule: str) -> None:
     """Planned in the middle of the run, but for the optimal one."""
-    assert (numerics / f"{schedule}.jsonl").read_bytes() == (numerics / "base-fp32-8.jsonl").read_bytes()
+    assert numerics[p].numerics(schedule) == numerics[p].numerics("base-fp32-8")
 
 
+@RANKS
 @pytest.mark.parametrize("schedule", INTERLEAVED[1:])
-def test_interleaved_schedules_equal_megatron_cores(numerics: Path, schedule: str) -> None:
+def test_interleaved_schedules_equal_megatron_cores(numerics: dict[int, Trainings], p: int, schedule: str) -> None:
     """Two model chunks a rank, with dropout."""
-    assert (numerics / f"{schedule}.jsonl").read_bytes() == (numerics / "base-chunks.jsonl").read_bytes()
+    assert numerics[p].numerics(schedule) == numerics[p].numerics("base-chunks")
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_other_models_equal_megatron_core(model_numerics: Path, model: str) -> None:
-    planned = (model_numerics / f"planned-{model}.jsonl").read_bytes()
-    assert planned == (model_numerics / f"base-{model}.jsonl").read_bytes()
+@pytest.mark.parametrize(
+    "model", [pytest.param(model, marks=() if model in QUICK_MODELS else pytest.mark.exhaustive) for model in MODELS]
+)
+def test_other_models_equal_megatron_core(numerics: dict[int, Trainings], model: str) -> None:
+    """On two ranks, with a schedule that is planned in the middle of the run."""
+    assert numerics[2].numerics(f"planned-{model}") == numerics[2].numerics(f"base-{model}")
 
 
-def test_the_numbers_are_those_of_a_training(numerics: Path) -> None:
+@RANKS
+def test_the_numbers_are_those_of_a_training(numerics: dict[int, Trainings], p: int) -> None:
     """Ten iterations, clipping active in all, a loss that moves, parameters that change: the files can differ."""
-    lines = [json.loads(line) for line in (numerics / "base-fp32-8.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in numerics[p].numerics("base-fp32-8").splitlines()]
     assert [line["iteration"] for line in lines] == list(range(1, 11))
     assert all(float.fromhex(line["grad_norm"]) > 0.05 for line in lines)
     assert len({line["lm_loss"] for line in lines}) == 10
     assert len({digest for line in lines for digest in line["parameters"]}) == 10 * len(lines[0]["parameters"])
-    assert (numerics / "base-fp32-4.jsonl").read_bytes() != (numerics / "base-fp32-8.jsonl").read_bytes()
+    assert numerics[p].numerics("base-bf16-4") != numerics[p].numerics("base-fp32-8")

@@ -1,4 +1,8 @@
-"""A run that is cut short and resumed goes on as if nothing had happened."""
+"""A run that is cut short and resumed goes on as if nothing had happened.
+
+`make test` kills a job and resumes it, and cuts two kinds of optimizers in two. In `make test-all` are also what
+`test_endings.py`, `test_save_lock.py` and `test_checkpoint_files.py` test in essence, and the other optimizers.
+"""
 
 from __future__ import annotations
 
@@ -82,6 +86,7 @@ def test_killed_and_resumed_equals_uninterrupted(uninterrupted: Path, tmp_path: 
     assert (tmp_path / "numerics").read_bytes() == (uninterrupted / "numerics").read_bytes()
 
 
+@pytest.mark.exhaustive
 def test_a_half_written_checkpoint_is_not_picked_up(uninterrupted: Path, tmp_path: Path) -> None:
     """As after a crash while iteration 30 was written: what is there of it has another name, the tracker names 20."""
     shutil.copytree(uninterrupted / "checkpoints", tmp_path / "checkpoints")
@@ -99,6 +104,7 @@ def test_a_half_written_checkpoint_is_not_picked_up(uninterrupted: Path, tmp_pat
     assert not half.exists()
 
 
+@pytest.mark.exhaustive
 def test_megatron_cores_schedule_resumes_from_ours(uninterrupted: Path, tmp_path: Path) -> None:
     """A checkpoint says nothing of the schedule: the baseline goes on from it with the same numbers."""
     shutil.copytree(uninterrupted / "checkpoints", tmp_path / "checkpoints")
@@ -111,6 +117,7 @@ def test_megatron_cores_schedule_resumes_from_ours(uninterrupted: Path, tmp_path
     assert lines == (uninterrupted / "numerics").read_text().splitlines()[20:]
 
 
+@pytest.mark.exhaustive
 def test_sigterm_saves_and_exits(tmp_path: Path) -> None:
     job = start(tmp_path, "--train-iters", "100000", "--save-interval", "100000", "--exit-signal-handler")
     for process in ranks_of(tmp_path, job):
@@ -122,6 +129,7 @@ def test_sigterm_saves_and_exits(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == str(last)
 
 
+@pytest.mark.exhaustive
 def test_no_other_job_saves_to_the_folder_of_one_that_lives(tmp_path: Path) -> None:
     job = start(tmp_path, "--train-iters", "100000", "--save-interval", "100000")
     ranks = ranks_of(tmp_path, job)
@@ -138,6 +146,7 @@ def test_no_other_job_saves_to_the_folder_of_one_that_lives(tmp_path: Path) -> N
     lock_folder(tmp_path / "checkpoints", {}, pytest.fail).close()
 
 
+@pytest.mark.exhaustive
 def test_a_dead_rank_takes_the_job_down(tmp_path: Path) -> None:
     job = start(tmp_path, "--train-iters", "100000", "--save-interval", "100000")
     ranks_of(tmp_path, job)[0].kill()
@@ -165,27 +174,29 @@ OPTIMIZERS = {
 }
 
 
-@pytest.fixture(scope="module")
-def cut_in_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six iterations, at once and in two jobs, in two replicas, which may share the optimizer's state."""
-    root = tmp_path_factory.mktemp("cut")
-    trainings = {}
-    for name, more in OPTIMIZERS.items():
-        base = [*TINY_GPT, "--pipeline-model-parallel-size", "2", "--global-batch-size", "8", "--clip-grad", "0.1"]
-        base += ["--zero-bubble-schedule", "zb-2p", "--lr-decay-style", "cosine", "--train-iters", "6", *more]
-        folder = str(root / name)
-        trainings[f"{name}-whole"] = base
-        trainings[f"{name}-first"] = [*base, "--exit-interval", "3", "--save", folder]
-        trainings[f"{name}-second"] = [*base, "--load", folder]
+QUICK_OPTIMIZERS = ("bf16-overlap", "adam-skipped")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in QUICK_OPTIMIZERS else pytest.mark.exhaustive) for name in OPTIMIZERS],
+)
+def test_an_optimizer_goes_on_where_it_was(tmp_path: Path, name: str) -> None:
+    """Six iterations, at once and in two jobs, in two replicas, which may share the state of the optimizer.
+
+    Without apex and Transformer Engine megatron-core cannot load what it saves of a sharded one and of SGD.
+    """
+    base = [*TINY_GPT, "--pipeline-model-parallel-size", "2", "--global-batch-size", "8", "--clip-grad", "0.1"]
+    base += ["--zero-bubble-schedule", "zb-2p", "--lr-decay-style", "cosine", "--train-iters", "6", *OPTIMIZERS[name]]
+    folder = str(tmp_path / "checkpoints")
+    trainings = {
+        "whole": base,
+        "first": [*base, "--exit-interval", "3", "--save", folder],
+        "second": [*base, "--load", folder],
+    }
     # As people train: the log of numerics gathers parameters, which a checkpoint has to do by itself.
-    run_trainings(4, trainings, root, unlogged=[f"{name}-first" for name in OPTIMIZERS])
-    return root
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_goes_on_where_it_was(cut_in_two: Path, name: str) -> None:
-    """Without apex and Transformer Engine megatron-core cannot load what it saves of a sharded one and of SGD."""
-    whole, second = ((cut_in_two / f"{name}-{part}.jsonl").read_text().splitlines() for part in ("whole", "second"))
+    run_trainings(4, trainings, tmp_path, unlogged=["first"])
+    whole, second = ((tmp_path / f"{part}.jsonl").read_text().splitlines() for part in ("whole", "second"))
     assert len(whole) == 6
     assert second == whole[3:]
     is_skipped = [json.loads(line)["grad_norm"] is None for line in whole]

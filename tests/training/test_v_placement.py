@@ -1,7 +1,7 @@
 """Layers placed in a V compute what 1F1B computes: the same losses, and bit for bit the same parameters.
 
 No dropout, because its random numbers are drawn rank by rank, and no clipping, because the order in which a
-norm is summed may differ.
+norm is summed may differ. `make test` runs one model, `make test-all` those whose layers compute otherwise, too.
 """
 
 from __future__ import annotations
@@ -66,23 +66,17 @@ def trainings_of(folder: Path, model: tuple[str, ...], schedule_file: Path) -> d
     }
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for each model, with the checkpoints and numerics of its trainings; all in one job."""
-    root = tmp_path_factory.mktemp("v")
-    file = root / "all_forwards_first.json"
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=() if name == "tied-bf16" else pytest.mark.exhaustive) for name in MODELS],
+)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoints and numerics of the trainings of one model."""
+    folder = tmp_path_factory.mktemp("v")
+    file = folder / "all_forwards_first.json"
     file.write_text(schedule_to_json(all_forwards_first()))
-    trainings = {}
-    for name, model in MODELS.items():
-        (root / name).mkdir()
-        trainings |= {f"{name}/{k}": v for k, v in trainings_of(root / name, model, file).items()}
-    run_trainings(2, trainings, root)
-    return root
-
-
-@pytest.fixture(params=MODELS)
-def folder(request: pytest.FixtureRequest, root: Path) -> Path:
-    return root / request.param
+    run_trainings(2, trainings_of(folder, MODELS[request.param], file), folder)
+    return folder
 
 
 @pytest.fixture(autouse=True)

@@ -1,12 +1,13 @@
-"""What every stage computes before the first step leaves nothing behind: the numbers stay the same, byte for byte."""
+"""What every stage computes before the first step leaves nothing behind: the numbers stay the same, byte for byte.
+
+`make test` runs the two models in which most is shared; `make test-all` also those with less to restore.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from tests.launch import TINY_GPT, run_trainings
+from tests.launch import TINY_GPT, Trainings
 from tests.several_trainings import WARM_UP
 
 COMMON = [*TINY_GPT, "--pipeline-model-parallel-size", "2", "--global-batch-size", "8", "--train-iters", "4"]
@@ -31,31 +32,33 @@ MODELS = {
 }
 
 
+IN_MAKE_TEST = ("two-chunks-that-share-data", "overlap")
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The numerics and the output of each training, on two pipelines of two ranks."""
-    folder = tmp_path_factory.mktemp("warm_up")
-    trainings = {}
-    for model, flags in MODELS.items():
-        trainings[model] = [*COMMON, *flags]
-        trainings[f"warm-{model}"] = [*COMMON, *flags, WARM_UP]
-    outputs = run_trainings(4, trainings, folder)
-    for name, output in outputs.items():
-        (folder / f"{name}.txt").write_text(output)
-    return folder
+def trainings(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
+    """On two pipelines of two ranks; those that begin with `warm` compute before their first step."""
+    flags = {}
+    for model, more in MODELS.items():
+        flags[model] = [*COMMON, *more]
+        flags[f"warm-{model}"] = [*COMMON, *more, WARM_UP]
+    return Trainings(4, flags, tmp_path_factory.mktemp("warm_up"))
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_numbers_are_those_without(folder: Path, model: str) -> None:
-    assert (folder / f"warm-{model}.jsonl").read_bytes() == (folder / f"{model}.jsonl").read_bytes()
-    assert (folder / f"warm-{model}.txt").read_text().splitlines().count("warmed up") == 1
-    assert "warmed up" not in (folder / f"{model}.txt").read_text()
+@pytest.mark.parametrize(
+    "model", [pytest.param(model, marks=() if model in IN_MAKE_TEST else pytest.mark.exhaustive) for model in MODELS]
+)
+def test_numbers_are_those_without(trainings: Trainings, model: str) -> None:
+    assert trainings.numerics(f"warm-{model}") == trainings.numerics(model)
+    assert trainings.printed(f"warm-{model}").splitlines().count("warmed up") == 1
+    assert "warmed up" not in trainings.printed(model)
 
 
-def test_further_losses_are_those_without(folder: Path) -> None:
+@pytest.mark.exhaustive
+def test_further_losses_are_those_without(trainings: Trainings) -> None:
     """They are added up in one place of the process, and printed."""
     lines = [
-        [line.split("|") for line in (folder / f"{name}.txt").read_text().splitlines() if "lm loss" in line]
+        [line.split("|") for line in trainings.printed(name).splitlines() if "lm loss" in line]
         for name in ("further-tokens", "warm-further-tokens")
     ]
     losses = [[[field for field in line if "loss" in field] for line in output] for output in lines]
