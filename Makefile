@@ -1,8 +1,9 @@
 # Everything from a bare clone: each target makes .venv, installs into it, and runs.
 #
 #   make pretrain    train a small GPT on four pipeline ranks, with a schedule planned from measured times
-#   make test        the tests
-#   make test-all    the tests with the whole matrix of parallelism, schedules, embeddings and precisions
+#   make test        the tests of every feature, in at most eight minutes on two cores
+#   make test-rest   the other tests: further combinations of parallelism, schedules, precisions and ways to end
+#   make test-all    both
 #   make test-slurm  the Slurm examples on a Slurm of two nodes, which apt-get installs; as root
 #   make lint        ruff (format, check) and mypy
 #   make gpu-check   numerics, times, memory and messages on one CUDA device; with the torch that is there, if it is
@@ -17,7 +18,7 @@ WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 INSTALLED := $(VENV)/.installed
 
-.PHONY: pretrain test test-all test-slurm gpu-check lint format clean
+.PHONY: pretrain test test-rest test-all test-slurm gpu-check lint format clean
 
 $(INSTALLED): pyproject.toml constraints.txt setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -33,6 +34,9 @@ pretrain: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(PYTEST) --numprocesses $(WORKERS) --dist loadfile $(FLAGS)
+
+test-rest: $(INSTALLED)
+	$(PYTEST) --numprocesses $(WORKERS) --dist loadfile -m exhaustive $(FLAGS)
 
 test-all: $(INSTALLED)
 	$(PYTEST) --numprocesses $(WORKERS) --dist loadfile -m "" $(FLAGS)

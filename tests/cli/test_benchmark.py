@@ -21,7 +21,7 @@ from megatron.zero_bubble.cli.invocation import read_flags
 ROOT = Path(__file__).parents[2]
 
 TINY = ["--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "16"]
-TINY += ["--micro-batch-size", "1", "--mock-data", "--vocab-size", "120", "--num-workers", "0"]
+TINY += ["--micro-batch-size", "1", "--mock-data", "--vocab-size", "120"]
 SIZE = ["--pipeline-size", "2", "--num-microbatches", "4"]
 
 LOG = """ > zero-bubble plan; times measured up to step 6, spread 1.0%
