@@ -29,7 +29,7 @@ class TorchAttention(DotProductAttention):
         attention_bias: None = None,
         packed_seq_params: None = None,
     ) -> torch.Tensor:
-        """As megatron-core's.
+        """Attend as megatron-core's class does.
 
         Args:
             query, key, value: [sequence, batch, heads, channels]; key and value may have fewer heads.
@@ -53,7 +53,7 @@ class TorchAttention(DotProductAttention):
         return context.permute(2, 0, 1, 3).flatten(2).contiguous()
 
     def _random_state(self) -> contextlib.AbstractContextManager[Any]:
-        """Under tensor parallelism each rank drops other heads; sequence parallelism has switched before."""
+        """Let each tensor-parallel rank draw its own dropout; under sequence parallelism it does already."""
         if self.config.sequence_parallel:
             return contextlib.nullcontext()
         fork: contextlib.AbstractContextManager[Any] = tensor_parallel.get_cuda_rng_tracker().fork()
@@ -61,11 +61,11 @@ class TorchAttention(DotProductAttention):
 
 
 class ContextParallelTorchAttention(ContextParallelAttention, TorchAttention):
-    """The sequence shared as by the first, attention computed as by the second."""
+    """Shares the sequence as `ContextParallelAttention` does and attends as `TorchAttention` does."""
 
 
 def core_attention(config: TransformerConfig, *, uses_torch: bool) -> type[DotProductAttention]:
-    """The core attention of local layers."""
+    """Choose the class of the core attention in local layers."""
     if config.context_parallel_size > 1:
         return ContextParallelTorchAttention if uses_torch else ContextParallelAttention
     return TorchAttention if uses_torch else DotProductAttention

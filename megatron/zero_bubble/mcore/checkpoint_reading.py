@@ -57,13 +57,13 @@ class CheckpointError(ValueError):
 
 
 def first_sentence(error: BaseException) -> str:
-    """What happened, in a sentence, without the advice and the traces that some libraries add."""
+    """Shorten an error to its first sentence, without the advice and the traces that some libraries add."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0].split(". ")[0] if lines else type(error).__name__
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """What the checkpoint in `folder` consists of, and where in its files each part lies.
+    """Read what the checkpoint in `folder` consists of, and where in its files each part lies.
 
     Raises:
         CheckpointError: the file is missing, damaged, or no description of a checkpoint.
@@ -79,7 +79,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def extents(metadata: Metadata) -> dict[str, int]:
-    """How many bytes of each file a checkpoint consists of, at least."""
+    """Return the smallest number of bytes that each file of a checkpoint must have."""
     ends: dict[str, int] = {}
     for place in metadata.storage_data.values():
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
@@ -87,7 +87,7 @@ def extents(metadata: Metadata) -> dict[str, int]:
 
 
 def read_common(folder: str | Path) -> dict[str, Any]:
-    """What is common to all ranks: flags, iteration, hyperparameters.
+    """Read the part that all ranks share: flags, iteration, hyperparameters.
 
     Raises:
         CheckpointError: the file is missing, damaged, or names what could run code.
@@ -119,7 +119,7 @@ def load(request: dict[str, Any], folder: Path, metadata: Metadata) -> dict[str,
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Knows the classes that a `.metadata` consists of."""
+    """Unpickles the classes that a `.metadata` file consists of, and no others."""
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
@@ -129,8 +129,8 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _load_restricted(file: io.BytesIO) -> Any:
-    """`torch.load` of tensors, plain values and the classes that megatron-core holds for safe."""
-    # Of NumPy's random state. It has another name in NumPy 1 than in NumPy 2, and either may have saved the file.
+    """Read tensors, plain values and the classes that megatron-core holds for safe with `torch.load`."""
+    # A checkpoint holds NumPy's random state, whose constructor NumPy 1 and NumPy 2 save under different names.
     make_array: Any = np.empty(0).__reduce__()[0]
     names: list[Any] = [(make_array, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")]
     with torch.serialization.safe_globals(names):
@@ -139,7 +139,7 @@ def _load_restricted(file: io.BytesIO) -> Any:
 
 @contextmanager
 def _reading(name: str) -> Iterator[None]:
-    """Whatever goes wrong within is said of the file `name`: damaged bytes can raise anything."""
+    """Turn every error inside the `with` block into one that names the file: damaged bytes can raise anything."""
     try:
         yield
     except FileNotFoundError as error:
@@ -149,7 +149,7 @@ def _reading(name: str) -> Iterator[None]:
 
 
 def _why(error: Exception) -> str:
-    """What is wrong with a file. What torch refuses to unpickle it tells amid advice to do so all the same."""
+    """Say in one line what is wrong with a file. torch's own message advises to load it all the same."""
     if isinstance(error, pickle.UnpicklingError):
         if name := re.search(r"GLOBAL (\S+)", str(error)):
             return f"it names {name[1]}, which is no part of a checkpoint and could run code"
@@ -159,7 +159,7 @@ def _why(error: Exception) -> str:
 
 
 class _CommonReader(TorchCommonLoadStrategy):
-    """megatron-core's reader of what is common to all ranks, restricted."""
+    """megatron-core's reader of the part that all ranks share, with our restricted unpickler."""
 
     def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
         return read_common(checkpoint_dir)
@@ -210,7 +210,7 @@ class _Planner(torch_dist.MCoreLoadPlanner):
 
 
 def _check_extra_state(name: str, state: Any) -> None:
-    """Refuse a layer's extra state that Transformer Engine would unpickle without restriction, once it has it."""
+    """Refuse an extra state of a layer that Transformer Engine would unpickle without restriction."""
     if isinstance(state, torch.Tensor) and state.numel() > 0:
         raise ValueError(f"{name} is a state of FP8 training, which is unpickled by Transformer Engine")
     if isinstance(state, io.BytesIO):
@@ -219,7 +219,7 @@ def _check_extra_state(name: str, state: Any) -> None:
 
 @contextmanager
 def _restricted(metadata: Metadata) -> Iterator[None]:
-    """Within, megatron-core loads by the reader and the planner above; it takes its own by these names."""
+    """Let megatron-core load with the reader and the planner above inside the `with` block."""
     replacements = {"CachedMetadataFileSystemReader": partial(_Reader, metadata), "MCoreLoadPlanner": _Planner}
     originals = {name: getattr(torch_dist, name) for name in replacements}
     try:

@@ -24,7 +24,7 @@ _ONLY_ON_RANK_0 = (
     (filesystem_async.FileSystemWriterAsync, "finish"),
     (serialization, "save_config"),
 )
-"""What writes `common.pt`, `.metadata` and `metadata.json`."""
+"""The functions that write `common.pt`, `.metadata` and `metadata.json`, on rank 0 alone."""
 
 
 def save(state: dict[str, Any], folder: Path, content_metadata: dict[str, Any]) -> None:
@@ -43,7 +43,7 @@ def save(state: dict[str, Any], folder: Path, content_metadata: dict[str, Any]) 
 
 
 def _reason(error: BaseException) -> str:
-    """Why a write failed: what the system says of it, if that has come through torch and megatron-core."""
+    """Say why a write failed, in the system's words where torch and megatron-core have passed them on."""
     text = first_sentence(error).removeprefix("Worker failure: ")
     if "inline_container.cc" in text:
         return "a write failed, as on a full disk"
@@ -57,7 +57,7 @@ def _raise_first(failures: list[str]) -> None:
 
 @contextmanager
 def _failures_after_the_end() -> Iterator[list[str]]:
-    """Within, rank 0 writes what it alone writes without ever raising, and each failure is put into the list.
+    """Collect the failures of rank 0's own writes in a list instead of raising them.
 
     megatron-core would leave the other ranks in a collective that rank 0 never comes to.
     """

@@ -43,7 +43,7 @@ class ContextParallelAttention(DotProductAttention):
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """As megatron-core's, for this rank's part of the sequence.
+        """Attend as megatron-core's class does, for this rank's part of the sequence.
 
         Args:
             query, key, value: [sequence / ranks, batch, heads, channels]; key and value may have fewer heads.
@@ -62,7 +62,7 @@ class ContextParallelAttention(DotProductAttention):
 
 
 def positions(length: int, rank: int, size: int, device: torch.device) -> torch.Tensor:
-    """The places in the whole sequence of the `length` tokens that context-parallel rank `rank` of `size` holds."""
+    """Return the places in the whole sequence of the `length` tokens that context-parallel rank `rank` holds."""
     half = length // 2
     first, last = rank * half, (2 * size - rank - 1) * half
     return torch.cat([torch.arange(start, start + half, device=device) for start in (first, last)])

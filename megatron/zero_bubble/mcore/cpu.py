@@ -21,7 +21,7 @@ _TENSOR_TYPES = ("Float", "Half", "BFloat16", "Double", "Int", "Long", "Byte", "
 
 
 class Substitution(NamedTuple):
-    """`owner.name` becomes `replacement`, because of `reason`."""
+    """Replaces `owner.name` by `replacement`, for `reason`."""
 
     owner: Any
     name: str
@@ -30,7 +30,7 @@ class Substitution(NamedTuple):
 
 
 def substitutions() -> Iterator[Substitution]:
-    """Everything that is stood in for, in the order in which it is applied."""
+    """Yield every substitution, in the order in which they are applied."""
     yield from _devices()
     yield from _streams()
     yield from _random_state()
@@ -149,7 +149,7 @@ class _DeviceGenerator:
 
     @contextlib.contextmanager
     def _in_place(self) -> Iterator[None]:
-        """Within, the CPU generator has the device's state."""
+        """Give the CPU generator the device's state inside the `with` block."""
         of_the_cpu = torch.get_rng_state()
         torch.set_rng_state(self._state)
         self._is_in_place = True
@@ -181,7 +181,7 @@ class _DeviceGenerator:
 
 
 def _generator_in_use() -> _DeviceGenerator | None:
-    """That of substitutions that are applied already: one inside another share the device."""
+    """Return the generator of substitutions that are applied already, so that nested ones share a device."""
     owner = getattr(torch.cuda.get_rng_state, "__self__", None)
     return owner if isinstance(owner, _DeviceGenerator) else None
 
@@ -222,7 +222,7 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _cuda_named(type_of: Callable[..., Any]) -> Callable[..., Any]:
-    """`Tensor.type`, where asking for the name answers as a CUDA tensor would."""
+    """Make a `Tensor.type` that gives CPU tensors the type names of CUDA tensors."""
 
     def cuda_named(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         answer = type_of(self, *args, **kwargs)

@@ -28,21 +28,21 @@ _LAYER = re.compile(r"(?<=decoder\.layers\.)\d+(?=\.)")
 
 
 def spoil_if_infinite(loss: torch.Tensor) -> torch.Tensor:
-    """The loss with the same value and gradient, bit for bit, unless it is infinite: its gradient is NaN then.
+    """Return the loss with the same value and gradient, bit for bit, but with a NaN gradient if it is infinite.
 
-    That of an infinite loss may be finite. Made NaN, it shows in the norm of all gradients, on all ranks.
+    The gradient of an infinite loss may be finite. A NaN shows in the norm of all gradients, on all ranks.
     """
     return loss * (1 + 0 * loss.detach())
 
 
 @dataclass(frozen=True, order=True)
 class _Finding:
-    """Something that is not finite; the smallest is the likeliest cause of the others."""
+    """A value that is not finite; the smallest finding is the likeliest cause of the others."""
 
     kind: int
-    """0 a weight, 1 a loss, 2 a gradient."""
+    """0 for a weight, 1 for a loss, 2 for a gradient."""
     position: tuple[int, int]
-    """In the order in which the values are computed."""
+    """Place of the value in the order in which values are computed."""
     rank: int
     what: str
 
@@ -71,14 +71,14 @@ class FiniteCheck:
         self._iteration = iteration
         self._unreduced_norms: dict[int, torch.Tensor] = {}
         self.losses: Iterable[torch.Tensor] = ()
-        """Of this iteration's microbatches on this rank."""
+        """The losses of this iteration's microbatches on this rank."""
         for chunk in chunks:
             for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
-                # Called before gradients are reduced, if the DDP config says so.
+                # DDP calls this before it reduces gradients, if its config says so.
                 group.check_grads = partial(self._record_norms, group)
 
     def _record_norms(self, group: Any, **unused: bool) -> None:
-        """Remember, without waiting for it, what tells this rank's gradients from those of its replicas."""
+        """Remember the norms of this rank's gradients before they are reduced over replicas, without waiting."""
         self._unreduced_norms[id(group)] = torch.stack([bucket.grad_data.norm() for bucket in group.buckets])
 
     def watch(self, optimizer: MegatronOptimizer) -> None:
@@ -99,7 +99,7 @@ class FiniteCheck:
         optimizer.prepare_grads, optimizer.get_grad_norm = prepare_grads, get_grad_norm
 
     def check_norm(self, norm: float | None) -> None:
-        """Check the norm of all gradients, which is the same on all ranks; None where it was not even computed."""
+        """Check the norm of all gradients, which is the same on all ranks; it is None where it was not computed."""
         if norm is None or not math.isfinite(norm):
             self._end(f"iteration {self._iteration()}", self._find())
 
@@ -133,7 +133,7 @@ class FiniteCheck:
         return self._find_weight() or self._find_loss() or self._find_gradient()
 
     def _find_weight(self) -> _Finding | None:
-        """The first one, on whose account all that is computed later is wrong."""
+        """Find the first weight that is not finite: everything computed after it is wrong because of it."""
         for position, name, parameter in self._parameters():
             if _is_wrong(parameter):
                 return _Finding(0, position, dist.get_rank(), f"the weight {name} ({_value(parameter)})")
@@ -146,10 +146,10 @@ class FiniteCheck:
         return None
 
     def _find_gradient(self) -> _Finding | None:
-        """That of the last parameter, for it is computed first."""
+        """Find the last parameter whose gradient is not finite: backward computes its gradient first."""
         norms = self._unreduced_norms.values()
         if norms and not any(map(_is_wrong, norms)):
-            return None  # it comes from a replica
+            return None  # the value that is not finite comes from a replica
         for (stage, index), name, parameter in reversed(list(self._parameters())):
             gradient = getattr(parameter, "main_grad", None)
             if gradient is not None and _is_wrong(gradient):
@@ -158,7 +158,7 @@ class FiniteCheck:
         return None
 
     def _parameters(self) -> Iterator[tuple[tuple[int, int], str, torch.nn.Parameter]]:
-        """Every parameter of this rank in model order, with its place in it and its name, layers numbered from 0."""
+        """Yield the parameters of this rank in model order, with position and name; layers are numbered from 0."""
         for stage, chunk in self._stages.items():
             model = unwrap_model(chunk)
             for index, (name, parameter) in enumerate(model.named_parameters()):

@@ -26,7 +26,7 @@ NoSync = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 _TAKES_MODEL_TYPE = "model_type" in inspect.signature(mcore.backward_step).parameters
-"""megatron-core's `backward_step` lost it in 0.17."""
+"""Whether `backward_step` takes the type of the model, as it does before megatron-core 0.17."""
 
 
 class GradSync:
@@ -98,7 +98,7 @@ class MegatronStage:
             self._prepare_restart()
 
     def _prepare_restart(self) -> None:
-        """The last step may turn out wrong, and what runs until then be run again."""
+        """Prepare to run this step's forwards again, in case validation finds the last step wrong."""
         self._restart = Restart(self.model_chunks)
         self.data_iterators, self._rewindable = make_rewindable(self.data_iterators)
 
@@ -140,11 +140,11 @@ class MegatronStage:
         self._grad_sync.enable(op.chunk, op.microbatch == self.num_microbatches - 1)
 
     def message_spec(self, op: Op | None = None) -> TensorSpec:
-        """The same for all messages: activations and their gradients have one shape."""
+        """Describe the messages: activations and their gradients all have the same shape."""
         return TensorSpec(self.output_shape, self._config.pipeline_dtype, self.device)
 
     def finish(self) -> None:
-        """All gradients have been added up: leave `no_sync`, as DDP expects between steps, and reduce them."""
+        """Leave `no_sync`, as DDP expects between steps, and reduce the gradients, which are all there."""
         self._grad_sync.enable_all()
         self.finalize(self)
 

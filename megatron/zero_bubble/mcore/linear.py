@@ -32,7 +32,8 @@ from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 
 _SPLIT_LAYERS = (ColumnParallelLinear, RowParallelLinear)
 _NUM_ARGUMENTS = 10
-"""Of the autograd function's forward until megatron-core 0.18. Then came `gtp_remat_size` and `output_dtype`."""
+"""Number of arguments of the autograd function's forward up to megatron-core 0.18. Later versions append
+`gtp_remat_size` and `output_dtype`."""
 _LATER_ARGUMENTS = (1, None)[
     : len(inspect.signature(LinearWithGradAccumulationAndAsyncCommunication.forward).parameters) - _NUM_ARGUMENTS
 ]
@@ -67,7 +68,7 @@ def split_weight_gradients(model_chunks: Iterable[torch.nn.Module], store: Weigh
 
 
 def _tied_output_layer(chunk: torch.nn.Module) -> torch.nn.Module | None:
-    """The output layer, if it multiplies with the embedding of its own stage.
+    """Find the output layer that multiplies with the embedding of its own stage, if there is one.
 
     With multi-token prediction the last stage embeds, too; its output layer then has a weight that is not used.
     The gradient of the embedding is a sum that autograd makes, in B.
@@ -115,7 +116,7 @@ def _forward_impl(
 ) -> torch.Tensor:
     """Stands in for `ColumnParallelLinear._forward_impl` and `RowParallelLinear._forward_impl`.
 
-    The last two are of megatron-core 0.19 and 0.20: weights sharded for each layer, and logits of another type.
+    megatron-core 0.19 and 0.20 pass the last two arguments: weights sharded for each layer, and logits of another type.
     """
     assert gtp_remat_size == 1, "refused when the layer was split"
     if output_dtype is not None:
@@ -130,7 +131,7 @@ def _forward_impl(
 
 
 class _SplitLinear(torch.autograd.Function):
-    """megatron-core's linear, whose backward can leave W for later."""
+    """megatron-core's linear function with a backward that can leave W for later."""
 
     @staticmethod
     def forward(
@@ -171,7 +172,7 @@ class _SplitLinear(torch.autograd.Function):
 
 
 def _input_grad(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """B of one layer: the gradients of its input and of its bias; its W goes into the store."""
+    """Compute B of one layer, the gradients of its input and bias, and put its W into the store."""
     saved_input, weight = ctx.saved_tensors
     grad_input = grad_output.matmul(weight)
     handle = None

@@ -13,9 +13,9 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 
 
 def take_losses(num_microbatches: int) -> tuple[float, ...]:
-    """The further losses of the iteration that has just run, one a token ahead; none on other stages than the last.
+    """Return the further losses of the iteration that has just run, one a token ahead, on the last stage only.
 
-    A mean over microbatches and replicas, as Megatron-LM logs it.
+    Each is a mean over microbatches and replicas, as Megatron-LM logs it.
     """
     sums = MTPLossLoggingHelper.tracker.get("values")
     if sums is None or not sums.any():
@@ -28,7 +28,7 @@ def take_losses(num_microbatches: int) -> tuple[float, ...]:
 
 
 def forget_losses() -> None:
-    """The forwards of this iteration run again."""
+    """Set the sums to zero, because the forwards of this iteration run again."""
     sums: torch.Tensor | None = MTPLossLoggingHelper.tracker.get("values")
     if sums is not None:
         sums.zero_()

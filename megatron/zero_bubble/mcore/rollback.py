@@ -86,9 +86,9 @@ class Snapshot:
         self._buffers: dict[Hashable, torch.Tensor] = {}
         self._parameters: list[_Tensor] = []
         self._states: list[dict[Hashable, _Values]] = []
-        """Of each optimizer, what it keeps for each of its parameters."""
+        """The state that each optimizer keeps for its parameters: one dictionary for each optimizer."""
         self._settings: list[list[_Values]] = []
-        """Of each optimizer, what its parameter groups say; a scheduler changes that until right before the step."""
+        """The settings of each optimizer's parameter groups; a scheduler may change them right before the step."""
         self._is_prepared = False
 
     def prepare(self) -> None:

@@ -38,7 +38,7 @@ def warm_up(stage: MegatronStage, store: WeightGradStore, groups: ProcessGroupCo
         return
     restart = Restart(stage.model_chunks)
     stage.data_iterators, rewindable = make_rewindable(stage.data_iterators)
-    # Of two microbatches the first: DDP takes the last one's gradients for complete, and reduces them.
+    # This is the first of two microbatches, because DDP reduces gradients with the last one.
     rehearsal = replace(
         stage, num_microbatches=2, forward_data_store=[], finalize=lambda stage: None, post_validation=None
     )

@@ -21,7 +21,7 @@ from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 
 
 class LayerWeightGrad:
-    """The weight gradient of one layer: how it is computed, and what happens to it then."""
+    """Adds the weight gradients of one layer to the parameter and tells DDP when they are there."""
 
     def __init__(self, weight: Any, store: WeightGradStore) -> None:
         self._weight = weight
@@ -41,18 +41,18 @@ class LayerWeightGrad:
         weight.register_post_accumulate_grad_hook(reduce)
 
     def set_hook(self, hook: Callable[[], None]) -> None:
-        """Megatron-core's DDP: `hook` adds `weight.grad` to `weight.main_grad` and counts it as ready."""
+        """Set the hook by which megatron-core's DDP adds `weight.grad` to `weight.main_grad` and counts it as ready."""
         self._hook = hook
 
     def defer(self) -> MicrobatchSum:
-        """B has come to this layer: what the W that it puts into the store adds to."""
+        """Return the sum that the W of this layer's current B adds to."""
         if self._of_microbatch != self.store.num_flushed:
             self._of_microbatch, self._sum = self.store.num_flushed, MicrobatchSum()
         self._sum.num_missing += 1
         return self._sum
 
     def accumulate(self, grad: torch.Tensor, into: MicrobatchSum) -> None:
-        """What autograd and DDP's hook would do with `grad`."""
+        """Do with `grad` what autograd and DDP's hook would do."""
         total = into.add(grad)
         if total is None:
             return
@@ -61,7 +61,7 @@ class LayerWeightGrad:
         self._reduce()
 
     def _reduce(self) -> None:
-        # Autograd comes by after a B, too, with nothing.
+        # Autograd calls the hook after a B, too, which leaves no gradient.
         if self._hook is not None and self._weight.grad is not None:
             self._hook()
 
@@ -77,7 +77,7 @@ class MicrobatchSum:
         self._total: torch.Tensor | None = None
 
     def add(self, grad: torch.Tensor) -> torch.Tensor | None:
-        """The sum, once it is complete."""
+        """Add a term and return the sum once it is complete."""
         self.num_missing -= 1
         self._total = grad if self._total is None else self._total + grad
         return self._total if self.num_missing == 0 else None

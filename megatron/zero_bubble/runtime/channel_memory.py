@@ -17,7 +17,7 @@ ChannelCommunicator = TorchCommunicator | HostCommunicator
 
 
 class ChannelMemory(NamedTuple):
-    """What the channels of one rank take on its device."""
+    """Device memory that the channels of one rank take."""
 
     num_channels: int
     num_bytes: int
@@ -50,7 +50,7 @@ def open_channels(
 
 
 def _free_bytes(device: torch.device) -> int | None:
-    """On the whole device, as its driver counts; None where there is no device."""
+    """Return the memory in use on the whole device, as its driver counts it; None where there is no device."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize(device)

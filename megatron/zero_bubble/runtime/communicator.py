@@ -23,7 +23,7 @@ from megatron.zero_bubble.schedule import Placement
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What a receiver must know about a message before it arrives."""
+    """Shape, type and device of a message, which its receiver must know before it arrives."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -84,7 +84,7 @@ class ChannelEnd:
     """One end of a channel, as its process group needs to know it."""
 
     source: int
-    """Global rank, as is `destination`."""
+    """Global rank of the sender; `destination` is that of the receiver."""
     destination: int
     rank: int
     """Which end this is: 0 for the source, 1 for the destination."""
@@ -97,7 +97,7 @@ class ChannelEnd:
 
 
 class PairGroup(Protocol):
-    """What a channel needs of a process group of two: torch.distributed's backends have it."""
+    """A process group of two, as far as a channel uses it; the backends of torch.distributed fit."""
 
     def send(self, tensors: list[torch.Tensor], destination: int, tag: int) -> Any: ...
 
@@ -107,7 +107,7 @@ class PairGroup(Protocol):
 
 
 def connect_pair(end: ChannelEnd) -> Any:
-    """The backend of one channel (a `ProcessGroupNCCL` or `ProcessGroupGloo`), met by name in the job's store.
+    """Connect one channel's backend, a `ProcessGroupNCCL` or `ProcessGroupGloo`, by name in the job's store.
 
     `dist.new_group` is not for this: it wants every rank of the job to call it for every pair. Its
     `use_local_synchronization` lifts that, but names the group by how many groups the caller is a
@@ -123,7 +123,7 @@ def connect_pair(end: ChannelEnd) -> Any:
 
 
 def _nccl_options(end: ChannelEnd) -> Any:
-    """Messages go before computing and take little of the device: they are what the other rank waits for.
+    """Give messages priority over computing and few thread blocks: the other rank waits for them.
 
     The flight recorder knows the channel by the name and the ranks.
     """
@@ -144,7 +144,7 @@ class Mark(Protocol):
 
 
 class RunAhead:
-    """Lets the process that feeds a GPU be only so many messages ahead of it.
+    """Keeps the process that feeds a GPU at most `limit` messages ahead of it.
 
     A message takes memory from when the process posts it until the GPU has been there, and a process that nothing
     holds back posts all messages of a step within the time of some operations.

@@ -28,7 +28,7 @@ _NO_RANGE = contextlib.nullcontext()
 
 
 def _new_range() -> _Range:
-    """For a profiler of torch's its own, which under `emit_nvtx` is NVTX's; else NVTX's on a GPU, for Nsight Systems.
+    """Choose the range: torch's own while its profiler runs, else NVTX's on a GPU, for Nsight Systems.
 
     A range of torch's profiler that nobody sees costs as much as all the rest of the executor, one of NVTX's nothing.
     """
@@ -38,7 +38,7 @@ def _new_range() -> _Range:
 
 
 class LeftoverError(RuntimeError):
-    """A step ended and something was not consumed: a bug in a schedule or in the runtime."""
+    """Raised when a step ends and something was not consumed: a bug in a schedule or in the runtime."""
 
 
 class _LocalMessage:
@@ -52,14 +52,14 @@ class _LocalMessage:
 
 
 _Key = tuple[bool, int, int]
-"""A message or an activation: (is forward, chunk, microbatch)."""
+"""Key of a message or an activation: (is forward, chunk, microbatch)."""
 
 
 class _Step(NamedTuple):
-    """Operations that run as one: mostly a single one, see `run_together`."""
+    """Operations that run as one; nearly always a single operation (see `run_together`)."""
 
     position: int
-    """Of the first one, in its rank's operations."""
+    """Index of the first of these operations among those of its rank."""
     ops: tuple[Op, ...]
     name: str
     is_computation: bool
@@ -156,11 +156,11 @@ class Executor:
 
     @property
     def num_live_activations(self) -> int:
-        """Microbatches, summed over chunks, whose forward has run and whose B or BW has not."""
+        """Count the microbatches, summed over chunks, whose forward has run and whose B or BW has not."""
         return len(self._activations)
 
     def position(self) -> tuple[int, bool]:
-        """Index of the operation this rank is at, and whether its inputs are there: for another thread to ask.
+        """Return the index of the operation this rank is at, and whether its inputs are there, to another thread.
 
         The index is the number of operations once all have run. Where a GPU records the step, the device is asked,
         not the process, which runs ahead of it: then the operation is one that computes.
@@ -208,7 +208,7 @@ class Executor:
         self._store.flush(op.chunk, op.microbatch)
 
     def _backward_weight(self, stage: Stage, *ops: Op) -> None:
-        """W of one microbatch, or of several of one chunk, parameter by parameter."""
+        """Run W of one microbatch, or of several microbatches of one chunk, parameter by parameter."""
         self._begin(ops[0])
         if len(ops) == 1:
             stage.before_gradients(ops[0])
@@ -224,7 +224,7 @@ class Executor:
         cast(SteppingStage, stage).step()
 
     def _validate(self, given: Stage, op: Op) -> None:
-        """Where the step was wrong, everything that stands before `op` is run again, and every rank does so.
+        """Validate the last step; if it was wrong, every rank runs everything before `op` again.
 
         What was sent before has to be received, for a channel keeps its order; then all of it is sent anew.
         """
@@ -243,7 +243,7 @@ class Executor:
         self._begin(op)
 
     def _begin(self, op: Op) -> None:
-        """The inputs of `op` are there: what follows is its own time."""
+        """Start the time of `op`, whose inputs are there."""
         self._begun = self._position
         self._marked.append(self._position)
         if self._recorder is not None:

@@ -1,4 +1,4 @@
-"""Channels through host memory: a run that fails over NCCL and not over these has no fault in its schedule."""
+"""Sends messages through host memory: a run that fails only over NCCL has no fault in its schedule."""
 
 from __future__ import annotations
 

@@ -36,16 +36,16 @@ class InMemoryNetwork:
         self._channels[source, destination].put(tensor)
 
     def post(self, source: int, destination: int) -> Future[torch.Tensor]:
-        """Ask for the next message of the channel that nobody has asked for."""
+        """Ask for the channel's next message that nobody has asked for yet."""
         return self._channels[source, destination].post()
 
     def close(self, error: BaseException) -> None:
-        """A rank has failed: every receive without a message raises `error`, now and from now on."""
+        """Let every receive without a message raise `error` from now on, because a rank has failed."""
         for channel in self._channels.values():
             channel.close(error)
 
     def undelivered(self) -> list[tuple[int, int]]:
-        """Channels that hold messages nobody has asked for."""
+        """Return the channels that hold messages nobody has asked for."""
         return [ends for ends, channel in self._channels.items() if channel.messages]
 
 

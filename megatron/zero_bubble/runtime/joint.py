@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def jointly(action: Callable[[], T]) -> T:
-    """What `action` gives on this rank; a collective call.
+    """Run `action` on every rank and return what it gives on this one; a collective call.
 
     Raises:
         ValueError: or `OSError`, on every rank, if `action` raises it on any: that of the first such rank. A rank that
@@ -27,7 +27,7 @@ def jointly(action: Callable[[], T]) -> T:
 
 
 def on_rank(rank: int, action: Callable[[], T]) -> T:
-    """What `action` gives on `rank`, the only one that takes it; a collective call, which raises what it raises."""
+    """Run `action` on `rank` alone and return or raise on every rank what it returns or raises; a collective call."""
     outcome: list[Any] = [_try(action) if dist.get_rank() == rank else None]
     dist.broadcast_object_list(outcome, src=rank)
     value, error = outcome[0]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from megatron.zero_bubble.runtime.recorder import Clock, MeasuredOp, MemoryMeter, OpRecorder, StepTime, step_time
 
 Sink = Callable[[int, Sequence[MeasuredOp]], None]
-"""Gets the number of a step and its operations."""
+"""A function that takes the number of a step and its operations."""
 
 
 class StepObserver:
@@ -27,7 +27,7 @@ class StepObserver:
         self.sinks: list[Sink] = []
 
     def start(self, step: int, meter: MemoryMeter | None = None) -> OpRecorder:
-        """The recorder for `step`; `meter` measures memory too."""
+        """Return the recorder for `step`; a `meter` measures memory, too."""
         self.stop()
         self._take_in_what_is_over()
         recorder = OpRecorder(self._clock, meter, self._take_in_what_is_over)
@@ -35,25 +35,25 @@ class StepObserver:
         return recorder
 
     def stop(self) -> None:
-        """The step that was started has ended."""
+        """Tell that the step that was started has ended."""
         if self._running is not None:
             self._ended.append(self._running)
             self._running = None
 
     def flush(self) -> None:
-        """Take in all steps that have ended, and wait for the GPU if need be."""
+        """Pass on all steps that have ended, and wait for the GPU if need be."""
         while self._ended:
             self._take_in()
 
     def take_mean(self) -> StepTime:
-        """The mean step since the last call; all zeros if there was none."""
+        """Return the mean step since the last call; all zeros if there was none."""
         self.flush()
         times, self._times = self._times, []
         count = max(1, len(times))
         return StepTime(sum(time.span for time in times) / count, sum(time.work for time in times) / count)
 
     def lag(self) -> float:
-        """Seconds by which recorded times are behind the host's monotonic clock. Waits for the GPU."""
+        """Return by how many seconds recorded times lag the host's monotonic clock. Waits for the GPU."""
         self.flush()
         return self._clock.lag()
 

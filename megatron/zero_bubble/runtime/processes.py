@@ -15,7 +15,7 @@ import threading
 import time
 
 _PR_SET_PDEATHSIG = 1
-"""Of prctl(2)."""
+"""The option of prctl(2) that sets the signal for the death of a parent."""
 
 
 def end_with_parent(death_signal: signal.Signals = signal.SIGKILL) -> None:

@@ -1,4 +1,4 @@
-"""Measured times and memory of a run -> `StageCosts`."""
+"""Turns the measured times and memory of a run into `StageCosts`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from megatron.zero_bubble.schedule.costs import by_result
 from megatron.zero_bubble.schedule.kinds import KINDS
 
 _PINGS = 7
-"""Round trips of which the communication time of an edge is the median."""
+"""Number of round trips whose median is the communication time of an edge."""
 
 
 class SavedTensorMeter:
-    """For a CPU: counts what autograd saves for F, and what the store holds for W.
+    """Measures memory on a CPU: counts what autograd saves for F, and what the store holds for W.
 
     Each storage counts once, parameters not at all. Allocators of CPUs cannot be asked.
     """
@@ -55,7 +55,7 @@ class SavedTensorMeter:
         return -released
 
     def inside(self) -> int:
-        """Nothing that can be known."""
+        """Return 0: the peak inside an operation cannot be known on a CPU."""
         return 0
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -67,7 +67,7 @@ class SavedTensorMeter:
 
 
 class CudaMeter:
-    """For a GPU: what the allocator has given out, before, after and at most. Message buffers are in it."""
+    """Measures memory on a GPU by what the allocator has given out. Message buffers are included."""
 
     def __init__(self) -> None:
         self._before = self._inside = 0
@@ -91,7 +91,7 @@ def memory_meter(device: torch.device, store: WeightGradStore) -> MemoryMeter:
 
 @dataclass(frozen=True)
 class ChunkCosts:
-    """One stage as measured on one rank; times in milliseconds, memory in bytes."""
+    """Measurements of one stage on one rank; times in milliseconds, memory in bytes."""
 
     stage: int
     times: Mapping[OpKind, float]
@@ -100,7 +100,7 @@ class ChunkCosts:
     noise: float
     """Largest relative spread of the times: half the interquartile range over the median."""
     inside: int = 0
-    """The most that an operation needed while it ran, beyond what was held before and after it."""
+    """Most memory that an operation needed while it ran, beyond what was held before and after it."""
 
 
 class Profiler:
@@ -114,7 +114,7 @@ class Profiler:
         self._inside: dict[int, int] = defaultdict(int)
 
     def add(self, ops: Iterable[MeasuredOp]) -> None:
-        """Take in one step."""
+        """Record one step."""
         for measured in ops:
             key = (measured.op.chunk, measured.op.kind)
             self._times[key].append((measured.end - measured.start) * 1000.0)
@@ -123,7 +123,7 @@ class Profiler:
                 self._inside[measured.op.chunk] = max(self._inside[measured.op.chunk], measured.inside)
 
     def costs(self) -> list[ChunkCosts]:
-        """The medians: an outlier, such as the first step, moves nothing."""
+        """Return the medians, which an outlier such as the first step does not move."""
         found = []
         for chunk in range(self._placement.num_chunks):
             kinds = [kind for kind, facts in KINDS.items() if facts.time and (chunk, kind) in self._times]
@@ -148,7 +148,7 @@ def _spread(values: Sequence[float]) -> float:
 
 
 def measure_edges(communicator: Communicator, placement: Placement, rank: int, spec: TensorSpec) -> dict[int, float]:
-    """Milliseconds that one message takes over each edge of this rank: half a round trip, the median of several.
+    """Measure the milliseconds that a message takes over each edge of this rank: half of the median round trip.
 
     A collective call of all ranks of a pipeline: edge `s` joins stages `s` and `s + 1`, and they are measured
     one after the other. Edges within a rank have no message.
@@ -182,7 +182,7 @@ def _round_trip(
 
 
 class MeasuredCosts(NamedTuple):
-    """What all ranks of a job measured together."""
+    """Measurements of all ranks of a job together."""
 
     costs: StageCosts
     noise: float
@@ -191,7 +191,7 @@ class MeasuredCosts(NamedTuple):
 
 
 def gather_costs(placement: Placement, chunks: Sequence[ChunkCosts], edges: Mapping[int, float]) -> MeasuredCosts:
-    """Costs of all stages, the same on every rank of the job.
+    """Gather the costs of all stages, the same on every rank of the job.
 
     A collective call of the whole job. Of the replicas of a stage (data and tensor parallelism) the
     slowest and the fullest counts: the pipeline waits for it.
@@ -205,7 +205,7 @@ def gather_costs(placement: Placement, chunks: Sequence[ChunkCosts], edges: Mapp
 def combine_costs(
     placement: Placement, gathered: Sequence[tuple[Sequence[ChunkCosts], Mapping[int, float]]]
 ) -> MeasuredCosts:
-    """What `gather_costs` makes of the measurements of all ranks."""
+    """Combine the measurements of all ranks, for `gather_costs`."""
     by_stage: dict[int, list[ChunkCosts]] = defaultdict(list)
     by_edge: dict[int, list[float]] = defaultdict(list)
     for chunks, edges in gathered:

@@ -1,4 +1,4 @@
-"""What one rank really ran, and when."""
+"""Records which operations one rank ran, and when."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ class Clock(Protocol):
     def mark(self) -> Any: ...
 
     def seconds(self, marks: Sequence[Any]) -> list[float]:
-        """When they were reached, in their order; may wait for that."""
+        """Return when the marks were reached, in their order; may wait for that."""
         ...
 
     def lag(self) -> float:
-        """Seconds by which `seconds` is behind the host's monotonic clock. May wait for the computation."""
+        """Return by how many seconds `seconds` lags the host's monotonic clock. May wait for the computation."""
         ...
 
     def num_reached(self, marks: Sequence[Any]) -> int | None:
-        """How many of the marks have been reached, without waiting; None where all always have."""
+        """Count the marks that have been reached, without waiting; None where all always have."""
         ...
 
 
 class HostClock:
-    """For a CPU, where a call returns when its work is done."""
+    """A clock for a CPU, where a call returns when its work is done."""
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -48,7 +48,7 @@ class HostClock:
 
 
 class CudaClock:
-    """For a GPU: events on the current stream, so that nothing waits while operations are launched.
+    """A clock for a GPU: events on the current stream, so that nothing waits while operations are launched.
 
     What CUDA tells between two events is a float32 of milliseconds: 8 ms coarse after a day. So each mark is measured
     from the one before, and the sum is a Python float.
@@ -106,11 +106,11 @@ class MemoryMeter(Protocol):
     def begin(self, op: Op) -> None: ...
 
     def end(self, op: Op) -> int:
-        """Change of memory since `begin`, in bytes."""
+        """Return the change of memory since `begin`, in bytes."""
         ...
 
     def inside(self) -> int:
-        """The most, in bytes, that the last operation needed beyond what was held at its `begin` and at its `end`."""
+        """Return the most bytes that the last operation needed beyond those held at its `begin` and `end`."""
         ...
 
 
@@ -138,28 +138,28 @@ class OpRecorder:
         self._marks: list[Any] = []
 
     def begin(self, op: Op) -> None:
-        """The inputs of `op` are there and it starts to compute."""
+        """Note that the inputs of `op` are there and it starts to compute."""
         if self._meter is not None and op.kind not in POST_VALIDATION:
             self._meter.begin(op)
         self._begun = self._clock.mark()
 
     def end(self, *ops: Op) -> None:
-        """The operation has computed (on a GPU: has been launched), or the operations that run as one."""
+        """Note that the operation, or those that run as one, has computed (on a GPU: has been launched)."""
         self._marks += (self._begun, self._clock.mark())
         metered = self._meter is not None and ops[0].kind not in POST_VALIDATION
         self._ops.append((ops, self._memory_use(ops, self._meter) if self._meter and metered else _MemoryUse(None)))
         self._after_op()
 
     def num_reached(self) -> int | None:
-        """Beginnings and ends of operations that a GPU has passed; None if there is nothing to ask. For any thread."""
+        """Count the beginnings and ends that a GPU has passed; None without a GPU. Any thread may ask."""
         return self._clock.num_reached(self._marks) if self._marks else None
 
     def is_over(self) -> bool:
-        """Whether the last operation so far has computed: then `take` does not wait."""
+        """Tell whether the last operation so far has computed: then `take` does not wait."""
         return not self._marks or self._clock.num_reached(self._marks[-1:]) != 0
 
     def take(self) -> list[MeasuredOp]:
-        """What was recorded since the last call."""
+        """Return what was recorded since the last call."""
         seconds = self._clock.seconds(self._marks)
         intervals = zip(seconds[::2], seconds[1::2], strict=True)
         measured = [
@@ -178,7 +178,7 @@ class OpRecorder:
 
 
 def _share(ops: Sequence[Op], start: float, end: float, memory: _MemoryUse) -> Iterator[MeasuredOp]:
-    """Equal shares for operations that ran as one, but each needed all that was needed inside."""
+    """Split a measurement equally among operations that ran as one; each needed the whole peak inside."""
     each = (end - start) / len(ops)
     share = None if memory.held is None else round(memory.held / len(ops))
     for k, op in enumerate(ops):
@@ -188,14 +188,14 @@ def _share(ops: Sequence[Op], start: float, end: float, memory: _MemoryUse) -> I
 
 @dataclass(frozen=True)
 class StepTime:
-    """Of one rank and one step, in seconds: from the first operation to the last, and computing in between."""
+    """Seconds of one step on one rank: from the first operation to the last, and computing in between."""
 
     span: float
     work: float
 
 
 def step_time(ops: Sequence[MeasuredOp]) -> StepTime:
-    """Both figures of a step that ran at least one operation.
+    """Compute both figures of a step that ran at least one operation.
 
     The optimizer's work is in neither. What was run again counts once as work: the rest of its time is lost.
     """
@@ -206,7 +206,7 @@ def step_time(ops: Sequence[MeasuredOp]) -> StepTime:
 
 
 def bubble_rate(steps: Sequence[StepTime]) -> float:
-    """The bubble rate of a pipeline from the step times of its ranks: (cost - work) / cost.
+    """Compute the bubble rate of a pipeline from the step times of its ranks: (cost - work) / cost.
 
     `cost` is the longest span of a rank, and `work` that of the busiest one, as `simulate` has it.
     """

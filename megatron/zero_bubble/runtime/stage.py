@@ -1,4 +1,4 @@
-"""What an `Executor` asks of the model: the computation of one rank's stages."""
+"""The interface between an `Executor` and the model: the computation of one rank's stages."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ class Stage(Protocol):
         ...
 
     def release_output(self, output_tensor: torch.Tensor) -> None:
-        """The output's values have been handed on: only its place in the autograd graph is needed now."""
+        """Free the values of an output that has been handed on: only its place in the autograd graph is needed."""
         ...
 
     def before_gradients(self, op: Op) -> None:
-        """Called before each B, W and BW: the operations that add to parameters' gradients.
+        """Prepare for a B, W or BW, the operations that add to parameters' gradients.
 
         Where the W of several microbatches run as one, it is called before each parameter's share of each.
         """
         ...
 
     def message_spec(self, op: Op) -> TensorSpec:
-        """Shape, type and device of the message that the receive `op` brings."""
+        """Return shape, type and device of the message that the receive `op` brings."""
         ...
 
 
@@ -54,11 +54,11 @@ class SteppingStage(Stage, Protocol):
     """A stage that takes the optimizer's step itself: what a schedule with post-validation runs."""
 
     def step(self) -> None:
-        """All gradients of this rank are there: step, before the state of the other ranks' is known."""
+        """Step as soon as this rank's gradients are there, before the state of the other ranks' is known."""
         ...
 
     def validate(self) -> bool:
-        """Confirm or amend the last step; whether the forwards of this step used wrong weights, on any rank."""
+        """Confirm or amend the last step; return whether this step's forwards used wrong weights on any rank."""
         ...
 
     def restart(self) -> None:

@@ -1,4 +1,4 @@
-"""Finds a pipeline that stands still, and where each of its ranks stands.
+"""Detects a hung pipeline and reports the operation each rank is waiting in.
 
 A rank that hangs is silent, and its neighbours wait. So each rank has a thread that looks every now and then
 whether its rank has come further. The first that sees it stand still for too long raises an alarm in the
@@ -27,12 +27,12 @@ from megatron.zero_bubble.schedule.kinds import COMMUNICATION
 _LOOKS = 10
 """Within the time that is allowed."""
 _LONGEST_PAUSE = 5.0
-"""Between two looks, in seconds: the report waits for two."""
+"""Seconds between two looks; the report waits for two of them."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where a rank is in a step: at the operation `index` of its (lowered) schedule, or behind the last one."""
+    """Place of a rank in a step: at the operation `index` of its lowered schedule, or behind the last one."""
 
     call: int
     """Of the forward-backward function: evaluation, too, comes by the same operations again and again."""
@@ -53,26 +53,26 @@ class Position:
         return f"{verb} {op}, operation {self.index + 1} of {len(ops)} in step {self.step}"
 
     def excerpt(self) -> str:
-        """The operations around it, it in brackets."""
+        """List the operations around the position, the one at it in brackets."""
         ops = self.schedule.ops[self.pipeline_rank]
         return self.schedule.excerpt(self.pipeline_rank, min(self.index, len(ops) - 1), radius=3)
 
 
 @dataclass(frozen=True)
 class RankState:
-    """What a rank tells of itself when there is an alarm."""
+    """A rank's report on itself when there is an alarm."""
 
     rank: int
     host: str
     pid: int
     seconds: float
-    """Since it was last seen to move."""
+    """Seconds since the rank was last seen to move."""
     where: str
-    """Its `Position` in words."""
+    """The rank's `Position` in words."""
     excerpt: str
-    """Its schedule around the position; empty between two steps."""
+    """The rank's schedule around its position; empty between two steps."""
     line: str
-    """The line of code that its main thread is at."""
+    """The line of code that the rank's main thread is at."""
     is_computing: bool
 
 

@@ -1,4 +1,4 @@
-"""`WeightGradStore`: the weight gradients (W) that B has put off."""
+"""Holds the weight gradients (W) that B has put off."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class WeightGradStore:
         self._held: dict[int, int] = {}
         self._is_deferring = False
         self.num_flushed = 0
-        """Bundles that have been closed, or forgotten: tells the B of one microbatch from another's."""
+        """Number of bundles that have been closed or forgotten; tells the B of one microbatch from another's."""
         self.flushed_bytes = 0
-        """Memory that the W of the last flush holds: each storage once, as far as `put` was told."""
+        """Bytes that the W of the last flush holds, each storage counted once, as far as `put` was told."""
 
     @property
     def num_chunks(self) -> int:
@@ -54,7 +54,7 @@ class WeightGradStore:
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
-        """The time of one B."""
+        """Defer weight gradients inside the `with` block, which is one B."""
         assert not self._is_deferring, "a B inside a B"
         self._is_deferring = True
         try:
@@ -120,7 +120,7 @@ class WeightGradStore:
         return bundle
 
     def pending(self) -> list[tuple[int, int]]:
-        """(chunk, microbatch) of every W that has not run, oldest first within a chunk."""
+        """Return (chunk, microbatch) of every W that has not run, oldest first within a chunk."""
         return [(chunk, microbatch) for chunk, bundles in enumerate(self._queues) for microbatch, _ in bundles]
 
     def clear(self) -> None:
@@ -131,7 +131,7 @@ class WeightGradStore:
 
 
 def _run(pending: list[tuple[int, _Deferred]], before: Callable[[int], None]) -> None:
-    """Run them in order, each started one ahead, and release what each held."""
+    """Run weight gradients in order, each started one ahead, and release what each held."""
     pending.reverse()
     if pending:
         pending[-1][1].start()
