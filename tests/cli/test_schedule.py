@@ -1,12 +1,10 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 
-from megatron.zero_bubble.cli.schedule_command import main
 from megatron.zero_bubble.schedule import StageCosts, generate, lower, names, simulate
 from megatron.zero_bubble.schedule.formats import (
     costs_to_json,
@@ -21,30 +19,6 @@ from tests.schedule.random_schedules import posted_ahead
 ROOT = Path(__file__).parent.parent.parent
 
 SIZE = ["--pipeline-size", "4", "--num-microbatches", "8"]
-
-
-@pytest.fixture
-def run(capsys):
-    """Run the tool in this process: (status, output, errors)."""
-
-    def run(*words):
-        try:
-            status = main([str(word) for word in words])
-        except SystemExit as exit:
-            status = exit.code
-        return status, *capsys.readouterr()
-
-    return run
-
-
-@pytest.fixture
-def ok(run):
-    def ok(*words):
-        status, output, errors = run(*words)
-        assert (status, errors) == (0, "")
-        return output
-
-    return ok
 
 
 def test_list_names_every_schedule_in_order(ok):
@@ -277,98 +251,3 @@ def test_memory_curve(ok, tmp_path):
     assert [point["memory_limit"] for point in points[:3]] == [2, 3, 4]
     assert [point["bubble_rate"] for point in points[-1:]] == [0]
     assert path.read_text().startswith("<svg")
-
-
-@pytest.mark.parametrize(
-    "extreme", ["--time-f 1e20", "--time-f 1e-20", "--time-comm 1e20", "--memory-f 1e20 --memory-b=-1e20"]
-)
-@pytest.mark.parametrize("overlap", ["", "--no-overlap-communication"])
-def test_the_largest_and_the_smallest_numbers_give_finite_ones(ok, extreme, overlap):
-    names = [word for name in names_but_slow() for word in ("--schedule", name)]
-    table = ok("compare", *names, "--pipeline-size", "2", "--num-microbatches", "4", *extreme.split(), *overlap.split())
-    assert not re.search("nan|inf", table)
-
-
-def names_but_slow():
-    return [name for name in names() if name != "optimal"]
-
-
-BAD = {
-    "": "the following arguments are required: COMMAND",
-    "paint": "invalid choice: 'paint'",
-    "simulate --pipeline-size 4 --num-microbatches 8": "one of the arguments --schedule --input is required",
-    "simulate --schedule zb-h9 {size}": "schedule 'zb-h9' is unknown: choose one of gpipe, 1f1b,",
-    "compare --schedule zb-h9 {size}": "schedule 'zb-h9' is unknown: choose one of gpipe, 1f1b,",
-    "memory-curve --schedule zb-h9 {size}": "schedule 'zb-h9' is unknown: choose one of gpipe, 1f1b,",
-    "simulate --schedule zb-h1 --pipeline-size 1 --num-microbatches 8": "--pipeline-size: must be at least 2, got 1",
-    "simulate --schedule zb-h1 --pipeline-size 4 --num-microbatches 0": "--num-microbatches: must be at least 1, got 0",
-    "simulate --schedule zb-h1 --pipeline-size 4": "argument --num-microbatches is required with --schedule",
-    "simulate --schedule zb-h1 {size} --time-f 0": "--time-f: must be above 0, got 0",
-    "simulate --schedule zb-h1 {size} --time-w -1": "--time-w: must be above 0, got -1",
-    "simulate --schedule zb-h1 {size} --time-b nan": "--time-b: expected a finite number, got nan",
-    "simulate --schedule zb-h1 {size} --time-f 1e308": "--time-f: expected a number from 1e-20 to 1e+20, got 1e308",
-    "simulate --schedule zb-h1 {size} --time-w 1e-320": "--time-w: expected a number from 1e-20 to 1e+20, got 1e-320",
-    "simulate --schedule zb-h1 {size} --memory-b -1e308": "--memory-b: expected a number from 1e-20 to",
-    "simulate --schedule auto {size} --memory-limit 1e308": "--memory-limit: expected a number from 1e-20 to 1e+20",
-    "simulate --schedule zb-h1 {size} --costs {tmp}/huge.json": "time_f must be numbers from 1e-50 to 1e+50, got 1000",
-    "simulate --schedule 1f1b --pipeline-size 100000 --num-microbatches 8": "100000 pipeline ranks with 1 model chunks",
-    "simulate --schedule 1f1b --pipeline-size 4 --num-microbatches 1000000000": "83333 are the most",
-    "simulate --schedule interleaved-zb {size} --num-chunks 1000000000": "4096 stages are the most",
-    "simulate --schedule zb-h1 {size} --post-validation --steps 1000000000": "8000000000 microbatches on 4 stages",
-    "draw --schedule zb-h1 {size} --width 1000000000 --output {tmp}/new.svg": "--width: must be at most 16000",
-    "simulate --schedule zb-h1 {size} --time-comm -1": "--time-comm: must not be below 0, got -1",
-    "simulate --schedule zb-h1 {size} --time-f 1,2": "--time-f: expected 1 number or 4, got 2",
-    "simulate --schedule zb-h1 {size} --time-comm 1,2,3,4": "--time-comm: expected 1 number or 3, got 4",
-    "simulate --schedule zb-h1 {size} --time-f 1,x": "--time-f: expected a number, got 'x'",
-    "simulate --schedule zb-h1 {size} --memory-f -1": "the memory of F on a whole rank, must be above zero, got -1",
-    "simulate --schedule zb-h1 {size} --memory-limit 3": "limit of 3; 4 is enough for every rank",
-    "simulate --schedule zb-h1 {size} --memory-limit 4,4": "memory_limit has 2 entries, but there are 4 ranks",
-    "simulate --schedule zb-h1 {size} --num-chunks 2": "schedule zb-h1 has 1 chunks a rank, got 2",
-    "simulate --schedule interleaved-1f1b --pipeline-size 4 --num-microbatches 6": "leave a last group of 2",
-    "simulate --schedule zb-h1 {size} --costs {tmp}/none.json": "No such file",
-    "simulate --schedule zb-h1 {size} --costs {tmp}/bad.json": "bad.json: not JSON",
-    "simulate --schedule zb-h1 {size} --costs {tmp}/three.json": "has costs of 3 stages: expected 4",
-    "simulate --schedule zb-h1 {size} --costs {tmp}/three.json --time-f 2": "--time-f: not allowed with --costs",
-    "validate --input {tmp}/future.json": "version 2 of the format is unknown",
-    "validate --input {tmp}/bad.json": "bad.json: not JSON",
-    "validate --input {tmp}/binary": "can't decode byte",
-    "validate --input {tmp}/incomplete.csv": "rank 0 lacks B0",
-    "validate --input {tmp}/future.json --pipeline-size 4": "--pipeline-size: not allowed with --input",
-    "draw --schedule zb-h1 {size}": "argument --output is required",
-    "draw --schedule zb-h1 {size} --output {tmp}/new.png": "must end in .svg, .html, or .json",
-    "draw --schedule zb-h1 {size} --output {tmp}/none/new.svg": "cannot write {tmp}/none/new.svg: No such file",
-    "draw --schedule zb-h1 {size} --output {tmp}/folder.svg": "cannot write {tmp}/folder.svg: Is a directory",
-    "simulate --input {tmp}/incomplete.csv": "rank 0 lacks B0",
-    "generate --schedule zb-h1 {size} --post-validation --format pytorch": "PyTorch's CSV has no word: write JSON",
-    "simulate --schedule zb-h1 {size} --hardware-queues 2": "--hardware-queues: invalid choice: '2' (choose from",
-    "simulate --schedule zb-h1 {size} --hardware-queues 1 --no-overlap-communication": "messages overlap there",
-    "simulate --schedule zb-h1 {size} --steps 2": "--steps 2 needs --post-validation: without it an iteration starts",
-    "draw --schedule zb-h1 {size} --steps 0 --output {tmp}/new.svg": "--steps: must be at least 1, got 0",
-    "draw --schedule zb-h1 {size} --memory-limit 1 --output {tmp}/new.svg": "is enough for every rank",
-    "memory-curve --schedule zb-h1 {size} --from 2 --to 1": "--to 1 is below --from 2",
-    "memory-curve --schedule zb-h1 {size} --step 0": "--step: must be above 0",
-    "memory-curve --schedule zb-h1 {size} --step 1e-9": "are too many: choose a larger --step",
-    "memory-curve --schedule zb-h1 {size} --step 1e-320": "--step: expected a number from 1e-20 to 1e+20",
-    "memory-curve --schedule zb-h1 {size} --to 0.75 --output {tmp}/new.svg": "nothing fits under any of these limits",
-}
-
-
-@pytest.mark.parametrize("words", BAD)
-def test_bad_input_gets_one_line_and_nothing_is_written(run, tmp_path, words):
-    (tmp_path / "bad.json").write_text("{")
-    (tmp_path / "binary").write_bytes(b"\xff\xfe")
-    huge = costs_to_json(StageCosts.uniform(4, time_f=12345)).replace("12345", "1" + "0" * 400)
-    (tmp_path / "huge.json").write_text(huge)
-    (tmp_path / "three.json").write_text(costs_to_json(StageCosts.uniform(3)))
-    future = schedule_to_json(generate("1f1b", 2, 2)).replace('"version": 1', '"version": 2')
-    (tmp_path / "future.json").write_text(future)
-    (tmp_path / "incomplete.csv").write_text("0F0\n1F0,1B0\n")
-    (tmp_path / "folder.svg").mkdir()
-    before = {path: path.is_dir() or path.read_bytes() for path in tmp_path.iterdir()}
-    filled = words.format(size=" ".join(SIZE), tmp=tmp_path).split()
-    status, output, errors = run(*filled)
-    assert (status, output) == (2, "")
-    assert errors.startswith("zero-bubble schedule")
-    assert errors.count("\n") == 1
-    assert BAD[words].format(tmp=tmp_path) in errors
-    assert {path: path.is_dir() or path.read_bytes() for path in tmp_path.iterdir()} == before

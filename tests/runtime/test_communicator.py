@@ -8,31 +8,20 @@ import time
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from simulated_nccl import SimulatedNccl
-from toy_pipeline import Problem, ToyStage
 
 from megatron.zero_bubble.runtime.communicator import (
-    ChannelEnd,
-    Communicator,
-    RunAhead,
     TensorSpec,
     TorchCommunicator,
     channels,
-    connect_pair,
 )
-from megatron.zero_bubble.runtime.executor import Executor
-from megatron.zero_bubble.runtime.in_memory import InMemoryNetwork
-from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
-from megatron.zero_bubble.schedule import Placement, generate, lower
-
-CPU = torch.device("cpu")
-SPEC = TensorSpec((2, 3), torch.float32, CPU)
+from megatron.zero_bubble.schedule import Placement
+from tests.runtime.messages import CPU, SPEC, exchange, message
 
 
 @pytest.mark.parametrize(
@@ -70,28 +59,6 @@ def test_opening_the_channels_takes_no_longer_on_more_ranks(kind):
     rounds = {rounds_to_open(Placement(kind, p, 1 if kind == "linear" else 2)) for p in (4, 8, 64, 1024)}
     assert len(rounds) == 1
     assert rounds.pop() <= 8
-
-
-def message(source: int, destination: int, index: int, spec: TensorSpec = SPEC) -> torch.Tensor:
-    return torch.full(spec.shape, source * 100.0 + destination * 10 + index, dtype=spec.dtype)
-
-
-def exchange(communicator: Communicator, rank: int, placement: Placement, spec: TensorSpec = SPEC) -> None:
-    """Every rank sends three messages on each of its channels before it waits for any, and checks what arrives."""
-    sends, receives = [], []
-    for source, destination in channels(placement):
-        for index in range(3):
-            if rank == source:
-                sends.append(communicator.send(message(source, destination, index, spec), destination))
-            elif rank == destination:
-                receives.append((message(source, destination, index, spec), communicator.receive(source, spec)))
-    for expected, receive in reversed(receives):  # a message is the one of its receive, whenever that is waited for
-        arrived = receive.wait()
-        assert (arrived.dtype, arrived.shape) == (spec.dtype, spec.shape)
-        assert torch.equal(arrived, expected)
-    for send in sends:
-        send.wait()
-        assert send.is_done()
 
 
 def over_gloo(placement: Placement, rank: int, timeout: float = 60.0) -> TorchCommunicator:
@@ -214,164 +181,3 @@ def test_by_nccls_rules_what_is_sent_arrives(placement, seed):
     network.run([partial(exchange, end, rank, placement) for rank, end in enumerate(ends)])
     for end in ends:
         end.close()
-
-
-def test_a_nccl_channel_has_a_name_a_high_priority_and_few_blocks(monkeypatch):
-    """torch of this machine has no NCCL: a stand-in shows what it would be asked for."""
-    made = []
-
-    class ProcessGroupNCCL:
-        class Options:
-            def __init__(self, is_high_priority_stream=False):
-                self.is_high_priority_stream = is_high_priority_stream
-                self.config = SimpleNamespace(max_ctas=-1)
-
-        def __init__(self, store, rank, size, options):
-            made.append((rank, size, options))
-
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", ProcessGroupNCCL, raising=False)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        connect_pair(ChannelEnd(6, 2, 1, torch.device("cuda", 0), timedelta(minutes=3)))
-    finally:
-        dist.destroy_process_group()
-    ((rank, size, options),) = made
-    assert (rank, size) == (1, 2)
-    assert options.is_high_priority_stream
-    assert options.config.max_ctas == 4
-    assert (options.group_name, options.global_ranks_in_group) == ("megatron.zero_bubble/6->2", [6, 2])
-    assert options._timeout == timedelta(minutes=3)
-
-
-class Gpu:
-    """A GPU that computes nothing until somebody waits for it, and the group of two behind a channel of it."""
-
-    def __init__(self) -> None:
-        self.posted = self.reached = 0
-        self.most = 0
-
-    def post(self) -> SimpleNamespace:
-        self.posted += 1
-        self.most = max(self.most, self.posted - self.reached)
-        at = self.posted
-        return SimpleNamespace(
-            is_completed=lambda: self.reached >= at, wait=lambda: None, synchronize=lambda: self.reach(at)
-        )
-
-    def mark(self) -> SimpleNamespace:
-        at = self.posted
-        return SimpleNamespace(synchronize=lambda: self.reach(at))
-
-    def reach(self, at: int) -> None:
-        self.reached = max(self.reached, at)
-
-    def send(self, tensors, destination, tag):
-        return self.post()
-
-    def recv(self, tensors, source, tag):
-        return self.post()
-
-
-def test_a_process_is_only_some_messages_ahead_of_its_gpu(monkeypatch):
-    """Then what has been sent is released in time: here the middle rank of a step of forty microbatches."""
-    schedule = lower(generate("1f1b", 3, 40))
-    gpu, waiting = Gpu(), []
-
-    class Counting(Executor):
-        def _drop_finished_sends(self):
-            super()._drop_finished_sends()
-            waiting.append(len(self._sends))
-
-    monkeypatch.setattr(TorchCommunicator, "_open", lambda self, device: None)
-    communicator = TorchCommunicator(
-        range(3), 1, schedule.placement, CPU, timedelta(), lambda end: gpu, RunAhead(gpu.mark, 8)
-    )
-    store = WeightGradStore()
-    Counting(schedule, 1, communicator, store).run(ToyStage(Problem(3, 40), schedule, 1, store))
-    assert gpu.posted == 4 * 40
-    assert gpu.most == 9
-    assert max(waiting) < 9
-
-
-def test_on_a_gpu_the_marks_are_events(monkeypatch):
-    calls = []
-
-    class Event:
-        def __init__(self, blocking: bool) -> None:
-            assert blocking, "a process that waits leaves its core to others"
-
-        def record(self) -> None:
-            calls.append("record")
-
-        def synchronize(self) -> None:
-            calls.append("wait")
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(TorchCommunicator, "_open", lambda self, device: None)
-    placement = Placement("linear", 2)
-    end = TorchCommunicator(range(2), 0, placement, torch.device("cuda"), timedelta(), lambda end: Gpu())
-    for _ in range(9):
-        end.send(torch.ones(1), 1)
-    assert calls == ["record"] * 8 + ["wait", "record"]
-
-
-class TestInMemory:
-    @pytest.mark.parametrize(
-        "placement", [Placement("linear", 4), Placement("v", 3, 2), Placement("interleaved", 2, 2)]
-    )
-    def test_it_keeps_the_promises_of_the_real_one(self, placement):
-        network = InMemoryNetwork(placement.num_ranks, timeout=5.0)
-        errors: list[BaseException] = []
-
-        def rank_thread(rank: int) -> None:
-            try:
-                exchange(network.communicator(rank), rank, placement)
-            except BaseException as error:
-                errors.append(error)
-
-        threads = [threading.Thread(target=rank_thread, args=(rank,)) for rank in range(placement.num_ranks)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert errors == []
-        assert network.undelivered() == []
-
-    def test_a_message_is_a_copy(self):
-        network = InMemoryNetwork(2)
-        sent = message(0, 1, 1).requires_grad_()
-        network.communicator(0).send(sent, 1)
-        sent.data.zero_()
-        arrived = network.communicator(1).receive(0, SPEC).wait()
-        assert torch.equal(arrived, message(0, 1, 1))
-        assert not arrived.requires_grad
-
-    def test_a_message_that_nobody_sends_is_a_timeout(self):
-        receive = InMemoryNetwork(2, timeout=0.05).communicator(1).receive(0, SPEC)
-        with pytest.raises(TimeoutError, match=r"rank 1: no message from rank 0 in 0\.05 s"):
-            receive.wait()
-
-    def test_nobody_waits_for_a_rank_that_has_failed(self):
-        network = InMemoryNetwork(3)
-        network.communicator(0).send(message(0, 1, 0), 1)
-        posted = network.communicator(1).receive(2, SPEC)
-        network.close(RuntimeError("rank 2 is gone"))
-        with pytest.raises(RuntimeError, match="rank 2 is gone"):
-            posted.wait()
-        with pytest.raises(RuntimeError, match="rank 2 is gone"):
-            network.communicator(0).receive(2, SPEC).wait()
-        assert torch.equal(network.communicator(1).receive(0, SPEC).wait(), message(0, 1, 0)), "sent before"
-
-    @pytest.mark.parametrize("spec", [TensorSpec((3, 2), torch.float32, CPU), TensorSpec((2, 3), torch.bfloat16, CPU)])
-    def test_a_receive_that_expects_another_message_is_refused(self, spec):
-        network = InMemoryNetwork(2)
-        network.communicator(0).send(message(0, 1, 0), 1)
-        with pytest.raises(AssertionError, match="expected"):
-            network.communicator(1).receive(0, spec).wait()
-
-    def test_it_knows_the_channels_with_messages_that_nobody_asked_for(self):
-        network = InMemoryNetwork(3)
-        network.communicator(2).send(message(2, 1, 0), 1)
-        assert network.undelivered() == [(2, 1)]
-        network.communicator(1).receive(2, SPEC)
-        assert network.undelivered() == []

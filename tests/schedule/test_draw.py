@@ -3,11 +3,9 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
-from itertools import combinations
 from xml.etree import ElementTree
 
 import pytest
-from test_lower import made_of
 
 from megatron.zero_bubble.schedule import (
     StageCosts,
@@ -19,24 +17,15 @@ from megatron.zero_bubble.schedule import (
     with_post_validation,
 )
 from megatron.zero_bubble.schedule.draw import (
-    Series,
     canvas,
     curves,
     palette,
     to_chrome_trace,
     to_html,
-    to_plot,
     to_svg,
 )
-from megatron.zero_bubble.schedule.kinds import COMMUNICATION, KINDS, OpKind
-
-SVG = "{http://www.w3.org/2000/svg}"
-
-
-def timeline_of(name="zb-h1", ranks=3, microbatches=4, **options):
-    schedule = generate(name, ranks, microbatches, **options)
-    return simulate(schedule, StageCosts.uniform(schedule.num_stages, 4, 3, 2, 1))
-
+from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
+from tests.schedule.drawings import SVG, timeline_of
 
 LEFT, RIGHT = 76, 60
 
@@ -312,74 +301,3 @@ def test_marks_do_not_decide_how_wide_a_drawing_is():
     validated = simulate(with_post_validation(timeline.schedule, timeline.costs), timeline.costs)
     widths = [ElementTree.fromstring(to_svg(one)).attrib["width"] for one in (timeline, validated)]
     assert widths[0] == widths[1]
-
-
-def test_what_takes_no_time_is_an_instant_of_the_trace():
-    costs = StageCosts.uniform(2)
-    timeline = simulate(repeat(with_post_validation(generate("1f1b", 2, 2), costs), 2), costs)
-    events = json.loads(to_chrome_trace(timeline, microseconds=10, steps=2))["traceEvents"]
-    [step] = [event for event in events if event["name"] == "STEP of iteration 2" and event["tid"] == 1]
-    assert (step["ph"], step["s"], step["args"]) == ("i", "t", {"iteration": 2})
-    assert step["ts"] == 10 * timeline.lanes[1][-1].start
-
-
-def test_chrome_trace():
-    timeline = timeline_of()
-    events = json.loads(to_chrome_trace(timeline, microseconds=10))["traceEvents"]
-    ops = {(event["tid"], event["name"]): event for event in events if event["ph"] == "X"}
-    for rank, lane in enumerate(timeline.lanes):
-        for op, start, end in lane:
-            event = ops.pop((rank, str(op)))
-            assert (event["ts"], event["dur"]) == (start * 10, (end - start) * 10)
-            assert event["args"] == {"stage": rank, "chunk": 0, "microbatch": op.microbatch, "iteration": 1}
-    assert not ops
-    assert [event["args"]["name"] for event in events if event["name"] == "thread_name"] == [
-        f"rank {rank}" for rank in range(3)
-    ]
-    assert max(event["args"]["value"] for event in events if event["name"] == "memory of rank 0") == 3
-
-
-def test_empty_ranks_can_be_drawn():
-    empty = simulate(made_of("linear", 2, 1, 1, "", ""), StageCosts.uniform(2))
-    ElementTree.fromstring(to_svg(empty))
-    to_html(empty)
-    json.loads(to_chrome_trace(empty))
-
-
-def test_plot():
-    series = [Series("auto", ((1, 0.2), (2, 0.1))), Series("zb & h1", ((2, 0.15),))]
-    root = ElementTree.fromstring(to_plot(series, title="t", x_label="x", y_label="y"))
-    titles = [node.text for node in root.iter(f"{SVG}title")]
-    assert titles == ["auto", "auto: 0.2 at 1", "auto: 0.1 at 2", "zb & h1: 0.15 at 2"]
-    circles = [(float(c.attrib["cx"]), float(c.attrib["cy"])) for c in root.iter(f"{SVG}circle")]
-    assert circles[0][0] < circles[1][0] == circles[2][0]
-    assert circles[0][1] < circles[2][1] < circles[1][1]
-
-
-@pytest.mark.parametrize("largest", [0.03, 1, 7, 33, 40000.5])
-def test_ticks_are_round_and_end_below_the_largest(largest):
-    ticks = canvas.ticks(largest, 6)
-    assert ticks[0] == 0
-    assert 3 <= len(ticks) <= 8
-    assert largest / 2 < ticks[-1] <= largest * 1.000001
-
-
-# How colours look without the red and without the green receptor (Machado, Oliveira, Fernandes 2009, severity 1).
-BLINDNESS = {
-    "protanopia": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
-    "deuteranopia": ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.011820, 0.042940, 0.968881)),
-}
-
-
-@pytest.mark.parametrize("matrix", BLINDNESS.values(), ids=BLINDNESS)
-def test_kinds_stay_apart_for_colour_blind_eyes(matrix):
-    def seen(colour):
-        channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
-        return [sum(weight * c for weight, c in zip(row, linear, strict=True)) for row in matrix]
-
-    for first, second in combinations([facts.colour for facts in KINDS.values() if facts.colour], 2):
-        distance = sum((a - b) ** 2 for a, b in zip(seen(first), seen(second), strict=True)) ** 0.5
-        assert distance > 0.15, (first, second)
-    drawn = {kind for kind, facts in KINDS.items() if facts.colour and facts.meaning}
-    assert drawn == set(OpKind) - COMMUNICATION

@@ -1,0 +1,121 @@
+"""Channels on a GPU: how NCCL is set up, and how far a process may be ahead of its device."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from toy_pipeline import Problem, ToyStage
+
+from megatron.zero_bubble.runtime.communicator import (
+    ChannelEnd,
+    RunAhead,
+    TorchCommunicator,
+    connect_pair,
+)
+from megatron.zero_bubble.runtime.executor import Executor
+from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
+from megatron.zero_bubble.schedule import Placement, generate, lower
+from tests.runtime.messages import CPU
+
+
+def test_a_nccl_channel_has_a_name_a_high_priority_and_few_blocks(monkeypatch):
+    """torch of this machine has no NCCL: a stand-in shows what it would be asked for."""
+    made = []
+
+    class ProcessGroupNCCL:
+        class Options:
+            def __init__(self, is_high_priority_stream=False):
+                self.is_high_priority_stream = is_high_priority_stream
+                self.config = SimpleNamespace(max_ctas=-1)
+
+        def __init__(self, store, rank, size, options):
+            made.append((rank, size, options))
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", ProcessGroupNCCL, raising=False)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        connect_pair(ChannelEnd(6, 2, 1, torch.device("cuda", 0), timedelta(minutes=3)))
+    finally:
+        dist.destroy_process_group()
+    ((rank, size, options),) = made
+    assert (rank, size) == (1, 2)
+    assert options.is_high_priority_stream
+    assert options.config.max_ctas == 4
+    assert (options.group_name, options.global_ranks_in_group) == ("megatron.zero_bubble/6->2", [6, 2])
+    assert options._timeout == timedelta(minutes=3)
+
+
+class Gpu:
+    """A GPU that computes nothing until somebody waits for it, and the group of two behind a channel of it."""
+
+    def __init__(self) -> None:
+        self.posted = self.reached = 0
+        self.most = 0
+
+    def post(self) -> SimpleNamespace:
+        self.posted += 1
+        self.most = max(self.most, self.posted - self.reached)
+        at = self.posted
+        return SimpleNamespace(
+            is_completed=lambda: self.reached >= at, wait=lambda: None, synchronize=lambda: self.reach(at)
+        )
+
+    def mark(self) -> SimpleNamespace:
+        at = self.posted
+        return SimpleNamespace(synchronize=lambda: self.reach(at))
+
+    def reach(self, at: int) -> None:
+        self.reached = max(self.reached, at)
+
+    def send(self, tensors, destination, tag):
+        return self.post()
+
+    def recv(self, tensors, source, tag):
+        return self.post()
+
+
+def test_a_process_is_only_some_messages_ahead_of_its_gpu(monkeypatch):
+    """Then what has been sent is released in time: here the middle rank of a step of forty microbatches."""
+    schedule = lower(generate("1f1b", 3, 40))
+    gpu, waiting = Gpu(), []
+
+    class Counting(Executor):
+        def _drop_finished_sends(self):
+            super()._drop_finished_sends()
+            waiting.append(len(self._sends))
+
+    monkeypatch.setattr(TorchCommunicator, "_open", lambda self, device: None)
+    communicator = TorchCommunicator(
+        range(3), 1, schedule.placement, CPU, timedelta(), lambda end: gpu, RunAhead(gpu.mark, 8)
+    )
+    store = WeightGradStore()
+    Counting(schedule, 1, communicator, store).run(ToyStage(Problem(3, 40), schedule, 1, store))
+    assert gpu.posted == 4 * 40
+    assert gpu.most == 9
+    assert max(waiting) < 9
+
+
+def test_on_a_gpu_the_marks_are_events(monkeypatch):
+    calls = []
+
+    class Event:
+        def __init__(self, blocking: bool) -> None:
+            assert blocking, "a process that waits leaves its core to others"
+
+        def record(self) -> None:
+            calls.append("record")
+
+        def synchronize(self) -> None:
+            calls.append("wait")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(TorchCommunicator, "_open", lambda self, device: None)
+    placement = Placement("linear", 2)
+    end = TorchCommunicator(range(2), 0, placement, torch.device("cuda"), timedelta(), lambda end: Gpu())
+    for _ in range(9):
+        end.send(torch.ones(1), 1)
+    assert calls == ["record"] * 8 + ["wait", "record"]
