@@ -16,9 +16,9 @@ from megatron.zero_bubble.schedule import (
     simulate,
     with_post_validation,
 )
+from megatron.zero_bubble.schedule.analysis import idle_ranks_over_time, memory_over_time
 from megatron.zero_bubble.schedule.draw import (
     canvas,
-    curves,
     palette,
     to_chrome_trace,
     to_html,
@@ -150,8 +150,8 @@ def test_labels_stay_within_their_operations(name, width):
 
 def test_curves():
     timeline = simulate(generate("1f1b", 2, 2), StageCosts.uniform(2))
-    assert curves.idle_ranks(timeline) == [(0, 1), (1, 0), (2, 1), (4, 0), (6, 1), (9, 2)]
-    assert curves.memory(timeline, 1) == [(0, 0), (1, 1), (2, 1), (4, 1), (5, 1), (7, 0)]
+    assert idle_ranks_over_time(timeline) == [(0, 1), (1, 0), (2, 1), (4, 0), (6, 1), (9, 2)]
+    assert memory_over_time(timeline, 1) == [(0, 0), (1, 1), (2, 1), (4, 1), (5, 1), (7, 0)]
 
 
 def test_html_is_self_contained():

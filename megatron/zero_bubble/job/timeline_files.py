@@ -11,18 +11,13 @@ from megatron.zero_bubble.job.files import write_file
 from megatron.zero_bubble.schedule import OpKind, Schedule, StageCosts, TimedOp, Timeline, simulate
 from megatron.zero_bubble.schedule.analysis import causes
 from megatron.zero_bubble.schedule.costs import by_result
-from megatron.zero_bubble.schedule.draw import to_chrome_trace, to_html, to_svg
+from megatron.zero_bubble.schedule.draw import html_document, to_chrome_trace, to_html, to_svg
 
 _MARGINS, _OP_WIDTH, _WIDEST = 136, 26, 1600
 """Pixels: of a drawing beside its lanes, of an operation on average, so that labels fit on most, and of all of them."""
 _UNKNOWN = 1e-6
 """Milliseconds of an operation that did not run: costs are above zero."""
-_PAGE = """<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><title>{name}</title>
-<style>:root {{ color-scheme: light dark; }} body {{ font: 14px sans-serif; margin: 1em; }}
-svg {{ max-width: 100%; height: auto; }}</style></head>
-<body>{svgs}<h2>Idle time by cause (ms)</h2><pre>{idle}</pre></body></html>
-"""
+_STYLE = "svg { max-width: 100%; height: auto; }\n"
 
 
 def write_timeline(folder: Path, name: str, measured: Timeline, memory_unit: str) -> None:
@@ -47,7 +42,8 @@ def write_timeline(folder: Path, name: str, measured: Timeline, memory_unit: str
         write_file(folder / f"{name}.{kind}.svg", svg)
         write_file(folder / f"{name}.{kind}.html", to_html(timeline, title=titles[kind], memory_unit=memory_unit))
     write_file(folder / f"{name}.trace.json", to_chrome_trace(measured))
-    write_file(folder / f"{name}.html", _PAGE.format(name=name, idle=idle_table(measured), svgs="".join(svgs)))
+    body = f"{''.join(svgs)}<h2>Idle time by cause (ms)</h2><pre>{idle_table(measured)}</pre>\n"
+    write_file(folder / f"{name}.html", html_document(name, body, _STYLE))
 
 
 def measured_timeline(schedule: Schedule, lanes: Sequence[Sequence[TimedOp]], profiled: StageCosts | None) -> Timeline:

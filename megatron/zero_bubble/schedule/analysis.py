@@ -1,7 +1,8 @@
-"""Why a timeline takes as long as it does: its bubbles by cause, and its critical path."""
+"""What a timeline shows: its bubbles by cause, its critical path, idle ranks and memory over time."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -9,6 +10,7 @@ from itertools import pairwise
 from megatron.zero_bubble.schedule.graph import Node, arrivals, message_time, nodes_of, receive_before, send_after
 from megatron.zero_bubble.schedule.ir import Op
 from megatron.zero_bubble.schedule.kinds import KINDS
+from megatron.zero_bubble.schedule.memory import memory_held
 from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline
 
 
@@ -167,3 +169,34 @@ def _positions(timeline: Timeline) -> _Positions:
         for position, timed in enumerate(lane):
             where.update(dict.fromkeys(nodes_of(placement, rank, timed.op), (rank, position)))
     return where
+
+
+Steps = list[tuple[float, float]]
+"""(time, value): the value holds from its time on, until the next."""
+
+
+def idle_ranks_over_time(timeline: Timeline) -> Steps:
+    """How many ranks do not compute, over time."""
+    changes: Counter[float] = Counter()
+    for lane in timeline.lanes:
+        for timed in lane:
+            changes[timed.start] -= 1
+            changes[timed.end] += 1
+    idle = len(timeline.lanes)
+    steps: Steps = []
+    for time in sorted(changes):
+        idle += changes[time]
+        if not steps or steps[-1][1] != idle:
+            steps.append((time, idle))
+    return steps
+
+
+def memory_over_time(timeline: Timeline, rank: int) -> Steps:
+    """What the operations of `rank` hold, over time, in the unit of the costs."""
+    steps: Steps = [(0, 0)]
+    held = memory_held(timeline.schedule, timeline.costs, rank)
+    for timed, (_, during, after) in zip(timeline.lanes[rank], held, strict=True):
+        if steps[-1][0] == timed.start:
+            steps.pop()  # released and allocated at the same moment
+        steps += [(timed.start, during), (timed.end, after)]
+    return steps

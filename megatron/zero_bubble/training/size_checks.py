@@ -7,11 +7,10 @@ from collections.abc import Iterator
 
 import torch
 
+from megatron.zero_bubble.schedule.ir import MAX_OPERATIONS
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.model_size import Stage, element_bytes, rank_tokens, stage_parameters
 
-_MOST_OPERATIONS = 1_000_000
-"""Of the schedules that are planned before the first iteration."""
 _SECONDS_PER_OPERATION = 4e-5
 """That planning takes."""
 
@@ -88,7 +87,7 @@ def planning_seconds(args: Arguments, batch_sizes: range) -> float:
     samples = len(batch_sizes) * (batch_sizes[0] + batch_sizes[-1]) // 2
     microbatches = samples // (args.micro_batch_size * args.data_parallel_size)
     stages = args.pipeline_model_parallel_size * (args.model_chunks or 1)
-    most = _MOST_OPERATIONS // (3 * stages)
+    most = MAX_OPERATIONS // (3 * stages)
     if microbatches > most:
         flags = f"--global-batch-size {args.global_batch_size} --micro-batch-size {args.micro_batch_size}"
         many = f"{microbatches} microbatches"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from megatron.zero_bubble.schedule.draw import curves
+from megatron.zero_bubble.schedule.analysis import Steps, idle_ranks_over_time, memory_over_time
 from megatron.zero_bubble.schedule.ir import Schedule
 from megatron.zero_bubble.schedule.kinds import POST_VALIDATION
 from megatron.zero_bubble.schedule.step_ops import operation_name
@@ -25,8 +25,8 @@ def to_chrome_trace(timeline: Timeline, *, microseconds: float = 1000, steps: in
     for rank, lane in enumerate(timeline.lanes):
         events.append({"ph": "M", "pid": 0, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}})
         events += (_event(schedule, rank, timed, microseconds, steps) for timed in lane)
-        events += _counter(f"memory of rank {rank}", curves.memory(timeline, rank), microseconds)
-    events += _counter("idle ranks", curves.idle_ranks(timeline), microseconds)
+        events += _counter(f"memory of rank {rank}", memory_over_time(timeline, rank), microseconds)
+    events += _counter("idle ranks", idle_ranks_over_time(timeline), microseconds)
     lines = ",\n".join(json.dumps(event) for event in events)
     return f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n]}}\n'
 
@@ -46,7 +46,7 @@ def _event(schedule: Schedule, rank: int, timed: TimedOp, microseconds: float, s
     return {**place, **length, "args": which}
 
 
-def _counter(name: str, steps: curves.Steps, microseconds: float) -> list[dict[str, Any]]:
+def _counter(name: str, steps: Steps, microseconds: float) -> list[dict[str, Any]]:
     return [
         {"ph": "C", "pid": 0, "name": name, "ts": float(time) * microseconds, "args": {"value": float(value)}}
         for time, value in steps

@@ -9,10 +9,7 @@ from megatron.zero_bubble.schedule.draw.svg import svg_of
 from megatron.zero_bubble.schedule.memory import peaks
 from megatron.zero_bubble.schedule.timeline import Timeline
 
-_STYLE = """
-:root { color-scheme: light dark; }
-body { font-family: Helvetica, Arial, sans-serif; margin: 1em; }
-#drawing { overflow-x: auto; border: 1px solid #8888; }
+_STYLE = """#drawing { overflow-x: auto; border: 1px solid #8888; }
 #drawing svg { display: block; }
 #drawing svg.small .l { display: none; }
 #tip { position: fixed; display: none; background: #222; color: #fff; padding: 4px 8px; font-size: 13px;
@@ -53,18 +50,22 @@ const room = document.getElementById('drawing').clientWidth / width;
 if (room < 1) resize(Math.max(room, 0.75));
 """
 
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head><meta charset="utf-8"><title>{title}</title><style>{style}</style></head>
-<body>
-<p><button onclick="resize(1.25)">+</button> <button onclick="resize(0.8)">&minus;</button>
+_CONTROLS = """<p><button onclick="resize(1.25)">+</button> <button onclick="resize(0.8)">&minus;</button>
 <button onclick="resize(0)">fit</button></p>
-<div id="drawing">
-{svg}</div>
-<div id="tip"></div>
-{table}
-<script>{script}</script>
-</body>
+"""
+
+
+def html_document(title: str, body: str, style: str) -> str:
+    """A page for light and dark surroundings that needs no other file."""
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head><meta charset="utf-8"><title>{clean(title)}</title>
+<style>
+:root {{ color-scheme: light dark; }}
+body {{ font-family: Helvetica, Arial, sans-serif; margin: 1em; }}
+{style}</style></head>
+<body>
+{body}</body>
 </html>
 """
 
@@ -89,7 +90,8 @@ def to_html(
         duration=None,
         widest=MAX_WIDTH,
     )
-    return _PAGE.format(title=clean(what.title), style=_STYLE, svg=svg_of(what), table=_table(what), script=_SCRIPT)
+    drawn = f'<div id="drawing">\n{svg_of(what)}</div>\n<div id="tip"></div>\n'
+    return html_document(what.title, f"{_CONTROLS}{drawn}{_table(what)}\n<script>{_SCRIPT}</script>\n", _STYLE)
 
 
 def _table(what: Drawing) -> str:

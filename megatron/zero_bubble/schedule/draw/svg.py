@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.zero_bubble.schedule.draw import canvas, curves, palette
+from megatron.zero_bubble.schedule.analysis import Steps, idle_ranks_over_time, memory_over_time
+from megatron.zero_bubble.schedule.draw import canvas, palette
 from megatron.zero_bubble.schedule.draw.canvas import STRONG, figure, line, number, rect, text
 from megatron.zero_bubble.schedule.draw.drawing import CURVE_HEIGHT, LEFT, TOP, Drawing, drawing
 from megatron.zero_bubble.schedule.draw.lanes import lanes, style
@@ -110,7 +111,7 @@ def _curve_frame(what: Drawing, k: int, name: str, largest: float) -> Iterator[s
         yield text(LEFT - 8, y + 4, figure(value), size=10, anchor="end")
 
 
-def _points(what: Drawing, k: int, steps: curves.Steps, largest: float) -> list[tuple[float, float]]:
+def _points(what: Drawing, k: int, steps: Steps, largest: float) -> list[tuple[float, float]]:
     """The corners of a curve of steps, in pixels."""
     points: list[tuple[float, float]] = []
     for time, value in steps:
@@ -124,7 +125,7 @@ def _points(what: Drawing, k: int, steps: curves.Steps, largest: float) -> list[
 
 def _idle_curve(what: Drawing) -> Iterator[str]:
     yield from _curve_frame(what, 0, f"idle ranks (of {what.num_lanes})", what.num_lanes)
-    points = _points(what, 0, curves.idle_ranks(what.timeline), what.num_lanes)
+    points = _points(what, 0, idle_ranks_over_time(what.timeline), what.num_lanes)
     if points:
         bottom = what.curve_top(0) + CURVE_HEIGHT
         corners = [(points[0][0], bottom), *points, (points[-1][0], bottom)]
@@ -143,6 +144,6 @@ def _memory_curve(what: Drawing) -> Iterator[str]:
         yield text(x + 12, y, str(rank), size=10, fill=palette.colour_of_rank(rank, what.num_lanes))
         x += 18 + 6 * len(str(rank))
     for rank in reversed(range(what.num_lanes)):
-        points = _points(what, 1, curves.memory(what.timeline, rank), largest)
+        points = _points(what, 1, memory_over_time(what.timeline, rank), largest)
         title = f"memory of rank {rank}: at most {figure(peaks[rank])} {what.memory_unit}"
         yield canvas.path(points, palette.colour_of_rank(rank, what.num_lanes), title, width=1.4)

@@ -1,6 +1,6 @@
 """Schedules and costs as text: JSON (exact), a CSV grid (for eyes and spreadsheets), PyTorch's CSV dialect."""
 
-from megatron.zero_bubble.schedule.formats.detect import costs_from_text, schedule_from_text
+from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.formats.grid import schedule_from_csv, schedule_to_csv, schedule_to_grid
 from megatron.zero_bubble.schedule.formats.json_format import (
     costs_from_json,
@@ -8,8 +8,15 @@ from megatron.zero_bubble.schedule.formats.json_format import (
     schedule_from_json,
     schedule_to_json,
 )
-from megatron.zero_bubble.schedule.formats.profile import Profile, Setting, profile_from_json, profile_to_json
+from megatron.zero_bubble.schedule.formats.profile import (
+    Profile,
+    Setting,
+    is_profile,
+    profile_from_json,
+    profile_to_json,
+)
 from megatron.zero_bubble.schedule.formats.pytorch import schedule_from_pytorch_csv, schedule_to_pytorch_csv
+from megatron.zero_bubble.schedule.ir import Schedule
 
 __all__ = [
     "Profile",
@@ -28,3 +35,21 @@ __all__ = [
     "schedule_to_json",
     "schedule_to_pytorch_csv",
 ]
+
+
+def schedule_from_text(text: str, name: str) -> Schedule:
+    """The schedule in `text`; its first characters tell the format.
+
+    `name` is given to a schedule in PyTorch's dialect, which has none. Raises `ScheduleError`.
+    """
+    start = text.lstrip()
+    if start.startswith(("{", "[")):
+        return schedule_from_json(text)
+    if start.startswith("schedule,"):
+        return schedule_from_csv(text)
+    return schedule_from_pytorch_csv(text, name=name)
+
+
+def costs_from_text(text: str) -> StageCosts:
+    """The costs in a file of costs, or in a profile that a run has measured. Raises `ScheduleError`."""
+    return profile_from_json(text).costs if is_profile(text) else costs_from_json(text)

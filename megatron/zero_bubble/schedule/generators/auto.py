@@ -13,11 +13,9 @@ from megatron.zero_bubble.schedule.generators.one_f_one_b import one_f_one_b
 from megatron.zero_bubble.schedule.generators.zb_h1 import zb_h1
 from megatron.zero_bubble.schedule.generators.zb_h2 import zb_h2
 from megatron.zero_bubble.schedule.ir import Placement, Schedule
-from megatron.zero_bubble.schedule.search.clock import Plan
-from megatron.zero_bubble.schedule.search.fill import GapRule
+from megatron.zero_bubble.schedule.search.event_loop import GapRule, PlannedOrders
 from megatron.zero_bubble.schedule.search.greedy import Policy
-from megatron.zero_bubble.schedule.search.judge import best_of, fits
-from megatron.zero_bubble.schedule.search.portfolio import Portfolio
+from megatron.zero_bubble.schedule.search.portfolio import Portfolio, best_of, fits
 from megatron.zero_bubble.schedule.search.problem import Problem
 from megatron.zero_bubble.schedule.search.profiles import (
     Profile,
@@ -106,7 +104,7 @@ def _scheduled(
     return replace(best_of(candidates, problem), name=name)
 
 
-def plan_linear(problem: Problem, budget: int = BUDGET) -> Plan:
+def plan_linear(problem: Problem, budget: int = BUDGET) -> PlannedOrders:
     """The best plan found for one chunk a rank; `budget` as `BUDGET`."""
     portfolio = Portfolio(problem.bound, max(budget, LEAST_CANDIDATES * problem.num_ops))
     portfolio.in_order(problem, problem.one_by_one())

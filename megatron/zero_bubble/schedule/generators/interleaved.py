@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from megatron.zero_bubble.schedule.errors import ScheduleError
-from megatron.zero_bubble.schedule.generators.patterns import alternate, split_backward
+from megatron.zero_bubble.schedule.generators.one_f_one_b import alternate
+from megatron.zero_bubble.schedule.generators.zb_h1 import split_backward
 from megatron.zero_bubble.schedule.ir import Op, Placement, Schedule
 from megatron.zero_bubble.schedule.kinds import OpKind
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megatron.zero_bubble.schedule.generators.patterns import alternate
+from collections.abc import Sequence
+
 from megatron.zero_bubble.schedule.ir import Op, Placement, Schedule
 from megatron.zero_bubble.schedule.kinds import OpKind
 
@@ -17,3 +18,12 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
     backwards = [Op(OpKind.BW, microbatch) for microbatch in range(num_microbatches)]
     ops = tuple(alternate(forwards, backwards, num_ranks - 1 - rank) for rank in range(num_ranks))
     return Schedule("1f1b", Placement("linear", num_ranks), num_microbatches, ops)
+
+
+def alternate(forwards: Sequence[Op], backwards: Sequence[Op], num_warmup: int) -> tuple[Op, ...]:
+    """`num_warmup` forwards, then a forward and a backward in turn, then the backwards that are left."""
+    ops = list(forwards[:num_warmup])
+    for k, backward in enumerate(backwards):
+        ops += forwards[num_warmup + k : num_warmup + k + 1]
+        ops.append(backward)
+    return tuple(ops)

@@ -16,10 +16,8 @@ from statistics import median
 from megatron.zero_bubble.schedule.costs import SMALLEST, StageCosts
 from megatron.zero_bubble.schedule.ir import Op, Placement, Schedule
 from megatron.zero_bubble.schedule.kinds import OpKind
-from megatron.zero_bubble.schedule.search.clock import Plan
-from megatron.zero_bubble.schedule.search.fill import GapRule
-from megatron.zero_bubble.schedule.search.judge import best_of
-from megatron.zero_bubble.schedule.search.portfolio import Portfolio
+from megatron.zero_bubble.schedule.search.event_loop import GapRule, PlannedOrders
+from megatron.zero_bubble.schedule.search.portfolio import Portfolio, best_of
 from megatron.zero_bubble.schedule.search.problem import Order, Problem
 
 BUDGET = 600_000
@@ -104,7 +102,7 @@ def _other_rooms(problem: Problem) -> Iterator[Problem]:
             yield room
 
 
-def _search(problem: Problem) -> Plan:
+def _search(problem: Problem) -> PlannedOrders:
     portfolio = Portfolio(problem.bound, max(BUDGET, LEAST_CANDIDATES * problem.num_ops))
     portfolio.in_order(problem, problem.one_by_one())
     for orders in _candidates(problem):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron.zero_bubble.schedule.generators.one_f_one_b import one_f_one_b
-from megatron.zero_bubble.schedule.generators.patterns import split_backward
-from megatron.zero_bubble.schedule.ir import Placement, Schedule
+from megatron.zero_bubble.schedule.ir import Op, Placement, Schedule
+from megatron.zero_bubble.schedule.kinds import OpKind
 
 
 def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -16,3 +18,21 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
     fused = one_f_one_b(num_ranks, num_microbatches)
     ops = tuple(split_backward(fused.ops[rank], delay=rank) for rank in range(num_ranks))
     return Schedule("zb-h1", Placement("linear", num_ranks), num_microbatches, ops)
+
+
+def split_backward(ops: Sequence[Op], delay: int) -> tuple[Op, ...]:
+    """Every BW as a B in its place and a W that stands `delay` backwards later; the last `delay` W fill the tail.
+
+    The rank holds at most `delay` microbatches of a chunk between B and W when it starts a forward.
+    """
+    split: list[Op] = []
+    waiting: list[Op] = []
+    for op in ops:
+        if op.kind is not OpKind.BW:
+            split.append(op)
+            continue
+        split.append(op._replace(kind=OpKind.B))
+        waiting.append(op._replace(kind=OpKind.W))
+        if len(waiting) > delay:
+            split.append(waiting.pop(0))
+    return (*split, *waiting)

@@ -1,10 +1,9 @@
 """How the generators that search build a schedule: orders of operations, weighed by the time they take.
 
 - `problem`: what is to be planned, flattened for speed, and the smallest memory limit that works.
-- `clock`: the event loop that all planners share, and its result, a `Plan`.
+- `event_loop`: the event loop that all planners share, and its result, `PlannedOrders`.
 - `fill`: a given order of F and B, into which W goes where it costs least.
-- `greedy`: no order given; every rank decides when it is free.
+- `greedy`: no order given; for one chunk a rank, every rank decides when it is free.
 - `profiles`: the orders worth trying for one chunk a rank.
-- `portfolio`: tries candidates and keeps the best.
-- `judge`: chooses between whole schedules, planned or not, by simulation.
+- `portfolio`: tries candidates and keeps the best; chooses between whole schedules by simulation.
 """

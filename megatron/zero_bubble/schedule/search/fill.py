@@ -4,23 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from enum import Enum
 from math import inf
 
-from megatron.zero_bubble.schedule.search.clock import Clock, Plan
+from megatron.zero_bubble.schedule.search.event_loop import EventLoop, GapRule, PlannedOrders
 from megatron.zero_bubble.schedule.search.problem import Order, Problem
 
 
-class GapRule(Enum):
-    """Whether W fills a gap that is shorter than W, and so delays the operation that ends the gap."""
-
-    ALWAYS = "always"
-    NEVER = "never"
-    BALANCED = "balanced"
-    """If leaving the gap would raise the longest span over all ranks (arXiv 2401.10241, section 3.1)."""
-
-
-def fill_weights(problem: Problem, orders: Sequence[Order], rule: GapRule, target: float = 0) -> Plan | None:
+def fill_weights(problem: Problem, orders: Sequence[Order], rule: GapRule, target: float = 0) -> PlannedOrders | None:
     """The plan that runs F and B in the given order, and W in between.
 
     W runs in gaps that are long enough, where memory is full, at the end, and in shorter gaps as `rule` says;
@@ -30,7 +20,7 @@ def fill_weights(problem: Problem, orders: Sequence[Order], rule: GapRule, targe
     return _Filling(problem, orders, rule, target).run()
 
 
-class _Filling(Clock):
+class _Filling(EventLoop):
     def __init__(self, problem: Problem, orders: Sequence[Order], rule: GapRule, target: float) -> None:
         super().__init__(problem, target)
         self.rule = rule
@@ -58,15 +48,9 @@ class _Filling(Clock):
                 if code >= self.num_stages:
                     weights.append(code + self.num_stages)
                 return code, now
-        if weights and self.fills(rank, now, ready, self.duration[weights[0]]):
+        if weights and self.fills(rank, now, ready, self.duration[weights[0]], self.rule):
             return weights.popleft(), now
         return -1, ready
-
-    def fills(self, rank: int, now: float, ready: float, duration: float) -> bool:
-        """Whether W, of this duration, goes before the operation that is ready at `ready`."""
-        if now + duration <= ready + 2 * self.epsilon or self.rule is GapRule.ALWAYS:
-            return True
-        return self.rule is GapRule.BALANCED and self.span_so_far(rank, ready) > self.target + self.epsilon
 
     def pull_backward(self, given: Order, position: int) -> bool:
         """Move the next B of the order to `position`; False if there is none."""
@@ -77,7 +61,7 @@ class _Filling(Clock):
         return False
 
 
-def run_in_order(problem: Problem, orders: Sequence[Order]) -> Plan | None:
+def run_in_order(problem: Problem, orders: Sequence[Order]) -> PlannedOrders | None:
     """The plan that runs complete orders as they are; None if they exceed a limit, or wait for ever."""
     for order, limit in zip(orders, problem.limits, strict=True):
         held = peak = 0.0
@@ -89,7 +73,7 @@ def run_in_order(problem: Problem, orders: Sequence[Order]) -> Plan | None:
     return _InOrder(problem, orders).run()
 
 
-class _InOrder(Clock):
+class _InOrder(EventLoop):
     def __init__(self, problem: Problem, orders: Sequence[Order]) -> None:
         super().__init__(problem, 0)
         self.given = orders

@@ -1,13 +1,16 @@
-"""Tries candidates within a budget, and keeps the best."""
+"""Chooses between candidates: plans, within a budget, and whole schedules, by simulation."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from megatron.zero_bubble.schedule.search.clock import Plan
-from megatron.zero_bubble.schedule.search.fill import GapRule, fill_weights, run_in_order
+from megatron.zero_bubble.schedule.ir import Schedule
+from megatron.zero_bubble.schedule.memory import peak_memory
+from megatron.zero_bubble.schedule.search.event_loop import GapRule, PlannedOrders
+from megatron.zero_bubble.schedule.search.fill import fill_weights, run_in_order
 from megatron.zero_bubble.schedule.search.greedy import Policy, list_schedule
-from megatron.zero_bubble.schedule.search.problem import Order, Problem
+from megatron.zero_bubble.schedule.search.problem import Order, Problem, tolerance
+from megatron.zero_bubble.schedule.simulate import simulate
 
 GREEDY_WEIGHT = 3
 """How much longer `list_schedule` takes for an operation than `fill_weights`."""
@@ -22,7 +25,7 @@ class Portfolio:
     def __init__(self, bound: float, budget: int) -> None:
         self.bound = bound
         self.budget = budget
-        self.best: Plan | None = None
+        self.best: PlannedOrders | None = None
 
     @property
     def cost(self) -> float:
@@ -34,12 +37,10 @@ class Portfolio:
         """Whether the bound is reached or the budget spent."""
         return self.budget <= 0 or self.cost <= self.bound * (1 + 1e-9)
 
-    def offer(self, plan: Plan | None) -> bool:
-        """Keep `plan` if it is better than the best so far; whether it was."""
-        if plan is None or plan.cost >= self.cost * (1 - 1e-12):
-            return False
-        self.best = plan
-        return True
+    def offer(self, plan: PlannedOrders | None) -> None:
+        """Keep `plan` if it is better than the best so far."""
+        if plan is not None and plan.cost < self.cost * (1 - 1e-12):
+            self.best = plan
 
     def fill(self, problem: Problem, orders: Sequence[Order], rule: GapRule, target: float = 0) -> float:
         """Try an order of F and B; its cost, infinity if it does not work."""
@@ -48,14 +49,28 @@ class Portfolio:
         self.offer(plan)
         return plan.cost if plan is not None else float("inf")
 
-    def greedy(self, problem: Problem, policy: Policy, target: float = 0) -> Plan | None:
+    def greedy(self, problem: Problem, policy: Policy) -> None:
         """Try a policy."""
         self.budget -= GREEDY_WEIGHT * problem.num_ops
-        plan = list_schedule(problem, policy, target)
-        self.offer(plan)
-        return plan
+        self.offer(list_schedule(problem, policy))
 
     def in_order(self, problem: Problem, orders: Sequence[Order]) -> None:
         """Try complete orders."""
         self.budget -= problem.num_ops
         self.offer(run_in_order(problem, orders))
+
+
+def fits(schedule: Schedule, problem: Problem) -> bool:
+    """Whether no rank needs more memory than the problem's limits."""
+    peaks = peak_memory(schedule, problem.costs)
+    return all(peak <= limit + tolerance(limit) for peak, limit in zip(peaks, problem.limits, strict=True))
+
+
+def best_of(schedules: Iterable[Schedule], problem: Problem) -> Schedule:
+    """The schedule whose longest span is shortest; of equals the one with the shortest makespan, or the first."""
+    timelines = [
+        simulate(schedule, problem.costs, overlap_communication=problem.overlap_communication) for schedule in schedules
+    ]
+    shortest = min(timeline.cost for timeline in timelines)
+    equals = [timeline for timeline in timelines if timeline.cost <= shortest + tolerance(shortest)]
+    return min(equals, key=lambda timeline: timeline.makespan).schedule

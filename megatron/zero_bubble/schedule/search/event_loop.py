@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from heapq import heappop, heappush
 from math import inf
 from typing import NamedTuple
@@ -9,14 +10,23 @@ from typing import NamedTuple
 from megatron.zero_bubble.schedule.search.problem import Order, Problem
 
 
-class Plan(NamedTuple):
+class GapRule(Enum):
+    """Whether an operation fills a gap that is shorter than it, and so delays the operation that ends the gap."""
+
+    ALWAYS = "always"
+    NEVER = "never"
+    BALANCED = "balanced"
+    """If leaving the gap would raise the longest span over all ranks (arXiv 2401.10241, section 3.1)."""
+
+
+class PlannedOrders(NamedTuple):
     """Complete orders of all ranks, and the longest span of a rank."""
 
     cost: float
     orders: list[Order]
 
 
-class Clock:
+class EventLoop:
     """Runs every rank by events; a subclass says in `choose` what a free rank does next.
 
     A rank is asked when it ends an operation and when something arrives for it. What arrives is known from
@@ -56,7 +66,7 @@ class Clock:
         """What `rank`, free at `now`, does next: (code, now), or (-1, when to ask again; inf: when something comes)."""
         raise NotImplementedError
 
-    def run(self) -> Plan | None:
+    def run(self) -> PlannedOrders | None:
         """The plan; None if the ranks wait for each other for ever."""
         free, epsilon, choose, start = self.free, self.epsilon, self.choose, self.start
         events = [(0.0, self.problem.rank_of[0])]
@@ -71,7 +81,7 @@ class Clock:
                 heappush(events, (when, rank))
         if sum(map(len, self.orders)) < self.problem.num_ops:
             return None
-        return Plan(max(end - begin for begin, end in zip(self.begin, self.end, strict=True)), self.orders)
+        return PlannedOrders(max(end - begin for begin, end in zip(self.begin, self.end, strict=True)), self.orders)
 
     def start(self, code: int, rank: int, now: float, events: list[tuple[float, int]]) -> None:
         """Run the operation `code` on `rank`, from `now`."""
@@ -111,3 +121,9 @@ class Clock:
         if not self.orders[rank]:
             return self.work[rank]
         return now - self.begin[rank] + self.work[rank] - self.worked[rank]
+
+    def fills(self, rank: int, now: float, ready: float, duration: float, rule: GapRule) -> bool:
+        """Whether an operation of this duration goes before the one that is ready at `ready`."""
+        if now + duration <= ready + 2 * self.epsilon or rule is GapRule.ALWAYS:
+            return True
+        return rule is GapRule.BALANCED and self.span_so_far(rank, ready) > self.target + self.epsilon
