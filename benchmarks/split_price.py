@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -79,9 +79,8 @@ def _one_rank(flags: Sequence[str]) -> Iterator[tuple[torch.nn.Module, torch.nn.
     from megatron.zero_bubble.training.initialize import initialized
     from megatron.zero_bubble.training.model import build_model, transformer_config
 
-    args = parse_arguments(flags, "benchmarks.overhead")
-    complete_and_check(args, {}, has_cuda=False)
-    args.padded_vocab_size = args.vocab_size or 0
+    args, _ = complete_and_check(parse_arguments(flags, "benchmarks.overhead"), {}, has_cuda=False)
+    args = replace(args, padded_vocab_size=args.vocab_size or 0)
     placement, store = Placement("linear", 1), WeightGradStore()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with initialized(args, placement):

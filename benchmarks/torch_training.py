@@ -5,21 +5,24 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
 import torch
 from megatron.core import parallel_state
 
 from benchmarks.emulation.peers import peer_placements
 from benchmarks.torch_pipelining import TorchForwardBackward, compute_linear_layers_in_aten
+from megatron.zero_bubble.job.start_up import print_rank_0
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.training.arguments import Arguments, parse_arguments
 from megatron.zero_bubble.training.checkpoint import Checkpointer
 from megatron.zero_bubble.training.checks import complete_and_check
-from megatron.zero_bubble.training.initialize import initialized, print_rank_0
+from megatron.zero_bubble.training.initialize import initialized
 from megatron.zero_bubble.training.logging import TrainingLog
 from megatron.zero_bubble.training.loop import Trainer
 from megatron.zero_bubble.training.model import build_lr_scheduler, build_model, build_optimizer, transformer_config
-from megatron.zero_bubble.training.pretrain import load_tokenizer, make_data_config, open_data
+from megatron.zero_bubble.training.pretrain import load_tokenizer, make_data_config, open_data, with_vocabulary
+from megatron.zero_bubble.training.progress import Progress
 
 
 def train(name: str, flags: Sequence[str], prog: str) -> None:
@@ -28,12 +31,12 @@ def train(name: str, flags: Sequence[str], prog: str) -> None:
     Raises:
         ValueError: flags that cannot work.
     """
-    args = parse_arguments(flags, prog)
-    complete_and_check(args, os.environ, torch.cuda.is_available())
-    placement = _placement(name, args)
-    args.log_rank, args.eval_iters = placement.rank_of(placement.num_stages - 1), 0
+    args, job = complete_and_check(parse_arguments(flags, prog), os.environ, torch.cuda.is_available())
+    placement = _placement(name, args, job.placement.num_chunks)
+    log_rank, progress = placement.rank_of(placement.num_stages - 1), Progress()
     data_config = make_data_config(args)
     tokenizer = load_tokenizer(args)
+    args = replace(with_vocabulary(args, tokenizer), eval_iters=0)
     data_config.validate(tokenizer.vocab_size)
     with initialized(args, placement), ExitStack() as resources:
         config = transformer_config(args, placement.num_chunks, None)
@@ -45,19 +48,20 @@ def train(name: str, flags: Sequence[str], prog: str) -> None:
         print_rank_0(f" > pipeline schedule: torch.distributed.pipelining's {name}")
         trainer = Trainer(
             args,
+            progress,
             model,
             optimizer,
             scheduler,
             TorchForwardBackward(name, model, placement, rank, args, data_config),
             data_config,
-            *open_data(args, data_config, tokenizer, model, resources),
-            Checkpointer(args, model, optimizer, scheduler),
-            TrainingLog(args, []),
+            *open_data(args, progress, data_config, tokenizer, model, resources),
+            Checkpointer(args, progress, model, optimizer, scheduler),
+            TrainingLog(args, progress, [], log_rank),
         )
         trainer.train()
 
 
-def _placement(name: str, args: Arguments) -> Placement:
+def _placement(name: str, args: Arguments, chunks: int) -> Placement:
     if args.world_size != args.pipeline_model_parallel_size:
         raise ValueError(
             f"torch.distributed.pipelining's schedules run here with pipeline parallelism alone: "
@@ -69,7 +73,6 @@ def _placement(name: str, args: Arguments) -> Placement:
         raise ValueError("stages are given tokens alone here: no --reset-attention-mask, no --reset-position-ids")
     if args.mtp_num_layers is not None:
         raise ValueError("stages hold layers of one kind here: no --mtp-num-layers")
-    chunks = args.model_chunks or 1
     placements = peer_placements(args.pipeline_model_parallel_size, chunks)
     if name not in placements:
         raise ValueError(f"the first argument must name a schedule: one of {', '.join(placements)}, got {name!r}")

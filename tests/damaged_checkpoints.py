@@ -16,6 +16,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -230,7 +231,6 @@ def main(root: Path, flags: list[str]) -> None:
     # With this, torch trusts every file that it is not told to distrust; Megatron-LM's users may have set it.
     os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
     substitute_cuda()
-    from megatron.zero_bubble.job.plans import choose_placement, choose_plan
     from megatron.zero_bubble.training.arguments import parse_arguments
     from megatron.zero_bubble.training.checkpoint import Checkpointer
     from megatron.zero_bubble.training.checks import complete_and_check
@@ -241,35 +241,39 @@ def main(root: Path, flags: list[str]) -> None:
         build_optimizer,
         transformer_config,
     )
-    from megatron.zero_bubble.training.pretrain import load_tokenizer
+    from megatron.zero_bubble.training.pretrain import load_tokenizer, with_vocabulary
+    from megatron.zero_bubble.training.progress import Progress
 
-    args = parse_arguments(flags)
-    complete_and_check(args, os.environ, has_cuda=False)
-    load_tokenizer(args)
-    placement = choose_placement(args, choose_plan(args))
+    args, job = complete_and_check(parse_arguments(flags), os.environ, has_cuda=False)
+    args = with_vocabulary(args, load_tokenizer(args))
+    placement, progress = job.placement, Progress(iteration=1)
     with initialized(args, placement):
         config = transformer_config(args, placement.num_chunks, None)
         model = build_model(args, config, placement, None)
         optimizer = build_optimizer(args, model, config)
-        checkpointer = Checkpointer(args, model, optimizer, build_lr_scheduler(args, optimizer))
+        scheduler = build_lr_scheduler(args, optimizer)
+        good = root / "good"
+
+        def checkpointer(load: Path | None = None) -> Checkpointer:
+            folders = replace(args, save=str(good), load=None if load is None else str(load))
+            return Checkpointer(folders, progress, model, optimizer, scheduler)
+
         optimizer.step()  # which makes its state
-        args.iteration, args.save = 1, str(root / "good")
-        tell("save", attempt(checkpointer.save))
+        tell("save", attempt(checkpointer().save))
         for name, damage in DAMAGES.items():
-            args.load = str(root / name)
             if dist.get_rank() == 0:
-                shutil.copytree(args.save, args.load)
-                damage(Path(args.load) / "iter_0000001")
+                shutil.copytree(good, root / name)
+                damage(root / name / "iter_0000001")
             dist.barrier()
-            tell(name, attempt(checkpointer.load))
-        args.iteration = 2
+            tell(name, attempt(checkpointer(load=root / name).load))
+        progress.iteration = 2
         for name, fault in disk_faults().items():
             with fault:
-                outcome = attempt(checkpointer.save)
+                outcome = attempt(checkpointer().save)
             tell(f"disk: {name}", outcome)
             if dist.get_rank() == 0:
-                print(json.dumps([f"left by {name}", sorted(os.listdir(args.save))]), flush=True)
-        tell("save again", attempt(checkpointer.save))
+                print(json.dumps([f"left by {name}", sorted(os.listdir(good))]), flush=True)
+        tell("save again", attempt(checkpointer().save))
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def warmed_up() -> Iterator[None]:
     """Switch it on, and say that it has run."""
     from megatron.zero_bubble import schedules
     from megatron.zero_bubble.job import running
-    from megatron.zero_bubble.training.initialize import print_rank_0
+    from megatron.zero_bubble.job.start_up import print_rank_0
 
     original, warm_up = running.ForwardBackward, schedules.warm_up
 
@@ -80,17 +80,17 @@ def warmed_up() -> Iterator[None]:
         running.ForwardBackward, schedules.warm_up = original, warm_up  # type: ignore[misc]
 
 
-def pretrain_or_tell(args: Any) -> None:
+def pretrain_or_tell(args: Any, job: Any) -> None:
     """Train; if the training ends by an error, print what each rank is told, and clear up for the next one."""
     from megatron.core import parallel_state
     from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
 
+    from megatron.zero_bubble.job.start_up import print_rank_0
     from megatron.zero_bubble.training.errors import TrainingError
-    from megatron.zero_bubble.training.initialize import print_rank_0
     from megatron.zero_bubble.training.pretrain import pretrain
 
     try:
-        pretrain(args)
+        pretrain(args, job)
     except TrainingError as error:
         told = [""] * args.world_size
         dist.all_gather_object(told, str(error))
@@ -125,9 +125,9 @@ def run_rank(
 
 
 def run_training(folder: Path, name: str, flags: list[str]) -> None:
+    from megatron.zero_bubble.job.start_up import print_rank_0
     from megatron.zero_bubble.training.arguments import parse_arguments
     from megatron.zero_bubble.training.checks import complete_and_check
-    from megatron.zero_bubble.training.initialize import print_rank_0
     from megatron.zero_bubble.training.pretrain import pretrain
     from tests.collectives import recorded_collectives
     from tests.nccl_over_gloo import nccls_rules
@@ -136,15 +136,14 @@ def run_training(folder: Path, name: str, flags: list[str]) -> None:
 
     faults, seeds, warms_up = take(flags, FAULT), take(flags, RULES), bool(take(flags, WARM_UP))
     is_recorded, spoils = bool(take(flags, COLLECTIVES)), take(flags, SPOIL)
-    args = parse_arguments(flags)
-    complete_and_check(args, os.environ, torch.cuda.is_available())
+    args, job = complete_and_check(parse_arguments(flags), os.environ, torch.cuda.is_available())
     print_rank_0(f"training {name}")
     rules = nccls_rules(int(seeds[0])) if seeds else contextlib.nullcontext()
     warm_up = warmed_up() if warms_up else contextlib.nullcontext()
     places = {tuple(map(int, fault.split("@"))) for fault in faults}
     recorded = recorded_collectives() if is_recorded else contextlib.nullcontext([])
     with rules, warm_up, recorded as calls, infinite_gradients(places), spoiled(spoils), counted_undos() as undone:
-        (pretrain_or_tell if spoils else pretrain)(args)
+        (pretrain_or_tell if spoils else pretrain)(args, job)
     if is_recorded:
         (folder / f"{name}.{args.rank}.calls").write_text(json.dumps(calls))
     counts = [0] * args.world_size

@@ -48,14 +48,13 @@ def training(model: str, schedule: str) -> Arguments:
     found = variables("examples/slurm/training.sh", {"MODEL": model, "SCHEDULE": schedule})
     pipeline, micro_batch, microbatches, _ = map(int, found["sizes"])
     batch = ("--global-batch-size", str(micro_batch * microbatches), "--train-iters", "1000")
-    args = parse_arguments([*found["flags"], *batch])
-    complete_and_check(args, {"WORLD_SIZE": str(pipeline)}, has_cuda=True)
-    return args
+    parsed = parse_arguments([*found["flags"], *batch])
+    return complete_and_check(parsed, {"WORLD_SIZE": str(pipeline)}, has_cuda=True)
 
 
 @pytest.mark.parametrize("model", PAPER)
 def test_the_models_are_the_papers(model):
-    paper, args = PAPER[model], training(model.lower(), "zb-2p")
+    paper, args = PAPER[model], training(model.lower(), "zb-2p")[0]
     assert args.pipeline_model_parallel_size == paper["pipeline"]
     assert args.global_batch_size // args.micro_batch_size == 4 * paper["pipeline"]
     for name in ("num_layers", "num_attention_heads", "hidden_size", "micro_batch_size"):
@@ -68,13 +67,13 @@ def test_the_models_are_the_papers(model):
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("schedule", [*ONE_CHUNK, *SEVERAL_CHUNKS])
 def test_every_schedule_is_accepted_and_embedding_and_loss_take_a_layers_place(model, schedule):
-    args = training(model, schedule)
+    args, job = training(model, schedule)
     layers = layers_of_layout(args.pipeline_model_parallel_layout, args.pipeline_model_parallel_size)
     chunks = CHUNKS[model.upper()] if schedule in SEVERAL_CHUNKS else 1
     assert len(layers) == args.pipeline_model_parallel_size * chunks
     assert layers[0] == layers[-1] == layers[1] - 1
     assert set(layers[1:-1]) == {layers[1]}
-    assert args.schedule == (None if schedule.startswith("megatron-core") else schedule)
+    assert job.flags.schedule == (None if schedule.startswith("megatron-core") else schedule)
 
 
 @pytest.mark.parametrize("model", MODELS)

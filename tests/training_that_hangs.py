@@ -33,11 +33,10 @@ def main() -> None:
             hang()
         return get_batch(*args, **options)
 
-    args = parse_arguments(sys.argv[1:])
-    complete_and_check(args, os.environ, has_cuda=False)
+    args, job = complete_and_check(parse_arguments(sys.argv[1:]), os.environ, has_cuda=False)
     if args.rank == args.world_size - 1:
         forward_step.get_batch = get_batch_or_hang
-    pretrain(args)
+    pretrain(args, job)
 
 
 if __name__ == "__main__":

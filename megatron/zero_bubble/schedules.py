@@ -32,18 +32,17 @@ from megatron.zero_bubble.runtime.channel_memory import ChannelCommunicator, Cha
 from megatron.zero_bubble.runtime.communicator import TensorSpec, TorchCommunicator
 from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.observer import StepObserver
-from megatron.zero_bubble.runtime.planning import Prediction
 from megatron.zero_bubble.runtime.profiler import measure_edges, memory_meter
 from megatron.zero_bubble.runtime.recorder import OpRecorder, StepTime, bubble_rate, device_clock
-from megatron.zero_bubble.runtime.replanner import PlanningOptions, Replanner, Report
+from megatron.zero_bubble.runtime.replanner import PlanningOptions, Replanner, Report, plan_on_first_rank
 from megatron.zero_bubble.runtime.watchdog import Position
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
-from megatron.zero_bubble.schedule import Schedule, ScheduleError, lower, validate, with_post_validation
+from megatron.zero_bubble.schedule import Schedule, ScheduleError
 from megatron.zero_bubble.schedule.formats import Profile
 from megatron.zero_bubble.schedule.generators import default_costs
-from megatron.zero_bubble.schedule.plan import NamedPlan, Plan
+from megatron.zero_bubble.schedule.plan import Plan, prepare
+from megatron.zero_bubble.schedule.prediction import Prediction
 from megatron.zero_bubble.schedule.step_ops import num_forwards_before_validation
-from megatron.zero_bubble.schedule.tail import reorder_tail
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 """After which a message between two stages that does not come fails the job: megatron-core's default."""
@@ -64,7 +63,7 @@ def get_forward_backward_func(
     """
     if isinstance(schedule, str):
         num_ranks = parallel_state.get_pipeline_model_parallel_world_size()
-        schedule = NamedPlan(schedule, num_ranks, store.num_chunks if store.num_chunks > 1 else None)
+        schedule = Plan.named(schedule, num_ranks, store.num_chunks if store.num_chunks > 1 else None)
     return ForwardBackward(schedule, store, timeout)
 
 
@@ -295,28 +294,23 @@ class ForwardBackward:
     ) -> Executor:
         key = (num_microbatches, forward_only)
         if key not in self._executors:
-            schedule = self._plan.schedule(num_microbatches)
-            assert schedule.num_ranks == pp_group.size(), "a plan for another pipeline size"
-            schedule = self._adapt(schedule, forward_only, overlaps_reduction)
+            if not self._plan.is_shared(num_microbatches):
+                self._plan = plan_on_first_rank(self._plan, num_microbatches)
+            planned = self._plan.schedule(num_microbatches)
+            assert planned.num_ranks == pp_group.size(), "a plan for another pipeline size"
+            schedule = prepare(
+                planned,
+                self.profile.costs if self.profile is not None else default_costs(planned.placement),
+                forward_only=forward_only,
+                orders_tail=overlaps_reduction,
+                post_validation=self._post_validation is not None,
+            )
             if self._communicator is None:
                 self._communicator = self._open_channels(group=pp_group, placement=schedule.placement)
             self._executors[key] = Executor(
                 schedule, pp_group.rank(), self._communicator, self._store, tail_by_parameter=overlaps_reduction
             )
         return self._executors[key]
-
-    def _adapt(self, schedule: Schedule, forward_only: bool, overlaps_reduction: bool) -> Schedule:
-        """The plan's schedule as the step at hand runs it."""
-        costs = self.profile.costs if self.profile is not None else default_costs(schedule.placement)
-        if forward_only:
-            schedule = lower(schedule.forward_only(), costs=costs)
-        else:
-            if overlaps_reduction:
-                schedule = reorder_tail(schedule)
-            if self._post_validation is not None:
-                schedule = lower(with_post_validation(schedule, costs), costs=costs)
-        validate(schedule)
-        return schedule
 
 
 def _device() -> torch.device:

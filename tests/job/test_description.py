@@ -9,14 +9,16 @@ import pytest
 import torch
 
 from megatron.zero_bubble.job.description import describe, unsplit_line
+from megatron.zero_bubble.job.job_flags import JobFlags
+from megatron.zero_bubble.job.settings import JobSettings
 from megatron.zero_bubble.mcore.linear import split_weight_gradients
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
-from megatron.zero_bubble.schedule.plan import NamedPlan
-from megatron.zero_bubble.training.arguments import Arguments, parse_arguments
+from megatron.zero_bubble.schedule.plan import Plan
+from megatron.zero_bubble.training.arguments import parse_arguments
 from tests.launch import TINY_GPT
 from tests.mcore.split_layers import Layers, one_rank
 
-PLAN = NamedPlan("zb-h1", 2)
+PLAN = Plan.named("zb-h1", 2)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -25,8 +27,9 @@ def groups() -> Iterator[None]:
         yield
 
 
-def arguments(*flags: str) -> Arguments:
-    return parse_arguments([*TINY_GPT, "--pipeline-model-parallel-size", "2", *flags])
+def job(*flags: str, plan: Plan | None = PLAN) -> JobSettings:
+    given = parse_arguments([*TINY_GPT, "--pipeline-model-parallel-size", "2", *flags])
+    return JobSettings(JobFlags.of(given), plan, PLAN.placement, None)
 
 
 def model(*, is_split: bool) -> list[Any]:
@@ -37,7 +40,7 @@ def model(*, is_split: bool) -> list[Any]:
 
 
 def test_a_rank_says_where_its_gradients_are_computed(capsys):
-    describe(arguments(), PLAN, model(is_split=True))
+    describe(job(), model(is_split=True))
     assert capsys.readouterr().out.splitlines() == [
         " > number of parameters on (tensor, pipeline) model parallel rank (0, 0): 856: "
         "89.7% with W deferred, 5.6% embeddings, 4.7% norms and biases",
@@ -46,7 +49,7 @@ def test_a_rank_says_where_its_gradients_are_computed(capsys):
 
 
 def test_modules_that_are_not_split_are_named_with_their_share(capsys):
-    describe(arguments(), PLAN, model(is_split=False))
+    describe(job(), model(is_split=False))
     lines = [line for line in capsys.readouterr().out.splitlines() if "not split" in line]
     assert len(lines) == 2
     assert lines[0] == (
@@ -60,13 +63,13 @@ def test_a_share_that_hardly_matters_is_no_warning():
 
 
 def test_strict_refuses_what_is_not_split():
-    describe(arguments("--zero-bubble-strict"), PLAN, model(is_split=True))
+    describe(job("--zero-bubble-strict"), model(is_split=True))
     with pytest.raises(ValueError, match=r"^--zero-bubble-strict: \*\.column \(ColumnParallelLinear\), .*would be"):
-        describe(arguments("--zero-bubble-strict"), PLAN, model(is_split=False))
+        describe(job("--zero-bubble-strict"), model(is_split=False))
 
 
 def test_without_a_schedule_of_ours_nothing_is_deferred_or_missed(capsys):
-    describe(arguments(), None, model(is_split=False))
+    describe(job(plan=None), model(is_split=False))
     assert capsys.readouterr().out.splitlines() == [
         " > number of parameters on (tensor, pipeline) model parallel rank (0, 0): 856",
         " > pipeline schedule: megatron-core (1F1B)",

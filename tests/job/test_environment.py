@@ -16,12 +16,17 @@ from megatron.zero_bubble.job.environment import (
     environment_warnings,
     host_name,
 )
+from megatron.zero_bubble.job.job_flags import JobFlags
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.training.arguments import Arguments, parse_arguments
 from megatron.zero_bubble.training.checks import complete_and_check
 
 
-def flags(*more: str) -> Arguments:
+def flags(*more: str) -> JobFlags:
+    return JobFlags.of(arguments(*more))
+
+
+def arguments(*more: str) -> Arguments:
     model = ["--num-layers", "8", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "32"]
     training = ["--micro-batch-size", "2", "--train-iters", "10", "--lr", "1e-3"]
     return parse_arguments([*model, *training, "--pipeline-model-parallel-size", "4", *more])
@@ -121,7 +126,7 @@ def test_timers_inside_a_step_are_refused():
 )
 def test_more_ranks_than_devices_are_refused(monkeypatch, more_flags, environment, num_devices, message):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
-    args = flags("--mock-data", "--vocab-size", "100", *more_flags)
+    args = arguments("--mock-data", "--vocab-size", "100", *more_flags)
     environment = {"WORLD_SIZE": "4", "LOCAL_RANK": "3", "RANK": "3", **environment}
     with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
         complete_and_check(args, environment, has_cuda=True)
@@ -161,10 +166,10 @@ def test_a_device_is_not_missed_where_none_is_wanted(monkeypatch):
     environment = {"CUDA_VISIBLE_DEVICES": "0", "WORLD_SIZE": "4"}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
-    complete_and_check(flags(*model), environment, has_cuda=False)
+    complete_and_check(arguments(*model), environment, has_cuda=False)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
-    complete_and_check(flags(*model, "--distributed-backend", "gloo"), environment, has_cuda=False)
-    complete_and_check(flags(*model), {**environment, "CUDA_VISIBLE_DEVICES": "-1"}, has_cuda=False)
-    complete_and_check(flags(*model), environment, has_cuda=False, for_this_machine=False)
+    complete_and_check(arguments(*model, "--distributed-backend", "gloo"), environment, has_cuda=False)
+    complete_and_check(arguments(*model), {**environment, "CUDA_VISIBLE_DEVICES": "-1"}, has_cuda=False)
+    complete_and_check(arguments(*model), environment, has_cuda=False, for_this_machine=False)
     with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES=0 says"):
-        complete_and_check(flags(*model), environment, has_cuda=False)
+        complete_and_check(arguments(*model), environment, has_cuda=False)

@@ -10,7 +10,7 @@ import pytest
 from megatron.zero_bubble.job.profiling import planning_options, too_short_to_profile
 from megatron.zero_bubble.schedule import Placement
 from tests.job.test_planning_flags import PLANNED, profile_of, refusal
-from tests.training.test_checks import checked
+from tests.training.test_checks import checked, checked_job
 
 UNMEASURED = {"--zero-bubble-profile-iters": "0 0"}
 
@@ -61,16 +61,17 @@ def test_a_profile_that_is_never_written_is_refused(changes: dict[str, str | Non
 
 
 def test_a_job_that_ends_before_its_profile_says_what_is_missing(tmp_path: Path):
-    args = checked({**PLANNED, "--zero-bubble-profile-output": "costs.json", "--zero-bubble-timeline": "drawings"})
-    assert [iteration for iteration in range(11) if too_short_to_profile(replace(args, iteration=iteration))] == [
+    asked = {**PLANNED, "--zero-bubble-profile-output": "costs.json", "--zero-bubble-timeline": "drawings"}
+    flags = checked_job(asked).flags
+    assert [iteration for iteration in range(11) if too_short_to_profile(flags, iteration)] == [
         *range(5, 10)  # With nothing left to train, nothing is missing.
     ]
-    assert too_short_to_profile(replace(args, iteration=5)) == (
+    assert too_short_to_profile(flags, 5) == (
         " > no plan from measured times, no --zero-bubble-profile-output, no --zero-bubble-timeline: this job ends "
         "after 5 iterations, its profile would after 6; --zero-bubble-profile-iters START END chooses them, 0 0 none"
     )
     short = {**PLANNED, "--train-iters": "5"}
-    line = too_short_to_profile(checked(short))
+    line = too_short_to_profile(checked_job(short).flags, 0)
     assert line is not None
     assert line.startswith(" > no plan from measured times: this job ends after 5 iterations")
     for enough in (
@@ -78,15 +79,15 @@ def test_a_job_that_ends_before_its_profile_says_what_is_missing(tmp_path: Path)
         UNMEASURED,
         {"--zero-bubble-schedule": "zb-h1", **UNMEASURED},
     ):
-        assert too_short_to_profile(checked({**short, **enough})) is None
+        assert too_short_to_profile(checked_job({**short, **enough}).flags, 0) is None
     file = profile_of({}, tmp_path / "profile.json")
-    assert too_short_to_profile(checked({**short, "--zero-bubble-profile-input": file})) is None
+    assert too_short_to_profile(checked_job({**short, "--zero-bubble-profile-input": file}).flags, 0) is None
 
 
 def test_a_script_that_counts_samples_is_not_said_to_be_too_short():
-    args = replace(checked(PLANNED), train_iters=None)
-    assert too_short_to_profile(args) is None
-    assert planning_options(args, Placement("linear", 4)) is not None
+    flags = replace(checked_job(PLANNED).flags, train_iters=None)
+    assert too_short_to_profile(flags, 0) is None
+    assert planning_options(flags, Placement("linear", 4)) is not None
 
 
 @pytest.mark.parametrize(
@@ -119,4 +120,5 @@ def test_a_v_schedule_that_would_not_run_is_refused(changes: dict[str, str | Non
 
 
 def test_a_v_schedule_may_be_said_twice():
-    assert checked({**PLANNED, "--zero-bubble-schedule": "zb-v", "--zero-bubble-v-schedule": None}).schedule == "zb-v"
+    both: dict[str, str | None] = {**PLANNED, "--zero-bubble-schedule": "zb-v", "--zero-bubble-v-schedule": None}
+    assert checked_job(both).flags.schedule == "zb-v"

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron.zero_bubble.job.profiling import describe, model_description
-from megatron.zero_bubble.runtime.planning import Prediction
+from megatron.zero_bubble.job.job_flags import JobFlags
+from megatron.zero_bubble.job.profiling import describe
 from megatron.zero_bubble.runtime.replanner import Report
 from megatron.zero_bubble.schedule import Op, OpKind, Placement, Schedule, StageCosts, generate, with_post_validation
 from megatron.zero_bubble.schedule.formats import Profile, profile_to_json, schedule_to_json
-from megatron.zero_bubble.schedule.plan import NamedPlan
-from tests.training.test_checks import checked
+from megatron.zero_bubble.schedule.plan import Plan
+from megatron.zero_bubble.schedule.prediction import Prediction
+from tests.training.test_checks import checked, checked_job
 
 PLANNED = {"--zero-bubble": None, "--global-batch-size": "16"}
 SCHEDULE = generate("zb-h1", 4, 8)
@@ -28,11 +29,8 @@ def refusal(changes: dict[str, str | None]) -> str:
 
 def profile_of(changes: dict[str, str | None], path: Path) -> str:
     """A file with the profile of a run with these changes."""
-    args = checked({**PLANNED, **changes}, world_size=int(changes.get("--pipeline-model-parallel-size") or 4))
-    chunks = args.model_chunks or 1
-    kind = "interleaved" if chunks > 1 else "linear"
-    placement = Placement(kind, args.pipeline_model_parallel_size, chunks)
-    profile = Profile(placement, StageCosts.uniform(placement.num_stages), 0.0, model_description(args))
+    job = checked_job({**PLANNED, **changes}, world_size=int(changes.get("--pipeline-model-parallel-size") or 4))
+    profile = Profile(job.placement, StageCosts.uniform(job.placement.num_stages), 0.0, job.flags.model)
     path.write_text(profile_to_json(profile))
     return str(path)
 
@@ -73,8 +71,8 @@ def test_megatron_lm_leaves_one_group_where_keys_are_not_grouped():
     ours = checked(PLANNED)
     theirs = replace(ours, num_query_groups=1)
     assert not ours.group_query_attention
-    assert model_description(theirs) == model_description(ours)
-    assert model_description(replace(theirs, group_query_attention=True)) != model_description(ours)
+    assert JobFlags.of(theirs).model == JobFlags.of(ours).model
+    assert JobFlags.of(replace(theirs, group_query_attention=True)).model != JobFlags.of(ours).model
 
 
 def test_a_profile_of_another_number_of_chunks_is_refused(tmp_path: Path):
@@ -238,7 +236,7 @@ def test_what_post_validation_cannot_honour_is_refused(changes: dict[str, str | 
 def test_the_block_tells_limits_and_what_operations_need_inside():
     costs = StageCosts.uniform(2, memory_f=2**20, memory_b=-(2**19), memory_w=-(2**19))
     profile = Profile(Placement("linear", 2), costs, 0.0, {}, inside=(0.0, 2.0**21))
-    plan = NamedPlan("auto", 2).with_costs(costs, (8.0 * 2**20, 6.0 * 2**20))
+    plan = Plan.named("auto", 2).with_costs(costs, (8.0 * 2**20, 6.0 * 2**20))
     block = describe(Report(Prediction(profile, plan.schedule(4)), True, (8.0 * 2**20, 6.0 * 2**20), 6))
     assert "schedule auto (planned) for 4 microbatches, memory limit 8.0 6.0 MiB" in block
     assert "an operation needs while it runs, beyond that, on each rank (MiB): 0.0, 2.0" in block

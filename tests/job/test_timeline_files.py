@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 from megatron.zero_bubble.job.timeline_files import idle_table, measured_timeline, write_timeline
-from megatron.zero_bubble.schedule import OpKind, StageCosts, TimedOp, Timeline, generate, simulate
+from megatron.zero_bubble.schedule import (
+    OpKind,
+    StageCosts,
+    TimedOp,
+    Timeline,
+    generate,
+    simulate,
+    with_post_validation,
+)
 
 PROFILED = StageCosts.uniform(3, 9, 9, 9, time_comm=0.5, memory_f=6, memory_b=-2, memory_w=-4)
 LATE = 1000.0
@@ -82,3 +90,18 @@ def test_the_files_show_what_ran_beside_the_plan_in_one_scale(tmp_path: Path):
     events = json.loads((folder / "step.trace.json").read_text())["traceEvents"]
     assert sum(event["ph"] == "X" for event in events) == sum(len(lane) for lane in measured.lanes)
     assert {op.kind for op, _, _ in measured.lanes[0]} == {OpKind.F, OpKind.B, OpKind.W}
+
+
+def test_forwards_that_were_run_again_stand_where_they_ran_last(tmp_path: Path):
+    """Rank 0 runs F0 and F1, learns in VALIDATE that its step was wrong, and runs both again."""
+    costs = StageCosts.uniform(3, 2, 3, 1)
+    schedule = with_post_validation(generate("zb-2p", 3, 4), costs)
+    lanes = [list(lane) for lane in simulate(schedule, costs).lanes]
+    early = [timed for timed in lanes[0] if timed.op.kind is OpKind.F][:2]
+    again = [TimedOp(op, start + 100, end + 100) for op, start, end in early]
+    rest = [TimedOp(op, start + 200, end + 200) for op, start, end in lanes[0] if op not in {e.op for e in early}]
+    lanes[0] = [*early, *again, *rest]
+    timeline = measured_timeline(schedule, lanes, PROFILED)
+    assert [timed.op for timed in timeline.lanes[0]] == [timed.op for timed in lanes[0][2:]]
+    write_timeline(tmp_path, "amended", timeline, "MiB")
+    assert (tmp_path / "amended.html").exists()

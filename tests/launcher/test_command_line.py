@@ -37,7 +37,7 @@ def test_our_flags_may_stand_anywhere_and_the_rest_keeps_its_order(script):
 def test_flags_that_are_in_use_elsewhere_are_taken(script):
     aliases = ["--enable-zero-bubble", "--zero-bubble-v-schedule", "--zero-bubble-v-schedule-mem-setup", "half"]
     command = parse_command_line([script, *aliases, "--enable-exactly-numeric-match", "--allow-padding-num-layers"])
-    assert command.flags.named_schedule == "v-half"
+    assert command.flags.zero_bubble_schedule == "v-half"
     assert command.flags.allow_padding_num_layers
     assert command.script_arguments == ()
 
@@ -121,6 +121,6 @@ def test_enable_takes_the_flags_by_name():
         zero_bubble_profile_iters=[1, 2],
     )
     assert flags_from_keywords(None, False, {"memory_limit": "1.5"}).zero_bubble, "planned, unless a schedule is named"
-    assert flags_from_keywords(None, False, {"v_schedule": True}).named_schedule == "zb-v"
+    assert flags_from_keywords(None, False, {"v_schedule": True}).zero_bubble_schedule == "zb-v"
     with pytest.raises(LauncherError, match=r"'memory'.*memory_limit"):
         flags_from_keywords("zb-h1", False, {"memory": "1.5"})

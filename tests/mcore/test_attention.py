@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -133,7 +134,6 @@ def test_with_apex_on_a_gpu_its_kernel_accumulates_gradients_unless_a_flag_says_
 
 def trainer(*flags: str) -> tuple[Arguments, TransformerConfig]:
     """What `pretrain_gpt.py` makes of these flags."""
-    args = parse_arguments([*TINY_GPT, "--num-layers", "2", *flags])
-    complete_and_check(args, {}, has_cuda=False)
-    args.padded_vocab_size = 128
+    args, _ = complete_and_check(parse_arguments([*TINY_GPT, "--num-layers", "2", *flags]), {}, has_cuda=False)
+    args = replace(args, padded_vocab_size=128)
     return args, transformer_config(args, 1, None)

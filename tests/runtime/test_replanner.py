@@ -12,11 +12,17 @@ from toy_pipeline import FakeClock
 
 from megatron.zero_bubble.runtime import replanner
 from megatron.zero_bubble.runtime.observer import StepObserver
-from megatron.zero_bubble.runtime.planning import MemoryLimit
-from megatron.zero_bubble.runtime.replanner import PlanningOptions, Replanner, Report
-from megatron.zero_bubble.schedule import OpKind, Placement, ScheduleError, StageCosts
+from megatron.zero_bubble.runtime.replanner import (
+    PlanningOptions,
+    Replanner,
+    Report,
+    limits_of_ranks,
+    plan_on_first_rank,
+)
+from megatron.zero_bubble.schedule import OpKind, Placement, ScheduleError, StageCosts, generate
 from megatron.zero_bubble.schedule.formats import Profile
-from megatron.zero_bubble.schedule.plan import NamedPlan, Plan
+from megatron.zero_bubble.schedule.memory_limit import MemoryLimit
+from megatron.zero_bubble.schedule.plan import Plan
 
 MODEL = {"num_layers": 4}
 GIVEN = Profile(Placement("linear", 1), StageCosts.uniform(1, 5, 5, 5, 0, 100, -50, -50), 0.0, MODEL)
@@ -35,7 +41,7 @@ class Run:
     def __init__(self, plan: Plan | None = None, **options) -> None:
         self.clock = FakeClock()
         self.observer = StepObserver(self.clock)
-        self.plan: Plan = plan or NamedPlan("auto", 1)
+        self.plan: Plan = plan or Plan.named("auto", 1)
         self.reports: list[Report] = []
         self.edges_measured_at: list[int] = []
         self.step = 0
@@ -121,7 +127,7 @@ def test_a_given_profile_is_planned_with_before_the_first_step():
 
 
 def test_a_plan_that_does_not_adapt_is_kept_and_only_predicted():
-    run = Run(NamedPlan("1f1b", 1))
+    run = Run(Plan.named("1f1b", 1))
     run.steps(6, (3.0, 2.0, 1.0))
     assert run.new_plans == []
     (report,) = run.reports
@@ -220,3 +226,26 @@ def test_drift_leaves_memory_messages_and_model_as_they_were():
     )
     assert (new.placement, new.model) == (GIVEN.placement, GIVEN.model)
     assert run.reports[-1].prediction.profile is run.replanner.profile
+
+
+def test_auto_keeps_room_for_what_an_operation_needs_inside():
+    placement = Placement("v", 2, 2)
+    profile = Profile(placement, StageCosts.uniform(4), 0.0, {}, inside=(100.0, 7.0, 8.0, 200.0))
+    assert limits_of_ranks(MemoryLimit(), 555, 2, profile) == (355.0, 547.0)
+    assert limits_of_ranks(MemoryLimit(), 150, 2, profile) == (1.0, 142.0), "no room on the first rank"
+    assert limits_of_ranks(MemoryLimit(num_bytes=777), 777, 2, profile) == (777, 777)
+    for unknown in (None, replace(profile, inside=())):
+        assert limits_of_ranks(MemoryLimit(), 555, 2, unknown) == (555, 555)
+
+
+def test_all_ranks_get_the_schedule_that_the_first_one_makes():
+    plan = Plan.named("zb-h1", 2)
+    shared = plan_on_first_rank(plan, 4)
+    assert (shared, shared.is_shared(4), shared.is_shared(8), plan.is_shared(4)) == (plan, True, False, False)
+    assert shared.schedule(4) == plan.schedule(4)
+    assert plan_on_first_rank(shared, 8).schedule(4) is shared.schedule(4)
+
+
+def test_what_the_first_rank_cannot_plan_is_everyones_error():
+    with pytest.raises(ScheduleError, match="is for 4 microbatches, not for 8"):
+        plan_on_first_rank(Plan.of(generate("zb-h1", 2, 4)), 8)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
-from megatron.zero_bubble.schedule import Schedule, StageCosts, Timeline, lower, simulate, validate
+from megatron.zero_bubble.schedule import Placement, Schedule, StageCosts, Timeline, lower, simulate, validate
 
 ROWS = json.loads((Path(__file__).parent / "zero_bubble_paper.json").read_text())["bubble_rates"]
 
@@ -66,3 +66,13 @@ def checked(schedule: Schedule, costs: StageCosts) -> Timeline:
     validate(schedule)
     validate(lower(schedule))
     return simulate(schedule, costs)
+
+
+def uneven(placement: Placement) -> StageCosts:
+    """Every stage costs something else."""
+    n = placement.num_stages
+    times = [tuple(1.0 + (s * k % 5) / 4 for s in range(n)) for k in (1, 2, 3)]
+    memory = tuple(100.0 + 10.0 * (s * 3 % 4) for s in range(n))
+    return StageCosts(
+        *times, (0.125,) * (n - 1), memory, tuple(-m / 4 for m in memory), tuple(-m * 3 / 4 for m in memory)
+    )

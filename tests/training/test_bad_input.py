@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron.zero_bubble.job.profiling import model_description
 from megatron.zero_bubble.schedule import Placement, StageCosts
 from megatron.zero_bubble.schedule.formats import Profile, profile_to_json
 from megatron.zero_bubble.training.arguments import parse_arguments
@@ -53,11 +52,10 @@ def test_missing_data(tmp_path: Path) -> None:
 
 def test_a_limit_in_bytes_under_the_smallest_possible(tmp_path: Path) -> None:
     """What bytes allow is known when there are measured costs, here before the first iteration."""
-    args = parse_arguments(BASE)
-    complete_and_check(args, {"WORLD_SIZE": "2"}, has_cuda=False)
+    _, job = complete_and_check(parse_arguments(BASE), {"WORLD_SIZE": "2"}, has_cuda=False)
     costs = StageCosts.uniform(2, memory_f=2000, memory_b=-500, memory_w=-1500)
     file = tmp_path / "profile.json"
-    file.write_text(profile_to_json(Profile(Placement("linear", 2), costs, 0.0, model_description(args))))
+    file.write_text(profile_to_json(Profile(Placement("linear", 2), costs, 0.0, job.flags.model)))
     (line,) = errors_of(*BASE, "--zero-bubble-profile-input", str(file), "--zero-bubble-memory-limit", "1KB")
     assert line == (
         "--zero-bubble-memory-limit 1KB: schedule auto does not fit in the memory limit of 1000 bytes: "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megatron.zero_bubble.job.settings import JobSettings
 from megatron.zero_bubble.schedule import names
 from megatron.zero_bubble.training.arguments import Arguments, parse_arguments
 from megatron.zero_bubble.training.checks import complete_and_check
@@ -17,14 +18,24 @@ TENSOR_2 = {"--tensor-model-parallel-size": "2", "--pipeline-model-parallel-size
 
 
 def checked(changes: dict[str, str | None], *, world_size: int = 4, has_cuda: bool = False) -> Arguments:
-    """GOOD with these changes (a value of "" drops the flag), checked as one of `world_size` ranks."""
+    """The flags GOOD with these changes (a value of "" drops the flag), checked as one of `world_size` ranks."""
+    return checked_training(changes, world_size=world_size, has_cuda=has_cuda)[0]
+
+
+def checked_job(changes: dict[str, str | None], *, world_size: int = 4, has_cuda: bool = False) -> JobSettings:
+    """The job that these flags ask for."""
+    return checked_training(changes, world_size=world_size, has_cuda=has_cuda)[1]
+
+
+def checked_training(
+    changes: dict[str, str | None], *, world_size: int, has_cuda: bool
+) -> tuple[Arguments, JobSettings]:
     argv: list[str] = []
     for name, value in {**GOOD, **changes}.items():
         if value != "":
             argv += [name] if value is None else [name, *value.split(" ")]
-    args = parse_arguments(argv)
-    complete_and_check(args, {"RANK": "1", "WORLD_SIZE": str(world_size), "LOCAL_RANK": "1"}, has_cuda)
-    return args
+    environment = {"RANK": "1", "WORLD_SIZE": str(world_size), "LOCAL_RANK": "1"}
+    return complete_and_check(parse_arguments(argv), environment, has_cuda)
 
 
 def test_what_torchrun_says_is_taken_in():
@@ -33,10 +44,10 @@ def test_what_torchrun_says_is_taken_in():
 
 
 def test_without_torchrun_there_is_one_rank():
-    args = parse_arguments(
+    parsed = parse_arguments(
         [word for flag in {**GOOD, "--pipeline-model-parallel-size": "1"}.items() for word in flag if word]
     )
-    complete_and_check(args, {}, has_cuda=False)
+    args, _ = complete_and_check(parsed, {}, has_cuda=False)
     assert (args.rank, args.world_size, args.local_rank) == (0, 1, 0)
 
 
@@ -71,7 +82,7 @@ def test_a_global_batch_is_one_microbatch_on_each_replica_unless_told_otherwise(
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "zb-h2"])
 def test_schedules_with_one_chunk_a_rank_can_be_chosen(name):
-    assert checked({"--zero-bubble-schedule": name}).schedule == name
+    assert checked_job({"--zero-bubble-schedule": name}).flags.schedule == name
 
 
 @pytest.mark.parametrize(
@@ -86,8 +97,8 @@ def test_schedules_with_one_chunk_a_rank_can_be_chosen(name):
     ],
 )
 def test_zero_bubble_plans_for_as_many_chunks_as_megatrons_flags_make(changes, schedule, chunks):
-    args = checked({"--zero-bubble": None, "--global-batch-size": "16", **changes})
-    assert (args.schedule, args.model_chunks) == (schedule, chunks)
+    flags = checked_job({"--zero-bubble": None, "--global-batch-size": "16", **changes}).flags
+    assert (flags.schedule, flags.model_chunks) == (schedule, chunks)
 
 
 AT_LEAST_ONE = """

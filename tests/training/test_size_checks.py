@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -11,9 +12,9 @@ from megatron.zero_bubble.job import plans
 from megatron.zero_bubble.job.plans import check_plan, choose_plan
 from megatron.zero_bubble.training import data_config, size_checks
 from megatron.zero_bubble.training.arguments import Arguments
-from megatron.zero_bubble.training.pretrain import load_tokenizer, make_data_config
+from megatron.zero_bubble.training.pretrain import load_tokenizer, make_data_config, with_vocabulary
 from megatron.zero_bubble.training.size_checks import check_memory
-from tests.training.test_checks import checked
+from tests.training.test_checks import checked, checked_job
 
 HUGE = str(10**9)
 PLANNED = {"--zero-bubble": None, "--global-batch-size": "16"}
@@ -24,6 +25,7 @@ def all_checks(changes: dict[str, str | None], world_size: int = 4) -> Arguments
     """What `pretrain` checks before any process group exists."""
     args = checked(changes, world_size=world_size)
     tokenizer = load_tokenizer(args)
+    args = with_vocabulary(args, tokenizer)
     check_memory(args)
     make_data_config(args).validate(tokenizer.vocab_size)
     return args
@@ -93,13 +95,13 @@ def test_what_people_train_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> No
 def test_planning_that_takes_long_is_announced_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    args = checked(PLANNED)
+    flags = checked_job(PLANNED).flags
     for seconds, rank, said in (
         (5.0, 0, ""),
         (0.0, 1, ""),
         (0.0, 0, " > planning schedule auto for up to 8 microbatches\n"),
     ):
         monkeypatch.setattr(plans, "_SILENT_SECONDS", seconds)
-        args.rank = rank
-        check_plan(args, choose_plan(args))
+        asked = replace(flags, rank=rank)
+        check_plan(asked, choose_plan(asked))
         assert capsys.readouterr().out == said

@@ -6,7 +6,8 @@ import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from copy import copy
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -16,10 +17,13 @@ from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.training.arguments import Arguments, parse_arguments
 
+if TYPE_CHECKING:
+    from megatron.zero_bubble.job.settings import JobSettings
 
-def complete_arguments(
+
+def complete_training(
     flags: Sequence[str], world_size: int, prog: str, *, has_cuda: bool, for_this_machine: bool = True
-) -> Arguments:
+) -> tuple[Arguments, JobSettings]:
     """What a training with these flags on `world_size` ranks would begin with, the padded vocabulary included.
 
     Args:
@@ -29,19 +33,25 @@ def complete_arguments(
     Raises:
         ValueError: the training would refuse the flags; its own line.
     """
-    args = parse_arguments(flags, prog)
+    parsed = parse_arguments(flags, prog)
+    environment = {"WORLD_SIZE": str(world_size)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # megatron-core's, about what a CPU has not
         substitution = substitute_cuda()
         # Only now: megatron-core looks for a device as it is imported.
         from megatron.zero_bubble.training.checks import complete_and_check
-        from megatron.zero_bubble.training.pretrain import load_tokenizer
+        from megatron.zero_bubble.training.pretrain import load_tokenizer, with_vocabulary
 
         try:
-            complete_and_check(args, {"WORLD_SIZE": str(world_size)}, has_cuda, for_this_machine=for_this_machine)
-            load_tokenizer(args)
+            args, job = complete_and_check(parsed, environment, has_cuda, for_this_machine=for_this_machine)
+            return with_vocabulary(args, load_tokenizer(args)), job
         finally:
             substitution.restore()
+
+
+def complete_arguments(flags: Sequence[str], world_size: int, prog: str, *, has_cuda: bool) -> Arguments:
+    """The flags of `complete_training`, of a training on this machine."""
+    args, _ = complete_training(flags, world_size, prog, has_cuda=has_cuda)
     return args
 
 
@@ -69,8 +79,7 @@ def one_process(args: Arguments) -> Iterator[None]:
 
     from megatron.zero_bubble.training.initialize import initialized
 
-    alone = copy(args)
-    alone.pipeline_model_parallel_size = alone.world_size = 1
+    alone = replace(args, pipeline_model_parallel_size=1, world_size=1)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -93,7 +102,6 @@ def rank_model(
     """
     from megatron.zero_bubble.training.model import build_model, transformer_config
 
-    sized = copy(args)
-    sized.pipeline_model_parallel_size = placement.num_ranks
+    sized = replace(args, pipeline_model_parallel_size=placement.num_ranks)
     config = transformer_config(sized, placement.num_chunks, None)
     return build_model(sized, config, placement, store, rank)

@@ -12,11 +12,9 @@ from megatron.core import parallel_state
 
 from megatron.zero_bubble.job.environment import describe_hosts, environment_warnings, host_name
 from megatron.zero_bubble.job.layers import layers_of_layout
+from megatron.zero_bubble.job.settings import JobSettings
+from megatron.zero_bubble.job.start_up import print_rank_0
 from megatron.zero_bubble.mcore.unsplit import Gradients, count_gradients
-from megatron.zero_bubble.schedule import Placement
-from megatron.zero_bubble.schedule.plan import Plan
-from megatron.zero_bubble.training.arguments import Arguments
-from megatron.zero_bubble.training.initialize import print_rank_0
 
 ModelRank = tuple[int, int]
 """(tensor, pipeline) model parallel rank."""
@@ -25,41 +23,42 @@ LOUD = 0.01
 """Share of a rank's parameters from which a module that is not split is a warning."""
 
 
-def describe(args: Arguments, plan: Plan | None, model: list[torch.nn.Module]) -> None:
+def describe(job: JobSettings, model: list[torch.nn.Module]) -> None:
     """Print what is about to be trained, once in the job; a collective call of all ranks.
 
     Raises:
         ValueError: `--zero-bubble-strict`, and a weight's gradient cannot be deferred; the same on all ranks.
     """
-    ranks = _gather(args, count_gradients(model))
+    flags, plan = job.flags, job.plan
+    ranks = _gather(flags.world_size, count_gradients(model))
     for line in _parameter_lines(ranks, splits=plan is not None):
         print_rank_0(line)
     if plan is not None:
         unsplit = unsplit_modules(ranks)
-        if args.zero_bubble_strict and unsplit:
+        if flags.zero_bubble_strict and unsplit:
             raise ValueError(
                 f"--zero-bubble-strict: {', '.join(unsplit)} would be computed in B, for no layer there can be split: "
                 "train without that module, or without --zero-bubble-strict"
             )
         for name, share in unsplit.items():
             print_rank_0(unsplit_line(name, share))
-    if args.pipeline_model_parallel_layout is not None:
-        layers = layers_of_layout(args.pipeline_model_parallel_layout, args.pipeline_model_parallel_size)
+    if flags.pipeline_model_parallel_layout is not None:
+        layers = layers_of_layout(flags.pipeline_model_parallel_layout, flags.pipeline_model_parallel_size)
         print_rank_0(f" > layers of each stage: {', '.join(map(str, layers))}")
     chunks = f", {len(model)} model chunks a rank" if len(model) > 1 else ""
     megatrons = "megatron-core (interleaved 1F1B)" if len(model) > 1 else "megatron-core (1F1B)"
     print_rank_0(f" > pipeline schedule: {plan.name if plan else megatrons}{chunks}")
 
 
-def describe_places(args: Arguments, placement: Placement, *, is_megatron_lm: bool = False) -> None:
+def describe_places(job: JobSettings, *, is_megatron_lm: bool = False) -> None:
     """Print which host holds what, and what the environment costs, once in the job; a collective call of all ranks."""
     has_cuda = torch.cuda.is_available()
-    for warning in environment_warnings(args, os.environ, has_cuda, is_megatron_lm=is_megatron_lm):
+    for warning in environment_warnings(job.flags, os.environ, has_cuda, is_megatron_lm=is_megatron_lm):
         print_rank_0(f" > WARNING: {warning}")
-    places: list[Any] = [None] * args.world_size
+    places: list[Any] = [None] * job.flags.world_size
     dist.all_gather_object(places, (parallel_state.get_pipeline_model_parallel_rank(), host_name(os.environ)))
     pipeline_ranks, hosts = zip(*places, strict=True)
-    for line in describe_hosts(placement, pipeline_ranks, hosts):
+    for line in describe_hosts(job.placement, pipeline_ranks, hosts):
         print_rank_0(f" > {line}")
 
 
@@ -77,10 +76,10 @@ def unsplit_line(name: str, share: float) -> str:
     return f" > {loud}not split, its weight's gradient is computed in B: {name}, {share:.2%} of a rank's parameters"
 
 
-def _gather(args: Arguments, gradients: Gradients) -> dict[ModelRank, Gradients]:
+def _gather(world_size: int, gradients: Gradients) -> dict[ModelRank, Gradients]:
     """One entry for every model-parallel rank, in order; replicas hold the same."""
     rank = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
-    ranks: list[Any] = [None] * args.world_size
+    ranks: list[Any] = [None] * world_size
     dist.all_gather_object(ranks, (rank, gradients))
     return dict(sorted(ranks, key=lambda entry: entry[0]))
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 
+from megatron.zero_bubble.job.flags import ParallelFlags
+from megatron.zero_bubble.job.job_flags import JobFlags
 from megatron.zero_bubble.schedule import Placement
-from megatron.zero_bubble.training.arguments import Arguments
 
 
 def host_name(environment: Mapping[str, str]) -> str:
@@ -22,7 +23,7 @@ def device_of_rank(local_rank: int, num_devices: int) -> int:
     return local_rank % num_devices
 
 
-def check_devices(args: Arguments, environment: Mapping[str, str], num_devices: int) -> None:
+def check_devices(flags: ParallelFlags, environment: Mapping[str, str], num_devices: int) -> None:
     """Refuse more ranks on a host than it has devices.
 
     Without torchrun's `LOCAL_WORLD_SIZE`, each rank may see devices of its own, and their number says nothing.
@@ -31,7 +32,7 @@ def check_devices(args: Arguments, environment: Mapping[str, str], num_devices: 
         ValueError: torchrun started more ranks than there are devices, and no setting says that they share them.
     """
     num_ranks = int(environment.get("LOCAL_WORLD_SIZE", "0"))
-    shares = args.distributed_backend == "gloo" or environment.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") != "0"
+    shares = flags.distributed_backend == "gloo" or environment.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") != "0"
     if num_ranks > num_devices and not shares:
         visible = environment.get("CUDA_VISIBLE_DEVICES")
         source = f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
@@ -41,7 +42,7 @@ def check_devices(args: Arguments, environment: Mapping[str, str], num_devices: 
         )
 
 
-def check_device_found(args: Arguments, environment: Mapping[str, str], nodes: Path) -> None:
+def check_device_found(flags: ParallelFlags, environment: Mapping[str, str], nodes: Path) -> None:
     """Refuse to train on the CPU of a host that should have a device, unless a flag asks for it.
 
     One such rank among many falls back to another backend than the others', and all wait.
@@ -52,7 +53,7 @@ def check_device_found(args: Arguments, environment: Mapping[str, str], nodes: P
     Raises:
         ValueError: torch was built for CUDA and finds no device where one is expected.
     """
-    if torch.cuda.is_available() or torch.version.cuda is None or args.distributed_backend is not None:
+    if torch.cuda.is_available() or torch.version.cuda is None or flags.distributed_backend is not None:
         return
     reason = _sign_of_device(environment, nodes)
     if reason is not None:
@@ -74,52 +75,52 @@ def _sign_of_device(environment: Mapping[str, str], nodes: Path) -> str | None:
     return next((str(node) for node in sorted(nodes.glob("nvidia[0-9]*"))), None)
 
 
-def check_num_ranks(args: Arguments) -> None:
+def check_num_ranks(flags: ParallelFlags, world_size: int) -> None:
     """Raise `ValueError` if the ranks that were started are not whole replicas of the model."""
-    tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    context = args.context_parallel_size
+    tensor, pipeline = flags.tensor_model_parallel_size, flags.pipeline_model_parallel_size
+    context = flags.context_parallel_size
     ranks = tensor * pipeline * context
-    if args.world_size % ranks == 0:
+    if world_size % ranks == 0:
         return
     sizes = f"--tensor-model-parallel-size {tensor} x --pipeline-model-parallel-size {pipeline}"
     sizes += f" x --context-parallel-size {context}" if context > 1 else ""
     raise ValueError(
-        f"{sizes} = {ranks} ranks do not divide the {args.world_size} that were started: "
+        f"{sizes} = {ranks} ranks do not divide the {world_size} that were started: "
         f"torchrun --nproc-per-node must give a multiple of {ranks}"
     )
 
 
-def check_environment(args: Arguments, environment: Mapping[str, str], has_cuda: bool) -> None:
+def check_environment(flags: JobFlags, environment: Mapping[str, str], has_cuda: bool) -> None:
     """Refuse settings of CUDA that messages on the device cannot bear; those through host memory bear them all.
 
     Raises:
         ValueError: a setting under which a schedule of ours cannot run.
     """
-    if not has_cuda or args.schedule is None or args.zero_bubble_communicator == "host":
+    if not has_cuda or flags.schedule is None or flags.zero_bubble_communicator == "host":
         return
     if environment.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
         raise ValueError(
             "CUDA_LAUNCH_BLOCKING=1 makes a receive that is posted ahead wait for its message, which may wait for this "
             "rank: unset it, or let messages go through host memory, --zero-bubble-communicator host"
         )
-    if args.timing_log_level > 1:
+    if flags.timing_log_level > 1:
         raise ValueError(
-            f"--timing-log-level {args.timing_log_level} waits for the whole device around every forward and backward, "
-            "receives that are posted ahead included, which may wait for this rank: use 1 with "
-            f"--zero-bubble-schedule {args.schedule}"
+            f"--timing-log-level {flags.timing_log_level} waits for the whole device around every forward and "
+            "backward, receives that are posted ahead included, which may wait for this rank: use 1 with "
+            f"--zero-bubble-schedule {flags.schedule}"
         )
 
 
 def environment_warnings(
-    args: Arguments, environment: Mapping[str, str], has_cuda: bool, *, is_megatron_lm: bool = False
+    flags: JobFlags, environment: Mapping[str, str], has_cuda: bool, *, is_megatron_lm: bool = False
 ) -> list[str]:
     """Settings that work and cost time, one line each; `is_megatron_lm`: the script makes demands of its own."""
-    if not has_cuda or args.schedule is None or args.zero_bubble_communicator == "host":
+    if not has_cuda or flags.schedule is None or flags.zero_bubble_communicator == "host":
         return []
     found = []
     connections = environment.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
     if connections.isdigit() and int(connections) < 8:
-        parallel = args.tensor_model_parallel_size * args.context_parallel_size > 1
+        parallel = flags.tensor_model_parallel_size * flags.context_parallel_size > 1
         if parallel and is_megatron_lm:
             advice = "Megatron-LM demands 1 with tensor or context parallelism on GPUs before Blackwell"
         else:

@@ -2,24 +2,54 @@
 
 from __future__ import annotations
 
+import re
+
+from megatron.zero_bubble.job.job_flags import JobFlags
 from megatron.zero_bubble.schedule import Placement
-from megatron.zero_bubble.training.arguments import Arguments
+from megatron.zero_bubble.schedule.errors import one_line
+
+_REPEATS = 1000
+"""Repeats that a layout may have whatever the number of layers: of stages without a layer, for example."""
 
 
-def choose_layout(args: Arguments, placement: Placement) -> str | None:
+def layout_of_layers(flags: JobFlags, placement: Placement) -> str | None:
+    """The layout of the model's layers: the given one, or what spreads them as other flags ask.
+
+    None where all stages get as many, or the first and the last rank their own number.
+
+    Raises:
+        ValueError: which flags contradict each other.
+    """
+    given = flags.pipeline_model_parallel_layout
+    uneven = given is not None or bool(_layers_of_ends(flags))
+    # megatron-core counts a layout's layers by the process's own rank, whatever stage it is told to build.
+    if placement.kind == "v" and uneven:
+        raise ValueError(f"--zero-bubble-schedule {flags.schedule} places layers in a V, in even stages: no layout")
+    if placement.kind == "v" and flags.mtp_num_layers is not None:
+        raise ValueError(
+            f"--zero-bubble-schedule {flags.schedule} places layers in a V, which ends on the first rank, and "
+            "megatron-core puts the layers of --mtp-num-layers on the last: choose a schedule that is not a V"
+        )
+    if not uneven:
+        return spread_layout(flags, placement)
+    check_given_layers(flags, placement)
+    return given
+
+
+def spread_layout(flags: JobFlags, placement: Placement) -> str | None:
     """The layout that spreads the layers as the flags ask; None where all stages get as many.
 
     Raises:
         ValueError: the stages do not divide the layers, and no flag says what to do about it.
     """
-    stages, layers = placement.num_stages, args.num_layers
+    stages, layers = placement.num_stages, flags.num_layers
     split = f"{stages} stages that --pipeline-model-parallel-size {placement.num_ranks} and {placement.num_chunks} "
     split += "model chunks a rank give"
-    embedding, loss = args.account_for_embedding_in_pipeline_split, args.account_for_loss_in_pipeline_split
+    embedding, loss = flags.account_for_embedding_in_pipeline_split, flags.account_for_loss_in_pipeline_split
     if embedding or loss:
         if placement.kind == "v":
             raise ValueError(
-                f"--zero-bubble-schedule {args.schedule} places layers in a V, in even stages: no "
+                f"--zero-bubble-schedule {flags.schedule} places layers in a V, in even stages: no "
                 "--account-for-embedding-in-pipeline-split, no --account-for-loss-in-pipeline-split"
             )
         counted = layers + embedding + loss
@@ -29,17 +59,17 @@ def choose_layout(args: Arguments, placement: Placement) -> str | None:
                 f"--account-for-loss-in-pipeline-split, {embedding + loss} more are not a multiple of the {split}"
             )
         layout = spread_with_ends(counted // stages, stages, embedding=embedding, loss=loss)
-        return to_layout(layout, args.mtp_num_layers)
+        return to_layout(layout, flags.mtp_num_layers)
     if layers % stages == 0:
         return None
     can_be_uneven = placement.kind != "v"
-    if not (args.allow_padding_num_layers and can_be_uneven):
+    if not (flags.allow_padding_num_layers and can_be_uneven):
         hint = "; --allow-padding-num-layers spreads them unevenly" if can_be_uneven else ""
         raise ValueError(f"--num-layers {layers} is not a multiple of the {split}{hint}")
-    return to_layout(spread_layers(layers, stages), args.mtp_num_layers)
+    return to_layout(spread_layers(layers, stages), flags.mtp_num_layers)
 
 
-def check_given_layers(args: Arguments, placement: Placement) -> None:
+def check_given_layers(flags: JobFlags, placement: Placement) -> None:
     """Refuse a layout of the user's own, or layers of the first and the last rank, that do not give `--num-layers`.
 
     megatron-core builds what they say, which may be a model of another size.
@@ -47,39 +77,40 @@ def check_given_layers(args: Arguments, placement: Placement) -> None:
     Raises:
         ValueError: which flags contradict each other.
     """
-    layout = args.pipeline_model_parallel_layout
-    flags = [*_layers_of_ends(args), *([f"--pipeline-model-parallel-layout {layout}"] if layout is not None else [])]
-    if args.account_for_embedding_in_pipeline_split or args.account_for_loss_in_pipeline_split:
-        flags.append("--account-for-embedding-in-pipeline-split or --account-for-loss-in-pipeline-split")
-    if layout is None and len(flags) == len(_layers_of_ends(args)):
-        _check_ends(args, placement)
-    elif len(flags) > 1:
-        raise ValueError(f"{flags[0]} and {flags[-1]} both say how many layers a stage has: give one of them")
-    elif layout is not None and (given := sum(layers_of_layout(layout, placement.num_ranks))) != args.num_layers:
-        raise ValueError(f"{flags[0]} has {given} layers, but --num-layers is {args.num_layers}")
+    layout = flags.pipeline_model_parallel_layout
+    ends = [*_layers_of_ends(flags)]
+    given = [*ends, *([f"--pipeline-model-parallel-layout {layout}"] if layout is not None else [])]
+    if flags.account_for_embedding_in_pipeline_split or flags.account_for_loss_in_pipeline_split:
+        given.append("--account-for-embedding-in-pipeline-split or --account-for-loss-in-pipeline-split")
+    if layout is None and given == ends:
+        _check_ends(flags, placement)
+    elif len(given) > 1:
+        raise ValueError(f"{given[0]} and {given[-1]} both say how many layers a stage has: give one of them")
+    elif layout is not None and (found := sum(layers_of_layout(layout, placement.num_ranks))) != flags.num_layers:
+        raise ValueError(f"{given[0]} has {found} layers, but --num-layers is {flags.num_layers}")
 
 
-def _layers_of_ends(args: Arguments) -> dict[str, int]:
+def _layers_of_ends(flags: JobFlags) -> dict[str, int]:
     """The numbers that are given for the first and the last rank, by their flags."""
-    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+    first, last = flags.decoder_first_pipeline_num_layers, flags.decoder_last_pipeline_num_layers
     ends = {"--decoder-first-pipeline-num-layers": first, "--decoder-last-pipeline-num-layers": last}
     return {f"{flag} {value}": value for flag, value in ends.items() if value is not None}
 
 
-def _check_ends(args: Arguments, placement: Placement) -> None:
-    ends = _layers_of_ends(args)
-    flags = " and ".join(ends)
-    rest, ranks = args.num_layers - sum(ends.values()), placement.num_ranks - len(ends)
+def _check_ends(flags: JobFlags, placement: Placement) -> None:
+    ends = _layers_of_ends(flags)
+    given = " and ".join(ends)
+    rest, ranks = flags.num_layers - sum(ends.values()), placement.num_ranks - len(ends)
     fits = rest > 0 and rest % ranks == 0 if ranks > 0 else rest == ranks == 0
     if not fits:
         raise ValueError(
-            f"of --num-layers {args.num_layers}, {flags} leaves {rest} for {ranks} other pipeline ranks: "
+            f"of --num-layers {flags.num_layers}, {given} leaves {rest} for {ranks} other pipeline ranks: "
             "each of them must get one at least, and all as many"
         )
     layers = [*ends.values(), *([rest // ranks] if ranks > 0 else [])]
     if any(number % placement.num_chunks for number in layers):
         raise ValueError(
-            f"{flags}: pipeline ranks with {', '.join(map(str, layers))} layers cannot be cut into "
+            f"{given}: pipeline ranks with {', '.join(map(str, layers))} layers cannot be cut into "
             f"{placement.num_chunks} even model chunks each"
         )
 
@@ -122,3 +153,59 @@ def layers_of_layout(layout: str, num_ranks: int) -> list[int]:
 
     rows = PipelineParallelLayerLayout(layout, num_ranks).layout
     return [row[chunk].count(LayerType.decoder) for chunk in range(len(rows[0])) for row in rows]
+
+
+def chunks_of_flags(flags: JobFlags) -> int | None:
+    """Chunks a rank, if Megatron's flags ask for several.
+
+    Raises:
+        ValueError: the flags contradict each other or do not divide the layers.
+    """
+    per_rank, per_chunk = flags.num_virtual_stages_per_pipeline_rank, flags.num_layers_per_virtual_pipeline_stage
+    if per_rank is not None and per_chunk is not None:
+        raise ValueError(
+            "give --num-virtual-stages-per-pipeline-rank or --num-layers-per-virtual-pipeline-stage, not both"
+        )
+    pipeline = flags.pipeline_model_parallel_size
+    if flags.pipeline_model_parallel_layout is not None:
+        return _chunks_of_layout(flags)
+    if per_chunk is not None:
+        ends = flags.account_for_embedding_in_pipeline_split + flags.account_for_loss_in_pipeline_split
+        if not flags.allow_padding_num_layers and (flags.num_layers + ends) % (pipeline * per_chunk) != 0:
+            counted = f", with {ends} for the embedding and the loss," if ends else ""
+            raise ValueError(
+                f"--num-layers {flags.num_layers}{counted} is not a multiple of --pipeline-model-parallel-size "
+                f"{pipeline} x --num-layers-per-virtual-pipeline-stage {per_chunk}"
+            )
+        per_rank = -(-(flags.num_layers + ends) // (pipeline * per_chunk))
+    if per_rank is not None and per_rank > 1 and pipeline < 2:
+        raise ValueError(f"several model chunks a rank need --pipeline-model-parallel-size above 1, got {pipeline}")
+    # The embedding and the loss may have a stage each to themselves.
+    if per_rank is not None and per_rank * pipeline > flags.num_layers + 2:
+        raise ValueError(
+            f"--num-virtual-stages-per-pipeline-rank {per_rank} x --pipeline-model-parallel-size {pipeline} are more "
+            f"stages than --num-layers {flags.num_layers}"
+        )
+    return per_rank if per_rank is not None and per_rank > 1 else None
+
+
+def _chunks_of_layout(flags: JobFlags) -> int | None:
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    layout, pipeline = flags.pipeline_model_parallel_layout, flags.pipeline_model_parallel_size
+    assert layout is not None
+    most = max(flags.num_layers, _REPEATS)
+    for repeats in re.findall(r"\*(\d+)", layout):
+        # megatron-core writes them out.
+        if len(repeats) > len(str(most)) or int(repeats) > most:
+            raise ValueError(
+                f"--pipeline-model-parallel-layout {layout} repeats something {repeats} times, but --num-layers is "
+                f"{flags.num_layers}"
+            )
+    try:
+        parsed = PipelineParallelLayerLayout(layout, pipeline)
+    except (AssertionError, ValueError, KeyError) as error:
+        reason = one_line(error)
+        raise ValueError(f"--pipeline-model-parallel-layout {layout}: megatron-core refuses it: {reason}") from error
+    chunks = parsed.virtual_pipeline_model_parallel_size
+    return chunks if chunks > 1 else None

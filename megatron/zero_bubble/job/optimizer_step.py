@@ -8,14 +8,14 @@ from typing import Any
 
 from megatron.core.optimizer import MegatronOptimizer
 
+from megatron.zero_bubble.job.job_flags import JobFlags
+from megatron.zero_bubble.job.start_up import print_rank_0
 from megatron.zero_bubble.mcore.optimizer import check_optimizer, torch_optimizers
 from megatron.zero_bubble.mcore.post_validation import PostValidation
 from megatron.zero_bubble.mcore.rollback import make_rollback
 from megatron.zero_bubble.schedule import Placement, iteration_time, with_post_validation
 from megatron.zero_bubble.schedule.generators import default_costs
 from megatron.zero_bubble.schedule.plan import Plan
-from megatron.zero_bubble.training.arguments import Arguments
-from megatron.zero_bubble.training.initialize import print_rank_0
 
 FLAG = "--zero-bubble-post-validation"
 _INVERSE, _USE_SNAPSHOT = "--zero-bubble-rollback inverse", "use snapshot"
@@ -23,34 +23,34 @@ _WINDOW = 100
 _TOO_OFTEN = 1 / 3
 
 
-def check_post_validation(args: Arguments) -> None:
+def check_post_validation(flags: JobFlags) -> None:
     """Raise `ValueError` for what cannot work with post-validation: one line that names both flags and the reason."""
-    if not args.zero_bubble_post_validation:
+    if not flags.zero_bubble_post_validation:
         return
     reasons = {
-        "--log-num-zeros-in-grad: the zeros are counted over all ranks before the step": args.log_num_zeros_in_grad,
-        "--timing-log-level 2: its timers wait for all ranks around the step": args.timing_log_level > 1,
+        "--log-num-zeros-in-grad: the zeros are counted over all ranks before the step": flags.log_num_zeros_in_grad,
+        "--timing-log-level 2: its timers wait for all ranks around the step": flags.timing_log_level > 1,
     }
     for reason, is_so in reasons.items():
         if is_so:
             raise ValueError(f"{FLAG} and {reason}")
-    if args.zero_bubble_rollback == "inverse" and args.optimizer != "adam":
+    if flags.zero_bubble_rollback == "inverse" and flags.optimizer != "adam":
         raise ValueError(
-            f"{_INVERSE}: only AdamW can be inverted, and --optimizer is {args.optimizer}: {_USE_SNAPSHOT}"
+            f"{_INVERSE}: only AdamW can be inverted, and --optimizer is {flags.optimizer}: {_USE_SNAPSHOT}"
         )
 
 
 def build_post_validation(
-    args: Arguments, plan: Plan | None, optimizer: MegatronOptimizer, model: Sequence[Any]
+    flags: JobFlags, plan: Plan | None, optimizer: MegatronOptimizer, model: Sequence[Any]
 ) -> PostValidation | None:
-    """None where it was not asked for, or with a single pipeline rank.
+    """What steps and validates; None where it was not asked for, or with a single pipeline rank.
 
     Raises:
         ValueError: the optimizer steps in another way, or cannot be inverted.
     """
-    if not args.zero_bubble_post_validation:
+    if not flags.zero_bubble_post_validation:
         return None
-    if args.pipeline_model_parallel_size == 1:
+    if flags.pipeline_model_parallel_size == 1:
         print_rank_0(f" > {FLAG} has no effect with --pipeline-model-parallel-size 1: no rank waits for another stage")
         return None
     assert plan is not None, "checked with the flags"
@@ -60,37 +60,36 @@ def build_post_validation(
         raise ValueError(f"{FLAG}: {error}") from error
     try:
         rollback = make_rollback(
-            args.zero_bubble_rollback or "snapshot",
+            "inverse" if flags.zero_bubble_rollback == "inverse" else "snapshot",
             torch_optimizers(optimizer),
-            on_host=args.zero_bubble_rollback_on_host,
+            on_host=flags.zero_bubble_rollback_on_host,
         )
     except ValueError as error:
         raise ValueError(f"{_INVERSE}: {error}: {_USE_SNAPSHOT}") from error
-    print_rank_0(_gain(args, plan))
+    print_rank_0(_gain(flags, plan))
     return PostValidation(optimizer, rollback, model)
 
 
-def _gain(args: Arguments, plan: Plan) -> str:
-    """What the schedule gains in units of F = B = W, before anything is measured."""
-    assert args.global_batch_size is not None
-    schedule = plan.schedule(args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
+def _gain(flags: JobFlags, plan: Plan) -> str:
+    """What post-validation gains with the plan's schedule if F, B and W take equally long."""
+    schedule = plan.schedule(flags.most_microbatches)
     costs = default_costs(schedule.placement)
     without, with_it = (iteration_time(s, costs) for s in (schedule, with_post_validation(schedule, costs)))
     gain = 1 - with_it / without
     if gain < 0.001:
         return f" > {FLAG} gains nothing with schedule {schedule.name}: its ranks end an iteration together"
     text = f" > {FLAG}: an iteration of schedule {schedule.name} is {gain:.1%} shorter with equal F, B and W"
-    awaited = awaited_by_the_first_stage(args, schedule.placement)
+    awaited = awaited_by_the_first_stage(flags, schedule.placement)
     return text if awaited is None else f"{text}; but {awaited}, which the first one waits for"
 
 
-def awaited_by_the_first_stage(args: Arguments, placement: Placement) -> str | None:
+def awaited_by_the_first_stage(flags: JobFlags, placement: Placement) -> str | None:
     """What the first stage cannot step without and the last one has at its end, so that iterations do not interlock."""
     if placement.kind == "v":
         return None  # Both are on one rank.
-    if not args.untie_embeddings_and_output_weights or args.mtp_num_layers is not None:
+    if not flags.untie_embeddings_and_output_weights or flags.mtp_num_layers is not None:
         return "tied embeddings are summed over the last stage at its end"
-    if args.calculate_per_token_loss:
+    if flags.calculate_per_token_loss:
         return "--calculate-per-token-loss counts tokens on the last stage at its end"
     return None
 

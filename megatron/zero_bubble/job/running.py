@@ -1,46 +1,49 @@
-"""Runs a plan: what `pretrain_gpt.py` and the launcher for Megatron-LM's scripts share."""
+"""Runs a job's plan: what `pretrain_gpt.py` and the launcher for Megatron-LM's scripts share."""
 
 from __future__ import annotations
 
 from datetime import timedelta
 
-from megatron.zero_bubble.job.profiling import planning_options, profile_window, reporter, too_short_to_profile
+from megatron.zero_bubble.job.profiling import profile_window, reporter, too_short_to_profile
+from megatron.zero_bubble.job.settings import JobSettings
+from megatron.zero_bubble.job.start_up import print_rank_0
 from megatron.zero_bubble.job.timeline_writer import TimelineWriter
 from megatron.zero_bubble.mcore.post_validation import PostValidation
 from megatron.zero_bubble.runtime.channel_memory import ChannelMemory
 from megatron.zero_bubble.runtime.communicator import TorchCommunicator
 from megatron.zero_bubble.runtime.host_communicator import HostCommunicator
-from megatron.zero_bubble.runtime.planning import BroadcastPlan
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
-from megatron.zero_bubble.schedule.plan import Plan
 from megatron.zero_bubble.schedules import ForwardBackward
-from megatron.zero_bubble.training.arguments import Arguments
-from megatron.zero_bubble.training.initialize import print_rank_0
 
 
 def run_plan(
-    args: Arguments, plan: Plan, store: WeightGradStore, post_validation: PostValidation | None = None
+    job: JobSettings, store: WeightGradStore, iteration: int, post_validation: PostValidation | None = None
 ) -> ForwardBackward:
-    """The forward-backward function that runs `plan`, and profiles and plans anew as the flags say."""
-    if warning := too_short_to_profile(args):
+    """The forward-backward function that runs the job's plan, and profiles and plans anew as the flags say.
+
+    Args:
+        iteration: the one that the job begins after.
+    """
+    assert job.plan is not None
+    flags = job.flags
+    if warning := too_short_to_profile(flags, iteration):
         print_rank_0(warning)
-    if args.zero_bubble_communicator == "host":
+    if flags.zero_bubble_communicator == "host":
         print_rank_0(" > messages between stages go through host memory (--zero-bubble-communicator host)")
     return ForwardBackward(
-        # All ranks run what the first one plans: a solver with a time limit may find something else on each.
-        BroadcastPlan(plan),
+        job.plan,
         store,
-        timeout=timedelta(minutes=args.distributed_timeout_minutes),
-        planning=planning_options(args, plan.placement),
-        report=reporter(args, print_rank_0),
+        timeout=timedelta(minutes=flags.distributed_timeout_minutes),
+        planning=job.planning,
+        report=reporter(flags, print_rank_0),
         post_validation=post_validation,
-        communicator=HostCommunicator if args.zero_bubble_communicator == "host" else TorchCommunicator,
+        communicator=HostCommunicator if flags.zero_bubble_communicator == "host" else TorchCommunicator,
         report_channels=_print_channels,
     )
 
 
 def _print_channels(memory: ChannelMemory) -> None:
-    """What the channels of one pipeline take on the devices; the others' take as much."""
+    """Print what the channels of one pipeline take on the devices; the others' take as much."""
     each = memory.num_bytes / max(1, memory.num_channels)
     print_rank_0(
         f" > channels between stages: {memory.num_channels} communicators on a rank take "
@@ -48,11 +51,18 @@ def _print_channels(memory: ChannelMemory) -> None:
     )
 
 
-def open_timeline(args: Arguments, forward_backward: ForwardBackward) -> TimelineWriter | None:
-    """What draws the iterations of `--zero-bubble-timeline`; `args.iteration` is the one the job starts after."""
-    if args.zero_bubble_timeline is None:
+def open_timeline(job: JobSettings, forward_backward: ForwardBackward, iteration: int) -> TimelineWriter | None:
+    """What draws the iterations of `--zero-bubble-timeline`; `iteration` is the one that the job begins after."""
+    flags = job.flags
+    if flags.zero_bubble_timeline is None:
         return None
-    window = profile_window(args)
-    after = args.iteration + (window[1] if window else 1)
-    first, last = args.zero_bubble_timeline_iters or (after + 1, after + 2)
-    return TimelineWriter(args.zero_bubble_timeline, first, last, args.iteration, forward_backward)
+    window = profile_window(flags)
+    after = iteration + (window[1] if window else 1)
+    first, last = flags.zero_bubble_timeline_iters or (after + 1, after + 2)
+    return TimelineWriter(flags.zero_bubble_timeline, first, last, iteration, forward_backward)
+
+
+def bubble_fields(measured: float | None, predicted: float | None) -> str:
+    """What follows Megatron's own fields of the log line."""
+    line = f" bubble rate: {measured:.2%} |" if measured is not None else ""
+    return line + (f" predicted: {predicted:.2%} |" if predicted is not None else "")

@@ -10,44 +10,44 @@ import torch
 import torch.distributed as dist
 
 from megatron.zero_bubble.job.environment import host_name
+from megatron.zero_bubble.job.job_flags import JobFlags
 from megatron.zero_bubble.runtime.watchdog import RankState, Stall, Watchdog
 from megatron.zero_bubble.schedules import ForwardBackward
-from megatron.zero_bubble.training.arguments import Arguments
 
 _SHARE = 0.9
 """Of the time after which a collective gives up: the watchdog must speak first."""
 
 
-def stall_timeout(args: Arguments) -> float:
+def stall_timeout(flags: JobFlags) -> float:
     """Seconds at one operation after which a pipeline counts as standing still; 0 for never."""
-    given: float | None = args.zero_bubble_timeout
-    return _SHARE * 60.0 * args.distributed_timeout_minutes if given is None else given
+    given: float | None = flags.zero_bubble_timeout
+    return _SHARE * 60.0 * flags.distributed_timeout_minutes if given is None else given
 
 
-def check_stall_timeout(args: Arguments) -> None:
+def check_stall_timeout(flags: JobFlags) -> None:
     """Raises:
     ValueError: the timeout is no time, or a collective would give up before it and end the job without a word.
     """
-    timeout, collectives = stall_timeout(args), 60.0 * args.distributed_timeout_minutes
+    timeout, collectives = stall_timeout(flags), 60.0 * flags.distributed_timeout_minutes
     if not 0 <= timeout < math.inf:
         raise ValueError(f"--zero-bubble-timeout must be at least 0, got {timeout}")
     if timeout >= collectives:
         raise ValueError(
             f"--zero-bubble-timeout {timeout:g} must be below --distributed-timeout-minutes "
-            f"{args.distributed_timeout_minutes} ({collectives:g} s), when messages and collectives give up themselves"
+            f"{flags.distributed_timeout_minutes} ({collectives:g} s), when messages and collectives give up themselves"
         )
 
 
-def open_watchdog(args: Arguments, forward_backward: object, program: str = "pretrain_gpt.py") -> Watchdog | None:
-    """Watch this rank of `program`, if a schedule of ours runs and nobody has switched it off; a collective call."""
-    timeout = stall_timeout(args)
-    if not isinstance(forward_backward, ForwardBackward) or timeout == 0:
+def open_watchdog(flags: JobFlags, forward_backward: ForwardBackward, program: str) -> Watchdog | None:
+    """Watch this rank of `program`, unless nobody wants that; a collective call."""
+    timeout = stall_timeout(flags)
+    if timeout == 0:
         return None
     cuda = torch.cuda.is_available()
     return Watchdog(
         store=dist.distributed_c10d._get_default_store(),
-        rank=args.rank,
-        world_size=args.world_size,
+        rank=flags.rank,
+        world_size=flags.world_size,
         position=forward_backward.position,
         timeout=timeout,
         report=lambda stall: print(f"{program}: error: {describe(stall)}", file=sys.stderr, flush=True),

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 import torch
+import torch.distributed as dist
 
 from megatron.zero_bubble.runtime.processes import end_children, end_with_parent, tie_children
 
@@ -103,3 +104,9 @@ def _leave() -> NoReturn:
     sys.stdout.flush()
     end_children()
     os._exit(_STATUS)
+
+
+def print_rank_0(message: str) -> None:
+    """Print once in the whole job."""
+    if dist.get_rank() == 0:
+        print(message, flush=True)

@@ -49,11 +49,19 @@ def write_timeline(folder: Path, name: str, measured: Timeline, memory_unit: str
 def measured_timeline(schedule: Schedule, lanes: Sequence[Sequence[TimedOp]], profiled: StageCosts | None) -> Timeline:
     """The measured operations as a `Timeline`, from time 0, with this step's mean times as its costs.
 
+    Forwards that were run again, after a step that had to be amended, stand where they ran last.
     Messages and memory are those of `profiled`; without, they cost nothing.
     """
+    lanes = [_last_runs(lane) for lane in lanes]
     begin = min(lane[0].start for lane in lanes if lane)
     moved = tuple(tuple(TimedOp(op, start - begin, end - begin) for op, start, end in lane) for lane in lanes)
-    return Timeline(schedule, _costs_of(schedule, moved, profiled), True, moved)
+    ran = replace(schedule, ops=tuple(tuple(timed.op for timed in lane) for lane in moved))
+    return Timeline(ran, _costs_of(ran, moved, profiled), True, moved)
+
+
+def _last_runs(lane: Sequence[TimedOp]) -> list[TimedOp]:
+    last = {timed.op: timed for timed in lane}
+    return [timed for timed in lane if last[timed.op] is timed]
 
 
 def _costs_of(schedule: Schedule, lanes: Sequence[Sequence[TimedOp]], profiled: StageCosts | None) -> StageCosts:

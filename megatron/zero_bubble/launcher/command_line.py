@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from megatron.zero_bubble.job.aliases import AliasFlags, translated
 from megatron.zero_bubble.job.flag_parser import FlagParser, flag, make_parser, take_flags
+from megatron.zero_bubble.job.flags import ZeroBubbleFlags, check_zero_bubble_flags
 from megatron.zero_bubble.job.layers import spread_layers, to_layout
-from megatron.zero_bubble.job.profiling import check_zero_bubble_flags
 from megatron.zero_bubble.launcher.mistakes import LauncherError, users_mistakes
 from megatron.zero_bubble.schedule.generators import ENTRIES
-from megatron.zero_bubble.training.arguments import ZeroBubbleFlags
 
 PROGRAM = "megatron.zero_bubble"
 _USAGE = "python -m megatron.zero_bubble SCRIPT [the script's flags] [flags of zero bubble]"
@@ -20,7 +20,7 @@ _CHUNKS = ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-
 _LAYOUT = "--pipeline-model-parallel-layout"
 
 
-@dataclass
+@dataclass(frozen=True)
 class LauncherOnlyFlags:
     """Launcher."""
 
@@ -28,12 +28,12 @@ class LauncherOnlyFlags:
     allow_padding_num_layers: bool = flag("spread layers over stages that do not divide their number", False)
 
 
-@dataclass
-class LaunchFlags(ZeroBubbleFlags, LauncherOnlyFlags):
+@dataclass(frozen=True)
+class LaunchFlags(ZeroBubbleFlags, LauncherOnlyFlags, AliasFlags):
     """What the launcher is told."""
 
 
-_GROUPS = (ZeroBubbleFlags, LauncherOnlyFlags)
+_GROUPS = (ZeroBubbleFlags, LauncherOnlyFlags, AliasFlags)
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,8 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
     """
     with users_mistakes():
         flags, rest = take_flags(LaunchFlags, _GROUPS, argv)
-    _check(flags)
+        flags = translated(flags)
+        check_zero_bubble_flags(flags)
     wants_help = any(argument in ("-h", "--help") for argument in rest)
     for argument in rest:
         name = argument.split("=")[0]
@@ -87,7 +88,7 @@ def complete_script_arguments(flags: LaunchFlags, arguments: Sequence[str]) -> l
     """
     completed = list(arguments)
     given = {argument.split("=")[0] for argument in arguments}
-    entry = ENTRIES.get(flags.named_schedule or "")
+    entry = ENTRIES.get(flags.zero_bubble_schedule or "")
     if entry is not None and entry.num_chunks > 1 and not given.intersection((*_CHUNKS, _LAYOUT)):
         completed += [_CHUNKS[1], str(entry.num_chunks)]
     if flags.allow_padding_num_layers and _LAYOUT not in given:
@@ -127,17 +128,14 @@ def flags_from_keywords(schedule: str | None, cpu: bool, settings: Mapping[str, 
     Raises:
         LauncherError: there is no such flag, or the flags contradict each other.
     """
-    names = {field.name.removeprefix("zero_bubble_"): field.name for field in fields(ZeroBubbleFlags)}
+    groups = (*fields(ZeroBubbleFlags), *fields(AliasFlags))
+    names = {field.name.removeprefix("zero_bubble_"): field.name for field in groups}
     unknown = sorted(set(settings) - set(names))
     if unknown:
         raise LauncherError(f"enable() has no setting {unknown[0]!r}: choose from {', '.join(sorted(names))}")
-    flags = LaunchFlags(**{names[name]: value for name, value in settings.items()})
-    flags.zero_bubble_schedule, flags.zero_bubble_cpu = schedule, cpu
-    flags.zero_bubble = flags.named_schedule is None
-    _check(flags)
-    return flags
-
-
-def _check(flags: LaunchFlags) -> None:
+    given = {names[name]: value for name, value in settings.items()}
     with users_mistakes():
+        flags = translated(LaunchFlags(**{**given, "zero_bubble_schedule": schedule, "zero_bubble_cpu": cpu}))
+        flags = replace(flags, zero_bubble=flags.zero_bubble_schedule is None)
         check_zero_bubble_flags(flags)
+    return flags

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.zero_bubble.job.environment import check_num_ranks
 from megatron.zero_bubble.job.flag_parser import flag, take_flags
-from megatron.zero_bubble.job.plans import check_stages, choose_placement, choose_plan, chunks_of_flags
+from megatron.zero_bubble.job.flags import ParallelFlags
+from megatron.zero_bubble.job.layers import chunks_of_flags, layout_of_layers
+from megatron.zero_bubble.job.plans import choose_placement, choose_plan
 from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.launcher.mistakes import users_mistakes
-from megatron.zero_bubble.launcher.script_settings import settings_of
-from megatron.zero_bubble.training.arguments import ParallelFlags
+from megatron.zero_bubble.launcher.script_settings import flags_of
 
 _READ_ELSEWHERE = (
     *("--use-checkpoint-args", "--yaml-cfg", "--hybrid-layer-pattern", "--hybrid-override-pattern"),
@@ -21,7 +22,7 @@ _READ_ELSEWHERE = (
 """Flags of Megatron-LM by which layers or parallel sizes come from somewhere else."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class _SizeFlags:
     """Sizes."""
 
@@ -31,7 +32,7 @@ class _SizeFlags:
     global_batch_size: int | None = flag("sequences in an iteration", None)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _ShapeFlags(ParallelFlags, _SizeFlags):
     """The part of Megatron-LM's flags that says how many ranks, stages, layers and microbatches there are."""
 
@@ -47,20 +48,18 @@ def check_script_arguments(flags: LaunchFlags, arguments: Sequence[str], environ
     with users_mistakes():
         shape, _ = take_flags(_ShapeFlags, (ParallelFlags, _SizeFlags), arguments)
         world_size = int(environment.get("WORLD_SIZE", "1"))
-        ranks = shape.tensor_model_parallel_size * shape.pipeline_model_parallel_size * shape.context_parallel_size
-        replicas = max(1, world_size // ranks)
-        script = Namespace(**vars(shape), world_size=world_size, data_parallel_size=replicas)
-        script.virtual_pipeline_model_parallel_size = script.rampup_batch_size = None
-        settings = settings_of(script, flags)
-        check_num_ranks(settings)
-        if (
-            shape.num_layers is None
-            or shape.micro_batch_size is None
-            or shape.pipeline_model_parallel_layout is not None
-        ):
+        check_num_ranks(shape, world_size)
+        if shape.num_layers is None or shape.micro_batch_size is None or shape.pipeline_model_parallel_layout:
             return
-        step = shape.micro_batch_size * replicas
-        settings.global_batch_size = step if shape.global_batch_size is None else shape.global_batch_size
-        if settings.global_batch_size % step == 0:
-            settings.model_chunks = chunks_of_flags(settings)
-            check_stages(settings, choose_placement(settings, choose_plan(settings)))
+        ranks = shape.tensor_model_parallel_size * shape.pipeline_model_parallel_size * shape.context_parallel_size
+        step = shape.micro_batch_size * (world_size // ranks)
+        given = Namespace(**vars(shape), virtual_pipeline_model_parallel_size=None)
+        known = {
+            "world_size": world_size,
+            "data_parallel_size": world_size // ranks,
+            "global_batch_size": step if shape.global_batch_size is None else shape.global_batch_size,
+        }
+        job = flags_of(given, flags, **known)
+        if job.global_batch_size % step == 0:
+            job = replace(job, model_chunks=chunks_of_flags(job))
+            layout_of_layers(job, choose_placement(job, choose_plan(job)))

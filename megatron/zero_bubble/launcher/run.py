@@ -11,18 +11,16 @@ from typing import Any
 import torch
 
 from megatron.zero_bubble.job.description import describe, describe_places
-from megatron.zero_bubble.job.environment import check_environment
-from megatron.zero_bubble.job.optimizer_step import check_post_validation
-from megatron.zero_bubble.job.plans import check_plan, check_stages, choose_plan, limit_flag
-from megatron.zero_bubble.job.profiling import check_memory_limit, planning_options
-from megatron.zero_bubble.job.running import open_timeline, run_plan
-from megatron.zero_bubble.job.stalls import check_stall_timeout, open_watchdog
+from megatron.zero_bubble.job.flags import limit_flag
+from megatron.zero_bubble.job.running import bubble_fields, open_timeline, run_plan
+from megatron.zero_bubble.job.settings import check_implementation, job_settings
+from megatron.zero_bubble.job.stalls import open_watchdog
 from megatron.zero_bubble.job.timeline_writer import TimelineWriter
 from megatron.zero_bubble.launcher.command_line import PROGRAM, LaunchFlags
 from megatron.zero_bubble.launcher.hooks import Call
 from megatron.zero_bubble.launcher.mistakes import LauncherError, users_mistakes
 from megatron.zero_bubble.launcher.script_optimizer import ScriptPostValidation
-from megatron.zero_bubble.launcher.script_settings import refuse_what_cannot_work, settings_of
+from megatron.zero_bubble.launcher.script_settings import flags_of, refuse_what_cannot_work
 from megatron.zero_bubble.launcher.v_placement import VPlacement
 from megatron.zero_bubble.mcore.checkpoint_results import keep_results_in_process
 from megatron.zero_bubble.mcore.linear import split_weight_gradients
@@ -33,8 +31,6 @@ from megatron.zero_bubble.runtime.watchdog import Watchdog
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Infeasible
 from megatron.zero_bubble.schedules import ForwardBackward
-from megatron.zero_bubble.training.checks import check_implementation
-from megatron.zero_bubble.training.logging import bubble_fields
 
 _TRANSFORMER_ENGINE = "transformer_engine"
 _LOG_LINE = re.compile(r" \[[^]]*\] iteration +(\d+)/ *\d+ \|")
@@ -52,32 +48,27 @@ class Run:
 
     def __init__(self, script: Namespace, flags: LaunchFlags) -> None:
         self._script = script
+        has_cuda = torch.cuda.is_available()
         with users_mistakes():
-            self._settings = settings_of(script, flags)
-            plan = choose_plan(self._settings)
-            assert plan is not None, "a run is made where a schedule was asked for"
-            check_plan(self._settings, plan)
-            refuse_what_cannot_work(script, self._settings, plan.placement)
-            check_stages(self._settings, plan.placement)
-            planning_options(self._settings, plan.placement)
-            check_memory_limit(self._settings, torch.cuda.is_available())
-            check_stall_timeout(self._settings)
-            check_implementation(self._settings)
-            check_post_validation(self._settings)
-            check_environment(self._settings, os.environ, torch.cuda.is_available())
+            job_flags = flags_of(script, flags)
+            refuse_what_cannot_work(script, job_flags)
+            self._job = job_settings(job_flags, os.environ, has_cuda)
+            check_implementation(self._job.flags)
         if not getattr(script, "async_save", False):
             keep_results_in_process()
-        self._plan = plan
-        self._store = WeightGradStore(plan.placement.num_chunks)
+        placement = self._job.placement
+        self._store = WeightGradStore(placement.num_chunks)
         self._chunks: list[torch.nn.Module] = []
-        self.post_validation = ScriptPostValidation(script, self._settings)
+        self.post_validation = ScriptPostValidation(script, self._job)
         self._forward_backward: ForwardBackward | None = None
         self._timeline: TimelineWriter | None = None
         self._watchdog: Watchdog | None = None
+        self._iteration = 0
+        """The one that the script begins after."""
         self._num_microbatches = 0
         self.num_steps = 0
         """Training steps so far."""
-        self.v_placement = VPlacement(plan.placement) if plan.placement.kind == "v" else None
+        self.v_placement = VPlacement(placement) if placement.kind == "v" else None
 
     def build_chunk(self, call: Call) -> None:
         """Around the constructor of `GPTModel`.
@@ -87,7 +78,7 @@ class Run:
         """
         with users_mistakes():
             refuse_unsupported(call["config"], [], None)
-        if self._settings.transformer_impl == _TRANSFORMER_ENGINE:
+        if self._job.flags.transformer_impl == _TRANSFORMER_ENGINE:
             defer_weight_gradients(call["config"])
         if self.v_placement is not None:
             self.v_placement.build(call)
@@ -111,28 +102,28 @@ class Run:
         try:
             losses = run(**arguments)
         except Infeasible as error:
-            raise LauncherError(f"{limit_flag(self._settings)}: {error}") from error
+            raise LauncherError(f"{limit_flag(self._job.flags)}: {error}") from error
         if self.v_placement is not None:
             losses = self.v_placement.to_last_rank(losses)
         if not arguments.get("forward_only", False):
             self.num_steps += 1
             self._num_microbatches = arguments["num_microbatches"]
             if self._timeline is not None:
-                self._timeline.after_iteration(self._settings.iteration + self.num_steps, self._num_microbatches)
+                self._timeline.after_iteration(self._iteration + self.num_steps, self._num_microbatches)
         return losses
 
     def _start(self) -> ForwardBackward:
         """Before the first step, when the model is built and a checkpoint loaded; a collective call."""
-        self._settings.iteration = getattr(self._script, "iteration", 0)
+        job, flags = self._job, self._job.flags
+        self._iteration = getattr(self._script, "iteration", 0)
         with users_mistakes():
-            check_layers_built(self._settings.num_layers, self._plan.placement, self._chunks)
-            describe(self._settings, self._plan, self._chunks)
-        describe_places(self._settings, self._plan.placement, is_megatron_lm=True)
-        asked = self._settings.zero_bubble_post_validation
-        post_validation = self.post_validation.build(self._plan, self._chunks) if asked else None
-        self._forward_backward = run_plan(self._settings, self._plan, self._store, post_validation)
-        self._timeline = open_timeline(self._settings, self._forward_backward)
-        self._watchdog = open_watchdog(self._settings, self._forward_backward, PROGRAM)
+            check_layers_built(flags.num_layers, job.placement, self._chunks)
+            describe(job, self._chunks)
+        describe_places(job, is_megatron_lm=True)
+        post_validation = self.post_validation.build(self._chunks) if flags.zero_bubble_post_validation else None
+        self._forward_backward = run_plan(job, self._store, self._iteration, post_validation)
+        self._timeline = open_timeline(job, self._forward_backward, self._iteration)
+        self._watchdog = open_watchdog(flags, self._forward_backward, PROGRAM)
         return self._forward_backward
 
     def extend_log_line(self, message: str) -> str:

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 
 from megatron.zero_bubble.job.optimizer_step import FLAG, build_post_validation
+from megatron.zero_bubble.job.settings import JobSettings
 from megatron.zero_bubble.launcher.hooks import Call, Hook, Needed
 from megatron.zero_bubble.launcher.mistakes import LauncherError, users_mistakes
-from megatron.zero_bubble.launcher.script_settings import ScriptSettings
 from megatron.zero_bubble.mcore.post_validation import PostValidation, StepOutcome
-from megatron.zero_bubble.schedule.plan import Plan
 
 _REFUSED = {
     "fp16": "the script is told of a step before it is known whether it is skipped; use --bf16",
@@ -43,12 +42,12 @@ _UNTIL_0_18, _SINCE_0_19 = ("0.16", "0.17", "0.18"), ("0.19", "0.20")
 class ScriptPostValidation:
     """What the script's optimizer does under post-validation."""
 
-    def __init__(self, script: Namespace, settings: ScriptSettings) -> None:
+    def __init__(self, script: Namespace, job: JobSettings) -> None:
         for name, reason in _REFUSED.items():
-            if settings.zero_bubble_post_validation and getattr(script, name, None):
+            if job.flags.zero_bubble_post_validation and getattr(script, name, None):
                 raise LauncherError(f"{FLAG} and --{name.replace('_', '-')}: {reason}")
         self._script = script
-        self._settings = settings
+        self._job = job
         self._optimizer: Any = None
         self._chunks: list[Any] = []
         self._post_validation: PostValidation | None = None
@@ -56,13 +55,13 @@ class ScriptPostValidation:
         self._is_first = True
         """Scripts log the first iteration of a run, whatever the interval."""
 
-    def build(self, plan: Plan, chunks: list[Any]) -> PostValidation | None:
+    def build(self, chunks: list[Any]) -> PostValidation | None:
         """When the script has made its optimizer and its model."""
         if self._optimizer is None:
             raise LauncherError(f"{FLAG}: the script has no optimizer of megatron-core's get_megatron_optimizer")
         self._chunks = chunks
         with users_mistakes():
-            self._post_validation = build_post_validation(self._settings, plan, self._optimizer, chunks)
+            self._post_validation = build_post_validation(self._job.flags, self._job.plan, self._optimizer, chunks)
         if self._post_validation is not None:
             self._post_validation.settled = self._settle_outcome
         return self._post_validation

@@ -10,17 +10,44 @@ import torch
 import torch.distributed as dist
 
 from megatron.zero_bubble.runtime.observer import StepObserver
-from megatron.zero_bubble.runtime.planning import BroadcastPlan, MemoryLimit, ModelDescription, Prediction
 from megatron.zero_bubble.runtime.profiler import Profiler, gather_costs
 from megatron.zero_bubble.runtime.recorder import MeasuredOp
-from megatron.zero_bubble.schedule import Infeasible, StageCosts
-from megatron.zero_bubble.schedule.formats import Profile
-from megatron.zero_bubble.schedule.plan import NamedPlan, Plan
+from megatron.zero_bubble.schedule import Infeasible, ScheduleError, StageCosts, validate
+from megatron.zero_bubble.schedule.formats import Profile, Setting, schedule_from_json, schedule_to_json
+from megatron.zero_bubble.schedule.memory_limit import MemoryLimit
+from megatron.zero_bubble.schedule.plan import Plan
+from megatron.zero_bubble.schedule.prediction import Prediction
 
 MARGIN = 0.9
 """Part of the free memory that `auto` gives to activations: allocators fragment."""
 _DRIFT_STEPS = 20
 """Steps between two looks at whether the times have drifted."""
+
+
+ModelDescription = Mapping[str, Setting]
+
+
+def plan_on_first_rank(plan: Plan, num_microbatches: int) -> Plan:
+    """The plan with the schedule that the job's first rank has made from it for this many microbatches.
+
+    A collective call of the whole job. All ranks must run the very same order, and a solver with a time limit may find
+    another one on each.
+
+    Raises:
+        ScheduleError: the first rank found none; on all ranks.
+    """
+    answer: list[str | ScheduleError] = [""]
+    if dist.get_rank() == 0:
+        try:
+            answer = [schedule_to_json(plan.schedule(num_microbatches))]
+        except ScheduleError as error:
+            answer = [error]
+    dist.broadcast_object_list(answer, src=0)
+    if isinstance(answer[0], ScheduleError):
+        raise answer[0]
+    schedule = schedule_from_json(answer[0])
+    validate(schedule)
+    return plan.with_shared(schedule)
 
 
 @dataclass(frozen=True)
@@ -54,10 +81,10 @@ class Report:
 
 
 class Replanner:
-    """Decides, between two steps, with which plan the run goes on: one for each number of microbatches.
+    """Decides, between two steps, with which plan the run goes on.
 
     Args:
-        plan: what the run starts with. A `NamedPlan` is made anew from costs, any other is kept.
+        plan: what the run starts with. It is made anew from costs if it adapts to them, and kept otherwise.
         observer: where the operations of each step come from.
         measure_edges: a collective call that measures the communication time of this rank's edges.
         report: told about each decision, on every rank.
@@ -73,7 +100,7 @@ class Replanner:
         report: Callable[[Report], None],
         device: torch.device,
     ) -> None:
-        self._plan = plan.plan if isinstance(plan, BroadcastPlan) else plan
+        self._plan = plan
         self._options = options
         self._rank = rank
         self._observer = observer
@@ -132,15 +159,13 @@ class Replanner:
         return Profile(placement, costs, noise, self._options.model, inside)
 
     def _decide(self, num_microbatches: int) -> Plan | None:
-        """Plan from the profile. The first rank plans for all, so that all run the same."""
+        """The plan that is made from the profile; None where the present one does not adapt to costs."""
         profile = self._profile
         assert profile is not None
         limit = self._limit_in_bytes(profile, num_microbatches)
-        plan: Plan | None = None
-        if isinstance(self._plan, NamedPlan) and self._plan.adapts:
-            plan = BroadcastPlan(self._plan.with_costs(profile.costs, limit))
+        plan = self._plan.with_costs(profile.costs, limit) if self._plan.adapts else self._plan
         try:
-            schedule = (plan or BroadcastPlan(self._plan)).schedule(num_microbatches)
+            plan = plan_on_first_rank(plan, num_microbatches)
         except Infeasible as error:
             if limit is None:  # the schedule's own
                 raise
@@ -151,8 +176,9 @@ class Replanner:
                 smallest,
             ) from error
         self._planned_for.add(num_microbatches)
-        self._report(Report(Prediction(profile, schedule), plan is not None, limit, self._step))
-        return plan
+        prediction = Prediction(profile, plan.schedule(num_microbatches))
+        self._report(Report(prediction, self._plan.adapts, limit, self._step))
+        return plan if self._plan.adapts else None
 
     def _look_for_drift(self, step: int, num_microbatches: int) -> Plan | None:
         """Every rank compares the same two profiles, so that all come to the same verdict."""
@@ -177,7 +203,18 @@ class Replanner:
             free = int(available.item())
         placement = profile.placement
         in_bytes = limit.in_bytes(placement, profile.costs, num_microbatches, free)
-        return limit.of_ranks(in_bytes, placement.num_ranks, profile)
+        return limits_of_ranks(limit, in_bytes, placement.num_ranks, profile)
+
+
+def limits_of_ranks(limit: MemoryLimit, in_bytes: float, num_ranks: int, profile: Profile | None) -> tuple[float, ...]:
+    """What the operations of every rank may leave behind, where the limit is this many bytes.
+
+    `auto` keeps room on each rank for what a single operation needs while it runs: logits, attention scores.
+    """
+    if not limit.is_auto or profile is None:
+        return (in_bytes,) * num_ranks
+    # Where there is no room nothing fits, which is told with the smallest limit that works.
+    return tuple(max(1.0, in_bytes - profile.inside_rank(rank)) for rank in range(num_ranks))
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -1,103 +1,128 @@
-"""Where a run's schedules come from: a `Plan` makes one for each number of microbatches."""
+"""Where a run's schedules come from, and how a schedule is made ready to be run."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import ScheduleError
-from megatron.zero_bubble.schedule.generators import entry_of, generate, placement_for
+from megatron.zero_bubble.schedule.generators import default_costs, entry_of, generate, placement_for
 from megatron.zero_bubble.schedule.ir import Placement, Schedule
 from megatron.zero_bubble.schedule.lower import lower
-from megatron.zero_bubble.schedule.step_ops import without_post_validation
+from megatron.zero_bubble.schedule.step_ops import with_post_validation, without_post_validation
+from megatron.zero_bubble.schedule.tail import reorder_tail
 from megatron.zero_bubble.schedule.validate import validate
 
 
-class Plan(Protocol):
-    """A source of schedules, all for one placement."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def placement(self) -> Placement: ...
-
-    def schedule(self, num_microbatches: int) -> Schedule:
-        """A lowered, valid schedule. Raises `ScheduleError` if there is none for this many microbatches."""
-        ...
-
-
 @dataclass(frozen=True)
-class NamedPlan:
-    """The schedules of one generator.
+class Plan:
+    """What a run's schedules are made from: a generator and its inputs, or one given schedule.
 
-    `num_chunks`, `costs`, `memory_limit` and `group_size` are those of `generate`.
+    Attributes:
+        name: of the generator, or of the given schedule.
+        placement: of all schedules of the plan.
+        costs, memory_limit, group_size: as `generate` takes them.
+        given: the only schedule of a plan that was read from a file. It serves one number of microbatches.
     """
 
     name: str
-    num_ranks: int
-    num_chunks: int | None = None
+    placement: Placement
     costs: StageCosts | None = None
     memory_limit: float | Sequence[float] | None = None
     group_size: int | None = None
+    given: Schedule | None = None
+    shared: Mapping[int, Schedule] = field(default_factory=dict, repr=False, compare=False)
+    """Schedules, by number of microbatches, that one rank has made and all have been told."""
+    _made: dict[int, Schedule] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Schedules that this process has made: it may take long."""
 
-    @property
-    def placement(self) -> Placement:
-        return placement_for(self.name, self.num_ranks, self.num_chunks)
+    @classmethod
+    def named(cls, name: str, num_ranks: int, num_chunks: int | None = None) -> Plan:
+        """The plan of a generator. Raises `ScheduleError` if it makes no schedule for these ranks and chunks."""
+        return cls(name, placement_for(name, num_ranks, num_chunks))
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> Plan:
+        """The plan of one given schedule. Post-validation is taken out of it: who runs it adds that."""
+        return cls(schedule.name, schedule.placement, given=schedule)
 
     @property
     def adapts(self) -> bool:
-        """Whether the generator makes another schedule for other costs."""
-        return entry_of(self.name).uses_costs
+        """Whether other costs make another schedule."""
+        return self.given is None and entry_of(self.name).uses_costs
 
-    def with_costs(self, costs: StageCosts, memory_limit: float | Sequence[float] | None) -> NamedPlan:
+    def with_costs(self, costs: StageCosts, memory_limit: float | Sequence[float] | None) -> Plan:
         """The plan for measured costs; the limit is in their unit."""
-        return replace(self, costs=costs, memory_limit=memory_limit)
+        return replace(self, costs=costs, memory_limit=memory_limit, shared={})
+
+    def with_shared(self, schedule: Schedule) -> Plan:
+        """The plan with the schedule that all ranks run for its number of microbatches."""
+        return replace(self, shared={**self.shared, schedule.num_microbatches: schedule})
+
+    def is_shared(self, num_microbatches: int) -> bool:
+        """Whether all ranks have the same schedule for this many microbatches."""
+        return num_microbatches in self.shared
 
     def schedule(self, num_microbatches: int) -> Schedule:
-        made = generate(
-            self.name,
-            self.num_ranks,
-            num_microbatches,
-            num_chunks=self.num_chunks,
-            costs=self.costs,
-            memory_limit=self.memory_limit,
-            group_size=self.group_size,
-        )
-        return _ready(made, self.costs)
+        """The schedule for this many microbatches, with messages, valid.
 
+        Raises:
+            ScheduleError: there is none.
+        """
+        if num_microbatches in self.shared:
+            return self.shared[num_microbatches]
+        if num_microbatches not in self._made:
+            self._made[num_microbatches] = prepare(self._make(num_microbatches), self.costs)
+        return self._made[num_microbatches]
 
-@dataclass(frozen=True)
-class FixedPlan:
-    """One schedule, from a file for example; it serves one number of microbatches.
-
-    Like every plan's, its schedules are without post-validation, whatever was given: who runs them adds that.
-    """
-
-    given: Schedule
-
-    @property
-    def name(self) -> str:
-        return self.given.name
-
-    @property
-    def placement(self) -> Placement:
-        return self.given.placement
-
-    def schedule(self, num_microbatches: int) -> Schedule:
+    def _make(self, num_microbatches: int) -> Schedule:
+        if self.given is None:
+            return generate(
+                self.name,
+                self.placement.num_ranks,
+                num_microbatches,
+                num_chunks=self.placement.num_chunks,
+                costs=self.costs,
+                memory_limit=self.memory_limit,
+                group_size=self.group_size,
+            )
         if num_microbatches != self.given.num_microbatches:
             raise ScheduleError(
                 f"schedule {self.name} is for {self.given.num_microbatches} microbatches, not for {num_microbatches}"
             )
-        if self.given.has_post_validation:
-            validate(self.given)
-            return _ready(without_post_validation(self.given))
-        return _ready(self.given)
+        if not self.given.has_post_validation:
+            return self.given
+        validate(self.given)
+        return without_post_validation(self.given)
 
 
-def _ready(schedule: Schedule, costs: StageCosts | None = None) -> Schedule:
-    lowered = schedule if schedule.is_lowered else lower(schedule, costs=costs)
-    validate(lowered)
-    return lowered
+def prepare(
+    schedule: Schedule,
+    costs: StageCosts | None = None,
+    *,
+    forward_only: bool = False,
+    orders_tail: bool = False,
+    post_validation: bool = False,
+) -> Schedule:
+    """The schedule as ranks run it: with messages, and valid. Messages that it has already stay in their places.
+
+    Args:
+        costs: decide where receives and VALIDATE stand; None for equal ones.
+        forward_only: leave out all but the forwards, for an evaluation. The other options say nothing then.
+        orders_tail: run the last W's of every rank parameter by parameter, so that each gradient is complete early and
+            is reduced while the others are computed.
+        post_validation: add STEP and VALIDATE.
+
+    Raises:
+        InvalidSchedule: the ranks could not run it to its end.
+    """
+    if forward_only:
+        schedule = schedule.forward_only()
+    elif orders_tail:
+        schedule = reorder_tail(schedule)
+    if post_validation and not forward_only:
+        schedule = with_post_validation(schedule, costs or default_costs(schedule.placement))
+    prepared = schedule if schedule.is_lowered else lower(schedule, costs=costs)
+    validate(prepared)
+    return prepared

@@ -23,9 +23,9 @@ def train() -> None:
     from megatron.zero_bubble.training.checks import complete_and_check
     from megatron.zero_bubble.training.pretrain import pretrain
 
-    args = parse_arguments(sys.argv[1:])
-    complete_and_check(args, os.environ, torch.cuda.is_available())
-    pretrain(args)
+    parsed = parse_arguments(sys.argv[1:])
+    args, job = complete_and_check(parsed, os.environ, torch.cuda.is_available())
+    pretrain(args, job)
 
 
 def main() -> int:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron.zero_bubble.job.aliases import AliasFlags, translated
 from megatron.zero_bubble.job.flag_parser import flag, parse_flags
+from megatron.zero_bubble.job.flags import ParallelFlags, ZeroBubbleFlags
 
 
-@dataclass
+@dataclass(frozen=True)
 class ModelFlags:
     """Model."""
 
@@ -58,37 +60,7 @@ class ModelFlags:
     )
 
 
-@dataclass
-class ParallelFlags:
-    """Parallelism."""
-
-    tensor_model_parallel_size: int = flag("ranks that share each layer", 1)
-    pipeline_model_parallel_size: int = flag("pipeline ranks", 1)
-    context_parallel_size: int = flag("ranks that share each sequence", 1)
-    expert_model_parallel_size: int = flag("ranks that share the experts, among the data-parallel ones", 1)
-    sequence_parallel: bool = flag("split the sequence over tensor-parallel ranks outside of linear layers", False)
-    num_layers_per_virtual_pipeline_stage: int | None = flag("layers in a model chunk: several chunks a rank", None)
-    num_virtual_stages_per_pipeline_rank: int | None = flag("model chunks a rank", None)
-    microbatch_group_size_per_virtual_pipeline_stage: int | None = flag(
-        "microbatches that pass through a chunk before the next one's turn (default: pipeline size)", None
-    )
-    pipeline_model_parallel_layout: str | None = flag("layers of each stage, in megatron-core's notation", None)
-    decoder_first_pipeline_num_layers: int | None = flag("layers of the first pipeline rank", None)
-    decoder_last_pipeline_num_layers: int | None = flag("layers of the last pipeline rank", None)
-    account_for_embedding_in_pipeline_split: bool = flag("count the embedding as a layer of the first stage", False)
-    account_for_loss_in_pipeline_split: bool = flag("count the loss as a layer of the last stage", False)
-    allow_padding_num_layers: bool = flag("spread layers over stages that do not divide their number", False)
-    use_distributed_optimizer: bool = flag("shard the optimizer's state over data-parallel ranks", False)
-    overlap_grad_reduce: bool = flag("reduce gradients while the backward runs", False)
-    overlap_param_gather: bool = flag("gather parameters while the forward runs", False)
-    ddp_bucket_size: int | None = flag("parameters in a bucket of the gradient reduction", None)
-    distributed_backend: str | None = flag(
-        "torch.distributed backend (default: nccl, gloo without CUDA)", None, choices=("nccl", "gloo")
-    )
-    distributed_timeout_minutes: int = flag("minutes after which a collective gives up", 10)
-
-
-@dataclass
+@dataclass(frozen=True)
 class TrainingFlags:
     """Training."""
 
@@ -139,7 +111,7 @@ class TrainingFlags:
     exit_signal_handler: bool = flag("save and exit on SIGTERM", False)
 
 
-@dataclass
+@dataclass(frozen=True)
 class DataFlags:
     """Data."""
 
@@ -166,7 +138,7 @@ class DataFlags:
     eod_mask_loss: bool = flag("no loss at the end of a document", False)
 
 
-@dataclass
+@dataclass(frozen=True)
 class OutputFlags:
     """Output, evaluation, checkpoints."""
 
@@ -202,111 +174,15 @@ class OutputFlags:
     zero_bubble_no_checksums: bool = flag("neither save checksums of a checkpoint's files nor check them", False)
 
 
-@dataclass
-class ZeroBubbleFlags:
-    """Zero bubble."""
-
-    zero_bubble: bool = flag(
-        "run the schedule that is planned from measured times", False, names=("--enable-zero-bubble",)
-    )
-    zero_bubble_schedule: str | None = flag(
-        "schedule to run: a name of docs/schedules.md, or file:PATH of one that zero-bubble schedule wrote", None
-    )
-    zero_bubble_strict: bool = flag("refuse a model with a weight whose gradient cannot be deferred", False)
-    zero_bubble_memory_limit: str | None = flag(
-        "memory for activations: a multiple of 1F1B's peak (1.5), bytes (40GiB), or auto for what is free (default: 1)",
-        None,
-    )
-    zero_bubble_profile_iters: list[int] | None = flag(
-        "START END: the iterations, of this start of the job, to profile; 0 0 for none (default: 3 6)", None, nargs=2
-    )
-    zero_bubble_profile_output: str | None = flag("file to write the measured costs to", None)
-    zero_bubble_profile_input: str | None = flag("file of measured costs to plan with at once", None)
-    zero_bubble_replan_threshold: float = flag(
-        "plan again when a stage's time has changed by this fraction; 0 never", 0.0
-    )
-    zero_bubble_post_validation: bool = flag(
-        "step without waiting for the norm of all gradients, validate after",
-        False,
-        names=("--enable-optimizer-post-validation",),
-    )
-    zero_bubble_rollback: str | None = flag(
-        "how a step that was wrong is undone: from a copy, or by inverting AdamW (default: snapshot)",
-        None,
-        choices=("snapshot", "inverse"),
-    )
-    zero_bubble_rollback_on_host: bool = flag("keep the snapshot's copy in host memory", False)
-    zero_bubble_timeline: str | None = flag("folder for drawings and traces of what every rank did", None)
-    zero_bubble_timeline_iters: list[int] | None = flag(
-        "FIRST LAST: the iterations to draw (default: the two after the profile)", None, nargs=2
-    )
-    zero_bubble_timeout: float | None = flag(
-        "seconds at one operation after which the job says where every rank is and ends; 0 never "
-        "(default: nine tenths of --distributed-timeout-minutes)",
-        None,
-    )
-    zero_bubble_communicator: str | None = flag(
-        "how messages between stages travel (default: over the backend's own channels): host, through host memory and "
-        "gloo, to tell a fault of NCCL from one of the schedule",
-        None,
-        choices=("host",),
-    )
-    zero_bubble_v_schedule: bool = flag("the same as --zero-bubble-schedule zb-v", False)
-    zero_bubble_v_schedule_mem_setup: str | None = flag(
-        "with --zero-bubble-v-schedule: v-min, v-half or zb-v (default: zb)", None, choices=("min", "half", "zb")
-    )
-    zero_bubble_max_pending_backward: str | None = flag(
-        "memory limit as forwards whose backward is pending: N, or auto", None
-    )
-    zero_bubble_pipeline_timers_start_iter: int | None = flag("START of --zero-bubble-profile-iters", None)
-    zero_bubble_pipeline_timers_end_iter: int | None = flag("END of --zero-bubble-profile-iters", None)
-    enable_exactly_numeric_match: bool = flag("accepted: numerics always match", False)
-
-    @property
-    def asks_for_schedule(self) -> bool:
-        """Whether a schedule of ours is to run; otherwise megatron-core's own does."""
-        return self.zero_bubble or self.named_schedule is not None
-
-    @property
-    def named_schedule(self) -> str | None:
-        """The schedule that was asked for by name."""
-        return self.v_schedule if self.zero_bubble_schedule is None else self.zero_bubble_schedule
-
-    @property
-    def v_schedule(self) -> str | None:
-        """The schedule that `--zero-bubble-v-schedule` stands for."""
-        if not self.zero_bubble_v_schedule:
-            return None
-        return {"min": "v-min", "half": "v-half", "zb": "zb-v"}[self.zero_bubble_v_schedule_mem_setup or "zb"]
-
-
-FLAG_GROUPS = (ModelFlags, ParallelFlags, TrainingFlags, DataFlags, OutputFlags, ZeroBubbleFlags)
-
-
-@dataclass
-class Arguments(*FLAG_GROUPS):  # type: ignore[misc]
+@dataclass(frozen=True)
+class Arguments(ModelFlags, ParallelFlags, TrainingFlags, DataFlags, OutputFlags, ZeroBubbleFlags, AliasFlags):
     """All flags, and what the environment adds to them."""
 
-    log_rank: int = 0
-    """Global rank that holds the loss, prints the log line and writes TensorBoard."""
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
-    model_chunks: int | None = None
-    """Several chunks a rank, if Megatron's flags say so; None leaves the number to the schedule."""
     padded_vocab_size: int = 0
-    iteration: int = 0
-    consumed_train_samples: int = 0
-    consumed_valid_samples: int = 0
-
-    @property
-    def schedule(self) -> str | None:
-        """The schedule of ours that was asked for, or None for megatron-core's own."""
-        if self.named_schedule is not None:
-            return self.named_schedule
-        if self.zero_bubble:
-            return "auto" if self.model_chunks is None else "interleaved-zb"
-        return None
+    """Rows of the embedding, once the tokenizer is known."""
 
     @property
     def checks_finite(self) -> bool:
@@ -319,10 +195,14 @@ class Arguments(*FLAG_GROUPS):  # type: ignore[misc]
         return self.world_size // (tensor * pipeline * self.context_parallel_size)
 
 
+FLAG_GROUPS = Arguments.__bases__
+"""In the order in which `--help` shows them."""
+
+
 def parse_arguments(argv: Sequence[str], prog: str = "pretrain_gpt.py") -> Arguments:
     """Read the command line.
 
     Raises:
-        ValueError: a flag is unknown, missing or malformed.
+        ValueError: a flag is unknown, missing or malformed, or an alias contradicts another flag.
     """
-    return parse_flags(Arguments, FLAG_GROUPS, argv, prog)
+    return translated(parse_flags(Arguments, FLAG_GROUPS, argv, prog))

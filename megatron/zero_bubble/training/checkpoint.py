@@ -19,6 +19,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.metadata import Metadata
 
+from megatron.zero_bubble.job.start_up import print_rank_0
 from megatron.zero_bubble.mcore.checkpoint_reading import COMMON_FILE, CheckpointError, load, read_common, read_metadata
 from megatron.zero_bubble.mcore.checkpoint_results import keep_results_in_process
 from megatron.zero_bubble.mcore.checkpoint_writing import save
@@ -45,7 +46,7 @@ from megatron.zero_bubble.training.checkpoint_files import (
 )
 from megatron.zero_bubble.training.checkpoint_flags import check_model_shape, check_optimizer, check_schedule
 from megatron.zero_bubble.training.errors import TrainingError
-from megatron.zero_bubble.training.initialize import print_rank_0
+from megatron.zero_bubble.training.progress import Progress
 
 _OF_ONE_RANK = ("rank", "local_rank")
 
@@ -54,31 +55,34 @@ class Checkpointer:
     """Saves and loads one run's state.
 
     Args:
-        args: the run's flags; `iteration` and the consumed samples are read when saving and set when loading.
+        args: the run's flags.
+        progress: read when saving and set when loading.
         model: this rank's chunks, wrapped or not.
     """
 
     def __init__(
         self,
         args: Arguments,
+        progress: Progress,
         model: list[torch.nn.Module],
         optimizer: MegatronOptimizer,
         scheduler: OptimizerParamScheduler,
     ) -> None:
         self._args = args
+        self._progress = progress
         self._chunks = [unwrap_model(chunk) for chunk in model]
         self._optimizer = optimizer
         self._scheduler = scheduler
         keep_results_in_process()
 
     def save(self) -> None:
-        """Write the checkpoint of `args.iteration` under `args.save`; a collective call.
+        """Write the checkpoint of the last iteration under `args.save`; a collective call.
 
         Raises:
             TrainingError: on every rank, if any of them cannot write. The latest checkpoint is the one before, then.
         """
         assert self._args.save is not None
-        root, iteration = Path(self._args.save), self._args.iteration
+        root, iteration = Path(self._args.save), self._progress.iteration
         print_rank_0(f"saving checkpoint at iteration {iteration} to {root} in torch_dist format")
         try:
             folder = on_rank(0, lambda: begin_folder(root, iteration))
@@ -101,7 +105,7 @@ class Checkpointer:
         state.update(
             args=self._saved_args(),
             checkpoint_version=3.0,
-            iteration=self._args.iteration,
+            iteration=self._progress.iteration,
             opt_param_scheduler=self._scheduler.state_dict(),
             num_floating_point_operations_so_far=0,
         )
@@ -132,9 +136,9 @@ class Checkpointer:
         except CheckpointError as error:
             raise CheckpointError(f"--load {args.load}: {folder.name}: {error}") from error
         if not args.finetune:
-            args.iteration = iteration
-            args.consumed_train_samples = common["args"].consumed_train_samples
-            args.consumed_valid_samples = common["args"].consumed_valid_samples
+            self._progress.iteration = iteration
+            self._progress.consumed_train_samples = common["args"].consumed_train_samples
+            self._progress.consumed_valid_samples = common["args"].consumed_valid_samples
         print_rank_0(f"  successfully loaded checkpoint from {args.load} at iteration {iteration}")
 
     def _load(self, folder: Path) -> dict[str, Any]:
@@ -223,8 +227,8 @@ class Checkpointer:
 
     def _saved_args(self) -> argparse.Namespace:
         """The flags under Megatron-LM's names, without what differs between ranks."""
-        values = {name: value for name, value in asdict(self._args).items() if name not in _OF_ONE_RANK}
-        return argparse.Namespace(**values)
+        values = {**asdict(self._args), **asdict(self._progress)}
+        return argparse.Namespace(**{name: value for name, value in values.items() if name not in _OF_ONE_RANK})
 
     def _same_layout(self, saved: argparse.Namespace) -> bool:
         names = ["tensor_model_parallel_size", "pipeline_model_parallel_size"]

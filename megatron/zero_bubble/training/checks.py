@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,24 +16,22 @@ import torch
 from megatron.zero_bubble.job.environment import (
     check_device_found,
     check_devices,
-    check_environment,
     check_num_ranks,
 )
-from megatron.zero_bubble.job.optimizer_step import check_post_validation
-from megatron.zero_bubble.job.plans import check_plan, check_stages, choose_placement, choose_plan, chunks_of_flags
-from megatron.zero_bubble.job.profiling import check_memory_limit, check_zero_bubble_flags, planning_options
-from megatron.zero_bubble.job.stalls import check_stall_timeout
-from megatron.zero_bubble.mcore.transformer_engine import check_transformer_engine
-from megatron.zero_bubble.schedule import Placement
+from megatron.zero_bubble.job.flags import flag_name
+from megatron.zero_bubble.job.job_flags import JobFlags
+from megatron.zero_bubble.job.layers import chunks_of_flags
+from megatron.zero_bubble.job.settings import JobSettings, check_implementation, job_settings
 from megatron.zero_bubble.training.arguments import Arguments
+from megatron.zero_bubble.training.defaults import completed
 from megatron.zero_bubble.training.output_checks import check_output
 from megatron.zero_bubble.training.size_checks import check_memory
 
 
 def complete_and_check(
-    args: Arguments, environment: Mapping[str, str], has_cuda: bool, *, for_this_machine: bool = True
-) -> None:
-    """Fill in the defaults that depend on other flags or on the machine, then check everything.
+    parsed: Arguments, environment: Mapping[str, str], has_cuda: bool, *, for_this_machine: bool = True
+) -> tuple[Arguments, JobSettings]:
+    """The flags with the defaults that depend on other flags or on the machine, and the job that they ask for.
 
     Args:
         for_this_machine: whether the job is to run here; otherwise what is installed and can be written here says
@@ -41,28 +40,26 @@ def complete_and_check(
     Raises:
         ValueError: the first thing found that cannot work.
     """
-    args.rank = int(environment.get("RANK", "0"))
-    args.world_size = int(environment.get("WORLD_SIZE", "1"))
-    args.local_rank = int(environment.get("LOCAL_RANK", "0"))
-    _check_ranges(args)
-    _complete_model(args)
+    _check_ranges(parsed)
+    args = completed(parsed, environment, has_cuda)
     _check_model(args)
+    flags = JobFlags.of(args)
     if for_this_machine:
-        check_implementation(args)
-        check_device_found(args, environment, Path("/dev"))
+        check_implementation(flags)
+        check_device_found(parsed, environment, Path("/dev"))
     _check_parallel(args, has_cuda)
     _check_batches(args)
     _check_training(args)
     if for_this_machine:
         check_memory(args)
-    _check_planning(args, _check_schedule(args), has_cuda)
-    check_stall_timeout(args)
-    check_environment(args, environment, has_cuda)
+    job = job_settings(replace(flags, model_chunks=chunks_of_flags(flags)), environment, has_cuda)
+    args = replace(args, pipeline_model_parallel_layout=job.flags.pipeline_model_parallel_layout)
     _check_data(args)
     if for_this_machine:
         if has_cuda:
             check_devices(args, environment, torch.cuda.device_count())
         check_output(args)
+    return args, job
 
 
 def _require(condition: bool, message: str) -> None:
@@ -85,40 +82,23 @@ def _check_ranges(args: Arguments) -> None:
     )
     for name in at_least_one:
         value = getattr(args, name)
-        _require(value is None or value >= 1, f"{_flag(name)} must be at least 1, got {value}")
+        _require(value is None or value >= 1, f"{flag_name(name)} must be at least 1, got {value}")
     not_negative = ("lr", "min_lr", "weight_decay", "clip_grad", "eval_iters", "num_workers", "lr_warmup_iters")
     for name in (*not_negative, "init_method_std", "exit_duration_in_mins", "mtp_loss_scaling_factor"):
         value = getattr(args, name)
-        _require(value is None or 0 <= value < math.inf, f"{_flag(name)} must be at least 0, got {value}")
+        _require(value is None or 0 <= value < math.inf, f"{flag_name(name)} must be at least 0, got {value}")
     for name in ("norm_epsilon", "adam_eps", "rotary_base"):
         value = getattr(args, name)
-        _require(0 < value < math.inf, f"{_flag(name)} must be above 0, got {value}")
+        _require(0 < value < math.inf, f"{flag_name(name)} must be above 0, got {value}")
     for name in ("attention_dropout", "hidden_dropout", "adam_beta1", "adam_beta2", "sgd_momentum"):
         value = getattr(args, name)
-        _require(0 <= value < 1, f"{_flag(name)} must be in [0, 1), got {value}")
+        _require(0 <= value < 1, f"{flag_name(name)} must be in [0, 1), got {value}")
     _require(0 < args.rotary_percent <= 1, f"--rotary-percent must be in (0, 1], got {args.rotary_percent}")
     largest_seed = 2**32 - 1 - 100 * args.pipeline_model_parallel_size
     _require(args.seed <= largest_seed, f"--seed must be at most {largest_seed} on these ranks, got {args.seed}")
     minutes = args.distributed_timeout_minutes
     _require(minutes <= 10**6, f"--distributed-timeout-minutes must be at most 1000000, got {minutes}")
     _require(args.timing_log_level in (0, 1, 2), f"--timing-log-level must be 0, 1 or 2, got {args.timing_log_level}")
-
-
-def _complete_model(args: Arguments) -> None:
-    if args.max_position_embeddings is None:
-        args.max_position_embeddings = args.seq_length
-    if args.kv_channels is None:
-        _require(
-            args.hidden_size % args.num_attention_heads == 0,
-            f"--hidden-size {args.hidden_size} is not a multiple of --num-attention-heads {args.num_attention_heads}",
-        )
-        args.kv_channels = args.hidden_size // args.num_attention_heads
-    if args.ffn_hidden_size is None:
-        # A gated MLP has three matrices instead of two: two thirds of the width keep its size.
-        gated = int(args.hidden_size * 8 / 3) // 64 * 64
-        args.ffn_hidden_size = max(64, gated) if args.swiglu else 4 * args.hidden_size
-    if not args.group_query_attention:
-        args.num_query_groups = args.num_attention_heads
 
 
 def _check_model(args: Arguments) -> None:
@@ -150,19 +130,10 @@ def _check_model(args: Arguments) -> None:
     )
 
 
-def check_implementation(args: Arguments) -> None:
-    """Raise `ValueError` if the layers' package is missing or too old to defer weight gradients."""
-    if args.transformer_impl == "transformer_engine":
-        try:
-            check_transformer_engine()
-        except ValueError as error:
-            raise ValueError(f"--transformer-impl transformer_engine: {error}: use local") from error
-
-
 def _check_parallel(args: Arguments, has_cuda: bool) -> None:
     tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     context = args.context_parallel_size
-    check_num_ranks(args)
+    check_num_ranks(args, args.world_size)
     parts = 2 * context * (tensor if args.sequence_parallel else 1)
     _require(
         context == 1 or args.seq_length % parts == 0,
@@ -175,7 +146,7 @@ def _check_parallel(args: Arguments, has_cuda: bool) -> None:
     for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
         value = getattr(args, name)
         _require(
-            value % tensor == 0, f"{_flag(name)} {value} is not a multiple of --tensor-model-parallel-size {tensor}"
+            value % tensor == 0, f"{flag_name(name)} {value} is not a multiple of --tensor-model-parallel-size {tensor}"
         )
     experts, expert_ranks = args.num_experts, args.expert_model_parallel_size
     _require(
@@ -208,8 +179,6 @@ def _check_parallel(args: Arguments, has_cuda: bool) -> None:
         not args.use_distributed_optimizer or args.optimizer == "adam",
         f"--use-distributed-optimizer needs --optimizer adam: megatron-core does not shard {args.optimizer}",
     )
-    if args.distributed_backend is None:
-        args.distributed_backend = "nccl" if has_cuda else "gloo"
     _require(
         has_cuda or args.distributed_backend != "nccl",
         "--distributed-backend nccl needs CUDA, and torch finds none on this machine: use gloo",
@@ -219,8 +188,7 @@ def _check_parallel(args: Arguments, has_cuda: bool) -> None:
 def _check_batches(args: Arguments) -> None:
     replicas = args.data_parallel_size
     step = args.micro_batch_size * replicas
-    if args.global_batch_size is None:
-        args.global_batch_size = step
+    assert args.global_batch_size is not None
     explanation = f"--micro-batch-size {args.micro_batch_size} x {replicas} data-parallel replicas = {step}"
     _require(
         args.global_batch_size % step == 0,
@@ -243,15 +211,13 @@ def _check_batches(args: Arguments) -> None:
 
 def _check_training(args: Arguments) -> None:
     _require(not (args.bf16 and args.fp16), "--bf16 and --fp16: give one of them")
-    if args.recompute_activations:
-        _require(
-            args.recompute_granularity in (None, "selective"),
-            f"--recompute-activations is --recompute-granularity selective, but {args.recompute_granularity} is given",
-        )
-        args.recompute_granularity = "selective"
+    _require(
+        not args.recompute_activations or args.recompute_granularity == "selective",
+        f"--recompute-activations is --recompute-granularity selective, but {args.recompute_granularity} is given",
+    )
     for name in ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
         value = getattr(args, name)
-        _require(value is None or 0 < value < math.inf, f"{_flag(name)} must be above 0, got {value}")
+        _require(value is None or 0 < value < math.inf, f"{flag_name(name)} must be above 0, got {value}")
     _require(args.min_lr <= args.lr, f"--min-lr {args.min_lr} is above --lr {args.lr}")
     decay = args.lr_decay_iters or args.train_iters
     fraction = args.lr_warmup_fraction
@@ -266,27 +232,6 @@ def _check_training(args: Arguments) -> None:
     )
 
 
-def _check_schedule(args: Arguments) -> Placement:
-    """Check the schedule and how the layers lie under it; gives the placement."""
-    args.model_chunks = chunks_of_flags(args)
-    plan = choose_plan(args)
-    placement = choose_placement(args, plan)
-    check_stages(args, placement)
-    check_plan(args, plan)
-    # The loss' rank, and of its replicas the last: in megatron-core's order of ranks, pipeline is outermost.
-    ranks_per_stage = args.world_size // placement.num_ranks
-    args.log_rank = (placement.rank_of(placement.num_stages - 1) + 1) * ranks_per_stage - 1
-    return placement
-
-
-def _check_planning(args: Arguments, placement: Placement, has_cuda: bool) -> None:
-    check_zero_bubble_flags(args)
-    check_memory_limit(args, has_cuda)
-    check_post_validation(args)
-    if args.schedule is not None:
-        planning_options(args, placement)
-
-
 def _check_data(args: Arguments) -> None:
     per_split = [args.train_data_path, args.valid_data_path, args.test_data_path]
     given = [args.mock_data, bool(args.data_path), any(per_split)]
@@ -298,12 +243,6 @@ def _check_data(args: Arguments) -> None:
     _require(
         not needs_model or bool(args.tokenizer_model), "--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model"
     )
-    if args.mock_data and args.tokenizer_type is None:
-        args.tokenizer_type = "NullTokenizer"
     _require(args.tokenizer_type is not None, "--tokenizer-type is missing: HuggingFaceTokenizer, for example")
     if args.tokenizer_type == "NullTokenizer":
         _require(args.vocab_size is not None, "--tokenizer-type NullTokenizer (or --mock-data) needs --vocab-size")
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"

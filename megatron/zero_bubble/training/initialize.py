@@ -72,9 +72,3 @@ def _initialize_megatron_core(args: Arguments, placement: Placement) -> None:
         args.micro_batch_size,
         args.data_parallel_size,
     )
-
-
-def print_rank_0(message: str) -> None:
-    """Print once in the whole job."""
-    if dist.get_rank() == 0:
-        print(message, flush=True)

@@ -11,8 +11,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from megatron.zero_bubble.job.running import bubble_fields
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.flops import flops_per_iteration
+from megatron.zero_bubble.training.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -60,14 +62,14 @@ class WandbWriter:
         self._run.log({tag: value}, step=step)
 
 
-def open_writers(args: Arguments) -> list[Writer]:
-    """The writers that the flags ask for; only the rank that holds the loss has any.
+def open_writers(args: Arguments, log_rank: int) -> list[Writer]:
+    """The writers that the flags ask for; only `log_rank`, which holds the loss, has any.
 
     Raises:
         ValueError: the package behind a flag is not installed.
     """
     writers: list[Writer] = []
-    is_writing_rank = dist.get_rank() == args.log_rank
+    is_writing_rank = dist.get_rank() == log_rank
     if args.tensorboard_dir is not None:
         try:
             from torch.utils.tensorboard import SummaryWriter
@@ -88,10 +90,16 @@ def open_writers(args: Arguments) -> list[Writer]:
 
 
 class TrainingLog:
-    """Collects iterations and prints one line every `--log-interval`."""
+    """Collects iterations and prints one line every `--log-interval`.
 
-    def __init__(self, args: Arguments, writers: list[Writer]) -> None:
+    Args:
+        log_rank: global rank that holds the loss, and prints.
+    """
+
+    def __init__(self, args: Arguments, progress: Progress, writers: list[Writer], log_rank: int) -> None:
         self._args = args
+        self.progress = progress
+        self._log_rank = log_rank
         self._writers = writers
         self._reset(_now())
 
@@ -125,19 +133,19 @@ class TrainingLog:
             if not is_nan and not result.was_skipped:
                 self._losses.append(result.lm_loss)
                 self._further_losses.append(result.further_losses)
-        if args.iteration % args.tensorboard_log_interval == 0:
+        if self.progress.iteration % args.tensorboard_log_interval == 0:
             self._write_scalars(result)
-        if args.iteration % args.log_interval == 0:
+        if self.progress.iteration % args.log_interval == 0:
             finished_at = _now() if result.finished_at is None else result.finished_at
             self._print(result, (finished_at - self._start) / self._iterations)
             self._reset(finished_at)
-        if args.log_memory_interval is not None and args.iteration % args.log_memory_interval == 0:
-            for line in memory_lines(args.iteration):
+        if args.log_memory_interval is not None and self.progress.iteration % args.log_memory_interval == 0:
+            for line in memory_lines(self.progress.iteration):
                 print(line, flush=True)
 
     def _say(self, text: str) -> None:
         """Print from the rank that holds the loss: the last one, unless stages are placed in a V."""
-        if dist.get_rank() == self._args.log_rank:
+        if dist.get_rank() == self._log_rank:
             print(text, flush=True)
 
     def _print(self, result: StepResult, seconds: float) -> None:
@@ -145,8 +153,8 @@ class TrainingLog:
         args = self._args
         throughput = flops_per_iteration(args, result.batch_size) / (seconds * 1e12 * args.world_size)
         stamp = datetime.now().strftime("%Y-%m-%d %H:%M:%S.%f")
-        line = f" [{stamp}] iteration {args.iteration:8d}/{args.train_iters:8d} |"
-        line += f" consumed samples: {args.consumed_train_samples:12d} |"
+        line = f" [{stamp}] iteration {self.progress.iteration:8d}/{args.train_iters:8d} |"
+        line += f" consumed samples: {self.progress.consumed_train_samples:12d} |"
         line += f" elapsed time per iteration (ms): {seconds * 1000.0:.1f} |"
         if args.log_throughput:
             line += f" throughput per GPU (TFLOP/s/GPU): {throughput:.1f} |"
@@ -168,13 +176,13 @@ class TrainingLog:
             line += f" rollbacks: {self._rollbacks} | redone forwards: {self._redone} |"
         self._say(line)
         for writer in self._writers:
-            writer.add_scalar("iteration-time", seconds, args.iteration)
+            writer.add_scalar("iteration-time", seconds, self.progress.iteration)
             if args.log_throughput:
-                writer.add_scalar("throughput", throughput, args.iteration)
+                writer.add_scalar("throughput", throughput, self.progress.iteration)
             if result.bubble_rate is not None:
-                writer.add_scalar("bubble-rate", result.bubble_rate, args.iteration)
+                writer.add_scalar("bubble-rate", result.bubble_rate, self.progress.iteration)
             if result.predicted_bubble_rate is not None:
-                writer.add_scalar("predicted-bubble-rate", result.predicted_bubble_rate, args.iteration)
+                writer.add_scalar("predicted-bubble-rate", result.predicted_bubble_rate, self.progress.iteration)
 
     def _write_scalars(self, result: StepResult) -> None:
         if not self._writers:
@@ -194,33 +202,26 @@ class TrainingLog:
                 self._write_scalar(tag, value)
         for writer in self._writers:
             for tag, value in _memory().items():
-                writer.add_scalar(tag, value, self._args.iteration)
+                writer.add_scalar(tag, value, self.progress.iteration)
 
     def _write_scalar(self, tag: str, value: float) -> None:
         """Over iterations; for TensorBoard, which has one axis a curve, over samples too."""
         for writer in self._writers:
-            writer.add_scalar(tag, value, self._args.iteration)
+            writer.add_scalar(tag, value, self.progress.iteration)
             if not isinstance(writer, WandbWriter):
-                writer.add_scalar(f"{tag} vs samples", value, self._args.consumed_train_samples)
+                writer.add_scalar(f"{tag} vs samples", value, self.progress.consumed_train_samples)
 
     def record_validation(self, lm_loss: float | None) -> None:
         """Print the result of an evaluation, in the words that Megatron's users grep for."""
-        args = self._args
         if lm_loss is None:
             return
         perplexity = math.exp(min(20.0, lm_loss)) if math.isfinite(lm_loss) else lm_loss
-        line = f" validation loss at iteration {args.iteration} | lm loss value: {lm_loss:.6E} |"
+        line = f" validation loss at iteration {self.progress.iteration} | lm loss value: {lm_loss:.6E} |"
         line += f" lm loss PPL: {perplexity:.6E} | "
         rule = "-" * (len(line) + 1)
         self._say(f"{rule}\n{line}\n{rule}")
         for tag, value in (("lm loss validation", lm_loss), ("lm loss validation ppl", perplexity)):
             self._write_scalar(tag, value)
-
-
-def bubble_fields(measured: float | None, predicted: float | None) -> str:
-    """What follows Megatron's own fields of the log line."""
-    line = f" bubble rate: {measured:.2%} |" if measured is not None else ""
-    return line + (f" predicted: {predicted:.2%} |" if predicted is not None else "")
 
 
 def memory_lines(iteration: int) -> list[str]:

@@ -21,6 +21,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
 
 from megatron.zero_bubble.job.optimizer_step import RollbackWatch
+from megatron.zero_bubble.job.start_up import print_rank_0
 from megatron.zero_bubble.job.timeline_writer import TimelineWriter
 from megatron.zero_bubble.mcore.finite import FiniteCheck
 from megatron.zero_bubble.mcore.multi_token import take_losses
@@ -32,9 +33,9 @@ from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.checkpoint import Checkpointer
 from megatron.zero_bubble.training.data import DataConfig
 from megatron.zero_bubble.training.forward_step import DataIterator, losses_of, make_forward_step, mean_loss
-from megatron.zero_bubble.training.initialize import print_rank_0
 from megatron.zero_bubble.training.logging import StepResult, TrainingLog
 from megatron.zero_bubble.training.numerics import NumericsLog, parameter_digest
+from megatron.zero_bubble.training.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Trainer:
     Args:
         forward_backward: megatron-core's forward-backward function or our drop-in for it.
         train_data: microbatches, one iterator a model chunk; None for a chunk that needs no data.
-        valid_data: the same for evaluation.
+        valid_data: the same for evaluation; None not to evaluate.
         post_validation: takes the optimizer's steps from within the schedule, if that is so. The outcome of an
             iteration is then known in the next one, and logged there.
         finite: ends the training where something is not finite; None to train on.
@@ -91,21 +92,24 @@ class Trainer:
     def __init__(
         self,
         args: Arguments,
+        progress: Progress,
         model: list[Any],
         optimizer: MegatronOptimizer,
         scheduler: OptimizerParamScheduler,
         forward_backward: Callable[..., list[Any]],
         data_config: DataConfig,
         train_data: list[DataIterator],
-        valid_data: list[DataIterator],
+        valid_data: list[DataIterator] | None,
         checkpointer: Checkpointer,
         log: TrainingLog,
+        numerics: NumericsLog | None = None,
         timeline: TimelineWriter | None = None,
         watchdog: Watchdog | None = None,
         post_validation: PostValidation | None = None,
         finite: FiniteCheck | None = None,
     ) -> None:
         self._args = args
+        self._progress = progress
         self._model = model
         self._optimizer = optimizer
         self._scheduler = scheduler
@@ -135,7 +139,7 @@ class Trainer:
         self._valid_data = valid_data
         self._checkpointer = checkpointer
         self._log = log
-        self._numerics = NumericsLog(args.log_numerics, args.iteration, args.log_rank) if args.log_numerics else None
+        self._numerics = numerics
         self._started = time.monotonic()
         self._stop_signal: signal.Signals | None = None
         self._votes: _Votes | None = None
@@ -172,27 +176,27 @@ class Trainer:
         args = self._args
         for chunk in self._model:
             chunk.train()
-        saved_at = args.iteration
-        if args.iteration >= args.train_iters:
+        saved_at = self._progress.iteration
+        if saved_at >= args.train_iters:
             print_rank_0(
-                f" > nothing to train: the checkpoint in --load {args.load} is of iteration {args.iteration}, "
+                f" > nothing to train: the checkpoint in --load {args.load} is of iteration {saved_at}, "
                 f"--train-iters is {args.train_iters}"
             )
-        while args.iteration < args.train_iters:
-            update_num_microbatches(args.consumed_train_samples, consistency_check=True)
+        while self._progress.iteration < args.train_iters:
+            update_num_microbatches(self._progress.consumed_train_samples, consistency_check=True)
             self._train_step()
-            if args.eval_iters > 0 and args.iteration % args.eval_interval == 0:
+            if self._valid_data is not None and self._progress.iteration % args.eval_interval == 0:
                 self._pausing(self.evaluate)
             reason = self._exit_reason()
-            if args.save and (reason or (args.save_interval and args.iteration % args.save_interval == 0)):
+            if args.save and (reason or (args.save_interval and self._progress.iteration % args.save_interval == 0)):
                 self._pausing(self._save)
-                saved_at = args.iteration
+                saved_at = self._progress.iteration
             if reason:
                 self._settle()
-                print_rank_0(f"exiting at iteration {args.iteration}: {reason}")
+                print_rank_0(f"exiting at iteration {self._progress.iteration}: {reason}")
                 return
         self._settle()
-        if args.save and saved_at != args.iteration:
+        if args.save and saved_at != self._progress.iteration:
             self._save()
 
     def close(self) -> None:
@@ -203,7 +207,6 @@ class Trainer:
             self._zero_bubble.close()
 
     def _train_step(self) -> None:
-        args = self._args
         if self._unsettled is None:
             self._zero_gradients()
         batch_size = get_current_global_batch_size()
@@ -214,8 +217,8 @@ class Trainer:
         self._log_unlogged()
         if self._finite is not None:
             self._finite.losses = losses_of(reports)
-        args.iteration += 1
-        args.consumed_train_samples += batch_size
+        self._progress.iteration += 1
+        self._progress.consumed_train_samples += batch_size
         iteration = _Iteration(
             mean_loss(reports),
             take_losses(num_microbatches),
@@ -228,7 +231,7 @@ class Trainer:
         else:
             self._unsettled = iteration
         if self._timeline is not None:
-            self._timeline.after_iteration(args.iteration, num_microbatches)
+            self._timeline.after_iteration(self._progress.iteration, num_microbatches)
 
     def _zero_gradients(self) -> None:
         for chunk in self._model:
@@ -286,7 +289,7 @@ class Trainer:
             print_rank_0(warning)
         if self._numerics is not None:
             assert unlogged.parameter_digest is not None
-            self._numerics.write(self._args.iteration, result.lm_loss, result.grad_norm, unlogged.parameter_digest)
+            self._numerics.write(self._progress.iteration, result.lm_loss, result.grad_norm, unlogged.parameter_digest)
 
     def _gather_parameters(self) -> None:
         """With overlapped gathering the parameters of other replicas' shards arrive during the next forward."""
@@ -307,7 +310,7 @@ class Trainer:
             self._log_unlogged()
 
     def _prints_a_line(self) -> bool:
-        return self._zero_bubble is not None and self._args.iteration % self._args.log_interval == 0
+        return self._zero_bubble is not None and self._progress.iteration % self._args.log_interval == 0
 
     def _predicted_bubble_rate(self, num_microbatches: int) -> float | None:
         """The bubble rate that the schedule should reach, for the iterations that print a line."""
@@ -327,7 +330,7 @@ class Trainer:
                 reports += self._forward_backward(
                     data_iterator=self._valid_data, num_microbatches=num_microbatches, forward_only=True
                 )
-        args.consumed_valid_samples += args.eval_iters * get_current_global_batch_size()
+        self._progress.consumed_valid_samples += args.eval_iters * get_current_global_batch_size()
         for chunk in self._model:
             chunk.train()
         if self._finite is not None:
@@ -343,7 +346,7 @@ class Trainer:
     def _exit_reason(self) -> str | None:
         """Why to stop now, if at all: the same answer on every rank."""
         args = self._args
-        if args.exit_interval and args.iteration % args.exit_interval == 0:
+        if args.exit_interval and self._progress.iteration % args.exit_interval == 0:
             return f"--exit-interval {args.exit_interval}"
         if not args.exit_signal_handler and args.exit_duration_in_mins is None:
             return None

@@ -245,7 +245,7 @@ def build_lr_scheduler(args: Arguments, optimizer: MegatronOptimizer) -> Optimiz
     """Warm-up and decay, counted in samples as in Megatron-LM."""
     assert args.global_batch_size is not None
     decay_steps = (args.lr_decay_iters or args.train_iters) * args.global_batch_size
-    warmup_steps = args.lr_warmup_iters * args.global_batch_size
+    warmup_steps: float = args.lr_warmup_iters * args.global_batch_size
     if args.lr_warmup_fraction is not None:
         warmup_steps = args.lr_warmup_fraction * decay_steps
     return OptimizerParamScheduler(

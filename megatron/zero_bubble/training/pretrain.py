@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,34 +15,35 @@ from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron.zero_bubble.job.description import describe, describe_places
+from megatron.zero_bubble.job.flags import limit_flag
 from megatron.zero_bubble.job.optimizer_step import build_post_validation
-from megatron.zero_bubble.job.plans import choose_placement, choose_plan, limit_flag
 from megatron.zero_bubble.job.running import open_timeline, run_plan
+from megatron.zero_bubble.job.settings import JobSettings
 from megatron.zero_bubble.job.stalls import open_watchdog
+from megatron.zero_bubble.job.start_up import print_rank_0
 from megatron.zero_bubble.mcore.finite import FiniteCheck
 from megatron.zero_bubble.mcore.placement import check_layers_built
-from megatron.zero_bubble.mcore.post_validation import PostValidation
 from megatron.zero_bubble.runtime.joint import on_rank
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
-from megatron.zero_bubble.schedule import Infeasible, Placement
-from megatron.zero_bubble.schedule.plan import Plan
-from megatron.zero_bubble.schedules import ForwardBackward
+from megatron.zero_bubble.schedule import Infeasible
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.checkpoint import Checkpointer
 from megatron.zero_bubble.training.checkpoint_files import latest_iteration
 from megatron.zero_bubble.training.data import DataConfig, build_data_iterator, build_datasets, reads_data
 from megatron.zero_bubble.training.errors import TrainingError
 from megatron.zero_bubble.training.forward_step import DataIterator
-from megatron.zero_bubble.training.initialize import initialized, print_rank_0
+from megatron.zero_bubble.training.initialize import initialized
 from megatron.zero_bubble.training.logging import TrainingLog, open_writers
 from megatron.zero_bubble.training.loop import Trainer
 from megatron.zero_bubble.training.model import build_lr_scheduler, build_model, build_optimizer, transformer_config
+from megatron.zero_bubble.training.numerics import NumericsLog
+from megatron.zero_bubble.training.progress import Progress
 from megatron.zero_bubble.training.save_lock import lock_folder
 from megatron.zero_bubble.training.size_checks import check_memory
 from megatron.zero_bubble.training.tokenizer import build_tokenizer, padded_vocab_size
 
 
-def pretrain(args: Arguments) -> None:
+def pretrain(args: Arguments, job: JobSettings) -> None:
     """Train a GPT as the (complete and checked) flags say.
 
     Raises:
@@ -50,16 +51,15 @@ def pretrain(args: Arguments) -> None:
     """
     data_config = make_data_config(args)
     tokenizer = load_tokenizer(args)
+    args = with_vocabulary(args, tokenizer)
     check_memory(args)
     data_config.validate(tokenizer.vocab_size)
-    plan = choose_plan(args)
-    placement = choose_placement(args, plan)
     if args.load:
         latest_iteration(args.load)
-    with initialized(args, placement), ExitStack() as resources:
+    with initialized(args, job.placement), ExitStack() as resources:
         if args.save:
             on_rank(0, lambda: _hold_folder(str(args.save), resources))
-        trainer = _build_trainer(args, plan, placement, data_config, tokenizer, resources)
+        trainer = _build_trainer(args, job, data_config, tokenizer, resources)
         try:
             trainer.train()
         except Infeasible as error:
@@ -77,65 +77,72 @@ def _hold_folder(save: str, resources: ExitStack) -> None:
 
 
 def load_tokenizer(args: Arguments) -> MegatronTokenizerBase:
-    """The tokenizer that the flags name; sets `args.padded_vocab_size`. Raises `ValueError` if it cannot be read."""
-    tokenizer = build_tokenizer(
-        args.tokenizer_type, args.tokenizer_model, args.vocab_size, args.vocab_file, args.merge_file
-    )
-    args.padded_vocab_size = padded_vocab_size(
-        tokenizer.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size
-    )
-    return tokenizer
+    """The tokenizer that the flags name. Raises `ValueError` if it cannot be read."""
+    assert args.tokenizer_type is not None
+    return build_tokenizer(args.tokenizer_type, args.tokenizer_model, args.vocab_size, args.vocab_file, args.merge_file)
+
+
+def with_vocabulary(args: Arguments, tokenizer: MegatronTokenizerBase) -> Arguments:
+    """The flags with the rows of the embedding that this tokenizer asks for."""
+    size = padded_vocab_size(tokenizer.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size)
+    return replace(args, padded_vocab_size=size)
 
 
 def _build_trainer(
     args: Arguments,
-    plan: Plan | None,
-    placement: Placement,
+    job: JobSettings,
     data_config: DataConfig,
     tokenizer: MegatronTokenizerBase,
     resources: ExitStack,
 ) -> Trainer:
+    placement, progress = job.placement, Progress()
     timers = Timers(args.timing_log_level, "minmax") if args.timing_log_level else None
     config = transformer_config(args, placement.num_chunks, timers)
-    store = WeightGradStore(placement.num_chunks) if plan else None
+    store = WeightGradStore(placement.num_chunks) if job.plan else None
     model = build_model(args, config, placement, store)
     check_layers_built(args.num_layers, placement, model)
     optimizer = build_optimizer(args, model, config)
     scheduler = build_lr_scheduler(args, optimizer)
-    checkpointer = Checkpointer(args, model, optimizer, scheduler)
+    checkpointer = Checkpointer(args, progress, model, optimizer, scheduler)
     if args.load:
         checkpointer.load()
-    describe(args, plan, model)
-    describe_places(args, placement)
-    post_validation = build_post_validation(args, plan, optimizer, model)
-    forward_backward = choose_forward_backward(args, plan, store, post_validation)
-    train_data, valid_data = open_data(args, data_config, tokenizer, model, resources)
+    describe(job, model)
+    describe_places(job)
+    post_validation = build_post_validation(job.flags, job.plan, optimizer, model)
+    # Without a plan megatron-core's own function runs, untouched.
+    zero_bubble = run_plan(job, store, progress.iteration, post_validation) if store is not None else None
+    train_data, valid_data = open_data(args, progress, data_config, tokenizer, model, resources)
     return Trainer(
         args,
+        progress,
         model,
         optimizer,
         scheduler,
-        forward_backward,
+        zero_bubble or mcore.get_forward_backward_func(),
         data_config,
         train_data,
         valid_data,
         checkpointer,
-        TrainingLog(args, open_writers(args)),
-        open_timeline(args, forward_backward) if isinstance(forward_backward, ForwardBackward) else None,
-        open_watchdog(args, forward_backward),
+        TrainingLog(args, progress, open_writers(args, job.log_rank), job.log_rank),
+        NumericsLog(args.log_numerics, progress.iteration, job.log_rank) if args.log_numerics else None,
+        open_timeline(job, zero_bubble, progress.iteration) if zero_bubble else None,
+        open_watchdog(job.flags, zero_bubble, "pretrain_gpt.py") if zero_bubble else None,
         post_validation,
-        FiniteCheck(model, placement, TrainingError, lambda: args.iteration) if args.checks_finite else None,
+        FiniteCheck(model, placement, TrainingError, lambda: progress.iteration) if args.checks_finite else None,
     )
 
 
 def open_data(
     args: Arguments,
+    progress: Progress,
     data_config: DataConfig,
     tokenizer: MegatronTokenizerBase,
     model: list[torch.nn.Module],
     resources: ExitStack,
-) -> tuple[list[DataIterator], list[DataIterator]]:
+) -> tuple[list[DataIterator], list[DataIterator] | None]:
     """Training and validation data, one iterator for each model chunk that reads; `resources` closes them.
+
+    Without validation data the second is None.
 
     Raises:
         ValueError: the data cannot be read, or what a checkpoint's run has left of it is too little.
@@ -149,11 +156,11 @@ def open_data(
         for chunk in model
     ]
     datasets = build_datasets(data_config, tokenizer, any(reads), print_rank_0)
-    used = (args.consumed_train_samples, args.consumed_valid_samples)
-    data_config.check_rest(datasets.num_samples, args.iteration, used)
-    if args.eval_iters > 0 and datasets.num_samples[1] == 0:
+    used = (progress.consumed_train_samples, progress.consumed_valid_samples)
+    data_config.check_rest(datasets.num_samples, progress.iteration, used)
+    has_validation = args.eval_iters > 0 and datasets.num_samples[1] > 0
+    if args.eval_iters > 0 and not has_validation:
         print_rank_0(" > no validation data: --eval-interval and --eval-iters have no effect")
-        args.eval_iters = 0
     place = (parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size())
 
     def open_split(split: Any, consumed_samples: int) -> list[DataIterator]:
@@ -166,22 +173,9 @@ def open_data(
         return iterators
 
     return (
-        open_split(datasets.train, args.consumed_train_samples),
-        open_split(datasets.valid, args.consumed_valid_samples),
+        open_split(datasets.train, progress.consumed_train_samples),
+        open_split(datasets.valid, progress.consumed_valid_samples) if has_validation else None,
     )
-
-
-def choose_forward_backward(
-    args: Arguments,
-    plan: Plan | None,
-    store: WeightGradStore | None,
-    post_validation: PostValidation | None = None,
-) -> Callable[..., list[Any]]:
-    """Our executor with the schedule that was asked for, or megatron-core's own function, untouched."""
-    if plan is None:
-        return mcore.get_forward_backward_func()
-    assert store is not None
-    return run_plan(args, plan, store, post_validation)
 
 
 def make_data_config(args: Arguments) -> DataConfig:

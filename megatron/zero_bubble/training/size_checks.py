@@ -7,12 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron.zero_bubble.schedule.ir import MAX_OPERATIONS
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.model_size import Stage, element_bytes, rank_tokens, stage_parameters
-
-_SECONDS_PER_OPERATION = 4e-5
-"""That planning takes."""
 
 
 def check_memory(args: Arguments) -> None:
@@ -75,24 +71,3 @@ def _smallest_needs(args: Arguments) -> Iterator[tuple[float, str, str]]:
         scores = tokens * args.seq_length * args.num_attention_heads * size / tensor
         heads = f"{batch} --num-attention-heads {args.num_attention_heads} --transformer-impl local"
         yield scores, "the attention scores of a layer", heads
-
-
-def planning_seconds(args: Arguments, batch_sizes: range) -> float:
-    """About how long it takes to plan a schedule for each of these global batch sizes.
-
-    Raises:
-        ValueError: for minutes.
-    """
-    # An arithmetic series: the range may be too long to walk through.
-    samples = len(batch_sizes) * (batch_sizes[0] + batch_sizes[-1]) // 2
-    microbatches = samples // (args.micro_batch_size * args.data_parallel_size)
-    stages = args.pipeline_model_parallel_size * (args.model_chunks or 1)
-    most = MAX_OPERATIONS // (3 * stages)
-    if microbatches > most:
-        flags = f"--global-batch-size {args.global_batch_size} --micro-batch-size {args.micro_batch_size}"
-        many = f"{microbatches} microbatches"
-        if args.rampup_batch_size:
-            flags += f" --rampup-batch-size {' '.join(map(str, args.rampup_batch_size))}"
-            many = f"iterations of every size, {many} in all,"
-        raise ValueError(f"{flags}: {many} are too many to plan schedules for {stages} stages: at most {most}")
-    return microbatches * 3 * stages * _SECONDS_PER_OPERATION

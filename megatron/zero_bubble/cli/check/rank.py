@@ -62,9 +62,7 @@ def _train(flags: Sequence[str]) -> None:
     from megatron.zero_bubble.training.checks import complete_and_check
     from megatron.zero_bubble.training.pretrain import pretrain
 
-    args = parse_arguments(flags)
-    complete_and_check(args, os.environ, torch.cuda.is_available())
-    pretrain(args)
+    pretrain(*complete_and_check(parse_arguments(flags), os.environ, torch.cuda.is_available()))
 
 
 def _note(folder: Path, rank: int, what: str, title: str) -> None:

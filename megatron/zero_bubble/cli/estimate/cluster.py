@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.zero_bubble.job.layers import choose_layout, layers_of_layout
+from megatron.zero_bubble.job.job_flags import JobFlags
+from megatron.zero_bubble.job.layers import layers_of_layout, spread_layout
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.model_size import Parameters, Stage, element_bytes, stage_parameters
@@ -49,7 +50,7 @@ def _layers_of(args: Arguments, placement: Placement) -> list[int]:
     first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
     if placement.kind == "linear" and (first is not None or last is not None):
         return _with_uneven_ends(args.num_layers, stages, first, last)
-    layout = choose_layout(args, placement)
+    layout = spread_layout(JobFlags.of(args), placement)
     return [args.num_layers // stages] * stages if layout is None else layers_of_layout(layout, placement.num_ranks)
 
 

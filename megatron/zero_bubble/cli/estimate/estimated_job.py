@@ -8,7 +8,8 @@ from pathlib import Path
 
 from megatron.zero_bubble.cli.estimate.arguments import EstimateFlags
 from megatron.zero_bubble.cli.estimate.cluster import Cluster, States
-from megatron.zero_bubble.cli.trainings import complete_arguments
+from megatron.zero_bubble.cli.trainings import complete_training
+from megatron.zero_bubble.job.job_flags import JobFlags
 from megatron.zero_bubble.schedule import Placement, ScheduleError
 from megatron.zero_bubble.schedule.formats import Profile, profile_from_json
 from megatron.zero_bubble.training.arguments import Arguments
@@ -24,6 +25,7 @@ class EstimatedJob:
     """The training whose needs are estimated, and the cluster it would run on."""
 
     args: Arguments
+    flags: JobFlags
     cluster: Cluster
     states: States
     profile: Profile | None
@@ -33,8 +35,7 @@ class EstimatedJob:
 
     @property
     def num_microbatches(self) -> int:
-        assert self.args.global_batch_size is not None
-        return self.args.global_batch_size // (self.args.micro_batch_size * self.args.data_parallel_size)
+        return self.flags.most_microbatches
 
     @property
     def replicas(self) -> int:
@@ -46,13 +47,13 @@ class EstimatedJob:
         # Only now: it imports megatron-core.
         from megatron.zero_bubble.job.optimizer_step import awaited_by_the_first_stage
 
-        return awaited_by_the_first_stage(self.args, placement)
+        return awaited_by_the_first_stage(self.flags, placement)
 
 
 def job_of(flags: EstimateFlags) -> EstimatedJob:
     """The job that the flags describe. Raises `ValueError`."""
     given = _with_stand_ins(flags.training_flags)
-    args = complete_arguments(given, flags.world_size, PROG, has_cuda=True, for_this_machine=False)
+    args, settings = complete_training(given, flags.world_size, PROG, has_cuda=True, for_this_machine=False)
     if args.pipeline_model_parallel_size < 2:
         raise ValueError("schedules need --pipeline-model-parallel-size of at least 2")
     if args.mtp_num_layers is not None:
@@ -67,7 +68,8 @@ def job_of(flags: EstimateFlags) -> EstimatedJob:
         bandwidth=flags.interconnect_bandwidth * 1e9,
         latency=flags.interconnect_latency * 1e-6,
     )
-    return EstimatedJob(args, cluster, States.of(args, stage), _profile(flags.profile, args), flags.num_chunks)
+    profile = _profile(flags.profile, settings.flags)
+    return EstimatedJob(args, settings.flags, cluster, States.of(args, stage), profile, flags.num_chunks)
 
 
 def _with_stand_ins(flags: Sequence[str]) -> list[str]:
@@ -76,15 +78,12 @@ def _with_stand_ins(flags: Sequence[str]) -> list[str]:
     return [*flags, *missing, *([] if given.intersection(_DATA) else ["--mock-data"])]
 
 
-def _profile(path: Path | None, args: Arguments) -> Profile | None:
+def _profile(path: Path | None, flags: JobFlags) -> Profile | None:
     if path is None:
         return None
-    # Only now: what describes a model is known to what plans for it, which imports megatron-core.
-    from megatron.zero_bubble.job.profiling import model_description
-
     try:
         profile = profile_from_json(path.read_text(encoding="utf-8"))
-        profile.check_fits(profile.placement, model_description(args))
+        profile.check_fits(profile.placement, flags.model)
     except (OSError, UnicodeDecodeError, ScheduleError) as error:
         raise ValueError(f"--profile {path}: {error}") from error
     return profile

@@ -6,9 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from megatron.zero_bubble.cli.estimate.estimated_job import EstimatedJob
 from megatron.zero_bubble.cli.estimate.schedule_estimate import Estimate
-from megatron.zero_bubble.job.plans import limit_flag
-from megatron.zero_bubble.job.profiling import memory_limit
-from megatron.zero_bubble.runtime.planning import MemoryLimit
+from megatron.zero_bubble.job.flags import limit_flag
 
 _WHAT_IS_LEFT = "nine tenths of what the fullest rank has left"
 
@@ -25,14 +23,14 @@ def _limits(job: EstimatedJob, found: Sequence[Estimate]) -> Iterator[str]:
 
 
 def _source(job: EstimatedJob) -> str:
-    args, limit = job.args, memory_limit(job.args)
+    flags, limit = job.flags, job.flags.memory_limit
     if limit is None:
         return f"{_WHAT_IS_LEFT}: trained so by --zero-bubble --zero-bubble-memory-limit auto"
-    if limit == MemoryLimit():
-        return f"{_WHAT_IS_LEFT}: {limit_flag(args)}"
-    if args.zero_bubble_memory_limit is None and args.zero_bubble_max_pending_backward is None:
-        return f"1F1B's peak: {limit_flag(args)}; auto instead of 1 would take {_WHAT_IS_LEFT}"
-    return f"as the flags say: {limit_flag(args)}"
+    if limit.is_auto:
+        return f"{_WHAT_IS_LEFT}: {limit_flag(flags)}"
+    if flags.zero_bubble_memory_limit is None:
+        return f"1F1B's peak: {limit_flag(flags)}; auto instead of 1 would take {_WHAT_IS_LEFT}"
+    return f"as the flags say: {limit_flag(flags)}"
 
 
 def _post_validation(job: EstimatedJob, found: Sequence[Estimate]) -> Iterator[str]:

@@ -8,9 +8,7 @@ from typing import Any
 
 from megatron.zero_bubble.cli.estimate.cluster import rank_parameters, stages_of
 from megatron.zero_bubble.cli.estimate.estimated_job import EstimatedJob
-from megatron.zero_bubble.job.profiling import memory_limit
-from megatron.zero_bubble.runtime.planning import MemoryLimit
-from megatron.zero_bubble.runtime.replanner import MARGIN
+from megatron.zero_bubble.runtime.replanner import MARGIN, limits_of_ranks
 from megatron.zero_bubble.schedule import (
     Placement,
     ScheduleError,
@@ -24,6 +22,7 @@ from megatron.zero_bubble.schedule import (
 )
 from megatron.zero_bubble.schedule.formats import Profile
 from megatron.zero_bubble.schedule.generators import entry_of
+from megatron.zero_bubble.schedule.memory_limit import MemoryLimit
 from megatron.zero_bubble.training.flops import flops_per_iteration
 from megatron.zero_bubble.training.model_size import Flops, element_bytes, stage_activations, stage_flops
 
@@ -119,14 +118,14 @@ def estimate(job: EstimatedJob, name: str) -> Estimate:
         ValueError: the layers cannot be cut for it, or (as `ScheduleError`) it is not possible at these sizes.
     """
     args = job.args
-    chunks = (job.num_chunks or args.model_chunks) if entry_of(name).takes_num_chunks else None
+    chunks = (job.num_chunks or job.flags.model_chunks) if entry_of(name).takes_num_chunks else None
     placement = placement_for(name, args.pipeline_model_parallel_size, chunks)
     costs = stage_costs(job, placement)
     held = rank_parameters(args, placement)
     states = tuple(job.states.of_rank(one, job.replicas, args.expert_model_parallel_size) for one in held)
     limit = _activation_limit(job, costs, placement, max(states)) if not entry_of(name).has_own_limit else None
-    asked = memory_limit(job.args) or MemoryLimit()
-    limits = None if limit is None else asked.of_ranks(limit, placement.num_ranks, job.profile)
+    asked = job.flags.memory_limit or MemoryLimit()
+    limits = None if limit is None else limits_of_ranks(asked, limit, placement.num_ranks, job.profile)
     schedule = generate(
         name,
         placement.num_ranks,
@@ -144,9 +143,9 @@ def _activation_limit(job: EstimatedJob, costs: StageCosts, placement: Placement
 
     As training counts it: all ranks have the limit of the fullest, here the one with `states`.
     """
-    limit = memory_limit(job.args) or MemoryLimit()
+    limit = job.flags.memory_limit or MemoryLimit()
     free = MARGIN * (job.cluster.memory - job.cluster.reserved - states)
-    if limit == MemoryLimit() and free < 1:
+    if limit.is_auto and free < 1:
         raise ScheduleError("parameters and optimizer alone do not fit")
     return limit.in_bytes(placement, costs, job.num_microbatches, int(free))
 

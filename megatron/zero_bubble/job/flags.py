@@ -1,0 +1,140 @@
+"""The flags of parallelism and of zero bubble, which the trainer and the launcher for other scripts share."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatron.zero_bubble.job.aliases import check_window, pending_backwards
+from megatron.zero_bubble.job.flag_parser import flag
+
+
+@dataclass(frozen=True)
+class ParallelFlags:
+    """Parallelism."""
+
+    tensor_model_parallel_size: int = flag("ranks that share each layer", 1)
+    pipeline_model_parallel_size: int = flag("pipeline ranks", 1)
+    context_parallel_size: int = flag("ranks that share each sequence", 1)
+    expert_model_parallel_size: int = flag("ranks that share the experts, among the data-parallel ones", 1)
+    sequence_parallel: bool = flag("split the sequence over tensor-parallel ranks outside of linear layers", False)
+    num_layers_per_virtual_pipeline_stage: int | None = flag("layers in a model chunk: several chunks a rank", None)
+    num_virtual_stages_per_pipeline_rank: int | None = flag("model chunks a rank", None)
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = flag(
+        "microbatches that pass through a chunk before the next one's turn (default: pipeline size)", None
+    )
+    pipeline_model_parallel_layout: str | None = flag("layers of each stage, in megatron-core's notation", None)
+    decoder_first_pipeline_num_layers: int | None = flag("layers of the first pipeline rank", None)
+    decoder_last_pipeline_num_layers: int | None = flag("layers of the last pipeline rank", None)
+    account_for_embedding_in_pipeline_split: bool = flag("count the embedding as a layer of the first stage", False)
+    account_for_loss_in_pipeline_split: bool = flag("count the loss as a layer of the last stage", False)
+    allow_padding_num_layers: bool = flag("spread layers over stages that do not divide their number", False)
+    use_distributed_optimizer: bool = flag("shard the optimizer's state over data-parallel ranks", False)
+    overlap_grad_reduce: bool = flag("reduce gradients while the backward runs", False)
+    overlap_param_gather: bool = flag("gather parameters while the forward runs", False)
+    ddp_bucket_size: int | None = flag("parameters in a bucket of the gradient reduction", None)
+    distributed_backend: str | None = flag(
+        "torch.distributed backend (default: nccl, gloo without CUDA)", None, choices=("nccl", "gloo")
+    )
+    distributed_timeout_minutes: int = flag("minutes after which a collective gives up", 10)
+
+
+@dataclass(frozen=True)
+class ZeroBubbleFlags:
+    """Zero bubble."""
+
+    zero_bubble: bool = flag("run the schedule that is planned from measured times", False)
+    zero_bubble_schedule: str | None = flag(
+        "schedule to run: a name of docs/schedules.md, or file:PATH of one that zero-bubble schedule wrote", None
+    )
+    zero_bubble_strict: bool = flag("refuse a model with a weight whose gradient cannot be deferred", False)
+    zero_bubble_memory_limit: str | None = flag(
+        "memory for activations: a multiple of 1F1B's peak (1.5), bytes (40GiB), or auto for what is free (default: 1)",
+        None,
+    )
+    zero_bubble_profile_iters: list[int] | None = flag(
+        "START END: the iterations, of this start of the job, to profile; 0 0 for none (default: 3 6)", None, nargs=2
+    )
+    zero_bubble_profile_output: str | None = flag("file to write the measured costs to", None)
+    zero_bubble_profile_input: str | None = flag("file of measured costs to plan with at once", None)
+    zero_bubble_replan_threshold: float = flag(
+        "plan again when a stage's time has changed by this fraction; 0 never", 0.0
+    )
+    zero_bubble_post_validation: bool = flag(
+        "step without waiting for the norm of all gradients, validate after", False
+    )
+    zero_bubble_rollback: str | None = flag(
+        "how a step that was wrong is undone: from a copy, or by inverting AdamW (default: snapshot)",
+        None,
+        choices=("snapshot", "inverse"),
+    )
+    zero_bubble_rollback_on_host: bool = flag("keep the snapshot's copy in host memory", False)
+    zero_bubble_timeline: str | None = flag("folder for drawings and traces of what every rank did", None)
+    zero_bubble_timeline_iters: list[int] | None = flag(
+        "FIRST LAST: the iterations to draw (default: the two after the profile)", None, nargs=2
+    )
+    zero_bubble_timeout: float | None = flag(
+        "seconds at one operation after which the job says where every rank is and ends; 0 never "
+        "(default: nine tenths of --distributed-timeout-minutes)",
+        None,
+    )
+    zero_bubble_communicator: str | None = flag(
+        "how messages between stages travel (default: over the backend's own channels): host, through host memory and "
+        "gloo, to tell a fault of NCCL from one of the schedule",
+        None,
+        choices=("host",),
+    )
+
+    @property
+    def asks_for_schedule(self) -> bool:
+        """Whether a schedule of ours is to run; otherwise megatron-core's own does."""
+        return self.zero_bubble or self.zero_bubble_schedule is not None
+
+
+def flag_name(name: str) -> str:
+    """`num_layers` as the user writes it: `--num-layers`."""
+    return f"--{name.replace('_', '-')}"
+
+
+def check_zero_bubble_flags(flags: ZeroBubbleFlags) -> None:
+    """Refuse what can be seen to be wrong without knowing the model.
+
+    Raises:
+        ValueError: the first flag found that cannot work.
+    """
+    _check_owners(flags)
+    if flags.zero_bubble_rollback == "inverse" and flags.zero_bubble_rollback_on_host:
+        raise ValueError("--zero-bubble-rollback-on-host and --zero-bubble-rollback inverse: the inverse keeps no copy")
+    threshold = flags.zero_bubble_replan_threshold
+    if not 0 <= threshold < math.inf:
+        raise ValueError(f"--zero-bubble-replan-threshold must be at least 0, got {threshold}")
+    if flags.zero_bubble_profile_iters is not None:
+        first, last = flags.zero_bubble_profile_iters
+        check_window(first, last, "--zero-bubble-profile-iters")
+    if flags.zero_bubble_timeline_iters is not None:
+        first, last = flags.zero_bubble_timeline_iters
+        if not 1 <= first <= last:
+            raise ValueError(f"--zero-bubble-timeline-iters {first} {last}: give the first and the last iteration")
+
+
+def _check_owners(flags: ZeroBubbleFlags) -> None:
+    """Raise `ValueError` for a flag that does nothing without another one that is not given."""
+    of_a_schedule = (
+        *("memory_limit", "profile_iters", "profile_output", "profile_input", "timeline", "timeline_iters"),
+        *("strict", "timeout", "post_validation", "replan_threshold", "communicator"),
+    )
+    for name in of_a_schedule:
+        # Zero equals False: it is what a threshold is by default.
+        if not flags.asks_for_schedule and getattr(flags, f"zero_bubble_{name}") not in (None, False):
+            given = limit_flag(flags).split()[0] if name == "memory_limit" else flag_name(f"zero_bubble_{name}")
+            raise ValueError(f"{given} needs --zero-bubble or --zero-bubble-schedule")
+    for name in ("zero_bubble_rollback", "zero_bubble_rollback_on_host"):
+        if not flags.zero_bubble_post_validation and getattr(flags, name):
+            raise ValueError(f"{flag_name(name)} needs --zero-bubble-post-validation")
+
+
+def limit_flag(flags: ZeroBubbleFlags) -> str:
+    """The memory limit as the user gave it."""
+    text = flags.zero_bubble_memory_limit or "1 (the default)"
+    pending = pending_backwards(text)
+    return f"--zero-bubble-memory-limit {text}" if pending is None else f"--zero-bubble-max-pending-backward {pending}"

@@ -1,0 +1,116 @@
+"""The flags of a job that decide about its pipeline, whoever has parsed them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any
+
+from megatron.zero_bubble.job.aliases import pending_backwards
+from megatron.zero_bubble.job.flags import ParallelFlags, ZeroBubbleFlags, limit_flag
+from megatron.zero_bubble.schedule.formats import Setting
+from megatron.zero_bubble.schedule.memory_limit import MemoryLimit
+
+_MODEL = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+    *("seq_length", "micro_batch_size", "bf16", "fp16", "swiglu", "num_experts", "mtp_num_layers"),
+    *("moe_router_topk", "moe_grouped_gemm", "transformer_impl"),
+    *("tensor_model_parallel_size", "expert_model_parallel_size", "context_parallel_size", "sequence_parallel"),
+    *("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+    *("recompute_granularity", "recompute_method", "recompute_num_layers"),
+)
+"""What the costs of a stage depend on."""
+
+
+@dataclass(frozen=True)
+class JobFlags(ParallelFlags, ZeroBubbleFlags):
+    """What the trainer's flags, or the arguments of Megatron-LM's scripts, say about the pipeline."""
+
+    rank: int = 0
+    world_size: int = 1
+    data_parallel_size: int = 1
+    model_chunks: int | None = None
+    """Several chunks a rank, if Megatron's flags say so; None leaves the number to the schedule."""
+    num_layers: int = 0
+    mtp_num_layers: int | None = None
+    micro_batch_size: int = 1
+    global_batch_size: int = 1
+    rampup_batch_size: list[int] | None = None
+    train_iters: int | None = None
+    """None where a script counts samples instead."""
+    exit_interval: int | None = None
+    optimizer: str = "adam"
+    transformer_impl: str = "local"
+    untie_embeddings_and_output_weights: bool = False
+    calculate_per_token_loss: bool = False
+    log_num_zeros_in_grad: bool = False
+    timing_log_level: int = 0
+    given_model: Mapping[str, Setting] = field(default_factory=dict)
+    """The sizes that the costs of a stage depend on, as they were given."""
+
+    @classmethod
+    def of(cls, source: object, **known: Any) -> JobFlags:
+        """The flags that `source` has as attributes, and `known` ones in their place; defaults where it has none."""
+        given = {entry.name: getattr(source, entry.name) for entry in fields(cls) if hasattr(source, entry.name)}
+        model = {name: getattr(source, name, None) for name in _MODEL}
+        if not getattr(source, "group_query_attention", False):
+            model["num_query_groups"] = model["num_attention_heads"]  # Megatron-LM's arguments leave a 1 there
+        return cls(**{**given, "given_model": model, **known})
+
+    @property
+    def schedule(self) -> str | None:
+        """The schedule of ours that was asked for, or None for megatron-core's own."""
+        if self.zero_bubble_schedule is None and self.zero_bubble:
+            return "auto" if self.model_chunks is None else "interleaved-zb"
+        return self.zero_bubble_schedule
+
+    @cached_property
+    def memory_limit(self) -> MemoryLimit | None:
+        """The limit that the flags set; None for the schedule's own.
+
+        Raises:
+            ValueError: it cannot be read.
+        """
+        text = self.zero_bubble_memory_limit
+        if text is None:
+            # The schedule that is planned takes what 1F1B does, unless it is told otherwise.
+            return MemoryLimit(multiple=1.0) if self.schedule == "auto" else None
+        pending = pending_backwards(text)
+        if pending is None or pending == "auto":
+            try:
+                return MemoryLimit.parse(text if pending is None else pending)
+            except ValueError as error:
+                raise ValueError(f"--zero-bubble-memory-limit: {error}") from error
+        if not pending.isdigit() or pending == "0":
+            raise ValueError(f"{limit_flag(self)} is neither auto nor a number of forwards")
+        return MemoryLimit(multiple=int(pending) / self.pipeline_model_parallel_size)
+
+    @property
+    def model(self) -> Mapping[str, Setting]:
+        """What a profile is a profile of."""
+        return {**self.given_model, "pipeline_model_parallel_layout": self.pipeline_model_parallel_layout}
+
+    @property
+    def batch_sizes(self) -> range:
+        """Every global batch size that an iteration of this job has: one, unless the batch grows."""
+        start, increment, _ = self.rampup_batch_size or (self.global_batch_size, 1, 0)
+        return range(start, self.global_batch_size + 1, increment)
+
+    @property
+    def most_microbatches(self) -> int:
+        """Microbatches of the largest iteration."""
+        return self.num_microbatches(self.batch_sizes[-1])
+
+    def num_microbatches(self, batch_size: int) -> int:
+        """Microbatches of an iteration of `batch_size` sequences, on one data-parallel rank."""
+        return batch_size // (self.micro_batch_size * self.data_parallel_size)
+
+    def num_iterations(self, start: int) -> int | None:
+        """The most iterations that the job does if it begins after iteration `start`; None if its flags do not say."""
+        if self.train_iters is None:
+            return None
+        left = self.train_iters - start
+        if self.exit_interval:
+            left = min(left, self.exit_interval - start % self.exit_interval)
+        return max(0, left)

@@ -1,0 +1,75 @@
+"""What a job does with its pipeline: made once, from the trainer's flags or from those of another script."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from megatron.zero_bubble.job.environment import check_environment
+from megatron.zero_bubble.job.flags import check_zero_bubble_flags
+from megatron.zero_bubble.job.job_flags import JobFlags
+from megatron.zero_bubble.job.layers import layout_of_layers
+from megatron.zero_bubble.job.optimizer_step import check_post_validation
+from megatron.zero_bubble.job.plans import check_plan, choose_placement, choose_plan
+from megatron.zero_bubble.job.profiling import check_memory_limit, planning_options
+from megatron.zero_bubble.job.stalls import check_stall_timeout
+from megatron.zero_bubble.mcore.transformer_engine import check_transformer_engine
+from megatron.zero_bubble.runtime.replanner import PlanningOptions
+from megatron.zero_bubble.schedule import Placement
+from megatron.zero_bubble.schedule.plan import Plan
+
+
+@dataclass(frozen=True)
+class JobSettings:
+    """A job whose flags are checked.
+
+    Attributes:
+        flags: what was given, with the layout that the layers have.
+        plan: where the schedules come from; None for megatron-core's own schedule.
+        placement: which rank holds which stages.
+        planning: how costs are measured and planned with; None where neither is done.
+    """
+
+    flags: JobFlags
+    plan: Plan | None
+    placement: Placement
+    planning: PlanningOptions | None
+
+    @property
+    def log_rank(self) -> int:
+        """Global rank that holds the loss, and of its replicas the last: it prints the log line.
+
+        In megatron-core's order of ranks the pipeline is outermost.
+        """
+        ranks_per_stage = self.flags.world_size // self.placement.num_ranks
+        return (self.placement.rank_of(self.placement.num_stages - 1) + 1) * ranks_per_stage - 1
+
+
+def job_settings(flags: JobFlags, environment: Mapping[str, str], has_cuda: bool) -> JobSettings:
+    """Choose the plan and the placement of stages, and refuse what cannot work.
+
+    Every rank comes to the same verdict. Nothing is communicated.
+
+    Raises:
+        ValueError: the first thing found that cannot work, in one line.
+    """
+    check_zero_bubble_flags(flags)
+    plan = choose_plan(flags)
+    placement = choose_placement(flags, plan)
+    flags = replace(flags, pipeline_model_parallel_layout=layout_of_layers(flags, placement))
+    check_plan(flags, plan)
+    check_memory_limit(flags, has_cuda)
+    check_post_validation(flags)
+    planning = planning_options(flags, placement) if plan is not None else None
+    check_stall_timeout(flags)
+    check_environment(flags, environment, has_cuda)
+    return JobSettings(flags, plan, placement, planning)
+
+
+def check_implementation(flags: JobFlags) -> None:
+    """Raise `ValueError` if the layers' package is missing or too old to defer weight gradients."""
+    if flags.transformer_impl == "transformer_engine":
+        try:
+            check_transformer_engine()
+        except ValueError as error:
+            raise ValueError(f"--transformer-impl transformer_engine: {error}: use local") from error

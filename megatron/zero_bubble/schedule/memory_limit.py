@@ -1,0 +1,83 @@
+"""How much memory the activations of a rank may take: `--zero-bubble-memory-limit`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.zero_bubble.schedule.costs import StageCosts
+from megatron.zero_bubble.schedule.ir import Placement
+
+_UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9, "B": 1}
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """A limit on the activations of a rank.
+
+    At most one of the two is given: `multiple` of 1F1B's peak, or `num_bytes`. With neither the limit is what is free
+    on the device.
+    """
+
+    multiple: float | None = None
+    num_bytes: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> MemoryLimit:
+        """Read `1.5` or `1.5x`, `40GiB`, or `auto`.
+
+        Raises:
+            ValueError: it is none of these.
+        """
+        word = text.strip().upper()
+        if word == "AUTO":
+            return cls()
+        for unit, factor in _UNITS.items():
+            if word.endswith(unit):
+                return cls(num_bytes=int(_positive(word.removesuffix(unit), text) * factor))
+        return cls(multiple=_positive(word.removesuffix("X"), text))
+
+    @property
+    def is_auto(self) -> bool:
+        return self.multiple is None and self.num_bytes is None
+
+    def in_unit_costs(self, num_ranks: int, num_microbatches: int) -> float | None:
+        """The limit in M_B, for a plan made before anything is measured; None if that cannot be said."""
+        return None if self.multiple is None else self.multiple * min(num_ranks, num_microbatches)
+
+    def in_bytes(self, placement: Placement, costs: StageCosts, num_microbatches: int, free_bytes: int | None) -> float:
+        """The limit in the unit of measured costs.
+
+        Args:
+            free_bytes: what the device with the least has free for activations; needed for `auto` alone.
+        """
+        if self.multiple is not None:
+            return self.multiple * one_f_one_b_peak(placement, costs, num_microbatches)
+        if self.num_bytes is not None:
+            return self.num_bytes
+        assert free_bytes is not None
+        return free_bytes
+
+
+def _positive(number: str, text: str) -> float:
+    try:
+        value = float(number)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e18:
+        raise ValueError(f"{text!r} is no memory limit: give a multiple of 1F1B's peak (1.5), bytes (40GiB) or auto")
+    return value
+
+
+def one_f_one_b_peak(placement: Placement, costs: StageCosts, num_microbatches: int) -> float:
+    """The peak of 1F1B's fullest rank: rank r holds min(m, p - r) microbatches of all of its chunks.
+
+    With activation recomputation the oldest of them holds more in its backward than it did since its forward: what is
+    recomputed lives until W.
+    """
+    p, chunks = placement.num_ranks, range(placement.num_chunks)
+    peaks = []
+    for rank in range(p):
+        stages = [placement.stage_of(rank, chunk) for chunk in chunks]
+        held = min(num_microbatches, p - rank) * sum(costs.memory_f[stage] for stage in stages)
+        peaks.append(held + max(0, *(costs.memory_b[stage] for stage in stages)))
+    return max(peaks)

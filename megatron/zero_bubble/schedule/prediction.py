@@ -1,0 +1,45 @@
+"""What a schedule should do at measured costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron.zero_bubble.schedule.formats import Profile
+from megatron.zero_bubble.schedule.generators import generate
+from megatron.zero_bubble.schedule.ir import Schedule
+from megatron.zero_bubble.schedule.simulate import simulate
+from megatron.zero_bubble.schedule.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a schedule should do at measured costs."""
+
+    profile: Profile
+    schedule: Schedule
+
+    @cached_property
+    def _timeline(self) -> Timeline:
+        return simulate(self.schedule, self.profile.costs)
+
+    @property
+    def bubble_rate(self) -> float:
+        return self._timeline.bubble_rate
+
+    @property
+    def milliseconds(self) -> float:
+        """From the first operation anywhere to the last."""
+        return self._timeline.makespan
+
+    @property
+    def peak_bytes(self) -> tuple[float, ...]:
+        """Activations of each rank at their peak."""
+        return self._timeline.peak_memory
+
+    @cached_property
+    def speed_up(self) -> float:
+        """How many times as fast as 1F1B with the same work a rank: the ratio of the costs."""
+        costs = self.profile.costs.whole_ranks(self.schedule.placement)
+        baseline = simulate(generate("1f1b", self.schedule.num_ranks, self.schedule.num_microbatches), costs)
+        return baseline.cost / self._timeline.cost

@@ -1,0 +1,48 @@
+"""The defaults of flags that depend on other flags, on torchrun or on the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from megatron.zero_bubble.training.arguments import Arguments
+
+
+def completed(args: Arguments, environment: Mapping[str, str], has_cuda: bool) -> Arguments:
+    """The flags with what they leave open.
+
+    Raises:
+        ValueError: a default cannot be derived.
+    """
+    args = replace(
+        args,
+        rank=int(environment.get("RANK", "0")),
+        world_size=int(environment.get("WORLD_SIZE", "1")),
+        local_rank=int(environment.get("LOCAL_RANK", "0")),
+        max_position_embeddings=args.max_position_embeddings or args.seq_length,
+        kv_channels=args.kv_channels or _channels_per_head(args),
+        ffn_hidden_size=args.ffn_hidden_size or _mlp_width(args),
+        num_query_groups=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
+        distributed_backend=args.distributed_backend or ("nccl" if has_cuda else "gloo"),
+        tokenizer_type=args.tokenizer_type or ("NullTokenizer" if args.mock_data else None),
+    )
+    if args.recompute_activations and args.recompute_granularity is None:
+        args = replace(args, recompute_granularity="selective")
+    if args.global_batch_size is None:
+        args = replace(args, global_batch_size=args.micro_batch_size * args.data_parallel_size)
+    return args
+
+
+def _channels_per_head(args: Arguments) -> int:
+    if args.hidden_size % args.num_attention_heads != 0:
+        raise ValueError(
+            f"--hidden-size {args.hidden_size} is not a multiple of --num-attention-heads {args.num_attention_heads}"
+        )
+    return args.hidden_size // args.num_attention_heads
+
+
+def _mlp_width(args: Arguments) -> int:
+    if not args.swiglu:
+        return 4 * args.hidden_size
+    # A gated MLP has three matrices instead of two: two thirds of the width keep its size.
+    return max(64, int(args.hidden_size * 8 / 3) // 64 * 64)

@@ -1,0 +1,80 @@
+"""What a memory limit may be, and what it is in the unit of costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from planning import uneven
+
+from megatron.zero_bubble.schedule import Placement, StageCosts, generate, simulate
+from megatron.zero_bubble.schedule.memory_limit import MemoryLimit, one_f_one_b_peak
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("text", "limit"),
+    [
+        ("1", MemoryLimit(multiple=1.0)),
+        ("1.5", MemoryLimit(multiple=1.5)),
+        ("1.5x", MemoryLimit(multiple=1.5)),
+        (" 2X ", MemoryLimit(multiple=2.0)),
+        ("40GiB", MemoryLimit(num_bytes=40 * GIB)),
+        ("0.5 gib", MemoryLimit(num_bytes=GIB // 2)),
+        ("300MiB", MemoryLimit(num_bytes=300 * 2**20)),
+        ("300MB", MemoryLimit(num_bytes=300 * 10**6)),
+        ("2GB", MemoryLimit(num_bytes=2 * 10**9)),
+        ("7KiB", MemoryLimit(num_bytes=7 * 1024)),
+        ("7kb", MemoryLimit(num_bytes=7000)),
+        ("123456B", MemoryLimit(num_bytes=123456)),
+        ("auto", MemoryLimit()),
+        ("AUTO", MemoryLimit()),
+    ],
+)
+def test_a_limit_is_a_multiple_or_bytes_or_auto(text, limit):
+    assert MemoryLimit.parse(text) == limit
+
+
+@pytest.mark.parametrize(
+    "text", ["", "much", "0", "-1", "0GiB", "-2GiB", "nan", "inf", "infGiB", "GiB", "4TiBs", "1.5y", "1e308", "1e30GiB"]
+)
+def test_anything_else_is_refused_in_one_line(text):
+    with pytest.raises(ValueError, match=r"^[^\n]+$") as error:
+        MemoryLimit.parse(text)
+    assert str(error.value) == (
+        f"{text!r} is no memory limit: give a multiple of 1F1B's peak (1.5), bytes (40GiB) or auto"
+    )
+
+
+@pytest.mark.parametrize("p", [1, 2, 4])
+@pytest.mark.parametrize("m", [1, 2, 3, 8])
+def test_the_peak_of_1f1b_is_that_of_simulate(p, m):
+    placement = Placement("linear", p)
+    costs = uneven(placement)
+    simulated = simulate(generate("1f1b", p, m), costs).peak_memory
+    assert one_f_one_b_peak(placement, costs, m) == pytest.approx(max(simulated))
+
+
+def test_the_peak_of_1f1b_counts_all_chunks_of_a_rank():
+    """What 1F1B would take with the same layers on every rank, as one stage each."""
+    placement = Placement("v", 2, 2)
+    costs = replace(uneven(placement), memory_f=(1.0, 10.0, 100.0, 1000.0))
+    assert one_f_one_b_peak(placement, costs, 8) == max(2 * 1001.0, 1 * 110.0)
+
+
+def test_a_limit_in_bytes_of_measured_costs():
+    placement = Placement("linear", 2)
+    costs = StageCosts.uniform(2, memory_f=100.0, memory_b=-50.0, memory_w=-50.0)
+    assert MemoryLimit(multiple=1.5).in_bytes(placement, costs, 8, None) == 300.0
+    assert MemoryLimit(multiple=1.5).in_bytes(placement, costs, 1, None) == 150.0
+    assert MemoryLimit(num_bytes=777).in_bytes(placement, costs, 8, None) == 777
+    assert MemoryLimit().in_bytes(placement, costs, 8, 555) == 555
+
+
+def test_a_limit_before_anything_is_measured():
+    """In M_B, where 1F1B needs one for every rank, and no more than there are microbatches."""
+    assert MemoryLimit(multiple=1.5).in_unit_costs(4, 8) == 6.0
+    assert MemoryLimit(multiple=1.5).in_unit_costs(4, 2) == 3.0
+    assert MemoryLimit(num_bytes=777).in_unit_costs(4, 8) is None
+    assert MemoryLimit().in_unit_costs(4, 8) is None

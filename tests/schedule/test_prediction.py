@@ -1,0 +1,31 @@
+"""What a schedule is predicted to do at measured costs."""
+
+from __future__ import annotations
+
+import pytest
+from planning import uneven
+
+from megatron.zero_bubble.schedule import Placement, StageCosts, generate, simulate
+from megatron.zero_bubble.schedule.formats import Profile
+from megatron.zero_bubble.schedule.plan import Plan
+from megatron.zero_bubble.schedule.prediction import Prediction
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-h2"])
+def test_a_prediction_is_what_simulate_finds(name):
+    placement = Placement("linear", 4)
+    costs = uneven(placement)
+    timeline = simulate(generate(name, 4, 8), costs)
+    prediction = Prediction(Profile(placement, costs, 0.0, {}), Plan.named(name, 4).schedule(8))
+    assert prediction.bubble_rate == timeline.bubble_rate
+    assert prediction.milliseconds == timeline.makespan
+    assert prediction.peak_bytes == timeline.peak_memory
+    assert prediction.speed_up == pytest.approx(simulate(generate("1f1b", 4, 8), costs).cost / timeline.cost)
+
+
+def test_the_speed_up_compares_with_1f1b_of_the_same_layers_a_rank():
+    """Interleaved 1F1B's bubble is (p-1)(F+B+W)/v of a rank's work: with p = 2, v = 2, m = 4, 9/8 against 10/8."""
+    placement = Placement("interleaved", 2, 2)
+    profile = Profile(placement, StageCosts.uniform(4), 0.0, {})
+    prediction = Prediction(profile, Plan.named("interleaved-1f1b", 2).schedule(4))
+    assert prediction.speed_up == pytest.approx((4 + 1) / (4 + 0.5))
