@@ -239,7 +239,7 @@ def test_a_profile_replaces_operations(tmp_path):
 
     file = tmp_path / "profile.json"
     costs = StageCosts.uniform(2, 10, 11, 9, 1, 2**30, -(2**29), -(2**29))
-    file.write_text(profile_to_json(Profile(Placement("linear", 2), costs, 0.0, JobFlags.of(args)))).model
+    file.write_text(profile_to_json(Profile(Placement("linear", 2), costs, 0.0, JobFlags.of(args).model)))
     found = job(*SMALL, "--global-batch-size", "8", tool=["--world-size", "2", "--profile", str(file)])
     assert estimate(found, "1f1b").timeline.costs == costs
     assert estimate(found, "zb-v").timeline.costs.time_f == (5,) * 4
