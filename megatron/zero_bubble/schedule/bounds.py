@@ -123,7 +123,7 @@ class _Path:
 
 @dataclass(frozen=True)
 class _Rank:
-    """What one rank cannot do faster, in the memory that it has."""
+    """The least times of one rank, in the memory that it has."""
 
     path: _Path
     rank: int

@@ -1,4 +1,4 @@
-"""What the operations of each stage cost: the input of a simulation and of a planner."""
+"""Costs of the operations of every stage: the input of a simulation and of a planner."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.zero_bubble.schedule.ir import Placement
 from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
 
 SMALLEST, LARGEST = 1e-50, 1e50
-"""Of what a cost may be, unless it is zero: sums over any schedule, and ratios of costs, are finite then."""
+"""Smallest and largest cost other than zero: sums over any schedule, and ratios of costs, stay finite."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class StageCosts:
     time_b: tuple[float, ...]
     time_w: tuple[float, ...]
     time_comm: tuple[float, ...]
-    """One entry an edge: `num_stages - 1` of them."""
+    """It has one entry for each edge between stages, `num_stages - 1` of them."""
     memory_f: tuple[float, ...]
     memory_b: tuple[float, ...]
     memory_w: tuple[float, ...]

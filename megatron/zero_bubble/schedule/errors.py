@@ -40,5 +40,5 @@ class Infeasible(ScheduleError):
 
 
 def one_line(error: BaseException) -> str:
-    """What an error says, as one line: how a user's mistake is told."""
+    """The error's message as one line, for a user's mistake."""
     return " ".join(str(error).split())

@@ -58,7 +58,7 @@ class Need(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What a communication operation is one end of."""
+    """The message that a communication operation is one end of."""
 
     is_send: bool
     neighbour: int
@@ -183,6 +183,6 @@ SENDS = frozenset(kind for kind, message in MESSAGES.items() if message.is_send)
 RECEIVES = frozenset(kind for kind, message in MESSAGES.items() if not message.is_send)
 COMMUNICATION = SENDS | RECEIVES
 POST_VALIDATION = frozenset(kind for kind, facts in KINDS.items() if facts.is_per_iteration)
-"""What `with_post_validation` adds."""
+"""The operations that `with_post_validation` adds."""
 BACKWARDS = frozenset(kind for kind, facts in KINDS.items() if OpKind.B in facts.makes)
 """The operations that produce the gradient of a stage's input."""

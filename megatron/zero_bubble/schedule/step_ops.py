@@ -42,7 +42,7 @@ def repeat(schedule: Schedule, num_steps: int) -> Schedule:
 
 
 def operation_name(op: Op, num_microbatches: int, num_steps: int) -> str:
-    """How to call an operation of `num_steps` repeated iterations: `F3 of iteration 2`, counted from 1."""
+    """The name of an operation of `num_steps` repeated iterations, such as `F3 of iteration 2`, counted from 1."""
     is_marker = op.kind in POST_VALIDATION
     step, microbatch = (op.microbatch, 0) if is_marker else divmod(op.microbatch, num_microbatches)
     name = op.kind.value if is_marker else str(op._replace(microbatch=microbatch))
@@ -106,7 +106,7 @@ def without_post_validation(schedule: Schedule) -> Schedule:
 
 
 def _closed(schedule: Schedule, counts: list[int]) -> list[int]:
-    """How many forwards stand before VALIDATE on every rank, so that the inputs of these are made by such, too."""
+    """For every rank, the most forwards before VALIDATE, up to `counts`, whose inputs are made by such forwards."""
     placement = schedule.placement
     while True:
         early = {

@@ -92,7 +92,7 @@ class StreamReplay:
 
 
 class _Stream:
-    """What several ranks start in one order, each its own end: the messages of a channel, or a reduction."""
+    """The messages of a channel, or the reductions: several ranks each start their own end, in one order."""
 
     def __init__(self, num_ends: int) -> None:
         self._num_ends = num_ends
@@ -102,7 +102,7 @@ class _Stream:
         self.complete: list[float] = []
         """When message 0, 1, ... was complete."""
         self.waiting: list[int] = []
-        """Ranks that go on when the next one is."""
+        """The ranks that wait for the next message to be complete."""
         self._num_started: list[int] = []
         self._last_start: list[float] = []
 
@@ -145,13 +145,13 @@ class _Launch(NamedTuple):
 
     op: Op | None
     computes: bool
-    """On the compute stream; otherwise it is one end of a message."""
+    """Whether it runs on the compute stream; otherwise it is one end of a message."""
     time: float
-    """Of the computation."""
+    """How long the computation takes."""
     awaited: Sequence[_Message]
-    """What the compute stream waits for before this."""
+    """The messages that the compute stream waits for first."""
     starts: _Message | None
-    """What this is one end of, or, for STEP, takes part in."""
+    """The message that it is one end of, or the reduction that a STEP takes part in."""
     message_time: float = 0
 
 
@@ -165,7 +165,7 @@ class _Host:
         self._sent: dict[_Stream, int] = {}
         """Number of the last message that the rank has sent on each of its channels."""
         self._unused: dict[Op, _Message] = {}
-        """Received, not used yet."""
+        """The messages that were received and not used yet."""
 
     def launches(self) -> Iterator[_Launch]:
         # Channel and time of all messages of one kind and chunk are the same, and so for computations.
@@ -239,12 +239,12 @@ class _Device:
     def __init__(self, launches: Sequence[_Launch], queues: HardwareQueues) -> None:
         self.launches = launches
         self.position = 0
-        """Of the launch that is to start next."""
+        """The position of the launch that is to start next."""
         self.blocked_by: _Stream | None = None
         self.lane: list[TimedOp] = []
         self._in_line = queues is HardwareQueues.ONE
         self._free: float = 0
-        """When the compute stream is done with what it has."""
+        """When the compute stream has finished all that was started."""
         self._issued: float = 0
         """When the last launch left the line."""
 

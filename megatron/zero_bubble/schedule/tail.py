@@ -54,9 +54,9 @@ class Reduction:
 
     ends: tuple[float, ...]
     makespan: float
-    """Until the last gradient anywhere is reduced."""
+    """Time until the last gradient anywhere is reduced."""
     exposed: float
-    """What the makespan has more than without a reduction."""
+    """Time by which the reduction makes the makespan longer."""
 
 
 def simulate_reduction(
@@ -98,7 +98,7 @@ def simulate_reduction(
 
 
 def _last_gradients(lane: Sequence[TimedOp], num_chunks: int, by_parameter: bool) -> list[tuple[TimedOp, TimedOp]]:
-    """Of each chunk, the first and the last of the operations that together complete its gradients."""
+    """For each chunk, the first and the last of the operations that together complete its gradients."""
     timed = {one.op: one for one in lane}
     last: dict[int, tuple[TimedOp, TimedOp]] = {}
     ops = [one.op for one in lane]

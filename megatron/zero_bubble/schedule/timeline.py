@@ -1,4 +1,4 @@
-"""What a simulation finds: when every operation runs, and the figures that follow."""
+"""The result of a simulation: when every operation runs, and the figures that follow."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.zero_bubble.schedule.memory import peak_memory
 
 
 class HardwareQueues(Enum):
-    """From how many lines of launches a GPU takes its work."""
+    """The number of hardware queues from which a GPU takes its launches."""
 
     ONE = "1"
     """`CUDA_DEVICE_MAX_CONNECTIONS=1`, which Megatron-LM demands for tensor parallelism on GPUs before Blackwell."""
@@ -43,7 +43,7 @@ class Timeline:
     overlap_communication: bool
     lanes: tuple[tuple[TimedOp, ...], ...]
     hardware_queues: HardwareQueues | None = None
-    """Of the GPUs on whose streams messages went; None where messages wait for nothing."""
+    """The hardware queues of the simulated GPUs; None where messages do not wait for launches."""
 
     @property
     def spans(self) -> tuple[float, ...]:

@@ -13,7 +13,7 @@ PAPER = "#ffffff"
 LANE = "#f2f2f2"
 STRONG = "#000000"
 LABEL_INKS = ("#111111", "#fefefe")
-"""On light and on dark operations; unlike the others they stay in the dark, as the operations do."""
+"""Colours of labels on light and on dark operations. They are the same on a dark page, as the operations are."""
 
 _IN_THE_DARK = {INK: "#e6edf3", FAINT: "#30363d", PAPER: "#0d1117", LANE: "#21262d", STRONG: "#ffffff"}
 _STYLE = (

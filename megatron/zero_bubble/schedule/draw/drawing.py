@@ -42,7 +42,7 @@ class Drawing:
 
     @property
     def num_microbatches(self) -> int:
-        """Of one iteration."""
+        """The number of microbatches of one iteration."""
         return self.timeline.schedule.num_microbatches // self.steps
 
     def name(self, op: Op) -> str:
@@ -62,7 +62,7 @@ class Drawing:
 
     @property
     def right(self) -> float:
-        """Where the lanes end."""
+        """The right end of the lanes."""
         return self.width - RIGHT
 
     @cached_property
@@ -123,7 +123,7 @@ class Drawing:
         return size if size is not None and _type_width(self.label(op)) * size <= room else None
 
     def squeezed(self, op: Op, width: float) -> float | None:
-        """How wide to make the label to fit there; None if it need not be squeezed."""
+        """The width in pixels to squeeze the label to; None if it fits as it is."""
         letters = (0.96 if letter == "W" else 0.62 for letter in self.label(op))
         natural = sum(letters) * self._label_sizes[op.kind]
         return width - _LABEL_MARGIN if natural > width - _LABEL_MARGIN else None

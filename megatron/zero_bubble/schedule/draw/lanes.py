@@ -14,7 +14,7 @@ from megatron.zero_bubble.schedule.kinds import KINDS, POST_VALIDATION
 from megatron.zero_bubble.schedule.memory import memory_held
 
 _MARK_WIDTH = 3
-"""Of STEP and VALIDATE, which take no time in a simulation."""
+"""Pixels of a STEP or VALIDATE, which take no time in a simulation."""
 _ARROW_HEAD = 5
 
 

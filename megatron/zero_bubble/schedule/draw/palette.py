@@ -5,10 +5,10 @@ from __future__ import annotations
 from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
 
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-"""For lines that belong to different schedules."""
+"""Colours of lines that belong to different schedules."""
 
 _RANKS = ("#9146a8", "#4570be", "#1f968b", "#55b34c")
-"""From dark to light as viridis, but neither too light on white paper nor too dark on black."""
+"""Colours of ranks, from dark to light as in viridis, but neither too light on white nor too dark on black."""
 
 
 def mix(first: str, second: str, share: float) -> str:

@@ -21,7 +21,7 @@ Setting = int | float | str | bool | None
 
 @dataclass(frozen=True)
 class Profile:
-    """What a run's stages cost.
+    """The measured costs of a run's stages.
 
     `costs` are in milliseconds and bytes. `noise` is the largest relative spread of a measured time
     (half the interquartile range over the median). `model` holds the settings that the costs depend on. `inside` is the

@@ -25,7 +25,7 @@ from megatron.zero_bubble.schedule.ir import Placement, PlacementKind, Schedule,
 from megatron.zero_bubble.schedule.memory import peak_memory
 
 MemoryLimit = float | Sequence[float]
-"""For all ranks, or one a rank; in the unit of the costs' memory."""
+"""One limit for all ranks, or one a rank, in the unit of the costs' memory."""
 
 
 @dataclass(frozen=True)

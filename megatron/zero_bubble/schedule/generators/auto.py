@@ -31,7 +31,7 @@ BUDGET = 600_000
 LEAST_CANDIDATES = 12
 """Candidates to try however large the schedule is."""
 SIMPLE = (one_f_one_b, zb_h1, zb_h2, gpipe)
-"""What needs no costs: nothing that is planned is worse, where these fit."""
+"""The schedules that need no costs. Where they fit, the planned schedule is not worse."""
 WORTH_CLIMBING = 0.001
 """The distance from the bound above which single ranks are tuned."""
 
@@ -46,8 +46,8 @@ def auto(
 ) -> Schedule:
     """The best schedule found for these costs within `memory_limit` (one a rank; by default 2p M_B, as ZB-2p).
 
-    Searches over the number of F before the first B of every rank, and over rules for the gaps; see
-    `planner`. The larger the limit the shorter the span: what a lower limit allows is tried too, in steps of
+    It searches over the number of F before the first B of every rank, and over rules for the gaps; see
+    `search`. The larger the limit the shorter the span: what a lower limit allows is tried too, in steps of
     p/8 M_B. Never worse than GPipe, 1F1B, ZB-H1 and ZB-H2 where they fit. Raises `Infeasible` with the smallest
     limit that works.
     """

@@ -38,7 +38,7 @@ _Key = tuple[OpKind, int, int]
 
 @dataclass(frozen=True)
 class Solution:
-    """What the solver found."""
+    """The best schedule that the solver found, and its bound."""
 
     schedule: Schedule
     cost: float

@@ -27,7 +27,7 @@ LEAST_CANDIDATES = 8
 PERIOD = 6
 """Slots of a block on one rank, where F, B and W of a chunk take one each."""
 SHARES = (2 / 3, 0.5, 1.0, 0.75)
-"""Of the slots that a leg down and the leg up that ends the same life span have together, those of the first."""
+"""Shares of the slots that go to a leg down; the rest goes to the leg up that ends the same life span."""
 
 
 def zb_v(
@@ -178,7 +178,7 @@ class _Block:
 
     @classmethod
     def of(cls, problem: Problem) -> _Block:
-        """At the costs of most stages."""
+        """The block at the median costs of the stages."""
         size, comm = problem.num_stages, median(problem.message or (0,))
         kinds = [slice(kind * size, (kind + 1) * size) for kind in range(3)]
         f, b = (median(problem.latency[kind]) + comm for kind in kinds[:2])

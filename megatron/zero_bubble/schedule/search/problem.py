@@ -1,4 +1,4 @@
-"""What is to be planned, flattened into tuples that a planner's inner loop can index."""
+"""A planning problem, flattened into tuples that a planner's inner loop can index."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Footprint:
     """
 
     whole: float
-    """From the start of F to the end of B."""
+    """Memory from the start of F to the end of B."""
     after_b: float
-    """From the end of B to the end of W."""
+    """Memory from the end of B to the end of W."""
     after_w: float
-    """For ever: zero, unless W releases less than F and B took."""
+    """Memory from the end of W on: zero, unless W releases less than F and B took."""
 
     @classmethod
     def of(cls, costs: StageCosts, stage: int) -> Footprint:
@@ -157,7 +157,7 @@ class Problem:
 
     @cached_property
     def bound(self) -> float:
-        """What the longest span of a rank does not get below.
+        """A lower bound on the longest span of a rank.
 
         A rank's span has all of its messages but the one before its first F: its last operation, a W, sends nothing.
         """
@@ -204,5 +204,5 @@ class Problem:
 
 
 def tolerance(amount: float) -> float:
-    """By how much sums of floats that should be equal may differ."""
+    """The amount by which sums of floats that should be equal may differ."""
     return 1e-9 * abs(amount)
