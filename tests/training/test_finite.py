@@ -171,6 +171,7 @@ def test_a_perplexity_is_never_finite_where_its_loss_is_not(ends: Ends, training
     assert ends.latest(f"{training}, trained on") == 6
 
 
+@pytest.mark.exhaustive
 def test_a_loss_scale_that_adapts_skips_the_step(ends: Ends) -> None:
     """As in Megatron-LM, the check is off there."""
     text = ends.printed("fp16, the scale adapts")

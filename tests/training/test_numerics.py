@@ -1,6 +1,6 @@
 """The promise: every schedule gives, bit for bit, the numbers of megatron-core's own schedule.
 
-`make test` runs each schedule on two ranks, in fp32 or bf16, two of them on four, and the models that take other ways
+`make test` runs each schedule on two ranks, in fp32 or bf16, one of them on four, and the models that take other ways
 through the layers. `make test-all` runs every combination: the same code at other sizes.
 """
 
@@ -49,9 +49,9 @@ MODELS = {
         "1",
     ),
 }
-QUICK_MODELS = ("llama-like", "experts", "fp16")
+QUICK_MODELS = ("llama-like", "fp16")
 IN_MAKE_TEST = {(2, schedule, "fp32", 8) for schedule in SCHEDULES}
-IN_MAKE_TEST |= {(2, "zb-h1", "bf16", 4), (4, "zb-h1", "bf16", 8), (4, "zb-h2", "bf16", 8)}
+IN_MAKE_TEST |= {(2, "zb-h1", "bf16", 4), (4, "zb-h2", "bf16", 8)}
 
 
 def flags(num_ranks: int, num_microbatches: int, *more: str) -> list[str]:
@@ -98,8 +98,13 @@ def test_every_schedule_equals_megatron_core(
     assert numerics[p].numerics(ours) == numerics[p].numerics(megatrons)
 
 
-@RANKS
-@pytest.mark.parametrize("schedule", PLANNED)
+@pytest.mark.parametrize(
+    ("p", "schedule"),
+    [
+        pytest.param(*case, marks=() if case == (2, "auto") else pytest.mark.exhaustive)
+        for case in product((2, 4), PLANNED)
+    ],
+)
 def test_planned_schedules_equal_megatron_cores(numerics: dict[int, Trainings], p: int, schedule: str) -> None:
     """Planned in the middle of the run, but for the optimal one."""
     assert numerics[p].numerics(schedule) == numerics[p].numerics("base-fp32-8")
