@@ -1,6 +1,6 @@
 """The benchmark of schedules with emulated compute: what it prints, never how fast it was.
 
-`make test` runs one emulation and one with peers; `make test-all` also the other modes, whose parts have tests here
+`make test` runs one emulation; `make test-all` also the other modes, whose parts have tests here
 that start no ranks.
 """
 
@@ -91,6 +91,7 @@ def test_a_run_leaves_a_profile_and_timelines(tmp_path):
     assert sum(event["ph"] == "X" for event in trace) == 2 * 2 * 3 * 4
 
 
+@pytest.mark.exhaustive
 def test_a_table_with_slow_messages_and_a_peer_that_refuses():
     result = run(*QUICK[:3], "3", *QUICK[4:], "--schedule", "zb-h1", "--time-comm", "1", "--peers", "--markdown")
     assert result.returncode == 0, result.stderr

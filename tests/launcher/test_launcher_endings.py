@@ -1,6 +1,6 @@
 """However a job under the launcher ends, all of its processes are gone soon, with a status that tells how it went.
 
-`make test` runs an error and a signal; the other endings go the ways of `tests/training/test_endings.py`, through the
+`make test` runs a signal; the other endings go the ways of `tests/training/test_endings.py`, through the
 same code, and are in `make test-all`.
 """
 
@@ -48,6 +48,7 @@ def test_a_script_that_is_done(start, more) -> None:
     assert job.end(SECONDS)[:2] == (0, []), job.errors
 
 
+@pytest.mark.exhaustive
 def test_an_error_in_the_script(start, tmp_path: Path) -> None:
     """The traceback keeps the loader, whose workers do not end by SIGTERM."""
     checkout = tmp_path / "checkout"

@@ -82,7 +82,7 @@ REPLICAS = {
 }
 
 
-QUICK = ("post-validation: gradient", "V: loss", "gradient, sharded")
+QUICK = ("post-validation: gradient", "gradient, sharded")
 
 
 class Ends:

@@ -49,7 +49,7 @@ MODELS = {
         "1",
     ),
 }
-QUICK_MODELS = ("llama-like", "fp16")
+QUICK_MODELS = ("llama-like", "experts", "fp16")
 IN_MAKE_TEST = {(2, schedule, "fp32", 8) for schedule in SCHEDULES}
 IN_MAKE_TEST |= {(2, "zb-h1", "bf16", 4), (4, "zb-h2", "bf16", 8)}
 

@@ -46,8 +46,8 @@ LAYOUTS["cp2"] = ("--context-parallel-size", "2", *NO_DROPOUT)
 SCHEDULES = ("zb-h1", "zb-2p")
 
 
-QUICK_LAYOUTS = ("tp2-sp", "dp2-ep2", "cp2")
-"""`test_matrix.py` runs the overlapped distributed optimizer."""
+QUICK_LAYOUTS = ("tp2-sp", "cp2")
+"""`test_matrix.py` runs the overlapped distributed optimizer, `test_numerics.py` experts."""
 
 
 @pytest.fixture(scope="module")

@@ -161,6 +161,7 @@ def test_the_inverse_is_close(trainings: dict[object, Trainings]) -> None:
         assert float.fromhex(b["lm_loss"]) == pytest.approx(float.fromhex(a["lm_loss"]), rel=1e-4)
 
 
+@pytest.mark.exhaustive  # tests/launcher/test_launch.py compares such logs, too
 def test_what_is_logged_is_settled(tmp_path: Path) -> None:
     """The norm belongs to its iteration; rollbacks are counted; evaluation and checkpoints see the right parameters."""
     more = ("--eval-interval", "4", "--eval-iters", "1", "--save-interval", "6", "--exit-signal-handler")

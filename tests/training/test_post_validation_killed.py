@@ -1,9 +1,14 @@
-"""Killed around an optimizer step that is not validated yet, and resumed: as if nothing had happened."""
+"""Killed around an optimizer step that is not validated yet, and resumed: as if nothing had happened.
+
+It starts a job for every place, in `make test-all`; `test_resume.py` kills and resumes a job in `make test`.
+"""
 
 from __future__ import annotations
 
 import subprocess
 from pathlib import Path
+
+import pytest
 
 from tests.dying_training import DIE, PLACES
 from tests.launch import ROOT, TINY_GPT, environment, torchrun
@@ -27,6 +32,7 @@ def train(folder: Path, death: str, *more: str) -> int:
         ).returncode
 
 
+@pytest.mark.exhaustive
 def test_killed_in_a_step_before_its_validation_and_in_a_rollback(tmp_path: Path) -> None:
     """One run dies three times, at another place each time, and is resumed from its last checkpoint each time."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"

@@ -1,6 +1,6 @@
 """A run that is cut short and resumed goes on as if nothing had happened.
 
-`make test` kills a job and resumes it, and cuts one kind of optimizer in two. In `make test-all` are also what
+`make test` kills a job and resumes it. In `make test-all` are also what
 `test_endings.py`, `test_save_lock.py` and `test_checkpoint_files.py` test in essence, and the other optimizers.
 """
 
@@ -174,13 +174,8 @@ OPTIMIZERS = {
 }
 
 
-QUICK_OPTIMIZERS = ("bf16-overlap",)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in QUICK_OPTIMIZERS else pytest.mark.exhaustive) for name in OPTIMIZERS],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_goes_on_where_it_was(tmp_path: Path, name: str) -> None:
     """Six iterations, at once and in two jobs, in two replicas, which may share the state of the optimizer.
 
