@@ -5,12 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
-from megatron.zero_bubble.mcore.cpu import substitute_cuda
+from megatron.zero_bubble.cli.trainings import complete_arguments, one_process, rank_model
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Placement
 
@@ -53,7 +52,7 @@ class Round:
 
 def measure_split(size: ModelSize, rounds: int) -> list[Round]:
     """One microbatch through both models in turn; which of them goes first alternates too."""
-    with _one_rank(size.flags()) as (fused, split, store):
+    with _both_models(size.flags()) as (fused, split, store):
         batch = _batch(size)
         _run_fused(fused, batch)
         _run_split(split, store, batch)
@@ -70,25 +69,14 @@ def measure_split(size: ModelSize, rounds: int) -> list[Round]:
 
 
 @contextmanager
-def _one_rank(flags: Sequence[str]) -> Iterator[tuple[torch.nn.Module, torch.nn.Module, WeightGradStore]]:
+def _both_models(flags: Sequence[str]) -> Iterator[tuple[torch.nn.Module, torch.nn.Module, WeightGradStore]]:
     """The model twice, as training builds it: whole layers of megatron-core's, and split ones."""
-    substitution = substitute_cuda()
-    # Only now: megatron-core looks at the device while it is imported.
-    from megatron.zero_bubble.training.arguments import parse_arguments
-    from megatron.zero_bubble.training.checks import complete_and_check
-    from megatron.zero_bubble.training.initialize import initialized
-    from megatron.zero_bubble.training.model import build_model, transformer_config
-
-    args, _ = complete_and_check(parse_arguments(flags, "benchmarks.overhead"), {}, has_cuda=False)
-    args = replace(args, padded_vocab_size=args.vocab_size or 0)
+    args = complete_arguments(flags, 1, "benchmarks.overhead", has_cuda=False)
     placement, store = Placement("linear", 1), WeightGradStore()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    with initialized(args, placement):
-        [fused] = build_model(args, transformer_config(args, 1, None), placement, None)
-        [split] = build_model(args, transformer_config(args, 1, None), placement, store)
+    with one_process(args):
+        [fused] = rank_model(args, placement, 0, None)
+        [split] = rank_model(args, placement, 0, store)
         yield fused, split, store
-    dist.destroy_process_group()
-    substitution.restore()
 
 
 _Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

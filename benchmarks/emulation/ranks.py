@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import signal
 import tempfile
 from dataclasses import dataclass, replace
+from multiprocessing import forkserver
 from pathlib import Path
 
 import torch.multiprocessing
@@ -37,10 +39,20 @@ def run_job(job: EmulatedJob) -> Records:
         job = replace(job, directory=Path(directory))
         # The server imports once and forks every rank: eight imports of torch on two cores take a while.
         multiprocessing.set_forkserver_preload(["torch.distributed.pipelining"])
+        _start_server_deaf_to_interrupts()
         torch.multiprocessing.start_processes(
             run_rank, args=(job,), nprocs=job.world_size, start_method="forkserver", daemon=True
         )
         return _gather([json.loads((job.directory / f"rank{rank}.json").read_text()) for rank in range(job.world_size)])
+
+
+def _start_server_deaf_to_interrupts() -> None:
+    """Start the server so that it and its ranks ignore Ctrl-C: this process ends them, and they print nothing."""
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def _gather(reports: list[dict]) -> Records:

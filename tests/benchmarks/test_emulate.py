@@ -6,13 +6,17 @@ that start no ranks.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -243,3 +247,27 @@ def test_emulated_compute_remembers_its_span():
     assert emulation.last_end - emulation.first_start >= 0.005
     emulation.reset()
     assert emulation.last_end == 0
+
+
+def test_ctrl_c_ends_all_ranks_without_a_word(tmp_path):
+    errors = tmp_path / "errors"
+    flags = (*SIZE, "--schedule", "zb-h1", "--steps", "1000")
+    with errors.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.emulate", *flags], cwd=ROOT, stderr=file, start_new_session=True
+        )
+    emulation = psutil.Process(process.pid)
+    while process.poll() is None and sum("forkserver" in " ".join(p.cmdline()) for p in children(emulation)) < 3:
+        time.sleep(0.1)
+    begun = children(emulation)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(timeout=120) == 130
+    psutil.wait_procs(begun, timeout=30)
+    assert not [p for p in begun if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    assert "Traceback" not in errors.read_text()
+
+
+def children(process: psutil.Process) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.Error):
+        return [child for child in process.children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
+    return []

@@ -17,7 +17,13 @@ from megatron.zero_bubble.cli.trainings import complete_arguments, one_process, 
 from megatron.zero_bubble.schedule import Placement, StageCosts
 from megatron.zero_bubble.schedule.formats import Profile, profile_to_json
 from megatron.zero_bubble.training.flops import flops_per_iteration
-from megatron.zero_bubble.training.model_size import Parameters, Stage, stage_activations, stage_flops, stage_parameters
+from megatron.zero_bubble.training.model_size import (
+    Parameters,
+    StageLayers,
+    stage_activations,
+    stage_flops,
+    stage_parameters,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,14 +66,14 @@ def test_parameters_are_those_of_megatron_cores_model(model, placement):
 
 def test_a_single_stage_shares_its_tied_embedding():
     args = arguments()
-    stage = Stage(8, is_first=True, is_last=True)
+    stage = StageLayers(8, is_first=True, is_last=True)
     untied = arguments("--untie-embeddings-and-output-weights")
     table = args.padded_vocab_size * args.hidden_size
     assert stage_parameters(untied, stage).dense - stage_parameters(args, stage).dense == table
 
 
 def test_tensor_parallel_ranks_share_matrices_and_column_biases():
-    layer = Stage(1, is_first=False, is_last=False)
+    layer = StageLayers(1, is_first=False, is_last=False)
     whole = stage_parameters(arguments(), layer).dense
     half = stage_parameters(arguments("--tensor-model-parallel-size", "2", world_size=4), layer).dense
     # Both norms, and the biases of the two row-parallel layers, are on every rank.
@@ -88,7 +94,7 @@ def test_operations_are_those_of_the_log_line(model):
 def test_a_plain_layer_costs_what_is_published():
     args = arguments("--bf16")
     s, b, h, a = 16, 2, 48, 4
-    layer = Stage(1, is_first=False, is_last=False)
+    layer = StageLayers(1, is_first=False, is_last=False)
     assert stage_flops(args, layer) == (s * b * h * (24 * h + 4 * s), s * b * h * (24 * h + 8 * s), s * b * h * 24 * h)
     held = stage_activations(args, layer)
     assert held.after_f == s * b * (34 * h + 5 * a * s)
@@ -99,7 +105,7 @@ def test_tensor_and_sequence_parallel_activations_are_as_published():
     """Korthikanti et al. 2022: sbh (10 + 24/t + 5as/(ht)), and all of it over t with sequence parallelism."""
     s, b, h, a, t = 16, 2, 48, 4, 2
     flags = ("--bf16", "--tensor-model-parallel-size", "2")
-    layer = Stage(1, is_first=False, is_last=False)
+    layer = StageLayers(1, is_first=False, is_last=False)
     split = stage_activations(arguments(*flags, world_size=4), layer).after_f
     assert split == pytest.approx(s * b * h * (10 + 24 / t + 5 * a * s / (h * t)))
     sequence = stage_activations(arguments(*flags, "--sequence-parallel", world_size=4), layer).after_f
@@ -107,7 +113,7 @@ def test_tensor_and_sequence_parallel_activations_are_as_published():
 
 
 def test_context_parallel_ranks_share_tokens_but_not_keys():
-    layer = Stage(1, is_first=False, is_last=False)
+    layer = StageLayers(1, is_first=False, is_last=False)
     whole, half = arguments("--bf16"), arguments("--bf16", "--context-parallel-size", "2", world_size=4)
     assert stage_activations(half, layer).after_f == stage_activations(whole, layer).after_f / 2
     assert stage_flops(half, layer).total == stage_flops(whole, layer).total / 2
@@ -126,7 +132,7 @@ def test_context_parallel_ranks_share_what_zero_divides(capsys):
 
 
 def test_recomputation_keeps_less_and_computes_more():
-    layer = Stage(4, is_first=False, is_last=False)
+    layer = StageLayers(4, is_first=False, is_last=False)
     plain, selective = arguments("--bf16"), arguments("--bf16", "--recompute-activations")
     full = arguments(
         *("--bf16", "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")

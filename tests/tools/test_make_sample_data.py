@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -11,22 +10,18 @@ from pathlib import Path
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+from megatron.zero_bubble.training import sample_data
 from megatron.zero_bubble.training.tokenizer import build_tokenizer
+from tools.make_sample_data import main
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "make_sample_data.py"
-SPEC = importlib.util.spec_from_file_location("make_sample_data", TOOL)
-assert SPEC is not None
-assert SPEC.loader is not None
-sample_data = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(sample_data)
-
 MAX_BYTES = 1_100_000
 FILES = ["manifest.json", "stdlib.jsonl", "stdlib_text_document.bin", "stdlib_text_document.idx", "tokenizer.json"]
 
 
 def make(folder: Path, *flags: str) -> int:
     sizes = ["--max-bytes", str(MAX_BYTES), "--vocab-size", "512", "--workers", "1"]
-    return sample_data.main(["--output-dir", str(folder), *sizes, *flags])
+    return main(["--output-dir", str(folder), *sizes, *flags])
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -138,6 +133,6 @@ def test_a_python_without_sources_is_one_line(
 
 def test_a_vocabulary_without_room_for_the_bytes_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        sample_data.main(["--vocab-size", "256"])
+        main(["--vocab-size", "256"])
     assert stopped.value.code == 2
     assert "--vocab-size must be at least 257" in capsys.readouterr().err

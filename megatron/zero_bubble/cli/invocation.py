@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class TrainingFlags:
+class FollowingFlags:
     """Flags of `pretrain_gpt.py`, which follow `--` on the command line and are read by what trains."""
 
     training_flags: tuple[str, ...] = ()
@@ -68,7 +68,7 @@ def read_flags(arguments: type[T], argv: Sequence[str], prog: str, description: 
         ValueError: a flag that is unknown, missing or wrong; one line.
     """
     words, more, usage = list(argv), {}, None
-    if issubclass(arguments, TrainingFlags):
+    if issubclass(arguments, FollowingFlags):
         cut = words.index("--") if "--" in words else len(words)
         words, more = words[:cut], {"training_flags": tuple(words[cut + 1 :])}
         usage = "%(prog)s [flags] -- <pretrain_gpt.py's flags>"

@@ -21,14 +21,14 @@ class CommandFlags:
 
 
 @dataclass(frozen=True)
-class OutputFlags(CommandFlags):
+class FileFlags(CommandFlags):
     """output"""
 
     output: Path | None = flag("write there instead of printing", None, parse=Path, metavar="FILE")
 
 
 @dataclass(frozen=True)
-class ResultFlags(OutputFlags):
+class ResultFlags(FileFlags):
     """output"""
 
     json: bool = flag("print JSON", False)

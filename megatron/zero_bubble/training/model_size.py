@@ -23,7 +23,7 @@ class Linear(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageLayers:
     """What one pipeline stage holds."""
 
     num_layers: int
@@ -63,7 +63,7 @@ def _widths(args: Arguments) -> tuple[int, int]:
     return args.kv_channels * args.num_attention_heads, args.kv_channels * args.num_query_groups
 
 
-def stage_parameters(args: Arguments, stage: Stage) -> Parameters:
+def stage_parameters(args: Arguments, stage: StageLayers) -> Parameters:
     """Parameters of a stage. A tied output layer has a copy of the embedding, unless both are in this stage."""
     norm = args.hidden_size * (1 if args.normalization == "RMSNorm" else 2)
     dense, expert = stage.num_layers * (2 * norm + _sum_of(args, attention_linears(args))), 0
@@ -106,7 +106,7 @@ class Flops(NamedTuple):
         return self.f + self.b + self.w
 
 
-def stage_flops(args: Arguments, stage: Stage) -> Flops:
+def stage_flops(args: Arguments, stage: StageLayers) -> Flops:
     """F = sbh (24h + 4s), B = sbh (24h + 8s), W = sbh 24h of a plain layer (Qi et al. 2024), and logits.
 
     The local attention computes the whole matrix of scores, whatever the mask leaves of it; under context
@@ -132,7 +132,7 @@ def _computed_linears(args: Arguments) -> Iterator[Linear]:
         yield from mlp_linears(args)
 
 
-def _recomputed_layers(args: Arguments, stage: Stage) -> int:
+def _recomputed_layers(args: Arguments, stage: StageLayers) -> int:
     """How many of the stage's layers are recomputed at all."""
     if args.recompute_granularity == "full" and args.recompute_method == "block":
         return min(stage.num_layers, args.recompute_num_layers or 0)
@@ -148,7 +148,7 @@ class Activations(NamedTuple):
     """Held from B to W: the inputs of the linear layers and the gradients of their outputs."""
 
 
-def stage_activations(args: Arguments, stage: Stage) -> Activations:
+def stage_activations(args: Arguments, stage: StageLayers) -> Activations:
     """M_B = sb (34h + 5as) and M_W = 32 sbh bytes of a plain layer in half precision with dropout, and logits.
 
     Korthikanti et al. 2022 count the first, Qi et al. 2024 the second, for layers of the plain kind; here every

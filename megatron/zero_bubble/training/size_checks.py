@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from megatron.zero_bubble.training.arguments import Arguments
-from megatron.zero_bubble.training.model_size import Stage, element_bytes, rank_tokens, stage_parameters
+from megatron.zero_bubble.training.model_size import StageLayers, element_bytes, rank_tokens, stage_parameters
 
 
 def check_memory(args: Arguments) -> None:
@@ -45,18 +45,18 @@ def _smallest_needs(args: Arguments) -> Iterator[tuple[float, str, str]]:
     size, tensor = element_bytes(args), args.tensor_model_parallel_size
     # With its gradient. Some rank has the average number of layers.
     states = 2 * size
-    layers = stage_parameters(args, Stage(-(-args.num_layers // args.pipeline_model_parallel_size), False, False))
+    layers = stage_parameters(args, StageLayers(-(-args.num_layers // args.pipeline_model_parallel_size), False, False))
     widths = f"--hidden-size {args.hidden_size} --ffn-hidden-size {args.ffn_hidden_size}"
     experts = "" if args.num_experts is None else f" --num-experts {args.num_experts}"
     yield sum(layers) * states, "parameters and gradients", f"--num-layers {args.num_layers} {widths}{experts}"
     if args.mtp_num_layers is not None:
-        further = stage_parameters(args, Stage(args.mtp_num_layers, False, False))
+        further = stage_parameters(args, StageLayers(args.mtp_num_layers, False, False))
         yield (
             sum(further) * states,
             "parameters and gradients",
             f"--mtp-num-layers {args.mtp_num_layers} {widths}{experts}",
         )
-    table = sum(stage_parameters(args, Stage(0, True, False)))
+    table = sum(stage_parameters(args, StageLayers(0, True, False)))
     yield (
         table * states,
         "embeddings and their gradients",

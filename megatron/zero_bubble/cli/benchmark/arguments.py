@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.zero_bubble.cli.flag_values import at_least
-from megatron.zero_bubble.cli.invocation import TrainingFlags
+from megatron.zero_bubble.cli.invocation import FollowingFlags
 from megatron.zero_bubble.cli.shared_flags import SizeFlags, TableFlags
 from megatron.zero_bubble.job.flag_parser import flag
 
@@ -23,7 +23,7 @@ def _count(help: str, default: int, smallest: int = 1) -> Any:
 
 
 @dataclass(frozen=True)
-class BenchmarkFlags(SizeFlags, TableFlags, TrainingFlags):
+class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
     """the trainings"""
 
     schedule: list[str] | None = flag(

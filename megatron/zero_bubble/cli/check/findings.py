@@ -12,7 +12,7 @@ from megatron.zero_bubble.cli.check.rank_check import RankFindings
 from megatron.zero_bubble.cli.check.stage_run import NUM_RANKS, MemoryCheck, StageProfile
 from megatron.zero_bubble.cli.output import table
 from megatron.zero_bubble.schedule import OpKind, generate, placement_for, simulate
-from megatron.zero_bubble.training.model_size import Stage, stage_activations, stage_flops
+from megatron.zero_bubble.training.model_size import StageLayers, stage_activations, stage_flops
 
 PRICE_LIMIT = 1.03
 """Of B + W over the fused backward."""
@@ -49,8 +49,8 @@ class StageCheck:
         return flops / sum(self.profile.time(kind) for kind in (OpKind.F, OpKind.B, OpKind.W)) / 1e9
 
     @property
-    def _stage(self) -> Stage:
-        return Stage(self.model.layers_a_stage, is_first=False, is_last=False)
+    def _stage(self) -> StageLayers:
+        return StageLayers(self.model.layers_a_stage, is_first=False, is_last=False)
 
     @property
     def expected_memory(self) -> tuple[float, float]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.zero_bubble.cli.flag_values import at_least, positive
-from megatron.zero_bubble.cli.invocation import TrainingFlags
+from megatron.zero_bubble.cli.invocation import FollowingFlags
 from megatron.zero_bubble.cli.shared_flags import CommandFlags, TableFlags
 from megatron.zero_bubble.job.flag_parser import flag
 
@@ -54,7 +54,7 @@ class ClusterFlags(CommandFlags):
 
 
 @dataclass(frozen=True)
-class EstimateFlags(ClusterFlags, TableFlags, TrainingFlags):
+class EstimateFlags(ClusterFlags, TableFlags, FollowingFlags):
     """what is estimated"""
 
     zero_stage: int | None = flag(

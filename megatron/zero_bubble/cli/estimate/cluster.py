@@ -8,7 +8,7 @@ from megatron.zero_bubble.job.job_flags import JobFlags
 from megatron.zero_bubble.job.layers import layers_of_layout, spread_layout
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.training.arguments import Arguments
-from megatron.zero_bubble.training.model_size import Parameters, Stage, element_bytes, stage_parameters
+from megatron.zero_bubble.training.model_size import Parameters, StageLayers, element_bytes, stage_parameters
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Cluster:
         return 1e3 * (self.latency + num_bytes / self.bandwidth)
 
 
-def stages_of(args: Arguments, placement: Placement) -> list[Stage]:
+def stages_of(args: Arguments, placement: Placement) -> list[StageLayers]:
     """The stages in model order.
 
     Raises:
@@ -38,7 +38,7 @@ def stages_of(args: Arguments, placement: Placement) -> list[Stage]:
     """
     last = placement.num_stages - 1
     layers = _layers_of(args, placement)
-    return [Stage(count, stage == 0, stage == last) for stage, count in enumerate(layers)]
+    return [StageLayers(count, stage == 0, stage == last) for stage, count in enumerate(layers)]
 
 
 def _layers_of(args: Arguments, placement: Placement) -> list[int]:

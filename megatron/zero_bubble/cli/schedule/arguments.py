@@ -9,8 +9,8 @@ from typing import Any
 from megatron.zero_bubble.cli.flag_values import at_least, positive
 from megatron.zero_bubble.cli.shared_flags import (
     CommandFlags,
+    FileFlags,
     LimitFlags,
-    OutputFlags,
     PostValidationFlags,
     ResultFlags,
     ScheduleFlags,
@@ -86,7 +86,7 @@ class ListFlags(ResultFlags):
 
 
 @dataclass(frozen=True)
-class GenerateFlags(SourceFlags, PostValidationFlags, OutputFlags):
+class GenerateFlags(SourceFlags, PostValidationFlags, FileFlags):
     """format"""
 
     format: str | None = flag(

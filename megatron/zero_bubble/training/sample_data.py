@@ -1,0 +1,185 @@
+"""A sample to train on: the Python standard library's source and documentation, tokenised.
+
+The folder appears under its name only when it is complete, and a second call finds it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import shutil
+import sys
+import sysconfig
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+from tqdm import tqdm
+
+END_OF_DOCUMENT = "<|endoftext|>"
+FORMAT = 1  # raise it when the same Python and flags give other files than before
+MIN_BYTES = 1_000_000
+
+# Other people's packages, tests, and tables of character sets: not prose, not programs, or not there everywhere.
+SKIPPED_FOLDERS = {
+    "__pycache__",
+    "dist-packages",
+    "encodings",
+    "idlelib",
+    "lib2to3",
+    "pydoc_data",
+    "site-packages",
+    "test",
+    "tests",
+}
+
+
+def documents(library: Path, max_bytes: int) -> Iterator[tuple[str, str]]:
+    """(name, text) of the library's modules and of pydoc's topics, at most `max_bytes` of UTF-8.
+
+    In the order of a hash of the name: the same on every machine, and every part of the data (the tail becomes the
+    validation set) is a mixture of everything.
+    """
+    found: dict[str, Path | str] = dict(_topics())
+    for path in library.rglob("*.py"):
+        relative = path.relative_to(library)
+        if not SKIPPED_FOLDERS.intersection(relative.parts[:-1]):
+            found[relative.as_posix()] = path
+    for name in sorted(found, key=lambda name: hashlib.sha256(name.encode()).digest()):
+        source = found[name]
+        try:
+            text = source if isinstance(source, str) else source.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            continue  # a few modules are written in another encoding
+        size = len(text.encode())
+        if text.strip() and size <= max_bytes:
+            max_bytes -= size
+            yield name, text
+
+
+def _topics() -> dict[str, str]:
+    """pydoc's texts on the language, by name; a distribution may have left them out."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        return {}
+    return {f"pydoc/{name}": text for name, text in topics.items()}
+
+
+def write_documents(library: Path, max_bytes: int, file: Path) -> None:
+    """One JSON object a line: its name and its text."""
+    total = 0
+    with file.open("w", encoding="utf-8") as stream, _bar("reading", max_bytes) as bar:
+        for name, text in documents(library, max_bytes):
+            stream.write(json.dumps({"name": name, "text": text}) + "\n")
+            total += len(text.encode())
+            bar.update(total - bar.n)
+    if total < MIN_BYTES:
+        raise ValueError(
+            f"only {total} bytes of source in {library}, at least {MIN_BYTES} are needed; "
+            "this Python comes without the sources of its library"
+        )
+
+
+def train_tokenizer(file: Path, vocab_size: int, output: Path) -> None:
+    """A byte-level BPE tokenizer of exactly `vocab_size` tokens, end of document included."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=sys.stderr.isatty(),
+    )
+    with file.open(encoding="utf-8") as stream:
+        tokenizer.train_from_iterator((json.loads(line)["text"] for line in stream), trainer)
+    tokenizer.save(str(output))
+
+
+def tokenise(folder: Path, workers: int) -> None:
+    """The .bin/.idx pair, by the functions behind tools/preprocess_data.py."""
+    with warnings.catch_warnings():
+        # megatron-core warns about missing GPU extensions when it is imported; here, because a second call of this
+        # tool must not wait for the import.
+        warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+        from megatron.zero_bubble.training.preprocessing import EncodeSpec, Progress, preprocess
+
+    spec = EncodeSpec("HuggingFaceTokenizer", str(folder / "tokenizer.json"), append_eod=True)
+    source = folder / "stdlib.jsonl"
+    with _bar("tokenising", source.stat().st_size) as bar:
+
+        def report(progress: Progress) -> None:
+            bar.update(progress.input_bytes - bar.n)
+
+        preprocess([str(source)], str(folder / "stdlib"), spec, workers, report)
+
+
+def make_sample(output: Path, max_bytes: int, vocab_size: int, workers: int) -> bool:
+    """Make the folder `output`, unless it is there already, made from the same things. Returns whether it was made.
+
+    Two calls at once: the second waits for the first, and then finds the sample complete. Raises ValueError if
+    `output` is a folder that holds something else, or the Python has no sources.
+    """
+    wanted = {"format": FORMAT, "python": sys.version, "max_bytes": max_bytes, "vocab_size": vocab_size}
+    if _manifest(output) == wanted:
+        return False
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with _lock(_beside(output, "lock")):
+        manifest = _manifest(output)
+        if manifest == wanted:
+            return False
+        if manifest is None and output.exists() and any(output.iterdir()):
+            raise ValueError(f"--output-dir {output}: the folder holds something that this tool did not make")
+        partial, old = _beside(output, "partial"), _beside(output, "old")
+        for leftover in (partial, old):  # of a call that was killed
+            shutil.rmtree(leftover, ignore_errors=True)
+        partial.mkdir()
+        with _step("1/3: reading the standard library"):
+            write_documents(Path(sysconfig.get_path("stdlib")), max_bytes, partial / "stdlib.jsonl")
+        with _step(f"2/3: training a tokenizer of {vocab_size} tokens"):
+            train_tokenizer(partial / "stdlib.jsonl", vocab_size, partial / "tokenizer.json")
+        with _step("3/3: tokenising"):
+            tokenise(partial, workers)
+        (partial / "manifest.json").write_text(json.dumps(wanted, indent=1) + "\n", encoding="utf-8")
+        if output.exists():
+            output.rename(old)
+        partial.rename(output)
+        shutil.rmtree(old, ignore_errors=True)
+    return True
+
+
+def _manifest(folder: Path) -> dict[str, object] | None:
+    try:
+        return json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _beside(folder: Path, suffix: str) -> Path:
+    return folder.with_name(f"{folder.name}.{suffix}")
+
+
+@contextlib.contextmanager
+def _lock(file: Path) -> Iterator[None]:
+    """Held by one process at a time; the system releases it when its holder dies."""
+    with file.open("w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def _step(what: str) -> Iterator[None]:
+    print(f"sample {what} ...", flush=True)
+    start = time.perf_counter()
+    yield
+    print(f"sample {what}: {time.perf_counter() - start:.1f} s", flush=True)
+
+
+def _bar(what: str, total: int) -> tqdm:
+    return tqdm(desc=what, total=total, unit="B", unit_scale=True, leave=False, disable=not sys.stderr.isatty())
