@@ -86,8 +86,8 @@ def pretrain_or_tell(args: Any, job: Any) -> None:
     from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
 
     from megatron.zero_bubble.job.start_up import print_rank_0
-    from megatron.zero_bubble.training.errors import TrainingError
     from megatron.zero_bubble.training.pretrain import pretrain
+    from megatron.zero_bubble.training.progress import TrainingError
 
     try:
         pretrain(args, job)

@@ -6,6 +6,7 @@ import ast
 import importlib
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,18 @@ def test_type_checkers_see_the_public_names_where_they_are():
         for alias in node.names
     }
     assert shown == importlib.import_module(PACKAGE)._MODULES
+
+
+def test_a_noun_names_one_thing():
+    """No two modules have a stem in common, and no two public classes a name."""
+    stems, classes = Counter[str](), Counter[str]()
+    for folder in ("megatron", "tools", "benchmarks"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if path.stem not in ("__init__", "__main__", "arguments"):  # of separate commands
+                stems[path.stem] += 1
+            defined = [node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
+            classes.update(name for name in defined if not name.startswith("_"))
+    assert [name for name, count in (stems + classes).items() if count > 1] == []
 
 
 def test_the_megatron_namespace_stays_open():

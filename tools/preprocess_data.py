@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 if TYPE_CHECKING:
-    from megatron.zero_bubble.training.preprocessing import Progress
+    from megatron.zero_bubble.training.preprocessing import EncodingProgress
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -60,9 +60,9 @@ class ProgressDisplay:
         self._log_interval = log_interval
         self._next_line = log_interval
         self._start = time.perf_counter()
-        self.last: Progress | None = None
+        self.last: EncodingProgress | None = None
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: EncodingProgress) -> None:
         self.last = progress
         self._bar.update(progress.input_bytes - self._bar.n)
         self._bar.set_postfix(documents=progress.documents, refresh=False)
@@ -78,7 +78,7 @@ class ProgressDisplay:
     def close(self) -> None:
         self._bar.close()
 
-    def _rates(self, progress: Progress) -> str:
+    def _rates(self, progress: EncodingProgress) -> str:
         elapsed = time.perf_counter() - self._start
         per_second = progress.documents / elapsed, progress.input_bytes / elapsed / 2**20
         return f"{progress.documents} documents ({per_second[0]:.1f} docs/s, {per_second[1]:.2f} MB/s)"

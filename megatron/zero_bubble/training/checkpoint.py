@@ -45,8 +45,7 @@ from megatron.zero_bubble.training.checkpoint_files import (
     write_checksums,
 )
 from megatron.zero_bubble.training.checkpoint_flags import check_model_shape, check_optimizer, check_schedule
-from megatron.zero_bubble.training.errors import TrainingError
-from megatron.zero_bubble.training.progress import Progress
+from megatron.zero_bubble.training.progress import Progress, TrainingError
 
 _OF_ONE_RANK = ("rank", "local_rank")
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.zero_bubble.runtime.joint import on_rank
-from megatron.zero_bubble.training.errors import TrainingError
+from megatron.zero_bubble.training.progress import TrainingError
 
 
 def parameter_digest(chunks: Iterable[torch.nn.Module]) -> str:

@@ -64,7 +64,7 @@ Encoded = tuple[list[list[Document]], int]
 
 
 @dataclass(frozen=True)
-class Progress:
+class EncodingProgress:
     documents: int
     input_bytes: int
     """Of the uncompressed lines."""
@@ -125,7 +125,7 @@ def preprocess(
     output_prefix: str,
     spec: EncodeSpec,
     workers: int = 1,
-    report: Callable[[Progress], None] = lambda progress: None,
+    report: Callable[[EncodingProgress], None] = lambda progress: None,
 ) -> list[str]:
     """Tokenise JSON-lines files (plain or .gz; glob patterns) and write OUTPUT_PREFIX_KEY_document.bin and .idx.
 
@@ -151,7 +151,7 @@ def preprocess(
                     tokens += len(document.tokens)
             documents += len(encoded)
             input_bytes += read_bytes
-            report(Progress(documents, input_bytes, tokens))
+            report(EncodingProgress(documents, input_bytes, tokens))
         if tokens == 0:
             raise ValueError(f"--input {' '.join(inputs)}: no tokens in {documents} documents")
         for writer in writers:

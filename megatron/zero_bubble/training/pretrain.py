@@ -30,14 +30,13 @@ from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.checkpoint import Checkpointer
 from megatron.zero_bubble.training.checkpoint_files import latest_iteration
 from megatron.zero_bubble.training.data import DataConfig, build_data_iterator, build_datasets, reads_data
-from megatron.zero_bubble.training.errors import TrainingError
 from megatron.zero_bubble.training.forward_step import DataIterator
 from megatron.zero_bubble.training.initialize import initialized
 from megatron.zero_bubble.training.logging import TrainingLog, open_writers
 from megatron.zero_bubble.training.loop import Trainer
 from megatron.zero_bubble.training.model import build_lr_scheduler, build_model, build_optimizer, transformer_config
 from megatron.zero_bubble.training.numerics import NumericsLog
-from megatron.zero_bubble.training.progress import Progress
+from megatron.zero_bubble.training.progress import Progress, TrainingError
 from megatron.zero_bubble.training.save_lock import lock_folder
 from megatron.zero_bubble.training.size_checks import check_memory
 from megatron.zero_bubble.training.tokenizer import build_tokenizer, padded_vocab_size

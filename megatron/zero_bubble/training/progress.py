@@ -1,4 +1,4 @@
-"""How far a training has come."""
+"""How far a training has come, and the error that ends it early."""
 
 from __future__ import annotations
 
@@ -12,3 +12,7 @@ class Progress:
     iteration: int = 0
     consumed_train_samples: int = 0
     consumed_valid_samples: int = 0
+
+
+class TrainingError(ValueError):
+    """The training cannot go on; the message is one line that tells the user why."""

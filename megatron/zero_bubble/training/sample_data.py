@@ -108,13 +108,13 @@ def tokenise(folder: Path, workers: int) -> None:
         # megatron-core warns about missing GPU extensions when it is imported; here, because a second call of this
         # tool must not wait for the import.
         warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
-        from megatron.zero_bubble.training.preprocessing import EncodeSpec, Progress, preprocess
+        from megatron.zero_bubble.training.preprocessing import EncodeSpec, EncodingProgress, preprocess
 
     spec = EncodeSpec("HuggingFaceTokenizer", str(folder / "tokenizer.json"), append_eod=True)
     source = folder / "stdlib.jsonl"
     with _bar("tokenising", source.stat().st_size) as bar:
 
-        def report(progress: Progress) -> None:
+        def report(progress: EncodingProgress) -> None:
             bar.update(progress.input_bytes - bar.n)
 
         preprocess([str(source)], str(folder / "stdlib"), spec, workers, report)

@@ -1,4 +1,4 @@
-"""Who takes part in `--mode train`: what is started for each, and what is known of it before it runs."""
+"""Who takes part in `zero-bubble benchmark`: what is started for each, and what is known of it before it runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`--mode train`: real trainings in rounds, so that whatever else the machine does meets all of them."""
+"""`zero-bubble benchmark`: real trainings in rounds, so that whatever else the machine does meets all of them."""
 
 from __future__ import annotations
 

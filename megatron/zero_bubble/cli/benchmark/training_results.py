@@ -1,4 +1,4 @@
-"""What `--mode train` measured: figures, table, plot."""
+"""What `zero-bubble benchmark` measured: figures, table, plot."""
 
 from __future__ import annotations
 
