@@ -16,7 +16,8 @@ import pytest
 from tests.jobs import Job
 from tests.launch import ROOT, torchrun
 
-SECONDS = 10.0
+SECONDS = 60.0
+"""Time for a job to be gone: see tests/training/test_endings.py."""
 SCRIPT = ROOT / "tests" / "launcher" / "checkout" / "pretrain_small.py"
 FOR_EVER = ("--train-iters", "1000000")
 HANDLER = ("--exit-signal-handler",)

@@ -21,10 +21,11 @@ from tests.failing_training import FAULT
 from tests.jobs import Job, kill
 from tests.launch import PRETRAIN, ROOT, torchrun, write_corpus
 
-SECONDS = 10.0
-"""In which a job is gone once there is a reason."""
-SECONDS_TO_KILL = 35.0
-"""In which it is gone where torchrun has to kill a rank: it waits for 30 s."""
+SECONDS = 60.0
+"""Time for a job to be gone once there is a reason: far above what it takes, less than a second to eight on a machine
+with nothing else to do, so that only one that hangs is late."""
+SECONDS_TO_KILL = 90.0
+"""Time where torchrun has to kill a rank: it waits for 30 s."""
 FAILING = ROOT / "tests" / "failing_training.py"
 POST_VALIDATION = ("--zero-bubble-post-validation",)
 WAITING = pytest.param((), marks=pytest.mark.exhaustive, id="waiting")

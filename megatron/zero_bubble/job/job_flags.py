@@ -10,6 +10,7 @@ from typing import Any
 from megatron.zero_bubble.job.aliases import pending_backwards
 from megatron.zero_bubble.job.flags import ParallelFlags, ZeroBubbleFlags, limit_flag
 from megatron.zero_bubble.schedule.formats import Setting
+from megatron.zero_bubble.schedule.generators import ENTRIES
 from megatron.zero_bubble.schedule.memory_limit import MemoryLimit
 
 _MODEL = (
@@ -65,6 +66,12 @@ class JobFlags(ParallelFlags, ZeroBubbleFlags):
             return "auto" if self.model_chunks is None else "interleaved-zb"
         return self.zero_bubble_schedule
 
+    @property
+    def has_own_limit(self) -> bool:
+        """Whether the schedule knows what memory it takes; others fill what they are given."""
+        entry = ENTRIES.get(self.schedule or "")
+        return entry is None or entry.has_own_limit
+
     @cached_property
     def memory_limit(self) -> MemoryLimit | None:
         """The limit that the flags set; None for the schedule's own.
@@ -74,8 +81,8 @@ class JobFlags(ParallelFlags, ZeroBubbleFlags):
         """
         text = self.zero_bubble_memory_limit
         if text is None:
-            # The schedule that is planned takes what 1F1B does, unless it is told otherwise.
-            return MemoryLimit(multiple=1.0) if self.schedule == "auto" else None
+            # A schedule without a limit of its own takes what 1F1B does, unless it is told otherwise.
+            return None if self.has_own_limit else MemoryLimit(multiple=1.0)
         pending = pending_backwards(text)
         if pending is None or pending == "auto":
             try:

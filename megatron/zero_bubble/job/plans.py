@@ -111,7 +111,7 @@ def _limit_before_measuring(flags: JobFlags) -> float | None:
     if limit is None:
         return None
     in_unit_costs = limit.in_unit_costs(num_ranks, flags.most_microbatches)
-    if in_unit_costs is None and flags.schedule == "auto":
+    if in_unit_costs is None and not flags.has_own_limit:
         # Bytes say nothing yet: begin with what 1F1B takes.
         return float(num_ranks)
     return in_unit_costs
