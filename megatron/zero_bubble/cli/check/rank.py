@@ -79,4 +79,4 @@ def main(plan: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_program("gpu_check.py", lambda: main(Path(sys.argv[1]))))
+    sys.exit(run_program("zero-bubble check", lambda: main(Path(sys.argv[1]))))
