@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import (
     get_current_global_batch_size,
     get_num_microbatches,
@@ -32,6 +29,7 @@ from megatron.zero_bubble.schedules import ForwardBackward
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.checkpoint import Checkpointer
 from megatron.zero_bubble.training.data import DataConfig
+from megatron.zero_bubble.training.exit_reasons import ExitReasons
 from megatron.zero_bubble.training.forward_step import DataIterator, losses_of, make_forward_step, mean_loss
 from megatron.zero_bubble.training.logging import StepResult, TrainingLog
 from megatron.zero_bubble.training.numerics import NumericsLog, parameter_digest
@@ -57,24 +55,6 @@ class _Unlogged:
     """Of the steps since the last line, in the iterations that print one; None without a schedule of ours."""
     parameter_digest: str | None
     """With `--log-numerics`."""
-
-
-@dataclass(frozen=True)
-class _Votes:
-    """Every rank's reasons to stop, on their way."""
-
-    reasons: torch.Tensor
-    work: Any
-
-    @classmethod
-    def cast(cls, *reasons: bool) -> _Votes:
-        votes = torch.tensor(reasons, dtype=torch.int, device=torch.cuda.current_device())
-        return cls(votes, dist.all_reduce(votes, op=dist.ReduceOp.MAX, async_op=True))
-
-    def count(self) -> tuple[bool, ...]:
-        """Which reason any rank has; waits for the votes of all."""
-        self.work.wait()
-        return tuple(bool(vote) for vote in self.reasons.tolist())
 
 
 class Trainer:
@@ -140,37 +120,13 @@ class Trainer:
         self._checkpointer = checkpointer
         self._log = log
         self._numerics = numerics
-        self._started = time.monotonic()
-        self._stop_signal: signal.Signals | None = None
-        self._votes: _Votes | None = None
+        # With post-validation nobody waits for the others at an iteration's end.
+        self._exit_reasons = ExitReasons(args, waits=post_validation is None)
 
     def train(self) -> None:
         """Train; save at the end if `--save` was given."""
-        with self._stop_signals_handled():
+        with self._exit_reasons.signals_handled():
             self._train()
-
-    @contextmanager
-    def _stop_signals_handled(self) -> Iterator[None]:
-        """With `--exit-signal-handler`, take SIGTERM and Ctrl-C for requests to save and exit.
-
-        SIGTERM may come more than once, from a cluster's scheduler and from torchrun. A second Ctrl-C is impatience: it
-        ends the process at once.
-        """
-        if not self._args.exit_signal_handler:
-            yield
-            return
-
-        def request_stop(number: int, frame: object) -> None:
-            self._stop_signal = signal.Signals(number)
-            if number == signal.SIGINT:
-                signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-        before = {number: signal.signal(number, request_stop) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def _train(self) -> None:
         args = self._args
@@ -187,7 +143,7 @@ class Trainer:
             self._train_step()
             if self._valid_data is not None and self._progress.iteration % args.eval_interval == 0:
                 self._pausing(self.evaluate)
-            reason = self._exit_reason()
+            reason = self._exit_reasons.reason(self._progress.iteration)
             if args.save and (reason or (args.save_interval and self._progress.iteration % args.save_interval == 0)):
                 self._pausing(self._save)
                 saved_at = self._progress.iteration
@@ -342,20 +298,3 @@ class Trainer:
         paused_at = self._log.pause()
         action()
         self._log.resume(paused_at)
-
-    def _exit_reason(self) -> str | None:
-        """Why to stop now, if at all: the same answer on every rank."""
-        args = self._args
-        if args.exit_interval and self._progress.iteration % args.exit_interval == 0:
-            return f"--exit-interval {args.exit_interval}"
-        if not args.exit_signal_handler and args.exit_duration_in_mins is None:
-            return None
-        minutes = (time.monotonic() - self._started) / 60.0
-        over = args.exit_duration_in_mins is not None and minutes > args.exit_duration_in_mins
-        reasons = (self._stop_signal == signal.SIGTERM, self._stop_signal == signal.SIGINT, over)
-        cast = _Votes.cast(*reasons)
-        # With post-validation nobody waits for the others here: the votes of the iteration before count.
-        votes, self._votes = (cast, None) if self._post_validation is None else (self._votes, cast)
-        names = ("SIGTERM", "SIGINT", f"--exit-duration-in-mins {args.exit_duration_in_mins}")
-        given = votes.count() if votes is not None else (False,) * len(names)
-        return next((name for name, is_given in zip(names, given, strict=True) if is_given), None)

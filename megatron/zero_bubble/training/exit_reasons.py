@@ -1,0 +1,93 @@
+"""Why a training ends before its last iteration: an interval, a time limit, a signal."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.zero_bubble.training.arguments import Arguments
+
+
+class ExitReasons:
+    """Tells all ranks alike when to stop.
+
+    Args:
+        waits: whether an iteration's end waits for what all ranks say of it; otherwise it goes by what they said of
+            the one before.
+    """
+
+    def __init__(self, args: Arguments, *, waits: bool) -> None:
+        self._args = args
+        self._waits = waits
+        self._started = time.monotonic()
+        self._signal: signal.Signals | None = None
+        self._votes: _Votes | None = None
+
+    @contextmanager
+    def signals_handled(self) -> Iterator[None]:
+        """With `--exit-signal-handler`, take SIGTERM and Ctrl-C for requests to save and exit.
+
+        SIGTERM may come more than once, from a cluster's scheduler and from torchrun. A second Ctrl-C is impatience: it
+        ends the process at once.
+        """
+        if not self._args.exit_signal_handler:
+            yield
+            return
+
+        def request_stop(number: int, frame: object) -> None:
+            self._signal = signal.Signals(number)
+            if number == signal.SIGINT:
+                signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+        before = {number: signal.signal(number, request_stop) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def reason(self, iteration: int) -> str | None:
+        """Why to stop after this iteration, if at all; a collective call, with the same answer on every rank."""
+        args = self._args
+        if args.exit_interval and iteration % args.exit_interval == 0:
+            return f"--exit-interval {args.exit_interval}"
+        if not args.exit_signal_handler and args.exit_duration_in_mins is None:
+            return None
+        cast = _Votes.cast(self._own_reasons())
+        votes, self._votes = (cast, None) if self._waits else (self._votes, cast)
+        return votes.first() if votes is not None else None
+
+    def _own_reasons(self) -> dict[str, bool]:
+        """The reasons that there may be, and which of them this rank has."""
+        limit, minutes = self._args.exit_duration_in_mins, (time.monotonic() - self._started) / 60.0
+        return {
+            "SIGTERM": self._signal == signal.SIGTERM,
+            "SIGINT": self._signal == signal.SIGINT,
+            f"--exit-duration-in-mins {limit}": limit is not None and minutes > limit,
+        }
+
+
+@dataclass(frozen=True)
+class _Votes:
+    """Every rank's reasons to stop, on their way."""
+
+    names: tuple[str, ...]
+    counts: torch.Tensor
+    work: Any
+
+    @classmethod
+    def cast(cls, reasons: dict[str, bool]) -> _Votes:
+        counts = torch.tensor([*reasons.values()], dtype=torch.int, device=torch.cuda.current_device())
+        return cls(tuple(reasons), counts, dist.all_reduce(counts, op=dist.ReduceOp.MAX, async_op=True))
+
+    def first(self) -> str | None:
+        """The first reason that any rank has; waits for the votes of all."""
+        self.work.wait()
+        return next((name for name, count in zip(self.names, self.counts.tolist(), strict=True) if count), None)
