@@ -40,11 +40,11 @@ def die_at(place: str, count: int) -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    import pretrain_gpt
+    from megatron.zero_bubble.training import __main__ as program
 
-    pretrain_gpt.substitute_cuda()
-    pretrain_gpt.substitute_cuda = lambda: None  # once is enough, and comes before megatron-core is imported
+    program.substitute_cuda()
+    program.substitute_cuda = lambda: None  # once is enough, and comes before megatron-core is imported
     place, count = sys.argv.pop(1).removeprefix(DIE).split("@")
     if place:
         die_at(place, int(count))
-    sys.exit(pretrain_gpt.main())
+    sys.exit(program.main())

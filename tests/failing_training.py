@@ -46,10 +46,10 @@ def plant(kind: str, rank: int, number: int) -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    import pretrain_gpt
+    from megatron.zero_bubble.training import __main__ as program
 
-    pretrain_gpt.substitute_cuda()
-    pretrain_gpt.substitute_cuda = lambda: None  # once is enough, and comes before megatron-core is imported
+    program.substitute_cuda()
+    program.substitute_cuda = lambda: None  # once is enough, and comes before megatron-core is imported
     kind, rank, number = sys.argv.pop(1).removeprefix(FAULT).split("@")
     plant(kind, int(rank), int(number))
-    sys.exit(pretrain_gpt.main())
+    sys.exit(program.main())
