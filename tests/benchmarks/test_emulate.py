@@ -254,7 +254,12 @@ def test_ctrl_c_ends_all_ranks_without_a_word(tmp_path):
     flags = (*SIZE, "--schedule", "zb-h1", "--steps", "1000")
     with errors.open("w") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.emulate", *flags], cwd=ROOT, stderr=file, start_new_session=True
+            [sys.executable, "-m", "benchmarks.emulate", *flags],
+            cwd=ROOT,
+            stderr=file,
+            start_new_session=True,
+            # A shell starts what runs in its background deaf to Ctrl-C, these tests perhaps among it.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
     emulation = psutil.Process(process.pid)
     while process.poll() is None and sum("forkserver" in command_line(child) for child in children(emulation)) < 3:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +95,8 @@ class CountingStage:
 def job(request: pytest.FixtureRequest) -> Iterator[Arguments]:
     args = NUMERICS["tiny"].arguments(4)
     if RECOMPUTED[request.param]:
-        args.recompute_granularity, args.recompute_method = RECOMPUTED[request.param]
-        args.recompute_num_layers = 1
+        granularity, method = RECOMPUTED[request.param]
+        args = replace(args, recompute_granularity=granularity, recompute_method=method, recompute_num_layers=1)
     with one_process(args):
         yield args
 
