@@ -32,11 +32,11 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "schedules.md"
 _PROG = "benchmarks.document_schedules"
 RANKS, MICROBATCHES = 4, 8
 TIMES = (10.0, 9.0, 7.0, 0.3)
-"""Milliseconds of F, B, W and a message in the pictures: unequal, as real ones are, so that each can be seen."""
+"""Milliseconds of F, B, W and a message in the pictures; unequal, as in real trainings, so that each can be seen."""
 
 
 def pictures(folder: Path) -> str:
-    """Draw all schedules; returns the Markdown that shows them."""
+    """Draw every schedule of the registry as an SVG in `folder` and return the Markdown that shows them."""
     folder.mkdir(exist_ok=True)
     parts = []
     for name, entry in ENTRIES.items():
@@ -52,7 +52,7 @@ def pictures(folder: Path) -> str:
 
 
 def comparison() -> str:
-    """Bubble rate, peak memory and messages of every schedule, for every published model."""
+    """Return a Markdown table: bubble rate, peak memory and messages of every schedule for every published model."""
     heads = ["schedule"]
     rows = [[name] for name, entry in ENTRIES.items() if not entry.is_slow]
     for title, model in PUBLISHED.items():
@@ -63,7 +63,7 @@ def comparison() -> str:
 
 
 def _figures(name: str, model: PublishedModel) -> tuple[str, str, str]:
-    """Bubble rate; peak memory in p M_B; messages a rank and microbatch, as a multiple of 1F1B's."""
+    """Return the bubble rate, the peak memory in p M_B and the number of messages as a multiple of 1F1B's, as text."""
     costs = costs_of(name, model.num_ranks, model.times)
     try:
         schedule = generate(name, model.num_ranks, model.num_microbatches, costs=costs)
@@ -80,7 +80,11 @@ def _figures(name: str, model: PublishedModel) -> tuple[str, str, str]:
 
 
 def fill(page: str, mark: str, contents: str) -> str:
-    """The page with new contents between the marks `<!-- generated: mark -->` and `<!-- end -->`."""
+    """Return `page` with `contents` between the marks `<!-- generated: mark -->` and `<!-- end -->`.
+
+    Raises:
+        ValueError: the page does not have this mark exactly once.
+    """
     begin = f"<!-- generated: {mark} -->"
     pattern = re.compile(re.escape(begin) + r"\n.*?<!-- end -->", re.DOTALL)
     filled, count = pattern.subn(lambda _: f"{begin}\n{contents}<!-- end -->", page)

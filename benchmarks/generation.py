@@ -46,7 +46,7 @@ class GenerationFlags(TableFlags):
 
 
 def measure(name: str, num_ranks: int, num_microbatches: int) -> tuple[Schedule, list[float]]:
-    """The lowered schedule, and the seconds that each of the three steps took."""
+    """Return the lowered schedule and the seconds that generating, lowering and validating it took."""
     costs = costs_of(name, num_ranks, PUBLISHED["28.3B"].times)
     times = [time.perf_counter()]
     schedule = generate(name, num_ranks, num_microbatches, costs=costs)
@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _measure_all(argv: list[str]) -> bool:
-    """Measure and print everything. Returns whether every limit was kept."""
+    """Measure the schedules that the flags name, print the table, and return whether every limit was kept."""
     flags = read_flags(GenerationFlags, argv, _PROG, __doc__ or "")
     rows, figures, missed = [], [], []
     for name in flags.schedule or [name for name, entry in ENTRIES.items() if not entry.is_slow]:

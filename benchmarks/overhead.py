@@ -39,7 +39,7 @@ from megatron.zero_bubble.schedule import StageCosts, generate, lower
 _PROG = "benchmarks.overhead"
 NUM_RANKS, NUM_MICROBATCHES = 4, 8
 TIME = 20.0
-"""Of F, B and W each, where compute is emulated: milliseconds."""
+"""Duration of F, B and W each in the emulated runs, in milliseconds."""
 SIZES = (
     ModelSize("quickstart", 8, 128, 4, 128, 4),
     ModelSize("larger", 4, 512, 8, 256, 4),
@@ -60,9 +60,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _measure(argv: list[str]) -> bool:
-    """Measure and print everything. Returns whether every target was met."""
+    """Run all measurements, print their table, and return whether every target was met."""
     flags = read_flags(OverheadFlags, argv, _PROG, __doc__ or "")
-    warnings.filterwarnings("ignore", category=UserWarning)  # megatron-core's, about what a CPU has not
+    warnings.filterwarnings("ignore", category=UserWarning)  # megatron-core warns of what a CPU lacks
     torch.set_num_threads(1)
     sizes = [size for size in SIZES if flags.model in (None, size.name)]
     rows = [
@@ -79,7 +79,7 @@ def _measure(argv: list[str]) -> bool:
 
 @dataclass(frozen=True)
 class OverheadRow:
-    """One figure: the median, and the quartiles as its spread."""
+    """One line of the table: the median of what was measured (`value`) and its quartiles (`low`, `high`)."""
 
     measure: str
     case: str
@@ -100,7 +100,7 @@ def make_row(measure: str, case: str, unit: str, values: Sequence[float], target
 
 
 def executor_rows(steps: int) -> Iterator[OverheadRow]:
-    """An operation without compute and without a network."""
+    """Measure the executor's own time for an operation, and what recording adds to it, under three schedules."""
     for name in ("1f1b", "zb-h1", "interleaved-zb"):
         values = seconds_per_op(lower(generate(name, NUM_RANKS, NUM_MICROBATCHES)), steps)
         yield make_row("executor, an operation", name, "µs", [1e6 * plain for plain, _ in values], target=100)
@@ -124,7 +124,7 @@ def _price(case: str, measured: Sequence[Round]) -> OverheadRow:
 
 
 def communication_rows(sizes: Sequence[ModelSize], steps: int) -> Iterator[OverheadRow]:
-    """zb-h1 over emulated compute, with messages as large as these models'."""
+    """Measure exposed communication of zb-h1 over emulated compute, with messages as large as those of `sizes`."""
     costs = StageCosts.uniform(NUM_RANKS, TIME, TIME, TIME)
     schedule = lower(generate("zb-h1", NUM_RANKS, NUM_MICROBATCHES, costs=costs))
     for size in sizes:

@@ -1,11 +1,11 @@
-"""pretrain_gpt.py under a schedule of torch.distributed.pipelining: a peer to measure against.
+"""Trains like pretrain_gpt.py, but under a schedule of torch.distributed.pipelining, as a peer to measure against.
 
     torchrun --nproc-per-node 4 benchmarks/pretrain_gpt_torch.py ZBVZeroBubble <pretrain_gpt.py's flags>
 
 Model, data, optimizer, loop and log line are pretrain_gpt.py's; forward and backward are
-torch.distributed.pipelining's. megatron-core's linear layers multiply with torch.nn.functional.linear, whose backward
-that runtime can split. For pipeline parallelism alone; nothing is evaluated or saved, and every token counts in the
-loss. Schedules with several chunks a rank need --num-virtual-stages-per-pipeline-rank.
+torch.distributed.pipelining's. megatron-core's linear layers multiply with torch.nn.functional.linear, because that
+runtime can split its backward. The script supports pipeline parallelism alone, evaluates and saves nothing, and counts
+every token in the loss. Schedules with several chunks a rank need --num-virtual-stages-per-pipeline-rank.
 
 A mistake ends with one line and exit status 2.
 """
@@ -22,10 +22,10 @@ PROG = "pretrain_gpt_torch.py"
 
 
 def peer() -> None:
-    """Train. Raises `ValueError` for a user's mistake."""
-    warnings.filterwarnings("ignore", category=UserWarning)  # megatron-core's, about what a CPU has not
+    """Train under the schedule that the first argument names. Raises `ValueError` for a user's mistake."""
+    warnings.filterwarnings("ignore", category=UserWarning)  # megatron-core warns of what a CPU lacks
     substitute_cuda()
-    # Only now: megatron-core looks for a device as it is imported.
+    # Imported after the substitution, because megatron-core looks for a device as it is imported.
     from benchmarks.torch_training import train
 
     train(sys.argv[1] if len(sys.argv) > 1 else "", sys.argv[2:], PROG)

@@ -1,4 +1,4 @@
-"""Times that the zero-bubble paper publishes of its models (Qi et al. 2024, openreview tuzTN0eIO5)."""
+"""The times that the zero-bubble paper published for its models (Qi et al. 2024, openreview tuzTN0eIO5)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from megatron.zero_bubble.schedule import StageCosts, placement_for
 
 @dataclass(frozen=True)
 class PublishedModel:
-    """One model on the paper's smallest number of microbatches."""
+    """One model of the paper, with its pipeline size and the smallest number of microbatches that the paper ran."""
 
     num_ranks: int
     num_microbatches: int
     times: tuple[float, float, float, float]
-    """Milliseconds of F, B and W of a microbatch on a rank, and of a message."""
+    """Milliseconds of F, B and W of one microbatch on a whole rank, then of one message."""
 
 
 PUBLISHED = {
@@ -26,7 +26,7 @@ PUBLISHED = {
 
 
 def costs_of(schedule: str, num_ranks: int, times: tuple[float, float, float, float]) -> StageCosts:
-    """The costs of every stage under `schedule`: a rank's in equal parts for its chunks. B frees half of M_B."""
+    """Return every stage's costs under `schedule`: each chunk has an equal part of its rank's; B frees half of M_B."""
     placement = placement_for(schedule, num_ranks)
     f, b, w, message = times
     v = placement.num_chunks

@@ -1,4 +1,4 @@
-"""What the split of B and W costs: both together against megatron-core's fused backward, on real layers."""
+"""Measures the cost of splitting B and W: both together against megatron-core's fused backward, on real layers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class Round:
-    """Seconds of this thread for one microbatch."""
+    """Seconds of processor time that one microbatch takes in the fused backward, in B and in W."""
 
     fused: float
     b: float
@@ -51,7 +51,10 @@ class Round:
 
 
 def measure_split(size: ModelSize, rounds: int) -> list[Round]:
-    """One microbatch through both models in turn; which of them goes first alternates too."""
+    """Time the backward of one microbatch in the fused and the split model, `rounds` times each.
+
+    The models take turns, and which of them goes first alternates, so that noise meets both alike.
+    """
     with _both_models(size.flags()) as (fused, split, store):
         batch = _batch(size)
         _run_fused(fused, batch)
@@ -70,7 +73,7 @@ def measure_split(size: ModelSize, rounds: int) -> list[Round]:
 
 @contextmanager
 def _both_models(flags: Sequence[str]) -> Iterator[tuple[torch.nn.Module, torch.nn.Module, WeightGradStore]]:
-    """The model twice, as training builds it: whole layers of megatron-core's, and split ones."""
+    """Yield the fused model (megatron-core's layers), the split one, and its store, both as training builds them."""
     args = complete_arguments(flags, 1, "benchmarks.overhead", has_cuda=False)
     placement, store = Placement("linear", 1), WeightGradStore()
     with one_process(args):

@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining's schedules as a forward-backward function of megatron-core's kind: real compute."""
+"""Runs torch.distributed.pipelining's schedules behind the signature of megatron-core's forward-backward functions."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from megatron.zero_bubble.training.data import Batch, DataConfig, get_batch
 
 
 def compute_linear_layers_in_aten(chunks: Sequence[torch.nn.Module]) -> None:
-    """Let every linear layer of megatron-core's multiply with `torch.nn.functional.linear`.
+    """Make every linear layer of megatron-core in `chunks` multiply with `torch.nn.functional.linear`.
 
-    The runtime splits a backward by walking the autograd graph. Within megatron-core's autograd function, which
-    computes both gradients at once, it can split nothing and computes everything twice: that would be no contest.
+    torch.distributed.pipelining splits a backward by walking the autograd graph. megatron-core's autograd function
+    computes both gradients at once, so the split would compute everything twice, and the comparison would be unfair.
     """
     for chunk in chunks:
         for module in chunk.modules():
@@ -40,13 +40,13 @@ def _linear(
 class TorchForwardBackward:
     """Runs a step under a schedule of torch.distributed.pipelining, on megatron-core's layers, DDP and gradients.
 
-    Called like megatron-core's forward-backward functions. There is no evaluation, no data parallelism and no
-    tensor parallelism.
+    It is called like megatron-core's forward-backward functions. It supports no evaluation, no data parallelism and
+    no tensor parallelism.
 
     Args:
-        name: of the schedule, as torch.distributed.pipelining has it.
+        name: the schedule's name in torch.distributed.pipelining.
         chunks: this rank's model chunks, wrapped in megatron-core's DDP.
-        placement: where the schedule wants its stages.
+        placement: the placement that the schedule prescribes.
 
     Raises:
         ValueError: the schedule does not take this number of microbatches.
@@ -83,12 +83,12 @@ class TorchForwardBackward:
     def __call__(
         self, *, data_iterator: Sequence[Any], model: Sequence[Any], num_microbatches: int, **unused: Any
     ) -> list[dict[str, torch.Tensor]]:
-        """One step; returns what the training loop's loss function returns for each microbatch."""
+        """Run one step and return, for each microbatch, what the training loop's loss function returns."""
         assert num_microbatches == self._num_microbatches
         inputs, labels = self._data(data_iterator)
         self._losses = []
         options = {} if labels is None else {"labels": labels}
-        # The last stage computes its own loss: the target is there because the runtime asks for one.
+        # The last stage computes its own loss; a target is passed because the runtime requires one.
         self._schedule.step(*inputs, target=labels, return_outputs=False, **options)
         _collect_gradients(model)
         groups = ProcessGroupCollection.use_mpu_process_groups()
@@ -96,12 +96,12 @@ class TorchForwardBackward:
         return [{"lm loss": torch.stack([loss.sum(), loss.new_tensor(loss.numel())])} for loss in self._losses]
 
     def _loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Of one microbatch, scaled so that the gradients of all add up to those of their mean."""
+        """Return a microbatch's loss, scaled so that the microbatches' gradients add up to those of their mean loss."""
         self._losses.append(output.detach().float())
         return output.float().mean() / self._num_microbatches
 
     def _data(self, iterators: Sequence[Any]) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
-        """All microbatches in one: tokens for the first stage, labels for the last."""
+        """Return the batch of all microbatches: tokens if this rank has the first stage, labels if it has the last."""
         tokens: list[Any] = []
         labels: list[Any] = []
         for iterator, is_first, is_last in zip(iterators, self._has_first, self._has_last, strict=True):
@@ -115,7 +115,10 @@ class TorchForwardBackward:
 
 
 class _Stage(torch.nn.Module):
-    """One stage of the model as the runtime calls it: tokens or activations in, activations or losses out."""
+    """One stage of the model as torch.distributed.pipelining calls it.
+
+    It takes tokens (on the first stage) or activations, and returns losses (on the last stage) or activations.
+    """
 
     def __init__(self, model: torch.nn.Module, stage: int, num_stages: int) -> None:
         super().__init__()
@@ -136,7 +139,7 @@ class _Stage(torch.nn.Module):
         return output
 
     def for_pipelining(self, args: Arguments, config: Any) -> PipelineStage:
-        """Shapes are given, so that nothing has to be found out by running the stage."""
+        """Return the `PipelineStage`, with its shapes given so that the runtime need not run the stage to find them."""
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         batch, sequence = args.micro_batch_size, args.seq_length
         tokens = torch.zeros(batch, sequence, dtype=torch.int64, device=device)
@@ -153,7 +156,7 @@ class _Stage(torch.nn.Module):
 
 
 def _collect_gradients(model: Sequence[Any]) -> None:
-    """Add to `main_grad` what no hook has: the gradients that the runtime's W stores in `grad`."""
+    """Add to `main_grad` the gradients that the runtime's W leaves in `grad`, where megatron-core's hooks miss them."""
     for chunk in model:
         for parameter in chunk.parameters():
             if parameter.grad is not None:

@@ -1,4 +1,4 @@
-"""A training under a schedule of torch.distributed.pipelining: everything but forward and backward is pretraining's."""
+"""Trains as pretrain_gpt.py does, except that torch.distributed.pipelining runs forward and backward."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from megatron.zero_bubble.training.progress import Progress
 
 
 def train(name: str, flags: Sequence[str], prog: str) -> None:
-    """Train as the flags of pretrain_gpt.py say, under the schedule `name`.
+    """Train with pretrain_gpt.py's `flags` under torch.distributed.pipelining's schedule `name`.
 
     Raises:
-        ValueError: flags that cannot work.
+        ValueError: the flags are wrong, or do not fit this schedule.
     """
     args, job = complete_and_check(parse_arguments(flags, prog), os.environ, torch.cuda.is_available())
     placement = _placement(name, args, job.placement.num_chunks)

@@ -24,7 +24,7 @@ from megatron.zero_bubble.schedule import Placement
 
 _PROG = "benchmarks.train"
 _SAME_ORDER = {**ONE_CHUNK, "Interleaved1F1B": "interleaved-1f1b"}
-"""Schedules of torch.distributed.pipelining whose orders are those of ours, so that they can be simulated."""
+"""Maps torch.distributed.pipelining's schedules to ours with the same order, through which they can be simulated."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def _benchmark(argv: list[str]) -> None:
 
 
 def peers(flags: BenchmarkFlags) -> Iterator[Contestant]:
-    """megatron-core's interleaved schedule, then every schedule of torch.distributed.pipelining."""
+    """Yield megatron-core's interleaved schedule, then every schedule of torch.distributed.pipelining."""
     p, chunks = flags.pipeline_size, flags.num_chunks or 2
     words = (CHUNKS_FLAG, str(chunks), *group_size_flags(flags))
     interleaved = Placement("interleaved", p, chunks)

@@ -53,7 +53,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 class ProgressDisplay:
-    """A bar on a terminal; elsewhere (a log file) a line every `log_interval` documents."""
+    """Shows progress: a bar on a terminal, elsewhere (a log file) a line every `log_interval` documents."""
 
     def __init__(self, total_bytes: int | None, log_interval: int) -> None:
         self._bar = tqdm(total=total_bytes, unit="B", unit_scale=True, disable=not sys.stderr.isatty())
@@ -85,15 +85,15 @@ class ProgressDisplay:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0; 2 for a user's mistake; 1 for a killed worker; 130 for Ctrl-C."""
+    """Run the tool and return its exit status: 0, 2 for a user's mistake, 1 for a killed worker, 130 for Ctrl-C."""
     arguments = parse_arguments(argv)
     with warnings.catch_warnings():
-        # megatron-core warns about missing GPU extensions when it is imported; and --help should not wait for it.
+        # Imported here so that --help does not wait for it; megatron-core warns about missing GPU extensions then.
         warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
         from megatron.zero_bubble.training.preprocessing import EncodeSpec, expand_inputs, preprocess
     try:
         files = expand_inputs(arguments.input)
-        compressed = any(file.endswith(".gz") for file in files)  # their uncompressed size is not known
+        compressed = any(file.endswith(".gz") for file in files)  # the uncompressed size of a .gz file is not known
         total_bytes = None if compressed else sum(map(os.path.getsize, files))
         display = ProgressDisplay(total_bytes, arguments.log_interval)
         spec = EncodeSpec(

@@ -1,4 +1,4 @@
-"""The flags of `python -m benchmarks.emulate`; those of a schedule are `zero-bubble schedule`'s."""
+"""The flags of `python -m benchmarks.emulate`; it shares those of a schedule with `zero-bubble schedule`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class EmulationFlags(ScheduleFlags, LimitFlags, PostValidationFlags, TableFlags)
     timeline: Path | None = flag(
         "draw the median step of every schedule there, beside the plan", None, parse=Path, metavar="DIR"
     )
-    # In milliseconds here, and longer than a sleep is inexact.
+    # These times are in milliseconds, with defaults long enough that the error of a sleep does not matter.
     time_f: tuple[float, ...] | None = time_flag("forward", "20 ms")
     time_b: tuple[float, ...] | None = time_flag("the gradient of the input", "20 ms")
     time_w: tuple[float, ...] | None = time_flag("the gradient of the weights", "20 ms")

@@ -1,4 +1,4 @@
-"""`--mode emulate`: flags -> a run of every schedule -> figures."""
+"""Runs every schedule that the flags of `benchmarks.emulate` name and tabulates what was measured."""
 
 from __future__ import annotations
 
@@ -25,35 +25,35 @@ from megatron.zero_bubble.schedule.tail import Reduction, reorder_tail, simulate
 
 @dataclass(frozen=True)
 class Result:
-    """One schedule: planned and measured. Times in milliseconds."""
+    """What one schedule was planned to take and what it took; times are in milliseconds."""
 
     name: str
     timeline: Timeline
-    """Simulated."""
+    """The simulated plan."""
     steps: list[list[StepRecord]]
     reduction: Reduction | None = None
-    """Simulated, where gradients are reduced."""
+    """The simulated reduction of gradients over replicas; None where nothing is reduced."""
     edges: list[dict[int, float]] | None = None
-    """For every rank, milliseconds of a message over each of its edges; not measured for peers."""
+    """For every rank, the milliseconds of a message over each of its edges; None for peers, which are not measured."""
 
     @property
     def simulated(self) -> float:
-        """The makespan, until the last gradient is reduced."""
+        """The simulated makespan, or the simulated time until the last gradient is reduced where there are replicas."""
         return float(self.timeline.makespan if self.reduction is None else self.reduction.makespan)
 
     @property
     def exposed_reduction(self) -> float:
-        """Measured: from the last operation anywhere to the return of the last rank."""
+        """The median measured time from the end of the last operation anywhere to the return of the last rank."""
         return 1e3 * median(max(r.returned for r in ranks) - max(r.last_end for r in ranks) for ranks in self.steps)
 
     @property
     def ideal(self) -> float:
-        """The work of the busiest rank: no bubble."""
+        """The time without any bubble: the work of the busiest rank."""
         return float(max(self.timeline.work))
 
     @property
     def makespans(self) -> list[float]:
-        """Of every step, from the common start to the return of the last rank."""
+        """For every step, the measured time from the common start to the return of the last rank."""
         return [1e3 * (max(rank.returned for rank in ranks) - ranks[0].start) for ranks in self.steps]
 
     @property
@@ -62,17 +62,17 @@ class Result:
 
     @property
     def spans(self) -> list[float]:
-        """Of every step, the longest time that a rank needs from its first operation to its last."""
+        """For every step, the longest time that a rank needs from its first operation to its last."""
         return [1e3 * max(rank.last_end - rank.first_start for rank in ranks) for ranks in self.steps]
 
     @property
     def bubble_rate(self) -> float:
-        """Measured: (span - ideal) / span."""
+        """The median measured bubble rate, (span - ideal) / span."""
         return median(1 - self.ideal / span for span in self.spans)
 
     @property
     def exposed(self) -> float | None:
-        """Exposed communication in a step, of the rank that has most of it; not measured for peers."""
+        """Exposed communication of the rank that has most, median over steps; None for peers (not measured)."""
         worst = [max(rank.exposed or 0.0 for rank in ranks) for ranks in self.steps]
         return None if self.steps[0][0].exposed is None else 1e3 * median(worst)
 
@@ -104,7 +104,11 @@ class Result:
 
 
 def emulate(flags: EmulationFlags) -> list[Result]:
-    """Run every schedule that the flags name, and the peers. Raises `ScheduleError`."""
+    """Run every schedule that the flags name, and the peers if they ask for them.
+
+    Raises:
+        ScheduleError: a schedule is unknown or not possible at these sizes.
+    """
     plans = [one.timeline for one in figures_of_all(flags, flags.schedule, flags.memory_limit, leaves_out_slow=True)]
     costs, by_parameter = None, frozenset[str]()
     if flags.time_reduce is not None:
@@ -133,7 +137,7 @@ def emulate(flags: EmulationFlags) -> list[Result]:
 
 
 def make_job(flags: EmulationFlags, plans: Sequence[Timeline], longest: float) -> EmulatedJob:
-    """The job that runs these plans, of which none takes longer than `longest` milliseconds."""
+    """Return the job that runs `plans`, none of which needs more than `longest` milliseconds for a step."""
     return EmulatedJob(
         num_ranks=flags.pipeline_size,
         schedules=tuple((lower(plan.schedule, flags.receive_ahead, plan.costs), plan.costs) for plan in plans),
@@ -146,14 +150,14 @@ def make_job(flags: EmulationFlags, plans: Sequence[Timeline], longest: float) -
 
 
 def _with_reordered_tail(plan: Timeline) -> Iterator[Timeline]:
-    """The plan, and if it has W's in its tail the plan with those done parameter by parameter."""
+    """Yield the plan and, if it splits the backward, the plan whose tail runs its W's parameter by parameter."""
     yield plan
     if plan.schedule.splits_backward:
         yield simulate(replace(reorder_tail(plan.schedule), name=_by_parameter(plan)), plan.costs)
 
 
 def _by_parameter(plan: Timeline) -> str:
-    """The name of the plan whose tail runs parameter by parameter."""
+    """Return the name of the variant of `plan` whose tail runs its W's parameter by parameter."""
     return f"{plan.schedule.name}, tail by parameter"
 
 
@@ -173,7 +177,7 @@ def _peers(flags: EmulationFlags) -> Iterator[Peer]:
 
 
 def _one_after_the_other(peer: Peer) -> float:
-    """An upper bound of the makespan: a bubble as long as the work."""
+    """Return an upper bound of the makespan in milliseconds: all microbatches, and as many more as there are ranks."""
     work = [peer.costs.work(stage) for stage in range(peer.costs.num_stages)]
     return (peer.num_microbatches + peer.placement.num_ranks) * max(work) * peer.placement.num_chunks
 

@@ -1,4 +1,4 @@
-"""`--mode emulate --post-validation`: iterations that follow each other, with post-validation and without it."""
+"""Runs successive iterations with and without post-validation, for `benchmarks.emulate --post-validation`."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from megatron.zero_bubble.cli.schedule.figures import figures_of_all
 from megatron.zero_bubble.schedule import Timeline, iteration_time, simulate, with_post_validation
 
 FILL = 2
-"""Iterations of a turn before those that are measured: only from the third on each adds the same."""
+"""Unmeasured iterations at the start of a turn: only from the third on does every iteration add the same time."""
 FOLLOWING = 5
-"""Iterations of a turn that are measured."""
+"""Measured iterations of a turn."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class IterationResult(Result):
-    """One schedule, with post-validation or without it. Times in milliseconds; a step is a turn of iterations."""
+    """What one schedule took with or without post-validation, in milliseconds; a step is a turn of iterations."""
 
     post_validation: bool
     optimizer_reduction: float
-    """Measured: the reduction that the optimizer waits for, when all ranks enter it together."""
+    """The measured time of the reduction that the optimizer waits for, when all ranks enter it together."""
 
     @property
     def simulated(self) -> float:
-        """From one iteration to the next, without the optimizer's reduction."""
+        """The simulated time from one iteration to the next, without the optimizer's reduction."""
         return float(iteration_time(self.timeline.schedule, self.timeline.costs))
 
     @property
     def expected(self) -> float:
-        """Simulated, and the reduction where the next iteration waits for it."""
+        """The simulated time of an iteration, plus the optimizer's reduction if the next iteration waits for that."""
         return self.simulated + (0.0 if self.post_validation else self.optimizer_reduction)
 
     @property
     def makespans(self) -> list[float]:
-        """Of every turn, the mean time from the last rank's end of one iteration to its end of the next."""
+        """For every turn, the mean time from one iteration's end to the next's; the last rank to end counts."""
         ends = [max(rank.returned for rank in ranks) for ranks in self.steps]
         length = FILL + FOLLOWING
         turns = [ends[first : first + length] for first in range(0, len(ends), length)]
@@ -53,7 +53,11 @@ class IterationResult(Result):
 
 
 def emulate_iterations(flags: EmulationFlags) -> list[IterationResult]:
-    """Run every schedule that the flags name without and with post-validation. Raises `ScheduleError`."""
+    """Run every schedule that the flags name, first without post-validation and then with it.
+
+    Raises:
+        ScheduleError: a schedule is unknown or not possible at these sizes.
+    """
     plans = [one.timeline for one in figures_of_all(flags, flags.schedule, flags.memory_limit, leaves_out_slow=True)]
     validated = [_with_post_validation(plan) for plan in plans]
     both = [plan for pair in zip(plans, validated, strict=True) for plan in pair]
@@ -83,7 +87,7 @@ def _results(plans: Sequence[Timeline], validated: Sequence[Timeline], records: 
 
 
 def iteration_table(results: Sequence[IterationResult], *, markdown: bool = False) -> str:
-    """A row a schedule: both times, each beside what it should be, and what post-validation gains."""
+    """Return a table with a row a schedule: both measured times, the expected ones, and the gain of post-validation."""
     heads = (
         *("schedule", "with (ms)", "spread", "simulated", "over it"),
         *("without (ms)", "spread", "makespan", "+ reduction", "over it", "gain", "simulated"),

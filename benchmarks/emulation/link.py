@@ -1,4 +1,4 @@
-"""The communicator of emulated runs: real messages, slowed down and measured."""
+"""The communicator of emulated runs, which delays real messages and measures exposed communication."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megatron.zero_bubble.runtime.communicator import Communicator, PendingRecei
 
 @dataclass
 class EmulatedLink:
-    """Delivers a message when it says that it may be used, and measures exposed communication.
+    """A communicator that delivers each message at the time in its header, and measures exposed communication.
 
-    What a receiver waits before the message is sent is bubble; what it waits after that is communication.
+    A receiver's wait before the message is sent is bubble; its wait after that is exposed communication.
 
     Attributes:
-        exposed: seconds spent in waiting for messages that had been sent, since this was set to 0.
+        exposed: seconds of waiting for messages that had been sent, added up since this was last set to 0.
     """
 
     inner: Communicator

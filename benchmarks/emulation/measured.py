@@ -1,4 +1,4 @@
-"""From a run over emulated compute to what a training leaves behind: a profile and timelines."""
+"""Turns the records of an emulated run into what a training leaves behind: a profile and timelines."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from megatron.zero_bubble.schedule.formats import Profile
 
 
 def profile_of(result: Result) -> Profile:
-    """What all steps of a schedule of ours cost, found as a training finds it.
+    """Return the measured costs of one of our schedules, computed over all steps as training computes them.
 
-    Sleeps hold no memory: that of the costs they were made from is kept, in their unit.
+    Sleeps hold no memory, so the memory is that of the costs the emulation was given, in their unit.
     """
     schedule, asked = result.timeline.schedule, result.timeline.costs
     assert result.edges is not None
@@ -38,7 +38,7 @@ def profile_of(result: Result) -> Profile:
 
 
 def _edges(costs: StageCosts, asked: StageCosts, schedule: Schedule) -> tuple[float, ...]:
-    """A message may be used when it has arrived, and not before its emulated time is over."""
+    """Return the milliseconds of a message over every edge: the longer of the measured and the emulated time."""
     placement = schedule.placement
     return tuple(
         max(measured, asked.time_comm[edge]) if placement.rank_of(edge) != placement.rank_of(edge + 1) else 0.0
@@ -47,7 +47,7 @@ def _edges(costs: StageCosts, asked: StageCosts, schedule: Schedule) -> tuple[fl
 
 
 def draw_median_step(result: Result, folder: Path) -> None:
-    """Write the timeline files of the step that took the median time."""
+    """Write the timeline files of the step with the median makespan into `folder`."""
     makespans = result.makespans
     median_step = sorted(range(len(makespans)), key=makespans.__getitem__)[len(makespans) // 2]
     schedule = result.timeline.schedule

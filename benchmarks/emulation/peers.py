@@ -1,8 +1,8 @@
-"""torch.distributed.pipelining's schedules over the same emulated compute.
+"""Runs torch.distributed.pipelining's schedules over the same emulated compute as ours.
 
-Its runtime splits a backward by walking the autograd graph: the input's gradient is what lies between output and
-input, the weights' what branches off to the parameters. So that the split works as its authors intended, B and W
-sleep in autograd nodes of their own:
+The runtime of torch.distributed.pipelining splits a backward by walking the autograd graph: B is the path from output
+to input, and W is what branches off to the parameters. B and W therefore sleep in autograd nodes of their own, so that
+the split works as its authors intended:
 
     input --- B ---+
                    join --- output
@@ -22,13 +22,13 @@ from benchmarks.emulation.sleeping import Emulation, StageTimes, await_arrival
 from megatron.zero_bubble.schedule import Placement, StageCosts
 
 ONE_CHUNK = {"GPipe": "gpipe", "1F1B": "1f1b"}
-"""With our names of the same orders."""
+"""Maps schedules with one chunk a rank to the names of ours that have the same order."""
 SEVERAL_CHUNKS = ("Interleaved1F1B", "InterleavedZeroBubble")
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 
 
 def peer_placements(num_ranks: int, num_chunks: int) -> dict[str, Placement]:
-    """Every peer by its name in torch.distributed.pipelining, with the placement that it prescribes."""
+    """Return the placement that every peer prescribes, by its name in torch.distributed.pipelining."""
     return {
         **dict.fromkeys(ONE_CHUNK, Placement("linear", num_ranks)),
         **dict.fromkeys(SEVERAL_CHUNKS, Placement("interleaved", num_ranks, num_chunks)),
@@ -38,7 +38,7 @@ def peer_placements(num_ranks: int, num_chunks: int) -> dict[str, Placement]:
 
 @dataclass(frozen=True)
 class Peer:
-    """A schedule of torch.distributed.pipelining, and what its stages cost."""
+    """A schedule of torch.distributed.pipelining with its sizes and the costs of its stages."""
 
     name: str
     costs: StageCosts
@@ -47,7 +47,7 @@ class Peer:
 
 
 class PeerRun:
-    """One rank of a peer. Raises `ValueError` if the peer refuses the number of microbatches."""
+    """Runs one rank of a peer. Raises `ValueError` if the peer refuses the number of microbatches."""
 
     def __init__(self, peer: Peer, emulation: Emulation, rank: int) -> None:
         placement = peer.placement
@@ -70,16 +70,16 @@ class PeerRun:
         self._schedule.step(*inputs, target=self._target if self._has_last else None, return_outputs=False)
 
     def order(self) -> list[list[str]]:
-        """What every rank runs, an action a word; idle slots are empty.
+        """Return the actions of every rank in order; an idle slot is an empty word.
 
-        That of schedules with one chunk a rank is there for display only, and not what they run.
+        Schedules with one chunk a rank have this order for display only; it is not what they run.
         """
         order = self._schedule.pipeline_order
         return [[str(action or "") for action in order[rank]] for rank in sorted(order)]
 
 
 def _make_stage(times: StageTimes, emulation: Emulation, placement: Placement) -> PipelineStage:
-    """Shapes are given, so that nothing has to be found out by running the stage."""
+    """Return a `PipelineStage`, with its shapes given so that the runtime need not run the stage to find them."""
     example = emulation.spec.empty()
     return PipelineStage(
         _Module(times, emulation),
@@ -100,12 +100,12 @@ class _Module(torch.nn.Module):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1))
         self._times, self._emulation = times, emulation
-        # The first stage's input needs no gradient, but its layers' B takes time like any other's.
+        # The first stage's input needs no gradient; the anchor does, so that its B runs and takes time like any other.
         self._anchor = torch.zeros(1, requires_grad=times.is_first)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         output = _InputNode.apply(x, self._anchor, self._times, self._emulation)
-        # Autograd runs the nodes that were made last first: in a whole backward, W before B and its message.
+        # Autograd runs the newest nodes first: in a whole backward, W runs before B and its message.
         return _Join.apply(output, _WeightNode.apply(self.weight, self._times, self._emulation), self._times)
 
 
@@ -141,12 +141,12 @@ class _WeightNode(torch.autograd.Function):
 
 
 class _Join(torch.autograd.Function):
-    """Where both begin. It runs once for B and once more for W."""
+    """Autograd node where the paths of B and W meet; its backward runs once for B and once more for W."""
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, weight: torch.Tensor, times: StageTimes) -> Any:
         ctx.times = times
-        ctx.mark_dirty(output)  # a view would not do: the runtime detaches outputs in place
+        ctx.mark_dirty(output)  # the runtime detaches outputs in place, which fails on a view
         return output
 
     @staticmethod

@@ -17,27 +17,27 @@ from benchmarks.emulation.worker import EmulatedJob, StepRecord, run_rank
 
 @dataclass(frozen=True)
 class Records:
-    """What the ranks measured."""
+    """Everything that the ranks of an emulated run measured."""
 
     steps: dict[str, list[list[StepRecord]]]
-    """By contestant: for every iteration of every step the records of all ranks."""
+    """By contestant, the records of all ranks for every iteration of every step."""
     refused: dict[str, str]
-    """Peers that do not run at these sizes, and why."""
+    """By peer that does not run at these sizes, the reason."""
     orders: dict[str, list[list[str]]]
-    """By peer: what every rank runs."""
+    """By peer, the actions of every rank in order."""
     edges: dict[str, list[dict[int, float]]]
-    """By schedule of ours: for every rank, milliseconds of a message over each of its edges."""
+    """By schedule of ours, the milliseconds of a message over each edge of every rank."""
     gathers: list[float]
-    """Seconds that the first rank needs to gather the bubble rate, several times."""
+    """Seconds that rank 0 needed each time to gather the bubble rate."""
     reductions: list[float]
     """Seconds of the optimizer's reduction, each time on the rank where it took longest."""
 
 
 def run_job(job: EmulatedJob) -> Records:
-    """Run to the end; raises what a rank raised."""
+    """Run `job` on processes of its own, one a rank, and return what they measured; raises what a rank raised."""
     with tempfile.TemporaryDirectory() as directory:
         job = replace(job, directory=Path(directory))
-        # The server imports once and forks every rank: eight imports of torch on two cores take a while.
+        # The server imports torch once and forks every rank, because an import in each rank would take long.
         multiprocessing.set_forkserver_preload(["torch.distributed.pipelining"])
         _start_server_deaf_to_interrupts()
         torch.multiprocessing.start_processes(

@@ -1,4 +1,4 @@
-"""The reduction of gradients over data-parallel replicas, emulated: a link that takes its time beside compute."""
+"""Emulates the reduction of gradients over data-parallel replicas, on a link that works while the rank computes."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from benchmarks.emulation.sleeping import sleep_until
 
 @dataclass(frozen=True)
 class ReductionCosts:
-    """How gradients are reduced. A rank's buckets are of equal size, and each is a parameter."""
+    """What the emulated reduction costs; the buckets of a rank have equal sizes, and each holds one parameter."""
 
     data_parallel_size: int
     time_reduce: float
-    """Milliseconds for all gradients of a rank."""
+    """Milliseconds to reduce all gradients of a rank."""
     num_buckets: int
-    """Of each model chunk."""
+    """Number of buckets of each model chunk."""
 
 
 class ReductionLink:
-    """One rank's link to its replicas. It carries one bucket after the other, each once all replicas have it.
+    """One rank's link to its replicas, which reduces one bucket after the other, each once all replicas have it.
 
-    That is agreed on by real messages, all-reduces of the time at which a replica was ready; the link's own
-    time passes while the rank computes, and is waited for in `finish`.
+    The replicas agree on that time by a real all-reduce of the times at which each was ready. The link's own time
+    passes while the rank computes; `finish` waits for the rest.
     """
 
     def __init__(self, costs: ReductionCosts, num_chunks: int, replicas: dist.ProcessGroup) -> None:
@@ -35,7 +35,7 @@ class ReductionLink:
         self._started: list[tuple[dist.Work, torch.Tensor]] = []
 
     def start(self) -> None:
-        """A bucket is ready on this rank."""
+        """Hand the next bucket to the link, now that its gradients are complete on this rank."""
         ready = torch.tensor([time.perf_counter()], dtype=torch.float64)
         work = dist.all_reduce(ready, op=dist.ReduceOp.MAX, group=self._replicas, async_op=True)
         self._started.append((work, ready))

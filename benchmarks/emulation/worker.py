@@ -1,4 +1,4 @@
-"""One rank of an emulated run: what every spawned process does."""
+"""Runs one rank of an emulated run, in a process of its own."""
 
 from __future__ import annotations
 
@@ -26,37 +26,37 @@ from megatron.zero_bubble.schedule import Placement, Schedule, StageCosts
 from megatron.zero_bubble.schedule.errors import one_line
 
 _GATHERS = 9
-"""Times that the bubble rate is gathered."""
+"""Number of times that gathering the bubble rate is timed."""
 _LEAD = 0.01
-"""Seconds from the agreement on a step's start to the start."""
+"""Seconds between the ranks' agreement on the start of a step and that start."""
 _REDUCTIONS = 20
-"""How often the optimizer's reduction is timed."""
+"""Number of times that the optimizer's reduction is timed."""
 
 
 @dataclass(frozen=True)
 class EmulatedJob:
-    """Everything that the ranks have to know."""
+    """What the ranks of an emulated run are told to run."""
 
     num_ranks: int
     schedules: tuple[tuple[Schedule, StageCosts], ...]
-    """Ours, lowered."""
+    """Our schedules, lowered, with the costs to emulate."""
     peers: tuple[Peer, ...]
     steps: int
     activation_bytes: int
     timeout: timedelta
     directory: Path
-    """Where the ranks meet, and leave their records: `rank0.json`, ..."""
+    """Folder through which the ranks find each other and in which they leave their records: `rank0.json`, ..."""
     reduction: ReductionCosts | None = None
-    """Of gradients, where there are replicas."""
+    """Costs of reducing the gradients over data-parallel replicas; None without replicas."""
     tails_by_parameter: frozenset[str] = frozenset()
     """Names of the schedules that run the W's of their tail parameter by parameter."""
     iterations: int = 1
-    """That a step consists of and that follow each other without a barrier. If there are several, they end with the
-    optimizer's reduction, and the next one waits for that unless its schedule has post-validation."""
+    """Number of iterations in a step, without a barrier between them. If there are several, each ends with the
+    optimizer's reduction, for which the next one waits unless the schedule has post-validation."""
 
     @property
     def world_size(self) -> int:
-        """Of all replicas; each is `num_ranks` processes in a row."""
+        """Number of processes of all replicas; the ranks of one replica are `num_ranks` processes in a row."""
         return self.num_ranks * (self.reduction.data_parallel_size if self.reduction else 1)
 
 
@@ -66,17 +66,17 @@ class StepRecord:
 
     contestant: str
     start: float
-    """Of the step; the same on all ranks."""
+    """The common start of the step, the same on all ranks."""
     first_start: float
-    """Of an operation of this rank."""
+    """Start of the first operation of this rank."""
     last_end: float
     returned: float
     busy: float
     """Processor time of the thread that ran the step."""
     exposed: float | None
-    """Waiting for messages that had been sent; of peers it is not known."""
+    """Exposed communication: time spent waiting for messages that had been sent; None for peers."""
     ops: list[tuple[float, float]] | None = None
-    """Start and end of every compute operation, in the schedule's order; of peers they are not known."""
+    """Start and end of every compute operation, in the schedule's order; None for peers."""
 
 
 class StepRunner(Protocol):
@@ -84,7 +84,7 @@ class StepRunner(Protocol):
 
 
 class OwnRun:
-    """One rank of a schedule of ours: the executor as in training, over emulated compute."""
+    """Runs one rank of one of our schedules, with the executor that trains and emulated compute."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class OwnRun:
 
 
 def run_rank(rank: int, job: EmulatedJob) -> None:
-    """Run all contestants in rounds, the first round unmeasured, and write the records."""
+    """Run all contestants of `job` in rounds, the first of them unmeasured, and write this rank's records."""
     torch.set_num_threads(1)
     sleep_precisely()
     store = dist.FileStore(str(job.directory / "store"), job.world_size)
@@ -173,7 +173,7 @@ def run_rank(rank: int, job: EmulatedJob) -> None:
 
 
 def _seconds_to_gather() -> float:
-    """What training does for the bubble rate in a log line, with all ranks there."""
+    """Return the seconds to gather the bubble rate as training does for a log line, once all ranks are ready."""
     step = StepTime(span=1.0, work=1.0)
     steps = [step] * dist.get_world_size()
     dist.barrier()
@@ -184,7 +184,7 @@ def _seconds_to_gather() -> float:
 
 
 def _replicas(job: EmulatedJob, rank: int) -> dist.ProcessGroup | None:
-    """The processes that hold the same stages."""
+    """Return the group of the processes that hold the same stages as `rank`; None without replicas."""
     if job.reduction is None:
         return None
     groups = [dist.new_group(list(range(first, job.world_size, job.num_ranks))) for first in range(job.num_ranks)]
@@ -192,7 +192,7 @@ def _replicas(job: EmulatedJob, rank: int) -> dist.ProcessGroup | None:
 
 
 def _open_channels(job: EmulatedJob, rank: int) -> dict[Placement, TorchCommunicator]:
-    """One set of channels for all placements that have the same ones: start-up takes a while."""
+    """Return a communicator for each placement, shared where channels are the same because opening them takes long."""
     by_channels: dict[tuple[tuple[int, int], ...], TorchCommunicator] = {}
     by_placement: dict[Placement, TorchCommunicator] = {}
     for placement in dict.fromkeys(schedule.placement for schedule, _ in job.schedules):
@@ -207,7 +207,7 @@ def _open_channels(job: EmulatedJob, rank: int) -> dict[Placement, TorchCommunic
 
 
 def _peer_runs(job: EmulatedJob, emulation: Emulation, rank: int) -> tuple[dict[str, PeerRun], dict[str, str]]:
-    """The peers that take these sizes, and why the others do not."""
+    """Return the peers that run at these sizes, and the reason of each peer that does not."""
     runs: dict[str, PeerRun] = {}
     refused: dict[str, str] = {}
     for peer in job.peers:
@@ -219,7 +219,7 @@ def _peer_runs(job: EmulatedJob, emulation: Emulation, rank: int) -> tuple[dict[
 
 
 def _run_step(name: str, contestant: StepRunner, emulation: Emulation, iterations: int) -> list[StepRecord]:
-    """A record an iteration."""
+    """Run one step of a contestant and return a record for each of its iterations."""
     gc.collect()
     start = _start_together()
     records = []
@@ -237,7 +237,7 @@ def _run_step(name: str, contestant: StepRunner, emulation: Emulation, iteration
 
 
 def _start_together() -> float:
-    """Return on all ranks at one time, which rank 0 sets once all are there."""
+    """Wait for the start that rank 0 sets once all ranks are ready, and return it; all ranks return at that time."""
     dist.barrier()
     start = torch.tensor([time.perf_counter() + _LEAD], dtype=torch.float64)
     dist.broadcast(start, src=0)
@@ -246,7 +246,7 @@ def _start_together() -> float:
 
 
 def _time_reductions() -> list[float]:
-    """Seconds from a common start to the end of a reduction like the optimizer's, some times over."""
+    """Return the seconds from a common start to the end of a reduction like the optimizer's, for several of them."""
     seconds = []
     for _ in range(_REDUCTIONS):
         start = _start_together()
