@@ -1,1 +1,1 @@
-"""The installed command `zero-bubble` and its subcommands. Nothing else of the package imports it."""
+"""The installed command `zero-bubble` and its subcommands. No other part of the package imports this one."""

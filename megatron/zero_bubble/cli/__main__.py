@@ -1,4 +1,4 @@
-"""The command `zero-bubble`, which `python -m megatron.zero_bubble.cli` starts where the package is not installed."""
+"""Runs the command `zero-bubble`; `python -m megatron.zero_bubble.cli` does so where the package is not installed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ examples:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command that the first argument names. Returns the exit status."""
+    """Run the command that the first argument names and return its exit status."""
     words = sys.argv[1:] if argv is None else argv
     if not words or words[0] in ("-h", "--help"):
         print(_HELP, end="", file=sys.stdout if words else sys.stderr)
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     if words[0] not in _COMMANDS:
         print(f"zero-bubble: error: {words[0]!r} is not one of {', '.join(_COMMANDS)}", file=sys.stderr)
         return 2
-    # Only this command's modules: those of `schedule` load in a tenth of a second, those of others need torch.
+    # Import this command's modules alone: those of `schedule` load in a tenth of a second, those of others need torch.
     command = import_module(f"megatron.zero_bubble.cli.{words[0]}_command")
     status: int = command.main(words[1:])
     return status

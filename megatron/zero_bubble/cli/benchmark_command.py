@@ -37,12 +37,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def benchmark(flags: BenchmarkFlags, peers: Sequence[Contestant] = ()) -> None:
-    """Run the schedules that the flags name, and `peers`; print or write what they measured."""
-    # Only now: --help does without torch.
+    """Train under the schedules that the flags name and under `peers`, and print or write the results."""
+    # Imported here, so that --help does not need torch.
     from megatron.zero_bubble.cli.benchmark.rounds import compare_trainings
     from megatron.zero_bubble.cli.benchmark.training_results import train_plot, train_table
 
-    # As an exception, so that the training under way is ended too.
+    # SIGTERM raises an exception, so that the running training is ended too.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     results = compare_trainings(flags, peers)
     flags.deliver([one.as_json() for one in results], train_table(results, markdown=flags.markdown))

@@ -51,8 +51,13 @@ MEMORY_SCHEDULES = ("1f1b", "zb-h1", "zb-2p")
 
 
 def check(flags: CheckFlags, paths: list[Path], scratch: Path) -> Findings:
-    """Every part that is asked for; one that fails does not keep the others from being run."""
-    # Only now: megatron-core looks for a device as it is imported.
+    """Run every part of the check that the flags ask for, even after another part has failed.
+
+    Args:
+        paths: folders that the ranks need on their module path.
+        scratch: a folder for temporary files.
+    """
+    # Imported after `substitute_cuda`, because megatron-core looks for a device as it is imported.
     from megatron.zero_bubble.cli.check.findings import Findings
     from megatron.zero_bubble.cli.check.machine import describe_machine
     from megatron.zero_bubble.cli.check.one_process_numerics import check_numerics
@@ -94,7 +99,7 @@ def _check_stage(model: Model, flags: CheckFlags, device: torch.device, found: d
         found["stages"].append(_measure_stage(model, flags, device))
     except torch.OutOfMemoryError as error:
         found["without_room"][model.name] = one_line(error)
-    # The stage is in reference cycles, and the next one needs its memory.
+    # The next stage needs the memory of this one, which reference cycles keep alive.
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -110,7 +115,7 @@ def _measure_stage(model: Model, flags: CheckFlags, device: torch.device) -> Sta
 
 
 def _message_ms(model: Model, gigabytes_a_second: float) -> float:
-    """In bf16."""
+    """Return the milliseconds to send one activation of `model` in bf16."""
     return 2 * model.seq_length * model.micro_batch_size * model.hidden_size / gigabytes_a_second / 1e6
 
 
@@ -123,9 +128,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> bool:
-    """Run the check and write what was found. Returns whether all of it passed."""
+    """Run the check, write its findings, and return whether all parts passed."""
     flags = read_flags(CheckFlags, argv, PROG, __doc__ or "")
-    warnings.filterwarnings("ignore", category=UserWarning)  # megatron-core's, about what is not installed
+    warnings.filterwarnings("ignore", category=UserWarning)  # megatron-core warns of packages that are not installed
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
         try:

@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(argv: list[str]) -> None:
     flags = read_flags(EstimateFlags, argv, "zero-bubble estimate", __doc__ or "")
-    # Only now: --help does without torch.
+    # Imported here, so that --help does not need torch.
     from megatron.zero_bubble.cli.estimate.estimate_tables import as_json, as_text
     from megatron.zero_bubble.cli.estimate.estimated_job import job_of
 
@@ -50,10 +50,10 @@ def _run(argv: list[str]) -> None:
 
 
 def estimate_all(job: EstimatedJob, chosen: list[str] | None) -> tuple[list[Estimate], dict[str, str]]:
-    """Every schedule that is possible, and why the others are not.
+    """Estimate the schedules `chosen`, or all; return the estimates, and the reason of each that is not possible.
 
     Raises:
-        ValueError: one that was chosen by name is not possible.
+        ValueError: a schedule that was chosen by name is not possible.
     """
     from megatron.zero_bubble.cli.estimate.schedule_estimate import estimate
 

@@ -1,4 +1,4 @@
-"""The values that flags of commands may have."""
+"""Parsers of the values of flags, which refuse values out of bounds."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import math
 from collections.abc import Callable
 
 _SMALLEST, _LARGEST = 1e-20, 1e20
-"""Bounds of a number that is not zero. What is computed from them stays far from the ends of floating point."""
+"""Bounds of a number other than zero, so that results computed from such numbers neither overflow nor underflow."""
 
 
 def numbers(at_least: float = -math.inf, above: float = -math.inf) -> Callable[[str], tuple[float, ...]]:
-    """A parser of one number or of a comma-separated list, all within the bounds."""
+    """Return a parser of one number or a comma-separated list, all above `above` and at least `at_least`."""
 
     def parse(text: str) -> tuple[float, ...]:
         values = tuple(_number(word) for word in text.split(","))
@@ -26,7 +26,7 @@ def numbers(at_least: float = -math.inf, above: float = -math.inf) -> Callable[[
 
 
 def positive(word: str) -> float:
-    """Parse one number above zero."""
+    """Parse one number above zero. Raises `argparse.ArgumentTypeError`."""
     [value, *more] = numbers(above=0)(word)
     if more:
         raise argparse.ArgumentTypeError(f"expected one number, got {word!r}")
@@ -34,7 +34,7 @@ def positive(word: str) -> float:
 
 
 def at_least(smallest: int, largest: float = math.inf) -> Callable[[str], int]:
-    """A parser of whole numbers from `smallest` to `largest`."""
+    """Return a parser of whole numbers from `smallest` to `largest`."""
 
     def parse(word: str) -> int:
         try:

@@ -1,4 +1,4 @@
-"""How a command reads its flags, and how it ends."""
+"""Reads the flags of a command, and turns its result or error into an exit status."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class FollowingFlags:
-    """Flags of `pretrain_gpt.py`, which follow `--` on the command line and are read by what trains."""
+    """Flags of `pretrain_gpt.py` that follow `--` on the command line; the training itself parses them."""
 
     training_flags: tuple[str, ...] = ()
 
 
 def run_command(prog: str, body: Callable[[], bool | None]) -> int:
-    """Run a command and report its error, if it has one, in one line that begins with `prog`.
+    """Run a command and print its error, if it raises one, in one line that begins with `prog`.
 
     Returns:
         The exit status: 2 for a user's mistake, 1 if something failed or `body` returns False, 130 after Ctrl-C.
@@ -41,10 +41,10 @@ def run_command(prog: str, body: Callable[[], bool | None]) -> int:
 
 
 def choose_command(commands: Mapping[str, Any], argv: Sequence[str], usage: str) -> tuple[str, list[str]]:
-    """The command that the first word names, and the words after it. `--help` prints `usage` and exits.
+    """Return the command that the first word names and the words after it. `--help` prints `usage` and exits.
 
     Raises:
-        ValueError: no command, or an unknown one.
+        ValueError: there is no word, or it names no command.
     """
     if not argv:
         raise ValueError("the following arguments are required: COMMAND")
@@ -60,12 +60,12 @@ def read_flags(arguments: type[T], argv: Sequence[str], prog: str, description: 
     """Parse a command's flags into the frozen dataclass `arguments`.
 
     Args:
-        arguments: its fields are flags; each base class that adds fields is a group of `--help`.
-        prog: what the user calls; printed in the usage.
-        description: printed by `--help`.
+        arguments: a dataclass whose fields are flags; each base class that adds fields is a group of `--help`.
+        prog: the name of the command, printed in the usage.
+        description: the text that `--help` prints.
 
     Raises:
-        ValueError: a flag that is unknown, missing or wrong; one line.
+        ValueError: a flag is unknown, missing or wrong; the message is one line.
     """
     words, more, usage = list(argv), {}, None
     if issubclass(arguments, FollowingFlags):
@@ -85,7 +85,7 @@ def read_flags(arguments: type[T], argv: Sequence[str], prog: str, description: 
 
 
 def _groups(arguments: type) -> dict[str, list[Field[Any]]]:
-    """The flags by the title of the class that adds them, the command's own first."""
+    """Return the flags of `arguments` by the title of the class that adds them, the command's own flags first."""
     groups: dict[str, list[Field[Any]]] = {}
     bases = arguments.__mro__
     for base in bases:
@@ -97,7 +97,7 @@ def _groups(arguments: type) -> dict[str, list[Field[Any]]]:
 
 
 def _join_negative(words: Sequence[str]) -> list[str]:
-    """`--memory-b -0.5,-1` as `--memory-b=-0.5,-1`: argparse takes a list that begins with a minus for a flag."""
+    """Join `--memory-b -0.5,-1` to `--memory-b=-0.5,-1`: argparse takes a list that begins with a minus for a flag."""
     joined: list[str] = []
     for word in words:
         if joined and joined[-1].startswith("--") and re.match(r"-[\d.]", word):

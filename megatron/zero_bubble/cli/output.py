@@ -1,4 +1,4 @@
-"""Tables, and printing or writing what a command has to say."""
+"""Formats tables, and prints or writes the results of a command."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from megatron.zero_bubble.job.files import write_file
 def deliver(text: str, output: Path | None) -> None:
     """Print `text`, or write it to `output`, which appears complete or not at all if it is a regular file.
 
-    A reader of the standard output that goes away, such as `head`, has seen enough, which is no error.
+    A reader that closes the standard output early, such as `head`, is no error.
+
+    Raises:
+        OSError: the text cannot be written; the message is one line.
     """
     try:
         if output is None:
@@ -32,14 +35,14 @@ def _print(text: str) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
     except OSError as error:
-        # What could not be written is tried once more at the end of the program, and would be reported there again.
+        # Python flushes the rest when the program ends, and would report the same error again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
             raise
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, markdown: bool = False) -> str:
-    """Columns of one width: the first to the left, the others to the right."""
+    """Return a table as text, or as Markdown: the first column is aligned left, the others right."""
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
 
     def line(cells: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Flags that several commands have: the pipeline's size, its costs, and where results go."""
+"""Flags that several commands share: the pipeline's size, its costs, and the output."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megatron.zero_bubble.job.flag_parser import flag
 
 @dataclass(frozen=True)
 class CommandFlags:
-    """Flags of a command. A subclass refuses in `__post_init__` what its flags cannot mean together."""
+    """Base class of a command's flags; subclasses refuse flags that contradict each other in `__post_init__`."""
 
     def __post_init__(self) -> None:
-        """Raises `ValueError`, one line."""
+        """Check the flags together. Raises `ValueError` with a message of one line."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class ResultFlags(FileFlags):
     json: bool = flag("print JSON", False)
 
     def deliver(self, document: Any, text: str) -> None:
-        """Print or write `document` as JSON if the flags ask for it, else `text`."""
+        """Print or write `document` as JSON if the flags ask for JSON, else `text`."""
         deliver(to_json(document) if self.json else text, self.output)
 
 
@@ -61,7 +61,7 @@ class SizeFlags(CommandFlags):
 
 
 def time_flag(what: str, default: str = "1") -> Any:
-    """The flag of F's, B's or W's time."""
+    """Return the flag for the time of F, B or W; `what` describes the operation."""
     return flag(f"time of {what} of a microbatch (default: {default})", None, parse=numbers(above=0), metavar="T")
 
 
@@ -90,7 +90,7 @@ class CostFlags(CommandFlags):
     no_overlap_communication: bool = flag("messages occupy the sender and the receiver", False)
 
     default_time: ClassVar[float] = 1
-    """F, B and W where no flag gives their times."""
+    """Time of each of F, B and W that no flag gives."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -104,7 +104,7 @@ class CostFlags(CommandFlags):
 
     @property
     def has_times(self) -> bool:
-        """Whether the user gives times, in a unit of theirs."""
+        """Whether the flags give times, which are then in the user's own unit."""
         return any(given is not None for given in (self.costs, self.time_f, self.time_b, self.time_w, self.time_comm))
 
 
@@ -123,7 +123,7 @@ class LimitFlags(CommandFlags):
 
 @dataclass(frozen=True)
 class ScheduleFlags(SizeFlags, CostFlags):
-    """What every schedule is made from; a limit of its memory comes on top."""
+    """The flags from which every schedule is made; a memory limit is not among them."""
 
 
 @dataclass(frozen=True)

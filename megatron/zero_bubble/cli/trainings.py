@@ -1,4 +1,4 @@
-"""Trainings that commands start, or reason about, from pretrain_gpt.py's flags."""
+"""Builds arguments and models of a training from pretrain_gpt.py's flags, for commands that measure or estimate it."""
 
 from __future__ import annotations
 
@@ -24,21 +24,23 @@ if TYPE_CHECKING:
 def complete_training(
     flags: Sequence[str], world_size: int, prog: str, *, has_cuda: bool, for_this_machine: bool = True
 ) -> tuple[Arguments, JobSettings]:
-    """What a training with these flags on `world_size` ranks would begin with, the padded vocabulary included.
+    """Return the arguments and job settings that a training with `flags` on `world_size` ranks would start with.
+
+    The arguments include the padded vocabulary.
 
     Args:
-        has_cuda: whether its ranks will have CUDA devices.
-        for_this_machine: whether it is to run here; otherwise what is installed and can be written here says nothing.
+        has_cuda: whether the ranks will have CUDA devices.
+        for_this_machine: whether the training is to run here; if not, what is installed and writable here is ignored.
 
     Raises:
-        ValueError: the training would refuse the flags; its own line.
+        ValueError: the training would refuse the flags; the message is the training's own line.
     """
     parsed = parse_arguments(flags, prog)
     environment = {"WORLD_SIZE": str(world_size)}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # megatron-core's, about what a CPU has not
+        warnings.simplefilter("ignore", UserWarning)  # megatron-core warns of what a CPU lacks
         substitution = substitute_cuda()
-        # Only now: megatron-core looks for a device as it is imported.
+        # Imported after `substitute_cuda`, because megatron-core looks for a device as it is imported.
         from megatron.zero_bubble.training.checks import complete_and_check
         from megatron.zero_bubble.training.pretrain import load_tokenizer, with_vocabulary
 
@@ -50,13 +52,13 @@ def complete_training(
 
 
 def complete_arguments(flags: Sequence[str], world_size: int, prog: str, *, has_cuda: bool) -> Arguments:
-    """The flags of `complete_training`, of a training on this machine."""
+    """Return the arguments that a training with `flags` would start with on this machine; see `complete_training`."""
     args, _ = complete_training(flags, world_size, prog, has_cuda=has_cuda)
     return args
 
 
 def failure_reason(log: str) -> str | None:
-    """The line in which a training says what is wrong, or the last line of a traceback; None if there is neither."""
+    """Return the error in a training's log: its own line, else the first exception's line; None if there is none."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     for line in lines:
         if ": error: " in line:
@@ -67,13 +69,13 @@ def failure_reason(log: str) -> str | None:
 
 @contextmanager
 def one_process(args: Arguments) -> Iterator[None]:
-    """megatron-core's process groups and seeds for a single rank, without tensor or data parallelism.
+    """Set up megatron-core's process groups and seeds for a single rank, without tensor or data parallelism.
 
     Args:
-        args: complete, of a job with any pipeline size.
+        args: the complete arguments of a job with any pipeline size.
     """
     substitution = substitute_cuda()
-    # Only now: megatron-core looks at the device while it is imported.
+    # Imported after `substitute_cuda`, because megatron-core looks for a device as it is imported.
     from megatron.core import parallel_state
     from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
 
@@ -86,7 +88,7 @@ def one_process(args: Arguments) -> Iterator[None]:
         with initialized(alone, Placement("linear", 1)):
             yield
     finally:
-        # After an error, too: nobody else waits for this rank.
+        # This runs after an error too, because no other rank waits for this one.
         unset_num_microbatches_calculator()
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
@@ -96,9 +98,10 @@ def one_process(args: Arguments) -> Iterator[None]:
 def rank_model(
     args: Arguments, placement: Placement, rank: int, store: WeightGradStore | None
 ) -> list[torch.nn.Module]:
-    """The model chunks of one pipeline rank of `placement`, as training builds them; within `one_process`.
+    """Build the model chunks of one pipeline rank of `placement`, as training does; call it within `one_process`.
 
-    The pipeline size is the placement's, whatever the flags say. Tied embeddings would need the other ranks.
+    The pipeline size is the placement's, whatever the arguments say. Tied embeddings are not supported, because they
+    need the other ranks. Without a `store` the layers are not split.
     """
     from megatron.zero_bubble.training.model import build_model, transformer_config
 

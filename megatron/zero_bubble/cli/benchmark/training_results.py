@@ -1,4 +1,4 @@
-"""What `zero-bubble benchmark` measured: figures, table, plot."""
+"""The results of `zero-bubble benchmark` as figures, a table and a plot."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ _SEED = 20
 
 @dataclass(frozen=True)
 class TrainResult:
-    """One schedule in all rounds. Times in milliseconds."""
+    """What one schedule measured in all rounds; times are in milliseconds."""
 
     contestant: Contestant
     turns: tuple[Turn, ...]
     baseline: tuple[Turn, ...]
     num_microbatches: int
     tokens: int
-    """Of one iteration."""
+    """Tokens of one iteration."""
     flops: float
-    """Of one iteration, counted as --log-throughput does."""
+    """Operations of one iteration, counted as --log-throughput does."""
     world_size: int
     simulated: Timeline | None
-    """At the costs that a schedule of ours measured in this placement."""
+    """The schedule simulated with costs that one of ours measured in this placement; None if that is not possible."""
 
     @property
     def rounds(self) -> tuple[float, ...]:
-        """The median iteration of every round."""
+        """For every round, the median time of an iteration."""
         return tuple(median(turn.iteration_ms) for turn in self.turns)
 
     @property
@@ -45,12 +45,12 @@ class TrainResult:
 
     @property
     def spread(self) -> float:
-        """Between the rounds."""
+        """Difference between the slowest and the fastest round."""
         return max(self.rounds) - min(self.rounds)
 
     @property
     def tokens_per_second(self) -> float:
-        """Of one GPU, or of one rank on a CPU."""
+        """Tokens a second of one GPU, or of one rank on a CPU."""
         return self.tokens / (self.measured / 1e3) / self.world_size
 
     @property
@@ -59,7 +59,7 @@ class TrainResult:
 
     @property
     def bubble_rate(self) -> float | None:
-        """Measured; None where nothing measures it."""
+        """The median measured bubble rate; None if the training does not measure it."""
         rates = [rate for turn in self.turns for rate in turn.bubble_rates]
         return median(rates) if rates else None
 
@@ -83,7 +83,7 @@ class TrainResult:
 
     @property
     def ratios(self) -> list[float]:
-        """Of every round: how many times as fast as megatron-core's 1F1B in the same round."""
+        """For every round, how many times as fast this schedule was as megatron-core's 1F1B in the same round."""
         ours = self.rounds
         return [median(turn.iteration_ms) / mine for turn, mine in zip(self.baseline, ours, strict=True)]
 
@@ -92,7 +92,7 @@ class TrainResult:
         return median(self.ratios)
 
     def as_json(self) -> dict[str, Any]:
-        """Emulate mode's keys, and those of a training. What was not measured is null."""
+        """Return the figures under the keys of `benchmarks.emulate` and those of a training; null if not measured."""
         placement = self.contestant.placement
         interval = bootstrap_interval(self.ratios)
         return {
@@ -148,7 +148,7 @@ def _percent(rate: float | None) -> str:
 
 
 def train_plot(results: list[TrainResult]) -> str:
-    """Throughput over memory, a mark a schedule, as SVG."""
+    """Return an SVG that plots throughput over peak memory, with a mark for each schedule."""
     series = [Series(one.contestant.name, ((one.peak_bytes / 2**20, one.tokens_per_second),)) for one in results]
     first = results[0]
     title = f"{first.contestant.placement.num_ranks} pipeline ranks, {first.num_microbatches} microbatches"
@@ -156,9 +156,9 @@ def train_plot(results: list[TrainResult]) -> str:
 
 
 def bootstrap_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """95% interval of the median of `values`, one a round, from rounds drawn anew with replacement.
+    """Return the 95% interval of the median of `values`, one a round, by the percentile bootstrap (Efron 1979).
 
-    The percentile bootstrap (Efron 1979). None for fewer than three rounds, which say nothing about themselves.
+    The interval comes from resampling the rounds with replacement. It is None for fewer than three rounds.
     """
     if len(values) < 3:
         return None

@@ -1,4 +1,4 @@
-"""One turn: a whole training in processes of its own, and what its log says."""
+"""Runs one turn of `zero-bubble benchmark`, a whole training in its own processes, and reads its log."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PLANNED = re.compile(r"predicted: bubble rate [\d.]+%, ([\d.]+) ms")
 _MEMORY = re.compile(r"memory \(MB\) \|.*\bmax allocated: ([\d.]+)")
 
 _GRACE = 60.0
-"""Seconds that a launcher has for ending its ranks; torchrun itself gives them 30."""
+"""Seconds that a launcher has to end its ranks, more than the 30 that torchrun gives them."""
 
 
 @dataclass(frozen=True)
@@ -28,17 +28,21 @@ class Turn:
     """What one training measured, after its warmup."""
 
     iteration_ms: tuple[float, ...]
-    """Of every interval, the mean time of an iteration."""
+    """For every interval, the mean time of an iteration."""
     bubble_rates: tuple[float, ...]
-    """Measured, of every interval; empty where nothing measures it."""
+    """The measured bubble rate of every interval; empty if the training does not measure it."""
     predicted_bubble_rate: float | None
     predicted_ms: float | None
     peak_bytes: float
-    """Of the fullest rank: what the allocator gave out at most; without CUDA, the resident memory of the process."""
+    """Peak of the allocator on the fullest rank; without CUDA, the resident memory of the largest process."""
 
 
 def read_log(text: str, warmup: int, resident_bytes: float) -> Turn:
-    """What the log lines say of the iterations after the `warmup`th."""
+    """Read the measurements of the iterations after the `warmup`th from a training's log.
+
+    Raises:
+        RuntimeError: the log has no such iteration.
+    """
     lines = [
         (int(match[1]), float(match[2]), match.string) for match in map(_ITERATION.search, text.splitlines()) if match
     ]
@@ -59,10 +63,10 @@ def read_log(text: str, warmup: int, resident_bytes: float) -> Turn:
 
 
 def take_turn(command: Sequence[str], environment: Mapping[str, str], warmup: int, timeout: float) -> Turn:
-    """Run a training to its end.
+    """Run a training to its end and return what it measured.
 
     Raises:
-        RuntimeError: it failed or took longer than `timeout` seconds; one line.
+        RuntimeError: it failed or took longer than `timeout` seconds; the message is one line.
     """
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
@@ -70,7 +74,7 @@ def take_turn(command: Sequence[str], environment: Mapping[str, str], warmup: in
         guard = threading.Thread(target=_end_when_late, args=(process.pid, timeout, over, late), daemon=True)
         guard.start()
         try:
-            # wait4 tells what the largest process of the job had in memory; Popen.wait does not.
+            # wait4 reports the peak memory of the job's largest process; Popen.wait does not.
             _, status, usage = os.wait4(process.pid, 0)
         except BaseException:
             os.kill(process.pid, signal.SIGTERM)
@@ -89,7 +93,10 @@ def take_turn(command: Sequence[str], environment: Mapping[str, str], warmup: in
 
 
 def _end_when_late(launcher: int, timeout: float, over: threading.Event, late: threading.Event) -> None:
-    """SIGTERM, for torchrun then ends its ranks, which are in sessions of their own; SIGKILL would leave them."""
+    """Set `late` and end the launcher if `over` is not set within `timeout` seconds.
+
+    SIGTERM comes first: torchrun then ends its ranks, which are in sessions of their own; SIGKILL would leave them.
+    """
     if not over.wait(timeout):
         late.set()
         os.kill(launcher, signal.SIGTERM)

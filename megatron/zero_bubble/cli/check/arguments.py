@@ -57,7 +57,7 @@ class CheckFlags(CommandFlags):
 
 
 def _refuse_output(output: Path) -> None:
-    """Raise `ValueError` where the file cannot be written: what was found would be lost."""
+    """Raise `ValueError` if the file cannot be written, before a long check whose findings would be lost."""
     folder = output.parent
     if not folder.is_dir():
         raise ValueError(f"argument --output: {folder} is not a folder")

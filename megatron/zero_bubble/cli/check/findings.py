@@ -1,4 +1,4 @@
-"""What zero-bubble check finds, as tables and as JSON."""
+"""Formats what `zero-bubble check` found as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from megatron.zero_bubble.schedule import OpKind, generate, placement_for, simul
 from megatron.zero_bubble.training.model_size import StageLayers, stage_activations, stage_flops
 
 PRICE_LIMIT = 1.03
-"""Of B + W over the fused backward."""
+"""Largest ratio of B + W to the fused backward that passes."""
 SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-1p", "zb-2p", "zb-v")
 
 
 @dataclass(frozen=True)
 class StageCheck:
-    """One model."""
+    """What was measured on one stage of one model."""
 
     model: Model
     profile: StageProfile
@@ -33,7 +33,7 @@ class StageCheck:
         return self.profile.price <= PRICE_LIMIT and all(check.passed for check in self.memory)
 
     def bubble_rates(self) -> dict[str, float]:
-        """Predicted for the model's pipeline size and number of microbatches."""
+        """Predict every schedule's bubble rate at the model's pipeline size and number of microbatches."""
         rates = {}
         p = self.model.pipeline_size
         for name in SCHEDULES:
@@ -44,7 +44,7 @@ class StageCheck:
 
     @property
     def tflops(self) -> float:
-        """That F, B and W together reach, TFLOP/s."""
+        """TFLOP/s that F, B and W reach together."""
         flops = stage_flops(self.model.arguments(NUM_RANKS), self._stage).total
         return flops / sum(self.profile.time(kind) for kind in (OpKind.F, OpKind.B, OpKind.W)) / 1e9
 
@@ -74,17 +74,17 @@ class StageCheck:
 
 @dataclass(frozen=True)
 class Findings:
-    """Everything, on one device."""
+    """Everything that the check found on one device."""
 
     machine: Mapping[str, Any]
-    """The device and the versions of what runs there; see `versions.py`."""
+    """The device, versions and settings; see `machine.py`."""
     numerics: Sequence[NumericsCheck] = ()
     stages: Sequence[StageCheck] = ()
     without_room: Mapping[str, str] = field(default_factory=dict)
-    """Models whose stage the device had no memory for, and what the allocator said."""
+    """By model whose stage did not fit on the device, the allocator's message."""
     ranks: RankFindings | None = None
     errors: Mapping[str, str] = field(default_factory=dict)
-    """Parts of the check that could not be run to their end, and why."""
+    """By part of the check that did not run to its end, the error."""
 
     @property
     def passed(self) -> bool:

@@ -1,7 +1,7 @@
-"""Lets collectives over gloo take a GPU's tensors: they are copied to pinned host memory, and what arrives back.
+"""Makes collectives over gloo work on a GPU's tensors, by copies to pinned host memory and of the results back.
 
-gloo takes some of them as they are and not others, by torch's version. Where several ranks share one device, which NCCL
-may refuse, megatron-core's own schedule and its parallelism run over this.
+Depending on torch's version, gloo takes GPU tensors in some collectives only. megatron-core's own schedule and its
+parallelism run over this where several ranks share one device, which NCCL may refuse.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _METHODS = (
     *("reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
     *("reduce_scatter_tensor_coalesced", "scatter", "send"),
 )
-"""Of a process group, in any version of torch, those that move tensors. What they write is their first argument."""
+"""Methods of a process group that move tensors, in any version of torch. They write to their first argument."""
 
 
 class StagedWork:
-    """A collective on copies on the host; `wait` copies what has arrived to where it is wanted."""
+    """A collective that runs on host copies of its tensors; `wait` copies the results to the tensors `wanted`."""
 
     def __init__(self, work: Any, on_host: list[Any], wanted: Any) -> None:
         self._work = work
-        self._on_host = on_host  # it must stay until it has been sent
+        self._on_host = on_host  # keeps the copies alive until they have been sent
         self._copies = list(zip(_tensors(wanted), _tensors(on_host[0]), strict=False))
         self._result = wanted
 
@@ -41,7 +41,7 @@ class StagedWork:
         return True
 
     def is_completed(self) -> bool:
-        """Whether it has been waited for: only then is everything where it is wanted."""
+        """Whether `wait` has copied the results to their tensors."""
         return not self._copies
 
     def result(self) -> Any:
@@ -49,11 +49,11 @@ class StagedWork:
 
 
 def stage_collectives(device_type: str) -> Callable[[], None]:
-    """Stage every collective on tensors of this type of device from now on; the function returned undoes it.
+    """Stage every collective on tensors of this device type from now on, and return a function that undoes it.
 
-    With `cpu` all tensors are copied: this tries the staging where there is no GPU.
+    With `cpu` all tensors are copied, which tests the staging without a GPU.
     """
-    # As the class has them: what `getattr` gives is not bound to a group any more once it is put back.
+    # Taken from the class's dictionary: what `getattr` returns no longer binds to a group once it is put back.
     originals = {name: vars(dist.ProcessGroup)[name] for name in _METHODS if name in vars(dist.ProcessGroup)}
     for name in originals:
         setattr(dist.ProcessGroup, name, _staged(name, getattr(dist.ProcessGroup, name), device_type))
@@ -86,7 +86,7 @@ def _tensors(argument: Any) -> list[torch.Tensor]:
 
 
 def _on_host(argument: Any) -> Any:
-    """The argument with a copy on the host in place of each tensor; the device has computed it then."""
+    """Return `argument` with each tensor replaced by a host copy, once the device has computed the tensor."""
     if isinstance(argument, torch.Tensor):
         host = torch.empty(argument.shape, dtype=argument.dtype, pin_memory=argument.is_cuda)
         return host.copy_(argument.detach())

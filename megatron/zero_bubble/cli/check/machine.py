@@ -1,4 +1,4 @@
-"""What the check ran on: device, driver, versions, settings."""
+"""Describes the machine that the check runs on: device, driver, versions and settings."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch
 
 _PACKAGES = ("megatron-core", "numpy", "transformer-engine", "apex", "flash-attn", "triton")
 _SETTINGS = ("CUDA_", "NCCL_", "TORCH_NCCL_", "PYTORCH_CUDA_", "GLOO_", "LD_PRELOAD")
-"""Beginnings of the names of variables that change what a device does."""
+"""Prefixes of environment variables that change how a device works."""
 
 
 def describe_machine(root: Path) -> dict[str, Any]:
-    """Everything that a report of results must say; `root` is the folder of this repository."""
+    """Return what a report of results must say of the machine; `root` is the folder of this repository."""
     from megatron.core import __version__
 
     has_cuda = torch.cuda.is_available()
@@ -57,7 +57,7 @@ def _version(package: str) -> str | None:
 
 
 def _commit(root: Path) -> str | None:
-    """None where there is no git, or no repository."""
+    """Return the commit of the repository in `root`; None without git or a repository."""
     try:
         found = subprocess.run(
             ["git", "-C", str(root), "describe", "--always", "--dirty"], capture_output=True, text=True, check=True

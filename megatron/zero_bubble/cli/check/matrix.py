@@ -1,4 +1,4 @@
-"""The trainings that four ranks run: for each layout megatron-core's own schedule, and what must equal it."""
+"""The trainings that four ranks run: for each layout, megatron-core's own schedule and ours, which must equal it."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _TRAINING = (
 _PP4 = ("--pipeline-model-parallel-size", "4")
 _PP2 = ("--pipeline-model-parallel-size", "2")
 _WITHOUT_ORDER = ("--clip-grad", "0", "--attention-dropout", "0", "--hidden-dropout", "0")
-"""In a V layers draw random numbers on other ranks, and their gradients' norm is summed in another order."""
+"""Flags without clipping and dropout: a V sums the norm in another order and draws random numbers on other ranks."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One training."""
+    """One training of the matrix."""
 
     layout: str
     name: str
     flags: tuple[str, ...]
     compares: str = "everything"
-    """With the layout's reference: everything that `--log-numerics` writes, the losses alone, or nothing."""
+    """What must equal the layout's reference: `everything` that `--log-numerics` writes, `the losses` or `nothing`."""
 
     @property
     def title(self) -> str:
@@ -58,11 +58,11 @@ def _named(schedule: str, *more: str) -> tuple[str, ...]:
 
 
 def cells(size: str, folder: Path) -> list[Cell]:
-    """All of them, in an order in which a cell follows those that it needs.
+    """Return all trainings of the matrix, each after those that it needs.
 
     Args:
         size: `paper` or `tiny`.
-        folder: for the checkpoint from which a V starts, and the corpus.
+        folder: the folder of the corpus and of the checkpoint from which a V starts.
     """
     checkpoint = str(folder / "checkpoint")
     load = (*_PP4, *_WITHOUT_ORDER, "--load", checkpoint, "--override-opt_param-scheduler")
@@ -103,11 +103,11 @@ def cells(size: str, folder: Path) -> list[Cell]:
 
 
 NAMES = tuple(dict.fromkeys(cell.name for cell in cells("tiny", Path()) if cell.is_ours))
-"""What `--cell` chooses from."""
+"""Names that `--cell` accepts."""
 
 
 def chosen(everything: Sequence[Cell], names: Sequence[str]) -> list[Cell]:
-    """The cells of these names, all if there are none, and what their layouts compare them with."""
+    """Return the cells of these names (all cells without names), and those that their layouts need."""
     layouts = {cell.layout for cell in everything if cell.name in names}
     return [
         cell for cell in everything if not names or cell.name in names or (cell.layout in layouts and not cell.is_ours)
@@ -115,7 +115,7 @@ def chosen(everything: Sequence[Cell], names: Sequence[str]) -> list[Cell]:
 
 
 def write_corpus(prefix: Path) -> None:
-    """Sixty documents of 100 tokens each: megatron-core's mock data takes seconds to index."""
+    """Write a corpus of sixty documents of 100 tokens; megatron-core's mock data would take seconds to index."""
     import numpy as np
     import torch
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder

@@ -1,4 +1,4 @@
-"""Finds megatron-core where it is not installed: in a wheel or a folder that somebody has brought."""
+"""Makes megatron-core importable from a wheel or a folder, on machines where it is not installed."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import zipfile
 from pathlib import Path
 
 _HELPERS = "megatron/core/datasets/helpers_cpp"
-"""Compiled for one version of Python: data cannot be read without it."""
+"""Module that megatron-core needs to read data, compiled for one version of Python."""
 
 
 def provide_megatron_core(given: Path | None, scratch: Path) -> list[Path]:
-    """Let `import megatron.core` find it.
+    """Make `import megatron.core` work in this process.
 
     Args:
-        given: a wheel, or the folder that holds `megatron/core`; None where it is installed.
+        given: a wheel, or the folder that holds `megatron/core`; None if it is installed.
         scratch: a folder to unpack a wheel in.
 
     Returns:
-        What must be on the path for that.
+        The folders that other processes need on their module path.
 
     Raises:
-        ValueError: it is not there, or not for this Python.
+        ValueError: megatron-core is not there, or not for this Python.
     """
     paths: list[Path] = []
     if given is not None:

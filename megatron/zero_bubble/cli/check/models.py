@@ -1,4 +1,4 @@
-"""The models of which one stage is measured."""
+"""The models that `zero-bubble check` measures and trains."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.zero_bubble.training.arguments import Arguments
 
 PROG = "zero-bubble check"
 REPEATABLE_ATTENTION = ("--attention-backend", "local")
-"""The backward of torch's fused attention adds up in any order; numbers are compared bit for bit."""
+"""Flags for an attention whose backward is repeatable bit for bit; that of torch's fused attention is not."""
 _ANY_TRAINING = (
     *("--train-iters", "1", "--lr", "1e-4", "--mock-data", "--bf16", "--untie-embeddings-and-output-weights"),
     *("--attention-dropout", "0", "--hidden-dropout", "0"),
@@ -19,7 +19,7 @@ _ANY_TRAINING = (
 
 @dataclass(frozen=True)
 class Model:
-    """A GPT, cut into equal stages."""
+    """A GPT that is cut into equal stages."""
 
     name: str
     layers_a_stage: int
@@ -32,11 +32,11 @@ class Model:
 
     @property
     def num_microbatches(self) -> int:
-        """The fewest that the paper runs."""
+        """The smallest number of microbatches that the paper runs."""
         return 3 * self.pipeline_size
 
     def arguments(self, num_stages: int) -> Arguments:
-        """As training has them for `num_stages` stages of this size."""
+        """Return the complete arguments of a training with `num_stages` stages of this size."""
         sizes = {
             "num-layers": self.layers_a_stage * num_stages,
             "hidden-size": self.hidden_size,
@@ -59,10 +59,10 @@ SIZES = {
     ),
     "tiny": (Model("tiny", 1, 64, 4, 32, 2, 4, vocab_size=120),),
 }
-"""Those of the zero-bubble paper (Qi et al. 2024), stages from the middle; and one for trying things out."""
+"""Models of which a middle stage is measured: those of the zero-bubble paper (Qi et al. 2024), and a tiny one."""
 
 NUMERICS = {
     "paper": Model("numerics", 2, 512, 8, 256, 2, 4, vocab_size=1000),
     "tiny": Model("numerics", 2, 32, 4, 16, 2, 4, vocab_size=120),
 }
-"""What is trained by every schedule and by megatron-core: small, for all stages share the device."""
+"""Models that every schedule and megatron-core train; they are small because all stages share the device."""

@@ -1,4 +1,4 @@
-"""All ranks of a pipeline in one process, against megatron-core's own schedule on the whole model, bit for bit."""
+"""Runs a pipeline's ranks in one process and compares them bitwise with megatron-core's schedule on the whole model."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from megatron.zero_bubble.training.pretrain import make_data_config
 
 NUM_MICROBATCHES = 8
 CASES = (("zb-h1", 1), ("1f1b", 4), ("zb-h1", 4), ("zb-2p", 4), ("interleaved-zb", 2), ("zb-v", 2))
-"""Schedules and numbers of ranks."""
+"""The schedules to check, each with its number of ranks."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One step: what the loss function returned for each microbatch, and every parameter's gradient."""
+    """The results of one step: the loss function's tensors for each microbatch, and every parameter's gradient."""
 
     losses: list[torch.Tensor]
     gradients: dict[str, torch.Tensor]
@@ -41,9 +41,9 @@ class NumericsCheck:
     schedule: str
     num_ranks: int
     differing: tuple[str, ...]
-    """What is not bitwise equal: names of parameters, and `loss`."""
+    """Names of the parameters whose gradients are not bitwise equal, and `loss` if the losses are not."""
     undetermined: tuple[str, ...]
-    """What differs between two runs of megatron-core's own schedule: some kernels add in any order."""
+    """Names that differ between two runs of megatron-core's own schedule, because some kernels add in any order."""
 
     @property
     def passed(self) -> bool:
@@ -51,7 +51,7 @@ class NumericsCheck:
 
 
 def check_numerics(model: Model, device: torch.device) -> list[NumericsCheck]:
-    """Every case: the losses and gradients of one step in bf16."""
+    """Compare one step in bf16 under every case with megatron-core's own schedule on the whole model."""
     args = model.arguments(model.pipeline_size)
     checks = []
     with one_process(args):
@@ -115,7 +115,7 @@ def _run_schedule(
 def make_stage(
     args: Arguments, placement: Placement, rank: int, chunks: list[Any], device: torch.device
 ) -> MegatronStage:
-    """A rank's stage as in training, with the same batches for everybody."""
+    """Build a rank's stage as training does, with batches that are the same on every rank."""
     batches = _batches(args, device)
     return MegatronStage(
         forward_step_func=make_forward_step(make_data_config(args)),
@@ -131,7 +131,7 @@ def make_stage(
 
 
 def _batches(args: Arguments, device: torch.device) -> list[dict[str, torch.Tensor]]:
-    """The same for everybody."""
+    """Return the batches of one step, which are the same on every rank."""
     shape = (args.micro_batch_size, args.seq_length)
     generator = torch.Generator().manual_seed(args.seed)
     assert args.vocab_size is not None
@@ -159,7 +159,7 @@ def _gradients(args: Arguments, placement: Placement, rank: int, chunks: Sequenc
 def _named_parameters(
     args: Arguments, placement: Placement, rank: int, chunks: Sequence[Any]
 ) -> Iterator[tuple[str, Any]]:
-    """By the names that they have in the whole model: a stage counts its layers from 0."""
+    """Yield a rank's parameters by their names in the whole model, because a stage counts its layers from 0."""
     layers = args.num_layers // placement.num_stages
     for index, chunk in enumerate(chunks):
         first = layers * placement.stage_of(rank, index)

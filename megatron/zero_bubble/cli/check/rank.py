@@ -1,8 +1,8 @@
-"""One rank of the trainings that zero-bubble check starts: it runs them one after the other.
+"""Runs one rank of the trainings that `zero-bubble check` starts, one after the other.
 
     python -m megatron.zero_bubble.cli.check.rank PLAN.json
 
-with RANK, WORLD_SIZE and LOCAL_RANK in the environment. Rank 0 writes down when each training begins and ends.
+It needs RANK, WORLD_SIZE and LOCAL_RANK in the environment. Rank 0 writes down when each training begins and ends.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def run_plan(plan: dict[str, Any], folder: Path) -> None:
         stage_collectives("cuda" if torch.cuda.is_available() else "cpu")
     for number, (title, flags) in enumerate(plan["trainings"].items()):
         _note(folder, rank, BEGINS, title)
-        # Each training in process groups of its own: those of all together would have a thousand threads.
+        # Each training has its own process groups; those of all trainings together would have a thousand threads.
         store = dist.FileStore(str(folder / f"store{number}"), int(os.environ["WORLD_SIZE"]))
         timeout = timedelta(seconds=plan["limit"])
         if torch.cuda.is_available():
@@ -44,13 +44,13 @@ def run_plan(plan: dict[str, Any], folder: Path) -> None:
             plan["backend"], store=store, rank=rank, world_size=int(os.environ["WORLD_SIZE"]), timeout=timeout
         )
         _meet() if flags is None else _train(flags)
-        gc.collect()  # the model holds some of the groups, and has cycles
+        gc.collect()  # frees the model, which has cycles and holds some of the groups
         dist.destroy_process_group()
         _note(folder, rank, ENDS, title)
 
 
 def _meet() -> None:
-    """The least that the backend must be able to do."""
+    """Run one all-reduce, the least that the backend must be able to do."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     number = torch.ones(1, device=device)
     dist.all_reduce(number)

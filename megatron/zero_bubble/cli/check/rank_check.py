@@ -1,4 +1,4 @@
-"""Several ranks on one device, against megatron-core's own schedule on the same layout, byte for byte."""
+"""Trains on ranks that share a device and compares the numerics byte for byte with megatron-core's own schedule."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PROBE = "an all-reduce"
 
 @dataclass(frozen=True)
 class CellResult:
-    """What became of one training over one backend."""
+    """The result of one training over one backend."""
 
     layout: str
     cell: str
@@ -35,11 +35,11 @@ class CellResult:
 
 @dataclass(frozen=True)
 class RankFindings:
-    """The matrix, over every backend there is."""
+    """The results of the matrix of trainings over every backend of this machine."""
 
     results: Sequence[CellResult]
     refused: Mapping[str, Ended]
-    """Backends that cannot connect the ranks, and how they tried."""
+    """By backend that cannot connect the ranks, how its trial ended."""
 
     @property
     def passed(self) -> bool:
@@ -52,7 +52,7 @@ class RankFindings:
         }
 
     def as_text(self, *, markdown: bool) -> str:
-        """One line a training, one column a backend; below, why those failed that did."""
+        """Return a table with a row a training and a column a backend, then the reason of every failure."""
         backends = list(dict.fromkeys(result.backend for result in self.results))
         rows: dict[tuple[str, str], dict[str, str]] = {}
         for result in self.results:
@@ -71,12 +71,12 @@ class RankFindings:
 
 @dataclass(frozen=True)
 class RankCheck:
-    """Runs trainings on ranks that all use the first device, or one each where there are as many.
+    """Runs trainings on ranks that share the first device, or have one each if there are enough.
 
     Args:
-        paths: where the ranks find modules.
-        folder: for what the ranks write; empty.
-        say: is told what is being run.
+        paths: folders on the ranks' module path.
+        folder: an empty folder for the ranks' files.
+        say: called with a description of what runs next.
     """
 
     has_cuda: bool
@@ -112,7 +112,7 @@ class RankCheck:
         for cell in everything:
             more = ["--log-numerics", str(self._numerics(cell, backend))]
             if cell.is_ours:
-                # Well before the limit, so that the log says where each rank is.
+                # The timeout is well before the limit, so that the log says where each rank is.
                 more += [*backend.flags, "--zero-bubble-timeout", f"{0.8 * self.limits.training:g}"]
             trainings[cell.title] = [*cell.flags, *more]
         ended = self._start(trainings, backend)
@@ -141,7 +141,7 @@ class RankCheck:
 
 
 def find_difference(expected: Path, found: Path, losses_only: bool) -> str | None:
-    """The first difference of two files that `--log-numerics` wrote; None if they are the same."""
+    """Return the first difference of two files that `--log-numerics` wrote; None if they are the same."""
     if not losses_only and expected.read_bytes() == found.read_bytes():
         return None
     ours, theirs = _lines(found), _lines(expected)

@@ -1,4 +1,4 @@
-"""Starts ranks that run one training after the other, each within a time limit, and new ranks after a failure."""
+"""Runs trainings one after the other on ranks, each within a time limit, and starts new ranks after a failure."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from megatron.zero_bubble.cli.check.rank import BEGINS
 from megatron.zero_bubble.cli.trainings import failure_reason
 
 _SECONDS_FOR_THE_OTHERS = 5.0
-"""That ranks have to end by themselves once one of them has: what they say may be the reason."""
+"""Seconds that the other ranks have to end after one has failed, because their logs may tell the reason."""
 _LOG_SIZE = 4000
 """Characters of each rank's log that a failure keeps."""
 
 
 @dataclass(frozen=True)
 class Backend:
-    """How ranks talk to each other."""
+    """A way for ranks to communicate, with the environment and flags that it needs."""
 
     name: str
-    """`nccl`, `gloo`, or `host`: everything through host memory and gloo."""
+    """`nccl`, `gloo`, or `host`, which sends everything through host memory and gloo."""
     has_cuda: bool
     one_queue: bool = False
-    """With CUDA_DEVICE_MAX_CONNECTIONS=1."""
+    """Whether the device has one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1)."""
 
     @property
     def title(self) -> str:
@@ -42,14 +42,14 @@ class Backend:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Of a schedule of ours."""
+        """Training flags that our schedules need over this backend."""
         return ("--zero-bubble-communicator", "host") if self.name == "host" else ()
 
     def environment(self) -> dict[str, str]:
-        """What the ranks need; a variable that is set already is left as it is, but for the number of queues."""
+        """Return the ranks' environment; a variable that is set already stays, except for the number of queues."""
         environment = {"OMP_NUM_THREADS": "1"}
         if sys.platform == "linux" and any(name == "lo" for _, name in socket.if_nameindex()):
-            # One machine, perhaps without a network.
+            # All ranks are on this machine, which may have no network.
             environment |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         if self.name == "nccl":
             environment |= {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "2", "NCCL_NVLS_ENABLE": "0"}
@@ -66,34 +66,38 @@ class Ended:
     seconds: float
     error: str | None = None
     log: str = ""
-    """The end of what the ranks printed, of a training that failed."""
+    """The end of the ranks' logs if the training failed."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds."""
+    """Time limits in seconds."""
 
     training: float
     start_up: float = 300.0
-    """Of the ranks: four imports of torch and megatron-core."""
+    """Limit for starting the ranks, each of which imports torch and megatron-core."""
 
 
 @dataclass(frozen=True)
 class RankStart:
-    """How ranks are started on this machine."""
+    """Starts ranks on this machine and runs trainings on them."""
 
     backend: Backend
     num_ranks: int
     paths: Sequence[Path]
-    """Where the ranks find modules."""
+    """Folders on the ranks' module path."""
     folder: Path
-    """Where the ranks write."""
+    """Folder for the files of the ranks."""
     limits: Limits
     module: str = "megatron.zero_bubble.cli.check.rank"
-    """What every rank runs."""
+    """Module that every rank runs."""
 
     def run(self, trainings: Mapping[str, Sequence[str] | None]) -> dict[str, Ended]:
-        """Run all trainings, whichever fails; each is given by its flags, or by None for a single all-reduce."""
+        """Run all trainings, even if some fail, and return how each ended, by title.
+
+        Args:
+            trainings: the flags of each training by its title; None runs a single all-reduce instead.
+        """
         results: dict[str, Ended] = {}
         while rest := {title: flags for title, flags in trainings.items() if title not in results}:
             results |= _Attempt(self, rest).run()
@@ -101,7 +105,7 @@ class RankStart:
 
 
 class _Attempt:
-    """One start of the ranks, which lasts until the first training fails."""
+    """One start of the ranks, which run trainings until the first that fails."""
 
     def __init__(self, start: RankStart, trainings: Mapping[str, Sequence[str] | None]) -> None:
         self._start, self._titles = start, list(trainings)
@@ -121,7 +125,7 @@ class _Attempt:
         }
 
     def run(self) -> dict[str, Ended]:
-        """How the trainings ended up to the first that failed."""
+        """Run the trainings and return how each ended, up to and including the first that failed."""
         ranks = [self._start_rank(rank) for rank in range(self._start.num_ranks)]
         try:
             error, status = self._wait(ranks)
@@ -141,7 +145,7 @@ class _Attempt:
             )
 
     def _wait(self, ranks: Sequence[subprocess.Popen[bytes]]) -> tuple[str | None, int]:
-        """Until all ranks have ended well, one has failed, or a training has taken too long: why, and the status."""
+        """Wait until all ranks end, one fails or a limit passes; return an error or None, and a status."""
         begun, since = 0, time.monotonic()
         while True:
             statuses = [rank.poll() for rank in ranks]
@@ -172,7 +176,7 @@ class _Attempt:
             reason = "; ".join(filter(None, (error, said))) or f"a rank ended with status {status}"
             excerpts = "".join(f"rank {rank}:\n{log[-_LOG_SIZE:]}\n" for rank, log in enumerate(logs))
             ended = Ended(time.time() - began if began else 0.0, reason, excerpts)
-            # Ranks that never came to their first training will not the next time either.
+            # Ranks that never began their first training would not do so in another attempt either.
             results |= dict.fromkeys(failed if not began else failed[:1], ended)
         return results
 

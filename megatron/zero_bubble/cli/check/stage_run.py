@@ -1,4 +1,4 @@
-"""One stage from the middle of a pipeline, run by the executor as in training; its neighbours are made up."""
+"""Measures one middle stage of a pipeline, which the executor runs as in training between made-up neighbours."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SCALE = 0.1
 
 
 class _Sent:
-    """Nobody receives; the message is dropped at once."""
+    """A send that is complete at once, because the message is dropped."""
 
     def is_done(self) -> bool:
         return True
@@ -47,7 +47,7 @@ class _Received:
 
 
 class _MadeUpNeighbours:
-    """A communicator whose messages are random, and there at once."""
+    """A communicator that drops what is sent and whose receives give random tensors at once."""
 
     def send(self, tensor: torch.Tensor, destination: int) -> PendingSend:
         return _Sent()
@@ -58,10 +58,10 @@ class _MadeUpNeighbours:
 
 @dataclass(frozen=True)
 class StageProfile:
-    """Times in milliseconds, one a microbatch; memory in bytes, of one microbatch."""
+    """Measured times of a stage in milliseconds, one a microbatch, and memory of one microbatch in bytes."""
 
     times: Mapping[OpKind, Sequence[float]]
-    """Of F, B and W of the split model, and of the whole model's fused backward, BW."""
+    """Times of F, B and W of the split stage, and of BW, the fused backward of the stage that is not split."""
     memory: Mapping[OpKind, float]
 
     def time(self, kind: OpKind) -> float:
@@ -69,11 +69,11 @@ class StageProfile:
 
     @property
     def price(self) -> float:
-        """B + W over the fused backward."""
+        """Ratio of the time of B + W to that of the fused backward."""
         return (self.time(OpKind.B) + self.time(OpKind.W)) / self.time(OpKind.BW)
 
     def costs(self, num_stages: int, message_ms: float) -> StageCosts:
-        """Of a pipeline of such stages."""
+        """Return the costs of a pipeline of `num_stages` such stages."""
         f, b, w = OpKind.F, OpKind.B, OpKind.W
         return StageCosts.uniform(
             num_stages,
@@ -89,7 +89,7 @@ class StageProfile:
 
 @dataclass(frozen=True)
 class MemoryCheck:
-    """Peak of the activations in bytes: what the device gave out, and what the simulation has."""
+    """Peak memory of the activations in bytes, measured on the device and simulated."""
 
     schedule: str
     measured: float
@@ -102,7 +102,7 @@ class MemoryCheck:
 
 
 class MiddleStage:
-    """The stage, once with B and W split and once as megatron-core has it."""
+    """A stage in two versions: with B and W split, and with megatron-core's own layers."""
 
     def __init__(self, model: Model, device: torch.device) -> None:
         self._args = model.arguments(NUM_RANKS)
@@ -113,7 +113,7 @@ class MiddleStage:
         self._whole = rank_model(self._args, self._placement, RANK, None)
 
     def profile(self, rounds: int) -> StageProfile:
-        """The split and the whole model in turn, after a round that is not counted."""
+        """Time the split and the fused version in turn for `rounds` rounds, after one that is not counted."""
         split, whole = (lower(generate(name, NUM_RANKS, NUM_MICROBATCHES)) for name in ("zb-h1", "1f1b"))
         times: dict[OpKind, list[float]] = {}
         for number in range(1 + rounds):
@@ -128,7 +128,7 @@ class MiddleStage:
         return StageProfile(times, costs.memory)
 
     def check_memory(self, name: str, profile: StageProfile) -> MemoryCheck:
-        """The peak of one step under the schedule `name`."""
+        """Compare the measured and the simulated peak of one step under the schedule `name`."""
         costs = profile.costs(NUM_RANKS, 0.0)
         schedule = generate(name, NUM_RANKS, NUM_MICROBATCHES, costs=costs)
         simulated = simulate(schedule, costs).peak_memory[RANK]
@@ -141,12 +141,12 @@ class MiddleStage:
             before = torch.cuda.memory_allocated()
             self._run(schedule, self._split)
             return torch.cuda.max_memory_allocated() - before
-        # What a CPU gives out cannot be asked for: what the operations hold is added up.
+        # A CPU's allocator reports no peak, so the memory that operations hold is added up.
         ops = self._run(schedule, self._split, with_memory=True)
         return float(max(accumulate(one.held or 0 for one in ops)))
 
     def _run(self, schedule: Schedule, chunks: list[Any], *, with_memory: bool = False) -> list[MeasuredOp]:
-        """One step; `with_memory`, its times mean nothing."""
+        """Run one step and return its operations; their times mean nothing if `with_memory` is set."""
         config = get_model_config(chunks[0])
         args = self._args
         stage = MegatronStage(

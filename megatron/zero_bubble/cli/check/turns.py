@@ -1,7 +1,7 @@
-"""The ranks of a pipeline as threads of one process, of which one runs at a time.
+"""Runs the ranks of a pipeline as threads of one process, one thread at a time.
 
-megatron-core keeps one state a process, of random numbers among others, and its functions expect to find it as they
-left it. So a rank keeps its turn until it has to wait for a message.
+megatron-core keeps global state, that of random numbers among others, and its functions expect to find this state as
+they left it. So a rank keeps its turn until it has to wait for a message.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Result = TypeVar("Result")
 
 
 def run_in_turns(num_ranks: int, run: Callable[[int, Communicator], Result], *, timeout: float = 300.0) -> list[Result]:
-    """What `run(rank, communicator)` returns for every rank.
+    """Call `run(rank, communicator)` for every rank and return the results.
 
     Args:
         timeout: seconds that a rank waits for a message.
 
     Raises:
-        BaseException: the first that a rank raised; the others end as soon as they wait for a message.
+        BaseException: the first that a rank raised; the other ranks end as soon as they wait for a message.
     """
     network, turn = InMemoryNetwork(num_ranks, timeout), threading.Lock()
 
@@ -47,7 +47,7 @@ def run_in_turns(num_ranks: int, run: Callable[[int, Communicator], Result], *, 
 
 @dataclass(frozen=True)
 class _InTurns:
-    """Gives the turn away while it waits for a message."""
+    """A communicator that gives the turn to another rank while it waits for a message."""
 
     communicator: Communicator
     turn: threading.Lock

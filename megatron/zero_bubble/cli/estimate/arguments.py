@@ -15,7 +15,7 @@ from megatron.zero_bubble.job.flag_parser import flag
 
 
 def _bytes(text: str) -> float:
-    # Only now: it imports torch, which --help does not need.
+    # This import loads torch, which --help does not need.
     from megatron.zero_bubble.schedule.memory_limit import MemoryLimit
 
     limit = None

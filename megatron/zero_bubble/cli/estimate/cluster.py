@@ -1,4 +1,4 @@
-"""The machine that a training would run on, and how the model lies on it."""
+"""Describes the devices of an estimated training, and the layers and bytes that each pipeline rank holds."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from megatron.zero_bubble.training.model_size import Parameters, StageLayers, el
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal devices, each with one link."""
+    """Equal devices, each with one link to the others."""
 
     memory: float
-    """Bytes of a device."""
+    """Bytes of memory of one device."""
     reserved: float
-    """Bytes of it that no tensor gets: context, communication buffers, fragments."""
+    """Bytes of that memory which no tensor gets: context, communication buffers, fragments."""
     flops: float
-    """That a layer reaches, a second."""
+    """Floating-point operations a second that layers reach."""
     bandwidth: float
-    """Bytes a second, of a message to another device."""
+    """Bytes a second of a message to another device."""
     latency: float
-    """Seconds of an empty message."""
+    """Seconds that an empty message takes."""
 
     def message_ms(self, num_bytes: float) -> float:
         return 1e3 * (self.latency + num_bytes / self.bandwidth)
 
 
 def stages_of(args: Arguments, placement: Placement) -> list[StageLayers]:
-    """The stages in model order.
+    """Return the layers of every stage, in model order.
 
     Raises:
-        ValueError: the layers cannot be cut like this.
+        ValueError: the layers cannot be cut into these stages.
     """
     last = placement.num_stages - 1
     layers = _layers_of(args, placement)
@@ -66,19 +66,19 @@ def _with_uneven_ends(num_layers: int, stages: int, first: int | None, last: int
 
 @dataclass(frozen=True)
 class States:
-    """Bytes a parameter of what a rank keeps between iterations, and which ranks share it.
+    """Bytes that a rank keeps for each parameter between iterations, and how ZeRO divides them among ranks.
 
     ZeRO (Rajbhandari et al. 2020): the optimizer's part is divided among the d data-parallel ranks from stage 1 on,
     the gradients from stage 2, the parameters from stage 3; context-parallel ranks count as data-parallel ones. In
     mixed precision a parameter takes 2 bytes, its gradient 2, or 4 where gradients accumulate in fp32, and Adam 12:
     the fp32 copy and two moments. SGD has one moment, or none without momentum. Post-validation that rolls back from
-    a snapshot on the device keeps all of the optimizer's twice.
+    a snapshot on the device keeps the optimizer's part twice.
     """
 
     parameter: int
     gradient: int
     optimizer: int
-    """With the snapshot, if there is one."""
+    """Bytes of the optimizer's states, with the snapshot if there is one."""
     zero_stage: int
 
     @classmethod
@@ -91,19 +91,19 @@ class States:
         return cls(size, 4 if in_fp32 else size, (4 if size == 2 else 0) + 4 * num_moments + copied, zero_stage)
 
     def bytes_a_parameter(self, replicas: int) -> float:
-        """What one of `replicas` ranks holds for each parameter of its model part."""
+        """Return the bytes that one of `replicas` ranks holds for each parameter of its part of the model."""
         shared = [self.zero_stage >= stage for stage in (3, 2, 1)]
         parts = (self.parameter, self.gradient, self.optimizer)
         return sum(part / replicas if is_shared else part for part, is_shared in zip(parts, shared, strict=True))
 
     def of_rank(self, parameters: Parameters, replicas: int, expert_ranks: int) -> float:
-        """Bytes of all states of a rank with these parameters, `expert_ranks` of the `replicas` sharing its experts."""
+        """Return the bytes of all states of a rank; `expert_ranks` of the `replicas` divide the experts among them."""
         expert = parameters.expert * self.bytes_a_parameter(max(1, replicas // expert_ranks))
         return parameters.dense * self.bytes_a_parameter(replicas) + expert
 
 
 def rank_parameters(args: Arguments, placement: Placement) -> list[Parameters]:
-    """Of every pipeline rank, all its chunks together."""
+    """Return the parameters of every pipeline rank, its chunks added up."""
     stages = stages_of(args, placement)
     ranks = [Parameters(0, 0)] * placement.num_ranks
     for stage, held in enumerate(stages):

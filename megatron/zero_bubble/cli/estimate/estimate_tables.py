@@ -1,4 +1,4 @@
-"""What zero-bubble estimate prints."""
+"""Formats the results of `zero-bubble estimate` as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.training.flops import flops_per_iteration
 
 Refusals = dict[str, str]
-"""Schedules that are not possible, and why."""
+"""By schedule that is not possible, the reason."""
 
 
 def as_json(job: EstimatedJob, found: list[Estimate], refused: Refusals) -> dict[str, Any]:

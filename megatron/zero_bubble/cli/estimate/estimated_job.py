@@ -1,4 +1,4 @@
-"""The job that an estimate is of, from the flags of the command and of the training."""
+"""Builds the job to estimate from the flags of the command and of the training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.zero_bubble.training.arguments import Arguments
 PROG = "zero-bubble estimate"
 _DATA = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path", "--mock-data")
 _STAND_INS = {"--train-iters": "1000000000", "--lr": "1e9"}
-"""Of what a training needs and an estimate does not: above whatever other flags ask of them."""
+"""Flags that a training requires and an estimate ignores; their values are too large for other flags to exceed."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class EstimatedJob:
     cluster: Cluster
     states: States
     profile: Profile | None
-    """Measured costs; without it they follow from operations and bytes."""
+    """Measured costs; if None, costs are computed from operations and bytes."""
     num_chunks: int | None = None
-    """Model chunks a rank, for schedules that leave it open; else as the flags or the schedules have it."""
+    """Model chunks a rank for schedules that let the user choose; if None, the flags or the schedule decide."""
 
     @property
     def num_microbatches(self) -> int:
@@ -39,19 +39,23 @@ class EstimatedJob:
 
     @property
     def replicas(self) -> int:
-        """Ranks with the same parameters, which reduce their gradients and share what ZeRO divides."""
+        """Number of ranks with the same parameters, which reduce gradients together and divide states by ZeRO."""
         return self.args.data_parallel_size * self.args.context_parallel_size
 
     def awaited(self, placement: Placement) -> str | None:
-        """What keeps iterations from interlocking with post-validation; None where nothing does."""
-        # Only now: it imports megatron-core.
+        """Return what keeps iterations from overlapping under post-validation; None if nothing does."""
+        # This import loads megatron-core, so it waits until it is needed.
         from megatron.zero_bubble.job.optimizer_step import awaited_by_the_first_stage
 
         return awaited_by_the_first_stage(self.flags, placement)
 
 
 def job_of(flags: EstimateFlags) -> EstimatedJob:
-    """The job that the flags describe. Raises `ValueError`."""
+    """Return the job that the flags describe.
+
+    Raises:
+        ValueError: the training would refuse its flags, or it cannot be estimated.
+    """
     given = _with_stand_ins(flags.training_flags)
     args, settings = complete_training(given, flags.world_size, PROG, has_cuda=True, for_this_machine=False)
     if args.pipeline_model_parallel_size < 2:

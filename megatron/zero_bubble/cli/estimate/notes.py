@@ -1,4 +1,4 @@
-"""What has to be known beside the figures of zero-bubble estimate, a line each."""
+"""Explains the figures of `zero-bubble estimate` in notes of one line each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The flags of `zero-bubble schedule`, a class for each of its commands."""
+"""The flags of `zero-bubble schedule`, with one class for each of its commands."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SourceFlags(ScheduleFlags, LimitFlags):
 
     schedule: str | None = flag(f"one of {', '.join(names())}", None, metavar="NAME")
     input: Path | None = flag("a schedule in JSON, CSV or PyTorch's CSV", None, parse=Path, metavar="FILE")
-    # Optional here, for a file says both; without a file `__post_init__` asks for them.
+    # Both are optional because a file says them; without a file `__post_init__` requires them.
     pipeline_size: int = flag("pipeline ranks, with --schedule", None, parse=at_least(2), metavar="P")
     num_microbatches: int = flag("microbatches of an iteration, with --schedule", None, parse=at_least(1), metavar="M")
 

@@ -1,4 +1,4 @@
-"""The commands of `zero-bubble schedule`: each takes its flags and prints or writes its result."""
+"""The commands of `zero-bubble schedule`, each a function that prints or writes its result."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from megatron.zero_bubble.schedule.step_ops import operation_name
 
 
 def list_schedules(flags: ListFlags) -> None:
-    """Name every schedule of the registry and say in a line what it is."""
+    """Print the name and a one-line summary of every schedule of the registry."""
     entries = ENTRIES.values()
     width = max(len(entry.name) for entry in entries)
     rows = [
@@ -46,7 +46,7 @@ def list_schedules(flags: ListFlags) -> None:
 
 
 def generate(flags: GenerateFlags) -> None:
-    """Print or write one schedule in the format that is asked for."""
+    """Print or write one schedule in the format that the flags ask for."""
     schedule, _ = source(flags)
     if flags.post_validation:
         schedule = with_post_validation(schedule, stage_costs(flags, schedule.placement))
@@ -65,13 +65,13 @@ def generate(flags: GenerateFlags) -> None:
 
 
 def simulate(flags: SimulateFlags) -> None:
-    """Tell what one schedule costs, and where each of its ranks waits."""
+    """Print what one schedule costs, and the causes of each rank's bubble."""
     figures = figures_of_source(flags)
     flags.deliver(figures.as_json(), _summary([figures]) + "\n" + _ranks(figures))
 
 
 def compare(flags: CompareFlags) -> None:
-    """Tell what several schedules cost, a row each."""
+    """Print what several schedules cost, in a table with a row for each."""
     found = figures_of_all(
         flags, flags.schedule, flags.memory_limit, post_validation=flags.post_validation, queues=flags.queues
     )
@@ -109,12 +109,12 @@ def _summary(found: list[ScheduleFigures], *, markdown: bool = False) -> str:
 
 
 def _iteration_times(one: ScheduleFigures) -> tuple[str, str, str]:
-    """With post-validation and without it, and by how much iterations are faster for it."""
+    """Return the iteration time with and without post-validation, and the gain, as text."""
     return f"{float(one.iteration_time):.6g}", f"{float(one.without_post_validation):.6g}", f"{100 * one.gain:.2f}%"
 
 
 def _ranks(found: ScheduleFigures) -> str:
-    """Span, bubble by cause and peak memory of every rank."""
+    """Return a table of every rank's span, bubble by cause, and peak memory."""
     idle = causes(found.timeline)
     rows = []
     for rank, peak in enumerate(peaks(found.timeline.schedule, found.timeline.costs)):
@@ -125,7 +125,7 @@ def _ranks(found: ScheduleFigures) -> str:
 
 
 def draw(flags: DrawFlags) -> None:
-    """Write a picture of a schedule: SVG, a page, or a trace for Perfetto."""
+    """Write a picture of a schedule as SVG, as an HTML page, or as a trace for Perfetto."""
     output = flags.output
     if output.suffix not in (".svg", ".html", ".json"):
         raise ScheduleError(f"--output {output} must end in .svg, .html, or .json (for Perfetto)")
@@ -139,7 +139,7 @@ def draw(flags: DrawFlags) -> None:
 
 
 def prove(flags: ValidateFlags) -> None:
-    """Validate a schedule as it is and with its messages, and count both."""
+    """Validate a schedule before and after lowering, and print its numbers of operations and messages."""
     schedule, _ = source(flags)
     validate(schedule)
     lowered = schedule if schedule.is_lowered else lower(schedule)
@@ -161,7 +161,7 @@ class ScheduleCommand:
     flags: type
     summary: str
     example: str
-    """The words after `zero-bubble schedule COMMAND`."""
+    """Flags that follow `zero-bubble schedule COMMAND` in the example of `--help`."""
 
 
 _SIZE = "--pipeline-size 4 --num-microbatches 8"

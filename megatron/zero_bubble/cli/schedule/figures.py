@@ -1,4 +1,4 @@
-"""What a schedule costs: the figures that simulate, compare and memory-curve print."""
+"""Computes the figures of a schedule that `simulate`, `compare` and `memory-curve` print."""
 
 from __future__ import annotations
 
@@ -38,38 +38,38 @@ from megatron.zero_bubble.schedule.step_ops import operation_name, without_post_
 
 @dataclass(frozen=True)
 class ScheduleFigures:
-    """A valid schedule and its simulation, memory in M_B."""
+    """A valid schedule and the results of its simulation; memory is in M_B."""
 
     schedule: Schedule
-    """Of one iteration."""
+    """The schedule of one iteration."""
     timeline: Timeline
-    """Of `steps` iterations."""
+    """The simulation of `steps` iterations."""
     steps: int
     iteration_time: float
-    """From one iteration to the next."""
+    """Time from one iteration to the next."""
     without_post_validation: float
-    """The same if every iteration waits for the last rank of the one before."""
+    """Time from one iteration to the next if each waits for the last rank of the one before."""
     lower_bound: float
     generation_seconds: float
 
     @property
     def gain(self) -> float:
-        """By what share iterations are faster for post-validation."""
+        """Fraction by which post-validation makes iterations faster."""
         return float(self.without_post_validation / self.iteration_time - 1)
 
     @property
     def above_bound(self) -> float:
-        """By what share the cost is above the lower bound."""
+        """Fraction by which the cost exceeds the lower bound."""
         return float(self.timeline.cost / self.lower_bound - 1) if self.lower_bound else 0.0
 
     @property
     def peak_memory(self) -> list[float]:
-        """Of every rank, in M_B."""
+        """Peak memory of every rank, in M_B."""
         return [float(peak) for peak in self.timeline.peak_memory]
 
     @property
     def num_messages(self) -> int:
-        """Tensors that cross ranks in a step."""
+        """Number of tensors that cross ranks in one iteration."""
         return sum(op.kind in SENDS for ops in lower(self.schedule).ops for op in ops)
 
     def as_json(self) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class ScheduleFigures:
 
 
 def make_schedule(flags: ScheduleFlags, name: str, limit: Sequence[float] | None) -> tuple[Schedule, float]:
-    """The schedule `name` for the sizes and costs of the flags under `limit` (in M_B), and the seconds it took."""
+    """Generate the schedule `name` from the flags under `limit` (in M_B); return it and the seconds that took."""
     placement = placement_for(name, flags.pipeline_size, flags.num_chunks)
     costs = stage_costs(flags, placement)
     begin = time.perf_counter()
@@ -122,7 +122,7 @@ def make_schedule(flags: ScheduleFlags, name: str, limit: Sequence[float] | None
 
 
 def read_schedule(path: Path) -> Schedule:
-    """The schedule in `path`, in any format."""
+    """Read a schedule from a file of any supported format. Raises `ScheduleError`."""
     try:
         return schedule_from_text(path.read_text(encoding="utf-8"), name=path.stem)
     except (ScheduleError, UnicodeDecodeError) as error:
@@ -130,7 +130,7 @@ def read_schedule(path: Path) -> Schedule:
 
 
 def figures_of_source(flags: SimulationFlags) -> ScheduleFigures:
-    """The figures of the schedule that --schedule or --input names."""
+    """Return the figures of the schedule that --schedule or --input names."""
     schedule, seconds = source(flags)
     return simulated_figures(
         flags, schedule, seconds, post_validation=flags.post_validation, steps=flags.steps, queues=flags.queues
@@ -138,7 +138,7 @@ def figures_of_source(flags: SimulationFlags) -> ScheduleFigures:
 
 
 def source(flags: SourceFlags) -> tuple[Schedule, float]:
-    """The schedule that --schedule or --input names, and the seconds it took to make."""
+    """Return the schedule that --schedule or --input names, and the seconds that generating it took."""
     if flags.input is not None:
         return read_schedule(flags.input), 0.0
     assert flags.schedule is not None
@@ -154,10 +154,14 @@ def figures_of_all(
     post_validation: bool = False,
     queues: HardwareQueues | None = None,
 ) -> list[ScheduleFigures]:
-    """The figures of the schedules `chosen`, or of all that are possible, without the slow ones if asked.
+    """Return the figures of the schedules `chosen`, or of all that are possible.
+
+    Args:
+        limit: memory limit in M_B, one for all ranks or one for each.
+        leaves_out_slow: whether to skip the slow schedules if none is chosen.
 
     Raises:
-        ScheduleError: one that was chosen by name is not possible, or none is.
+        ScheduleError: a schedule that was chosen by name is not possible, or none is.
     """
     found: list[ScheduleFigures] = []
     refusal: ScheduleError | None = None
@@ -189,7 +193,11 @@ def simulated_figures(
     steps: int = 1,
     queues: HardwareQueues | None = None,
 ) -> ScheduleFigures:
-    """Validate and simulate `steps` iterations, one after the other; adds post-validation if it is asked for."""
+    """Validate `schedule`, with post-validation if asked for, and simulate `steps` successive iterations of it.
+
+    Raises:
+        ScheduleError: the schedule is not valid, or several steps are asked for without post-validation.
+    """
     validate(schedule)
     costs = stage_costs(flags, schedule.placement)
     if post_validation:

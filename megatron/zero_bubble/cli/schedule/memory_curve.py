@@ -1,4 +1,4 @@
-"""Bubble rate over memory limits: what more memory would buy."""
+"""Computes the bubble rate of schedules over a range of memory limits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def memory_curve(flags: CurveFlags) -> None:
 
 
 def _limits(flags: CurveFlags) -> list[float]:
-    """From --from to --to, in p M_B."""
+    """Return the limits from --from to --to, in p M_B. Raises `ScheduleError`."""
     first, last, step = flags.from_, flags.to, flags.step
     if last < first:
         raise ScheduleError(f"--to {last:g} is below --from {first:g}")
@@ -40,7 +40,7 @@ def _limits(flags: CurveFlags) -> list[float]:
 
 
 def _at(flags: CurveFlags, name: str, limit: float) -> ScheduleFigures | None:
-    """The report at one limit, in M_B; None where nothing fits."""
+    """Return the figures of the schedule `name` under `limit` (in M_B); None if it does not fit."""
     try:
         return simulated_figures(flags, *make_schedule(flags, name, [limit]))
     except Infeasible:

@@ -1,4 +1,4 @@
-"""The costs of every stage, from flags or a file."""
+"""Reads the costs of every stage from flags or a file."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ _DEFAULTS = {"time_comm": 0, "memory_f": 1, "memory_b": -0.5, "memory_w": -0.5}
 
 
 def stage_costs(flags: CostFlags, placement: Placement) -> StageCosts:
-    """The costs of every stage of `placement`, memory in M_B.
+    """Return the costs of every stage of `placement`, with memory in M_B.
 
-    Flags, and files with one entry a rank, are for whole ranks. M_B is the memory of F of one microbatch on a
-    whole rank, on the rank where it is largest.
+    Flags, and files with one entry a rank, give the costs of whole ranks, which are split among their chunks. M_B is
+    the memory of F of one microbatch on a whole rank, on the rank where it is largest.
+
+    Raises:
+        ScheduleError: the number of entries does not fit the placement, or M_B is not above zero.
     """
     costs = _costs_of_ranks(flags, placement.num_ranks).split_ranks(placement)
     if flags.costs is not None:
