@@ -1,1 +1,1 @@
-"""From flags to a running plan, for the trainer and the launcher alike."""
+"""Turns a job's flags into a running plan, for the trainer and the launcher alike."""

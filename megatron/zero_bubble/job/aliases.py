@@ -1,4 +1,4 @@
-"""Names that scripts written for the first fork of zero bubble use, translated into ours when flags are parsed."""
+"""Flags of scripts written for the first fork of zero bubble, translated into our flags when they are parsed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.zero_bubble.job.flag_parser import flag
 _FORWARDS = " forwards"
 _TIMERS = "--zero-bubble-pipeline-timers-start-iter, --zero-bubble-pipeline-timers-end-iter"
 DEFAULT_WINDOW = (3, 6)
-"""The first and the last iteration that a job profiles."""
+"""The first and the last iteration that a job profiles by default."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ T = TypeVar("T", bound=AliasFlags)
 
 
 def translated(flags: T) -> T:
-    """The same flags under our names alone.
+    """The same flags with every alias replaced by our flag.
 
     Args:
-        flags: of a class that has our flags (`ZeroBubbleFlags`) too.
+        flags: an instance of a class that derives from `AliasFlags` and `ZeroBubbleFlags`.
 
     Raises:
         ValueError: an alias contradicts another flag.
@@ -92,5 +92,5 @@ def check_window(first: int, last: int, flag: str) -> None:
 
 
 def pending_backwards(limit: str) -> str | None:
-    """What `--zero-bubble-max-pending-backward` was given, if the memory limit came from it."""
+    """The value of `--zero-bubble-max-pending-backward` if the memory limit came from that flag, else None."""
     return limit.removesuffix(_FORWARDS) if limit.endswith(_FORWARDS) else None

@@ -1,4 +1,4 @@
-"""The start-up lines: parameters, deferred gradients, the schedule, and on which host each stage is."""
+"""Prints a job's start-up lines: parameters, deferred gradients, the schedule, and the host of each stage."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ ModelRank = tuple[int, int]
 """(tensor, pipeline) model parallel rank."""
 
 LOUD = 0.01
-"""Share of a rank's parameters from which a module that is not split is a warning."""
+"""Share of a rank's parameters from which the line about a module that is not split is a warning."""
 
 
 def describe(job: JobSettings, model: list[torch.nn.Module]) -> None:
-    """Print what is about to be trained, once in the job; a collective call of all ranks.
+    """Print parameters, deferred gradients and the schedule, once in the job; a collective call of all ranks.
 
     Raises:
-        ValueError: `--zero-bubble-strict`, and a weight's gradient cannot be deferred; the same on all ranks.
+        ValueError: a weight's gradient cannot be deferred under `--zero-bubble-strict`; raised on all ranks.
     """
     flags, plan = job.flags, job.plan
     ranks = _gather(flags.world_size, count_gradients(model))
@@ -51,7 +51,7 @@ def describe(job: JobSettings, model: list[torch.nn.Module]) -> None:
 
 
 def describe_places(job: JobSettings, *, is_megatron_lm: bool = False) -> None:
-    """Print which host holds what, and what the environment costs, once in the job; a collective call of all ranks."""
+    """Print the stages of each host and warnings about the environment, once in the job; a collective call."""
     has_cuda = torch.cuda.is_available()
     for warning in environment_warnings(job.flags, os.environ, has_cuda, is_megatron_lm=is_megatron_lm):
         print_rank_0(f" > WARNING: {warning}")
@@ -63,7 +63,7 @@ def describe_places(job: JobSettings, *, is_megatron_lm: bool = False) -> None:
 
 
 def unsplit_modules(ranks: Mapping[ModelRank, Gradients]) -> dict[str, float]:
-    """Every module whose weight's gradient stays in B, with its share of the parameters where that is largest."""
+    """Modules whose weight gradient stays in B, each with its largest share of any rank's parameters."""
     shares: dict[str, float] = {}
     for gradients in ranks.values():
         for name, size in gradients.unsplit:
@@ -77,7 +77,7 @@ def unsplit_line(name: str, share: float) -> str:
 
 
 def _gather(world_size: int, gradients: Gradients) -> dict[ModelRank, Gradients]:
-    """One entry for every model-parallel rank, in order; replicas hold the same."""
+    """The gradients of every model-parallel rank, in order; replicas of a rank hold the same. A collective call."""
     rank = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
     ranks: list[Any] = [None] * world_size
     dist.all_gather_object(ranks, (rank, gradients))

@@ -1,4 +1,4 @@
-"""What the environment of the ranks says: their host and device, and settings of CUDA that pipelines cannot use."""
+"""Reads the environment of a rank: its host and device, and CUDA settings that stop or slow a pipeline."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from megatron.zero_bubble.schedule import Placement
 
 
 def host_name(environment: Mapping[str, str]) -> str:
-    """The name of this machine: Slurm's name of the node, where the job runs under it."""
+    """The name of this machine; under Slurm, Slurm's name of the node."""
     return environment.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def device_of_rank(local_rank: int, num_devices: int) -> int:
-    """Which of the devices that this process sees is its own: Slurm may show each task one, whatever its number."""
+    """Index of this process's device among the visible ones; Slurm may show each task only its own device."""
     return local_rank % num_devices
 
 
 def check_devices(flags: ParallelFlags, environment: Mapping[str, str], num_devices: int) -> None:
     """Refuse more ranks on a host than it has devices.
 
-    Without torchrun's `LOCAL_WORLD_SIZE`, each rank may see devices of its own, and their number says nothing.
+    Without torchrun's `LOCAL_WORLD_SIZE` nothing is refused, because each rank may see devices of its own.
 
     Raises:
-        ValueError: torchrun started more ranks than there are devices, and no setting says that they share them.
+        ValueError: torchrun started more ranks than there are devices, and no setting lets ranks share a device.
     """
     num_ranks = int(environment.get("LOCAL_WORLD_SIZE", "0"))
     shares = flags.distributed_backend == "gloo" or environment.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") != "0"
@@ -45,10 +45,10 @@ def check_devices(flags: ParallelFlags, environment: Mapping[str, str], num_devi
 def check_device_found(flags: ParallelFlags, environment: Mapping[str, str], nodes: Path) -> None:
     """Refuse to train on the CPU of a host that should have a device, unless a flag asks for it.
 
-    One such rank among many falls back to another backend than the others', and all wait.
+    A single rank without a device would fall back to another backend than the other ranks, and all would wait.
 
     Args:
-        nodes: the folder of device nodes.
+        nodes: the folder of device nodes (`/dev`).
 
     Raises:
         ValueError: torch was built for CUDA and finds no device where one is expected.
@@ -64,10 +64,10 @@ def check_device_found(flags: ParallelFlags, environment: Mapping[str, str], nod
 
 
 def _sign_of_device(environment: Mapping[str, str], nodes: Path) -> str | None:
-    """What says that this process should have a CUDA device, if anything does."""
+    """The setting or file that shows that this process should have a CUDA device; None if there is none."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        # Slurm writes NoDevFiles where it gives none.
+        # Slurm writes NoDevFiles if it gives the task no device.
         return None if visible.strip() in ("", "-1", "NoDevFiles") else f"CUDA_VISIBLE_DEVICES={visible}"
     for name, value in environment.items():
         if name.startswith("SLURM_GPUS") and value not in ("", "0"):
@@ -76,7 +76,7 @@ def _sign_of_device(environment: Mapping[str, str], nodes: Path) -> str | None:
 
 
 def check_num_ranks(flags: ParallelFlags, world_size: int) -> None:
-    """Raise `ValueError` if the ranks that were started are not whole replicas of the model."""
+    """Raise `ValueError` if the number of started ranks is not a multiple of the ranks of one model replica."""
     tensor, pipeline = flags.tensor_model_parallel_size, flags.pipeline_model_parallel_size
     context = flags.context_parallel_size
     ranks = tensor * pipeline * context
@@ -91,10 +91,10 @@ def check_num_ranks(flags: ParallelFlags, world_size: int) -> None:
 
 
 def check_environment(flags: JobFlags, environment: Mapping[str, str], has_cuda: bool) -> None:
-    """Refuse settings of CUDA that messages on the device cannot bear; those through host memory bear them all.
+    """Refuse CUDA settings that make messages on the device hang; messages through host memory work with all.
 
     Raises:
-        ValueError: a setting under which a schedule of ours cannot run.
+        ValueError: a zero-bubble schedule cannot run under a setting.
     """
     if not has_cuda or flags.schedule is None or flags.zero_bubble_communicator == "host":
         return
@@ -114,7 +114,10 @@ def check_environment(flags: JobFlags, environment: Mapping[str, str], has_cuda:
 def environment_warnings(
     flags: JobFlags, environment: Mapping[str, str], has_cuda: bool, *, is_megatron_lm: bool = False
 ) -> list[str]:
-    """Settings that work and cost time, one line each; `is_megatron_lm`: the script makes demands of its own."""
+    """Warnings about settings that work but cost time, one line each.
+
+    `is_megatron_lm` adapts the advice to a Megatron-LM script, which demands some settings itself.
+    """
     if not has_cuda or flags.schedule is None or flags.zero_bubble_communicator == "host":
         return []
     found = []
@@ -137,11 +140,11 @@ def environment_warnings(
 
 
 def describe_hosts(placement: Placement, pipeline_ranks: Sequence[int], hosts: Sequence[str]) -> list[str]:
-    """Which host holds which stages, one line a host, in the order of global ranks.
+    """The stages and ranks of each host, one line a host, in the order of global ranks.
 
     Args:
-        pipeline_ranks: of each global rank.
-        hosts: the name of each global rank's host.
+        pipeline_ranks: the pipeline rank of each global rank.
+        hosts: the host name of each global rank.
     """
     lines = []
     for host in dict.fromkeys(hosts):
@@ -153,7 +156,7 @@ def describe_hosts(placement: Placement, pipeline_ranks: Sequence[int], hosts: S
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Of ascending numbers: 0-3, 7."""
+    """Ascending numbers as text, with runs shortened: `0-3, 7`."""
     words: list[str] = []
     first = numbers[0]
     for number, following in zip(numbers, (*numbers[1:], None), strict=True):

@@ -1,4 +1,4 @@
-"""Writing files: a regular file appears complete or not at all, and what is none is written through."""
+"""Writes files atomically: a regular file appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -9,31 +9,34 @@ from pathlib import Path
 
 
 def write_file(path: str | Path, text: str) -> None:
-    """Write `text` to `path`. Should that fail, or the machine, a regular file is as it was before.
+    """Write `text` to `path`. If writing or the machine fails, a regular file keeps its old content.
 
     A regular file is replaced by a new one with its permissions. A symbolic link is followed and stays a link. A
-    device, a FIFO or an open file of this process (`/dev/stdout`, `/dev/fd/3`) stays what it is, and `text` goes there.
+    device, a FIFO or an open file of this process (`/dev/stdout`, `/dev/fd/3`) is written to and not replaced.
+
+    Raises:
+        OSError: `path` cannot be written.
     """
     data = text.encode()
     try:
         mode = os.stat(path).st_mode
-    except FileNotFoundError:  # of a link that leads nowhere, too
+    except FileNotFoundError:  # also raised for a broken link
         _replace(Path(os.path.realpath(path)), data, None)
         return
     descriptor = _own_descriptor(str(path))
     if stat.S_ISREG(mode) and descriptor is None:
         _replace(Path(os.path.realpath(path)), data, mode)
         return
-    # Not created: the system may refuse to create what is a FIFO of somebody else's.
+    # Opened without O_CREAT: the system may refuse that flag for another user's FIFO.
     opened = os.open(path, os.O_WRONLY) if descriptor is None else os.dup(descriptor)
     with open(opened, "wb") as stream:
         stream.write(data)
 
 
 def _own_descriptor(path: str) -> int | None:
-    """N if the path is `/proc/self/fd/N` or a link to it.
+    """The file descriptor N if the path is `/proc/self/fd/N` or a link to that; None for other paths.
 
-    Opened by its name, a regular file there would be written from its beginning, over what it holds already.
+    The caller writes to the descriptor: opening such a path anew would overwrite a regular file from its beginning.
     """
     folder, name = os.path.split(path)
     if os.path.realpath(folder) == f"/proc/{os.getpid()}/fd":

@@ -1,4 +1,4 @@
-"""Command-line flags from a dataclass: one field, one flag."""
+"""Parses command-line flags into a dataclass: each field is a flag."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ def flag(
     metavar: str | None = None,
     repeat: bool = False,
 ) -> Any:
-    """A field that is a command-line flag.
+    """A dataclass field that is a command-line flag.
 
-    Field `num_layers` becomes `--num-layers`; a flag without a default is required, and a `bool` is
-    switched on by naming it.
+    Field `num_layers` becomes `--num-layers`. A flag without a default is required. A `bool` flag takes no value and
+    sets True.
 
     Args:
-        names: further spellings.
-        parse: makes the value of a word, and raises `argparse.ArgumentTypeError` where it cannot; without it the
-            field's type says how. A default that is a string is parsed, too.
-        metavar: stands for the value in `--help`.
-        repeat: collect the values of a flag that is given several times in a list.
+        names: further spellings of the flag.
+        parse: converts a word to the value, or raises `argparse.ArgumentTypeError`; without it the field's type
+            converts. A default that is a string is parsed, too.
+        metavar: placeholder of the value in `--help`.
+        repeat: allow the flag several times, and collect its values in a list.
     """
     return field(
         default=default,
@@ -49,7 +49,7 @@ def flag(
 
 
 class FlagParser(argparse.ArgumentParser):
-    """An argument parser that raises `ValueError` instead of exiting: the caller knows which rank it is."""
+    """An argument parser that raises `ValueError` instead of exiting, so that the caller prints once for all ranks."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
@@ -60,26 +60,26 @@ def parse_flags(arguments: type[T], groups: Sequence[type], argv: Sequence[str],
 
     Args:
         arguments: the dataclass; its fields come from the base classes `groups`.
-        groups: in the order in which `--help` shows them, each titled by its docstring's first line.
+        groups: dataclasses of flags in the order of `--help`, where the first line of a docstring is a title.
 
     Raises:
-        ValueError: an unknown flag, a missing one, or a value of the wrong kind; one line.
+        ValueError: a flag is unknown or missing, or a value has the wrong type; the message is one line.
     """
     return arguments(**vars(make_parser(groups, prog=prog).parse_args(argv)))
 
 
 def take_flags(arguments: type[T], groups: Sequence[type], argv: Sequence[str]) -> tuple[T, list[str]]:
-    """Parse the flags of `groups` out of `argv`, where they may stand anywhere, and give back the rest in its order.
+    """Parse the flags of `groups`, which may stand anywhere in `argv`, and return the other arguments in their order.
 
     Raises:
-        ValueError: a missing flag, or a value of the wrong kind; one line.
+        ValueError: a flag is missing, or a value has the wrong type; the message is one line.
     """
     taken, rest = make_parser(groups, add_help=False).parse_known_args(argv)
     return arguments(**vars(taken)), rest
 
 
 def make_parser(groups: Sequence[type], **options: Any) -> FlagParser:
-    """The parser of the dataclasses `groups`; `options` are those of `argparse.ArgumentParser`."""
+    """A parser for the flags of the dataclasses `groups`; `options` go to `argparse.ArgumentParser`."""
     parser = FlagParser(allow_abbrev=False, **options)
     for group in groups:
         add_flags(parser.add_argument_group(title_of(group)), group, fields(group))
@@ -92,7 +92,7 @@ def title_of(group: type) -> str:
 
 
 def add_flags(section: argparse._ArgumentGroup, group: type, entries: Sequence[Field[Any]]) -> None:
-    """Add the fields `entries` of the dataclass `group`."""
+    """Add the fields `entries` of the dataclass `group` to a section of a parser."""
     hints = get_type_hints(group)
     for entry in entries:
         _add(section, entry, hints[entry.name])
@@ -129,7 +129,7 @@ def _help(entry: Field[Any]) -> str:
 
 
 def _converter(hint: Any) -> Any:
-    """The innermost type of `int`, `int | None` or `list[int] | None`."""
+    """The converter for a field's type: that of `int` for `int`, `int | None` and `list[int] | None`."""
     types = (hint, *get_args(hint), *(innermost for inner in get_args(hint) for innermost in get_args(inner)))
     for inner in types:
         if inner is int:
@@ -140,7 +140,7 @@ def _converter(hint: Any) -> Any:
 
 
 def _integer(text: str) -> int:
-    """Read an integer of 64 bits: those of Python have no end, those of tensors do."""
+    """Parse an integer that fits the 64 bits of a tensor's element."""
     try:
         value = int(text)
     except ValueError:

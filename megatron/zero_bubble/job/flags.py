@@ -1,4 +1,4 @@
-"""The flags of parallelism and of zero bubble, which the trainer and the launcher for other scripts share."""
+"""The flags of parallelism and of zero bubble, which the trainer and the launcher share."""
 
 from __future__ import annotations
 
@@ -87,20 +87,20 @@ class ZeroBubbleFlags:
 
     @property
     def asks_for_schedule(self) -> bool:
-        """Whether a schedule of ours is to run; otherwise megatron-core's own does."""
+        """Whether the flags ask for a zero-bubble schedule; otherwise megatron-core's own schedule runs."""
         return self.zero_bubble or self.zero_bubble_schedule is not None
 
 
 def flag_name(name: str) -> str:
-    """`num_layers` as the user writes it: `--num-layers`."""
+    """The flag of a field as the user writes it: `num_layers` becomes `--num-layers`."""
     return f"--{name.replace('_', '-')}"
 
 
 def check_zero_bubble_flags(flags: ZeroBubbleFlags) -> None:
-    """Refuse what can be seen to be wrong without knowing the model.
+    """Refuse zero-bubble flags that are wrong or contradict each other, whatever the model.
 
     Raises:
-        ValueError: the first flag found that cannot work.
+        ValueError: the first flag that cannot work.
     """
     _check_owners(flags)
     if flags.zero_bubble_rollback == "inverse" and flags.zero_bubble_rollback_on_host:
@@ -118,13 +118,13 @@ def check_zero_bubble_flags(flags: ZeroBubbleFlags) -> None:
 
 
 def _check_owners(flags: ZeroBubbleFlags) -> None:
-    """Raise `ValueError` for a flag that does nothing without another one that is not given."""
+    """Raise `ValueError` for a flag that has no effect because the flag that it modifies is not given."""
     of_a_schedule = (
         *("memory_limit", "profile_iters", "profile_output", "profile_input", "timeline", "timeline_iters"),
         *("strict", "timeout", "post_validation", "replan_threshold", "communicator"),
     )
     for name in of_a_schedule:
-        # Zero equals False: it is what a threshold is by default.
+        # A threshold is 0 by default, which equals False.
         if not flags.asks_for_schedule and getattr(flags, f"zero_bubble_{name}") not in (None, False):
             given = limit_flag(flags).split()[0] if name == "memory_limit" else flag_name(f"zero_bubble_{name}")
             raise ValueError(f"{given} needs --zero-bubble or --zero-bubble-schedule")
@@ -134,7 +134,7 @@ def _check_owners(flags: ZeroBubbleFlags) -> None:
 
 
 def limit_flag(flags: ZeroBubbleFlags) -> str:
-    """The memory limit as the user gave it."""
+    """The flag and value of the memory limit as the user gave them, for messages."""
     text = flags.zero_bubble_memory_limit or "1 (the default)"
     pending = pending_backwards(text)
     return f"--zero-bubble-memory-limit {text}" if pending is None else f"--zero-bubble-max-pending-backward {pending}"

@@ -1,4 +1,4 @@
-"""The flags of a job that decide about its pipeline, whoever has parsed them."""
+"""The flags that decide about a job's pipeline, from the trainer or from a Megatron-LM script."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ _MODEL = (
     *("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
     *("recompute_granularity", "recompute_method", "recompute_num_layers"),
 )
-"""What the costs of a stage depend on."""
+"""Names of the flags on which the costs of a stage depend."""
 
 
 @dataclass(frozen=True)
 class JobFlags(ParallelFlags, ZeroBubbleFlags):
-    """What the trainer's flags, or the arguments of Megatron-LM's scripts, say about the pipeline."""
+    """The part of the trainer's flags, or of a Megatron-LM script's arguments, that decides about the pipeline."""
 
     rank: int = 0
     world_size: int = 1
     data_parallel_size: int = 1
     model_chunks: int | None = None
-    """Several chunks a rank, if Megatron's flags say so; None leaves the number to the schedule."""
+    """Model chunks a rank if Megatron's flags ask for several; None leaves the number to the schedule."""
     num_layers: int = 0
     mtp_num_layers: int | None = None
     micro_batch_size: int = 1
     global_batch_size: int = 1
     rampup_batch_size: list[int] | None = None
     train_iters: int | None = None
-    """None where a script counts samples instead."""
+    """Iterations of the whole training; None if a script counts samples instead."""
     exit_interval: int | None = None
     optimizer: str = "adam"
     transformer_impl: str = "local"
@@ -48,11 +48,11 @@ class JobFlags(ParallelFlags, ZeroBubbleFlags):
     log_num_zeros_in_grad: bool = False
     timing_log_level: int = 0
     given_model: Mapping[str, Setting] = field(default_factory=dict)
-    """The sizes that the costs of a stage depend on, as they were given."""
+    """The flags on which the costs of a stage depend, with their given values."""
 
     @classmethod
     def of(cls, source: object, **known: Any) -> JobFlags:
-        """The flags that `source` has as attributes, and `known` ones in their place; defaults where it has none."""
+        """Read the flags from the attributes of `source`. Values in `known` come first, defaults last."""
         given = {entry.name: getattr(source, entry.name) for entry in fields(cls) if hasattr(source, entry.name)}
         model = {name: getattr(source, name, None) for name in _MODEL}
         if not getattr(source, "group_query_attention", False):
@@ -61,27 +61,27 @@ class JobFlags(ParallelFlags, ZeroBubbleFlags):
 
     @property
     def schedule(self) -> str | None:
-        """The schedule of ours that was asked for, or None for megatron-core's own."""
+        """Name of the zero-bubble schedule that the flags ask for, or None for megatron-core's own."""
         if self.zero_bubble_schedule is None and self.zero_bubble:
             return "auto" if self.model_chunks is None else "interleaved-zb"
         return self.zero_bubble_schedule
 
     @property
     def has_own_limit(self) -> bool:
-        """Whether the schedule knows what memory it takes; others fill what they are given."""
+        """Whether the schedule fixes its own memory; other schedules use all that the memory limit allows."""
         entry = ENTRIES.get(self.schedule or "")
         return entry is None or entry.has_own_limit
 
     @cached_property
     def memory_limit(self) -> MemoryLimit | None:
-        """The limit that the flags set; None for the schedule's own.
+        """The memory limit that the flags set; None for the schedule's own.
 
         Raises:
-            ValueError: it cannot be read.
+            ValueError: the flag's value cannot be parsed.
         """
         text = self.zero_bubble_memory_limit
         if text is None:
-            # A schedule without a limit of its own takes what 1F1B does, unless it is told otherwise.
+            # By default a schedule without a limit of its own may take as much memory as 1F1B.
             return None if self.has_own_limit else MemoryLimit(multiple=1.0)
         pending = pending_backwards(text)
         if pending is None or pending == "auto":
@@ -95,18 +95,18 @@ class JobFlags(ParallelFlags, ZeroBubbleFlags):
 
     @property
     def model(self) -> Mapping[str, Setting]:
-        """What a profile is a profile of."""
+        """The model as a profile describes it: a profile fits only jobs with the same values."""
         return {**self.given_model, "pipeline_model_parallel_layout": self.pipeline_model_parallel_layout}
 
     @property
     def batch_sizes(self) -> range:
-        """Every global batch size that an iteration of this job has: one, unless the batch grows."""
+        """All global batch sizes of the job's iterations: one unless `--rampup-batch-size` is given."""
         start, increment, _ = self.rampup_batch_size or (self.global_batch_size, 1, 0)
         return range(start, self.global_batch_size + 1, increment)
 
     @property
     def most_microbatches(self) -> int:
-        """Microbatches of the largest iteration."""
+        """Microbatches of the largest iteration, on one data-parallel rank."""
         return self.num_microbatches(self.batch_sizes[-1])
 
     def num_microbatches(self, batch_size: int) -> int:
@@ -114,7 +114,7 @@ class JobFlags(ParallelFlags, ZeroBubbleFlags):
         return batch_size // (self.micro_batch_size * self.data_parallel_size)
 
     def num_iterations(self, start: int) -> int | None:
-        """The most iterations that the job does if it begins after iteration `start`; None if its flags do not say."""
+        """Most iterations of a job that begins after iteration `start`; None if the flags set no number."""
         if self.train_iters is None:
             return None
         left = self.train_iters - start

@@ -1,4 +1,4 @@
-"""How many layers each stage gets: where they are not all alike, the layout that says so."""
+"""Decides how many layers each stage gets, and writes uneven numbers as a layout of megatron-core."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.schedule.errors import one_line
 
 _REPEATS = 1000
-"""Repeats that a layout may have whatever the number of layers: of stages without a layer, for example."""
+"""Repeats that a layout may have even with fewer layers, for example of stages without a layer."""
 
 
 def layout_of_layers(flags: JobFlags, placement: Placement) -> str | None:
-    """The layout of the model's layers: the given one, or what spreads them as other flags ask.
+    """The layout of the model's layers: the given one, or the one that other flags ask for.
 
-    None where all stages get as many, or the first and the last rank their own number.
+    None if all stages get the same number, or if flags give the first and the last rank their own numbers.
 
     Raises:
-        ValueError: which flags contradict each other.
+        ValueError: flags contradict each other, or the placement; the message names them.
     """
     given = flags.pipeline_model_parallel_layout
     uneven = given is not None or bool(_layers_of_ends(flags))
-    # megatron-core counts a layout's layers by the process's own rank, whatever stage it is told to build.
+    # megatron-core reads a layout by the process's own rank, not by the stage that it builds.
     if placement.kind == "v" and uneven:
         raise ValueError(f"--zero-bubble-schedule {flags.schedule} places layers in a V, in even stages: no layout")
     if placement.kind == "v" and flags.mtp_num_layers is not None:
@@ -37,10 +37,10 @@ def layout_of_layers(flags: JobFlags, placement: Placement) -> str | None:
 
 
 def spread_layout(flags: JobFlags, placement: Placement) -> str | None:
-    """The layout that spreads the layers as the flags ask; None where all stages get as many.
+    """The layout that spreads the layers as the flags ask; None if all stages get the same number.
 
     Raises:
-        ValueError: the stages do not divide the layers, and no flag says what to do about it.
+        ValueError: the stages do not divide the layers, and no flag allows uneven stages.
     """
     stages, layers = placement.num_stages, flags.num_layers
     split = f"{stages} stages that --pipeline-model-parallel-size {placement.num_ranks} and {placement.num_chunks} "
@@ -70,12 +70,12 @@ def spread_layout(flags: JobFlags, placement: Placement) -> str | None:
 
 
 def check_given_layers(flags: JobFlags, placement: Placement) -> None:
-    """Refuse a layout of the user's own, or layers of the first and the last rank, that do not give `--num-layers`.
+    """Refuse a given layout, or numbers for the first and the last rank, that do not add up to `--num-layers`.
 
-    megatron-core builds what they say, which may be a model of another size.
+    megatron-core would build them as given, which may be a model of another size.
 
     Raises:
-        ValueError: which flags contradict each other.
+        ValueError: flags contradict each other; the message names them.
     """
     layout = flags.pipeline_model_parallel_layout
     ends = [*_layers_of_ends(flags)]
@@ -91,7 +91,7 @@ def check_given_layers(flags: JobFlags, placement: Placement) -> None:
 
 
 def _layers_of_ends(flags: JobFlags) -> dict[str, int]:
-    """The numbers that are given for the first and the last rank, by their flags."""
+    """The layers that flags give to the first and the last rank; each key is a flag with its value."""
     first, last = flags.decoder_first_pipeline_num_layers, flags.decoder_last_pipeline_num_layers
     ends = {"--decoder-first-pipeline-num-layers": first, "--decoder-last-pipeline-num-layers": last}
     return {f"{flag} {value}": value for flag, value in ends.items() if value is not None}
@@ -116,7 +116,7 @@ def _check_ends(flags: JobFlags, placement: Placement) -> None:
 
 
 def spread_with_ends(per_stage: int, num_stages: int, *, embedding: bool, loss: bool) -> list[int]:
-    """Layers of each stage when the embedding and the loss take the place of one each."""
+    """Layers of each stage when the embedding and the loss each take the place of one layer."""
     layers = [per_stage] * num_stages
     layers[0] -= embedding
     layers[-1] -= loss
@@ -126,11 +126,11 @@ def spread_with_ends(per_stage: int, num_stages: int, *, embedding: bool, loss: 
 def spread_layers(num_layers: int, num_stages: int) -> list[int]:
     """Layers of each stage, as even as possible.
 
-    The ends have other work too: the last stage, with the loss, is the first to get fewer, then the first, with
-    the embedding, then the others from the end.
+    The stages at the ends have other work: the last stage, with the loss, is the first to get fewer layers, next is
+    the first stage, with the embedding, then the others from the end.
 
     Raises:
-        ValueError: there is not a layer for every stage.
+        ValueError: there are fewer layers than stages.
     """
     if num_layers < num_stages:
         raise ValueError(f"--num-layers {num_layers} is not enough for {num_stages} stages of at least one layer")
@@ -141,13 +141,16 @@ def spread_layers(num_layers: int, num_stages: int) -> list[int]:
 
 
 def to_layout(layers: list[int], num_further_tokens: int | None = None) -> str:
-    """The stages in megatron-core's notation of `--pipeline-model-parallel-layout`."""
+    """The layers of each stage in the notation of megatron-core's `--pipeline-model-parallel-layout`.
+
+    `num_further_tokens` multi-token prediction layers join the last stage.
+    """
     further = "m" * (num_further_tokens or 0)
     return f"E{'|'.join(f't*{count}' if count else '' for count in layers)}{further}L"
 
 
 def layers_of_layout(layout: str, num_ranks: int) -> list[int]:
-    """The number of layers of each stage, in model order."""
+    """The number of layers of each stage in a layout of megatron-core, in model order."""
     from megatron.core.transformer.enums import LayerType
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
@@ -156,7 +159,7 @@ def layers_of_layout(layout: str, num_ranks: int) -> list[int]:
 
 
 def chunks_of_flags(flags: JobFlags) -> int | None:
-    """Chunks a rank, if Megatron's flags ask for several.
+    """Model chunks a rank if Megatron's flags ask for several, else None.
 
     Raises:
         ValueError: the flags contradict each other or do not divide the layers.
@@ -196,7 +199,7 @@ def _chunks_of_layout(flags: JobFlags) -> int | None:
     assert layout is not None
     most = max(flags.num_layers, _REPEATS)
     for repeats in re.findall(r"\*(\d+)", layout):
-        # megatron-core writes them out.
+        # megatron-core expands repeats, so a huge number would fill the memory.
         if len(repeats) > len(str(most)) or int(repeats) > most:
             raise ValueError(
                 f"--pipeline-model-parallel-layout {layout} repeats something {repeats} times, but --num-layers is "

@@ -1,4 +1,4 @@
-"""`--zero-bubble-post-validation`: what it can run with, what it is made of, and what it gains."""
+"""Checks and builds the optimizer step of `--zero-bubble-post-validation`, and estimates what it gains."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TOO_OFTEN = 1 / 3
 
 
 def check_post_validation(flags: JobFlags) -> None:
-    """Raise `ValueError` for what cannot work with post-validation: one line that names both flags and the reason."""
+    """Raise `ValueError` for a flag that post-validation does not support; the message names both flags and why."""
     if not flags.zero_bubble_post_validation:
         return
     reasons = {
@@ -43,10 +43,10 @@ def check_post_validation(flags: JobFlags) -> None:
 def build_post_validation(
     flags: JobFlags, plan: Plan | None, optimizer: MegatronOptimizer, model: Sequence[Any]
 ) -> PostValidation | None:
-    """What steps and validates; None where it was not asked for, or with a single pipeline rank.
+    """The post-validation of an optimizer; None if the flags do not ask for it, or with a single pipeline rank.
 
     Raises:
-        ValueError: the optimizer steps in another way, or cannot be inverted.
+        ValueError: post-validation does not support the optimizer, or the rollback cannot invert it.
     """
     if not flags.zero_bubble_post_validation:
         return None
@@ -71,7 +71,7 @@ def build_post_validation(
 
 
 def _gain(flags: JobFlags, plan: Plan) -> str:
-    """What post-validation gains with the plan's schedule if F, B and W take equally long."""
+    """A line that says what post-validation gains with the plan's schedule if F, B and W take equally long."""
     schedule = plan.schedule(flags.most_microbatches)
     costs = default_costs(schedule.placement)
     without, with_it = (iteration_time(s, costs) for s in (schedule, with_post_validation(schedule, costs)))
@@ -84,9 +84,12 @@ def _gain(flags: JobFlags, plan: Plan) -> str:
 
 
 def awaited_by_the_first_stage(flags: JobFlags, placement: Placement) -> str | None:
-    """What the first stage cannot step without and the last one has at its end, so that iterations do not interlock."""
+    """What the first stage's step needs from the end of the last stage, or None.
+
+    While the first stage waits for this, iterations cannot overlap.
+    """
     if placement.kind == "v":
-        return None  # Both are on one rank.
+        return None  # The first and the last stage are on one rank.
     if not flags.untie_embeddings_and_output_weights or flags.mtp_num_layers is not None:
         return "tied embeddings are summed over the last stage at its end"
     if flags.calculate_per_token_loss:
@@ -95,16 +98,16 @@ def awaited_by_the_first_stage(flags: JobFlags, placement: Placement) -> str | N
 
 
 class RollbackWatch:
-    """Says when so many steps have to be amended that stepping first costs more than it gains."""
+    """Warns when so many steps are amended that post-validation costs more than it gains."""
 
     def __init__(self) -> None:
         self._amended: deque[bool] = deque(maxlen=_WINDOW)
 
     def warning(self, was_amended: bool) -> str | None:
-        """Takes in a step; once in a while a line for the user.
+        """Record one step, and return a warning if at least a third of the last 100 steps were amended, else None.
 
-        The forwards that are run again take about the time that is gained, and the step is taken twice: from
-        one amended step in three on the gain is doubtful.
+        Amending runs forwards again, which takes about the time that is gained, and takes the step twice: from one
+        amended step in three on, the gain is doubtful.
         """
         self._amended.append(was_amended)
         rate = sum(self._amended) / _WINDOW

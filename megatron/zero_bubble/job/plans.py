@@ -1,4 +1,4 @@
-"""From flags to the plan of schedules and the placement of stages."""
+"""Chooses the plan of schedules and the placement of stages that the flags ask for."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from megatron.zero_bubble.schedule.plan import Plan
 
 _FILE = "file:"
 _SILENT_SECONDS = 5.0
-"""Time that planning may take without a word."""
+"""Seconds that planning may take before it is announced."""
 _SECONDS_PER_OPERATION = 4e-5
-"""Time that planning takes, for each operation of a schedule."""
+"""Seconds that planning takes for each operation of a schedule."""
 
 
 def choose_plan(flags: JobFlags) -> Plan | None:
-    """The plan that the flags ask for; None for megatron-core's own schedule. `check_plan` says whether it works.
+    """The plan that the flags ask for; None for megatron-core's own schedule. `check_plan` checks its schedules.
 
     Raises:
-        ValueError: no such schedule, or it does not fit the number of ranks or chunks.
+        ValueError: there is no such schedule, or the number of ranks or chunks does not fit.
     """
     name = flags.schedule
     if name is None:
@@ -51,10 +51,10 @@ def choose_plan(flags: JobFlags) -> Plan | None:
 
 
 def check_plan(flags: JobFlags, plan: Plan | None) -> None:
-    """Make every schedule that the run needs, to see that it can be made. The plan keeps them.
+    """Make every schedule that the run needs, to check that each can be made. The plan keeps them.
 
     Raises:
-        ValueError: there is none for some number of microbatches, or under the memory limit.
+        ValueError: there is no schedule for some number of microbatches, or under the memory limit.
     """
     if plan is None:
         return
@@ -70,13 +70,13 @@ def check_plan(flags: JobFlags, plan: Plan | None) -> None:
 
 
 def _announce(flags: JobFlags, plan: Plan) -> None:
-    """Say that planning takes long, where it does.
+    """Print a line if planning takes longer than a few seconds.
 
     Raises:
-        ValueError: it would take for minutes.
+        ValueError: planning would take minutes.
     """
     sizes, stages = flags.batch_sizes, plan.placement.num_stages
-    # An arithmetic series: the range may be too long to walk through.
+    # The sum of an arithmetic series, because the range may be too long to add up.
     samples = len(sizes) * (sizes[0] + sizes[-1]) // 2
     microbatches = samples // (flags.micro_batch_size * flags.data_parallel_size)
     most = MAX_OPERATIONS // (3 * stages)
@@ -93,7 +93,7 @@ def _announce(flags: JobFlags, plan: Plan) -> None:
 
 @contextmanager
 def _as_users_mistake(flags: JobFlags, name: str) -> Iterator[None]:
-    """Name the flag that asks for what cannot be planned."""
+    """Turn a planning error into a `ValueError` that names the flag to change."""
     try:
         yield
     except Infeasible as error:
@@ -105,20 +105,23 @@ def _as_users_mistake(flags: JobFlags, name: str) -> Iterator[None]:
 
 
 def _limit_before_measuring(flags: JobFlags) -> float | None:
-    """The memory limit in M_B while nothing is measured, and all stages cost the same; None for the schedule's own."""
+    """The memory limit in M_B before costs are measured, with equal stages; None for the schedule's own limit."""
     num_ranks = flags.pipeline_model_parallel_size
     limit = flags.memory_limit
     if limit is None:
         return None
     in_unit_costs = limit.in_unit_costs(num_ranks, flags.most_microbatches)
     if in_unit_costs is None and not flags.has_own_limit:
-        # Bytes say nothing yet: begin with what 1F1B takes.
+        # A limit in bytes cannot be used before memory is measured: begin with 1F1B's peak.
         return float(num_ranks)
     return in_unit_costs
 
 
 def _check_memory(flags: JobFlags, schedule: Schedule) -> None:
-    """A schedule file cannot adapt to a limit. What bytes allow is known once the run has been measured."""
+    """Raise `Infeasible` if a given schedule exceeds the memory limit, to which it cannot adapt.
+
+    A limit in bytes cannot be checked before memory is measured.
+    """
     limit = flags.memory_limit
     in_unit_costs = limit.in_unit_costs(schedule.num_ranks, schedule.num_microbatches) if limit is not None else None
     peak = max(simulate(schedule, default_costs(schedule.placement)).peak_memory)
@@ -127,7 +130,7 @@ def _check_memory(flags: JobFlags, schedule: Schedule) -> None:
 
 
 def _multiple(flags: JobFlags, smallest: float) -> str:
-    """A limit in M_B in the words of the flag that set it, rounded so that it suffices."""
+    """The limit `smallest`, in M_B, in the unit of the flag that set the limit, rounded up."""
     if pending_backwards(flags.zero_bubble_memory_limit or "") is not None:
         return f"at least {math.ceil(smallest - 1e-9)}"
     peak = min(flags.pipeline_model_parallel_size, flags.most_microbatches)
@@ -135,7 +138,7 @@ def _multiple(flags: JobFlags, smallest: float) -> str:
 
 
 def choose_placement(flags: JobFlags, plan: Plan | None) -> Placement:
-    """Where the stages are: as the plan has it, or as megatron-core's own schedule does."""
+    """The placement of stages: the plan's, or that of megatron-core's own schedule."""
     if plan is not None:
         return plan.placement
     num_chunks = flags.model_chunks or 1

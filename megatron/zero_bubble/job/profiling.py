@@ -1,4 +1,4 @@
-"""How a job measures its costs and plans with them, and the block that it logs about a plan."""
+"""Decides how a job measures its costs and plans with them, and logs a block of lines about each plan."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.zero_bubble.schedule.memory_limit import MemoryLimit
 
 
 def check_memory_limit(flags: JobFlags, has_cuda: bool) -> None:
-    """Raise `ValueError` for a limit that only a device knows, where the job has none."""
+    """Raise `ValueError` if the limit is the free memory of a CUDA device and the job has no device."""
     limit = flags.memory_limit
     if limit is not None and limit.is_auto and not has_cuda:
         raise ValueError(
@@ -34,7 +34,7 @@ def planning_options(flags: JobFlags, placement: Placement) -> PlanningOptions |
     """How this job profiles and plans; None if it does neither.
 
     Raises:
-        ValueError: a flag is wrong, or the profile given does not fit the job.
+        ValueError: a flag needs measured costs and there are none, or the given profile does not fit the job.
     """
     window, limit = profile_window(flags), flags.memory_limit
     profile = _read_profile(flags, placement)
@@ -54,7 +54,7 @@ def planning_options(flags: JobFlags, placement: Placement) -> PlanningOptions |
 
 
 def _check_measured(flags: JobFlags, window: tuple[int, int] | None, limit: MemoryLimit | None) -> None:
-    """Refuse flags that do nothing without measured costs, where the flags alone say that there will be none."""
+    """Raise `ValueError` for flags that need measured costs if other flags prevent that costs are measured."""
     output, threshold = flags.zero_bubble_profile_output, flags.zero_bubble_replan_threshold
     output_flag = f"--zero-bubble-profile-output {output}"
     if window is not None:
@@ -67,7 +67,7 @@ def _check_measured(flags: JobFlags, window: tuple[int, int] | None, limit: Memo
         return
     idle = {output_flag: output is not None, f"--zero-bubble-replan-threshold {threshold}": threshold > 0}
     if limit is not None and limit.multiple is None:
-        # A multiple of 1F1B's peak is planned with before anything is measured.
+        # A multiple of 1F1B's peak needs no measured costs.
         idle[limit_flag(flags)] = True
     if given := [flag for flag, is_given in idle.items() if is_given]:
         raise ValueError(
@@ -77,7 +77,7 @@ def _check_measured(flags: JobFlags, window: tuple[int, int] | None, limit: Memo
 
 
 def too_short_to_profile(flags: JobFlags, iteration: int) -> str | None:
-    """What to tell the user of a job that begins after `iteration` if it ends before its profile does; None if not."""
+    """A warning if a job that begins after `iteration` ends before its profile is complete, else None."""
     window, steps = profile_window(flags), flags.num_iterations(iteration)
     if window is None or flags.zero_bubble_profile_input is not None or not steps or window[1] <= steps:
         return None
@@ -103,7 +103,7 @@ def _read_profile(flags: JobFlags, placement: Placement) -> Profile | None:
 
 
 def reporter(flags: JobFlags, say: Callable[[str], None]) -> Callable[[Report], None]:
-    """What to do with a plan: print the block, and save the profile if asked to."""
+    """A function that logs the block about a plan with `say`, and saves the profile if the flags ask for that."""
 
     def report(found: Report) -> None:
         say(describe(found))
@@ -118,7 +118,7 @@ def reporter(flags: JobFlags, say: Callable[[str], None]) -> Callable[[Report], 
 
 
 def describe(report: Report) -> str:
-    """The block: costs per stage, the schedule, what it should do."""
+    """The block of lines about a plan: costs of each stage, the schedule, and its predicted time and memory."""
     prediction = report.prediction
     profile, schedule = prediction.profile, prediction.schedule
     costs, placement = profile.costs, profile.placement

@@ -1,4 +1,4 @@
-"""Runs a job's plan: what `pretrain_gpt.py` and the launcher for Megatron-LM's scripts share."""
+"""Makes what runs and draws a job's plan, for the trainer and the launcher alike."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from megatron.zero_bubble.schedules import ForwardBackward
 def run_plan(
     job: JobSettings, store: WeightGradStore, iteration: int, post_validation: PostValidation | None = None
 ) -> ForwardBackward:
-    """The forward-backward function that runs the job's plan, and profiles and plans anew as the flags say.
+    """The forward-backward function that runs the job's plan, and profiles and replans as the flags say.
 
     Args:
-        iteration: the one that the job begins after.
+        iteration: the iteration after which the job begins.
     """
     assert job.plan is not None
     flags = job.flags
@@ -43,7 +43,7 @@ def run_plan(
 
 
 def _print_channels(memory: ChannelMemory) -> None:
-    """Print what the channels of one pipeline take on the devices; the others' take as much."""
+    """Print the device memory of the channels on a rank of one pipeline; other pipelines take as much."""
     each = memory.num_bytes / max(1, memory.num_channels)
     print_rank_0(
         f" > channels between stages: {memory.num_channels} communicators on a rank take "
@@ -52,7 +52,7 @@ def _print_channels(memory: ChannelMemory) -> None:
 
 
 def open_timeline(job: JobSettings, forward_backward: ForwardBackward, iteration: int) -> TimelineWriter | None:
-    """What draws the iterations of `--zero-bubble-timeline`; `iteration` is the one that the job begins after."""
+    """The writer for `--zero-bubble-timeline`, or None; the job begins after iteration `iteration`."""
     flags = job.flags
     if flags.zero_bubble_timeline is None:
         return None
@@ -63,6 +63,6 @@ def open_timeline(job: JobSettings, forward_backward: ForwardBackward, iteration
 
 
 def bubble_fields(measured: float | None, predicted: float | None) -> str:
-    """What follows Megatron's own fields of the log line."""
+    """The bubble rates as text that follows Megatron's fields of a log line; a rate of None is left out."""
     line = f" bubble rate: {measured:.2%} |" if measured is not None else ""
     return line + (f" predicted: {predicted:.2%} |" if predicted is not None else "")

@@ -1,4 +1,4 @@
-"""What a job does with its pipeline: made once, from the trainer's flags or from those of another script."""
+"""The settings of a job's pipeline, made once from the flags of the trainer or of a Megatron-LM script."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from megatron.zero_bubble.schedule.plan import Plan
 
 @dataclass(frozen=True)
 class JobSettings:
-    """A job whose flags are checked.
+    """The checked settings of a job's pipeline.
 
     Attributes:
-        flags: what was given, with the layout that the layers have.
-        plan: where the schedules come from; None for megatron-core's own schedule.
+        flags: the given flags, with the layout that the layers get.
+        plan: makes the schedules; None for megatron-core's own schedule.
         placement: which rank holds which stages.
-        planning: how costs are measured and planned with; None where neither is done.
+        planning: how costs are measured and used for planning; None if neither is done.
     """
 
     flags: JobFlags
@@ -37,7 +37,7 @@ class JobSettings:
 
     @property
     def log_rank(self) -> int:
-        """Global rank that holds the loss, and of its replicas the last: it prints the log line.
+        """The global rank that prints the log line: the last of those that compute the loss.
 
         In megatron-core's order of ranks the pipeline is outermost.
         """
@@ -46,12 +46,12 @@ class JobSettings:
 
 
 def job_settings(flags: JobFlags, environment: Mapping[str, str], has_cuda: bool) -> JobSettings:
-    """Choose the plan and the placement of stages, and refuse what cannot work.
+    """Choose the plan and the placement of stages, and check the flags.
 
-    Every rank comes to the same verdict. Nothing is communicated.
+    Every rank gets the same result without communication.
 
     Raises:
-        ValueError: the first thing found that cannot work, in one line.
+        ValueError: the first flag or setting that cannot work, in one line.
     """
     check_zero_bubble_flags(flags)
     plan = choose_plan(flags)
@@ -67,7 +67,7 @@ def job_settings(flags: JobFlags, environment: Mapping[str, str], has_cuda: bool
 
 
 def check_implementation(flags: JobFlags) -> None:
-    """Raise `ValueError` if the layers' package is missing or too old to defer weight gradients."""
+    """Raise `ValueError` if the package of `--transformer-impl` is missing or too old to defer weight gradients."""
     if flags.transformer_impl == "transformer_engine":
         try:
             check_transformer_engine()

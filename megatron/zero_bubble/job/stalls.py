@@ -1,4 +1,4 @@
-"""What becomes of a pipeline that stands still: when it counts as one, the block that is printed, the end."""
+"""Watches a job for a hung pipeline, reports the operation each rank is waiting in, and ends the job."""
 
 from __future__ import annotations
 
@@ -15,19 +15,17 @@ from megatron.zero_bubble.runtime.watchdog import RankState, Stall, Watchdog
 from megatron.zero_bubble.schedules import ForwardBackward
 
 _SHARE = 0.9
-"""Of the time after which a collective gives up: the watchdog must speak first."""
+"""Default timeout as a share of the time after which a collective gives up: the watchdog must report first."""
 
 
 def stall_timeout(flags: JobFlags) -> float:
-    """Seconds at one operation after which a pipeline counts as standing still; 0 for never."""
+    """Seconds at one operation after which a pipeline counts as hung; 0 for never."""
     given: float | None = flags.zero_bubble_timeout
     return _SHARE * 60.0 * flags.distributed_timeout_minutes if given is None else given
 
 
 def check_stall_timeout(flags: JobFlags) -> None:
-    """Raises:
-    ValueError: the timeout is no time, or a collective would give up before it and end the job without a word.
-    """
+    """Raise `ValueError` for a timeout that is negative, infinite, or so long that collectives give up before it."""
     timeout, collectives = stall_timeout(flags), 60.0 * flags.distributed_timeout_minutes
     if not 0 <= timeout < math.inf:
         raise ValueError(f"--zero-bubble-timeout must be at least 0, got {timeout}")
@@ -39,7 +37,7 @@ def check_stall_timeout(flags: JobFlags) -> None:
 
 
 def open_watchdog(flags: JobFlags, forward_backward: ForwardBackward, program: str) -> Watchdog | None:
-    """Watch this rank of `program`, unless nobody wants that; a collective call."""
+    """Start a watchdog for this rank of `program`; None if the flags turn it off. A collective call."""
     timeout = stall_timeout(flags)
     if timeout == 0:
         return None
@@ -58,14 +56,14 @@ def open_watchdog(flags: JobFlags, forward_backward: ForwardBackward, program: s
 
 
 def _leave() -> None:
-    """The main thread may hang where no exception reaches it."""
+    """End the process at once, because the main thread may hang where no exception reaches it."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)
 
 
 def describe(stall: Stall) -> str:
-    """One block: a line for each rank, its place in its schedule, and where to look first."""
+    """A block of lines about a hung pipeline: each rank's place in its schedule, and where to look first."""
     lines = [
         f"the pipeline stands still: rank {stall.raised_by} has been at one operation for {stall.timeout:g} s "
         f"(--zero-bubble-timeout). Schedule {stall.schedule}; the operation of each rank is in brackets:"
@@ -81,7 +79,7 @@ def describe(stall: Stall) -> str:
 
 
 def _suspects(stall: Stall) -> str:
-    """Who keeps the others waiting: those who are silent, else who computes, longest first."""
+    """The ranks that keep the others waiting: those that do not answer, else those that compute, longest first."""
     silent = [f"rank {rank}, which does not answer" for rank, state in enumerate(stall.states) if state is None]
     answers: list[RankState] = [state for state in stall.states if state is not None]
     computing = sorted((state for state in answers if state.is_computing), key=lambda state: -state.seconds)

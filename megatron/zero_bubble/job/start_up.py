@@ -1,4 +1,4 @@
-"""How a program of ours begins and ends as a rank of a job. Imports nothing of megatron-core."""
+"""Starts and ends a program as a rank of a job. Imports nothing of megatron-core."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from megatron.zero_bubble.runtime.processes import end_children, end_with_parent
 _SECONDS_FOR_RANK_0 = 5.0
 """Seconds the other ranks wait for rank 0 to report the same mistake, so that it is printed once."""
 _SECONDS_TO_END = 8
-"""Seconds an interpreter has to end after an error, before the kernel ends it."""
+"""Seconds the interpreter has to exit after an error before the kernel ends it."""
 _STATUS = 2
 
 
 def quiet_start_up() -> None:
-    """Drop what megatron-core warns of at import, once a rank: on a CPU there is nothing to do about it."""
+    """Drop warnings that megatron-core prints on each rank at import: rank 0 on a GPU is enough to show them."""
     if os.environ.get("RANK", "0") == "0" and torch.cuda.is_available():
         return
     for message in (".*Apex (is|are) not installed", ".*full scope is deprecated", ".*lack of `?grouped_gemm"):
@@ -33,14 +33,14 @@ def quiet_start_up() -> None:
 
 
 def run_program(program: str, body: Callable[[], None], mistakes: type[ValueError] = ValueError) -> int:
-    """Run `body` as the whole program of one rank, and leave no process behind, whatever way it ends.
+    """Run `body` as the whole program of one rank, and leave no child process behind however it ends.
 
     A user's mistake is printed as one line. Any other error also reaches torchrun, which repeats it in its summary.
-    Ctrl-C ends the process at once and without a word, like SIGTERM, unless `body` handles these signals.
+    Ctrl-C ends the process at once and silently, like SIGTERM, unless `body` handles these signals.
 
     Args:
-        program: as the user calls it; begins the line.
-        mistakes: the errors that are the user's.
+        program: name of the program as the user calls it, with which the line begins.
+        mistakes: the type of exception that a user's mistake raises.
 
     Returns:
         The program's exit status.
@@ -65,14 +65,14 @@ def run_program(program: str, body: Callable[[], None], mistakes: type[ValueErro
 
 
 def report(program: str, error: ValueError) -> int:
-    """Print the user's mistake once, although every rank finds it. Gives the program's exit status.
+    """Print the user's mistake once, although every rank finds it, and return the program's exit status.
 
-    Rank 0 speaks at once, the others only if they are still there after a while: a mistake that is
-    everyone's ends the job with rank 0, one that only some rank sees is still told.
+    Rank 0 prints at once. The other ranks print only if they still run some seconds later: a mistake that all ranks
+    find ends the job with rank 0, and one that only another rank finds is still printed.
     """
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if rank > 0:
-        # torchrun ends the others by this signal, which a trainer may have made a request to save.
+        # torchrun ends the other ranks by SIGTERM, which a trainer may have turned into a request to save.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(_SECONDS_FOR_RANK_0)
     line = f"{program}: error: {error}"
@@ -84,10 +84,10 @@ def report(program: str, error: ValueError) -> int:
 
 
 def _tell_torchrun(reason: str) -> None:
-    """Write the reason where torchrun looks for it, in the form of its `ErrorHandler`, so that its summary shows it.
+    """Write the reason to torchrun's error file, in the form of its `ErrorHandler`, so that its summary shows it.
 
-    torchrun takes the earliest failure for the cause, in whole seconds, and counts ranks that it ends itself. Hence a
-    second less.
+    torchrun takes the earliest failure for the cause, in whole seconds, and counts ranks that it ends itself. Hence
+    the time is set one second back.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
@@ -97,9 +97,9 @@ def _tell_torchrun(reason: str) -> None:
 
 
 def _leave() -> NoReturn:
-    """End this rank of several now: torchrun waits for it before it ends the others.
+    """End this process at once: torchrun waits for it before it ends the other ranks.
 
-    An interpreter full of modules takes seconds to end where ranks share few cores.
+    A normal exit of the interpreter takes seconds when ranks share few cores.
     """
     sys.stdout.flush()
     end_children()
@@ -107,6 +107,6 @@ def _leave() -> NoReturn:
 
 
 def print_rank_0(message: str) -> None:
-    """Print once in the whole job."""
+    """Print `message` on global rank 0 only."""
     if dist.get_rank() == 0:
         print(message, flush=True)

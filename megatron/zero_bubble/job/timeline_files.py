@@ -1,4 +1,4 @@
-"""The files of a measured timeline: drawings beside what was planned, a trace, the idle time by cause."""
+"""Writes the files of a measured timeline: drawings of it and of the plan, a trace, and the idle time by cause."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from megatron.zero_bubble.schedule.costs import by_result
 from megatron.zero_bubble.schedule.draw import html_document, to_chrome_trace, to_html, to_svg
 
 _MARGINS, _OP_WIDTH, _WIDEST = 136, 26, 1600
-"""Pixels: of a drawing beside its lanes, of an operation on average, so that labels fit on most, and of all of them."""
+"""Width in pixels of a drawing's margins, of an operation on average (most labels fit), and of the widest drawing."""
 _UNKNOWN = 1e-6
-"""Milliseconds of an operation that did not run: costs are above zero."""
+"""Cost in milliseconds of an operation that did not run, because costs must be above zero."""
 _STYLE = "svg { max-width: 100%; height: auto; }\n"
 
 
 def write_timeline(folder: Path, name: str, measured: Timeline, memory_unit: str) -> None:
-    """Write `measured`, and what its schedule would do at its costs, as `folder/name.*`.
+    """Write `measured`, and the simulation of its schedule with its costs, to files `folder/name.*`.
 
-    Both drawings have one scale of time. `folder` is made if it is not there. `memory_unit` names that of the costs.
+    Both drawings have the same time scale. `folder` is created if it is missing. `memory_unit` is the unit of memory
+    in the costs.
     """
     folder.mkdir(parents=True, exist_ok=True)
     planned = simulate(measured.schedule, measured.costs)
@@ -49,8 +50,8 @@ def write_timeline(folder: Path, name: str, measured: Timeline, memory_unit: str
 def measured_timeline(schedule: Schedule, lanes: Sequence[Sequence[TimedOp]], profiled: StageCosts | None) -> Timeline:
     """The measured operations as a `Timeline`, from time 0, with this step's mean times as its costs.
 
-    Forwards that were run again, after a step that had to be amended, stand where they ran last.
-    Messages and memory are those of `profiled`; without, they cost nothing.
+    Forwards that were run again, after a step was amended, appear only where they ran last.
+    The costs of messages and memory come from `profiled`; without it they are zero.
     """
     lanes = [_last_runs(lane) for lane in lanes]
     begin = min(lane[0].start for lane in lanes if lane)
@@ -85,7 +86,7 @@ def _costs_of(schedule: Schedule, lanes: Sequence[Sequence[TimedOp]], profiled: 
 def idle_table(timeline: Timeline) -> str:
     """The idle time of every rank by cause, in milliseconds."""
     idle = causes(timeline)
-    del idle["communication"]  # measured, it is part of the waiting
+    del idle["communication"]  # in a measured timeline communication is part of the waiting
     widths = [max(len(word), 10) for word in idle]
     lines = ["rank " + " ".join(word.rjust(width) for word, width in zip(idle, widths, strict=True))]
     for rank, times in enumerate(zip(*idle.values(), strict=True)):

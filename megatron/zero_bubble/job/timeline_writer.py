@@ -1,4 +1,4 @@
-"""`--zero-bubble-timeline`: what every rank of one pipeline really did, drawn beside what was planned."""
+"""Writes the drawings of `--zero-bubble-timeline`: the measured operations of one pipeline's ranks, and the plan."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _CLOCK_ROUNDS = 9
 
 
 class TimelineWriter:
-    """Collects the operations of some iterations and writes them, on global rank 0, for its pipeline.
+    """Records the operations of some iterations; global rank 0 writes those of its pipeline's ranks.
 
     Args:
-        folder: is made if it is not there.
-        first, last: the iterations, inclusive.
-        start: the iteration that the job started after; the observer counts from there.
+        folder: the folder for the files, which is created if it is missing.
+        first, last: the first and the last iteration to write.
+        start: the iteration after which the job started; the observer counts from there.
     """
 
     def __init__(self, folder: str, first: int, last: int, start: int, forward_backward: ForwardBackward) -> None:
@@ -42,7 +42,7 @@ class TimelineWriter:
             self._ops = ops
 
     def after_iteration(self, iteration: int, num_microbatches: int) -> None:
-        """A collective call of the pipeline of rank 0, in the iterations that are drawn."""
+        """Write the iteration if it is one of those to draw; a collective call of the pipeline of rank 0."""
         group = parallel_state.get_pipeline_model_parallel_group()
         if iteration - self._start not in self._steps or 0 not in dist.get_process_group_ranks(group):
             return
@@ -65,10 +65,10 @@ def _in_mebibytes(costs: StageCosts) -> StageCosts:
 
 
 def clock_offset(group: dist.ProcessGroup) -> float:
-    """Seconds by which this rank's clock is ahead of the first one's of the group; a collective call.
+    """Seconds by which this rank's clock is ahead of the clock of the group's first rank; a collective call.
 
-    Ranks leave a barrier at nearly the same moment: the median over several of the difference between
-    what the clocks show then. Good to the time of a barrier, some tens of microseconds on one host.
+    Ranks leave a barrier at nearly the same moment. The offset is the median over several barriers of the difference
+    between the clocks at that moment. Its error is the time of a barrier, some tens of microseconds on one host.
     """
     differences = []
     for _ in range(_CLOCK_ROUNDS):
