@@ -1,1 +1,1 @@
-"""The trainer behind `pretrain_gpt.py`: arguments, data, model, loop, checkpoints, logging."""
+"""The trainer behind `pretrain_gpt.py`: flags, data, model, loop, checkpoints and logging."""

@@ -15,10 +15,10 @@ from megatron.zero_bubble.mcore.cpu import substitute_cuda
 
 
 def train() -> None:
-    """Parse the flags, check them, train. Raises `ValueError` for a user's mistake."""
+    """Parse the command line, check the flags and train. Raises `ValueError` for a user's mistake."""
     quiet_start_up()
     substitute_cuda()
-    # Only now: what follows imports megatron-core, which looks for a device and compiles as it is imported.
+    # Imported after `substitute_cuda`: these modules import megatron-core, which looks for a device and compiles.
     from megatron.zero_bubble.training.arguments import parse_arguments
     from megatron.zero_bubble.training.checks import complete_and_check
     from megatron.zero_bubble.training.pretrain import pretrain
@@ -29,7 +29,7 @@ def train() -> None:
 
 
 def main() -> int:
-    """Train; a user's mistake gives one line and exit status 2 on every rank."""
+    """Run the trainer; a user's mistake gives one line and exit status 2 on every rank."""
     return run_program("pretrain_gpt.py", train)
 
 

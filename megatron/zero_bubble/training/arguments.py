@@ -176,17 +176,17 @@ class OutputFlags:
 
 @dataclass(frozen=True)
 class Arguments(ModelFlags, ParallelFlags, TrainingFlags, DataFlags, OutputFlags, ZeroBubbleFlags, AliasFlags):
-    """All flags, and what the environment adds to them."""
+    """All flags of the trainer, with this process's ranks and the size of the vocabulary."""
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
     padded_vocab_size: int = 0
-    """Rows of the embedding, once the tokenizer is known."""
+    """Rows of the embedding; 0 until the tokenizer is known."""
 
     @property
     def checks_finite(self) -> bool:
-        """Whether the training ends at a loss, gradient or weight that is not finite; not where a loss scale adapts."""
+        """Whether training ends at a loss, gradient or weight that is not finite; never with an adaptive loss scale."""
         return not self.no_check_for_nan_in_loss_and_grad and (not self.fp16 or self.loss_scale is not None)
 
     @property
@@ -196,11 +196,11 @@ class Arguments(ModelFlags, ParallelFlags, TrainingFlags, DataFlags, OutputFlags
 
 
 FLAG_GROUPS = Arguments.__bases__
-"""In the order in which `--help` shows them."""
+"""The groups of flags in the order in which `--help` shows them."""
 
 
 def parse_arguments(argv: Sequence[str], prog: str = "pretrain_gpt.py") -> Arguments:
-    """Read the command line.
+    """Parse the trainer's command line; aliases are replaced by our flags.
 
     Raises:
         ValueError: a flag is unknown, missing or malformed, or an alias contradicts another flag.

@@ -1,4 +1,4 @@
-"""Checkpoints in Megatron-LM's layout: `iter_0000100/` in torch_dist format, and a file that names the latest."""
+"""Saves and loads checkpoints in Megatron-LM's layout: `iter_0000100/` in torch_dist format, and a tracker file."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class Checkpointer:
 
     Args:
         args: the run's flags.
-        progress: read when saving and set when loading.
-        model: this rank's chunks, wrapped or not.
+        progress: the run's progress, which `save` reads and `load` sets.
+        model: this rank's model chunks, wrapped or not.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Checkpointer:
         """Write the checkpoint of the last iteration under `args.save`; a collective call.
 
         Raises:
-            TrainingError: on every rank, if any of them cannot write. The latest checkpoint is the one before, then.
+            TrainingError: on every rank, if any rank cannot write. The previous checkpoint then stays the latest.
         """
         assert self._args.save is not None
         root, iteration = Path(self._args.save), self._progress.iteration
@@ -97,7 +97,7 @@ class Checkpointer:
         print_rank_0(f"  successfully saved checkpoint from iteration {iteration} to {root}")
 
     def _write(self, folder: Path) -> None:
-        """Write all ranks' state to `folder`, with checksums, and see that it is all there."""
+        """Write the state of all ranks and its checksums to `folder`, and check that every file is complete."""
         metadata = self._new_metadata()
         allocate_states(self._optimizer)
         state = self._sharded_state(metadata, is_loading=False)
@@ -123,11 +123,11 @@ class Checkpointer:
         """Load the newest checkpoint under `args.load`; a collective call.
 
         Raises:
-            ValueError: on every rank: there is no checkpoint, it is damaged, or of another model.
+            ValueError: on every rank, if there is no checkpoint, or it is damaged or of another model.
         """
         args = self._args
         assert args.load is not None
-        # Another job may be saving there: the latest is what one rank takes for it.
+        # Another job may be saving there, so rank 0 alone decides which checkpoint is the latest.
         iteration = on_rank(0, lambda: latest_iteration(str(args.load)))
         folder = checkpoint_folder(args.load, iteration)
         try:
@@ -141,7 +141,7 @@ class Checkpointer:
         print_rank_0(f"  successfully loaded checkpoint from {args.load} at iteration {iteration}")
 
     def _load(self, folder: Path) -> dict[str, Any]:
-        """Load the model and what the flags want of the rest; gives what is common to all ranks."""
+        """Load the model and the other state that the flags ask for, and return the state common to all ranks."""
         args = self._args
         description, common = self._read_checked(folder)
         check_model_shape(args, common["args"])
@@ -159,10 +159,10 @@ class Checkpointer:
         return common
 
     def _read_checked(self, folder: Path) -> tuple[Metadata, dict[str, Any]]:
-        """Check the files of a checkpoint, each rank its share of them, and read what describes the others.
+        """Check a checkpoint's files, each rank a share of them; return its metadata and the state common to all ranks.
 
         Raises:
-            CheckpointError: on every rank: a file is not what was saved.
+            CheckpointError: on every rank, if a file differs from the saved one.
         """
         checksums = None
         if not self._args.zero_bubble_no_checksums:
@@ -184,7 +184,7 @@ class Checkpointer:
     def _sharded_state(
         self, metadata: dict[str, Any], *, is_loading: bool, with_optimizer: bool = True, with_rng: bool = True
     ) -> dict[str, Any]:
-        """What is spread over the ranks, as megatron-core describes it."""
+        """The sharded state dictionary of this rank in the form that megatron-core saves and loads."""
         state: dict[str, Any] = {}
         for index, chunk in enumerate(self._chunks):
             key = "model" if len(self._chunks) == 1 else f"model{index}"
@@ -210,13 +210,13 @@ class Checkpointer:
     def _restore_scheduler(self, state: dict[str, Any]) -> None:
         self._scheduler.load_state_dict(state)
         for group in self._optimizer.param_groups:
-            # The optimizer's state has brought back those of the checkpoint, which the scheduler prefers to its own.
+            # Loading the optimizer brought back the checkpoint's values, which the scheduler prefers to its own.
             group["max_lr"], group["min_lr"] = self._scheduler.max_lr, self._scheduler.min_lr
         self._scheduler.step(0)
 
     def _new_metadata(self) -> dict[str, Any]:
         return {
-            # Loads under any layout of ranks; the other kind only under the same data-parallel size.
+            # This kind loads under any layout of ranks; the other kind needs the same data-parallel size.
             "distrib_optim_sharding_type": "fully_reshardable",
             "distrib_optim_fully_reshardable_mem_efficient": False,
             "singleton_local_shards": False,
@@ -240,7 +240,7 @@ class Checkpointer:
 
 
 def _rng_state() -> ShardedObject:
-    """The state of every generator of this rank."""
+    """The state of all random generators of this rank, as a sharded object."""
     state = {
         "random_rng_state": random.getstate(),
         "np_rng_state": np.random.get_state(),

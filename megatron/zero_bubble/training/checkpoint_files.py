@@ -1,8 +1,8 @@
-"""The files of a checkpoint: their names, their checksums, and the one that names the latest checkpoint.
+"""Names and checks the files of a checkpoint, and keeps the tracker file that names the latest one.
 
-A checkpoint is written to `iter_0000100.incomplete/`. Only when every file is there, and on the disk, does the folder
-get its name, and then `latest_checkpointed_iteration.txt` its new number, each in one step: what was cut short, by a
-kill, a crash or a full disk, is never picked up.
+A checkpoint is written to `iter_0000100.incomplete/`. When every file is on the disk, the folder gets its final name,
+and then `latest_checkpointed_iteration.txt` its new number, each in one step. A checkpoint that was cut short by a
+kill, a crash or a full disk is therefore never loaded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 class Checksum(NamedTuple):
-    """What tells a damaged file. CRC-32 finds what disks, networks and copies do to one, at the speed of memory."""
+    """Size and CRC-32 of a file. CRC-32 detects damage by disks, networks and copies, at the speed of memory."""
 
     bytes: int
     crc32: str
@@ -40,7 +40,7 @@ def checkpoint_folder(root: str | Path, iteration: int) -> Path:
 
 
 def tracked(root: str | Path) -> str:
-    """What the tracker file under `root` says; "none" where there is no such file."""
+    """The text of the tracker file under `root`; "none" if there is no such file."""
     tracker = Path(root) / TRACKER
     return tracker.read_text(errors="replace").strip()[:40] if tracker.is_file() else "none"
 
@@ -49,7 +49,7 @@ def latest_iteration(root: str | Path) -> int:
     """The iteration of the newest complete checkpoint under `root`.
 
     Raises:
-        ValueError: there is none, or what the tracker file names is not there.
+        ValueError: there is no tracker file, or it does not name a complete checkpoint.
     """
     if not (Path(root) / TRACKER).is_file():
         raise ValueError(f"--load {root}: no checkpoint there ({TRACKER} is missing)")
@@ -76,7 +76,7 @@ def check_config(folder: Path) -> None:
 
 
 def begin_folder(root: Path, iteration: int) -> Path:
-    """An empty folder to write the checkpoint of `iteration` to. What earlier attempts left under `root` is removed."""
+    """Create an empty folder for the checkpoint of `iteration`, and remove what failed saves left under `root`."""
     root.mkdir(parents=True, exist_ok=True)
     for leftover in (*root.glob(f"iter_*{_INCOMPLETE}"), *root.glob(f"iter_*{_REPLACED}")):
         shutil.rmtree(leftover)
@@ -86,13 +86,13 @@ def begin_folder(root: Path, iteration: int) -> Path:
 
 
 def incomplete_folder(root: Path, iteration: int) -> Path:
-    """Where the checkpoint of `iteration` is written."""
+    """The folder to which the checkpoint of `iteration` is written before it is complete."""
     final = checkpoint_folder(root, iteration)
     return final.with_name(final.name + _INCOMPLETE)
 
 
 def name_latest(root: Path, iteration: int) -> None:
-    """Give the complete folder of `iteration` its name, and make it the latest checkpoint under `root`."""
+    """Give the complete folder of `iteration` its final name, and make it the latest checkpoint under `root`."""
     folder, final = incomplete_folder(root, iteration), checkpoint_folder(root, iteration)
     for path in folder.iterdir():
         _sync(path)
@@ -119,16 +119,16 @@ def checksum(path: Path) -> Checksum:
 
 
 def write_checksums(folder: Path, checksums: Mapping[str, Checksum]) -> None:
-    """Leave the checksums of all files of a checkpoint beside them."""
+    """Write the checksums of all files of a checkpoint to a file in its folder."""
     files = {name: checksums[name]._asdict() for name in _in_order_of_ranks(checksums)}
     write_file(folder / CHECKSUMS, json.dumps(files, indent=1) + "\n")
 
 
 def read_checksums(folder: Path) -> dict[str, Checksum] | None:
-    """The checksums that were saved with a checkpoint; None where there are none.
+    """The checksums that were saved with a checkpoint; None if none were saved.
 
     Raises:
-        CheckpointError: the file is damaged.
+        CheckpointError: the file of checksums cannot be read.
     """
     try:
         files = json.loads((folder / CHECKSUMS).read_text())
@@ -140,7 +140,7 @@ def read_checksums(folder: Path) -> dict[str, Checksum] | None:
 
 
 def check_checksums(folder: Path, expected: Mapping[str, Checksum]) -> None:
-    """Raise `CheckpointError` unless these files of a checkpoint are what was saved."""
+    """Raise `CheckpointError` unless the files of a checkpoint have the `expected` sizes and checksums."""
     for name, saved in expected.items():
         check_size(folder / name, saved.bytes)
         found = checksum(folder / name)
@@ -151,7 +151,7 @@ def check_checksums(folder: Path, expected: Mapping[str, Checksum]) -> None:
 
 
 def check_size(path: Path, num_bytes: int, *, at_least: bool = False) -> None:
-    """Raise `CheckpointError` unless the file has this many bytes, or at least as many."""
+    """Raise `CheckpointError` unless a file has `num_bytes` bytes, or with `at_least` that many or more."""
     try:
         found = path.stat().st_size
     except FileNotFoundError as error:
@@ -161,7 +161,7 @@ def check_size(path: Path, num_bytes: int, *, at_least: bool = False) -> None:
 
 
 def check_complete(folder: Path, description: Metadata, checksums: Mapping[str, Checksum] | None) -> None:
-    """Raise `CheckpointError` unless every file that the checkpoint consists of is there, long enough, and listed."""
+    """Raise `CheckpointError` unless every file of a checkpoint exists, is long enough, and is in `checksums`."""
     for name, num_bytes in extents(description).items():
         if checksums is not None and name not in checksums:
             raise CheckpointError(f"{CHECKSUMS} says nothing of {name}")
@@ -169,16 +169,16 @@ def check_complete(folder: Path, description: Metadata, checksums: Mapping[str, 
 
 
 def files_of_rank(folder: Path, rank: int) -> list[str]:
-    """The files that `rank` has written to `folder`."""
+    """Names of the files that `rank` wrote to `folder`."""
     shards = [path.name for path in folder.glob(f"__{rank}_*.distcp")]
     return shards + ([CONFIG, COMMON_FILE, METADATA_FILE] if rank == 0 else [])
 
 
 def share(names: Collection[str], rank: int, num_ranks: int) -> list[str]:
-    """The files that `rank` of those that load has to check.
+    """The files that `rank` of the `num_ranks` loading ranks has to check.
 
-    Of the shards each rank gets as many as the next, those that it wrote if as many ranks load as have saved: it may
-    still have them in memory. The rest is small.
+    Shards are divided evenly. If as many ranks load as saved, each checks its own shards, which may still be in its
+    host's memory. Rank 0 checks the other files, which are small.
     """
     shards = _in_order_of_ranks(name for name in names if name.startswith("__"))
     others = [name for name in names if not name.startswith("__")] if rank == 0 else []
@@ -186,12 +186,12 @@ def share(names: Collection[str], rank: int, num_ranks: int) -> list[str]:
 
 
 def _in_order_of_ranks(names: Iterable[str]) -> list[str]:
-    """`__2_0.distcp` before `__10_0.distcp`: the files of one rank stand together."""
+    """Sort file names by rank, so that `__2_0.distcp` comes before `__10_0.distcp`."""
     return sorted(names, key=lambda name: (len(name), name))
 
 
 def _sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
+    """Wait until a file, or a folder's list of names, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""What of a checkpoint must be as the flags say."""
+"""Checks that the model, optimizer and learning-rate schedule of a checkpoint match the flags."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MODEL_SHAPE = (
     *("untie_embeddings_and_output_weights", "disable_bias_linear", "num_experts", "mtp_num_layers"),
 )
 _OPTIMIZER_SETTINGS = {"adam": ("adam_beta1", "adam_beta2", "adam_eps"), "sgd": ("sgd_momentum",)}
-"""What a checkpoint's optimizer brings with it."""
+"""Settings that an optimizer takes over from a checkpoint."""
 _SCHEDULE_FLAGS = {
     "max_lr": "--lr",
     "min_lr": "--min-lr",
@@ -25,11 +25,11 @@ _SCHEDULE_FLAGS = {
     "end_wd": "--weight-decay",
     "wd_incr_steps": "--train-iters",
 }
-"""The flags that a scheduler's state comes from. Its steps are samples."""
+"""The flag behind each value of a scheduler's state; the scheduler counts steps in samples."""
 
 
 def check_model_shape(args: Arguments, saved: argparse.Namespace) -> None:
-    """Raise `ValueError` if the checkpoint with the flags `saved`, ours or Megatron-LM's, is of another model."""
+    """Raise `ValueError` if a checkpoint is of another model; `saved` are its flags, our trainer's or Megatron-LM's."""
     pairs = {name: (getattr(args, name), getattr(saved, name, None)) for name in _MODEL_SHAPE}
     pairs["num_query_groups"] = (args.num_query_groups, _saved_query_groups(saved))
     for name, (ours, theirs) in pairs.items():
@@ -40,13 +40,13 @@ def check_model_shape(args: Arguments, saved: argparse.Namespace) -> None:
 
 
 def _saved_query_groups(saved: argparse.Namespace) -> int | None:
-    """Without `--group-query-attention` every head is a group, but Megatron-LM saves its default, 1."""
+    """The query groups of a saved model: without `--group-query-attention` all heads, though Megatron-LM saves a 1."""
     grouped = getattr(saved, "group_query_attention", True)
     return getattr(saved, "num_query_groups" if grouped else "num_attention_heads", None)
 
 
 def check_optimizer(args: Arguments, saved: argparse.Namespace) -> None:
-    """Raise `ValueError` if the optimizer whose state was saved is another one than that of the flags."""
+    """Raise `ValueError` if the saved optimizer state is of another optimizer than the flags ask for."""
     ours, theirs = _optimizer_form(args), _optimizer_form(saved)
     if ours != theirs:
         raise ValueError(
@@ -64,11 +64,11 @@ def check_optimizer(args: Arguments, saved: argparse.Namespace) -> None:
 
 
 def _optimizer_form(flags: Arguments | argparse.Namespace) -> str:
-    """The flags that decide which tensors an optimizer consists of.
+    """The flags that decide which tensors an optimizer's state consists of.
 
-    A distributed one has the same in every precision, any other the same in bf16 and fp16.
+    A distributed optimizer has the same tensors in every precision, other optimizers the same in bf16 and fp16.
     """
-    name = f"--optimizer {getattr(flags, 'optimizer', 'adam')}"  # in version 0.1.0 there was no other
+    name = f"--optimizer {getattr(flags, 'optimizer', 'adam')}"  # checkpoints of version 0.1.0 have only adam
     if getattr(flags, "use_distributed_optimizer", False):
         return f"{name} --use-distributed-optimizer"
     is_mixed = getattr(flags, "bf16", False) or getattr(flags, "fp16", False)
@@ -76,7 +76,7 @@ def _optimizer_form(flags: Arguments | argparse.Namespace) -> str:
 
 
 def check_schedule(args: Arguments, ours: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Raise `ValueError` if the learning rate's schedule is another one than saved, and no flag says which to take."""
+    """Raise `ValueError` if the learning rate's schedule differs from the saved one and no flag says which to use."""
     if args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler:
         return
     for name, flag in _SCHEDULE_FLAGS.items():

@@ -1,7 +1,7 @@
-"""Fills in what flags leave open and refuses what cannot work, before any process group exists.
+"""Completes the flags with defaults and refuses flags that cannot work, before any process group exists.
 
-Every rank comes to the same verdict from the same command line. Each message is one line that names the
-flag, its value and what would work.
+Every rank gets the same result from the same command line. Each message is one line that names the flag, its value
+and what would work.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from megatron.zero_bubble.training.size_checks import check_memory
 def complete_and_check(
     parsed: Arguments, environment: Mapping[str, str], has_cuda: bool, *, for_this_machine: bool = True
 ) -> tuple[Arguments, JobSettings]:
-    """The flags with the defaults that depend on other flags or on the machine, and the job that they ask for.
+    """Complete the flags with defaults that depend on other flags or on the machine, and make the job's settings.
 
     Args:
-        for_this_machine: whether the job is to run here; otherwise what is installed and can be written here says
-            nothing.
+        for_this_machine: whether the job runs on this machine; otherwise its packages, devices, memory and folders
+            are not checked.
 
     Raises:
-        ValueError: the first thing found that cannot work.
+        ValueError: the first flag that cannot work.
     """
     _check_ranges(parsed)
     args = completed(parsed, environment, has_cuda)

@@ -1,4 +1,4 @@
-"""Training data: megatron-core's GPT datasets, Megatron's loaders over them, and the batch of one microbatch.
+"""Provides training data: megatron-core's GPT datasets, loaders over them, and the batch of one microbatch.
 
 config = DataConfig(...)                                   # every rank
 config.validate(tokenizer.vocab_size)                      # every rank, no communication
@@ -40,31 +40,31 @@ __all__ = [
 
 
 _LARGE_INDEX = 2**27
-"""Bytes of sample indices from which building them takes so long that it is announced."""
+"""Bytes of sample indices from which the long time of building them is announced."""
 
 
 class ContentKeyedGPTDataset(GPTDataset):
-    """GPTDataset whose cached sample index is found by the lengths of the documents, not by their path alone.
+    """A GPTDataset whose cached sample index is named after the lengths of its documents, not after the path alone.
 
-    megatron-core names a cache after the path. Data that is tokenised again under the same prefix would meet the
-    index of the old data: samples out of range, or, worse, silently wrong.
+    megatron-core names a cache after the path. Data that is tokenised again under the same prefix would then use the
+    index of the old data, and samples would be out of range or silently wrong.
     """
 
     def __init__(self, indexed_dataset: IndexedDataset, dataset_path: str, *args: Any) -> None:
-        # dataset_path is used for nothing but the name of the cache (MegatronDataset.unique_identifiers).
+        # dataset_path is used only for the name of the cache (MegatronDataset.unique_identifiers).
         key = f"{dataset_path}@{fingerprint(indexed_dataset.sequence_lengths)}"
         super().__init__(indexed_dataset, key, *args)
 
 
 @dataclass(frozen=True)
 class Datasets:
-    """The three splits. On a rank that needs no data they are None; `num_samples` is known everywhere."""
+    """The three splits of the data; None on a rank that needs no data. Every rank knows `num_samples`."""
 
     train: torch.utils.data.Dataset | None
     valid: torch.utils.data.Dataset | None
     test: torch.utils.data.Dataset | None
     num_samples: tuple[int, int, int]
-    """Length of each split; 0: the split does not exist, skip its evaluation."""
+    """Samples of each split; 0 if the split does not exist, so that its evaluation is skipped."""
 
 
 def build_datasets(
@@ -73,14 +73,15 @@ def build_datasets(
     needs_data: bool,
     log: Callable[[str], None] = lambda line: None,
 ) -> Datasets:
-    """Build or load the sample indices; a collective call of all ranks of an initialised torch.distributed.
+    """Build or load the datasets and their sample indices; a collective call of all ranks.
 
-    `needs_data`: one of this rank's chunks reads, which `reads_data` says. Of a tensor-parallel group only rank 0
-    does. Global rank 0 must read: it writes the index cache, the others load it. `log` gets one line a step
-    (pass it on rank 0 only).
+    Args:
+        needs_data: whether `reads_data` holds for a chunk of this rank. Only rank 0 of a tensor-parallel group
+            reads. Global rank 0 must read, because it writes the index cache that the other ranks load.
+        log: called with one line a step; pass it on rank 0 only.
 
-    Raises ValueError if the cache cannot be written or read (on that rank), or if a split is shorter than the run
-    (on every rank).
+    Raises:
+        ValueError: on one rank, the cache cannot be written or read; on every rank, a split is shorter than the run.
     """
     is_built = needs_data and parallel_state.get_tensor_model_parallel_rank() == 0
     assert is_built or torch.distributed.get_rank() != 0, "rank 0 builds the index cache, so it must hold stage 0"
@@ -114,7 +115,7 @@ def _by_split(num_samples: tuple[int, int, int]) -> str:
 
 
 def _agree_on_lengths(lengths: list[int]) -> tuple[int, int, int]:
-    """The lengths that global rank 0 sees, on every rank."""
+    """Broadcast the lengths of the splits from global rank 0 to every rank."""
     tensor = torch.tensor(lengths, dtype=torch.int64, device=_device())
     torch.distributed.broadcast(tensor, src=0)
     train, valid, test = tensor.tolist()
@@ -122,7 +123,10 @@ def _agree_on_lengths(lengths: list[int]) -> tuple[int, int, int]:
 
 
 def _check_lengths(config: DataConfig, num_samples: tuple[int, int, int]) -> None:
-    """Weights make megatron-core repeat data as often as needed; without, a blend is one epoch long."""
+    """Raise `ValueError` if a split is too short for the run.
+
+    A blend without weights is one epoch long; megatron-core repeats other data as often as needed.
+    """
     if config.dataloader_type == "cyclic":
         return
     for split in Split:
@@ -135,32 +139,35 @@ def _check_lengths(config: DataConfig, num_samples: tuple[int, int, int]) -> Non
 
 
 class Batch(NamedTuple):
-    """One microbatch on this rank's device; s is seq_length / context-parallel size. None where not needed."""
+    """One microbatch on this rank's device; s is seq_length / context-parallel size. Tensors not needed are None."""
 
     tokens: torch.Tensor | None
-    """int64 [b, s], first stage."""
+    """int64 [b, s], for the first stage."""
     labels: torch.Tensor | None
-    """int64 [b, s], last stage."""
+    """int64 [b, s], for the last stage."""
     loss_mask: torch.Tensor | None
-    """float32 [b, s], last stage."""
+    """float32 [b, s], for the last stage."""
     attention_mask: torch.Tensor | None
-    """bool [b, 1, s, seq_length], True where attention is forbidden; every stage, if there are masks at all."""
+    """bool [b, 1, s, seq_length], True where attention is forbidden; for every stage, if the data has masks."""
     position_ids: torch.Tensor | None
-    """int64 [b, s], first stage."""
+    """int64 [b, s], for the first stage."""
 
 
 def reads_data(config: DataConfig, *, embeds: bool, is_last: bool) -> bool:
-    """Whether a chunk that embeds tokens, is the last stage, both or neither gets anything from `get_batch`."""
+    """Whether `get_batch` returns any tensor for a chunk that embeds tokens, is the last stage, both or neither."""
     return embeds or is_last or config.create_attention_mask
 
 
 def get_batch(
     data_iterator: Iterator[dict[str, torch.Tensor]] | None, config: DataConfig, *, embeds: bool, is_last: bool
 ) -> Batch:
-    """The next microbatch for a chunk that embeds tokens, is the last stage, both, or (no more than a mask) neither.
+    """The next microbatch for a chunk that embeds tokens, is the last stage, both or neither (at most a mask).
 
-    Tensor-parallel rank 0 reads and broadcasts. Shapes are known, so nobody waits for a size from the device
-    (tensor_parallel.broadcast_data does, twice a call).
+    Tensor-parallel rank 0 reads and broadcasts; a collective call of the tensor-parallel group. Shapes are known in
+    advance, so no rank waits for a size from the device (tensor_parallel.broadcast_data waits twice a call).
+
+    Raises:
+        RuntimeError: the data is used up.
     """
     keys = ["tokens", "position_ids"] * embeds + ["labels", "loss_mask"] * is_last
     if config.create_attention_mask:
@@ -190,7 +197,7 @@ def _read(data_iterator: Iterator[dict[str, torch.Tensor]] | None, keys: list[st
 
 
 def _empty(config: DataConfig, keys: list[str]) -> dict[str, torch.Tensor]:
-    """Buffers for what tensor-parallel rank 0 sends."""
+    """Buffers for the tensors that tensor-parallel rank 0 broadcasts."""
     shapes = {"attention_mask": (config.micro_batch_size, 1, config.seq_length, config.seq_length)}
     dtypes = {"attention_mask": torch.bool, "loss_mask": torch.float32}
     plain = (config.micro_batch_size, config.seq_length)

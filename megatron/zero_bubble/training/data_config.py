@@ -1,4 +1,4 @@
-"""What the data part of the command line says, and its early check."""
+"""The settings of the data, and their checks before any communication."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEFAULT_SPLIT = "969,30,1"
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What the data part of the command line says; the fields have the names of Megatron's flags."""
+    """The settings of the data; the fields have the names of Megatron's flags."""
 
     seq_length: int
     """Tokens of one sample."""
@@ -36,7 +36,7 @@ class DataConfig:
     eval_iters: int = 0
     """Iterations of one evaluation; 0 builds no validation and test data beyond what --split demands."""
     seed: int = 1234
-    """Orders documents and samples."""
+    """Seed of the order of documents and samples."""
     data_path: list[str] | None = None
     """Prefixes, or weight and prefix pairs, cut into train, valid and test by `split`."""
     split: str = DEFAULT_SPLIT
@@ -45,7 +45,7 @@ class DataConfig:
     valid_data_path: list[str] | None = None
     test_data_path: list[str] | None = None
     mock_data: bool = False
-    """Counting tokens instead of files."""
+    """Use megatron-core's synthetic data, counting tokens, instead of files."""
     data_cache_path: str | None = None
     """Folder for the sample indices. None puts each beside its data, in PREFIX/cache, as Megatron does."""
     dataloader_type: str = "single"
@@ -55,12 +55,12 @@ class DataConfig:
     reset_attention_mask: bool = False
     eod_mask_loss: bool = False
     create_attention_mask: bool = False
-    """Send masks [b, 1, s, s] with the data. Needed by reset_attention_mask; a causal mask needs none."""
+    """Send attention masks [b, 1, s, s] with the data: `reset_attention_mask` needs them, causal attention does not."""
 
     def validate(self, vocab_size: int | None = None) -> None:
         """Check every setting and file without communication, on any rank.
 
-        `vocab_size` is the tokenizer's: tokens of the files are compared with it. Raises ValueError in one line.
+        Tokens of the files are compared with the tokenizer's `vocab_size`. Raises `ValueError` in one line.
         """
         for name in ("seq_length", "micro_batch_size", "global_batch_size", "eval_interval"):
             if getattr(self, name) < 1:
@@ -78,7 +78,7 @@ class DataConfig:
         if split is not None:
             check_split(split)
         for flag, (prefixes, weights) in self._blends().items():
-            # Without weights each dataset of a blend is built for one epoch: it must hold a whole sample.
+            # Each dataset of a blend without weights is one epoch long, so it must hold a whole sample.
             min_tokens = self.seq_length + 1 if weights is None and len(prefixes) > 1 else 1
             for prefix in prefixes:
                 file = open_token_file(prefix, flag)
@@ -100,7 +100,7 @@ class DataConfig:
             raise ValueError(f"--split {self.split} cuts --data-path; it has no meaning with --train-data-path")
 
     def _validate_index_size(self) -> None:
-        """Refuse a run of so many samples that this machine cannot hold their index."""
+        """Raise `ValueError` for a run with so many samples that their index does not fit in this machine's memory."""
         iterations = f"--train-iters {self.train_iters}"
         evaluations = f"{iterations} --eval-interval {self.eval_interval} --eval-iters {self.eval_iters}"
         memory = host_memory()
@@ -113,32 +113,32 @@ class DataConfig:
                 )
 
     def index_bytes(self, num_samples: int) -> int:
-        """Memory, at least, of megatron-core's index of so many samples of a split.
+        """Least memory in bytes of megatron-core's index of `num_samples` samples of a split.
 
-        It has an entry for every sample of the run, however often the data is repeated for that: three numbers, in
-        order and shuffled. Only a blend without weights is never repeated.
+        The index has an entry of three numbers for every sample of the run, including repetitions of the data. Only
+        a blend without weights is never repeated.
         """
         one_epoch = all(len(prefixes) > 1 and weights is None for prefixes, weights in self._blends().values())
         return 0 if one_epoch and not self.mock_data else 12 * num_samples
 
     def _blends(self) -> dict[str, Blend]:
-        """Flag -> what it names, for the flags that are given."""
+        """The blend that each given data flag names, by flag."""
         paths = {"--data-path": self.data_path}
         paths |= {f"--{name}-data-path": getattr(self, f"{name}_data_path") for name in SPLITS}
         return {flag: parse_blend(values, flag) for flag, values in paths.items() if values}
 
     @property
     def num_samples(self) -> tuple[int, int, int]:
-        """Samples that the run reads from train, valid and test: Megatron's counts."""
+        """Samples that the run reads from train, valid and test, counted as Megatron does."""
         evaluations = self.train_iters // self.eval_interval + 1
         per_evaluation = self.eval_iters * self.global_batch_size
         return self.train_iters * self.global_batch_size, evaluations * per_evaluation, per_evaluation
 
     def check_rest(self, num_samples: tuple[int, int, int], iteration: int, used: tuple[int, int]) -> None:
-        """Refuse to go on after `iteration` with data that would be used up before the last one.
+        """Refuse to continue after `iteration` with data that would be used up before the last iteration.
 
-        The checkpoint says how much training and validation data its run has `used`; how much there is, `num_samples`,
-        follows from the flags of this one. Raises ValueError in one line.
+        `used` are the training and validation samples that the run of the checkpoint has read; `num_samples` are the
+        samples that the flags of this run give. Raises `ValueError` in one line.
         """
         if self.dataloader_type == "cyclic":
             return
@@ -156,7 +156,7 @@ class DataConfig:
                 )
 
     def dataset_config(self, tokenizer: MegatronTokenizerBase) -> GPTDatasetConfig:
-        """megatron-core's form of these settings."""
+        """The settings as a configuration of megatron-core's datasets."""
         blends = self._blends()
         per_split = [blends.get(f"--{name}-data-path") for name in SPLITS]
         return GPTDatasetConfig(

@@ -1,8 +1,8 @@
-"""Early checks of tokenised data: .bin/.idx pairs, blends, splits. No collective communication.
+"""Checks tokenised data early, without communication: .bin/.idx pairs, blends and splits.
 
 megatron-core finds such mistakes late: as a traceback on the rank that built the index, as an endless loop (a split
-without documents), or as an out-of-range index on the GPU (tokens of another tokenizer). Everything here raises
-ValueError, in one line that names the flag and the file.
+without documents), or as an out-of-range index on the GPU (tokens of another tokenizer). All checks raise
+`ValueError` with one line that names the flag and the file.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from megatron.core.datasets.indexed_dataset import _INDEX_HEADER, DType, get_bin
 from megatron.core.datasets.utils import get_blend_from_list
 
 Blend = tuple[list[str], list[float] | None]
-"""Prefixes of .bin/.idx pairs, and the share that each contributes (None: in proportion to their lengths)."""
+"""Prefixes of .bin/.idx pairs, and the weight of each; None weighs them in proportion to their lengths."""
 
 SPLITS = ("train", "valid", "test")
 
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, number of sequences, number of document boundaries
-_CHUNK = 1 << 20  # elements looked at in one go
+_CHUNK = 1 << 20  # elements read at a time
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class TokenFile:
     """Tokens of each sequence, int32 [num_sequences], mapped from the .idx file."""
 
     def has_tokens(self, begin: int, end: int, minimum: int) -> bool:
-        """Whether the sequences begin..end-1 hold at least `minimum` tokens. Reads no further than it must."""
+        """Whether the sequences begin..end-1 hold at least `minimum` tokens; stops reading when they do."""
         tokens = 0
         for start in range(begin, end, _CHUNK):
             tokens += int(self.lengths[start : min(start + _CHUNK, end)].sum(dtype=np.int64))
@@ -50,7 +50,7 @@ class TokenFile:
 
 
 def open_token_file(prefix: str, flag: str) -> TokenFile:
-    """Check that PREFIX.idx is whole and that PREFIX.bin is as long as it says."""
+    """Open a pair of files; check that PREFIX.idx is whole and that PREFIX.bin is as long as the index says."""
     idx, bin_ = get_idx_path(prefix), get_bin_path(prefix)
     for path in (idx, bin_):
         if not os.path.isfile(path):
@@ -79,7 +79,7 @@ def open_token_file(prefix: str, flag: str) -> TokenFile:
 
 
 def check_vocabulary(file: TokenFile, vocab_size: int, flag: str) -> None:
-    """Look at the first tokens of the file: an id that the tokenizer lacks means that another one made it."""
+    """Refuse a file whose first tokens have an id outside of the vocabulary: another tokenizer made the file."""
     path = get_bin_path(file.prefix)
     count = min(os.path.getsize(path) // file.dtype.itemsize, _CHUNK)
     if count == 0:
@@ -95,7 +95,7 @@ def check_vocabulary(file: TokenFile, vocab_size: int, flag: str) -> None:
 
 
 def parse_blend(values: list[str], flag: str) -> Blend:
-    """`PREFIX`, `PREFIX PREFIX ...` or `WEIGHT PREFIX WEIGHT PREFIX ...`, as Megatron reads them."""
+    """Parse `PREFIX`, `PREFIX PREFIX ...` or `WEIGHT PREFIX WEIGHT PREFIX ...` as Megatron does."""
     if not values:
         raise ValueError(f"{flag} needs at least one prefix")
     numbers = [_is_number(value) for value in values]
@@ -109,7 +109,7 @@ def parse_blend(values: list[str], flag: str) -> Blend:
 
 
 def check_split(split: str) -> None:
-    """A split is up to three shares (training, validation, test), not all zero, training not zero."""
+    """Refuse a split that is not one to three shares (training, validation, test), or without training data."""
     shares = split.split(",")
     if len(shares) > len(SPLITS) or not all(_is_number(share) and 0 <= float(share) < math.inf for share in shares):
         raise ValueError(f"--split {split}: give up to three shares, for example 969,30,1")
@@ -118,9 +118,9 @@ def check_split(split: str) -> None:
 
 
 def check_split_sizes(file: TokenFile, split: str | None, min_tokens: int, flag: str) -> None:
-    """Every split with a share must hold `min_tokens` tokens of the file: without any, the index has no end.
+    """Refuse a file of which a split with a share gets fewer than `min_tokens` tokens.
 
-    `split` None: the file is not cut.
+    megatron-core would build the index of a split without tokens for ever. `split` is None for a file that is not cut.
     """
     count = len(file.lengths)
     if split is None:

@@ -1,4 +1,4 @@
-"""Loads microbatches in worker processes, which end when their owner closes the iterator or its process is gone."""
+"""Loads microbatches in worker processes, which end when the iterator is closed or the training process is gone."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from megatron.zero_bubble.training.data_samplers import CyclicSampler, Sequentia
 class MicrobatchIterator(Iterator[dict[str, torch.Tensor]]):
     """Iterates over the microbatches of a loader, until `close()`.
 
-    The owner has to close it: left to the garbage collector, a loader's workers live on wherever something still
-    refers to the iterator (a traceback, a cycle, a signal handler), and Python waits for them at its exit.
+    The owner must close the iterator. Otherwise the workers live on while a traceback, a cycle or a signal handler
+    refers to the iterator, and Python waits for them at its exit.
     """
 
     def __init__(self, loader: DataLoader) -> None:
@@ -26,13 +26,13 @@ class MicrobatchIterator(Iterator[dict[str, torch.Tensor]]):
         return next(self._batches)
 
     def close(self) -> None:
-        """End the worker processes, by force those that do not end by themselves; again does nothing."""
+        """End the worker processes, by force if needed. A second call does nothing."""
         shut_down = getattr(self._batches, "_shutdown_workers", None)
         if shut_down is None:
-            return  # num_workers is 0: this process loads
+            return  # with num_workers 0 this process loads
         shut_down()
         for worker in self._batches._workers:  # type: ignore[attr-defined]
-            worker.kill()  # torch has asked with SIGTERM, which they ignore
+            worker.kill()  # workers ignore SIGTERM, with which torch asked them to end
             worker.join()
 
 
@@ -43,9 +43,9 @@ def build_data_iterator(
     data_parallel_rank: int,
     data_parallel_size: int,
 ) -> MicrobatchIterator | None:
-    """An iterator over microbatches, after `consumed_samples` samples; None where there is no dataset.
+    """An iterator over the microbatches after `consumed_samples` samples; None if there is no dataset.
 
-    Each model chunk that reads needs one of its own. Yields CPU tensors [micro_batch_size, seq_length].
+    Each model chunk that reads needs an iterator of its own. It yields CPU tensors [micro_batch_size, seq_length].
     """
     if dataset is None or len(dataset) == 0:  # type: ignore[arg-type]  # Dataset declares no __len__
         return None
@@ -63,13 +63,13 @@ def build_data_iterator(
         num_workers=config.num_workers,
         pin_memory=torch.cuda.is_available(),
         worker_init_fn=_ignore_stop_signals,
-        # The loader draws its workers' seed from this; from the global generator it would change a run's numbers.
+        # The loader draws its workers' seed from this generator; drawing from the global one would change the run.
         generator=torch.Generator().manual_seed(config.seed),
     )
     return MicrobatchIterator(loader)
 
 
 def _ignore_stop_signals(worker: int) -> None:
-    """Let a worker ignore signals to the whole process group: its rank may have to save a checkpoint first."""
+    """Let a worker ignore signals to its process group, because its rank may have to save a checkpoint first."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

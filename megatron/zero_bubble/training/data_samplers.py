@@ -1,4 +1,4 @@
-"""Which samples each data-parallel rank reads, in Megatron's order.
+"""Samplers that yield the samples of each data-parallel rank, in Megatron's order.
 
 Both samplers yield the sample indices of one microbatch at a time, forever or to the end of the data, starting after
 `consumed_samples`. A run that resumes therefore sees exactly the rest of what an uninterrupted run would have seen,
@@ -15,11 +15,11 @@ import torch
 
 @dataclass(frozen=True)
 class _MicrobatchSampler:
-    """What both samplers share: sizes in samples, checked."""
+    """Base of both samplers: checked sizes, in samples."""
 
     total_samples: int
     consumed_samples: int
-    """Samples that all data-parallel ranks together have used so far."""
+    """Samples that all data-parallel ranks together have used."""
     micro_batch_size: int
     data_parallel_rank: int
     data_parallel_size: int
@@ -37,9 +37,9 @@ class _MicrobatchSampler:
 
 @dataclass(frozen=True)
 class SequentialSampler(_MicrobatchSampler):
-    """`--dataloader-type single`: one pass in order; each rank takes its contiguous part of every stride.
+    """Sampler of `--dataloader-type single`: one pass in order; each rank takes its contiguous part of every stride.
 
-    A last, incomplete stride is dropped; with `drop_last=False` it is cut like the others, and the later ranks may
+    An incomplete last stride is dropped; with `drop_last=False` it is cut like the others, and the later ranks may
     get a short microbatch or none.
     """
 
@@ -58,10 +58,10 @@ class SequentialSampler(_MicrobatchSampler):
 
 @dataclass(frozen=True)
 class CyclicSampler(_MicrobatchSampler):
-    """`--dataloader-type cyclic`: epoch after epoch, without end, each in an order that its number seeds.
+    """Sampler of `--dataloader-type cyclic`: endless epochs, each in an order that the epoch's number seeds.
 
     Every rank shuffles its own contiguous shard (Megatron's default, data sharding), so the order depends on the
-    data-parallel size; a resumed run must keep it.
+    data-parallel size, which a resumed run must keep.
 
     Raises ValueError if the data is less than one stride, or `consumed_samples` lies inside one (the run was
     continued with another data-parallel or microbatch size).

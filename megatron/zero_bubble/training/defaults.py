@@ -1,4 +1,4 @@
-"""The defaults of flags that depend on other flags, on torchrun or on the machine."""
+"""Fills in defaults of flags that depend on other flags, on torchrun or on the machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.zero_bubble.training.arguments import Arguments
 
 
 def completed(args: Arguments, environment: Mapping[str, str], has_cuda: bool) -> Arguments:
-    """The flags with what they leave open.
+    """The flags with these defaults, and with the ranks from torchrun's `environment`, filled in.
 
     Raises:
         ValueError: a default cannot be derived.
@@ -44,5 +44,5 @@ def _channels_per_head(args: Arguments) -> int:
 def _mlp_width(args: Arguments) -> int:
     if not args.swiglu:
         return 4 * args.hidden_size
-    # A gated MLP has three matrices instead of two: two thirds of the width keep its size.
+    # A gated MLP has three matrices instead of two, so two thirds of the width keep the number of parameters.
     return max(64, int(args.hidden_size * 8 / 3) // 64 * 64)

@@ -1,4 +1,4 @@
-"""Why a training ends before its last iteration: an interval, a time limit, a signal."""
+"""Ends a training before its last iteration at an interval, a time limit or a signal."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from megatron.zero_bubble.training.arguments import Arguments
 
 
 class ExitReasons:
-    """Tells all ranks alike when to stop.
+    """Decides after each iteration whether training stops, the same way on all ranks.
 
     Args:
-        waits: whether an iteration's end waits for what all ranks say of it; otherwise it goes by what they said of
-            the one before.
+        waits: whether the decision waits for the votes of all ranks on this iteration; otherwise it uses their votes
+            on the previous iteration.
     """
 
     def __init__(self, args: Arguments, *, waits: bool) -> None:
@@ -32,10 +32,10 @@ class ExitReasons:
 
     @contextmanager
     def signals_handled(self) -> Iterator[None]:
-        """With `--exit-signal-handler`, take SIGTERM and Ctrl-C for requests to save and exit.
+        """With `--exit-signal-handler`, treat SIGTERM and Ctrl-C as requests to save and exit.
 
-        SIGTERM may come more than once, from a cluster's scheduler and from torchrun. A second Ctrl-C is impatience: it
-        ends the process at once.
+        SIGTERM may come more than once, from a cluster's scheduler and from torchrun. A second Ctrl-C ends the process
+        at once.
         """
         if not self._args.exit_signal_handler:
             yield
@@ -54,7 +54,7 @@ class ExitReasons:
                 signal.signal(number, handler)
 
     def reason(self, iteration: int) -> str | None:
-        """Why to stop after this iteration, if at all; a collective call, with the same answer on every rank."""
+        """The reason to stop after this iteration, or None; a collective call with the same result on every rank."""
         args = self._args
         if args.exit_interval and iteration % args.exit_interval == 0:
             return f"--exit-interval {args.exit_interval}"
@@ -65,7 +65,7 @@ class ExitReasons:
         return votes.first() if votes is not None else None
 
     def _own_reasons(self) -> dict[str, bool]:
-        """The reasons that there may be, and which of them this rank has."""
+        """All possible reasons to stop, each with whether it holds on this rank."""
         limit, minutes = self._args.exit_duration_in_mins, (time.monotonic() - self._started) / 60.0
         return {
             "SIGTERM": self._signal == signal.SIGTERM,
@@ -76,7 +76,7 @@ class ExitReasons:
 
 @dataclass(frozen=True)
 class _Votes:
-    """Every rank's reasons to stop, on their way."""
+    """A reduction, in progress, of all ranks' reasons to stop."""
 
     names: tuple[str, ...]
     counts: torch.Tensor
@@ -88,6 +88,6 @@ class _Votes:
         return cls(tuple(reasons), counts, dist.all_reduce(counts, op=dist.ReduceOp.MAX, async_op=True))
 
     def first(self) -> str | None:
-        """The first reason that any rank has; waits for the votes of all."""
+        """The first reason that any rank has, or None; waits for the votes of all ranks."""
         self.work.wait()
         return next((name for name, count in zip(self.names, self.counts.tolist(), strict=True) if count), None)

@@ -1,4 +1,4 @@
-"""The model's floating-point operations, for `--log-throughput`."""
+"""Counts the model's floating-point operations, for `--log-throughput`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from megatron.zero_bubble.training.arguments import Arguments
 
 
 def flops_per_iteration(args: Arguments, batch_size: int) -> float:
-    """Floating-point operations of one iteration, counted as Megatron-LM does.
+    """Floating-point operations of one iteration of `batch_size` sequences, counted as Megatron-LM does.
 
-    Each matrix product counts two operations for a multiply and an add, and three times: forward, B and W.
-    A causal mask leaves half of the attention's products. Recomputation is not counted.
+    A multiply and an add of a matrix product are two operations, and each product counts three times: for F, B and W.
+    Half of the attention's products are counted, as a causal mask leaves them. Recomputation is not counted.
     """
     assert args.kv_channels is not None
     assert args.ffn_hidden_size is not None
@@ -23,7 +23,7 @@ def flops_per_iteration(args: Arguments, batch_size: int) -> float:
     logits = args.hidden_size * args.padded_vocab_size
     further = args.mtp_num_layers or 0
     joining = 2 * args.hidden_size**2
-    """Of a further token's embedding with the hidden state."""
+    """Products a token of the layer that joins a further token's embedding with the hidden state."""
     layers = (args.num_layers + further) * (projections + attention + mlp) + further * joining
     per_token = layers + (1 + further) * logits
     return 3 * 2 * per_token * args.seq_length * batch_size

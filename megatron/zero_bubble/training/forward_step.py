@@ -1,4 +1,4 @@
-"""The forward step as megatron-core's schedules call it, and the loss it leads to."""
+"""The forward step that megatron-core's schedules call, and the loss of its output."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DataIterator = Iterator[dict[str, torch.Tensor]] | None
 def loss_func(
     loss_mask: torch.Tensor | None, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Sum of the losses of the tokens that count, their number, and both for the log.
+    """Return the summed loss of the tokens that count, the number of these tokens, and both as a report for the log.
 
     Args:
         loss_mask: [batch, sequence], 1.0 where a token counts.
@@ -37,16 +37,16 @@ def loss_func(
 def checked_loss_func(
     loss_mask: torch.Tensor | None, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """`loss_func`, whose loss has NaN as its gradient if it is infinite."""
+    """Like `loss_func`, but an infinite loss has a NaN gradient, which all ranks notice."""
     loss, num_tokens, report = loss_func(loss_mask, output)
     return spoil_if_infinite(loss), num_tokens, report
 
 
 def make_forward_step(data_config: DataConfig, *, checks_finite: bool = False) -> Callable[..., Any]:
-    """The forward step as megatron-core's schedules call it.
+    """Make the forward step that megatron-core's schedules call for each microbatch and model chunk.
 
     Args:
-        checks_finite: whether an infinite loss is to show in the gradients, which are looked at on all ranks.
+        checks_finite: whether an infinite loss makes the gradients NaN, which are checked on all ranks.
     """
 
     def forward_step(data_iterator: DataIterator, model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
@@ -65,12 +65,12 @@ def make_forward_step(data_config: DataConfig, *, checks_finite: bool = False) -
 
 
 def losses_of(reports: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
-    """The sum of each microbatch's losses; none on a rank without the last stage."""
+    """The summed loss of each microbatch; empty on a rank without the last stage."""
     return [report["lm loss"][0] for report in reports]
 
 
 def mean_loss(reports: list[dict[str, torch.Tensor]]) -> float | None:
-    """Loss per token over all microbatches and replicas; None on a rank without the last stage."""
+    """Mean loss of a token over all microbatches and replicas; None on a rank without the last stage."""
     if not reports:
         return None
     total = torch.stack([report["lm loss"] for report in reports]).sum(dim=0)

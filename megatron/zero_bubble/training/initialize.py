@@ -1,4 +1,4 @@
-"""Start-up of a rank: process groups, random state, the number of microbatches."""
+"""Sets up a rank for training: process groups, random state and the microbatch counter."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from megatron.zero_bubble.training.model import seed_everything
 
 @contextmanager
 def initialized(args: Arguments, placement: Placement) -> Iterator[None]:
-    """Everything global that a run needs, from start to end: process groups, seeds, microbatch counter.
+    """A context with the global state of a run: process groups, seeds and the microbatch counter.
 
-    A process group that the caller has made is used, and left to the caller.
+    A default process group that the caller has made is used and not destroyed.
 
     Raises:
-        ValueError: the ranks cannot meet; the port is in use, for example.
+        ValueError: the ranks cannot connect, for example because the port is in use.
     """
     if torch.cuda.is_available():
         torch.cuda.set_device(device_of_rank(args.local_rank, torch.cuda.device_count()))
@@ -46,7 +46,7 @@ def initialized(args: Arguments, placement: Placement) -> Iterator[None]:
             ) from error
     _initialize_megatron_core(args, placement)
     yield
-    # Not after an error: the other ranks may be waiting in a collective, and the launcher ends them.
+    # Skipped after an error: the other ranks may wait in a collective until torchrun ends them.
     dist.barrier()
     unset_num_microbatches_calculator()
     parallel_state.destroy_model_parallel()

@@ -1,4 +1,4 @@
-"""Megatron's log line to the letter, TensorBoard and Weights & Biases."""
+"""Logs a training: Megatron's log line to the letter, TensorBoard, and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -19,39 +19,39 @@ from megatron.zero_bubble.training.progress import Progress
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one iteration gave. `lm_loss` is known on the rank that holds the loss, the rest everywhere."""
+    """The results of one iteration. `lm_loss` is known on the rank that holds the loss, the others on every rank."""
 
     lm_loss: float | None
     grad_norm: float | None
-    """None where the optimizer did not compute it: in a skipped iteration, and in fp32 without clipping."""
+    """None if the optimizer did not compute the norm: in a skipped iteration, and in fp32 without clipping."""
     num_zeros: float | None
     learning_rate: float
     loss_scale: float
     batch_size: int
     """Sequences in the iteration."""
     bubble_rate: float | None = None
-    """Measured since the last log line, in the iterations that print one; None without a schedule of ours."""
+    """Rate since the last log line, in iterations that print one; None with megatron-core's own schedule."""
     predicted_bubble_rate: float | None = None
     was_rolled_back: bool = False
-    """Whether post-validation had to amend the step."""
+    """Whether post-validation amended the step."""
     num_redone_forwards: int = 0
-    """Forwards, of all ranks of a pipeline, that were run again for that."""
+    """Forwards that all ranks of a pipeline ran again because the step was amended."""
     further_losses: tuple[float, ...] = ()
-    """Of the tokens after the next one, where `lm_loss` is known; none without multi-token prediction."""
+    """Losses of the tokens after the next one, where `lm_loss` is known; empty without multi-token prediction."""
     was_skipped: bool = False
-    """Whether the optimizer left the parameters alone, because a gradient was not finite."""
+    """Whether the optimizer left the parameters unchanged, because a gradient was not finite."""
     finished_at: float | None = None
-    """When the step was settled, in seconds of `time.perf_counter`; None for when it is recorded."""
+    """Time when the step was settled, in seconds of `time.perf_counter`; None for the time when it is recorded."""
 
 
 class Writer(Protocol):
-    """Where scalars go: TensorBoard's `SummaryWriter` is one."""
+    """Records scalars over iterations or samples; TensorBoard's `SummaryWriter` is one."""
 
     def add_scalar(self, tag: str, value: float, step: int) -> None: ...
 
 
 class WandbWriter:
-    """Weights & Biases behind the same call."""
+    """A `Writer` to Weights & Biases."""
 
     def __init__(self, args: Arguments) -> None:
         import wandb
@@ -63,7 +63,7 @@ class WandbWriter:
 
 
 def open_writers(args: Arguments, log_rank: int) -> list[Writer]:
-    """The writers that the flags ask for; only `log_rank`, which holds the loss, has any.
+    """The writers that the flags ask for; empty on all ranks but `log_rank`, which holds the loss.
 
     Raises:
         ValueError: the package behind a flag is not installed.
@@ -90,10 +90,10 @@ def open_writers(args: Arguments, log_rank: int) -> list[Writer]:
 
 
 class TrainingLog:
-    """Collects iterations and prints one line every `--log-interval`.
+    """Collects the results of iterations and prints one line every `--log-interval`.
 
     Args:
-        log_rank: global rank that holds the loss, and prints.
+        log_rank: the global rank that holds the loss and prints.
     """
 
     def __init__(self, args: Arguments, progress: Progress, writers: list[Writer], log_rank: int) -> None:
@@ -114,14 +114,15 @@ class TrainingLog:
         self._start = start
 
     def pause(self) -> float:
-        """Start of something that is not training (evaluation, a checkpoint): its time is not counted."""
+        """Return the time at which something other than training begins (evaluation, a checkpoint)."""
         return _now()
 
     def resume(self, paused_at: float) -> None:
+        """Leave the time since `paused_at` out of the time of the iterations."""
         self._start += _now() - paused_at
 
     def record(self, result: StepResult) -> None:
-        """Take in one iteration; print, if it is time."""
+        """Record one iteration, and print the lines that are due."""
         args = self._args
         self._iterations += 1
         self._skipped += result.was_skipped
@@ -144,12 +145,12 @@ class TrainingLog:
                 print(line, flush=True)
 
     def _say(self, text: str) -> None:
-        """Print from the rank that holds the loss: the last one, unless stages are placed in a V."""
+        """Print on the rank that holds the loss, which is the last rank unless stages are placed in a V."""
         if dist.get_rank() == self._log_rank:
             print(text, flush=True)
 
     def _print(self, result: StepResult, seconds: float) -> None:
-        """Print the line of the iterations since the last one, each of which took `seconds` in the mean."""
+        """Print the log line of the iterations since the previous line; `seconds` is their mean time."""
         args = self._args
         throughput = flops_per_iteration(args, result.batch_size) / (seconds * 1e12 * args.world_size)
         stamp = datetime.now().strftime("%Y-%m-%d %H:%M:%S.%f")
@@ -205,14 +206,14 @@ class TrainingLog:
                 writer.add_scalar(tag, value, self.progress.iteration)
 
     def _write_scalar(self, tag: str, value: float) -> None:
-        """Over iterations; for TensorBoard, which has one axis a curve, over samples too."""
+        """Write a scalar over iterations; for TensorBoard, which has one axis a curve, over samples too."""
         for writer in self._writers:
             writer.add_scalar(tag, value, self.progress.iteration)
             if not isinstance(writer, WandbWriter):
                 writer.add_scalar(f"{tag} vs samples", value, self.progress.consumed_train_samples)
 
     def record_validation(self, lm_loss: float | None) -> None:
-        """Print the result of an evaluation, in the words that Megatron's users grep for."""
+        """Print the result of an evaluation in Megatron's words, for which users grep; None prints nothing."""
         if lm_loss is None:
             return
         perplexity = math.exp(min(20.0, lm_loss)) if math.isfinite(lm_loss) else lm_loss
@@ -225,7 +226,7 @@ class TrainingLog:
 
 
 def memory_lines(iteration: int) -> list[str]:
-    """What this rank's allocator has given out and holds, in Megatron's words; nothing without CUDA."""
+    """A line with the CUDA memory that this rank has allocated and reserved, in Megatron's words; none without CUDA."""
     if not torch.cuda.is_available():
         return []
     figures = {
@@ -250,7 +251,7 @@ def _memory() -> dict[str, Any]:
 
 
 def _now() -> float:
-    """Seconds; on a GPU, when everything that was launched has finished."""
+    """The time in seconds; on a GPU, after all launched work has finished."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()

@@ -1,4 +1,4 @@
-"""The training loop."""
+"""The training loop: steps, evaluation, checkpoints and exits."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from megatron.zero_bubble.training.progress import Progress
 
 @dataclass(frozen=True)
 class _Iteration:
-    """What is known of an iteration before its step is settled."""
+    """The results of an iteration that are known before its step is settled."""
 
     lm_loss: float | None
     further_losses: tuple[float, ...]
@@ -48,25 +48,25 @@ class _Iteration:
 
 @dataclass(frozen=True)
 class _Unlogged:
-    """What this rank knows of an iteration whose step is settled and whose line is still to be logged."""
+    """This rank's results of an iteration whose step is settled and which is not logged yet."""
 
     result: StepResult
     mean_step: StepTime | None
-    """Of the steps since the last line, in the iterations that print one; None without a schedule of ours."""
+    """Mean time of the steps since the last line, in iterations that print one; None with megatron-core's schedule."""
     parameter_digest: str | None
-    """With `--log-numerics`."""
+    """Digest of this rank's parameters; None without `--log-numerics`."""
 
 
 class Trainer:
-    """Runs iterations until the last one, an exit interval, a time limit or a signal.
+    """Trains until the last iteration, an exit interval, a time limit or a signal.
 
     Args:
         forward_backward: megatron-core's forward-backward function or our drop-in for it.
-        train_data: microbatches, one iterator a model chunk; None for a chunk that needs no data.
-        valid_data: the same for evaluation; None not to evaluate.
-        post_validation: takes the optimizer's steps from within the schedule, if that is so. The outcome of an
-            iteration is then known in the next one, and logged there.
-        finite: ends the training where something is not finite; None to train on.
+        train_data: iterators over microbatches, one for each model chunk; None for a chunk that needs no data.
+        valid_data: the same for evaluation; None for no evaluation.
+        post_validation: takes the optimizer's steps from within the schedule; None if the loop takes them. With
+            post-validation the outcome of an iteration is known, and logged, in the next one.
+        finite: ends the training at a value that is not finite; None to train on.
     """
 
     def __init__(
@@ -120,11 +120,11 @@ class Trainer:
         self._checkpointer = checkpointer
         self._log = log
         self._numerics = numerics
-        # With post-validation nobody waits for the others at an iteration's end.
+        # With post-validation no rank waits for other ranks at an iteration's end.
         self._exit_reasons = ExitReasons(args, waits=post_validation is None)
 
     def train(self) -> None:
-        """Train; save at the end if `--save` was given."""
+        """Train until an exit, and save at the end if `--save` was given."""
         with self._exit_reasons.signals_handled():
             self._train()
 
@@ -156,7 +156,7 @@ class Trainer:
             self._save()
 
     def close(self) -> None:
-        """Leave nothing open that the process groups carry."""
+        """Close the watchdog and the channels, which use the process groups."""
         if self._watchdog is not None:
             self._watchdog.close()
         if self._zero_bubble is not None:
@@ -195,10 +195,10 @@ class Trainer:
         self._optimizer.zero_grad()
 
     def _complete_unsettled(self, outcome: StepOutcome) -> None:
-        """The last iteration's step is settled: its gradients are no longer needed to amend it.
+        """Complete the last iteration once its step is settled, and zero its gradients.
 
-        This runs inside the schedule, where neighbours may have messages under way that they will only take later.
-        Nothing here may wait for another rank or for the whole device, so the log line follows after the schedule.
+        This runs inside the schedule, while messages of neighbouring ranks may be under way that are received only
+        later. It must not wait for another rank or for the whole device, so the log line follows after the schedule.
         """
         assert self._unsettled is not None
         iteration, self._unsettled = self._unsettled, None
@@ -206,7 +206,7 @@ class Trainer:
         self._zero_gradients()
 
     def _complete(self, iteration: _Iteration, outcome: StepOutcome, finished_at: float | None = None) -> _Unlogged:
-        """Do what follows from the step of an iteration, and collect what its log line says of this rank."""
+        """Step the scheduler after an iteration's step, and collect this rank's values for the log line."""
         if outcome.was_updated:
             self._scheduler.step(increment=iteration.batch_size)
         result = StepResult(
@@ -214,7 +214,7 @@ class Trainer:
             further_losses=iteration.further_losses,
             grad_norm=outcome.grad_norm,
             num_zeros=outcome.num_zeros,
-            # As Megatron-LM logs it: after the scheduler's step.
+            # Megatron-LM logs the rate after the scheduler's step.
             learning_rate=get_canonical_lr_for_logging(self._optimizer.param_groups) or 0.0,
             loss_scale=self._optimizer.get_loss_scale().item(),
             batch_size=iteration.batch_size,
@@ -232,7 +232,7 @@ class Trainer:
         return _Unlogged(result, mean_step, digest)
 
     def _log_unlogged(self) -> None:
-        """Log the last iteration whose step is settled; a collective call."""
+        """Log the last iteration whose step is settled, if it is not logged yet; a collective call."""
         if self._unlogged is None:
             return
         unlogged, self._unlogged = self._unlogged, None
@@ -248,7 +248,7 @@ class Trainer:
             self._numerics.write(self._progress.iteration, result.lm_loss, result.grad_norm, unlogged.parameter_digest)
 
     def _gather_parameters(self) -> None:
-        """With overlapped gathering the parameters of other replicas' shards arrive during the next forward."""
+        """Gather the parameters that arrive only during the next forward with `--overlap-param-gather`."""
         if self._args.overlap_param_gather:
             for chunk in self._model:
                 chunk.start_param_sync(force_sync=True)
@@ -260,7 +260,7 @@ class Trainer:
         self._checkpointer.save()
 
     def _settle(self) -> None:
-        """Before anything but training reads the parameters: validate the last step, if that is still to be done."""
+        """Validate and log the last step if it is pending, before anything but training reads the parameters."""
         if self._post_validation is not None:
             self._post_validation.validate()
             self._log_unlogged()
@@ -269,13 +269,13 @@ class Trainer:
         return self._zero_bubble is not None and self._progress.iteration % self._args.log_interval == 0
 
     def _predicted_bubble_rate(self, num_microbatches: int) -> float | None:
-        """The bubble rate that the schedule should reach, for the iterations that print a line."""
+        """The predicted bubble rate in iterations that print a line, else None."""
         if self._zero_bubble is None or not self._prints_a_line():
             return None
         return self._zero_bubble.predicted_bubble_rate(num_microbatches)
 
     def evaluate(self) -> None:
-        """Mean loss over `--eval-iters` iterations of validation data, printed."""
+        """Print the mean loss over `--eval-iters` iterations of validation data."""
         args = self._args
         for chunk in self._model:
             chunk.eval()

@@ -29,7 +29,7 @@ from megatron.zero_bubble.training.arguments import Arguments
 
 
 def seed_everything(seed: int) -> None:
-    """Seed all generators as Megatron-LM does: every pipeline stage starts from numbers of its own."""
+    """Seed all generators as Megatron-LM does, with a different seed for each pipeline rank."""
     stage_seed = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(stage_seed)
     np.random.seed(stage_seed)
@@ -38,10 +38,14 @@ def seed_everything(seed: int) -> None:
 
 
 def transformer_config(args: Arguments, num_chunks: int, timers: Any) -> TransformerConfig:
-    """megatron-core's model config; what has no flag keeps Megatron-LM's default for the local layers."""
+    """megatron-core's model configuration; settings without a flag keep Megatron-LM's default for local layers.
+
+    Raises:
+        ValueError: megatron-core refuses the configuration.
+    """
     dtype = parameter_dtype(args)
     gated = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu} if args.swiglu else {}
-    # Read by Transformer Engine's attention only.
+    # Only Transformer Engine's attention reads this setting.
     attention = {}
     if args.transformer_impl == "transformer_engine":
         attention["attention_backend"] = AttnBackend[args.attention_backend]
@@ -86,7 +90,7 @@ def transformer_config(args: Arguments, num_chunks: int, timers: Any) -> Transfo
             pipeline_dtype=dtype,
             attention_softmax_in_fp32=True,
             use_cpu_initialization=not torch.cuda.is_available(),
-            # Both fusions are kernels for CUDA; without it they compile for minutes and gain nothing.
+            # This fusion is a CUDA kernel; on a CPU it compiles for minutes and gains nothing.
             bias_dropout_fusion=torch.cuda.is_available(),
             masked_softmax_fusion=False,
             persist_layer_norm=False,
@@ -103,13 +107,13 @@ def transformer_config(args: Arguments, num_chunks: int, timers: Any) -> Transfo
 
 
 def _refused(error: Exception) -> ValueError:
-    """megatron-core's reason in one line; it often asserts without a word."""
+    """An error with megatron-core's reason in one line, or with the failed line of code if it gives no reason."""
     reason = one_line(error) or traceback.extract_tb(error.__traceback__)[-1].line
     return ValueError(f"megatron-core refuses this model: {reason}")
 
 
 def parameter_dtype(args: Arguments) -> torch.dtype:
-    """What the model computes in."""
+    """The data type in which the model computes."""
     if args.bf16:
         return torch.bfloat16
     return torch.float16 if args.fp16 else torch.float32
@@ -125,9 +129,12 @@ def build_model(
     """A pipeline rank's model chunks, wrapped in megatron-core's DDP.
 
     Args:
-        placement: which stages this rank holds.
-        store: where linear layers put the weight gradients that B defers; None leaves them whole.
-        rank: whose; this process's unless a process stands in for another rank.
+        placement: which stages each rank holds.
+        store: takes the weight gradients that B defers; None does not split the linear layers' backward.
+        rank: the pipeline rank, by default this process's; another one if the process stands in for that rank.
+
+    Raises:
+        ValueError: megatron-core refuses the model.
     """
     if rank is None:
         rank = parallel_state.get_pipeline_model_parallel_rank()
@@ -142,7 +149,7 @@ def build_model(
         chunks = [Float16Module(config, chunk) for chunk in chunks]
     if store is not None:
         split_weight_gradients(chunks, store)
-    # As in Megatron-LM: only the first chunk's gradients are cut into buckets, the others' reduce as one.
+    # As in Megatron-LM, only the first chunk's gradients are cut into buckets; other chunks have one bucket each.
     ddp_config = _ddp_config(args, store is not None)
     wrapped = [
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
@@ -157,7 +164,7 @@ def build_model(
 
 
 def _uses_torch_attention(args: Arguments) -> bool:
-    """Whether local layers attend through torch's kernels: on a GPU, unless a flag says otherwise."""
+    """Whether local layers compute attention with torch's kernels, by default only on a GPU."""
     if args.attention_backend == "auto":
         return torch.cuda.is_available()
     return args.attention_backend in ("flash", "fused")
@@ -201,15 +208,15 @@ def _ddp_config(args: Arguments, splits_backward: bool) -> DistributedDataParall
         overlap_param_gather=args.overlap_param_gather,
         use_distributed_optimizer=args.use_distributed_optimizer,
         bucket_size=args.ddp_bucket_size,
-        # Tells whose gradient it is: reduced, those of all replicas are alike.
+        # Checks before the reduction, after which no rank can tell which replica's gradient was not finite.
         check_for_nan_in_grad=args.checks_finite and args.data_parallel_size * args.context_parallel_size > 1,
-        # Hands the hook that accumulates and reduces a weight's gradient to the layer, which calls it in W.
+        # With this setting DDP gives each layer its hook that accumulates and reduces a gradient; W calls the hook.
         delay_wgrad_compute=splits_backward,
     )
 
 
 def build_optimizer(args: Arguments, model: list[torch.nn.Module], config: TransformerConfig) -> MegatronOptimizer:
-    """megatron-core's optimizer for the model, in mixed precision with `--bf16` and `--fp16`."""
+    """megatron-core's optimizer for the model; mixed precision with `--bf16` or `--fp16`."""
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer=args.optimizer,
@@ -242,7 +249,7 @@ def build_optimizer(args: Arguments, model: list[torch.nn.Module], config: Trans
 
 
 def build_lr_scheduler(args: Arguments, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """Warm-up and decay, counted in samples as in Megatron-LM."""
+    """The scheduler of the learning rate's warm-up and decay, which counts samples as in Megatron-LM."""
     assert args.global_batch_size is not None
     decay_steps = (args.lr_decay_iters or args.train_iters) * args.global_batch_size
     warmup_steps: float = args.lr_warmup_iters * args.global_batch_size

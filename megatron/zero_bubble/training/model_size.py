@@ -1,7 +1,7 @@
-"""What the layers of a GPT hold and compute, from Megatron's flags: parameters, operations, activations.
+"""Computes the parameters, operations and activations of a GPT's layers from Megatron's flags.
 
-Everything is for one tensor-parallel rank and, where it depends on tokens, for one microbatch. s is the sequence
-length, b the microbatch size, h the hidden size, a the number of attention heads, V the padded vocabulary.
+All sizes are of one tensor-parallel rank and, if they depend on tokens, of one microbatch. s is the sequence length,
+b the microbatch size, h the hidden size, a the number of attention heads, V the padded vocabulary.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from megatron.zero_bubble.training.arguments import Arguments
 
 
 class Linear(NamedTuple):
-    """One linear layer of a transformer layer, whole."""
+    """Sizes of one linear layer of a transformer layer before it is split over tensor-parallel ranks."""
 
     inputs: int
     outputs: int
     splits_inputs: bool
-    """A row-parallel layer: its ranks share the inputs' side, and each has the whole bias."""
+    """Whether the layer is row-parallel: ranks split its inputs, and each has the whole bias."""
 
 
 @dataclass(frozen=True)
 class StageLayers:
-    """What one pipeline stage holds."""
+    """The part of the model that one pipeline stage holds."""
 
     num_layers: int
     is_first: bool
@@ -32,7 +32,7 @@ class StageLayers:
 
 
 class Parameters(NamedTuple):
-    """Of one rank; those of experts are shared by other ranks than the rest."""
+    """Numbers of parameters of one rank. Experts are counted apart, because other ranks share them."""
 
     dense: int
     expert: int
@@ -42,13 +42,13 @@ class Parameters(NamedTuple):
 
 
 def attention_linears(args: Arguments) -> tuple[Linear, Linear]:
-    """Queries, keys and values in one; the output projection."""
+    """The linear layers of attention: queries, keys and values in one, and the output projection."""
     query, key_value = _widths(args)
     return Linear(args.hidden_size, query + 2 * key_value, False), Linear(query, args.hidden_size, True)
 
 
 def mlp_linears(args: Arguments) -> tuple[Linear, Linear]:
-    """Of a dense MLP, or of one expert; a gated MLP computes the gate along with its first product."""
+    """The linear layers of a dense MLP or of one expert; the first layer of a gated MLP also computes the gate."""
     assert args.ffn_hidden_size is not None
     gates = 2 if args.swiglu else 1
     return (
@@ -58,13 +58,13 @@ def mlp_linears(args: Arguments) -> tuple[Linear, Linear]:
 
 
 def _widths(args: Arguments) -> tuple[int, int]:
-    """Of the queries, and of the keys (or values), of all heads together."""
+    """The widths of the queries, and of the keys or values, of all heads together."""
     assert args.kv_channels is not None
     return args.kv_channels * args.num_attention_heads, args.kv_channels * args.num_query_groups
 
 
 def stage_parameters(args: Arguments, stage: StageLayers) -> Parameters:
-    """Parameters of a stage. A tied output layer has a copy of the embedding, unless both are in this stage."""
+    """Parameters of a stage. A tied output layer has its own copy of the embedding unless both are in the stage."""
     norm = args.hidden_size * (1 if args.normalization == "RMSNorm" else 2)
     dense, expert = stage.num_layers * (2 * norm + _sum_of(args, attention_linears(args))), 0
     if args.num_experts is None:
@@ -95,7 +95,7 @@ def _sum_of(args: Arguments, linears: tuple[Linear, ...]) -> int:
 
 
 class Flops(NamedTuple):
-    """Operations of one microbatch on a stage, a multiply and an add counting two."""
+    """Floating-point operations of one microbatch on a stage; a multiply and an add are two."""
 
     f: float
     b: float
@@ -107,10 +107,10 @@ class Flops(NamedTuple):
 
 
 def stage_flops(args: Arguments, stage: StageLayers) -> Flops:
-    """F = sbh (24h + 4s), B = sbh (24h + 8s), W = sbh 24h of a plain layer (Qi et al. 2024), and logits.
+    """Floating-point operations of a stage: F = sbh (24h + 4s), B = sbh (24h + 8s), W = sbh 24h for a plain layer.
 
-    The local attention computes the whole matrix of scores, whatever the mask leaves of it; under context
-    parallelism, those of its own queries.
+    The formulas are from Qi et al. 2024; the logits are added. Local attention computes the whole matrix of scores,
+    whatever the mask; under context parallelism, the scores of a rank's own queries.
     """
     tokens = rank_tokens(args)
     linear = 2.0 * tokens * sum(one.inputs * one.outputs for one in _computed_linears(args))
@@ -126,14 +126,14 @@ def stage_flops(args: Arguments, stage: StageLayers) -> Flops:
 
 
 def _computed_linears(args: Arguments) -> Iterator[Linear]:
-    """The linear layers that a token passes in one transformer layer. Routers are left out, as Megatron-LM does."""
+    """The linear layers that a token passes in one transformer layer, without routers, as Megatron-LM counts."""
     yield from attention_linears(args)
     for _ in range(1 if args.num_experts is None else args.moe_router_topk):
         yield from mlp_linears(args)
 
 
 def _recomputed_layers(args: Arguments, stage: StageLayers) -> int:
-    """How many of the stage's layers are recomputed at all."""
+    """The number of the stage's layers that recomputation covers, if the flags ask for it."""
     if args.recompute_granularity == "full" and args.recompute_method == "block":
         return min(stage.num_layers, args.recompute_num_layers or 0)
     return stage.num_layers
@@ -143,16 +143,16 @@ class Activations(NamedTuple):
     """Bytes of one microbatch on a stage."""
 
     after_f: float
-    """Held from F to B."""
+    """Bytes held from F to B."""
     after_b: float
-    """Held from B to W: the inputs of the linear layers and the gradients of their outputs."""
+    """Bytes held from B to W: the inputs of the linear layers and the gradients of their outputs."""
 
 
 def stage_activations(args: Arguments, stage: StageLayers) -> Activations:
-    """M_B = sb (34h + 5as) and M_W = 32 sbh bytes of a plain layer in half precision with dropout, and logits.
+    """Activation bytes of a stage: M_B = sb (34h + 5as) and M_W = 32 sbh for a plain layer, and logits.
 
-    Korthikanti et al. 2022 count the first, Qi et al. 2024 the second, for layers of the plain kind; here every
-    tensor is counted that a layer of the flags' kind keeps.
+    The formulas (Korthikanti et al. 2022 for M_B, Qi et al. 2024 for M_W) hold in half precision with dropout. For
+    other layers every tensor that they keep is counted.
     """
     size, tokens = element_bytes(args), rank_tokens(args)
     held, held_for_w = _layer_activations(args)
@@ -175,26 +175,26 @@ def stage_activations(args: Arguments, stage: StageLayers) -> Activations:
 
 
 def _layer_activations(args: Arguments) -> tuple[float, float]:
-    """Bytes that one layer keeps for B, and for W."""
+    """Bytes that one layer keeps from F to B, and from B to W."""
     size, tokens, t = element_bytes(args), rank_tokens(args), args.tensor_model_parallel_size
     query, key_value = _widths(args)
     hidden = size * tokens * args.hidden_size / _sequence_split(args)
     mask = tokens * args.hidden_size / _sequence_split(args) if args.hidden_dropout > 0 else 0.0
     experts = 1 if args.num_experts is None else args.moe_router_topk
-    held = 4 * hidden + 2 * mask  # inputs of both norms, of attention and of the MLP; what dropout kept
+    held = 4 * hidden + 2 * mask  # inputs of both norms, of attention and of the MLP; dropout's masks
     held += size * tokens * (query + 2 * key_value) / t  # queries, keys, values
     held += size * tokens * query / t  # input of the projection
     held += experts * _mlp_activations(args) / t
     if args.recompute_granularity != "selective":
         scores = tokens * args.seq_length * args.num_attention_heads / t
-        # The softmax; with dropout what it kept, and its mask.
+        # The softmax's output; with dropout also dropout's output and mask.
         held += scores * (size + (size + 1 if args.attention_dropout > 0 else 0))
     for_w = sum(size * tokens * _kept_for_w(args, one) for one in _computed_linears(args))
     return held, for_w
 
 
 def _kept_for_w(args: Arguments, linear: Linear) -> float:
-    """Elements a token: the layer's input and the gradient of its output, as this rank has them."""
+    """Elements that a rank keeps for W, for each token: the layer's input and the gradient of its output."""
     t = args.tensor_model_parallel_size
     if linear.splits_inputs:
         return linear.inputs / t + linear.outputs
@@ -202,9 +202,9 @@ def _kept_for_w(args: Arguments, linear: Linear) -> float:
 
 
 def _mlp_activations(args: Arguments) -> float:
-    """Bytes of an MLP between its two linear layers: input of the activation function, input of the second layer.
+    """Bytes kept between an MLP's linear layers: inputs of the activation function and of the second layer.
 
-    A gated MLP also keeps the gate and what the function made of it.
+    A gated MLP also keeps the gate and the output of the activation function.
     """
     assert args.ffn_hidden_size is not None
     tensors = 4 if args.swiglu else 2
@@ -212,15 +212,15 @@ def _mlp_activations(args: Arguments) -> float:
 
 
 def _sequence_split(args: Arguments) -> int:
-    """Ranks that share what lies between linear layers."""
+    """Number of ranks that split the activations between linear layers."""
     return args.tensor_model_parallel_size if args.sequence_parallel else 1
 
 
 def rank_tokens(args: Arguments) -> int:
-    """Tokens of a microbatch that a context-parallel rank has."""
+    """Tokens of a microbatch on one context-parallel rank."""
     return args.micro_batch_size * args.seq_length // args.context_parallel_size
 
 
 def element_bytes(args: Arguments) -> int:
-    """Of an activation, and of a parameter that computes."""
+    """Bytes of one element of an activation, and of a parameter that the model computes with."""
     return 2 if args.bf16 or args.fp16 else 4

@@ -1,4 +1,4 @@
-"""`--log-numerics`: one JSON line an iteration with exact values, so that two runs compare bit for bit."""
+"""Writes the file of `--log-numerics`: a JSON line of exact values for each iteration, to compare runs bitwise."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.zero_bubble.training.progress import TrainingError
 
 
 def parameter_digest(chunks: Iterable[torch.nn.Module]) -> str:
-    """SHA-256 over the bytes of all parameters, in the order in which the model names them."""
+    """First 16 hex digits of the SHA-256 over the bytes of all parameters, in the order of the model's names."""
     digest = hashlib.sha256()
     for chunk in chunks:
         for parameter in chunk.parameters():
@@ -25,13 +25,13 @@ def parameter_digest(chunks: Iterable[torch.nn.Module]) -> str:
 
 
 class NumericsLog:
-    """Writes the file from the rank that holds the loss; the digests of all ranks are gathered there.
+    """Writes the file on the rank that holds the loss, with digests from all ranks.
 
     Args:
-        path: the file. What a run that was cut short may have left, lines of iterations after `iteration`
-            and half a line, is dropped: a resumed run ends with the file of one that never stopped.
-        iteration: the iteration that the run starts after.
-        log_rank: global rank that holds the loss.
+        path: the file. Lines of iterations after `iteration` and an incomplete line, which a killed run may have
+            left, are dropped, so that a resumed run ends with the same file as one that never stopped.
+        iteration: the iteration after which the run starts.
+        log_rank: the global rank that holds the loss.
     """
 
     def __init__(self, path: str, iteration: int, log_rank: int) -> None:
@@ -44,7 +44,7 @@ class NumericsLog:
         """Run `write` on the rank that writes the file; a collective call.
 
         Raises:
-            TrainingError: the file cannot be written; on all ranks.
+            TrainingError: on all ranks, if the file cannot be written.
         """
         try:
             on_rank(self._log_rank, write)
@@ -60,8 +60,8 @@ class NumericsLog:
         """Write the line of an iteration; a collective call.
 
         Args:
-            lm_loss: known on the rank that holds the loss, None on the others.
-            digest: `parameter_digest` of this rank after the iteration's step.
+            lm_loss: the loss on the rank that holds it, None on other ranks.
+            digest: the `parameter_digest` of this rank after the iteration's step.
         """
         digests: list[str] | None = [""] * dist.get_world_size() if self._writes else None
         dist.gather_object(digest, digests, dst=self._log_rank)
@@ -79,7 +79,7 @@ class NumericsLog:
 
 
 def _iteration_of(line: str) -> float:
-    """Infinity for half a line: it is the last one, written when the run was killed."""
+    """The iteration of a line; infinity for an incomplete line, which a killed run leaves at the end."""
     try:
         return json.loads(line)["iteration"]
     except json.JSONDecodeError:

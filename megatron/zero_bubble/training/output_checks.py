@@ -1,4 +1,4 @@
-"""Refuses places that cannot be written, which a run would find out when it has something to write: after days."""
+"""Refuses output files and folders that cannot be written; a run would notice only when it writes, after days."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _FILES = ("log_numerics", "zero_bubble_profile_output")
 
 
 def check_output(args: Arguments) -> None:
-    """Check the flags that say where to write, and try to.
+    """Check the flags for output, and try to write in the folders that they name.
 
     Raises:
-        ValueError: the flag of the first place that cannot be written, and why.
+        ValueError: flags contradict each other, or a place cannot be written; the message names the flag and why.
     """
     if args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler:
         raise ValueError(
@@ -48,12 +48,12 @@ def check_output(args: Arguments) -> None:
 
 
 def _nearest_existing(path: Path) -> Path:
-    """The file or folder itself, or what it would be made in."""
+    """The file or folder itself if it exists, else the nearest folder above it that does."""
     return next(place for place in (path.absolute(), *path.absolute().parents) if os.path.exists(place))
 
 
 def _check_writable(flag: str, place: Path) -> None:
-    """Make a folder in `place` for a moment: permissions alone do not tell of a file system that takes nothing."""
+    """Raise `ValueError` unless a folder can be made in `place`: permissions do not show a full file system."""
     permissions = os.W_OK | os.X_OK if place.is_dir() else os.W_OK
     if not os.access(place, permissions):
         raise ValueError(f"{flag}: this user may not write to {place}: choose another place")

@@ -1,7 +1,7 @@
-"""JSON lines -> .bin/.idx: the work behind tools/preprocess_data.py, usable as a function.
+"""Tokenises JSON lines to .bin/.idx files: the functions behind tools/preprocess_data.py.
 
 Documents are encoded by a pool of processes and written in the order of the input, so the result does not depend on
-the number of workers. The files get their final names only when both are whole.
+the number of workers. The files get their final names only when both are complete.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder,
 from megatron.zero_bubble.training.tokenizer import build_tokenizer
 
 LINES_PER_TASK = 32
-TASKS_IN_FLIGHT = 4  # a worker; bounds the memory that encoded, unwritten documents take
+TASKS_IN_FLIGHT = 4  # for each worker; bounds the memory of encoded documents that are not written yet
 
 
 @dataclass(frozen=True)
 class EncodeSpec:
-    """Everything a worker needs; small, because it travels with every task."""
+    """Settings with which a worker encodes documents; small, because every task carries a copy."""
 
     tokenizer_type: str
     tokenizer_model: str | None = None
@@ -43,7 +43,7 @@ class EncodeSpec:
 
 @dataclass(frozen=True)
 class Line:
-    """One line of input, as bytes, with its place."""
+    """One line of an input file as bytes, with its number."""
 
     file: str
     number: int
@@ -52,27 +52,29 @@ class Line:
 
 @dataclass(frozen=True)
 class Document:
-    """One JSON value, encoded."""
+    """The tokens of one JSON value."""
 
     tokens: np.ndarray
     lengths: list[int]
-    """Tokens of each of its sequences (more than one where the value is a list of strings); sums to len(tokens)."""
+    """Tokens of each sequence; a list of strings gives several sequences. The sum is len(tokens)."""
 
 
 Encoded = tuple[list[list[Document]], int]
-"""The documents of some lines (for each line one a key), and the bytes of these lines."""
+"""The documents of some lines, a list for each line with one document for each key, and the bytes of the lines."""
 
 
 @dataclass(frozen=True)
 class EncodingProgress:
+    """Numbers of lines, bytes and tokens that are encoded and written."""
+
     documents: int
     input_bytes: int
-    """Of the uncompressed lines."""
+    """Bytes of the uncompressed lines."""
     tokens: int
 
 
 class Encoder:
-    """Turns lines into token arrays, or into a ValueError that names file and line."""
+    """Encodes lines as token arrays; raises `ValueError` that names file and line for a line that cannot be."""
 
     def __init__(self, spec: EncodeSpec) -> None:
         self.spec = spec
@@ -82,7 +84,7 @@ class Encoder:
         self.dtype = np.dtype(DType.optimal_dtype(self.tokenizer.vocab_size))
 
     def encode(self, line: Line) -> list[Document]:
-        """One document for each of `json_keys`."""
+        """Encode a line as one document for each of `json_keys`."""
         where = f"--input {line.file}, line {line.number}"
         try:
             record = json.loads(line.data)
@@ -130,12 +132,12 @@ def preprocess(
     """Tokenise JSON-lines files (plain or .gz; glob patterns) and write OUTPUT_PREFIX_KEY_document.bin and .idx.
 
     Args:
-        workers: processes that encode; 1 encodes in this one.
-        report: called after every task (up to LINES_PER_TASK documents).
+        workers: number of processes that encode; 1 encodes in this process.
+        report: called after every task of up to LINES_PER_TASK documents.
 
     Returns the prefixes of the written pairs, one for each of `spec.json_keys`.
     Raises ValueError for a user's mistake, OSError if a file cannot be read or written, and BrokenProcessPool if a
-    worker is killed; nothing is left under the final names, or what was there before.
+    worker is killed. Files that exist under the final names are then left as they were.
     """
     files = expand_inputs(inputs)
     encoder = Encoder(spec)  # a bad tokenizer shows here, before any process starts
@@ -160,7 +162,7 @@ def preprocess(
 
 
 def expand_inputs(inputs: Sequence[str]) -> list[str]:
-    """The files that paths and glob patterns name, each pattern's in sorted order."""
+    """The files that paths and glob patterns name, sorted within a pattern. `ValueError` if one names no file."""
     files = []
     for pattern in inputs:
         matches = [pattern] if os.path.isfile(pattern) else sorted(filter(os.path.isfile, glob.glob(pattern)))
@@ -171,7 +173,7 @@ def expand_inputs(inputs: Sequence[str]) -> list[str]:
 
 
 def read_lines(files: Iterable[str]) -> Iterator[Line]:
-    """All lines that are not blank."""
+    """Iterate over the lines of plain or gzipped files, except blank ones."""
     for file in files:
         opener = gzip.open if file.endswith(".gz") else open
         with opener(file, "rb") as stream:
@@ -181,10 +183,10 @@ def read_lines(files: Iterable[str]) -> Iterator[Line]:
 
 
 class PairWriter:
-    """Writes PREFIX.bin and PREFIX.idx under temporary names beside them; `publish` gives them their names."""
+    """Writes PREFIX.bin and PREFIX.idx under temporary names in the same folder, until `publish` renames them."""
 
     def __init__(self, prefix: str, dtype: np.dtype) -> None:
-        # Where a link leads, so that the pair goes to the disk that was meant.
+        # Links are resolved, so that the pair is written to the disk to which a link leads.
         self._final = [os.path.realpath(path) for path in (get_bin_path(prefix), get_idx_path(prefix))]
         for path in self._final:
             if os.path.exists(path) and not os.path.isfile(path):
@@ -205,7 +207,7 @@ class PairWriter:
         self._builder.add_document(document.tokens, document.lengths)
 
     def publish(self) -> None:
-        """The index goes first and comes last: a .idx always belongs to the .bin beside it."""
+        """Give both files their final names. An old index is removed first, so that an index always fits its .bin."""
         self._builder.finalize(self._partial[1])
         final_bin, final_idx = self._final
         if os.path.exists(final_idx):
@@ -215,9 +217,9 @@ class PairWriter:
 
 
 def _encoded_tasks(encoder: Encoder, lines: Iterator[Line], workers: int) -> Iterator[Encoded]:
-    """Encode in the order of the lines, with a bounded number of tasks under way.
+    """Encode tasks in the order of the lines, with a bounded number of tasks under way.
 
-    An executor, not a multiprocessing.Pool: a Pool waits for ever for a worker that the system has killed.
+    Uses an executor, because a multiprocessing.Pool waits for ever for a worker that the system has killed.
     """
     tasks = iter(lambda: list(islice(lines, LINES_PER_TASK)), [])
     if workers == 1:
@@ -237,14 +239,14 @@ def _encoded_tasks(encoder: Encoder, lines: Iterator[Line], workers: int) -> Ite
 
 
 def _start_worker(spec: EncodeSpec) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle, once
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes are the parallelism here
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C for all
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes run in parallel already
     _worker_encoder(spec)
 
 
 @functools.lru_cache(maxsize=1)
 def _worker_encoder(spec: EncodeSpec) -> Encoder:
-    """The worker's own encoder: loading a tokenizer takes longer than encoding a task."""
+    """The encoder of a worker, kept because loading a tokenizer takes longer than encoding a task."""
     return Encoder(spec)
 
 

@@ -1,4 +1,4 @@
-"""Builds everything that `pretrain_gpt.py` needs, in order, and trains."""
+"""Builds the tokenizer, model, optimizer and data of `pretrain_gpt.py`, and trains."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from megatron.zero_bubble.training.tokenizer import build_tokenizer, padded_voca
 
 
 def pretrain(args: Arguments, job: JobSettings) -> None:
-    """Train a GPT as the (complete and checked) flags say.
+    """Train a GPT as the flags say, which `complete_and_check` has completed and checked.
 
     Raises:
         ValueError: the data, the tokenizer or the checkpoint does not fit, or a checkpoint cannot be written.
@@ -71,7 +71,7 @@ def pretrain(args: Arguments, job: JobSettings) -> None:
 
 
 def _hold_folder(save: str, resources: ExitStack) -> None:
-    """Keep other jobs from saving to this folder until `resources` are closed."""
+    """Keep other jobs from saving to the folder `save` until `resources` are closed."""
     resources.enter_context(lock_folder(save, os.environ, print_rank_0))
 
 
@@ -82,7 +82,7 @@ def load_tokenizer(args: Arguments) -> MegatronTokenizerBase:
 
 
 def with_vocabulary(args: Arguments, tokenizer: MegatronTokenizerBase) -> Arguments:
-    """The flags with the rows of the embedding that this tokenizer asks for."""
+    """The flags with `padded_vocab_size` set for the tokenizer."""
     size = padded_vocab_size(tokenizer.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size)
     return replace(args, padded_vocab_size=size)
 
@@ -108,7 +108,7 @@ def _build_trainer(
     describe(job, model)
     describe_places(job)
     post_validation = build_post_validation(job.flags, job.plan, optimizer, model)
-    # Without a plan megatron-core's own function runs, untouched.
+    # Without a plan megatron-core's own function runs unchanged.
     zero_bubble = run_plan(job, store, progress.iteration, post_validation) if store is not None else None
     train_data, valid_data = open_data(args, progress, data_config, tokenizer, model, resources)
     return Trainer(
@@ -139,12 +139,12 @@ def open_data(
     model: list[torch.nn.Module],
     resources: ExitStack,
 ) -> tuple[list[DataIterator], list[DataIterator] | None]:
-    """Training and validation data, one iterator for each model chunk that reads; `resources` closes them.
+    """Open training and validation data, with an iterator or None for each model chunk; `resources` closes them.
 
-    Without validation data the second is None.
+    The list for validation is None if there is no validation data.
 
     Raises:
-        ValueError: the data cannot be read, or what a checkpoint's run has left of it is too little.
+        ValueError: the data cannot be read, or the run of the checkpoint has left too little of it.
     """
     reads = [
         reads_data(
@@ -178,7 +178,7 @@ def open_data(
 
 
 def make_data_config(args: Arguments) -> DataConfig:
-    """The part of the flags that describes the data."""
+    """The settings of the data from the flags."""
     names = DataConfig.__dataclass_fields__
     values = {name: getattr(args, name) for name in names if hasattr(args, name)}
     return DataConfig(**values, create_attention_mask=args.reset_attention_mask)

@@ -1,4 +1,4 @@
-"""How far a training has come, and the error that ends it early."""
+"""The progress of a training, and the error that ends it early."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass
 class Progress:
-    """The iterations and sequences that a training has behind it, those before it was resumed included."""
+    """The iterations and sequences that a training has done, including those before it was resumed."""
 
     iteration: int = 0
     consumed_train_samples: int = 0

@@ -1,6 +1,6 @@
-"""A sample to train on: the Python standard library's source and documentation, tokenised.
+"""Makes sample data to train on: the Python standard library's source and documentation, tokenised.
 
-The folder appears under its name only when it is complete, and a second call finds it.
+The folder gets its name only when it is complete, and a second call reuses it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from pathlib import Path
 from tqdm import tqdm
 
 END_OF_DOCUMENT = "<|endoftext|>"
-FORMAT = 1  # raise it when the same Python and flags give other files than before
+FORMAT = 1  # increase this when the same Python and flags give other files than before
 MIN_BYTES = 1_000_000
 
-# Other people's packages, tests, and tables of character sets: not prose, not programs, or not there everywhere.
+# Installed packages, tests and tables of character sets: neither prose nor programs, or not on all machines.
 SKIPPED_FOLDERS = {
     "__pycache__",
     "dist-packages",
@@ -38,10 +38,10 @@ SKIPPED_FOLDERS = {
 
 
 def documents(library: Path, max_bytes: int) -> Iterator[tuple[str, str]]:
-    """(name, text) of the library's modules and of pydoc's topics, at most `max_bytes` of UTF-8.
+    """Iterate over (name, text) of the library's modules and pydoc's topics, at most `max_bytes` of UTF-8.
 
-    In the order of a hash of the name: the same on every machine, and every part of the data (the tail becomes the
-    validation set) is a mixture of everything.
+    The order is that of a hash of the name: it is the same on every machine, and every part of the data is a mixture
+    (the end becomes the validation set).
     """
     found: dict[str, Path | str] = dict(_topics())
     for path in library.rglob("*.py"):
@@ -61,7 +61,7 @@ def documents(library: Path, max_bytes: int) -> Iterator[tuple[str, str]]:
 
 
 def _topics() -> dict[str, str]:
-    """pydoc's texts on the language, by name; a distribution may have left them out."""
+    """pydoc's texts on the language, by name; empty if the Python distribution lacks them."""
     try:
         from pydoc_data.topics import topics
     except ImportError:
@@ -70,7 +70,10 @@ def _topics() -> dict[str, str]:
 
 
 def write_documents(library: Path, max_bytes: int, file: Path) -> None:
-    """One JSON object a line: its name and its text."""
+    """Write the documents to `file`, each as a line with a JSON object of its name and text.
+
+    Raises `ValueError` if the library has too little source.
+    """
     total = 0
     with file.open("w", encoding="utf-8") as stream, _bar("reading", max_bytes) as bar:
         for name, text in documents(library, max_bytes):
@@ -85,7 +88,7 @@ def write_documents(library: Path, max_bytes: int, file: Path) -> None:
 
 
 def train_tokenizer(file: Path, vocab_size: int, output: Path) -> None:
-    """A byte-level BPE tokenizer of exactly `vocab_size` tokens, end of document included."""
+    """Train a byte-level BPE tokenizer of exactly `vocab_size` tokens, including the end of a document."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -103,10 +106,10 @@ def train_tokenizer(file: Path, vocab_size: int, output: Path) -> None:
 
 
 def tokenise(folder: Path, workers: int) -> None:
-    """The .bin/.idx pair, by the functions behind tools/preprocess_data.py."""
+    """Tokenise the documents in `folder` to a .bin/.idx pair, as tools/preprocess_data.py does."""
     with warnings.catch_warnings():
-        # megatron-core warns about missing GPU extensions when it is imported; here, because a second call of this
-        # tool must not wait for the import.
+        # megatron-core warns about missing GPU extensions at import. The import is inside this function so that a
+        # second call of the tool does not wait for it.
         warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
         from megatron.zero_bubble.training.preprocessing import EncodeSpec, EncodingProgress, preprocess
 
@@ -121,10 +124,10 @@ def tokenise(folder: Path, workers: int) -> None:
 
 
 def make_sample(output: Path, max_bytes: int, vocab_size: int, workers: int) -> bool:
-    """Make the folder `output`, unless it is there already, made from the same things. Returns whether it was made.
+    """Make the folder `output` unless it holds the same sample already. Returns whether it was made.
 
-    Two calls at once: the second waits for the first, and then finds the sample complete. Raises ValueError if
-    `output` is a folder that holds something else, or the Python has no sources.
+    A second call at the same time waits for the first, and then finds the sample complete. Raises `ValueError` if
+    `output` holds something else, or if this Python has no sources.
     """
     wanted = {"format": FORMAT, "python": sys.version, "max_bytes": max_bytes, "vocab_size": vocab_size}
     if _manifest(output) == wanted:
@@ -137,7 +140,7 @@ def make_sample(output: Path, max_bytes: int, vocab_size: int, workers: int) -> 
         if manifest is None and output.exists() and any(output.iterdir()):
             raise ValueError(f"--output-dir {output}: the folder holds something that this tool did not make")
         partial, old = _beside(output, "partial"), _beside(output, "old")
-        for leftover in (partial, old):  # of a call that was killed
+        for leftover in (partial, old):  # a killed call leaves these
             shutil.rmtree(leftover, ignore_errors=True)
         partial.mkdir()
         with _step("1/3: reading the standard library"):
@@ -167,7 +170,7 @@ def _beside(folder: Path, suffix: str) -> Path:
 
 @contextlib.contextmanager
 def _lock(file: Path) -> Iterator[None]:
-    """Held by one process at a time; the system releases it when its holder dies."""
+    """A lock on `file` that one process holds at a time; the system releases it when that process dies."""
     with file.open("w") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         yield

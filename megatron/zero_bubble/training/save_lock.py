@@ -1,4 +1,4 @@
-"""Keeps a second job out of the folder in which a job saves its checkpoints."""
+"""Locks the folder in which a job saves checkpoints, so that no second job saves there."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ LOCK = "zero_bubble.lock"
 def lock_folder(
     root: str | Path, environment: Mapping[str, str], warn: Callable[[str], None], patience: float = 10.0
 ) -> BinaryIO:
-    """Make `root` if need be, and take it for this job: until the returned file is closed, no other job saves there.
+    """Create the folder `root` if needed, and lock it for this job until the returned file is closed.
 
-    The system closes it when the process is gone, however it ends, so that the next job can start at once. The lock is
-    one of POSIX, which belongs to the process alone: children that outlive it do not inherit it. NFS and, where mounted
+    The system closes the file when the process ends in any way, so that the next job can start at once. The lock is a
+    POSIX lock: it belongs to the process alone, and children that outlive it do not inherit it. NFS and, where mounted
     with `flock`, Lustre keep such locks across machines.
 
     Args:
-        warn: is told if the file system has no locks.
-        patience: seconds that another job has to be gone. One that is killed holds the lock until its memory is freed.
+        warn: called with a line if the file system has no locks.
+        patience: seconds to wait for the lock: a job that is killed holds it until its memory is freed.
 
     Raises:
-        ValueError: another job has taken it, or nothing can be written there.
+        ValueError: another job holds the lock, or the folder cannot be written.
     """
     try:
         Path(root).mkdir(parents=True, exist_ok=True)
-        # This process must not open it again: to close a file once is to lose the lock.
+        # This process must not open the file again: closing any descriptor of a file releases its POSIX locks.
         file = open(Path(root) / LOCK, "a+b", buffering=0)  # noqa: SIM115
         deadline = time.monotonic() + patience
         while not _take(file, root, warn):
@@ -48,7 +48,7 @@ def lock_folder(
 
 
 def _take(file: BinaryIO, root: str | Path, warn: Callable[[str], None]) -> bool:
-    """Lock the file, unless another process has."""
+    """Try to lock the file; return False if another process holds the lock."""
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -61,13 +61,13 @@ def _take(file: BinaryIO, root: str | Path, warn: Callable[[str], None]) -> bool
 
 
 def _holder(file: BinaryIO) -> str:
-    """What the job that has taken the folder says of itself."""
+    """The line with which the job that holds the lock describes itself."""
     file.seek(0)
     return file.read(300).decode(errors="replace").partition("\n")[0] or "another job"
 
 
 def _this_job(environment: Mapping[str, str]) -> str:
-    """Where this job is found, and since when it runs."""
+    """A description of this job: its Slurm job, process and host, and when it started."""
     slurm = f"Slurm job {environment['SLURM_JOB_ID']}, " if "SLURM_JOB_ID" in environment else ""
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     return f"{slurm}process {os.getpid()} on {host_name(environment)}, since {since},"

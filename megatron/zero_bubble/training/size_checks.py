@@ -1,4 +1,4 @@
-"""Refuses sizes that cannot work, before anything is planned or built: both would go on in silence for a long time."""
+"""Refuses models that are too large, before planning and building them, which would take long and print nothing."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from megatron.zero_bubble.training.model_size import StageLayers, element_bytes,
 
 
 def check_memory(args: Arguments) -> None:
-    """Refuse a model of which one rank could not even hold what it needs at the very least.
+    """Refuse a model of which the least part that a rank must hold does not fit in its memory.
 
     The vocabulary counts once the tokenizer is known.
 
     Raises:
-        ValueError: the flags that make it too large.
+        ValueError: a part is too large; the message names the flags that make it so.
     """
     available, place = _memory()
     for num_bytes, what, flags in _smallest_needs(args):
@@ -34,16 +34,16 @@ def host_memory() -> int:
 
 
 def _memory() -> tuple[int, str]:
-    """What a rank computes in."""
+    """The bytes of memory in which a rank computes, and its name for messages."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_properties(0).total_memory, "a device"
     return host_memory(), "this machine"
 
 
 def _smallest_needs(args: Arguments) -> Iterator[tuple[float, str, str]]:
-    """Bytes, what they hold, and the flags that say so."""
+    """Iterate over the least memory needs of a rank: bytes, what they hold, and the flags that set them."""
     size, tensor = element_bytes(args), args.tensor_model_parallel_size
-    # With its gradient. Some rank has the average number of layers.
+    # A parameter and its gradient. At least one rank has the average number of layers or more.
     states = 2 * size
     layers = stage_parameters(args, StageLayers(-(-args.num_layers // args.pipeline_model_parallel_size), False, False))
     widths = f"--hidden-size {args.hidden_size} --ffn-hidden-size {args.ffn_hidden_size}"

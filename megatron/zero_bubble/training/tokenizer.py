@@ -1,4 +1,4 @@
-"""Tokenizers from local files, in the form that megatron-core's datasets want.
+"""Loads tokenizers from local files, with the interface of megatron-core's datasets.
 
 megatron-core's own Hugging Face tokenizers need the `transformers` package and look names up on a hub. Here only
 the `tokenizers` library is used and only local files are read, so that every rank of an offline cluster gets the
@@ -36,14 +36,14 @@ END_OF_DOCUMENT_TOKENS = (
     "<eod>",
     "[EOS]",
 )
-"""Tried in this order where the tokenizer's own configuration names no end-of-sequence token."""
+"""End-of-document tokens to try, in order, if the tokenizer's configuration names no end-of-sequence token."""
 
 
 class LocalTokenizer(MegatronTokenizerBase):
     """A `tokenizers.Tokenizer` behind the interface of megatron-core's datasets.
 
-    Text is encoded without the tokenizer's template (no beginning-of-sequence token), as megatron-core does it.
-    There is no padding token on purpose: GPTDataset then marks padding with -1, which no document can contain.
+    Text is encoded without the tokenizer's template (no beginning-of-sequence token), as megatron-core does.
+    There is no padding token, so that GPTDataset marks padding with -1, which no document can contain.
     """
 
     def __init__(self, tokenizer: Tokenizer, eod_token: str, path: str) -> None:
@@ -52,14 +52,14 @@ class LocalTokenizer(MegatronTokenizerBase):
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._vocab: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
-        # Not the number of entries: ids may have holes, and the embedding needs a row for the largest.
+        # Ids may have gaps, and the embedding needs a row for the largest id.
         self._vocab_size = max(self._vocab.values()) + 1
         self._eod = self._vocab[eod_token]
         self._digest = hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
 
     def tokenize(self, text: str) -> list[int]:
         """The token ids of `text`, without special tokens around it."""
-        # The batch call is a third faster: it alone can leave out the offsets, which nobody here needs.
+        # The batch call is a third faster, because only it can leave out the offsets.
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def detokenize(self, ids: Sequence[int]) -> str:
@@ -84,7 +84,7 @@ class LocalTokenizer(MegatronTokenizerBase):
 
     @property
     def unique_identifiers(self) -> OrderedDict[str, Any]:
-        """What names this tokenizer in a dataset's cache: its content, so that its file may be moved."""
+        """The key of this tokenizer in a dataset's cache: a digest of its content, so that its file may be moved."""
         return OrderedDict({"class": type(self).__name__, "sha256": self._digest})
 
 
@@ -144,7 +144,7 @@ def _from_tokenizer_json(tokenizer_model: str | None) -> LocalTokenizer:
     if not file.is_file():
         what = "this folder holds no tokenizer.json" if given.is_dir() else "no such file (nothing is downloaded)"
         raise ValueError(f"--tokenizer-model {tokenizer_model}: {what}")
-    # Only where it is used: a run with megatron-core's NullTokenizer needs no such package.
+    # Imported here, because a run with megatron-core's NullTokenizer does not need the package.
     from tokenizers import Tokenizer
 
     try:
