@@ -1,1 +1,1 @@
-"""Runs an unmodified Megatron-LM training script with schedules of ours."""
+"""Runs an unmodified Megatron-LM training script with a zero-bubble schedule."""

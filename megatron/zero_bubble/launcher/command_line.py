@@ -1,4 +1,4 @@
-"""The launcher's command line: its own flags anywhere in it, then the script and the script's."""
+"""Parses the launcher's command line: the script, the script's arguments, and the launcher's own flags anywhere."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LauncherOnlyFlags:
 
 @dataclass(frozen=True)
 class LaunchFlags(ZeroBubbleFlags, LauncherOnlyFlags, AliasFlags):
-    """What the launcher is told."""
+    """All flags that the launcher itself takes."""
 
 
 _GROUPS = (ZeroBubbleFlags, LauncherOnlyFlags, AliasFlags)
@@ -38,7 +38,7 @@ _GROUPS = (ZeroBubbleFlags, LauncherOnlyFlags, AliasFlags)
 
 @dataclass(frozen=True)
 class CommandLine:
-    """A parsed command line. `script` is None where only help was asked for."""
+    """A parsed command line of the launcher; `script` is None if only help was asked for."""
 
     flags: LaunchFlags
     script: Path | None
@@ -47,10 +47,10 @@ class CommandLine:
 
 
 def parse_command_line(argv: Sequence[str]) -> CommandLine:
-    """Take our flags out of `argv`; what is left is the script and its arguments, in their order.
+    """Split `argv` into the launcher's flags, the script and the script's arguments in their order.
 
     Raises:
-        LauncherError: no script, or a flag of ours that is wrong.
+        LauncherError: there is no script, or a launcher flag is unknown or wrong.
     """
     with users_mistakes():
         flags, rest = take_flags(LaunchFlags, _GROUPS, argv)
@@ -73,18 +73,18 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
 
 
 def help_text() -> str:
-    """Our flags."""
+    """The `--help` text of the launcher's flags."""
     return make_parser(_GROUPS, prog=f"python -m {PROGRAM}", usage=_USAGE, add_help=False).format_help()
 
 
 def complete_script_arguments(flags: LaunchFlags, arguments: Sequence[str]) -> list[str]:
-    """The script's arguments, with those of Megatron-LM's flags that ours imply.
+    """The script's arguments, with the Megatron-LM flags added that the launcher's flags imply.
 
-    A schedule of several model chunks a rank makes the script build as many, unless it is told how many already;
+    A schedule with several model chunks a rank adds the flag for that number unless the script has one;
     `--allow-padding-num-layers` becomes a layout.
 
     Raises:
-        LauncherError: the layers cannot be spread.
+        LauncherError: the layers cannot be spread over the stages.
     """
     completed = list(arguments)
     given = {argument.split("=")[0] for argument in arguments}
@@ -97,7 +97,7 @@ def complete_script_arguments(flags: LaunchFlags, arguments: Sequence[str]) -> l
 
 
 def _with_layout(arguments: list[str]) -> list[str]:
-    """The layout that `--allow-padding-num-layers` stands for, where the stages do not divide the layers."""
+    """The arguments with a layout for `--allow-padding-num-layers`, if the stages do not divide the layers."""
     given, _ = _take_numbers(arguments, "--num-layers", "--pipeline-model-parallel-size", _CHUNKS[0])
     chunks, rest = _take_numbers(arguments, _CHUNKS[1])
     num_layers, num_ranks, per_chunk = given.values()
@@ -108,12 +108,12 @@ def _with_layout(arguments: list[str]) -> list[str]:
         return arguments
     with users_mistakes():
         layout = to_layout(spread_layers(num_layers, num_stages))
-    # Without the number of chunks: Megatron-LM takes one of the two.
+    # The number of chunks is dropped: Megatron-LM accepts either that flag or a layout.
     return [*rest, _LAYOUT, layout]
 
 
 def _take_numbers(arguments: Sequence[str], *names: str) -> tuple[dict[str, int | None], list[str]]:
-    """The values of these flags, the last where there are several, and the arguments without them."""
+    """The integer value of each flag in `names`, the last if repeated, and the arguments without these flags."""
     parser = FlagParser(add_help=False, allow_abbrev=False)
     for name in names:
         parser.add_argument(name, dest=name, type=int)
@@ -123,10 +123,10 @@ def _take_numbers(arguments: Sequence[str], *names: str) -> tuple[dict[str, int 
 
 
 def flags_from_keywords(schedule: str | None, cpu: bool, settings: Mapping[str, Any]) -> LaunchFlags:
-    """The flags as `enable` takes them: `{"memory_limit": "1.5"}` is `--zero-bubble-memory-limit 1.5`.
+    """The flags for the keywords of `enable`: `{"memory_limit": "1.5"}` is `--zero-bubble-memory-limit 1.5`.
 
     Raises:
-        LauncherError: there is no such flag, or the flags contradict each other.
+        LauncherError: a keyword names no flag, or the flags contradict each other.
     """
     groups = (*fields(ZeroBubbleFlags), *fields(AliasFlags))
     names = {field.name.removeprefix("zero_bubble_"): field.name for field in groups}

@@ -1,4 +1,4 @@
-"""Mistakes that can be seen in the script's arguments before it starts, and would be told after hundreds of lines."""
+"""Finds mistakes in the script's arguments before it starts; otherwise they show after hundreds of lines of output."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _READ_ELSEWHERE = (
     *("--use-checkpoint-args", "--yaml-cfg", "--hybrid-layer-pattern", "--hybrid-override-pattern"),
     *("--heterogeneous-layers-config-path", "--heterogeneous-layers-config-encoded-json"),
 )
-"""Flags of Megatron-LM by which layers or parallel sizes come from somewhere else."""
+"""Flags of Megatron-LM that take layers or parallel sizes from a file or checkpoint, not from the arguments."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,14 @@ class _SizeFlags:
 
 @dataclass(frozen=True)
 class _ShapeFlags(ParallelFlags, _SizeFlags):
-    """The part of Megatron-LM's flags that says how many ranks, stages, layers and microbatches there are."""
+    """Megatron-LM's flags that set the number of ranks, stages, layers and microbatches."""
 
 
 def check_script_arguments(flags: LaunchFlags, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Refuse numbers of ranks, stages, layers and microbatches that do not go together.
+    """Refuse numbers of ranks, stages, layers and microbatches that contradict each other.
 
     Raises:
-        LauncherError: the first thing found; Megatron-LM or our own checks would refuse it later.
+        LauncherError: the first contradiction; Megatron-LM or the checks of `Run` would refuse it later.
     """
     if any(argument.split("=")[0] in _READ_ELSEWHERE for argument in arguments):
         return

@@ -1,4 +1,4 @@
-"""Replaces functions of somebody else's modules for a while, and puts them back."""
+"""Replaces functions of megatron-core and Megatron-LM, and restores the originals."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Function = Callable[..., Any]
 
 
 class Call:
-    """One call of a hooked function: its arguments by name, to read, to change, and to go on with."""
+    """One call of a hooked function: a hook reads and changes its arguments by name, then lets it proceed."""
 
     def __init__(self, original: Function, bound: inspect.BoundArguments) -> None:
         self._original = original
@@ -29,19 +29,19 @@ class Call:
         self._bound.arguments[parameter] = value
 
     def proceed(self) -> Any:
-        """Call the original with the arguments as they are now."""
+        """Call the original function with the current arguments, and return its result."""
         return self._original(*self._bound.args, **self._bound.kwargs)
 
 
 @dataclass(frozen=True)
 class Needed:
-    """A function `module.name` of somebody else's that is relied on.
+    """A function `module.name` of megatron-core or Megatron-LM that the launcher relies on.
 
     Attributes:
-        name: of a function of the module, or `Class.method`.
-        parameters: names that are relied on; the function must have them.
-        reason: what it is needed for, for the documentation.
-        versions: of megatron-core, as `0.16`, where the function exists; empty for all that are supported.
+        name: the name of a function of the module, or `Class.method`.
+        parameters: names of parameters that the function must have.
+        reason: why the launcher needs the function; the documentation shows it.
+        versions: versions of megatron-core, as `0.16`, that have the function; empty for all supported ones.
     """
 
     module: str
@@ -61,7 +61,7 @@ class Needed:
 
 @dataclass(frozen=True)
 class Hook(Needed):
-    """`around` is called in place of the function: it gets the `Call`, and what it returns is what the caller gets."""
+    """A function that is replaced: `around` is called instead with the `Call`, and the caller gets its result."""
 
     around: Callable[[Call], Any]
 
@@ -73,7 +73,7 @@ def minor_version(version: str) -> str:
 
 @dataclass(frozen=True)
 class Target:
-    """A function that was found: `owner.attribute` is `function`."""
+    """A function that exists: `owner.attribute` is `function`."""
 
     owner: Any
     attribute: str
@@ -82,12 +82,12 @@ class Target:
 
 
 class InstalledHooks:
-    """Hooks in place, everywhere the functions have been imported by name; `restore()` undoes them.
+    """Hooks in place of their functions, in every module that imported a function by name, until `restore()`.
 
-    All targets are looked at before the first is replaced.
+    All functions are checked before the first is replaced.
 
     Raises:
-        HookError: a target is missing, or lacks a parameter.
+        HookError: a function is missing, or lacks a parameter.
     """
 
     def __init__(self, hooks: Iterable[Hook], version: str, mark: object = None) -> None:
@@ -99,17 +99,17 @@ class InstalledHooks:
             self._replaced.append((target, replacement))
 
     def restore(self) -> None:
-        """Put the originals back, also where the replacement was imported by name since; again does nothing."""
+        """Restore the originals, also in modules that imported a replacement by name. A second call does nothing."""
         while self._replaced:
             target, replacement = self._replaced.pop()
             _replace_everywhere(target, replacement, target.function)
 
 
 def find_target(needed: Needed, version: str) -> Target:
-    """The function that is needed.
+    """Import the module of a needed function and find the function; `version` is named in the errors.
 
     Raises:
-        HookError: it is missing, or lacks a parameter.
+        HookError: the function is missing, or lacks a parameter.
     """
     try:
         owner: Any = importlib.import_module(needed.module)
@@ -130,7 +130,7 @@ def find_target(needed: Needed, version: str) -> Target:
 
 
 def mark_of(function: Function) -> Any:
-    """The `mark` of the hooks that `function` was replaced by; None if it was not."""
+    """The `mark` of the `InstalledHooks` that replaced `function`; None if it is an original."""
     return getattr(function, _MARK, None)
 
 

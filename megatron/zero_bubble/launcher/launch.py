@@ -1,4 +1,4 @@
-"""Puts everything in place for a script, and takes it away again: `enable` and `disable`."""
+"""`enable` and `disable`: installs a schedule in Megatron-LM's trainer in this process, and removes it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from megatron.zero_bubble.launcher.session import Session
 
 SUPPORTED = ("0.16", "0.17", "0.18", "0.19", "0.20")
-"""Versions of megatron-core that the hooks were tried with; docs/megatron_lm.md says how."""
+"""Versions of megatron-core that the hooks are tested with; docs/megatron_lm.md says how."""
 
 
 class Launch:
     """Substitutions and hooks that are in place until `close()`.
 
     Args:
-        flags: what is asked for; without a schedule only the substitutions for a CPU are applied.
+        flags: the launcher's flags; without a schedule only the substitutions for a CPU are applied.
 
     Raises:
-        LauncherError: megatron-core or Megatron-LM's trainer is missing, of another version, or not as expected.
+        LauncherError: megatron-core or Megatron-LM's trainer is missing or unsupported, or there is no CUDA device.
     """
 
     def __init__(self, flags: LaunchFlags) -> None:
@@ -56,7 +56,7 @@ class Launch:
                 "torch finds no CUDA device on this machine: --zero-bubble-cpu (with enable(), cpu=True) runs on CPUs"
             )
         importlib.import_module("megatron.training.training")
-        # Only now: it imports megatron-core, which looks for a device and compiles as it is imported.
+        # Imported after the CPU substitutions: importing megatron-core looks for a device and compiles.
         from megatron.zero_bubble.launcher.session import Session, cpu_hooks
 
         hooks: list[Hook] = []
@@ -71,7 +71,7 @@ class Launch:
         self._hooks = InstalledHooks(hooks, version, mark=self)
 
     def close(self) -> None:
-        """Put everything back. Calling it again does nothing."""
+        """Remove the hooks and substitutions. A second call does nothing."""
         if self.session is not None:
             self.session.close()
         if self._hooks is not None:
@@ -84,7 +84,7 @@ def supported_version() -> str:
     """The version of the megatron-core that is imported.
 
     Raises:
-        LauncherError: it is not supported.
+        LauncherError: the version is not one of `SUPPORTED`.
     """
     core = importlib.import_module("megatron.core")
     if minor_version(core.__version__) not in SUPPORTED:
@@ -96,15 +96,15 @@ def supported_version() -> str:
 
 
 def enable(schedule: str | None = None, *, cpu: bool = False, **settings: object) -> None:
-    """Run this process's training with a schedule of ours. Call it before Megatron-LM's `pretrain`, on every rank.
+    """Train in this process with a zero-bubble schedule. Call `enable` on every rank, before Megatron-LM's `pretrain`.
 
     Args:
-        schedule: as `--zero-bubble-schedule`; None plans one from measured times, as `--zero-bubble`.
-        cpu: as `--zero-bubble-cpu`.
-        settings: the other flags by name, as `memory_limit="1.5"` for `--zero-bubble-memory-limit 1.5`.
+        schedule: the value of `--zero-bubble-schedule`; None plans a schedule from measured times, as `--zero-bubble`.
+        cpu: run on a machine without CUDA, as `--zero-bubble-cpu`.
+        settings: other flags by name: `memory_limit="1.5"` is `--zero-bubble-memory-limit 1.5`.
 
     Raises:
-        ValueError: it is enabled already, too late, or something does not fit.
+        ValueError: zero bubble is enabled already, process groups exist already, or a flag or version does not fit.
     """
     if _current() is not None:
         raise LauncherError("zero bubble is enabled already: call disable() first")
@@ -116,13 +116,13 @@ def enable(schedule: str | None = None, *, cpu: bool = False, **settings: object
 
 
 def disable() -> None:
-    """Undo `enable()`; does nothing where it is not enabled."""
+    """Undo `enable()`. Does nothing if zero bubble is not enabled."""
     launch = _current()
     if launch is not None:
         launch.close()
 
 
 def _current() -> Launch | None:
-    """The launch that is in place: the function that it replaced knows."""
+    """The `Launch` that is in place, which is the mark of the function it replaced; None if there is none."""
     schedules = importlib.import_module("megatron.core.pipeline_parallel.schedules")
     return mark_of(schedules.get_forward_backward_func)

@@ -1,4 +1,4 @@
-"""`python -m megatron.zero_bubble SCRIPT ARGUMENTS`."""
+"""The program `python -m megatron.zero_bubble SCRIPT ARGUMENTS`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron.zero_bubble.launcher.script import prepare_path, run_script
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the script; a user's mistake gives one line and exit status 2 on every rank."""
+    """Run the script that `argv` names; a user's mistake prints one line and gives exit status 2 on every rank."""
     return run_program(PROGRAM, lambda: _launch(argv), LauncherError)
 
 
@@ -46,7 +46,7 @@ def _run(command: CommandLine) -> None:
     try:
         run_script(script, arguments)
     except SystemExit as end:
-        # Megatron-LM leaves this way at --exit-interval and the like.
+        # Megatron-LM raises SystemExit at --exit-interval and similar flags.
         if end.code not in (None, 0):
             raise
     if launch.session is not None:

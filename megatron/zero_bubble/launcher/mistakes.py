@@ -1,7 +1,7 @@
-"""What ends a launch: the user's mistakes, each told in one line.
+"""Exceptions for the user's mistakes, which end a launch with one line of explanation.
 
 LauncherError     a flag, the script or its megatron-core does not fit
-  HookError       a function that is to be hooked is missing or has another signature
+  HookError       a function that the launcher hooks is missing or has another signature
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from contextlib import contextmanager
 
 
 class LauncherError(ValueError):
-    """The launch cannot work; the message says what would."""
+    """The launch cannot work; the message says what to change."""
 
 
 class HookError(LauncherError):
-    """A function that is to be hooked is not as it should be."""
+    """A function that the launcher hooks or calls is missing or has another signature."""
 
 
 @contextmanager
 def users_mistakes() -> Iterator[None]:
-    """Make every `ValueError` of our own checks a `LauncherError`: in the script's own code it may mean anything."""
+    """Turn a `ValueError` of a check into a `LauncherError`, to tell it from one that the script's code raises."""
     try:
         yield
     except LauncherError:

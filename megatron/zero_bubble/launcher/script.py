@@ -1,4 +1,4 @@
-"""Runs a script as `python SCRIPT ARGUMENTS` would, in this process."""
+"""Runs a script in this process as `python SCRIPT ARGUMENTS` would."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from pathlib import Path
 
 _NAMESPACE = "megatron"
 _HOME = Path(__file__).resolve().parents[3]
-"""The folder of the `megatron` that this package is a part of."""
+"""The folder that holds this package's part of `megatron`."""
 
 
 def run_script(script: Path, arguments: Sequence[str]) -> None:
-    """Run the script as `__main__`; `prepare_path` comes before."""
+    """Run the script as `__main__`. Call `prepare_path` before."""
     sys.argv = [str(script), *arguments]
     runpy.run_path(str(script), run_name="__main__")
 
 
 def prepare_path(script: Path) -> None:
-    """Make imports find what they would find without the launcher, and this package.
+    """Set `sys.path` as if Python had started the script itself, and keep this package importable.
 
-    Python puts a script's folder first on `sys.path`; `-m` had put the working directory there. The
-    folder may hold a `megatron` of its own. Where it is a namespace, as ours is, Python merges the two; where
-    it is a package with an `__init__.py`, it takes the name, and our part is added to its path.
+    Python puts a script's folder first on `sys.path`; `-m` put the working directory there. The script's folder may
+    hold another `megatron`. If that is a namespace, as ours is, Python merges the two. If it is a package with an
+    `__init__.py`, it takes the name, and our folder is added to its path.
     """
     sys.path[0] = str(script.resolve().parent)
     spec = PathFinder.find_spec(_NAMESPACE, sys.path)
@@ -36,7 +36,7 @@ def prepare_path(script: Path) -> None:
 
 
 def _adopt(spec: ModuleSpec) -> None:
-    """Import the package that the script would import, and make our part a part of it."""
+    """Import the `megatron` package that the script would import, and add our modules to it."""
     ours = {name: module for name, module in sys.modules.items() if name.startswith(f"{_NAMESPACE}.")}
     package = module_from_spec(spec)
     sys.modules[_NAMESPACE] = package

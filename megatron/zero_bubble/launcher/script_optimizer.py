@@ -1,8 +1,8 @@
-"""Post-validation in a script that calls `optimizer.step()` itself: the step has been taken when it does.
+"""Post-validation for a script that calls `optimizer.step()` itself: the schedule has taken the step by then.
 
-The script learns at once that its parameters were updated, which is so with fp32 and bf16, and the norm of
-the gradients in the iterations that it logs: those settle the step at its end. What else looks at gradients
-or parameters between a step and its validation is put off, or settles first.
+The hooked `optimizer.step()` reports at once that the parameters were updated, which holds with fp32 and bf16.
+It returns the norm of the gradients only in iterations that the script logs, after validating their step. Other
+functions that use gradients or parameters between a step and its validation are put off, or validate first.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _REFUSED = {
     "optimizer_cpu_offload": "it keeps the state of the steps where it is not looked for",
     "optimizer_cuda_graph": "it records a step together with its clipping",
 }
-"""Settings of the script that post-validation cannot honour, and why."""
+"""Settings of the script that post-validation does not support, and why."""
 
 
 _OPTIMIZER = "megatron.core.optimizer"
@@ -40,7 +40,11 @@ _UNTIL_0_18, _SINCE_0_19 = ("0.16", "0.17", "0.18"), ("0.19", "0.20")
 
 
 class ScriptPostValidation:
-    """What the script's optimizer does under post-validation."""
+    """Replaces the calls of a script to its optimizer under post-validation.
+
+    Raises:
+        LauncherError: the script has a setting that post-validation does not support.
+    """
 
     def __init__(self, script: Namespace, job: JobSettings) -> None:
         for name, reason in _REFUSED.items():
@@ -53,10 +57,14 @@ class ScriptPostValidation:
         self._post_validation: PostValidation | None = None
         self._outcome = StepOutcome(was_updated=True, grad_norm=None)
         self._is_first = True
-        """Scripts log the first iteration of a run, whatever the interval."""
+        """Whether no step has run yet: scripts log the first iteration of a run, whatever the interval."""
 
     def build(self, chunks: list[Any]) -> PostValidation | None:
-        """When the script has made its optimizer and its model."""
+        """Make the post-validation of the script's optimizer and model chunks; None with a single pipeline rank.
+
+        Raises:
+            LauncherError: the script has no optimizer of megatron-core, or one that does not support post-validation.
+        """
         if self._optimizer is None:
             raise LauncherError(f"{FLAG}: the script has no optimizer of megatron-core's get_megatron_optimizer")
         self._chunks = chunks
@@ -77,7 +85,7 @@ class ScriptPostValidation:
         return self._optimizer
 
     def step(self, call: Call) -> Any:
-        """In place of `optimizer.step()`: the schedule has stepped."""
+        """Hook in place of `optimizer.step()`: report the step that the schedule has taken."""
         if self._post_validation is None or call["self"] is not self._optimizer:
             return call.proceed()
         is_first, self._is_first = self._is_first, False
@@ -87,7 +95,7 @@ class ScriptPostValidation:
         return self._outcome.was_updated, self._outcome.grad_norm, self._outcome.num_zeros
 
     def _is_logged(self) -> bool:
-        """Whether the script prints or records this iteration's norm, or ends with it."""
+        """Whether the script prints or records the norm of this iteration, or ends after it."""
         script = self._script
         iteration = script.curr_iteration + 1
         writes = bool(getattr(script, "tensorboard_dir", None) or getattr(script, "wandb_project", None))
@@ -98,7 +106,7 @@ class ScriptPostValidation:
         )
 
     def unless_pending(self, call: Call) -> Any:
-        """Gradients of a step that may have to be amended are zeroed once it is settled."""
+        """Hook around zeroing gradients: skip the call while a step may be amended; settling zeroes them later."""
         if self._post_validation is None or not self._post_validation.is_pending:
             return call.proceed()
         return None
@@ -115,16 +123,16 @@ class ScriptPostValidation:
 
 
 def _agreed(run: Callable[[], ScriptPostValidation], parameter: str, call: Call) -> Any:
-    """In place of a reduction, for which every rank would wait, of what all ranks agree on: its result."""
+    """Hook in place of a reduction of a value that is equal on all ranks: return the value, so that no rank waits."""
     value = call[parameter]
     if not run().is_on:
         return call.proceed()
-    # Numbers are reduced as fp32, which is seen in the last digit of a learning rate.
+    # The reduction converts numbers to fp32, which changes the last digits of a logged learning rate.
     return torch.tensor(value, dtype=torch.float32).item() if isinstance(value, float) else value
 
 
 def needed_for_post_validation() -> Iterator[Needed]:
-    """What a step, its norm and its amendment call of megatron-core."""
+    """Functions of megatron-core that post-validation calls to step, to take the norm and to amend a step."""
     gradients, group = "the gradients whose norm is taken", "the ranks over which the norm is taken"
     again = "what the model computes with, after a step was undone"
     random = "forwards that are run again draw the same"
@@ -162,7 +170,7 @@ def needed_for_post_validation() -> Iterator[Needed]:
 
 
 def post_validation_hooks(run: Callable[[], ScriptPostValidation]) -> Iterator[Hook]:
-    """What is hooked for `--zero-bubble-post-validation`, and only for it."""
+    """The hooks that only `--zero-bubble-post-validation` needs."""
     optimizer = f"{_OPTIMIZER}.optimizer"
     yield Hook(
         _OPTIMIZER,

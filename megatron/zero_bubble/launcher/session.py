@@ -1,4 +1,4 @@
-"""A launch from the script's start to its end, and the table of everything that is hooked for it."""
+"""The hooks of a launch, and their state from the script's start to its end."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from megatron.zero_bubble.launcher.v_placement import VPlacement
 
 
 class Session:
-    """What the hooks do. The run begins when the script has its arguments and makes its process groups."""
+    """Holds the state that the hooks share. The run begins when the script makes its process groups."""
 
     def __init__(self, flags: LaunchFlags) -> None:
         self.flags = flags
         self._run: Run | None = None
 
     def hooks(self) -> Iterator[Hook]:
-        """Everything that is hooked for a schedule, in the order in which the script comes to it.
+        """The hooks that a schedule needs, in the order in which the script reaches them.
 
-        The hooks of a V are in place under every schedule, and do nothing unless the stages are placed in a V.
+        The hooks for a V placement are installed under every schedule, and do nothing without a V.
         """
         state = "megatron.core.parallel_state"
         yield Hook(
@@ -76,13 +76,17 @@ class Session:
             yield from post_validation_hooks(lambda: self.run.post_validation)
 
     def needed(self) -> Iterator[Needed]:
-        """What is called without being hooked, and has changed between versions or may."""
+        """Functions that are called but not hooked, and that differ between versions or may change."""
         if self.flags.zero_bubble_post_validation:
             yield from needed_for_post_validation()
 
     @property
     def run(self) -> Run:
-        """The run, once it has begun."""
+        """The run that the script began.
+
+        Raises:
+            LauncherError: the script has not made megatron-core's process groups yet.
+        """
         if self._run is None:
             raise LauncherError(
                 "the script builds a model or asks for its schedule before megatron-core's process groups are there: "
@@ -108,10 +112,10 @@ class Session:
         call.proceed()
 
     def check_trained(self) -> None:
-        """At the script's end.
+        """Check at the script's end that the schedule was used.
 
         Raises:
-            LauncherError: no step ran under the schedule, so that nothing of what was asked for has happened.
+            LauncherError: the script had iterations to train, and no step ran under the schedule.
         """
         if self._run is None or (self._run.num_steps == 0 and not self._run.had_nothing_to_train):
             raise LauncherError(
@@ -125,7 +129,7 @@ class Session:
 
 
 def cpu_hooks() -> Iterator[Hook]:
-    """What `--zero-bubble-cpu` hooks in Megatron-LM's trainer, beside the substitutions of `mcore/cpu.py`."""
+    """The hooks of `--zero-bubble-cpu` in Megatron-LM's trainer, beside the substitutions of `mcore/cpu.py`."""
 
     def allow_no_cuda(call: Call) -> Any:
         call["allow_no_cuda"] = True

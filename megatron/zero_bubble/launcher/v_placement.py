@@ -1,4 +1,4 @@
-"""Makes a script that knows megatron-core's own placements build and feed stages that lie in a V."""
+"""Makes a script build and feed stages placed in a V, although it knows only megatron-core's placements."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from megatron.zero_bubble.schedule import Placement
 
 
 class VPlacement:
-    """The first and the last stage are on rank 0: what that changes for the script.
+    """Hooks for a V placement, which puts the first and the last stage on rank 0.
 
-    A script asks megatron-core which stage it is at in order to read data, and expects the losses on the last
+    A script asks megatron-core for its stage to decide whether to read data, and expects the losses on the last
     rank, which logs them.
     """
 
@@ -27,14 +27,14 @@ class VPlacement:
         self._placement = placement
         self._chunks: list[torch.nn.Module] = []
         self._running: int | None = None
-        """The stage whose forward step runs."""
+        """The stage whose forward step runs now; None outside of forward steps."""
 
     def set_embedding_ranks(self, call: Call) -> None:
-        """`initialize_model_parallel`: who takes part in reducing tied embeddings."""
+        """Hook around `initialize_model_parallel`: set the ranks that reduce tied embeddings."""
         call["get_embedding_ranks"] = embedding_ranks(self._placement)
 
     def build(self, call: Call) -> None:
-        """Around the constructor of `GPTModel`: the chunk gets the layers, the embedding and the loss of its stage."""
+        """Hook around the constructor of `GPTModel`: give the chunk the layers, embedding and loss of its stage."""
         chunk = call["vp_stage"]
         assert chunk is not None, "the script builds two chunks a rank: checked at its start"
         rank = parallel_state.get_pipeline_model_parallel_rank()
@@ -55,7 +55,7 @@ class VPlacement:
         return self._is_stage(call, self._placement.num_stages - 1)
 
     def _is_stage(self, call: Call, wanted: int) -> bool:
-        """Answer for the stage whose forward step runs, else for the chunk that is asked about, else for the rank."""
+        """Whether the running stage is `wanted`; outside of forward steps, the answer for the call's chunk or rank."""
         if self._running is not None:
             return self._running == wanted
         if call["ignore_virtual"] or call["vp_stage"] is None:
@@ -64,7 +64,7 @@ class VPlacement:
         return self._placement.stage_of(rank, call["vp_stage"]) == wanted
 
     def placed(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
-        """The script's forward step, which is told of the stage that it runs for."""
+        """The script's forward step, wrapped so that the stage hooks answer for the stage of its chunk."""
 
         def placed_forward_step(data_iterator: Any, model: torch.nn.Module, *more: Any, **options: Any) -> Any:
             rank = parallel_state.get_pipeline_model_parallel_rank()
@@ -83,14 +83,14 @@ class VPlacement:
             self._running = None
 
     def to_last_rank(self, losses: list[Any]) -> list[Any]:
-        """What the loss function returned, on the last rank too; a collective call of the pipeline.
+        """Copy the loss function's results to the last rank, which logs them; a collective call of the pipeline.
 
         Args:
-            losses: one entry a microbatch on the rank of the last stage, of tensors and plain values.
+            losses: on the rank of the last stage, one entry a microbatch, of tensors and plain values.
         """
         group = parallel_state.get_pipeline_model_parallel_group()
         holder = self._placement.rank_of(self._placement.num_stages - 1)
-        # On the host: an object travels with its device, and that is another one on each rank.
+        # Tensors move to the host first: pickling keeps a tensor's device, which differs between ranks.
         objects: list[Any] = [_moved(losses, "cpu") if group.rank() == holder else None]
         dist.broadcast_object_list(objects, src=dist.get_global_rank(group, holder), group=group)
         if group.rank() == group.size() - 1:
