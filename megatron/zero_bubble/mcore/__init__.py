@@ -1,1 +1,1 @@
-"""The only code that touches the insides of megatron-core."""
+"""The only code that touches megatron-core's internals."""

@@ -16,7 +16,7 @@ from megatron.zero_bubble.mcore.context_parallel import ContextParallelAttention
 class TorchAttention(DotProductAttention):
     """megatron-core's local attention, computed by `torch.nn.functional.scaled_dot_product_attention`.
 
-    On a GPU torch takes a kernel that never writes the matrix of scores to memory.
+    On a GPU torch uses a kernel that never writes the matrix of scores to memory.
     """
 
     def forward(
@@ -29,12 +29,15 @@ class TorchAttention(DotProductAttention):
         attention_bias: None = None,
         packed_seq_params: None = None,
     ) -> torch.Tensor:
-        """Attend as megatron-core's class does.
+        """Compute attention as megatron-core's class does.
 
         Args:
             query, key, value: [sequence, batch, heads, channels]; key and value may have fewer heads.
             attention_mask: broadcast to [batch, heads, queries, keys], True where attention is forbidden; None for a
-                causal one.
+                causal mask.
+
+        Returns:
+            [sequence, batch, heads * channels].
         """
         assert attention_bias is None, "no flag of ours asks for it"
         assert packed_seq_params is None, "no flag of ours asks for it"
@@ -53,7 +56,7 @@ class TorchAttention(DotProductAttention):
         return context.permute(2, 0, 1, 3).flatten(2).contiguous()
 
     def _random_state(self) -> contextlib.AbstractContextManager[Any]:
-        """Let each tensor-parallel rank draw its own dropout; under sequence parallelism it does already."""
+        """Let each tensor-parallel rank draw its own dropout, as it already does under sequence parallelism."""
         if self.config.sequence_parallel:
             return contextlib.nullcontext()
         fork: contextlib.AbstractContextManager[Any] = tensor_parallel.get_cuda_rng_tracker().fork()
@@ -61,11 +64,11 @@ class TorchAttention(DotProductAttention):
 
 
 class ContextParallelTorchAttention(ContextParallelAttention, TorchAttention):
-    """Shares the sequence as `ContextParallelAttention` does and attends as `TorchAttention` does."""
+    """Torch's fused attention over a sequence that context-parallel ranks share."""
 
 
 def core_attention(config: TransformerConfig, *, uses_torch: bool) -> type[DotProductAttention]:
-    """Choose the class of the core attention in local layers."""
+    """Return the class of core attention for local layers; `uses_torch` chooses torch's fused kernels."""
     if config.context_parallel_size > 1:
         return ContextParallelTorchAttention if uses_torch else ContextParallelAttention
     return TorchAttention if uses_torch else DotProductAttention

@@ -1,11 +1,11 @@
 """Reads checkpoints in torch_dist format without running code that they hold.
 
-A pickle can name any function to be called while it is read, and a checkpoint has pickles in three places. Here each
-is read by an unpickler that knows the classes which belong there, and refuses every other name:
+Reading a pickle calls any function that the pickle names, and a checkpoint has pickles in three places. Each is read
+here with an unpickler that allows only the classes which belong there:
 
-- `.metadata`, which torch and megatron-core read with plain `pickle`, by the list below;
-- the objects in the `.distcp` files, for which torch demands plain `pickle`, by `torch.load(weights_only=True)`;
-- `common.pt` by the same, whatever the environment says of it.
+- `.metadata`, which torch and megatron-core read with plain `pickle`: the classes in `_METADATA_NAMES`;
+- the objects in the `.distcp` files, which torch reads with plain `pickle`: `torch.load(weights_only=True)`;
+- `common.pt`: the same, even where an environment variable switches `weights_only` off.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _METADATA_NAMES = {
         *("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"),
     )),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    # Until torch 2.2, and until megatron-core 0.15.
+    # Written by torch up to 2.2 and by megatron-core up to 0.15.
     ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"),
     ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"),
@@ -53,20 +53,20 @@ _METADATA_NAMES = {
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be read or written, as one line for the user."""
+    """Raised when a checkpoint cannot be read or written; its message is one line for the user."""
 
 
 def first_sentence(error: BaseException) -> str:
-    """Shorten an error to its first sentence, without the advice and the traces that some libraries add."""
+    """Return the first sentence of an error's message, without the advice and traces that some libraries add."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0].split(". ")[0] if lines else type(error).__name__
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Read what the checkpoint in `folder` consists of, and where in its files each part lies.
+    """Read the list of a checkpoint's parts and of their places in its files, from `.metadata` in `folder`.
 
     Raises:
-        CheckpointError: the file is missing, damaged, or no description of a checkpoint.
+        CheckpointError: the file is missing or damaged, or does not describe a checkpoint.
     """
     with _reading(METADATA_FILE), open(folder / METADATA_FILE, "rb") as file:
         metadata: Metadata = _MetadataUnpickler(file).load()
@@ -79,7 +79,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def extents(metadata: Metadata) -> dict[str, int]:
-    """Return the smallest number of bytes that each file of a checkpoint must have."""
+    """Return the smallest size in bytes that each file of a checkpoint must have, by file name."""
     ends: dict[str, int] = {}
     for place in metadata.storage_data.values():
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
@@ -87,10 +87,10 @@ def extents(metadata: Metadata) -> dict[str, int]:
 
 
 def read_common(folder: str | Path) -> dict[str, Any]:
-    """Read the part that all ranks share: flags, iteration, hyperparameters.
+    """Read the part of a checkpoint that all ranks share, `common.pt`: flags, iteration, hyperparameters.
 
     Raises:
-        CheckpointError: the file is missing, damaged, or names what could run code.
+        CheckpointError: the file is missing or damaged, or names something that could run code.
     """
     with _reading(COMMON_FILE):
         common = _load_restricted(io.BytesIO((Path(folder) / COMMON_FILE).read_bytes()))
@@ -106,20 +106,20 @@ def load(request: dict[str, Any], folder: Path, metadata: Metadata) -> dict[str,
         metadata: from `read_metadata`, of the same folder.
 
     Raises:
-        CheckpointError: on every rank, if any of them finds its part missing, damaged or of another kind.
+        CheckpointError: on every rank, if any rank finds its part missing, damaged or of another kind.
     """
     try:
         with _restricted(metadata):
             state: dict[str, Any] = dist_checkpointing.load(request, str(folder), common_strategy=_CommonReader())
     except CheckpointException as error:
-        # torch raises it on all ranks, with what each of them found.
+        # torch raises this on all ranks, with the errors of each rank.
         reason, _ = error.failures[min(error.failures)]
         raise CheckpointError(first_sentence(reason)) from error
     return state
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Unpickles the classes that a `.metadata` file consists of, and no others."""
+    """Unpickles only the classes that a `.metadata` file consists of."""
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
@@ -129,7 +129,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _load_restricted(file: io.BytesIO) -> Any:
-    """Read tensors, plain values and the classes that megatron-core holds for safe with `torch.load`."""
+    """Read with `torch.load`, allowing tensors, plain values and the classes that megatron-core declares safe."""
     # A checkpoint holds NumPy's random state, whose constructor NumPy 1 and NumPy 2 save under different names.
     make_array: Any = np.empty(0).__reduce__()[0]
     names: list[Any] = [(make_array, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")]
@@ -139,7 +139,10 @@ def _load_restricted(file: io.BytesIO) -> Any:
 
 @contextmanager
 def _reading(name: str) -> Iterator[None]:
-    """Turn every error inside the `with` block into one that names the file: damaged bytes can raise anything."""
+    """Turn any error inside the `with` block into a `CheckpointError` that names the file.
+
+    Damaged bytes can raise anything.
+    """
     try:
         yield
     except FileNotFoundError as error:
@@ -149,7 +152,7 @@ def _reading(name: str) -> Iterator[None]:
 
 
 def _why(error: Exception) -> str:
-    """Say in one line what is wrong with a file. torch's own message advises to load it all the same."""
+    """Describe in one line what is wrong with a file; torch's own message advises to load it all the same."""
     if isinstance(error, pickle.UnpicklingError):
         if name := re.search(r"GLOBAL (\S+)", str(error)):
             return f"it names {name[1]}, which is no part of a checkpoint and could run code"
@@ -166,7 +169,7 @@ class _CommonReader(TorchCommonLoadStrategy):
 
 
 class _Reader(FileSystemReader):
-    """torch's reader of the `.distcp` files, which takes a description that was read before, and names a bad file."""
+    """torch's reader of `.distcp` files, but given the metadata, which it does not unpickle; errors name the file."""
 
     def __init__(self, metadata: Metadata, path: str) -> None:
         super().__init__(path)
@@ -188,7 +191,7 @@ class _Reader(FileSystemReader):
 
 
 class _Planner(torch_dist.MCoreLoadPlanner):
-    """megatron-core's planner of a load, which refuses what is not there in one line, and unpickles restricted."""
+    """megatron-core's load planner, but missing parts are an error of one line, and unpickling is restricted."""
 
     def create_local_plan(self) -> LoadPlan:
         missing = [name for name in self.state_dict if name not in self.metadata.state_dict_metadata]
@@ -202,7 +205,7 @@ class _Planner(torch_dist.MCoreLoadPlanner):
         if "_extra_state" in read_item.dest_index.fqn:
             for part in objects:
                 _check_extra_state(read_item.dest_index.fqn, part)
-        # torch unpickles without restriction: here what we have just pickled.
+        # torch unpickles without restriction, so it gets only what was just pickled here.
         harmless = io.BytesIO()
         torch.save(objects, harmless)
         harmless.seek(0)
@@ -210,7 +213,7 @@ class _Planner(torch_dist.MCoreLoadPlanner):
 
 
 def _check_extra_state(name: str, state: Any) -> None:
-    """Refuse an extra state of a layer that Transformer Engine would unpickle without restriction."""
+    """Raise an error for a layer's extra state if Transformer Engine would unpickle it without restriction."""
     if isinstance(state, torch.Tensor) and state.numel() > 0:
         raise ValueError(f"{name} is a state of FP8 training, which is unpickled by Transformer Engine")
     if isinstance(state, io.BytesIO):
@@ -219,7 +222,7 @@ def _check_extra_state(name: str, state: Any) -> None:
 
 @contextmanager
 def _restricted(metadata: Metadata) -> Iterator[None]:
-    """Let megatron-core load with the reader and the planner above inside the `with` block."""
+    """Make megatron-core load with `_Reader` and `_Planner` inside the `with` block."""
     replacements = {"CachedMetadataFileSystemReader": partial(_Reader, metadata), "MCoreLoadPlanner": _Planner}
     originals = {name: getattr(torch_dist, name) for name in replacements}
     try:

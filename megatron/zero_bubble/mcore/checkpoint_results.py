@@ -1,4 +1,4 @@
-"""How megatron-core's writers of checkpoints hand over what they have done, in every version that the launcher runs."""
+"""Keeps the results of megatron-core's checkpoint writers in the process, for every version that the launcher runs."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 
 def keep_results_in_process() -> None:
-    """Let the writer hand its results over within this process, which is where a synchronous save writes.
+    """Let megatron-core's checkpoint writer return its results through a queue in this process.
 
-    Otherwise megatron-core starts a server process for them with the first save, 150 MB a rank, that nobody ends when
-    the rank is killed. A save in the background needs it: call this only where there are none.
+    By default megatron-core starts a server process for them at the first save: it takes 150 MB a rank, and nobody ends
+    it when the rank is killed. Asynchronous saves need that server: call this only in a job that makes none.
     """
     if filesystem_async._results_queue is None:
         filesystem_async._results_queue = queue.Queue()

@@ -1,4 +1,4 @@
-"""Writes checkpoints in torch_dist format: every rank hears of an error on any of them, and nothing outlives a rank."""
+"""Writes checkpoints in torch_dist format; an error on one rank is raised on all ranks."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ _ONLY_ON_RANK_0 = (
 
 
 def save(state: dict[str, Any], folder: Path, content_metadata: dict[str, Any]) -> None:
-    """Write `state`, each rank its part, to an empty folder; a collective call.
+    """Write each rank's part of `state` to an empty folder; a collective call of all ranks.
 
     Raises:
-        CheckpointError: on every rank, if any of them cannot write.
+        CheckpointError: on every rank, if any rank cannot write.
     """
     with _failures_after_the_end() as failures:
         try:
             dist_checkpointing.save(state, str(folder), content_metadata=content_metadata)
         except CheckpointException as error:
-            # On every rank, because the ranks have exchanged what their writers said; the first one knows what.
+            # Raised on every rank, because the ranks have exchanged the errors of their writers.
             failures += [_reason(failure) for failure, _ in error.failures.values()]
     jointly(lambda: _raise_first(failures))
 
 
 def _reason(error: BaseException) -> str:
-    """Say why a write failed, in the system's words where torch and megatron-core have passed them on."""
+    """Describe why a write failed, in the operating system's words where torch and megatron-core pass them on."""
     text = first_sentence(error).removeprefix("Worker failure: ")
     if "inline_container.cc" in text:
         return "a write failed, as on a full disk"
@@ -57,13 +57,13 @@ def _raise_first(failures: list[str]) -> None:
 
 @contextmanager
 def _failures_after_the_end() -> Iterator[list[str]]:
-    """Collect the failures of rank 0's own writes in a list instead of raising them.
+    """Collect the errors of the files that rank 0 alone writes in a list, instead of raising them.
 
-    megatron-core would leave the other ranks in a collective that rank 0 never comes to.
+    If rank 0 raised them, the other ranks would wait for it for ever in megatron-core's next collective call.
     """
     failures: list[str] = []
     originals = [(owner, name, getattr(owner, name)) for owner, name in _ONLY_ON_RANK_0]
-    # The writers' errors arrive as an exception, too.
+    # The writers' errors are not logged, because they arrive as an exception, too.
     writers_log = logging.getLogger(filesystem_async.__name__)
     level = writers_log.level
     try:

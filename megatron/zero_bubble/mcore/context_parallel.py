@@ -1,4 +1,4 @@
-"""Context parallelism for megatron-core's local attention, which refuses it without Transformer Engine."""
+"""Context parallelism for local attention, which megatron-core supports only with Transformer Engine."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 
 class ContextParallelAttention(DotProductAttention):
-    """Each rank's queries attend to the keys and values of all ranks, gathered; memory for those is not saved.
+    """Local attention over a sequence that context-parallel ranks share.
 
+    Each rank gathers the keys and values of all ranks for its own queries, so it saves no memory for keys and values.
     The sequence is cut as megatron-core cuts it (`get_batch_on_this_cp_rank`): into twice as many parts as ranks,
     of which rank r holds the r-th from the front and the r-th from the back, for equal work under a causal mask.
     Backward sums the gradients of keys and values over the ranks and leaves each rank its part.
@@ -43,12 +44,15 @@ class ContextParallelAttention(DotProductAttention):
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Attend as megatron-core's class does, for this rank's part of the sequence.
+        """Compute attention as megatron-core's class does, for this rank's part of the sequence.
 
         Args:
             query, key, value: [sequence / ranks, batch, heads, channels]; key and value may have fewer heads.
             attention_mask: [batch, 1, sequence / ranks, sequence], True where attention is forbidden; None
-                for a causal one.
+                for a causal mask.
+
+        Returns:
+            [sequence / ranks, batch, heads * channels].
         """
         size = self._group.size()
         parts = [positions(len(query), rank, size, query.device) for rank in range(size)]
@@ -62,7 +66,7 @@ class ContextParallelAttention(DotProductAttention):
 
 
 def positions(length: int, rank: int, size: int, device: torch.device) -> torch.Tensor:
-    """Return the places in the whole sequence of the `length` tokens that context-parallel rank `rank` holds."""
+    """Return the positions in the whole sequence of the `length` tokens that context-parallel rank `rank` holds."""
     half = length // 2
     first, last = rank * half, (2 * size - rank - 1) * half
     return torch.cat([torch.arange(start, start + half, device=device) for start in (first, last)])

@@ -1,8 +1,8 @@
 """Lets megatron-core run on a machine without CUDA.
 
-megatron-core allocates on `torch.cuda.current_device()`, forks CUDA's random state, and compares
-types with `torch.cuda.FloatTensor`. `substitute_cuda()` stands the CPU in for each of these, listed
-with its reason in `substitutions()`, and can be undone. On a machine with CUDA it touches nothing.
+megatron-core allocates on `torch.cuda.current_device()`, forks CUDA's random state, and compares types with
+`torch.cuda.FloatTensor`. `substitute_cuda()` replaces each of these by a function for the CPU, until it is undone;
+`substitutions()` lists them with their reasons. On a machine with CUDA it changes nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TENSOR_TYPES = ("Float", "Half", "BFloat16", "Double", "Int", "Long", "Byte", "
 
 
 class Substitution(NamedTuple):
-    """Replaces `owner.name` by `replacement`, for `reason`."""
+    """One attribute, `owner.name`, the value that replaces it, and the reason."""
 
     owner: Any
     name: str
@@ -39,28 +39,29 @@ def substitutions() -> Iterator[Substitution]:
 
 
 ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
-"""Variables that are set as well, where the user has not: megatron-core compiles some of its functions
-when it is imported, which on a CPU takes minutes and gains nothing."""
+"""Environment variables that are set together with the substitutions, unless the user has set them.
+
+megatron-core compiles some of its functions when it is imported, which on a CPU takes minutes and gains nothing."""
 
 
 class CpuSubstitution:
-    """The applied substitutions; `restore()` undoes them, so that tests leave nothing behind."""
+    """Applies substitutions when it is created; `restore()` undoes them."""
 
     def __init__(self, environment: Mapping[str, str], applied: Iterable[Substitution]) -> None:
         self._added = [name for name in environment if name not in os.environ]
         os.environ.update({name: environment[name] for name in self._added})
         self._originals: list[tuple[Any, str, Any]] = []
-        for owner, name, replacement, _ in list(applied):  # which imports megatron-core: the environment comes first
+        for owner, name, replacement, _ in list(applied):  # imports megatron-core, which reads the environment
             self._originals.append((owner, name, owner.__dict__.get(name, _ABSENT)))
             setattr(owner, name, replacement)
 
     @property
     def is_applied(self) -> bool:
-        """Whether anything is stood in for: nothing is where there is CUDA."""
+        """Whether anything is replaced at present; on a machine with CUDA nothing is."""
         return bool(self._originals)
 
     def restore(self) -> None:
-        """Put back what was there before. Calling it again does nothing."""
+        """Put the original attributes and environment back. Calling it again does nothing."""
         while self._originals:
             owner, name, original = self._originals.pop()
             if original is _ABSENT:
@@ -72,7 +73,7 @@ class CpuSubstitution:
 
 
 def substitute_cuda() -> CpuSubstitution:
-    """Apply all substitutions where torch finds no CUDA device; on a GPU, none."""
+    """Apply all substitutions if torch finds no CUDA device, and none otherwise."""
     if torch.cuda.is_available():
         return CpuSubstitution({}, [])
     return CpuSubstitution(ENVIRONMENT, substitutions())
@@ -125,10 +126,10 @@ def _random_state() -> Iterator[Substitution]:
 
 
 class _DeviceGenerator:
-    """Stands in for CUDA's generator: its draws are torch's CPU generator's, with a state that is put there for them.
+    """Emulates CUDA's random generator: torch's CPU generator draws, after it is given the emulated generator's state.
 
-    A loader that is opened, or a dataset, draws from the CPU generator. With one state for both, that would change the
-    dropout of a run that is resumed.
+    The state is separate because data loaders and datasets draw from the CPU generator, too: with one state for both,
+    opening a loader would change the dropout of a resumed run.
     """
 
     def __init__(self) -> None:
@@ -181,7 +182,7 @@ class _DeviceGenerator:
 
 
 def _generator_in_use() -> _DeviceGenerator | None:
-    """Return the generator of substitutions that are applied already, so that nested ones share a device."""
+    """Return the generator of substitutions that are applied already, which nested substitutions share."""
     owner = getattr(torch.cuda.get_rng_state, "__self__", None)
     return owner if isinstance(owner, _DeviceGenerator) else None
 
@@ -214,7 +215,7 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
         device = kwargs.get("device")
         if device is not None and str(device).startswith("cuda"):
             kwargs["device"] = "cpu"
-        # With context parallelism, rotary positions are pinned, to be copied to the device.
+        # With context parallelism megatron-core pins rotary positions, to copy them to the device.
         kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
 
@@ -222,7 +223,7 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _cuda_named(type_of: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a `Tensor.type` that gives CPU tensors the type names of CUDA tensors."""
+    """Return a `Tensor.type` that gives CPU tensors the type names of CUDA tensors."""
 
     def cuda_named(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         answer = type_of(self, *args, **kwargs)

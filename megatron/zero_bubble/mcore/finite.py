@@ -1,9 +1,8 @@
-"""Ends a training that would follow a loss or a gradient that is not finite, and says where it comes from.
+"""Ends the training when a loss, gradient or weight is not finite, and names the first value that is not.
 
-megatron-core has a check of its own, which waits for the device twice for each bucket of gradients. This one costs
-nothing while all is well: the optimizer reduces the norm of all gradients over all ranks before it steps, and that
-norm is finite only where each of them is. Once it is not, every rank learns it in the same step, and they look for
-the cause together.
+megatron-core's own check waits for the device twice for each bucket of gradients. This check costs nothing while all
+values are finite: the optimizer reduces the norm of all gradients over all ranks before it steps, and the norm is
+finite only if every gradient is. If it is not, every rank learns so in the same step, and all look for the cause.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ _LAYER = re.compile(r"(?<=decoder\.layers\.)\d+(?=\.)")
 
 
 def spoil_if_infinite(loss: torch.Tensor) -> torch.Tensor:
-    """Return the loss with the same value and gradient, bit for bit, but with a NaN gradient if it is infinite.
+    """Return `loss`, bitwise the same in value and gradient, but with a NaN gradient if it is infinite.
 
-    The gradient of an infinite loss may be finite. A NaN shows in the norm of all gradients, on all ranks.
+    The gradient of an infinite loss may be finite. A NaN gradient shows in the norm of all gradients, on all ranks.
     """
     return loss * (1 + 0 * loss.detach())
 
 
 @dataclass(frozen=True, order=True)
 class _Finding:
-    """A value that is not finite; the smallest finding is the likeliest cause of the others."""
+    """A value that is not finite; of several findings the smallest is the likeliest cause."""
 
     kind: int
     """0 for a weight, 1 for a loss, 2 for a gradient."""
@@ -48,13 +47,13 @@ class _Finding:
 
 
 class FiniteCheck:
-    """Looks at losses, gradients and weights, and raises an error on all ranks if one is not finite.
+    """Checks losses, gradients and weights, and raises an error on all ranks if one is not finite.
 
     Args:
         chunks: this rank's modules in DDP.
-        placement: where their stages are.
-        error: the type that is raised, with one line.
-        iteration: says which iteration it is.
+        placement: tells which stages the chunks are.
+        error: the type of error that is raised, with a message of one line.
+        iteration: returns the number of the present iteration.
     """
 
     def __init__(
@@ -74,11 +73,11 @@ class FiniteCheck:
         """The losses of this iteration's microbatches on this rank."""
         for chunk in chunks:
             for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
-                # DDP calls this before it reduces gradients, if its config says so.
+                # DDP calls this before it reduces gradients, if its config asks for a check.
                 group.check_grads = partial(self._record_norms, group)
 
     def _record_norms(self, group: Any, **unused: bool) -> None:
-        """Remember the norms of this rank's gradients before they are reduced over replicas, without waiting."""
+        """Keep the norms of this rank's gradients before they are reduced over replicas, without waiting for them."""
         self._unreduced_norms[id(group)] = torch.stack([bucket.grad_data.norm() for bucket in group.buckets])
 
     def watch(self, optimizer: MegatronOptimizer) -> None:
@@ -87,7 +86,7 @@ class FiniteCheck:
 
         def prepare_grads() -> bool:
             found = prepare()
-            if found:  # by a constant loss scale, which does not adapt
+            if found:  # with a constant loss scale, which does not adapt
                 self.check_norm(None)
             return found
 
@@ -99,7 +98,7 @@ class FiniteCheck:
         optimizer.prepare_grads, optimizer.get_grad_norm = prepare_grads, get_grad_norm
 
     def check_norm(self, norm: float | None) -> None:
-        """Check the norm of all gradients, which is the same on all ranks; it is None where it was not computed."""
+        """Check the norm of all gradients, the same on all ranks; None, where it was not computed, counts as wrong."""
         if norm is None or not math.isfinite(norm):
             self._end(f"iteration {self._iteration()}", self._find())
 
@@ -109,7 +108,7 @@ class FiniteCheck:
         self._agree(f"validation at iteration {self._iteration()}", any(map(_is_wrong, self.losses)))
 
     def check_weights(self) -> None:
-        """Check all weights, before a checkpoint is made of them; a collective call of all ranks."""
+        """Check all weights, before they are saved; a collective call of all ranks."""
         is_wrong = any(_is_wrong(parameter) for _, _, parameter in self._parameters())
         self._agree(f"checkpoint of iteration {self._iteration()}", is_wrong)
 
@@ -146,7 +145,7 @@ class FiniteCheck:
         return None
 
     def _find_gradient(self) -> _Finding | None:
-        """Find the last parameter whose gradient is not finite: backward computes its gradient first."""
+        """Find the last parameter, in model order, whose gradient is not finite: backward computes it first."""
         norms = self._unreduced_norms.values()
         if norms and not any(map(_is_wrong, norms)):
             return None  # the value that is not finite comes from a replica

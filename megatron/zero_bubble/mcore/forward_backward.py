@@ -1,8 +1,4 @@
-"""A `Stage` made of megatron-core's `forward_step` and `backward_step`.
-
-One `MegatronStage` lives for one call of the forward-backward function: it knows the call's arguments,
-and collects what the loss function returns.
-"""
+"""Implements `Stage`, what the executor runs, with megatron-core's `forward_step` and `backward_step`."""
 
 from __future__ import annotations
 
@@ -30,10 +26,10 @@ _TAKES_MODEL_TYPE = "model_type" in inspect.signature(mcore.backward_step).param
 
 
 class GradSync:
-    """megatron-core's `no_sync` around every operation but those of the last microbatch.
+    """Keeps every operation but those of the last microbatch inside megatron-core's `no_sync`.
 
-    DDP counts a parameter as ready when its gradient arrives outside of `no_sync`. The W of an early
-    microbatch may run after the B of the last one, so the switch is set for each operation by itself.
+    DDP counts a parameter as ready when its gradient arrives outside of `no_sync`. `no_sync` is entered or left before
+    each operation, because the W of an early microbatch may run after the B of the last one.
     """
 
     def __init__(self, no_sync: NoSync | list[NoSync] | None, num_chunks: int) -> None:
@@ -42,7 +38,7 @@ class GradSync:
         self._entered: dict[int, contextlib.AbstractContextManager[Any]] = {}
 
     def enable(self, chunk: int, enabled: bool) -> None:
-        """Let the gradients of `chunk` that arrive from now on count as the last ones, or not."""
+        """Leave `no_sync` of `chunk` if `enabled`, so that DDP counts its gradients as ready; else enter it."""
         if enabled and chunk in self._entered:
             self._entered.pop(chunk).__exit__(None, None, None)
         elif not enabled and chunk not in self._entered:
@@ -56,7 +52,7 @@ class GradSync:
 
 @dataclass
 class MegatronStage:
-    """The computation of one rank in one step.
+    """The computation of one rank in one call of the forward-backward function.
 
     Attributes:
         forward_step_func: the user's forward step, as megatron-core takes it.
@@ -67,8 +63,8 @@ class MegatronStage:
         forward_data_store: what the loss function returned, one entry a microbatch, on the last stage.
         num_tokens: sum of the token counts that the loss function returned.
         finalize: reduces the gradients of this rank, as megatron-core does at the end of a step.
-        post_validation: takes the optimizer's step within the schedule; None where that comes after it.
-        num_early_forwards: that all ranks run before they validate.
+        post_validation: takes the optimizer's step within the schedule; None if the step comes after the schedule.
+        num_early_forwards: number of forwards that all ranks together run before VALIDATE.
     """
 
     forward_step_func: Callable[..., Any]
@@ -98,7 +94,7 @@ class MegatronStage:
             self._prepare_restart()
 
     def _prepare_restart(self) -> None:
-        """Prepare to run this step's forwards again, in case validation finds the last step wrong."""
+        """Save what is needed to run this step's forwards again if validation finds the last step wrong."""
         self._restart = Restart(self.model_chunks)
         self.data_iterators, self._rewindable = make_rewindable(self.data_iterators)
 
@@ -140,11 +136,11 @@ class MegatronStage:
         self._grad_sync.enable(op.chunk, op.microbatch == self.num_microbatches - 1)
 
     def message_spec(self, op: Op | None = None) -> TensorSpec:
-        """Describe the messages: activations and their gradients all have the same shape."""
+        """Describe the messages of this rank: all activations and gradients have the same shape."""
         return TensorSpec(self.output_shape, self._config.pipeline_dtype, self.device)
 
     def finish(self) -> None:
-        """Leave `no_sync`, as DDP expects between steps, and reduce the gradients, which are all there."""
+        """Leave `no_sync`, as DDP expects between steps, and reduce the gradients, which are complete."""
         self._grad_sync.enable_all()
         self.finalize(self)
 

@@ -1,4 +1,4 @@
-"""megatron-core's layers; the local ones allow sequence and context parallelism without Transformer Engine."""
+"""Specs of megatron-core's layers; local layers get sequence and context parallelism without Transformer Engine."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from megatron.zero_bubble.mcore.attention import core_attention
 
 
 class SequenceParallelNorm:
-    """torch's LayerNorm or RMSNorm, whose parameters say that their gradients are partial.
+    """torch's LayerNorm or RMSNorm with parameters marked `sequence_parallel`, because their gradients are partial.
 
-    Under sequence parallelism each tensor-parallel rank normalises its slice of the sequence.
-    megatron-core sums the gradients of parameters marked `sequence_parallel` over the ranks at the end of a
-    step; its own wrapper of torch's norms does not mark them, and refuses.
+    Under sequence parallelism each tensor-parallel rank normalises its slice of the sequence. megatron-core sums the
+    gradients of marked parameters over the ranks at the end of a step. Its own wrapper of torch's norms does not mark
+    them and raises an error.
     """
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> Any:
@@ -36,7 +36,7 @@ class SequenceParallelNorm:
 def block_spec(
     config: TransformerConfig, transformer_impl: str, vp_stage: int | None, pp_rank: int, *, uses_torch_attention: bool
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    """The spec of one model chunk's decoder.
+    """Return the spec of one model chunk's decoder.
 
     Args:
         transformer_impl: `local` or `transformer_engine`.
@@ -67,10 +67,10 @@ def multi_token_spec(
     *,
     is_last_stage: bool,
 ) -> Any | None:
-    """The layers that predict further tokens, built like those of `decoder`; None on a stage that has none.
+    """Return the spec of the multi-token prediction layers, built like those of `decoder`; None on other stages.
 
     Raises:
-        ValueError: a layout puts them on another stage than the last.
+        ValueError: the layout puts them on another stage than the last.
     """
     if not config.mtp_num_layers:
         return None

@@ -1,11 +1,11 @@
 """Splits the backward of megatron-core's linear layers into B and W.
 
 `split_weight_gradients` binds another `_forward_impl` to each ColumnParallelLinear and RowParallelLinear
-*instance* of a model; nothing is patched globally. Forward is megatron-core's own. In backward, inside
-`WeightGradStore.deferring()`, only the input's gradient (and the bias', a sum) is computed and a
-closure with the weight's is put into the store; outside of it, megatron-core's own fused backward runs.
+*instance* of a model; nothing is patched globally. Forward is megatron-core's own. Inside
+`WeightGradStore.deferring()`, backward computes only the gradients of the input and of the bias (a sum), and puts
+a function that computes the weight's gradient into the store. Outside, megatron-core's own fused backward runs.
 
-Modules of Transformer Engine that defer their W themselves are put in the store's order (`transformer_engine.py`).
+Modules of Transformer Engine defer W themselves; `transformer_engine.py` makes them do so in the store's order.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _LATER_ARGUMENTS = (1, None)[
 
 
 def split_weight_gradients(model_chunks: Iterable[torch.nn.Module], store: WeightGradStore) -> list[str]:
-    """Make every linear layer of the model defer its weight gradient to `store` when asked to.
+    """Make every linear layer of the model put its W into `store` when a backward runs inside `store.deferring()`.
 
-    Call it before the model is wrapped in DDP, whose config must say `delay_wgrad_compute`.
+    Call it before the model is wrapped in DDP, whose config must set `delay_wgrad_compute`.
 
     Returns:
         The names of the parameters whose gradient is now computed in W.
@@ -68,10 +68,10 @@ def split_weight_gradients(model_chunks: Iterable[torch.nn.Module], store: Weigh
 
 
 def _tied_output_layer(chunk: torch.nn.Module) -> torch.nn.Module | None:
-    """Find the output layer that multiplies with the embedding of its own stage, if there is one.
+    """Return the output layer if it multiplies with the embedding's weight of its own stage, else None.
 
-    With multi-token prediction the last stage embeds, too; its output layer then has a weight that is not used.
-    The gradient of the embedding is a sum that autograd makes, in B.
+    With multi-token prediction the last stage has an embedding, too, and its output layer an unused weight of its own.
+    Autograd adds up the gradient of the shared weight in B, so such a layer is not split.
     """
     model: Any = unwrap_model(chunk)
     layer = getattr(model, "output_layer", None)
@@ -82,7 +82,7 @@ def _tied_output_layer(chunk: torch.nn.Module) -> torch.nn.Module | None:
 
 def _split(layer: Any, store: WeightGradStore) -> bool:
     if layer.weight is None:
-        # The output layer on a rank that also holds the embedding uses the embedding's weight.
+        # The output layer of a stage that also holds the embedding uses the embedding's weight.
         return False
     if layer.config.defer_embedding_wgrad_compute:
         raise ValueError(
@@ -92,7 +92,7 @@ def _split(layer: Any, store: WeightGradStore) -> bool:
         raise ValueError("gtp_remat_size shards each weight, whose gradient W adds up whole: leave it at 1")
     if not layer.weight.requires_grad:
         return False
-    # Read by megatron-core's DDP: this parameter's gradient comes from a hook of its module, not from autograd.
+    # Tells megatron-core's DDP that this parameter's gradient comes through a hook of its module, not from autograd.
     layer.weight.skip_backward_post_hook = True
     weight_grad = LayerWeightGrad(layer.weight, store)
     layer.register_wgrad_accumulation_and_reduce_hooks = weight_grad.set_hook
@@ -114,9 +114,10 @@ def _forward_impl(
     gtp_remat_size: int = 1,
     output_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Stands in for `ColumnParallelLinear._forward_impl` and `RowParallelLinear._forward_impl`.
+    """Replaces `ColumnParallelLinear._forward_impl` and `RowParallelLinear._forward_impl`.
 
-    megatron-core 0.19 and 0.20 pass the last two arguments: weights sharded for each layer, and logits of another type.
+    megatron-core 0.19 and 0.20 pass the last two arguments: for weights sharded layer by layer, and for logits of
+    another type.
     """
     assert gtp_remat_size == 1, "refused when the layer was split"
     if output_dtype is not None:
@@ -131,7 +132,7 @@ def _forward_impl(
 
 
 class _SplitLinear(torch.autograd.Function):
-    """megatron-core's linear function with a backward that can leave W for later."""
+    """megatron-core's autograd function of a linear layer, with a backward that can defer W."""
 
     @staticmethod
     def forward(
@@ -181,9 +182,9 @@ def _input_grad(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, torc
     elif ctx.sequence_parallel:
         full_grad_input, grad_input = grad_input, torch.empty_like(saved_input)
         handle = dist.reduce_scatter_tensor(grad_input, full_grad_input, group=ctx.tp_group, async_op=True)
-    # Whatever needs no other rank runs while the tensor-parallel ranks exchange the input's gradient.
+    # What follows needs no other rank and runs while the tensor-parallel ranks exchange the input's gradient.
     grad_bias = grad_output.reshape(-1, grad_output.shape[-1]).sum(dim=0) if ctx.use_bias else None
-    # Without its place in the graph: else the graph of the layers before would live until W.
+    # Detached, because the input would otherwise keep the graph of the previous layers alive until W.
     saved_input = saved_input.detach()
     deferred = DeferredWeightGrad(
         ctx.weight_grad,
@@ -202,5 +203,8 @@ def _input_grad(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def fuses_accumulation() -> bool:
-    """Whether W can add straight into `main_grad`: megatron-core's layers, and its output layer always, need apex."""
+    """Tell whether W of megatron-core's own layers, every output layer included, can add straight into `main_grad`.
+
+    That needs a GPU and apex.
+    """
     return torch.cuda.is_available() and layers._grad_accum_fusion_available

@@ -1,7 +1,7 @@
-"""The losses of multi-token prediction, which megatron-core adds up in one place of the process.
+"""Reads and resets the losses of multi-token prediction, which megatron-core adds up in a global of the process.
 
-Further tokens are predicted on the last stage, each by a layer and a loss of its own. megatron-core computes these
-losses within the model and adds their gradients to that of the last layer's output: no schedule has to know.
+The last stage predicts further tokens, each by a layer and a loss of its own. megatron-core computes these losses
+inside the model and adds their gradients to that of the last layer's output, so schedules need not handle them.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 
 
 def take_losses(num_microbatches: int) -> tuple[float, ...]:
-    """Return the further losses of the iteration that has just run, one a token ahead, on the last stage only.
+    """Return the last iteration's losses of multi-token prediction, and reset them; on other stages, nothing.
 
-    Each is a mean over microbatches and replicas, as Megatron-LM logs it.
+    Each loss belongs to one token ahead and is a mean over microbatches and replicas, as Megatron-LM logs it. A
+    collective call of the replicas of the last stage.
     """
     sums = MTPLossLoggingHelper.tracker.get("values")
     if sums is None or not sums.any():
@@ -28,7 +29,7 @@ def take_losses(num_microbatches: int) -> tuple[float, ...]:
 
 
 def forget_losses() -> None:
-    """Set the sums to zero, because the forwards of this iteration run again."""
+    """Set the summed losses to zero; called, too, when the forwards of an iteration run again."""
     sums: torch.Tensor | None = MTPLossLoggingHelper.tracker.get("values")
     if sums is not None:
         sums.zero_()

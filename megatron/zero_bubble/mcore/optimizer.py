@@ -1,9 +1,9 @@
-"""megatron-core's optimizers: what they consist of, and checkpoints of them where torch's Adam or SGD takes the steps.
+"""The parts of megatron-core's optimizers, and a fix that loads checkpoints of optimizers that use torch's Adam or SGD.
 
-Without apex and Transformer Engine, megatron-core 0.16 saves the state of its distributed optimizer and
-cannot load it: it reads the number of steps from a state that a new optimizer does not have yet, and then looks for
-that number among the tensors of every shard, where it was not saved. SGD's it saves and cannot load either, for lack
-of a function that allocates it.
+Without apex and Transformer Engine, megatron-core 0.16 saves the state of its distributed optimizer but cannot load
+it: it reads the number of steps from a state that a new optimizer does not have yet, and then looks for that number
+among the tensors of every shard, where it was not saved. It cannot load the state of SGD, because it has no function
+that allocates it.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16Optimizer
 
 
 def parts(optimizer: MegatronOptimizer) -> list[Any]:
-    """The optimizers that a chained one consists of; any other consists of itself."""
+    """Return the optimizers that a chained optimizer consists of, or `[optimizer]` if it is not chained."""
     return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
 
 
 def torch_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
-    """The torch (apex, Transformer Engine) optimizers inside; none on a rank without parameters."""
+    """Return the optimizers of torch, apex or Transformer Engine inside; none on a rank without parameters."""
     return [part.optimizer for part in parts(optimizer) if part.optimizer is not None]
 
 
 def check_optimizer(optimizer: MegatronOptimizer) -> None:
-    """Refuse an optimizer whose steps cannot be taken before it is known what all gradients are like.
+    """Check that post-validation can take this optimizer's steps before the norm of all gradients is known.
 
     Raises:
-        ValueError: which optimizer or setting of it.
+        ValueError: it cannot; the message names the optimizer or its setting.
     """
     kinds = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer)
     for part in parts(optimizer):
@@ -44,18 +44,18 @@ def check_optimizer(optimizer: MegatronOptimizer) -> None:
 
 
 def gradients_of_norm(optimizer: MegatronOptimizer) -> list[torch.Tensor]:
-    """The gradients of this rank that megatron-core takes the norm of."""
-    # Until 0.18 the function has the first name, since 0.19 the second.
+    """Return this rank's gradients that megatron-core includes in the global norm."""
+    # megatron-core has the first name up to 0.18 and the second from 0.19 on.
     names = ("get_main_grads_for_grad_norm", "get_grads_for_grad_norm")
     gradients = next(getattr(optimizer, name) for name in names if hasattr(optimizer, name))
     return gradients()
 
 
 def allocate_states(optimizer: MegatronOptimizer) -> None:
-    """Give every parameter the state that its first step would make, where it has none.
+    """Create, for every parameter without optimizer state, the state that its first step would create.
 
-    A checkpoint then holds the same tensors before and after the first step: with a loss scale the first iterations
-    of a run are often skipped, and what has no state cannot be loaded.
+    A checkpoint then holds the same tensors before and after the first step. With a loss scale the first iterations
+    of a run are often skipped, and a checkpoint made before any step could otherwise not be loaded.
     """
     for torch_optimizer in torch_optimizers(optimizer):
         for group in torch_optimizer.param_groups:
@@ -66,7 +66,7 @@ def allocate_states(optimizer: MegatronOptimizer) -> None:
 
 
 def _state_names(torch_optimizer: Any, group: dict[str, Any]) -> tuple[str, ...]:
-    """What torch's optimizers keep for a parameter; apex's and Transformer Engine's Adam are allocated elsewhere."""
+    """Return the names of a parameter's state in torch's optimizers; others allocate theirs elsewhere."""
     if _is_torch_adam(torch_optimizer):
         return ("step", "exp_avg", "exp_avg_sq")
     return ("momentum_buffer",) if group.get("momentum") else ()
@@ -78,7 +78,7 @@ def _first_state(name: str, parameter: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def loadable(optimizer: MegatronOptimizer) -> Iterator[None]:
-    """Within, a checkpoint can be loaded into `optimizer`, whatever takes its steps."""
+    """Let megatron-core load a checkpoint into `optimizer` inside the `with` block, also with torch's Adam or SGD."""
     allocate_states(optimizer)
     for part in parts(optimizer):
         if part.init_state_fn is None:
@@ -96,13 +96,13 @@ def loadable(optimizer: MegatronOptimizer) -> Iterator[None]:
             del adam.load_state_dict
         for shard in shards:
             del shard._set_main_param_and_optimizer_states
-            # They were loaded as one tensor, which every parameter would count up.
+            # Loading gives all parameters the same tensor, which every parameter's step would count up.
             for state in shard.optimizer.state.values():
                 state["step"] = state["step"].clone()
 
 
 def _nothing_to_allocate(*arguments: Any) -> None:
-    """In place of SGD's `init_state_fn`: megatron-core calls it, and has none."""
+    """Stands in for SGD's `init_state_fn`, which megatron-core calls but does not define."""
 
 
 def _is_torch_adam(torch_optimizer: Any) -> bool:
@@ -114,7 +114,7 @@ def _is_distributed_torch_adam(optimizer: Any) -> bool:
 
 
 def _loader_of_any_step(adam: torch.optim.Optimizer) -> Any:
-    """Adam's `load_state_dict` that takes states without a number of steps: megatron-core saves none that is zero."""
+    """Return a `load_state_dict` that fills in a missing number of steps: megatron-core does not save a zero."""
     load = adam.load_state_dict
 
     def load_any_step(states: dict[str, Any]) -> None:

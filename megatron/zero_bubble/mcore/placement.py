@@ -1,10 +1,10 @@
-"""Which layers, embedding and loss each (rank, chunk) holds, where megatron-core's own numbering does not say it.
+"""Builds models and reduces gradients for placements that megatron-core does not have, such as a V.
 
-megatron-core numbers virtual stages rank by rank: chunk `c` of rank `r` is stage `c * p + r`. In a V the
-odd chunks run back, so chunk 1 of rank `r` is built as if its rank were `p - 1 - r`: it gets its process
-groups with another pipeline group, of which only the rank and the size are read. The first and the last
-stage then share rank 0, and tied embeddings live there, in two copies whose gradients are added locally where
-megatron-core would all-reduce them between the first and the last rank.
+megatron-core numbers virtual stages rank by rank: chunk `c` of rank `r` is stage `c * p + r`. In a V the odd chunks run
+back, so chunk 1 of rank `r` is built as if its rank were `p - 1 - r`: it is given a substitute for the pipeline group,
+of which megatron-core reads only the rank and the size. The first and the last stage then share rank 0. Tied embeddings
+have two copies there, whose gradients are added locally; megatron-core all-reduces them between the first and the last
+rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron.zero_bubble.schedule import Placement
 
 @dataclass(frozen=True)
 class StagePosition:
-    """Stands in for the pipeline group where a chunk asks which of its row's stages it is."""
+    """Substitute for the pipeline group: tells a chunk under construction which of `num_ranks` stages it is."""
 
     position: int
     num_ranks: int
@@ -38,7 +38,7 @@ class StagePosition:
 
 
 def chunk_groups(placement: Placement, rank: int, chunk: int) -> ProcessGroupCollection:
-    """The process groups to build chunk `chunk` of `rank` with, in whatever process of whatever job."""
+    """Return the process groups to build chunk `chunk` of `rank` with; the caller need not be that rank."""
     groups = ProcessGroupCollection.use_mpu_process_groups()
     position = placement.stage_of(rank, chunk) % placement.num_ranks
     if (position, placement.num_ranks) != (groups.pp.rank(), groups.pp.size()):
@@ -48,9 +48,9 @@ def chunk_groups(placement: Placement, rank: int, chunk: int) -> ProcessGroupCol
 
 
 def embedding_ranks(placement: Placement) -> Callable[[list[int], int | None], list[int]] | None:
-    """`get_embedding_ranks` for `initialize_model_parallel`: who takes part in reducing tied embeddings.
+    """Return the function that `initialize_model_parallel` calls for the ranks that reduce tied embeddings.
 
-    None is megatron-core's default, the first and the last rank of a pipeline.
+    None stands for megatron-core's default, the first and the last rank of a pipeline.
     """
     first, last = placement.rank_of(0), placement.rank_of(placement.num_stages - 1)
     if first != last:
@@ -63,7 +63,7 @@ def embedding_ranks(placement: Placement) -> Callable[[list[int], int | None], l
 
 
 def copy_tied_embedding(chunks: Sequence[torch.nn.Module]) -> None:
-    """Give the output layer the embedding's weights, where both are on this rank in different chunks.
+    """Copy the embedding's weights to the tied output layer if both are on this rank in different chunks.
 
     megatron-core starts the output layer's copy at zero and fills it by an all-reduce between ranks.
     """
@@ -74,12 +74,12 @@ def copy_tied_embedding(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def check_layers_built(num_layers: int, placement: Placement, chunks: Sequence[torch.nn.Module]) -> None:
-    """Refuse a GPT with another number of layers than was asked for; a collective call of each pipeline's ranks.
+    """Check that a GPT's stages have `num_layers` decoder layers in all; a collective call of each pipeline's ranks.
 
-    However the layers were spread: they are counted where they are. Layers that predict further tokens are apart.
+    Layers of multi-token prediction do not count. Models that are no GPT are not checked.
 
     Raises:
-        ValueError: the same on all ranks of the pipeline.
+        ValueError: they have another number; raised on all ranks of the pipeline.
     """
     models = [unwrap_model(chunk) for chunk in chunks]
     if not all(isinstance(model, GPTModel) for model in models):
@@ -105,7 +105,7 @@ def finalize_gradients(
     groups: ProcessGroupCollection,
     force_all_reduce: bool | None,
 ) -> None:
-    """`config.finalize_model_grads_func`, for any placement.
+    """Run `config.finalize_model_grads_func` at the end of a step, for any placement; a collective call.
 
     Args:
         num_tokens: scalar, known on the rank of the last stage; None unless the loss is per token.
@@ -126,7 +126,10 @@ def finalize_gradients(
 def _scale_by_tokens(
     placement: Placement, chunks: Sequence[Any], num_tokens: torch.Tensor, groups: ProcessGroupCollection
 ) -> None:
-    """The end of megatron-core's finalize, which looks for the number of tokens on the last rank."""
+    """Divide the gradients by the number of tokens, as megatron-core does.
+
+    megatron-core's own function takes that number from the last rank, which need not hold the last stage.
+    """
     holder = dist.get_global_rank(groups.pp, placement.rank_of(placement.num_stages - 1))
     dist.broadcast(num_tokens, src=holder, group=groups.pp)
     dist.all_reduce(num_tokens, group=groups.dp_cp)
@@ -136,7 +139,7 @@ def _scale_by_tokens(
 
 
 def _tied_weights(chunks: Sequence[torch.nn.Module]) -> tuple[Any, Any] | None:
-    """(embedding, output layer) if they are tied and on this rank, in two chunks."""
+    """Return the weights of the embedding and the output layer if they are tied and in two chunks of this rank."""
     first = [chunk for chunk in chunks if get_attr_wrapped_model(chunk, "pre_process")]
     last = [chunk for chunk in chunks if get_attr_wrapped_model(chunk, "post_process")]
     if not first or not last or first[0] is last[0]:

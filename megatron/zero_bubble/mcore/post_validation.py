@@ -1,11 +1,10 @@
-"""The optimizer's step without a global synchronisation: step first, validate after, amend if it was wrong.
+"""The optimizer's step without a global synchronisation: step first, validate later, amend the step if it was wrong.
 
-megatron-core's step reduces two things over all stages before it updates a parameter: the squared norm of
-the gradients and, with a loss scale, whether one of them is not finite. Here each stage looks at its own
-gradients only, starts the very same reductions in the background, and steps. In the next iteration's
-warmup the reductions are there. Mostly they confirm the step. If they say that the gradients should have
-been clipped, or that the step should have been skipped, the step is undone and the right one is done.
-The numbers are megatron-core's, bit for bit, for the reductions are: same values, same group.
+megatron-core's step reduces two values over all stages before it updates a parameter: the squared norm of the
+gradients and, with a loss scale, whether any gradient is not finite. Here each stage checks its own gradients only,
+starts the same reductions in the background, and steps. The reductions complete during the next iteration's warmup and
+mostly confirm the step. If they show that gradients should have been clipped or the step skipped, the step is undone
+and the right one is taken. The numbers are bitwise megatron-core's: the reductions have the same inputs and group.
 """
 
 from __future__ import annotations
@@ -28,20 +27,20 @@ from megatron.zero_bubble.mcore.rollback import Rollback
 
 _Norm = float | torch.Tensor
 _SCHEDULED = ("lr", "weight_decay")
-"""What a scheduler changes in parameter groups from step to step."""
+"""The settings of parameter groups that a scheduler changes from step to step."""
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What an optimizer step gave. megatron-core's `optimizer.step()` returns the first three."""
+    """The result of an optimizer step; megatron-core's `optimizer.step()` returns the first three values."""
 
     was_updated: bool
     grad_norm: float | None
     num_zeros: float | None = None
     was_amended: bool = False
-    """Whether forwards since have used what is not so any more: parameters of another step, another loss scale."""
+    """Whether forwards of the next iteration have used parameters or a loss scale that are no longer valid."""
     num_redone_forwards: int = 0
-    """Forwards, of all ranks of a pipeline, that are run again for that."""
+    """Number of these forwards, on all ranks of a pipeline together; they are run again."""
 
 
 @dataclass
@@ -59,29 +58,29 @@ class _Reduction:
 
 @dataclass
 class _Pending:
-    """A step that was taken, or withheld, and is not validated."""
+    """A step that was taken or withheld and is not yet validated."""
 
     has_stepped: bool
     squared_norms: list[_Reduction]
-    """One an optimizer, or one for all of them where they share the group."""
+    """One for each optimizer, or one for all optimizers if they share a group."""
     found_inf: list[_Reduction]
-    """One a loss scale: [an Inf or NaN was found, a rank has stepped]."""
+    """For each loss scale two flags: [an Inf or NaN was found, a rank has stepped]."""
     scales: list[dict[str, Any]]
     """The loss scales before the step."""
     settings: list[dict[str, Any]]
-    """Of the step: learning rate and so on of every parameter group."""
+    """Learning rate and weight decay of every parameter group at the step."""
 
 
 class PostValidation:
-    """Steps a megatron-core optimizer and validates the steps.
+    """Takes the steps of a megatron-core optimizer without waiting for other stages, and validates them later.
 
     Args:
         optimizer: as `get_megatron_optimizer` makes it.
         rollback: undoes a step of its torch optimizers.
         model_chunks: this rank's modules in DDP.
         settled: called with every outcome, as soon as it is known and the parameters are right.
-        check_norm: called with the norm of all gradients before the step is amended, with None where an Inf or NaN
-            was found; may raise.
+        check_norm: called before a step is amended with the norm of all gradients, or None if an Inf or NaN was found;
+            may raise an error.
     """
 
     def __init__(
@@ -103,12 +102,12 @@ class PostValidation:
 
     @property
     def is_pending(self) -> bool:
-        """Whether a step is not validated: parameters and the loss scale may still change."""
+        """Whether the last step is not validated yet, so that parameters and the loss scale may still change."""
         return self._pending is not None
 
     @torch.no_grad()
     def step(self) -> None:
-        """Step with the gradients of this rank, unless they show by themselves that it would be wrong."""
+        """Take the optimizer's step, unless this stage's own gradients show that it would be wrong."""
         assert self._pending is None, "the last step has to be validated first"
         found = self._prepare_gradients()
         norms = [(_squared_norm(optimizers), group) for optimizers, group in self._norm_groups()]
@@ -128,13 +127,14 @@ class PostValidation:
 
     @torch.no_grad()
     def validate(self, num_early_forwards: int = 0) -> bool:
-        """Wait for the state of all gradients; amend the last step if it was wrong.
+        """Wait until the state of all gradients is known, and amend the last step if it was wrong.
 
         Args:
-            num_early_forwards: that the ranks of a pipeline have run since, and will run again if it was wrong.
+            num_early_forwards: forwards that the ranks of a pipeline have run since the step, and must run again if it
+                was wrong.
 
         Returns:
-            Whether it was wrong on any rank: the same answer on every rank.
+            Whether the step was wrong on any rank: the same answer on every rank.
         """
         if self._pending is None:
             return False
@@ -156,7 +156,7 @@ class PostValidation:
         return was_wrong
 
     def _amend(self, pending: _Pending, found: list[bool], norm: _Norm | None) -> bool:
-        """Turn the step that was taken into the right one; whether it was another, on any rank."""
+        """Replace the step that was taken by the right one; return whether they differ on any rank."""
         if any(found):
             self._skip(pending, found)
             has_stepped = any(bool(reduction.wait()[1] > 0) for reduction in pending.found_inf)
@@ -166,11 +166,11 @@ class PostValidation:
             return True
         if not pending.has_stepped:
             self._step_again()
-        # An Inf on one rank and a NaN on another: the sum is a NaN, by which nothing is clipped.
+        # The norm is a NaN if one rank has an Inf and another a NaN; a NaN clips nothing.
         return norm is not None and math.isnan(norm)
 
     def _scales_forwards(self, pending: _Pending) -> bool:
-        """Whether the loss scale is another now, and forwards have used it: those of losses beside the main one."""
+        """Tell whether forwards have used a loss scale that has changed: only auxiliary losses read it in forward."""
         config = get_model_config(self._chunks[0])
         if config.num_moe_experts is None and not getattr(config, "mtp_num_layers", None):
             return False
@@ -178,7 +178,10 @@ class PostValidation:
         return any(bool(scaler.scale != before.get("scale", scaler.scale)) for scaler, before in scalers)
 
     def _prepare_gradients(self) -> list[tuple[torch.Tensor, MixedPrecisionOptimizer]]:
-        """megatron-core's `prepare_grads` without its reduction; for each loss scale, whether Inf or NaN was found."""
+        """Run megatron-core's `prepare_grads` without its reduction.
+
+        Returns for each loss scale a flag, whether an Inf or NaN was found on this rank, and the optimizer.
+        """
         found = []
         for optimizer in self._optimizers:
             scaler = getattr(optimizer, "grad_scaler", None)
@@ -194,18 +197,18 @@ class PostValidation:
         return found
 
     def _norm_groups(self) -> list[tuple[list[MegatronOptimizer], dist.ProcessGroup]]:
-        """The optimizers whose gradients go into one sum, and over which ranks it is: as megatron-core has it."""
+        """Return, for each norm that megatron-core computes, the optimizers in it and the group it is reduced over."""
         if isinstance(self._optimizer, ChainedOptimizer) and self._optimizer.grads_states_parallel_group_is_shared():
             return [(self._optimizers, self._optimizer.get_grad_stats_parallel_group())]
         return [([optimizer], optimizer.get_grad_stats_parallel_group()) for optimizer in self._optimizers]
 
     def _is_wrong(self, found: list[tuple[torch.Tensor, MixedPrecisionOptimizer]], norms: list[torch.Tensor]) -> bool:
-        """Whether the gradients of this stage alone rule the step out: all members of a stage decide alike."""
+        """Tell whether this stage's gradients alone show that a step would be wrong; its ranks agree on the answer."""
         zero = torch.zeros(1, device=norms[0].device)
         state = torch.cat([sum((flag for flag, _ in found), zero), sum(norms, zero)])
         group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
         if group.size() > 1 and self._optimizer.config.use_distributed_optimizer:
-            # Members that step exchange parameters.
+            # The ranks of a stage exchange parameters in a step, so either all of them step or none.
             dist.all_reduce(state, group=group)
         inf, squared_norm = state.tolist()
         return inf > 0 or not math.isfinite(squared_norm) or self._clips(squared_norm**0.5)
@@ -215,14 +218,14 @@ class PostValidation:
         return _reduce(both, dist.ReduceOp.MAX, optimizer.get_grad_stats_parallel_group())
 
     def _norm(self, pending: _Pending) -> _Norm:
-        """The norm as megatron-core's `step` returns it: a sum of squares of each group, and their root."""
+        """Return the norm of all gradients as megatron-core's `step` does: the root of the groups' summed squares."""
         norms = [_root(reduction.wait()) for reduction in pending.squared_norms]
         if len(norms) == 1:
             return norms[0]
         return math.sqrt(sum(norm**2 for norm in norms))
 
     def _clips(self, norm: _Norm | None) -> bool:
-        """Whether megatron-core's clipping changes gradients of this norm (a NaN changes none)."""
+        """Tell whether megatron-core's clipping changes gradients of this norm; a NaN norm changes none."""
         return norm is not None and self._clip > 0.0 and bool(self._clip / (norm + 1.0e-6) < 1.0)
 
     def _skip(self, pending: _Pending, found: list[bool]) -> None:
@@ -251,7 +254,7 @@ class PostValidation:
 
     @contextlib.contextmanager
     def _as_in_the_step(self, pending: _Pending) -> Iterator[None]:
-        """With the learning rates of the step: a training loop may have moved its scheduler on since."""
+        """Give parameter groups the step's settings inside the `with` block: the scheduler may have moved on since."""
         groups = self._optimizer.param_groups
         now = [
             {name: group[name] for name in settings} for group, settings in zip(groups, pending.settings, strict=True)
@@ -263,7 +266,7 @@ class PostValidation:
             group.update(settings)
 
     def _hand_out_parameters(self) -> None:
-        """The optimizer's parameters were put back: put back what the model computes with, too."""
+        """Copy the optimizer's restored parameters to the model and, with a distributed optimizer, to the replicas."""
         for optimizer in self._optimizers:
             if isinstance(optimizer, MixedPrecisionOptimizer) and not optimizer.is_stub_optimizer:
                 optimizer._copy_main_params_to_model_params()
@@ -272,7 +275,7 @@ class PostValidation:
                 chunk.start_param_sync(force_sync=True)
 
     def _gather_again(self) -> None:
-        """With overlapped gathering the first forwards have gathered the parameters of the wrong step."""
+        """Gather the parameters again if forwards may have gathered those of the wrong step (overlapped gathering)."""
         if self._optimizer.config.use_distributed_optimizer and self._optimizer.config.overlap_param_gather:
             for chunk in self._chunks:
                 chunk.start_param_sync(force_sync=True)
@@ -283,7 +286,7 @@ class PostValidation:
 
 
 def _squared_norm(optimizers: Sequence[MegatronOptimizer]) -> torch.Tensor:
-    """This rank's term of the global norm, by the function that megatron-core computes it with; one element, fp32."""
+    """Return this rank's term of the squared global norm, computed as megatron-core does; one element, fp32."""
     gradients = [gradient for optimizer in optimizers for gradient in gradients_of_norm(optimizer)]
     device = torch.cuda.current_device()
     if not gradients:
@@ -294,9 +297,9 @@ def _squared_norm(optimizers: Sequence[MegatronOptimizer]) -> torch.Tensor:
 
 
 def _root(squared_norm: torch.Tensor) -> _Norm:
-    """The root of a sum of squares as megatron-core takes it, which decides about the last bit.
+    """Return the square root, computed as megatron-core does, so that the norm is bitwise the same.
 
-    From 0.17 on the norm is a tensor where Transformer Engine has a kernel that scales by one.
+    megatron-core from 0.17 on keeps the norm as a tensor if Transformer Engine has a kernel that scales by a tensor.
     """
     if getattr(clip_grads, "multi_tensor_scale_tensor_impl", None) is not None:
         return squared_norm.pow(0.5)

@@ -1,4 +1,4 @@
-"""Running forwards again as if for the first time: their data, their random state, what they leave behind."""
+"""Restores data iterators, random states and buffers, so that a step's forwards can run again with the same result."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.core.utils import unwrap_model
 
 
 class RewindableIterator:
-    """Hands on what `source` yields, and can yield it again."""
+    """An iterator over `source` that can go back to its beginning once."""
 
     def __init__(self, source: Iterator[Any]) -> None:
         self._source = source
@@ -31,26 +31,29 @@ class RewindableIterator:
         return item
 
     def rewind(self) -> None:
-        """Go back to the beginning, for the only time: from here on nothing is kept."""
+        """Go back to the beginning; allowed once, because from here on nothing is kept."""
         assert self._kept is not None
         self._again.extend(self._kept)
         self._kept = None
 
     def forget(self) -> None:
-        """There will be no going back."""
+        """Drop the items kept for `rewind`, which must not be called any more."""
         self._kept = None
 
 
 def make_rewindable(
     iterators: Sequence[Iterator[Any] | None],
 ) -> tuple[list[Iterator[Any] | None], list[RewindableIterator]]:
-    """The iterators, rewindable, and these once each: chunks that share an iterator share it still."""
+    """Wrap iterators to be rewindable: return one for each chunk, and a list of the distinct ones.
+
+    Chunks that share an iterator share its wrapper.
+    """
     wrapped = {id(source): RewindableIterator(source) for source in iterators if source is not None}
     return [None if source is None else wrapped[id(source)] for source in iterators], list(wrapped.values())
 
 
 class Restart:
-    """The state at the start of a step's forwards: all random generators and the modules' buffers."""
+    """Saves the random states and the modules' buffers when it is created, to restore them in `apply`."""
 
     def __init__(self, model_chunks: Sequence[torch.nn.Module]) -> None:
         self._random = random._get_all_rng_states()
@@ -58,7 +61,7 @@ class Restart:
 
     @torch.no_grad()
     def apply(self) -> None:
-        """Go back to it. What a forward counts in a buffer (tokens of an expert) is not counted twice."""
+        """Restore the saved state; what a forward counts in a buffer (an expert's tokens) is then not counted twice."""
         random._set_all_rng_states(*self._random)
         for buffer, before in self._buffers:
             buffer.copy_(before)

@@ -1,4 +1,4 @@
-"""Undoing an optimizer step: from a copy, bit for bit, or by inverting AdamW in place."""
+"""Undoes an optimizer step: bitwise from a copy, or approximately by inverting AdamW in place."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ class Rollback(Protocol):
     """Undoes one step of a rank's torch optimizers."""
 
     def prepare(self) -> None:
-        """Parameters and their states will not change until the next step: copying may begin."""
+        """Begin to copy: parameters and their states do not change until the next step."""
         ...
 
     def before_step(self) -> None:
-        """The step comes now."""
+        """Complete the copy; called right before the step."""
         ...
 
     def undo(self) -> None:
-        """Parameters, their states and the groups' settings become what they were at `before_step`.
+        """Restore parameters, their states and the groups' settings to what they were at `before_step`.
 
-        Gradients are as in the step.
+        The gradients must still be those of the step.
         """
         ...
 
 
 def make_rollback(kind: RollbackKind, optimizers: Sequence[Any], *, on_host: bool = False) -> Rollback:
-    """The rollback for these torch optimizers.
+    """Make the rollback of a kind for these optimizers.
 
     Args:
-        optimizers: torch's, apex's or Transformer Engine's; what they step is what is undone: the fp32
-            parameters of the shard that this rank owns.
+        optimizers: torch's, apex's or Transformer Engine's; the parameters that they step are restored, which are the
+            fp32 parameters of the shard that this rank owns.
         on_host: keep the copy in pinned host memory.
 
     Raises:
-        ValueError: `inverse` for an optimizer that is not AdamW.
+        ValueError: `inverse` for an optimizer that is not AdamW, or together with `on_host`.
     """
     if kind == "snapshot":
         return Snapshot(optimizers, on_host=on_host)
@@ -49,7 +49,7 @@ def make_rollback(kind: RollbackKind, optimizers: Sequence[Any], *, on_host: boo
 
 
 def _parameters(optimizer: Any) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
-    """Every parameter, and the group it is in."""
+    """Yield the group and the parameter, for every parameter of an optimizer."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             yield group, parameter
@@ -67,16 +67,16 @@ class _Tensor(NamedTuple):
 
 
 _Values = dict[str, Any]
-"""By name: a `_Tensor` for what was a tensor; numbers, None and the like as they were."""
+"""Saved values by name: tensors as `_Tensor`, everything else as a copy."""
 
 
 class Snapshot:
-    """A copy of everything that a step changes: parameters, their states, settings of parameter groups.
+    """Undoes a step from a copy of all that the step changes: parameters, their states, settings of parameter groups.
 
-    Which states there are is the optimizer's affair: moments, sums, step counts as tensors or numbers, or none before
-    the first step. Memory: that of parameters and states, which is 12 bytes for each parameter of this rank's shard
-    with Adam, in buffers that are made once. On a GPU the copy runs on a stream of its own from the moment the last
-    step was validated, beside the iteration's computing.
+    Any states are copied: moments, sums, step counts as tensors or numbers, or none before the first step. The copy
+    takes the memory of parameters and states, with Adam 12 bytes for each parameter of this rank's shard, in buffers
+    that are allocated once. On a GPU the copy is made on its own stream, beside the computation of the iteration that
+    follows the last validation.
     """
 
     def __init__(self, optimizers: Sequence[Any], *, on_host: bool = False) -> None:
@@ -86,14 +86,14 @@ class Snapshot:
         self._buffers: dict[Hashable, torch.Tensor] = {}
         self._parameters: list[_Tensor] = []
         self._states: list[dict[Hashable, _Values]] = []
-        """The state that each optimizer keeps for its parameters: one dictionary for each optimizer."""
+        """For each optimizer, the state of its parameters."""
         self._settings: list[list[_Values]] = []
-        """The settings of each optimizer's parameter groups; a scheduler may change them right before the step."""
+        """For each optimizer, the settings of its parameter groups; a scheduler may change them before the step."""
         self._is_prepared = False
 
     def prepare(self) -> None:
         if self._stream is None:
-            return  # a CPU has no copy engine: copying beside computing would only slow that down
+            return  # a CPU has no copy engine: copying would slow down the computation beside it
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             self._copy_states()
@@ -141,7 +141,7 @@ class Snapshot:
             parameter.restore()
         for optimizer, states, settings in zip(self._optimizers, self._states, self._settings, strict=True):
             for key in [key for key in optimizer.state if key not in states]:
-                del optimizer.state[key]  # The step made it.
+                del optimizer.state[key]  # the step created it
             for key, values in states.items():
                 _restore(optimizer.state[key], values)
             for group, values in zip(optimizer.param_groups, settings, strict=True):
@@ -156,15 +156,15 @@ def _restore(now: dict[str, Any], before: _Values) -> None:
 
 
 class Inverse:
-    """Solves AdamW's equations for what was before the step. Takes no memory.
+    """Undoes a step of AdamW by solving its equations for the values before the step, which takes no memory.
 
     With c1 = 1 - beta1^t and c2 = 1 - beta2^t (the paper's appendix on rolling back AdamW, tuzTN0eIO5):
 
         theta <- (theta + lr (m / c1) / (sqrt(v / c2) + eps)) / (1 - lr weight_decay)
         m <- (m - (1 - beta1) g) / beta1,   v <- (v - (1 - beta2) g^2) / beta2,   t <- t - 1
 
-    Not exact: every value is off by some rounding errors of the larger values in its equation. v, which may
-    come out slightly negative, is cut off at 0.
+    The result is not exact: every value is off by some rounding errors of the larger values in its equation. v may come
+    out slightly negative and is then set to 0.
     """
 
     def __init__(self, optimizers: Sequence[Any]) -> None:
@@ -204,7 +204,7 @@ def _invert(
     step: int,
     group: dict[str, Any],
 ) -> None:
-    """Undo the step number `step` of one parameter; `gradient` is that of the step."""
+    """Undo step number `step` (from 1) of one parameter in place, given the step's gradient and settings."""
     (beta1, beta2), lr = group["betas"], float(group["lr"])
     c1, c2 = 1 - beta1**step, 1 - beta2**step
     denominator = exp_avg_sq.div(c2).sqrt_().add_(group["eps"])

@@ -1,4 +1,4 @@
-"""What a step reads from megatron-core's configuration, and what of it no zero-bubble schedule can honour."""
+"""Reads the settings of a step from megatron-core's configuration, and refuses those that schedules cannot honour."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 
 def refuse_unsupported(config: Any, chunks: Sequence[torch.nn.Module], adjust_tensor_shapes_fn: Any) -> None:
-    """Settings of megatron-core's pipeline that have no meaning under a schedule of ours.
+    """Check that megatron-core's settings can be honoured by zero-bubble schedules.
 
     Raises:
-        ValueError: one of them is on, or DDP would lose the gradients that W computes.
+        ValueError: an unsupported setting is on, or DDP would lose the gradients that W computes.
     """
     reasons = {
         "variable_seq_lengths": config.variable_seq_lengths,
@@ -22,10 +22,10 @@ def refuse_unsupported(config: Any, chunks: Sequence[torch.nn.Module], adjust_te
             config.num_microbatches_with_partial_activation_checkpoints is not None
         ),
         "overlap_moe_expert_parallel_comm": config.overlap_moe_expert_parallel_comm,
-        # Its backward runs under autocast; W runs later, outside of it.
+        # Backward runs under autocast, but W runs later, outside of it.
         "enable_autocast": config.enable_autocast,
-        # Transformer Engine: userbuffers raise where W is left for later, and its W wants a bias' gradient that only a
-        # B without quantization leaves.
+        # In Transformer Engine userbuffers raise an error when W is deferred, and a deferred W needs the gradient of a
+        # bias, which B leaves only without quantization.
         "tp_comm_overlap": config.tp_comm_overlap,
         "add_bias_linear with fp8": bool(config.fp8) and config.add_bias_linear,
         "adjust_tensor_shapes_fn": adjust_tensor_shapes_fn is not None,
@@ -38,7 +38,7 @@ def refuse_unsupported(config: Any, chunks: Sequence[torch.nn.Module], adjust_te
 
 
 def _refuse_lost_gradients(chunk: torch.nn.Module) -> None:
-    """Without its hook for W, DDP takes a gradient when autograd comes by, in B, and leaves what W brings after."""
+    """Raise an error if DDP would lose W's gradients: without `delay_wgrad_compute` it takes gradients in B only."""
     ddp_config: Any = getattr(chunk, "ddp_config", None)
     if ddp_config is None or ddp_config.delay_wgrad_compute:
         return
@@ -50,13 +50,13 @@ def _refuse_lost_gradients(chunk: torch.nn.Module) -> None:
 
 
 def overlaps_reduction(chunks: Sequence[Any], groups: ProcessGroupCollection) -> bool:
-    """Whether gradients are reduced over replicas while the backward runs (`--overlap-grad-reduce`)."""
+    """Tell whether gradients are reduced over replicas while the backward runs (`--overlap-grad-reduce`)."""
     ddp_config = getattr(chunks[0], "ddp_config", None)
     return ddp_config is not None and ddp_config.overlap_grad_reduce and groups.dp_cp.size() > 1
 
 
 def default_groups() -> ProcessGroupCollection:
-    """The process groups that megatron-core's own schedules take where they are given none."""
+    """Return the process groups that megatron-core's own schedules use by default."""
     groups = ProcessGroupCollection()
     groups.tp = parallel_state.get_tensor_model_parallel_group()
     groups.pp = parallel_state.get_pipeline_model_parallel_group()

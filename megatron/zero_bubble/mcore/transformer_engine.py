@@ -1,8 +1,8 @@
-"""Transformer Engine's layers under a zero-bubble schedule: its own deferral of W, in the order of our store.
+"""Runs the deferred W of Transformer Engine's modules in the order of the weight-gradient store.
 
-Transformer Engine defers the weight gradient of a module that was built with
-`delay_wgrad_compute`: backward keeps what W needs in a queue of the module, and `backward_dw()` runs the oldest. It
-then calls the hooks that DDP registered, as our own layers do. What is left for us is to say when.
+Transformer Engine itself defers the weight gradient of a module that was built with `delay_wgrad_compute`: backward
+keeps the inputs of W in a queue of the module, and `backward_dw()` runs the oldest W and calls the hooks that DDP
+registered. This module only decides when `backward_dw()` is called.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from packaging.version import Version
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 
 OLDEST = "2.8.0"
-"""Version of Transformer Engine whose `delay_wgrad_compute` works without fused accumulation of gradients and where
-their reduction overlaps: what Megatron-LM's own arguments demand of it."""
+"""The oldest supported version of Transformer Engine, which Megatron-LM's arguments demand, too: from it on
+`delay_wgrad_compute` works without fused accumulation of gradients and with overlapped reduction."""
 
 
 def check_transformer_engine() -> None:
-    """Raise `ValueError` unless Transformer Engine is there and can defer weight gradients."""
+    """Raise `ValueError` unless Transformer Engine is installed in a version that can defer weight gradients."""
     try:
         found = version("transformer-engine")
     except PackageNotFoundError:
@@ -32,22 +32,22 @@ def check_transformer_engine() -> None:
 
 
 def defer_weight_gradients(config: Any) -> None:
-    """Let the modules that are built from now on with this megatron-core config leave W to `backward_dw()`.
+    """Set `delay_wgrad_compute`, so that modules built with this megatron-core config leave W to `backward_dw()`.
 
-    Set after construction: the config's own check allows it only together with megatron-core's schedule
+    It is set after the config's construction, whose own check allows it only together with megatron-core's schedule
     for overlapping the communication of experts.
     """
     config.delay_wgrad_compute = True
 
 
 def defers_by_itself(module: torch.nn.Module) -> bool:
-    """Whether this is a module of Transformer Engine that was built to defer its weight gradient."""
+    """Tell whether this is a module of Transformer Engine that was built to defer its weight gradient."""
     offers = hasattr(module, "backward_dw") and hasattr(module, "register_wgrad_accumulation_and_reduce_hooks")
     return offers and any(deferred_parameters(module))
 
 
 def deferred_parameters(module: torch.nn.Module) -> list[str]:
-    """Names of the parameters whose gradient `backward_dw()` computes."""
+    """Return the names of the parameters whose gradient `backward_dw()` computes."""
     return [
         name
         for name, parameter in module.named_parameters(recurse=False)
@@ -56,7 +56,7 @@ def deferred_parameters(module: torch.nn.Module) -> list[str]:
 
 
 def put_into_store(module: Any, store: WeightGradStore) -> None:
-    """From now on each backward of `module` puts its W into `store`, or ends with it where B and W are fused."""
+    """Make each backward of `module` put its W into `store`, or run it at the end of a fused backward."""
     parameters = [getattr(module, name) for name in deferred_parameters(module)]
 
     def compute_weight_grad() -> None:
@@ -66,7 +66,7 @@ def put_into_store(module: Any, store: WeightGradStore) -> None:
         module.backward_dw()
 
     def on_backward(gradient: torch.Tensor) -> None:
-        # The module's own backward comes next, and queues what W needs.
+        # The module's own backward runs next and queues the inputs of W.
         if store.is_deferring:
             store.put(compute_weight_grad, held=(gradient,), parameter=module)
         else:
@@ -78,27 +78,27 @@ def put_into_store(module: Any, store: WeightGradStore) -> None:
 
 
 def is_in_main_grad(parameter: Any) -> bool:
-    """Whether a kernel adds this weight's gradient to `main_grad` by itself (`gradient_accumulation_fusion`)."""
+    """Tell whether a kernel adds this weight's gradient to `main_grad` itself (`gradient_accumulation_fusion`)."""
     return getattr(parameter, "grad_added_to_main_grad", False)
 
 
 def placeholder_gradient(weight: torch.Tensor) -> torch.Tensor:
-    """Zeros in the shape of `weight`, in the memory of one number, for a gradient that is in `main_grad` already.
+    """Return zeros in the shape of `weight`, in the memory of one number, for a gradient already in `main_grad`.
 
-    DDP's hook expects a gradient, and adds it where `zero_out_wgrad` is set.
+    DDP's hook expects a gradient, and adds it if `zero_out_wgrad` is set.
     """
     return weight.detach().new_zeros(1).expand_as(weight)
 
 
 def _drop_dummy_gradient(parameter: torch.Tensor) -> None:
-    """Drop what B returns in place of a gradient that W will add to `main_grad`: it keeps a weight's size of memory."""
+    """Drop the dummy that B returns for a gradient that W will add to `main_grad`: it is as large as the weight."""
     if is_in_main_grad(parameter):
         parameter.grad = None
 
 
 def _on_gradient_of_output(call: Callable[[torch.Tensor], None]) -> Callable[..., None]:
     def hook(module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        # A bias that is added elsewhere, or the input of the norm, comes after it.
+        # A tuple holds, after the result, a bias that is added elsewhere or the input of the norm.
         result = output[0] if isinstance(output, tuple) else output
         if result.requires_grad:
             result.register_hook(call)

@@ -1,4 +1,4 @@
-"""What of a model's gradients stays in B: the parameters that no split layer holds."""
+"""Counts the parameters whose gradient W computes and those whose gradient stays in B."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _EMBEDDINGS = (VocabParallelEmbedding, torch.nn.Embedding)
 
 @dataclass(frozen=True)
 class Gradients:
-    """Where the gradients of one rank's parameters are computed, in numbers of parameters.
+    """Numbers of parameters of one rank, by where their gradients are computed.
 
     Attributes:
         total: all parameters that are trained.
-        in_w: weights of split layers, whose gradient is deferred.
-        embeddings: tables, whose gradient is a sum of rows: no product that could be put off.
+        in_w: weights of split layers, whose gradient W computes.
+        embeddings: tables, whose gradient is a sum of rows and not a matrix product that could be deferred.
         vectors: norms and biases, whose gradient is a sum as well.
-        unsplit: every other weight, by `name (Class)` of its module, layers and experts taken together
-            as `*`: its gradient is a matrix product, or something unknown, and B pays for it.
+        unsplit: all other weights, by `name (Class)` of their module, with `*` for the numbers of layers and experts.
+            Their gradient is a matrix product or unknown, and B computes it.
     """
 
     total: int
@@ -34,7 +34,7 @@ class Gradients:
 
 
 def count_gradients(model_chunks: Iterable[torch.nn.Module]) -> Gradients:
-    """Call it after `split_weight_gradients`, before or after the chunks are wrapped."""
+    """Count one rank's gradients; called after `split_weight_gradients`, before or after the chunks are wrapped."""
     counts: Counter[str] = Counter()
     unsplit: Counter[str] = Counter()
     for name, module, parameter in _parameters(model_chunks):
@@ -55,7 +55,7 @@ def count_gradients(model_chunks: Iterable[torch.nn.Module]) -> Gradients:
 def _parameters(
     model_chunks: Iterable[torch.nn.Module],
 ) -> Iterator[tuple[str, torch.nn.Module, torch.nn.Parameter]]:
-    """Every trained parameter once, with the module that holds it and that module's name."""
+    """Yield every trained parameter once, after the name of the module that holds it and the module."""
     seen = set()
     for chunk in model_chunks:
         for name, module in chunk.named_modules():

@@ -1,8 +1,8 @@
-"""The first F, B and W of every stage, before the first step and without messages.
+"""Runs F, B and W of every stage once before the first step, without messages, so that no first use blocks the step.
 
-On a GPU the first launch of a kernel, the allocator's growth and the making of a communicator may wait for the whole
-device. Within a step that includes receives that are posted ahead, whose messages may depend on this very rank: the
-pipeline would stand still. Here nothing is posted yet. Afterwards everything is as before.
+On a GPU the first launch of a kernel, the allocator's growth and the creation of a communicator may wait for the whole
+device. In a step the device also waits for receives that are posted ahead, whose messages may depend on this very
+rank: the pipeline would hang. Before the first step nothing is posted. The warm-up restores all state that it changes.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _Gradients = list[tuple[torch.nn.Parameter, torch.Tensor | None]]
 
 
 def warm_up(stage: MegatronStage, store: WeightGradStore, groups: ProcessGroupCollection) -> None:
-    """Compute a microbatch on each of this rank's stages and forget it; a collective call of all ranks.
+    """Compute one microbatch on each of this rank's stages and discard the results; a collective call of all ranks.
 
-    Called at the start of the first training step: gradients are zero, and are zero again afterwards. The data that
-    is read here comes again in the step. Nothing is computed under fp8, whose scaling remembers every forward.
+    It is called at the start of the first training step, when gradients are zero, and leaves them zero. The step reads
+    the same data again. With fp8 only communicators are made, because its scaling remembers every forward.
     """
     _make_communicators(groups, stage.device)
     if get_model_config(stage.model_chunks[0]).fp8:
@@ -55,7 +55,7 @@ def warm_up(stage: MegatronStage, store: WeightGradStore, groups: ProcessGroupCo
 
 
 def _make_communicators(groups: ProcessGroupCollection, device: torch.device) -> None:
-    """Let every group that may communicate within a step do so once: its communicator is made when it first does.
+    """Run one all-reduce in every group that may communicate in a step: the first creates the group's communicator.
 
     All ranks take the kinds of groups in the same order, and each rank is in one group of a kind.
     """
@@ -69,7 +69,7 @@ def _make_communicators(groups: ProcessGroupCollection, device: torch.device) ->
 
 
 def _compute_microbatch(stage: MegatronStage, store: WeightGradStore, chunk: int) -> None:
-    """F, B and W of one chunk, with noise for what its neighbours would send."""
+    """Run F, B and W of one chunk, with noise in place of its neighbours' messages."""
     place = stage.placement.stage_of(stage.rank, chunk)
     spec = stage.message_spec()
     input_tensor, output_grad = None, None
@@ -88,7 +88,7 @@ def _compute_microbatch(stage: MegatronStage, store: WeightGradStore, chunk: int
 
 
 def _take_gradients(model_chunks: Sequence[torch.nn.Module]) -> _Gradients:
-    """Take every parameter's gradient away: where there is no DDP, W would add to it."""
+    """Remove and return every parameter's gradient, because without DDP W would add to it."""
     gradients = [(parameter, parameter.grad) for chunk in model_chunks for parameter in chunk.parameters()]
     for parameter, _ in gradients:
         parameter.grad = None

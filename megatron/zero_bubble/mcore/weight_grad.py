@@ -1,9 +1,8 @@
-"""W of megatron-core's linear layers: the weight gradient that B has left for later.
+"""Computes W, the deferred weight gradient, of megatron-core's linear layers and hands it to DDP.
 
-W ends by calling the hook with which megatron-core's DDP accumulates `param.grad` into `main_grad`
-and, once the last one of a bucket is there, starts the reduction: the additions are the same, in the
-same order, as with autograd. DDP hands that hook out to modules with
-`register_wgrad_accumulation_and_reduce_hooks` when its config says `delay_wgrad_compute`.
+W ends by calling the hook with which megatron-core's DDP accumulates `param.grad` into `main_grad` and, once a bucket
+is complete, starts its reduction. So the additions are the same as with autograd, in the same order. DDP gives that
+hook to modules with `register_wgrad_accumulation_and_reduce_hooks` if its config sets `delay_wgrad_compute`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 
 
 class LayerWeightGrad:
-    """Adds the weight gradients of one layer to the parameter and tells DDP when they are there."""
+    """Adds the weight gradients of one layer to its parameter and tells DDP when they are complete."""
 
     def __init__(self, weight: Any, store: WeightGradStore) -> None:
         self._weight = weight
@@ -29,9 +28,9 @@ class LayerWeightGrad:
         self._sum = MicrobatchSum()
         self._of_microbatch = -1
         self.store = store
-        # Where B and W are fused autograd adds up and calls this once a backward, however often the layer is used.
-        # The reference is weak because Python's garbage collector does not look into such hooks: with a strong one
-        # the model, its optimizer and its process groups would stay in memory after their last use.
+        # If B and W are fused, autograd adds up the gradient and calls this hook once a backward, however often the
+        # layer is used. The reference is weak because Python's garbage collector does not look into such hooks: a
+        # strong one would keep the model, its optimizer and its process groups in memory after their last use.
         this = weakref.ref(self)
 
         def reduce(_: torch.Tensor) -> None:
@@ -52,7 +51,7 @@ class LayerWeightGrad:
         return self._sum
 
     def accumulate(self, grad: torch.Tensor, into: MicrobatchSum) -> None:
-        """Do with `grad` what autograd and DDP's hook would do."""
+        """Add a term to the sum of a microbatch; once complete, add the sum to `weight.grad` and call DDP's hook."""
         total = into.add(grad)
         if total is None:
             return
@@ -61,15 +60,15 @@ class LayerWeightGrad:
         self._reduce()
 
     def _reduce(self) -> None:
-        # Autograd calls the hook after a B, too, which leaves no gradient.
+        # Autograd also calls this after a B, when there is no gradient.
         if self._hook is not None and self._weight.grad is not None:
             self._hook()
 
 
 class MicrobatchSum:
-    """The weight gradient of one microbatch: of several terms where the layer is used several times in a forward.
+    """Sums the weight gradient of one microbatch, which has several terms if a forward uses the layer several times.
 
-    Multi-token prediction does so with the output layer. Terms are added in the order of B, as autograd does.
+    Multi-token prediction uses the output layer so. Terms are added in the order of B, as autograd does.
     """
 
     def __init__(self) -> None:
@@ -86,8 +85,8 @@ class MicrobatchSum:
 class DeferredWeightGrad:
     """W of one layer for one microbatch.
 
-    With sequence parallelism only this rank's slice of the input was kept, in `gather_group`. The shared buffer that
-    megatron-core gathers into is overwritten between B and W: W gathers it again, while the layer before multiplies.
+    With sequence parallelism B keeps only this rank's slice of the input, because the buffer that megatron-core gathers
+    into is overwritten before W. W gathers the input again over `gather_group`, while the W before it multiplies.
     """
 
     def __init__(
@@ -127,7 +126,7 @@ class DeferredWeightGrad:
 
 
 def _add_to_main_grad(weight: Any, total_input: torch.Tensor, grad_output: torch.Tensor) -> torch.Tensor:
-    """apex' kernel: the product is added to `main_grad` in one pass. Returns what stands for the gradient."""
+    """Add the product to `main_grad` in one pass, by apex' kernel; return a placeholder for the gradient."""
     import fused_weight_gradient_mlp_cuda as apex
 
     wide = weight.main_grad.dtype == torch.float32
