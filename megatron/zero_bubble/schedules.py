@@ -5,8 +5,8 @@
     forward_backward = get_forward_backward_func("zb-h1", store)
     losses = forward_backward(forward_step_func=..., data_iterator=..., model=..., ...)
 
-The function takes the keyword arguments of megatron-core's own, and ends a step as it does: all gradients
-are in `main_grad`, and `config.finalize_model_grads_func` has run.
+The function takes the keyword arguments of megatron-core's own function and ends a step in the same state: all
+gradients are in `main_grad`, and `config.finalize_model_grads_func` has run.
 """
 
 from __future__ import annotations
@@ -45,13 +45,15 @@ from megatron.zero_bubble.schedule.prediction import Prediction
 from megatron.zero_bubble.schedule.step_ops import num_forwards_before_validation
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
-"""After which a message between two stages that does not come fails the job: megatron-core's default."""
+"""Time after which a missing message between two stages fails the job: megatron-core's default."""
 
 
 def get_forward_backward_func(
     schedule: str | Plan, store: WeightGradStore, timeout: timedelta = DEFAULT_TIMEOUT
 ) -> ForwardBackward:
-    """The forward-backward function that runs this schedule. megatron-core's process groups must exist.
+    """Return a function that runs forward and backward of a step with this schedule, in place of megatron-core's.
+
+    megatron-core's process groups must exist.
 
     Args:
         schedule: name of a generator (see `schedule.names()`), or a plan.
@@ -68,14 +70,19 @@ def get_forward_backward_func(
 
 
 class ForwardBackward:
-    """Runs forward and backward of all microbatches of a step under one schedule.
+    """Runs forward and backward of all microbatches of a step with the schedules of a plan.
 
     Schedules are generated, lowered and validated once for each number of microbatches, and kept.
     The process groups of the channels are created at the first call.
 
     Args:
-        warms_up: whether each stage computes once before the first training step (see `mcore/warm_up.py`); None
-            for on a GPU, and not otherwise.
+        planning: profile the run and plan again from measured costs; None keeps the plan.
+        report: called with each decision of that planning, on every rank.
+        post_validation: takes the optimizer's steps within the schedule; None if they come after it.
+        communicator: the class of the channels.
+        report_channels: called with the channels' memory once they are open.
+        warms_up: whether each stage computes once before the first training step (see `mcore/warm_up.py`); by default
+            it does on a GPU only.
     """
 
     def __init__(
@@ -118,20 +125,20 @@ class ForwardBackward:
 
     @property
     def plan(self) -> Plan:
-        """Where the schedules come from at present."""
+        """The plan that schedules are made from at present."""
         return self._plan
 
     @property
     def profile(self) -> Profile | None:
-        """The measured costs of the run, once it has been profiled."""
+        """The measured costs that the present plan was made from; None before the run is profiled."""
         return self._replanner.profile if self._replanner is not None else None
 
     def schedule(self, num_microbatches: int) -> Schedule:
-        """The schedule of a training step, as it runs at present."""
+        """Return the schedule of a training step, as it runs at present."""
         return self._executors[num_microbatches, False].schedule
 
     def position(self) -> Position | None:
-        """Where this rank is in a step, None between two: for a `Watchdog`, from another thread."""
+        """Return where this rank is in a step, None between two steps; a `Watchdog` calls it from another thread."""
         executor = self._last_executor
         if executor is None:
             return None
@@ -141,10 +148,10 @@ class ForwardBackward:
         return Position(self._num_calls, self._num_steps, executor.schedule, executor.rank, index, has_inputs)
 
     def measured_bubble_rate(self, mean_step: StepTime | None = None) -> float:
-        """The bubble rate of the pipeline; a collective call of its ranks.
+        """Return the measured bubble rate of the pipeline; a collective call of its ranks.
 
         Args:
-            mean_step: what `observer.take_mean()` gave on this rank; None for the mean since it was last asked.
+            mean_step: the result of `observer.take_mean()` on this rank; None calls it.
         """
         group = parallel_state.get_pipeline_model_parallel_group()
         steps: list[StepTime] = [mean_step or self.observer.take_mean()] * group.size()
@@ -152,7 +159,7 @@ class ForwardBackward:
         return bubble_rate(steps)
 
     def predicted_bubble_rate(self, num_microbatches: int) -> float | None:
-        """What the present schedule should reach at the measured costs; None before anything is measured."""
+        """Return the bubble rate of the present schedule, simulated at measured costs; None before there are any."""
         if self.profile is None:
             return None
         prediction = self._predictions.get(num_microbatches)
@@ -179,16 +186,16 @@ class ForwardBackward:
         pg_collection: ProcessGroupCollection | None = None,
         force_all_reduce: bool | None = False,
     ) -> list[Any]:
-        """Run one step.
+        """Run forward and backward of one step.
 
-        The arguments are those of megatron-core's forward-backward functions. `p2p_communicator` is
-        not used: messages go through channels of our own.
+        The arguments are those of megatron-core's forward-backward functions. `p2p_communicator` is not used, because
+        messages go through the project's own channels.
 
         Returns:
             What the loss function returned for each microbatch, on the rank that holds the last stage.
 
         Raises:
-            ValueError: a setting that no zero-bubble schedule can honour.
+            ValueError: the configuration has a setting that zero-bubble schedules cannot honour.
         """
         chunks = list(model) if isinstance(model, Sequence) else [model]
         iterators = list(data_iterator) if isinstance(data_iterator, Sequence) else [data_iterator]
@@ -250,9 +257,9 @@ class ForwardBackward:
             config.timers("forward-backward").stop()
 
     def settle(self) -> None:
-        """Validate the last step now, where a schedule with post-validation has left it open.
+        """Validate the last step now if a schedule with post-validation has not validated it yet.
 
-        To be called on every rank before anything but a training step reads parameters or the optimizer.
+        Call it on every rank before anything but a training step reads parameters or the optimizer.
         """
         if self._post_validation is not None:
             self._post_validation.validate()
@@ -278,7 +285,7 @@ class ForwardBackward:
         return self.observer.start(self._num_steps, meter)
 
     def _go_on_with_next_plan(self) -> None:
-        """At the start of a step: until then all that is said of the last one is about its own schedule."""
+        """Replace the plan by the next one. A step starts so, because until then reports are about the last step."""
         if self._next_plan is not None:
             assert self._next_plan.placement == self._plan.placement, "the model's layers stay where they are"
             self._plan, self._next_plan = self._next_plan, None

@@ -1,1 +1,1 @@
-"""Running one rank's operations: torch, but nothing of megatron-core."""
+"""Runs one rank's operations; uses torch, but nothing of megatron-core."""

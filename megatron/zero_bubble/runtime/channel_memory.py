@@ -1,4 +1,4 @@
-"""Opens a pipeline's channels, and tells how much device memory they take, which no allocator of torch's counts."""
+"""Opens a pipeline's channels and measures the device memory that they take, which torch's allocator does not count."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ChannelCommunicator = TorchCommunicator | HostCommunicator
 
 
 class ChannelMemory(NamedTuple):
-    """Device memory that the channels of one rank take."""
+    """The number of channels of one rank, and the device memory that they take."""
 
     num_channels: int
     num_bytes: int
@@ -31,11 +31,11 @@ def open_channels(
     timeout: timedelta,
     report: Callable[[ChannelMemory], None],
 ) -> ChannelCommunicator:
-    """A collective call of the pipeline's ranks, which are those of `group`.
+    """Open the channels between the ranks of `group`, a pipeline's; a collective call of them.
 
     Args:
-        report: called on every rank if `device` is a GPU, with what the channels take on the rank that has the most of
-            them; where several have as many, on the one where they take most.
+        report: called on every rank if `device` is a GPU, with the channel memory of the rank that has most channels,
+            and of several such ranks the largest.
     """
     ranks = dist.get_process_group_ranks(group)
     free = _free_bytes(device)
@@ -50,7 +50,7 @@ def open_channels(
 
 
 def _free_bytes(device: torch.device) -> int | None:
-    """Return the memory in use on the whole device, as its driver counts it; None where there is no device."""
+    """Return the free memory of the whole device, as its driver counts it; None for a CPU."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize(device)

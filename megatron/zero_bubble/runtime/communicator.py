@@ -1,10 +1,10 @@
-"""The point-to-point seam: tensors between neighbouring pipeline ranks.
+"""Sends tensors between neighbouring pipeline ranks.
 
 Each ordered pair of ranks that exchange messages is a *channel*: a message on one channel never waits
-for one on another, and messages of one channel arrive in the order in which they were sent. What
-that order is, both ends read from the lowered schedule.
+for a message on another, and messages of one channel arrive in the order in which they were sent. Both
+ends read that order from the lowered schedule.
 
-`TorchCommunicator` runs on torch.distributed; `in_memory.py` has one between threads of one process.
+`TorchCommunicator` runs on torch.distributed; `in_memory.py` connects threads of one process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron.zero_bubble.schedule import Placement
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape, type and device of a message, which its receiver must know before it arrives."""
+    """Shape, type and device of a message, which the receiver must know before the message arrives."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -34,7 +34,7 @@ class TensorSpec:
 
 
 class PendingSend(Protocol):
-    """A message under way; it keeps the tensor alive until it has been sent."""
+    """A message that is being sent; keeps its tensor alive until then."""
 
     def is_done(self) -> bool: ...
 
@@ -42,7 +42,7 @@ class PendingSend(Protocol):
 
 
 class PendingReceive(Protocol):
-    """A message that will arrive."""
+    """A message that was asked for and may not have arrived yet."""
 
     def wait(self) -> torch.Tensor: ...
 
@@ -51,16 +51,16 @@ class Communicator(Protocol):
     """Sends and receives of one pipeline rank. Peers are pipeline ranks, not global ranks."""
 
     def send(self, tensor: torch.Tensor, destination: int) -> PendingSend:
-        """Start to send; return at once."""
+        """Start to send `tensor` to rank `destination`; return at once."""
         ...
 
     def receive(self, source: int, spec: TensorSpec) -> PendingReceive:
-        """Post the receive of the next message of the channel from `source`; return at once."""
+        """Post the receive of the next message from rank `source`; return at once."""
         ...
 
 
 def channels(placement: Placement) -> list[tuple[int, int]]:
-    """The ordered pairs of ranks that exchange messages under `placement`, in one global order.
+    """Return the (source, destination) pairs of ranks that exchange messages under `placement`, in one global order.
 
     Channels are opened in this order: first those between ranks 0 and 1, 2 and 3, ..., which have no rank
     in common and are opened at the same time, then those between 1 and 2, 3 and 4, ...
@@ -74,20 +74,21 @@ def channels(placement: Placement) -> list[tuple[int, int]]:
 
 
 _SOURCE, _DESTINATION = 0, 1
-"""Ranks within a channel's group."""
+"""Ranks of the sender and the receiver within a channel's group."""
 MAX_BLOCKS = 4
-"""Thread blocks that a message may occupy on a GPU. A receive holds them from when it is posted until it is met."""
+"""Most thread blocks that a message occupies on a GPU. A receive holds them from when it is posted until it arrives."""
 
 
 @dataclass(frozen=True)
 class ChannelEnd:
-    """One end of a channel, as its process group needs to know it."""
+    """All that is needed to create the process group of a channel at one of its two ends."""
 
     source: int
-    """Global rank of the sender; `destination` is that of the receiver."""
+    """Global rank of the sender."""
     destination: int
+    """Global rank of the receiver."""
     rank: int
-    """Which end this is: 0 for the source, 1 for the destination."""
+    """This end: 0 for the source, 1 for the destination."""
     device: torch.device
     timeout: timedelta
 
@@ -97,7 +98,7 @@ class ChannelEnd:
 
 
 class PairGroup(Protocol):
-    """A process group of two, as far as a channel uses it; the backends of torch.distributed fit."""
+    """The part of a process group of two ranks that a channel uses; torch.distributed's backends have it."""
 
     def send(self, tensors: list[torch.Tensor], destination: int, tag: int) -> Any: ...
 
@@ -107,14 +108,14 @@ class PairGroup(Protocol):
 
 
 def connect_pair(end: ChannelEnd) -> Any:
-    """Connect one channel's backend, a `ProcessGroupNCCL` or `ProcessGroupGloo`, by name in the job's store.
+    """Create one channel's backend, a `ProcessGroupNCCL` or `ProcessGroupGloo`; its ends meet in the job's store.
 
-    `dist.new_group` is not for this: it wants every rank of the job to call it for every pair. Its
-    `use_local_synchronization` lifts that, but names the group by how many groups the caller is a
-    member of, which differs between the ends of a pipeline: they then wait for each other for ever.
+    `dist.new_group` cannot be used, because every rank of the job would have to call it for every pair. With
+    `use_local_synchronization` only the members call it, but it names the group by how many groups the caller is a
+    member of. That number differs between the ends of a channel, which would wait for each other for ever.
     """
     store = dist.PrefixStore(end.name, dist.distributed_c10d._get_default_store())
-    # Both ends count their groups of this name, so that a second communicator does not meet the first one's keys.
+    # Both ends count their groups of this name, so that a second communicator does not read the first one's keys.
     generation = store.add(f"generation of {end.rank}", 1)
     store = dist.PrefixStore(str(generation), store)
     if end.device.type == "cuda":
@@ -123,9 +124,9 @@ def connect_pair(end: ChannelEnd) -> Any:
 
 
 def _nccl_options(end: ChannelEnd) -> Any:
-    """Give messages priority over computing and few thread blocks: the other rank waits for them.
+    """Return NCCL options with priority over computing, because the other rank waits, and few thread blocks.
 
-    The flight recorder knows the channel by the name and the ranks.
+    The flight recorder shows the channel by the group's name and ranks.
     """
     options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = end.timeout
@@ -136,22 +137,22 @@ def _nccl_options(end: ChannelEnd) -> Any:
 
 
 class Mark(Protocol):
-    """A point of the computation."""
+    """A point of the computation on a device."""
 
     def synchronize(self) -> None:
-        """Wait until it has been reached."""
+        """Wait until the device has reached this point."""
         ...
 
 
 class RunAhead:
-    """Keeps the process that feeds a GPU at most `limit` messages ahead of it.
+    """Keeps the process that launches work on a GPU at most `limit` messages ahead of the GPU.
 
-    A message takes memory from when the process posts it until the GPU has been there, and a process that nothing
-    holds back posts all messages of a step within the time of some operations.
+    A message takes memory from when the process posts it until the GPU has passed that point. Without a limit the
+    process would post all messages of a step within the time of a few operations.
 
     Args:
-        new_mark: marks the point that the computation is fed up to.
-        limit: a GPU that is behind by this many messages has some operations to do meanwhile.
+        new_mark: makes a mark at the last launched work.
+        limit: number of messages; a GPU that is so far behind still has operations to compute.
     """
 
     def __init__(self, new_mark: Callable[[], Mark], limit: int = 8) -> None:
@@ -159,7 +160,7 @@ class RunAhead:
         self._marks: deque[Mark] = deque()
 
     def before_message(self) -> None:
-        """Wait for the GPU to come to where the message `limit` before this one was posted."""
+        """Wait until the GPU has reached the point where the message `limit` messages ago was posted."""
         if len(self._marks) == self._limit:
             self._marks.popleft().synchronize()
         self._marks.append(self._new_mark())
@@ -172,20 +173,20 @@ def _cuda_mark() -> torch.cuda.Event:
 
 
 class TorchCommunicator:
-    """Channels over torch.distributed, each with a process group of its own.
+    """Sends messages over torch.distributed, with a process group for each channel.
 
-    With NCCL all operations of one group run in order on one stream, so channels that shared a group
-    would wait for each other. Only the two members of a channel take part in creating it, and most channels
-    are created at the same time: start-up does not grow with the number of ranks.
+    With NCCL all operations of one group run in order on one stream, so channels that shared a group would wait for
+    each other. Only the two members of a channel take part in creating it, and most channels are created at the same
+    time, so that start-up does not take longer with more ranks.
 
     Args:
         pipeline_ranks: global rank of each pipeline rank.
         rank: this process's pipeline rank.
         placement: tells which ranks are neighbours.
         device: where messages live.
-        timeout: after which a send or receive that nobody meets fails.
-        connect: makes the process group behind a channel; `connect_pair` by default.
-        run_ahead: holds the process back; given for a GPU, where nothing else is.
+        timeout: after which a send or receive fails if the other end does not take part.
+        connect: makes the process group of a channel; `connect_pair` by default.
+        run_ahead: limits how far the process runs ahead; by default there is a limit on a GPU only.
     """
 
     def __init__(
@@ -209,10 +210,10 @@ class TorchCommunicator:
         self._open(device)
 
     def _open(self, device: torch.device) -> None:
-        """Send one number through every channel, so that none is connected in the middle of a step.
+        """Send one number through every channel, so that no channel is connected in the middle of a step.
 
-        NCCL connects a pair at its first message and blocks both ends while it does. All ranks go
-        through their channels in the same order, so these meetings cannot wait in a circle.
+        NCCL connects a pair at its first message and blocks both ends meanwhile. All ranks go through their channels in
+        the same order, so they cannot wait for each other in a circle.
         """
         for source, destination in self._groups:
             probe = torch.full((1,), float(source), device=device)
@@ -223,7 +224,7 @@ class TorchCommunicator:
                 assert arrived.item() == source, f"channel {source}->{destination} is crossed with another"
 
     def close(self) -> None:
-        """Shut the channels down; nothing may be under way. NCCL complains at exit of those that are still open."""
+        """Shut the channels down; no message may be under way. NCCL warns at exit about channels still open."""
         for group in self._groups.values():
             group.shutdown()
         self._groups = {}
@@ -232,7 +233,7 @@ class TorchCommunicator:
         self._hold_back()
         message = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
         work = self._groups[self._rank, destination].send([message], _DESTINATION, 0)
-        # The sender may take the values from its tensor. Only now, because the receiver waits for the message.
+        # Detached, because the sender may free the values of its tensor; after the send, because the receiver waits.
         return _TorchSend(work, message.detach())
 
     def receive(self, source: int, spec: TensorSpec) -> PendingReceive:
@@ -247,7 +248,7 @@ class TorchCommunicator:
 
 @dataclass(frozen=True)
 class _TorchSend:
-    """Holds the message until NCCL has read it; gloo says that it is done only once it has been waited for."""
+    """Keeps the message alive until NCCL has read it; with gloo a send is done only after `wait`."""
 
     work: dist.Work
     message: torch.Tensor

@@ -1,7 +1,6 @@
-"""The one interpreter that runs every schedule.
+"""Runs any schedule: an `Executor` walks its rank's operations in order.
 
-An `Executor` walks its rank's operations in order. It knows nothing of models: what F and B compute is a
-`Stage`'s affair, when they run is the schedule's.
+The executor knows nothing of models: a `Stage` computes F and B, and the schedule says when they run.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from megatron.zero_bubble.schedule.step_ops import before_validation, stale_rece
 from megatron.zero_bubble.schedule.tail import run_together
 
 _Range = Callable[[str], contextlib.AbstractContextManager[Any]]
-"""Makes the range of an operation from its name."""
+"""Makes the profiler range of an operation from its name."""
 _NO_RANGE = contextlib.nullcontext()
 
 
 def _new_range() -> _Range:
-    """Choose the range: torch's own while its profiler runs, else NVTX's on a GPU, for Nsight Systems.
+    """Choose the kind of profiler range: torch's while its profiler runs, else NVTX on a GPU, for Nsight Systems.
 
-    A range of torch's profiler that nobody sees costs as much as all the rest of the executor, one of NVTX's nothing.
+    While no profiler runs, a range of torch's costs as much as all the rest of the executor, and an NVTX range nothing.
     """
     if torch.autograd._profiler_enabled():
         return torch.profiler.record_function
@@ -38,7 +37,7 @@ def _new_range() -> _Range:
 
 
 class LeftoverError(RuntimeError):
-    """Raised when a step ends and something was not consumed: a bug in a schedule or in the runtime."""
+    """Raised if a message, activation or W is left unused at the end of a step: a bug in a schedule or the runtime."""
 
 
 class _LocalMessage:
@@ -56,10 +55,10 @@ _Key = tuple[bool, int, int]
 
 
 class _Step(NamedTuple):
-    """Operations that run as one; nearly always a single operation (see `run_together`)."""
+    """One operation of a rank, or several that run as one (see `run_together`)."""
 
     position: int
-    """Index of the first of these operations among those of its rank."""
+    """Index of the first operation among those of its rank."""
     ops: tuple[Op, ...]
     name: str
     is_computation: bool
@@ -129,10 +128,10 @@ class Executor:
         }
 
     def run(self, stage: Stage, recorder: OpRecorder | None = None) -> None:
-        """Run all operations of one step; `recorder` is told when each computes.
+        """Run all operations of one step; `recorder` is told when each operation computes.
 
         Raises:
-            LeftoverError: something was left at the end: a pending W, a message, an activation.
+            LeftoverError: a pending W, a message or an activation is left at the end.
         """
         self._marked = []
         self._recorder = recorder
@@ -160,16 +159,16 @@ class Executor:
         return len(self._activations)
 
     def position(self) -> tuple[int, bool]:
-        """Return the index of the operation this rank is at, and whether its inputs are there, to another thread.
+        """Return the index of the operation this rank is at, and whether its inputs are there; any thread may ask.
 
-        The index is the number of operations once all have run. Where a GPU records the step, the device is asked,
-        not the process, which runs ahead of it: then the operation is one that computes.
+        Once all operations have run, the index is their number. If a recorder measures the step on a GPU, the answer is
+        the GPU's position, because the process runs ahead of it; it is then never a communication operation.
         """
         launched = self._position
         reached = self._recorder.num_reached() if self._recorder is not None else None
         if reached is None:
             return launched, self._begun == launched
-        # Not counted along the schedule: what stands before VALIDATE may be run twice.
+        # Positions are looked up in the list of begun operations: those before VALIDATE may run twice.
         done, has_begun = divmod(reached, 2)
         if done < len(self._marked):
             position = self._marked[done]
@@ -224,9 +223,9 @@ class Executor:
         cast(SteppingStage, stage).step()
 
     def _validate(self, given: Stage, op: Op) -> None:
-        """Validate the last step; if it was wrong, every rank runs everything before `op` again.
+        """Validate the last step; if it was wrong, every rank runs all operations before `op` again.
 
-        What was sent before has to be received, for a channel keeps its order; then all of it is sent anew.
+        Messages sent before must be received first, because a channel keeps its order; then all are sent again.
         """
         stage = cast(SteppingStage, given)
         is_wrong = stage.validate()
@@ -243,14 +242,14 @@ class Executor:
         self._begin(op)
 
     def _begin(self, op: Op) -> None:
-        """Start the time of `op`, whose inputs are there."""
+        """Note that `op` starts to compute, now that its inputs are there."""
         self._begun = self._position
         self._marked.append(self._position)
         if self._recorder is not None:
             self._recorder.begin(op)
 
     def _hand_on(self, stage: Stage, op: Op, tensor: torch.Tensor, *, is_forward: bool) -> None:
-        """Give the result of `op` to the neighbouring stage: through the send that follows, or directly."""
+        """Give the result of `op` to the neighbouring stage: to the following send, or directly on the same rank."""
         neighbour = self._stages[op.chunk] + (1 if is_forward else -1)
         if self.schedule.placement.rank_of(neighbour) != self.rank:
             self._outgoing[is_forward, op.chunk, op.microbatch] = tensor

@@ -1,4 +1,4 @@
-"""Sends messages through host memory: a run that fails only over NCCL has no fault in its schedule."""
+"""Sends messages through host memory, to find out whether a failing run fails because of NCCL or of its schedule."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _HOST = torch.device("cpu")
 
 
 class HostCommunicator:
-    """Copies messages to host memory, pinned where they come from a GPU, and sends them over gloo.
+    """Copies messages to host memory, pinned if they come from a GPU, and sends them over gloo.
 
-    `send` waits until the device has computed the message, and a receive copies it back once it is waited for. So
-    nothing on the device ever waits for another rank: with several hardware queues or with one, and whatever
-    synchronises the device, a schedule that is valid ends. It is slow, and meant for finding faults.
+    `send` waits until the device has computed the message, and a receive's `wait` copies it back to the device. So
+    no work on the device ever waits for another rank, and a valid schedule always runs to its end, with one hardware
+    queue or several, and whatever synchronises the device. It is slow and meant for finding faults.
 
     The arguments are those of `TorchCommunicator`.
     """
@@ -35,7 +35,7 @@ class HostCommunicator:
         self._channels = TorchCommunicator(pipeline_ranks, rank, placement, _HOST, timeout)
 
     def close(self) -> None:
-        """Shut the channels down; nothing may be under way."""
+        """Shut the channels down; no message may be under way."""
         self._channels.close()
 
     def send(self, tensor: torch.Tensor, destination: int) -> PendingSend:
@@ -50,7 +50,7 @@ class HostCommunicator:
 
 @dataclass(frozen=True)
 class _HostSpec(TensorSpec):
-    """A message on its way from or to `device`: its buffer is on the host, pinned if the device is a GPU."""
+    """A message from or to `device` whose buffer is on the host, pinned if the device is a GPU."""
 
     def empty(self) -> torch.Tensor:
         return torch.empty(self.shape, dtype=self.dtype, pin_memory=self.device.type == "cuda")
@@ -62,5 +62,5 @@ class _HostReceive:
     device: torch.device
 
     def wait(self) -> torch.Tensor:
-        # torch's pinned memory is not given out again before the copy has been made.
+        # torch does not reuse the pinned memory before the copy is complete.
         return self.receive.wait().to(self.device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Channels between the threads of one process: a pipeline that needs no processes."""
+"""Sends messages between threads of one process, so that a pipeline can run in one process."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from megatron.zero_bubble.runtime.communicator import PendingReceive, PendingSen
 
 
 class InMemoryNetwork:
-    """Channels between the threads of one process.
+    """The channels between the threads of one process.
 
-    As on a real network a receive gets its message by when it was posted, not by when it is waited for.
+    As on a real network, receives get messages in the order in which they were posted, not waited for.
 
     Args:
         num_ranks: number of pipeline ranks.
@@ -32,11 +32,11 @@ class InMemoryNetwork:
         return InMemoryCommunicator(self, rank)
 
     def put(self, source: int, destination: int, tensor: torch.Tensor) -> None:
-        """Send."""
+        """Send a message."""
         self._channels[source, destination].put(tensor)
 
     def post(self, source: int, destination: int) -> Future[torch.Tensor]:
-        """Ask for the channel's next message that nobody has asked for yet."""
+        """Ask for the next message of a channel that nobody has asked for yet."""
         return self._channels[source, destination].post()
 
     def close(self, error: BaseException) -> None:
@@ -50,7 +50,7 @@ class InMemoryNetwork:
 
 
 class _InMemoryChannel:
-    """The messages that wait for a receive, or the receives that wait for a message; never both."""
+    """Holds messages that wait for a receive, or receives that wait for a message; never both."""
 
     def __init__(self) -> None:
         self.messages: deque[torch.Tensor] = deque()

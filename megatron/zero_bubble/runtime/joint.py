@@ -1,4 +1,4 @@
-"""Actions that may fail on some ranks, and then end on all of them."""
+"""Runs actions so that an error on one rank is raised on all ranks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ T = TypeVar("T")
 
 
 def jointly(action: Callable[[], T]) -> T:
-    """Run `action` on every rank and return what it gives on this one; a collective call.
+    """Run `action` on every rank and return this rank's result; a collective call of all ranks.
 
     Raises:
-        ValueError: or `OSError`, on every rank, if `action` raises it on any: that of the first such rank. A rank that
-            failed alone would leave the others waiting for it.
+        ValueError: or `OSError`, on every rank, if `action` raises it on any rank: the error of the first such rank. A
+            rank that failed alone would leave the others waiting for it.
     """
     outcome, error = _try(action)
     errors: list[Exception | None] = [None] * dist.get_world_size()
@@ -27,7 +27,7 @@ def jointly(action: Callable[[], T]) -> T:
 
 
 def on_rank(rank: int, action: Callable[[], T]) -> T:
-    """Run `action` on `rank` alone and return or raise on every rank what it returns or raises; a collective call."""
+    """Run `action` on `rank` alone, and return its result or raise its error on every rank; a collective call."""
     outcome: list[Any] = [_try(action) if dist.get_rank() == rank else None]
     dist.broadcast_object_list(outcome, src=rank)
     value, error = outcome[0]

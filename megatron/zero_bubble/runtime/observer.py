@@ -1,4 +1,4 @@
-"""Watches the steps of one rank: how long they take, and who else wants to know."""
+"""Collects the measured operations of each step on one rank and passes them to all that need them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import NamedTuple
 from megatron.zero_bubble.runtime.recorder import Clock, MeasuredOp, MemoryMeter, OpRecorder, StepTime, step_time
 
 Sink = Callable[[int, Sequence[MeasuredOp]], None]
-"""A function that takes the number of a step and its operations."""
+"""A function that takes the number of a step and the measured operations."""
 
 
 class StepObserver:
-    """Gives the executor a recorder for every training step and passes on what was recorded.
+    """Gives the executor a recorder for every training step and passes the measured operations to `sinks`.
 
-    A GPU is behind the process that feeds it. What it did in a step is read once it is done with that step, which is
-    asked after each operation of the next one: between two steps nothing waits for the GPU, which would idle then.
+    A GPU lags the process that feeds it, and waiting for it between two steps would leave it idle. So a step is read
+    once the GPU has finished it, which is checked after each operation of the next step.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -35,18 +35,18 @@ class StepObserver:
         return recorder
 
     def stop(self) -> None:
-        """Tell that the step that was started has ended."""
+        """Note that the current step has ended."""
         if self._running is not None:
             self._ended.append(self._running)
             self._running = None
 
     def flush(self) -> None:
-        """Pass on all steps that have ended, and wait for the GPU if need be."""
+        """Pass on all steps that have ended; waits for the GPU to finish them."""
         while self._ended:
             self._take_in()
 
     def take_mean(self) -> StepTime:
-        """Return the mean step since the last call; all zeros if there was none."""
+        """Return the mean time of the steps since the last call; zeros if there was none. Waits for the GPU."""
         self.flush()
         times, self._times = self._times, []
         count = max(1, len(times))

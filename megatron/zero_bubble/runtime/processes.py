@@ -1,6 +1,6 @@
-"""The processes that a rank starts (loader workers, checkpoint writers) end with it, however it ends.
+"""Makes the processes that a rank starts (loader workers, checkpoint writers) end with it, however it ends.
 
-Python ends its children only when it exits in order, and then waits for them without limit: a rank that is killed
+Python ends its children only when it exits regularly, and then waits for them without limit. So a rank that is killed
 leaves them behind, and a child that ignores SIGTERM keeps its rank from ending.
 """
 
@@ -15,11 +15,11 @@ import threading
 import time
 
 _PR_SET_PDEATHSIG = 1
-"""The option of prctl(2) that sets the signal for the death of a parent."""
+"""The option of prctl(2) that sets the signal a process gets when its parent dies."""
 
 
 def end_with_parent(death_signal: signal.Signals = signal.SIGKILL) -> None:
-    """Let the kernel send this process `death_signal` once the thread that started it is gone.
+    """Make the kernel send this process `death_signal` once the thread that started it is gone.
 
     Only Linux can do this; elsewhere the call does nothing.
     """
@@ -28,7 +28,7 @@ def end_with_parent(death_signal: signal.Signals = signal.SIGKILL) -> None:
 
 
 def tie_children() -> None:
-    """Let every process that this one's main thread forks from now on end with it.
+    """Make every process that this process's main thread forks from now on end with this process.
 
     A child of another thread is left alone: it would end with that thread, not with the process.
     """
@@ -46,13 +46,13 @@ def tie_children() -> None:
 
 
 def end_children(patience: float = 2.0) -> None:
-    """End the children that `multiprocessing` would otherwise end, and wait for, when this process exits.
+    """End the daemonic children of `multiprocessing`, which Python at exit would end and wait for without limit.
 
     Args:
-        patience: seconds that all of them together have after SIGTERM, before they are killed.
+        patience: seconds that all children together have after SIGTERM, before they are killed.
     """
     children = [child for child in multiprocessing.active_children() if child.daemon]
-    # torch raises an error in this process when a loader worker is ended that it still counts as working.
+    # torch's SIGCHLD handler raises an error in this process when a loader worker that it counts as working ends.
     if children and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for child in children:

@@ -24,9 +24,9 @@ _PINGS = 7
 
 
 class SavedTensorMeter:
-    """Measures memory on a CPU: counts what autograd saves for F, and what the store holds for W.
+    """Measures memory on a CPU, whose allocator cannot be asked: the bytes that autograd saves in F and W holds.
 
-    Each storage counts once, parameters not at all. Allocators of CPUs cannot be asked.
+    Each storage counts once, and parameters do not count.
     """
 
     def __init__(self, store: WeightGradStore) -> None:
@@ -55,11 +55,11 @@ class SavedTensorMeter:
         return -released
 
     def inside(self) -> int:
-        """Return 0: the peak inside an operation cannot be known on a CPU."""
+        """Return 0, because the peak inside an operation cannot be measured on a CPU."""
         return 0
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        # A transposed weight is a view of its parameter.
+        # A transposed weight is a view whose base is the parameter.
         if not isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter):
             storage = tensor.untyped_storage()
             self._saved[storage.data_ptr()] = storage.nbytes()
@@ -67,7 +67,7 @@ class SavedTensorMeter:
 
 
 class CudaMeter:
-    """Measures memory on a GPU by what the allocator has given out. Message buffers are included."""
+    """Measures memory on a GPU by what torch's allocator has given out, message buffers included."""
 
     def __init__(self) -> None:
         self._before = self._inside = 0
@@ -95,8 +95,9 @@ class ChunkCosts:
 
     stage: int
     times: Mapping[OpKind, float]
-    """Of F, B and W. A fused backward is BW alone."""
+    """Median time of F, B and W, or of F and BW if the backward is fused."""
     memory: Mapping[OpKind, float]
+    """Median change of memory of the same kinds."""
     noise: float
     """Largest relative spread of the times: half the interquartile range over the median."""
     inside: int = 0
@@ -104,7 +105,7 @@ class ChunkCosts:
 
 
 class Profiler:
-    """Collects the operations of the steps of a window on one rank."""
+    """Collects the measured operations of one rank over several steps, to compute its costs."""
 
     def __init__(self, placement: Placement, rank: int) -> None:
         self._placement = placement
@@ -114,7 +115,7 @@ class Profiler:
         self._inside: dict[int, int] = defaultdict(int)
 
     def add(self, ops: Iterable[MeasuredOp]) -> None:
-        """Record one step."""
+        """Add the operations of one step."""
         for measured in ops:
             key = (measured.op.chunk, measured.op.kind)
             self._times[key].append((measured.end - measured.start) * 1000.0)
@@ -123,7 +124,7 @@ class Profiler:
                 self._inside[measured.op.chunk] = max(self._inside[measured.op.chunk], measured.inside)
 
     def costs(self) -> list[ChunkCosts]:
-        """Return the medians, which an outlier such as the first step does not move."""
+        """Return the costs of this rank's chunks: medians, which an outlier such as the first step does not move."""
         found = []
         for chunk in range(self._placement.num_chunks):
             kinds = [kind for kind, facts in KINDS.items() if facts.time and (chunk, kind) in self._times]
@@ -148,10 +149,10 @@ def _spread(values: Sequence[float]) -> float:
 
 
 def measure_edges(communicator: Communicator, placement: Placement, rank: int, spec: TensorSpec) -> dict[int, float]:
-    """Measure the milliseconds that a message takes over each edge of this rank: half of the median round trip.
+    """Measure the milliseconds of one message over each edge of this rank: half of the median round trip.
 
-    A collective call of all ranks of a pipeline: edge `s` joins stages `s` and `s + 1`, and they are measured
-    one after the other. Edges within a rank have no message.
+    A collective call of all ranks of a pipeline. Edge `s` joins stages `s` and `s + 1`; edges are measured one after
+    the other, and edges within a rank are left out.
     """
     measured = {}
     message = torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
@@ -182,7 +183,7 @@ def _round_trip(
 
 
 class MeasuredCosts(NamedTuple):
-    """Measurements of all ranks of a job together."""
+    """The combined measurements of all ranks of a job; times in milliseconds, memory in bytes."""
 
     costs: StageCosts
     noise: float
@@ -191,10 +192,10 @@ class MeasuredCosts(NamedTuple):
 
 
 def gather_costs(placement: Placement, chunks: Sequence[ChunkCosts], edges: Mapping[int, float]) -> MeasuredCosts:
-    """Gather the costs of all stages, the same on every rank of the job.
+    """Gather the costs of all stages; a collective call of the whole job, with the same result on every rank.
 
-    A collective call of the whole job. Of the replicas of a stage (data and tensor parallelism) the
-    slowest and the fullest counts: the pipeline waits for it.
+    Of the replicas of a stage (data and tensor parallelism) the largest time and memory count, because the pipeline
+    waits for the slowest.
     """
     everyone: list[tuple[Sequence[ChunkCosts], Mapping[int, float]] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (chunks, edges))

@@ -14,25 +14,25 @@ from megatron.zero_bubble.schedule.kinds import POST_VALIDATION
 
 
 class Clock(Protocol):
-    """Marks points of the computation without waiting for it; the marks become seconds later."""
+    """Marks points of the computation without waiting for it, and turns marks into seconds later."""
 
     def mark(self) -> Any: ...
 
     def seconds(self, marks: Sequence[Any]) -> list[float]:
-        """Return when the marks were reached, in their order; may wait for that."""
+        """Return the times at which the marks were reached, in their order; may wait until they are."""
         ...
 
     def lag(self) -> float:
-        """Return by how many seconds `seconds` lags the host's monotonic clock. May wait for the computation."""
+        """Return how many seconds the times of `seconds` lag the host's clock; may wait for the computation."""
         ...
 
     def num_reached(self, marks: Sequence[Any]) -> int | None:
-        """Count the marks that have been reached, without waiting; None where all always have."""
+        """Count the marks that have been reached, without waiting; None if marks are always reached at once."""
         ...
 
 
 class HostClock:
-    """A clock for a CPU, where a call returns when its work is done."""
+    """A clock for a CPU, where a call returns only when its work is done."""
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -48,10 +48,10 @@ class HostClock:
 
 
 class CudaClock:
-    """A clock for a GPU: events on the current stream, so that nothing waits while operations are launched.
+    """A clock for a GPU: marks are events on the current stream, so that launching operations waits for nothing.
 
-    What CUDA tells between two events is a float32 of milliseconds: 8 ms coarse after a day. So each mark is measured
-    from the one before, and the sum is a Python float.
+    CUDA gives the time between two events in float32 milliseconds, whose resolution after a day is 8 ms. So each mark
+    is measured from the mark before, and the times are added up in a Python float.
     """
 
     def __init__(self) -> None:
@@ -87,10 +87,10 @@ def device_clock(device: torch.device) -> Clock:
 
 @dataclass(frozen=True)
 class MeasuredOp:
-    """One operation that a rank ran. Its time begins when its inputs are there: waiting is not in it.
+    """One operation that a rank ran; `start` and `end` are in seconds and exclude the wait for its inputs.
 
-    `held` is the change of memory, in bytes, that it left behind; None unless memory was measured. `inside` is what it
-    needed while it ran, beyond what was held before and after it.
+    `held` is the change of memory, in bytes, that the operation left behind; None unless memory was measured. `inside`
+    is the memory that it needed while it ran, beyond what was held before and after it.
     """
 
     op: Op
@@ -101,7 +101,7 @@ class MeasuredOp:
 
 
 class MemoryMeter(Protocol):
-    """Measures what an operation leaves behind in memory."""
+    """Measures how an operation changes the memory in use."""
 
     def begin(self, op: Op) -> None: ...
 
@@ -115,16 +115,16 @@ class MemoryMeter(Protocol):
 
 
 class _MemoryUse(NamedTuple):
-    """As in `MeasuredOp`."""
+    """The memory of one or several operations; fields as in `MeasuredOp`."""
 
     held: int | None
     inside: int = 0
 
 
 class OpRecorder:
-    """Collects the operations of one step. The executor calls `begin` and `end`, the owner `take`.
+    """Records the operations of one step: the executor calls `begin` and `end`, the owner `take`.
 
-    `after_op` is called when an operation has been recorded.
+    `after_op` is called after each recorded operation.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class OpRecorder:
         self._begun = self._clock.mark()
 
     def end(self, *ops: Op) -> None:
-        """Note that the operation, or those that run as one, has computed (on a GPU: has been launched)."""
+        """Note that the operation, or several that run as one, has computed (on a GPU: has been launched)."""
         self._marks += (self._begun, self._clock.mark())
         metered = self._meter is not None and ops[0].kind not in POST_VALIDATION
         self._ops.append((ops, self._memory_use(ops, self._meter) if self._meter and metered else _MemoryUse(None)))
@@ -155,11 +155,11 @@ class OpRecorder:
         return self._clock.num_reached(self._marks) if self._marks else None
 
     def is_over(self) -> bool:
-        """Tell whether the last operation so far has computed: then `take` does not wait."""
+        """Tell whether all recorded operations have computed, so that `take` does not wait."""
         return not self._marks or self._clock.num_reached(self._marks[-1:]) != 0
 
     def take(self) -> list[MeasuredOp]:
-        """Return what was recorded since the last call."""
+        """Return the operations recorded since the last call; waits until they have computed."""
         seconds = self._clock.seconds(self._marks)
         intervals = zip(seconds[::2], seconds[1::2], strict=True)
         measured = [
@@ -178,7 +178,7 @@ class OpRecorder:
 
 
 def _share(ops: Sequence[Op], start: float, end: float, memory: _MemoryUse) -> Iterator[MeasuredOp]:
-    """Split a measurement equally among operations that ran as one; each needed the whole peak inside."""
+    """Split a measurement equally among operations that ran as one; `inside` is not split."""
     each = (end - start) / len(ops)
     share = None if memory.held is None else round(memory.held / len(ops))
     for k, op in enumerate(ops):
@@ -188,16 +188,18 @@ def _share(ops: Sequence[Op], start: float, end: float, memory: _MemoryUse) -> I
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step on one rank: from the first operation to the last, and computing in between."""
+    """Seconds that one step took on one rank."""
 
     span: float
+    """From the first operation to the last."""
     work: float
+    """Time of computing within the span."""
 
 
 def step_time(ops: Sequence[MeasuredOp]) -> StepTime:
-    """Compute both figures of a step that ran at least one operation.
+    """Compute span and work of a step that ran at least one operation.
 
-    The optimizer's work is in neither. What was run again counts once as work: the rest of its time is lost.
+    Neither includes the optimizer's work. An operation that ran twice, after a failed validation, counts once as work.
     """
     computed = {measured.op: measured for measured in ops if measured.op.kind not in POST_VALIDATION}
     last = max(measured.end for measured in computed.values())
@@ -208,7 +210,7 @@ def step_time(ops: Sequence[MeasuredOp]) -> StepTime:
 def bubble_rate(steps: Sequence[StepTime]) -> float:
     """Compute the bubble rate of a pipeline from the step times of its ranks: (cost - work) / cost.
 
-    `cost` is the longest span of a rank, and `work` that of the busiest one, as `simulate` has it.
+    `cost` is the longest span of a rank, and `work` the work of the busiest rank, as in `simulate`.
     """
     cost = max(step.span for step in steps)
     return (cost - max(step.work for step in steps)) / cost if cost > 0 else 0.0

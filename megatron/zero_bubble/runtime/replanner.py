@@ -1,4 +1,4 @@
-"""Profiles a window of steps, plans from what it found, and plans again when the times drift."""
+"""Measures the costs of a run over some steps, plans a schedule from them, and plans again when the times drift."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from megatron.zero_bubble.schedule.plan import Plan
 from megatron.zero_bubble.schedule.prediction import Prediction
 
 MARGIN = 0.9
-"""Part of the free memory that `auto` gives to activations: allocators fragment."""
+"""Share of the free memory that the limit `auto` gives to activations, because allocators fragment."""
 _DRIFT_STEPS = 20
-"""Steps between two looks at whether the times have drifted."""
+"""Steps between two checks for drift of the times."""
 
 
 ModelDescription = Mapping[str, Setting]
 
 
 def plan_on_first_rank(plan: Plan, num_microbatches: int) -> Plan:
-    """The plan with the schedule that the job's first rank has made from it for this many microbatches.
+    """Let the job's first rank make the schedule for `num_microbatches`; return the plan that holds it, on all ranks.
 
-    A collective call of the whole job. All ranks must run the very same order, and a solver with a time limit may find
-    another one on each.
+    A collective call of the whole job. All ranks must run the very same order, but a solver with a time limit may find
+    a different one on each rank.
 
     Raises:
-        ScheduleError: the first rank found none; on all ranks.
+        ScheduleError: the first rank found no schedule; raised on all ranks.
     """
     answer: list[str | ScheduleError] = [""]
     if dist.get_rank() == 0:
@@ -52,11 +52,14 @@ def plan_on_first_rank(plan: Plan, num_microbatches: int) -> Plan:
 
 @dataclass(frozen=True)
 class PlanningOptions:
-    """How a run profiles and plans.
+    """Settings of a run's profiling and planning.
 
-    `first_step` to `last_step`, inclusive, are profiled. A given `profile` is planned with before the
-    first step instead. `memory_limit` None leaves the schedule its own; `threshold` is the relative
-    change of a stage's time that starts planning anew, 0 for never.
+    Attributes:
+        first_step, last_step: the steps that are profiled, both included, unless a profile is given.
+        model: the settings of the model that the costs depend on.
+        memory_limit: None for the schedule's own.
+        profile: costs to plan with before the first step.
+        threshold: relative change of a stage's time that starts planning again; 0 for never.
     """
 
     first_step: int
@@ -69,25 +72,25 @@ class PlanningOptions:
 
 @dataclass(frozen=True)
 class Report:
-    """What was found and decided: for the log."""
+    """One decision of the `Replanner`, for the log."""
 
     prediction: Prediction
     is_new_plan: bool
-    """Whether the schedule was made anew from the costs; otherwise they only serve to predict."""
+    """Whether the schedule was made from the costs; otherwise they are only used to predict."""
     memory_limit: tuple[float, ...] | None
-    """Of every rank, in bytes."""
+    """The memory limit of every rank, in bytes; None for the schedule's own."""
     step: int
-    """The costs were measured up to this one; 0 if they were given."""
+    """The last step whose times are in the costs; 0 if the costs were given."""
 
 
 class Replanner:
-    """Decides, between two steps, with which plan the run goes on.
+    """Decides between two steps which plan the run continues with.
 
     Args:
-        plan: what the run starts with. It is made anew from costs if it adapts to them, and kept otherwise.
-        observer: where the operations of each step come from.
+        plan: the plan that the run starts with; it is replaced by one made from costs if it adapts to costs.
+        observer: provides the measured operations of each step.
         measure_edges: a collective call that measures the communication time of this rank's edges.
-        report: told about each decision, on every rank.
+        report: called with each decision, on every rank.
     """
 
     def __init__(
@@ -112,28 +115,29 @@ class Replanner:
         self._profile = options.profile
         self._step = 0
         self._planned_for: set[int] = set()
-        """Numbers of microbatches whose schedule is made from the present profile."""
+        """Numbers of microbatches whose schedule was made from the present profile."""
         observer.sinks.append(self._collect)
 
     @property
     def profile(self) -> Profile | None:
-        """The costs that the present plan was made from, if it was."""
+        """The costs that the present plan was made from; None if it was made without."""
         return self._profile if self._planned_for else None
 
     def measures_memory(self, step: int) -> bool:
         return self._profile is None and self._options.first_step <= step <= self._options.last_step
 
     def before_step(self, num_microbatches: int) -> Plan | None:
-        """The plan to go on with, if the next step is the first with this many microbatches; a collective call.
+        """Return a new plan if the next step is the first with this many microbatches, else None; a collective call.
 
-        The memory limit may depend on the number, and the first step of all plans from a given profile.
+        It is needed because the memory limit may depend on that number, and before the very first step to plan from a
+        given profile.
         """
         if self._profile is None or num_microbatches in self._planned_for:
             return None
         return self._decide(num_microbatches)
 
     def after_step(self, step: int, num_microbatches: int) -> Plan | None:
-        """The plan to go on with, if there is a new one; a collective call."""
+        """Return a new plan if profiling has just ended or the times have drifted, else None; a collective call."""
         options = self._options
         if self._profile is None and step == options.last_step:
             self._edges = self._measure_edges()
@@ -145,13 +149,13 @@ class Replanner:
         return None
 
     def _collect(self, step: int, ops: Sequence[MeasuredOp]) -> None:
-        """What nobody will look at is not kept."""
+        """Keep the operations of a step if they will be used for costs or for drift."""
         options = self._options
         if options.threshold > 0 if self._profile is not None else options.first_step <= step <= options.last_step:
             self._profiler.add(ops)
 
     def _measure(self) -> Profile:
-        """What was collected on all ranks, as one profile; a collective call."""
+        """Combine the measurements of all ranks into one profile; a collective call."""
         self._observer.flush()
         placement = self._plan.placement
         costs, noise, inside = gather_costs(placement, self._profiler.costs(), self._edges)
@@ -159,7 +163,7 @@ class Replanner:
         return Profile(placement, costs, noise, self._options.model, inside)
 
     def _decide(self, num_microbatches: int) -> Plan | None:
-        """The plan that is made from the profile; None where the present one does not adapt to costs."""
+        """Make and report the plan from the present profile; return None if the plan does not adapt to costs."""
         profile = self._profile
         assert profile is not None
         limit = self._limit_in_bytes(profile, num_microbatches)
@@ -181,12 +185,15 @@ class Replanner:
         return plan if self._plan.adapts else None
 
     def _look_for_drift(self, step: int, num_microbatches: int) -> Plan | None:
-        """Every rank compares the same two profiles, so that all come to the same verdict."""
+        """Measure the times again and plan again if they have changed by more than the threshold.
+
+        All ranks compare the same two profiles and so decide alike.
+        """
         old, new = self._profile, self._measure()
         assert old is not None
         if _largest_change(old.costs, new.costs) <= self._options.threshold:
             return None
-        # Memory and messages are measured in the first window only: they do not drift.
+        # Memory and messages do not drift and are measured only once.
         costs = replace(old.costs, time_f=new.costs.time_f, time_b=new.costs.time_b, time_w=new.costs.time_w)
         self._profile, self._step = replace(old, costs=costs, noise=new.noise), step
         self._planned_for = set()
@@ -207,22 +214,22 @@ class Replanner:
 
 
 def limits_of_ranks(limit: MemoryLimit, in_bytes: float, num_ranks: int, profile: Profile | None) -> tuple[float, ...]:
-    """What the operations of every rank may leave behind, where the limit is this many bytes.
+    """Return for every rank the bytes that its operations may leave behind under a memory limit of `in_bytes`.
 
-    `auto` keeps room on each rank for what a single operation needs while it runs: logits, attention scores.
+    With `auto` each rank reserves what a single operation needs while it runs, such as logits and attention scores.
     """
     if not limit.is_auto or profile is None:
         return (in_bytes,) * num_ranks
-    # Where there is no room nothing fits, which is told with the smallest limit that works.
+    # At least 1 byte, so that planning fails with an error that names the smallest limit that works.
     return tuple(max(1.0, in_bytes - profile.inside_rank(rank)) for rank in range(num_ranks))
 
 
 def _free_bytes(device: torch.device) -> int:
-    """What the device could give to activations, between two steps, when none are alive."""
+    """Return the bytes that the device could give to activations; called between two steps, when none are alive."""
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def _largest_change(old: StageCosts, new: StageCosts) -> float:
-    """The largest relative change of a stage's F + B + W."""
+    """Return the largest relative change of a stage's F + B + W."""
     return max(abs(new.work(stage) / old.work(stage) - 1.0) for stage in range(old.num_stages))

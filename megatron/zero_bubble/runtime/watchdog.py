@@ -1,9 +1,9 @@
 """Detects a hung pipeline and reports the operation each rank is waiting in.
 
-A rank that hangs is silent, and its neighbours wait. So each rank has a thread that looks every now and then
-whether its rank has come further. The first that sees it stand still for too long raises an alarm in the
-job's store; at that every rank writes there where it is, the first one reports, and all leave. A running
-job's store gets one small request a rank and look, and the operations themselves none.
+A rank that hangs is silent, and its neighbours wait. So each rank has a thread that regularly checks whether the rank
+has advanced. The first thread whose rank has not advanced for too long raises an alarm in the job's store. Then every
+rank writes its position to the store, the first one reports, and all exit. While the job runs, each check costs the
+store one small request, and the operations themselves cost none.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from megatron.zero_bubble.schedule import Schedule
 from megatron.zero_bubble.schedule.kinds import COMMUNICATION
 
 _LOOKS = 10
-"""Within the time that is allowed."""
+"""Number of checks within the timeout."""
 _LONGEST_PAUSE = 5.0
-"""Seconds between two looks; the report waits for two of them."""
+"""Most seconds between two checks; the report waits up to two such pauses for the other ranks."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """Place of a rank in a step: at the operation `index` of its lowered schedule, or behind the last one."""
+    """Position of a rank in a step: at operation `index` of its lowered schedule, or after the last operation."""
 
     call: int
-    """Of the forward-backward function: evaluation, too, comes by the same operations again and again."""
+    """Number of the call of the forward-backward function: evaluation runs the same operations without new steps."""
     step: int
-    """Training steps begun since the job's start."""
+    """Number of training steps begun since the job's start."""
     schedule: Schedule
     pipeline_rank: int
     index: int
     has_inputs: bool
-    """Whether what the operation needs from other ranks has arrived."""
+    """Whether the operation's inputs from other ranks have arrived."""
 
     def __str__(self) -> str:
         ops = self.schedule.ops[self.pipeline_rank]
@@ -53,7 +53,7 @@ class Position:
         return f"{verb} {op}, operation {self.index + 1} of {len(ops)} in step {self.step}"
 
     def excerpt(self) -> str:
-        """List the operations around the position, the one at it in brackets."""
+        """List the operations around the position, with the current operation in brackets."""
         ops = self.schedule.ops[self.pipeline_rank]
         return self.schedule.excerpt(self.pipeline_rank, min(self.index, len(ops) - 1), radius=3)
 
@@ -66,19 +66,19 @@ class RankState:
     host: str
     pid: int
     seconds: float
-    """Seconds since the rank was last seen to move."""
+    """Seconds since the rank was last seen to advance."""
     where: str
     """The rank's `Position` in words."""
     excerpt: str
     """The rank's schedule around its position; empty between two steps."""
     line: str
-    """The line of code that the rank's main thread is at."""
+    """The line of code that the rank's watched thread is at."""
     is_computing: bool
 
 
 @dataclass(frozen=True)
 class Stall:
-    """A pipeline that stands still: the rank that raised the alarm and what each rank told, None for no answer."""
+    """A hung pipeline: the rank that raised the alarm, and the state of each rank, None if it did not answer."""
 
     schedule: str
     timeout: float
@@ -87,16 +87,16 @@ class Stall:
 
 
 class Watchdog:
-    """Watches one rank of a job from a thread of its own, from creation until `close`.
+    """Watches one rank of a job in a background thread, from its creation until `close`.
 
     Args:
-        store: of the job; all ranks make their watchdogs in the same order. Used through a connection of its own.
-        position: where this rank is, None between two steps; called on the watchdog's thread.
-        timeout: seconds at one operation after which there is an alarm.
+        store: the job's store, used through a separate connection; all ranks make their watchdogs in the same order.
+        position: returns where this rank is, None between two steps; called on the watchdog's thread.
+        timeout: seconds at one operation after which an alarm is raised.
         report: called on the one rank that raised the alarm first.
-        leave: called on every rank at the end, after the report. It should not return: a rank that hangs
-            cannot be asked to go.
-        host: what this rank's machine is called.
+        leave: called on every rank after the report; it should end the process, because a rank that hangs cannot be
+            asked to exit.
+        host: name of this rank's machine.
         device: where the rank computes.
     """
 
@@ -112,7 +112,7 @@ class Watchdog:
         host: str,
         device: torch.device,
     ) -> None:
-        # A connection is busy while its owner waits for a key. torch before 2.8 has one alone: no step waits there.
+        # A connection is busy while its owner waits for a key. torch before 2.8 has only one; no step waits on it.
         own = store.clone() if hasattr(store, "clone") else store
         generation = own.add(f"megatron.zero_bubble/watchdogs of {rank}", 1)
         self._store = dist.PrefixStore(f"megatron.zero_bubble/watchdog/{generation}", own)
@@ -129,7 +129,7 @@ class Watchdog:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop watching: nothing will be reported any more."""
+        """Stop watching; nothing is reported after this."""
         self._closed.set()
         self._thread.join()
 
@@ -146,7 +146,7 @@ class Watchdog:
                     self._leave()
                     return
         except dist.DistError:
-            # The store has gone, and with it the job: the launcher ends it.
+            # The store is gone, because the launcher is ending the job.
             return
 
     def _look(self) -> None:
@@ -158,7 +158,7 @@ class Watchdog:
         return self._seen is not None and time.monotonic() - self._seen_at > self._timeout
 
     def _raise_alarm(self) -> None:
-        """Ask everyone, report what they say, and let them go."""
+        """Ask all ranks for their state, report it, and let the ranks exit."""
         assert self._seen is not None
         self._store.set("alarm", str(self._rank))
         self._publish()

@@ -1,4 +1,4 @@
-"""Holds the weight gradients (W) that B has put off."""
+"""Holds the weight gradients (W) that B has deferred, until the schedule runs them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class _Deferred(NamedTuple):
 
 
 _Bundle = list[_Deferred]
-"""W of one microbatch and chunk, in the order of B."""
+"""The W of all layers for one microbatch and chunk, in the order of B."""
 
 
 class WeightGradStore:
     """Deferred weight gradients of one pipeline rank: one first-in-first-out queue per model chunk.
 
-    While a B runs inside `deferring()`, each layer hands over its weight gradient with `put`; `flush`
-    closes that microbatch's bundle and `pop` runs the oldest bundle of a chunk, `pop_by_parameter` several.
+    While a B runs inside `deferring()`, each layer hands over its weight gradient with `put`. `flush` then closes the
+    bundle of that microbatch; `pop` runs the oldest bundle of a chunk and `pop_by_parameter` several bundles.
     Outside of `deferring()` a layer computes its weight gradient itself, fused with B.
     """
 
@@ -39,9 +39,9 @@ class WeightGradStore:
         self._held: dict[int, int] = {}
         self._is_deferring = False
         self.num_flushed = 0
-        """Number of bundles that have been closed or forgotten; tells the B of one microbatch from another's."""
+        """Number of bundles closed or dropped so far; layers use it to tell one microbatch's B from the next."""
         self.flushed_bytes = 0
-        """Bytes that the W of the last flush holds, each storage counted once, as far as `put` was told."""
+        """Bytes of the tensors that the last flushed W holds according to `put`, each storage counted once."""
 
     @property
     def num_chunks(self) -> int:
@@ -72,9 +72,10 @@ class WeightGradStore:
         """Defer one layer's weight gradient.
 
         Args:
-            held: what it needs, which lives until it has run.
-            parameter: what it adds to. W with the same one are never reordered among each other.
-            start: begins in the background what it will wait for; called before the W that runs before it.
+            weight_grad: computes the gradient.
+            held: the tensors that `weight_grad` keeps alive until it has run.
+            parameter: identifies the parameter; W of the same parameter keep their order.
+            start: starts in the background what `weight_grad` waits for; called before the previous W runs.
         """
         assert self._is_deferring, "put() outside of deferring()"
         self._bundle.append(_Deferred(parameter, start, weight_grad))
@@ -83,7 +84,7 @@ class WeightGradStore:
             self._held[storage.data_ptr()] = storage.nbytes()
 
     def flush(self, chunk: int, microbatch: int) -> None:
-        """Queue everything put since the last flush as the W of `microbatch`."""
+        """Queue all that was put since the last flush as the W of `microbatch`."""
         self._queues[chunk].append((microbatch, self._bundle))
         self.flushed_bytes = sum(self._held.values())
         self._start_bundle()
@@ -94,14 +95,14 @@ class WeightGradStore:
 
     def pop(self, chunk: int, microbatch: int) -> None:
         """Run the oldest W of `chunk`, which must be that of `microbatch`, and release what it held."""
-        # In the order of B, from the last layer to the first, as autograd would have done it.
+        # In the order of B, from the last layer to the first, as autograd would run them.
         _run([(microbatch, deferred) for deferred in self._take(chunk, microbatch)], lambda microbatch: None)
 
     def pop_by_parameter(self, chunk: int, microbatches: Sequence[int], before: Callable[[int], None]) -> None:
-        """Run the oldest W of `chunk`, those of `microbatches`, parameter by parameter.
+        """Run the oldest W of `chunk`, which must be those of `microbatches`, parameter by parameter.
 
-        Parameters come in the order of B, from the last layer to the first; the microbatches of each in theirs.
-        `before` is told each time which microbatch is next.
+        Parameters come in the order of B, from the last layer to the first, and the microbatches of each parameter in
+        the given order. `before` is called with the microbatch before each W.
         """
         _run(self._take_by_parameter(chunk, microbatches), before)
 
@@ -124,14 +125,14 @@ class WeightGradStore:
         return [(chunk, microbatch) for chunk, bundles in enumerate(self._queues) for microbatch, _ in bundles]
 
     def clear(self) -> None:
-        """Forget everything that is pending, without running it."""
+        """Drop all pending W without running them."""
         for bundles in self._queues:
             bundles.clear()
         self._start_bundle()
 
 
 def _run(pending: list[tuple[int, _Deferred]], before: Callable[[int], None]) -> None:
-    """Run weight gradients in order, each started one ahead, and release what each held."""
+    """Run weight gradients in order, releasing each once it has run; each is started before the previous one runs."""
     pending.reverse()
     if pending:
         pending[-1][1].start()
