@@ -16,7 +16,7 @@ from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline
 
 @dataclass(frozen=True)
 class Bubble:
-    """The time that one rank does not compute, from the first operation anywhere to the last anywhere, by cause."""
+    """The time of one rank within the makespan that is not spent on compute operations, by cause."""
 
     warmup: float
     """Before the rank's first F: the pipeline fills."""
@@ -31,7 +31,7 @@ class Bubble:
     tail: float
     """After the rank's last operation: the pipeline drains."""
     streams: float = 0
-    """Waiting for what could be there already: a message or a launch is in line behind another (`streams`)."""
+    """Waiting only because a message or launch is in line behind another on the GPU (see `schedule.streams`)."""
 
     @property
     def total(self) -> float:
@@ -40,7 +40,7 @@ class Bubble:
 
     @property
     def within_span(self) -> float:
-        """The part between the rank's first and last operation, which its span pays for."""
+        """The part of the bubble between the rank's first and last operation, which lengthens its span."""
         waiting = self.waiting_for_forward + self.waiting_for_backward + self.waiting_for_validation
         return waiting + self.communication + self.streams
 
@@ -67,8 +67,10 @@ BUBBLE_WORDS = (
 
 
 def causes(timeline: Timeline) -> dict[str, tuple[float, ...]]:
-    """For tables: the causes in words, each with its time on every rank; validation and streams only where there
-    are such."""
+    """Return the bubble by cause in words, each with its time on every rank, for tables.
+
+    Validation and streams are left out where no rank waits for them.
+    """
     found = bubbles(timeline)
     words = dict(BUBBLE_WORDS)
     if not timeline.schedule.has_post_validation:
@@ -151,7 +153,7 @@ def _limited_by(timeline: Timeline, where: _Positions, rank: int, position: int)
 
 
 def _arrivals(timeline: Timeline, where: _Positions, rank: int, op: Op) -> Iterator[tuple[float, tuple[int, int]]]:
-    """When what `op` of `rank` needs from other ranks could be there, and the (rank, position) that it comes from."""
+    """Yield, for each result that `op` needs from another rank, its earliest arrival and the maker's place."""
     for arrival in arrivals(timeline.schedule, rank, op):
         source, at = where[arrival.node]
         overlaps = timeline.overlap_communication or arrival.is_reduced
@@ -172,7 +174,7 @@ def _positions(timeline: Timeline) -> _Positions:
 
 
 Steps = list[tuple[float, float]]
-"""(time, value): the value holds from its time on, until the next."""
+"""A step function as points (time, value): each value holds from its time until the next."""
 
 
 def idle_ranks_over_time(timeline: Timeline) -> Steps:

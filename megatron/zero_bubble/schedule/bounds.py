@@ -26,8 +26,8 @@ class LowerBounds:
     """From the first F of a rank to its last W, through the stages after it. For equal stages
     (m + p - 1)(F + B) + 2 (p - 1) C + W (Qi et al. 2024, arXiv 2401.10241)."""
     memory: float
-    """The same where the memory limit leaves a rank idle until its first B and before its last one, and
-    the memory times time that all microbatches need. At least `dependency`."""
+    """The larger of two: `dependency` with the idle time that the memory limit forces on a rank before its first and
+    its last B; and the memory times time that all microbatches need, over the limit. At least `dependency`."""
 
     @property
     def span(self) -> float:
@@ -123,7 +123,7 @@ class _Path:
 
 @dataclass(frozen=True)
 class _Rank:
-    """The least times of one rank, in the memory that it has."""
+    """Lower bounds on the times of one rank under its memory limit."""
 
     path: _Path
     rank: int
@@ -145,7 +145,7 @@ class _Rank:
 
     @cached_property
     def available(self) -> float:
-        """The memory limit; none where an operation releases more than was allocated, which no bound here covers."""
+        """The memory limit; infinite if an operation releases more than was allocated, which no bound here covers."""
         costs = self.path.costs
         for s in self.stages:
             after_b = costs.memory_f[s] + costs.memory_b[s]
@@ -155,8 +155,8 @@ class _Rank:
 
     @cached_property
     def window(self) -> float:
-        """Least time from the start of the first F to the end of the last B: all F and B, the W for which there
-        is no memory to wait, and the idle time."""
+        """Least time from the start of the first F to the end of the last B: all F and B, the W that cannot be
+        deferred beyond it for lack of memory, and the idle time."""
         costs = self.path.costs
         f_and_b = self.num_microbatches * sum(costs.time_f[s] + costs.time_b[s] for s in self.stages)
         all_w = self.num_microbatches * sum(costs.time_w[s] for s in self.stages)
@@ -176,15 +176,18 @@ class _Rank:
 
     @property
     def idle_before_b(self) -> float:
-        """From the first F to the first B a rank runs nothing but the F that fit in its memory."""
+        """Least idle time between the first F and the first B, when a rank runs only the F that fit in its memory."""
         costs, last = self.path.costs, self.stages[-1]
         wait = self.path.forward(self.first, last) + costs.time_f[last] + self.path.turn(last)
         return max(0, wait - self._most(self.available, [(costs.time_f[s], costs.memory_f[s]) for s in self.stages]))
 
     @property
     def idle_after_f(self) -> float:
-        """From the end of the last F to the start of the last B a rank has only the B and W of what it holds at
-        the last F. Microbatch m - 1 is whole in all stages then."""
+        """Least idle time from the end of the last F to the start of the last B.
+
+        In between a rank has only the B and W of what it holds at the last F, which includes microbatch m - 1 in all
+        stages.
+        """
         costs, last = self.path.costs, self.stages[-1]
         wait = self.path.turn(last)
         own: float = 0
@@ -200,8 +203,10 @@ class _Rank:
 
     @property
     def memory_time(self) -> float:
-        """Memory times time that the microbatches need, over the limit: the limit is not reached while memory
-        fills, no faster than F runs, and drains, no faster than B and W run."""
+        """Least span by the memory times time that the microbatches need, over the limit.
+
+        The limit is not reached while memory fills, no faster than F runs, and drains, no faster than B and W run.
+        """
         costs, limit = self.path.costs, self.available
         if limit == inf or limit <= 0:
             return 0
@@ -226,9 +231,9 @@ class _Rank:
         return needed / limit
 
     def _most(self, room: float, items: Sequence[tuple[float, float]], copies: int | None = None) -> float:
-        """No less than the most time that fits in `room`, of items (time, memory), each `copies` times at most.
+        """Return an upper bound on the time of items (time, memory) that fit in `room`, each `copies` times at most.
 
-        A fractional knapsack; where all items take the same memory, a whole number of them.
+        It solves a fractional knapsack; if all items take the same memory, it takes a whole number of them.
         """
         if copies is None:
             copies = self.num_microbatches

@@ -143,9 +143,9 @@ class StageCosts:
 
 
 def by_result(measured: Mapping[OpKind, float]) -> dict[OpKind, float]:
-    """Values measured by kind of operation as values of F, B and W.
+    """Convert values measured by kind of operation to values of F, B and W.
 
-    A fused backward, of which no more is known, counts half as B and half as W.
+    A fused backward counts half as B and half as W, because its parts were not measured.
     """
     values = {kind: value for kind, value in measured.items() if KINDS[kind].makes == (kind,)}
     for kind, value in measured.items():

@@ -31,7 +31,7 @@ class Infeasible(ScheduleError):
     """No schedule fits under the memory limit; `smallest_limit` is the smallest that works."""
 
     def __init__(self, message: str, smallest_limit: float) -> None:
-        # Both as arguments: an exception is pickled, to be told to other ranks, by what it was made from.
+        # Both are arguments, because pickling, which sends the exception to other ranks, keeps only `args`.
         super().__init__(message, smallest_limit)
         self.smallest_limit = smallest_limit
 

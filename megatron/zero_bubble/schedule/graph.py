@@ -24,7 +24,7 @@ class Arrival(NamedTuple):
 
     node: Node
     edge: int | None
-    """The message crosses the edge between this stage and the next; None where it is no message."""
+    """Number of the edge that the message crosses, the stage before it; None if no message brings the result."""
 
     @property
     def is_reduced(self) -> bool:
@@ -58,7 +58,7 @@ def dependencies(schedule: Schedule, rank: int, op: Op) -> list[Node]:
 
 
 def arrivals(schedule: Schedule, rank: int, op: Op) -> list[Arrival]:
-    """Those of the `dependencies` that other ranks make."""
+    """The results among `dependencies` that other ranks make."""
     placement = schedule.placement
     stage = placement.stage_of(rank, op.chunk)
     found = []
@@ -121,8 +121,8 @@ def message_time(placement: Placement, costs: StageCosts, rank: int, message: Op
 def replay(schedule: Schedule) -> Iterator[tuple[int, int]]:
     """Yield the (rank, position) of every operation in an order that respects all dependencies.
 
-    Every rank runs its operations in order; an operation that lacks an input blocks its rank. What crosses ranks is
-    there once it was computed. The schedule is not lowered: `streams` knows when messages pass.
+    Every rank runs its operations in order; an operation that lacks an input blocks its rank. A result counts as
+    available on all ranks once it is computed; `streams` replays a lowered schedule with its messages.
     Takes time linear in the number of operations. Raises `Deadlock` when all unfinished ranks are blocked.
     """
     done: set[Node] = set()
@@ -160,7 +160,10 @@ def _explain(schedule: Schedule, blocked: dict[Node, list[int]], next_position: 
 
 
 def circle(waits_for: Mapping[int, int]) -> list[int]:
-    """Follow ranks, each to the one that it waits for, until one of them comes round again, or waits for none."""
+    """Return a circle of ranks that wait for each other, or the chain of waiting ranks if there is no circle.
+
+    `waits_for` maps each waiting rank to the rank that it waits for.
+    """
     rank = min(waits_for)
     path: list[int] = []
     while rank in waits_for and rank not in path:

@@ -144,7 +144,7 @@ def _with_messages(schedule: Schedule, channels: Sequence[_Channel], places: Seq
 
 
 class _Phases:
-    """The parts into which VALIDATE divides the operations of a rank; mostly it is one."""
+    """The parts into which VALIDATE divides the operations of a rank; without VALIDATE there is one."""
 
     def __init__(self, ops: Sequence[Op]) -> None:
         self.begins = [0] + [position + 1 for position, op in enumerate(ops) if op.kind is OpKind.VALIDATE]
@@ -154,7 +154,7 @@ class _Phases:
 
 
 def _ahead(channel: _Channel, order: _Order, receive_ahead: int) -> list[_Place]:
-    """Every receive so many computations before its consumer, but in the same phase."""
+    """Place every receive `receive_ahead` computations before its consumer, but within the consumer's phase."""
     phases = order.phases[channel.destination]
     places: list[_Place] = []
     for message, turn in reversed(list(zip(channel.messages, order.turns(channel), strict=True))):
@@ -164,9 +164,10 @@ def _ahead(channel: _Channel, order: _Order, receive_ahead: int) -> list[_Place]
 
 
 class _Order:
-    """An order in which all computations could run one at a time: that of their ends in a timeline, and of ranks.
+    """An order in which the computations of all ranks could run one at a time.
 
-    All of a phase comes before the next one. In the times here phases are so far apart.
+    They are ordered by phase, then by their end in a timeline, then by rank. `starts` and `ends` are the timeline's
+    times, shifted so that every phase begins after the previous one has ended on all ranks.
     """
 
     def __init__(self, timeline: Timeline, phases: Sequence[_Phases]) -> None:
@@ -183,7 +184,7 @@ class _Order:
             self.ends.append([timed.end + shift for timed, shift in zip(lane, shifts, strict=False)])
 
     def turns(self, channel: _Channel) -> list[float]:
-        """In which order receives of several channels are posted at one place: when the message before was made."""
+        """Return for each message the key that orders receives at one place: when the message before it was made."""
         return [-inf, *(self.ends[channel.source][message.maker] for message in channel.messages[:-1])]
 
     def num_before(self, rank: int, end: float, source: int) -> int:
@@ -192,7 +193,7 @@ class _Order:
 
 
 def _between_makers(channel: _Channel, order: _Order, receive_ahead: int) -> list[_Place]:
-    """Places at which no schedule stands still, whatever its operations take.
+    """Place the receives of a channel so that no schedule stands still, however long its operations take.
 
     Take an order in which all computations could run one at a time. Every receive is posted behind the maker of the
     previous message of its channel, so that it holds up nothing on its own rank, and before the maker of
@@ -209,7 +210,7 @@ def _between_makers(channel: _Channel, order: _Order, receive_ahead: int) -> lis
     for k, message in reversed(list(enumerate(messages))):
         first, undisturbed = order.phases[rank].begins[order.phases[source].of(message.maker)], 0
         if k > 0:
-            # What ends before the message is made begins before that, too: this place is behind the maker in the order.
+            # A computation that ends before a time begins before it, too: this place comes after the previous maker.
             undisturbed = bisect_left(starts, turns[k] + messages[k - 1].time)
         last, due = message.consumer, starts[message.consumer]
         if places:

@@ -39,7 +39,7 @@ def peaks(schedule: Schedule, costs: StageCosts) -> tuple[PeakMemory, ...]:
 def _peak(schedule: Schedule, costs: StageCosts, rank: int) -> PeakMemory:
     held = [(op, during) for op, during, _ in memory_held(schedule, costs, rank)]
     amount = max((during for _, during in held), default=0)
-    # Sums of floats that should be equal differ in the last digits, and must not hide the first.
+    # Sums that should be equal differ in the last digits, so the first operation is found with a tolerance.
     return PeakMemory(amount, next((op for op, during in held if during >= amount * (1 - 1e-9)), None))
 
 

@@ -44,7 +44,7 @@ class Plan:
 
     @classmethod
     def of(cls, schedule: Schedule) -> Plan:
-        """The plan of one given schedule. Post-validation is taken out of it: who runs it adds that."""
+        """The plan of one given schedule. Post-validation is removed from it, because `prepare` adds it if wanted."""
         return cls(schedule.name, schedule.placement, given=schedule)
 
     @property
@@ -109,7 +109,7 @@ def prepare(
 
     Args:
         costs: decide where receives and VALIDATE stand; None for equal ones.
-        forward_only: leave out all but the forwards, for an evaluation. The other options say nothing then.
+        forward_only: leave out all but the forwards, for an evaluation; the options below then have no effect.
         orders_tail: run the last W's of every rank parameter by parameter, so that each gradient is complete early and
             is reduced while the others are computed.
         post_validation: add STEP and VALIDATE.

@@ -1,4 +1,4 @@
-"""What a schedule should do at measured costs."""
+"""Predicts bubble rate, time and memory of a schedule from measured costs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.zero_bubble.schedule.timeline import Timeline
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a schedule should do at measured costs."""
+    """Bubble rate, time and memory of a schedule, simulated with the measured costs of a run."""
 
     profile: Profile
     schedule: Schedule
@@ -29,12 +29,12 @@ class Prediction:
 
     @property
     def milliseconds(self) -> float:
-        """From the first operation anywhere to the last."""
+        """Predicted time from the first operation anywhere to the last."""
         return self._timeline.makespan
 
     @property
     def peak_bytes(self) -> tuple[float, ...]:
-        """Activations of each rank at their peak."""
+        """Predicted peak memory of each rank's activations."""
         return self._timeline.peak_memory
 
     @cached_property

@@ -131,9 +131,9 @@ def before_validation(schedule: Schedule, rank: int) -> tuple[Op, ...]:
 
 
 def stale_receives(schedule: Schedule, rank: int) -> tuple[Op, ...]:
-    """What other ranks send to `rank` before they validate, and `rank` itself receives only after it has.
+    """The receives of `rank`, after its VALIDATE, of messages that other ranks send before theirs.
 
-    In the order of every channel. Should the validation fail, these messages were made with wrong weights.
+    They are in the order of every channel. Should the validation fail, these messages were made with wrong weights.
     """
     received = set(before_validation(schedule, rank))
     return tuple(receive for receive in _sent_before_validation(schedule, rank) if receive not in received)

@@ -28,7 +28,7 @@ from megatron.zero_bubble.schedule.timeline import HardwareQueues, TimedOp
 def check_streams(schedule: Schedule) -> None:
     """Raise `Deadlock` unless a lowered schedule runs to its end on NCCL's streams, with one hardware queue and many.
 
-    One queue only adds to what waits for what: a schedule that runs with one runs with many.
+    A schedule that runs with one queue also runs with many, because one queue only adds waits.
     """
     replay = StreamReplay(schedule)
     try:
@@ -92,7 +92,7 @@ class StreamReplay:
 
 
 class _Stream:
-    """The messages of a channel, or the reductions: several ranks each start their own end, in one order."""
+    """The messages of a channel, or the reductions of all ranks; each rank starts its own end, in the same order."""
 
     def __init__(self, num_ends: int) -> None:
         self._num_ends = num_ends
@@ -107,7 +107,10 @@ class _Stream:
         self._last_start: list[float] = []
 
     def start(self, index: int, start: float, time: float) -> bool:
-        """One end of message `index` has started; whether it was the last, after which the message takes `time`."""
+        """Note that one end of message `index` starts; return whether it was the last, so that the message now passes.
+
+        A message takes `time` from when its last end has started.
+        """
         if index == len(self._num_started):
             self._num_started.append(1)
             self._last_start.append(start)
@@ -125,7 +128,7 @@ class _Streams:
 
     def __init__(self, num_ranks: int) -> None:
         self.validation = _Stream(num_ranks)
-        """The state of all gradients: STEP starts to reduce it, VALIDATE waits for it."""
+        """The reductions of the state of all gradients, which STEP starts and VALIDATE waits for."""
         self._channels: dict[tuple[int, int], _Stream] = {}
 
     def channel(self, source: int, destination: int) -> _Stream:
@@ -137,11 +140,11 @@ class _Streams:
 
 
 _Message = tuple[_Stream, int]
-"""A message is named by its stream and by how many came before it there."""
+"""A message, named by its stream and by the number of messages before it on that stream."""
 
 
 class _Launch(NamedTuple):
-    """What the host launches on one stream: an operation, or, without one, a wait of the compute stream."""
+    """One launch of the host on one stream: an operation or, if `op` is None, a wait of the compute stream."""
 
     op: Op | None
     computes: bool
@@ -149,14 +152,14 @@ class _Launch(NamedTuple):
     time: float
     """How long the computation takes."""
     awaited: Sequence[_Message]
-    """The messages that the compute stream waits for first."""
+    """The messages that the compute stream waits for before it."""
     starts: _Message | None
-    """The message that it is one end of, or the reduction that a STEP takes part in."""
+    """The message of which the launch is one end, or the reduction that a STEP takes part in."""
     message_time: float = 0
 
 
 class _Host:
-    """What the executor of one rank launches, in its order."""
+    """Generates the launches of one rank's executor, in its order."""
 
     def __init__(self, schedule: Schedule, costs: StageCosts | None, rank: int, streams: _Streams) -> None:
         self._schedule, self._costs, self._rank, self._streams = schedule, costs, rank, streams
@@ -168,7 +171,7 @@ class _Host:
         """The messages that were received and not used yet."""
 
     def launches(self) -> Iterator[_Launch]:
-        # Channel and time of all messages of one kind and chunk are the same, and so for computations.
+        # All messages of one kind and chunk have the same channel and time; likewise computations.
         messages: dict[tuple[OpKind, int], tuple[_Stream, float]] = {}
         computations: dict[tuple[OpKind, int], tuple[OpKind | None, float]] = {}
         for op in self._schedule.ops[self._rank]:
@@ -209,7 +212,8 @@ class _Host:
         return _Launch(op, True, time, (message,), None)
 
     def _step(self, op: Op) -> Iterator[_Launch]:
-        """Starts a reduction, in the time of the slowest message; at the end of the step all has been sent."""
+        """Yield the launches of STEP: the start of a reduction, which takes as long as the slowest message, and a wait
+        for all sends, as at the end of a step."""
         time = max(self._costs.time_comm, default=0) if self._costs is not None else 0
         yield _Launch(op, True, 0, (), (self._streams.validation, op.microbatch), time)
         yield _Launch(None, True, 0, tuple(self._sent.items()), None)
@@ -234,7 +238,7 @@ class _Host:
 
 
 class _Device:
-    """One rank's GPU: runs what is launched, as far as it can."""
+    """Simulates one rank's GPU, which runs its launches until one has to wait."""
 
     def __init__(self, launches: Sequence[_Launch], queues: HardwareQueues) -> None:
         self.launches = launches
@@ -249,7 +253,7 @@ class _Device:
         """When the last launch left the line."""
 
     def go_on(self) -> Iterator[_Stream]:
-        """Run until something is missing or all has run; yields every stream of which a message becomes complete."""
+        """Run until a launch has to wait or all have run; yield every stream of which a message becomes complete."""
         self.blocked_by = None
         while self.position < len(self.launches):
             op, computes, time, awaited, starts, message_time = self.launches[self.position]
@@ -273,9 +277,9 @@ class _Device:
 
     @staticmethod
     def _one_before(message: _Message | None) -> tuple[_Message, ...]:
-        """What has to be complete before an end of `message` can leave the line."""
+        """The previous message of the stream, which must be complete before an end of `message` can leave the line."""
         return ((message[0], message[1] - 1),) if message is not None and message[1] else ()
 
     def at(self) -> Op | str:
-        """The launch that waits."""
+        """Name the launch that waits."""
         return self.launches[self.position].op or "its end"

@@ -1,4 +1,4 @@
-"""Weight gradients that are left at the end of a rank, reordered by parameter: for overlap with data parallelism.
+"""Reorders the last W's of every rank by parameter, so that reducing gradients over replicas overlaps with computing.
 
 The gradient of a parameter can be reduced over the data-parallel replicas once its last W is done. In microbatch
 order that is in the very last W for all parameters alike. The W's after a rank's last B depend on

@@ -79,9 +79,9 @@ class Timeline:
     def bubble_rate(self) -> float:
         """(cost - work) / cost, with the work of the busiest rank.
 
-        For equal stages it is the published (cost - m (T_F + T_B + T_W)) / cost. For unequal ones
-        the busiest rank's work is what no schedule for this placement gets below, so that the rate says
-        what a schedule wastes, and not what an uneven split of the layers does.
+        For equal stages it is the published (cost - m (T_F + T_B + T_W)) / cost. For unequal stages no schedule for
+        this placement can cost less than the busiest rank's work, so that the rate says what the schedule wastes, not
+        what the uneven partition of the layers wastes.
         """
         return (self.cost - max(self.work)) / self.cost if self.cost else 0
 

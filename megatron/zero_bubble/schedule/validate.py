@@ -1,4 +1,4 @@
-"""Proves that a schedule can run, and gives the numbers it should: `validate`."""
+"""Proves that a schedule is complete, runs to its end, and adds gradients up in microbatch order."""
 
 from __future__ import annotations
 

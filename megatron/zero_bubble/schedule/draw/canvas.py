@@ -23,7 +23,8 @@ _STYLE = (
     )
     + "}"
 )
-"""Colours are attributes, and the dark ones replace them by their values: what knows no CSS draws the light ones."""
+"""CSS that replaces light colours by dark ones, matching the elements' colour attributes; programs without CSS draw
+the light colours."""
 
 
 def number(value: float, digits: int = 2) -> str:

@@ -118,7 +118,10 @@ def plan_linear(problem: Problem, budget: int = BUDGET) -> PlannedOrders:
 
 
 def _levels(problem: Problem) -> Iterator[Problem]:
-    """The problem at its own limits, or with room for all if that is less, and each time at p/8 M_B less."""
+    """Yield the problem at falling memory limits, in steps of p/8 M_B.
+
+    The first are its own limits, or enough for all microbatches if that is less.
+    """
     steps = tuple(problem.num_ranks / 8 * memory for memory in problem.costs.memory_f)
     most = (problem.num_microbatches * footprint.whole for footprint in problem.footprints)
     limits = tuple(map(min, problem.limits, most))
@@ -130,7 +133,7 @@ def _levels(problem: Problem) -> Iterator[Problem]:
 
 
 def _try_level(portfolio: Portfolio, problem: Problem) -> None:
-    """All that is worth trying at one memory limit, the most promising first."""
+    """Try all candidates worth trying at one memory limit, the most promising first."""
     fits_h1 = all(cap >= n for cap, n in zip(capacities(problem), _h1_profile(problem), strict=True))
     searches = (_try_profiles, _try_policies) if fits_h1 else (_try_policies, _try_profiles)
     for search in searches:
@@ -182,7 +185,7 @@ def _try_policies(portfolio: Portfolio, problem: Problem) -> None:
 
 
 def _try_equal_stages(portfolio: Portfolio, problem: Problem) -> None:
-    """What is planned for stages that all take as long as most of them do, in p and in 2p M_B."""
+    """Try the plans, in p and in 2p M_B, of the same problem with the median costs on all stages."""
     costs = replace(
         problem.costs,
         time_f=(median(problem.costs.time_f),) * problem.num_stages,

@@ -1,4 +1,4 @@
-"""The best order of all, or a bound on it: a constraint program on OR-tools' CP-SAT, for small instances.
+"""Finds the best schedule of a small instance, or a bound on it, with a constraint program on OR-tools' CP-SAT.
 
 Every F, B and W is an interval of its rank's time; intervals of a rank do not overlap, a stage runs each
 kind in microbatch order, inputs come before what uses them, and memory is a reservoir that F fills and B
@@ -26,11 +26,11 @@ TIME_LIMIT = 20.0
 RESOLUTION = 10_000
 """Steps that the longest operation is cut into: the solver counts in whole numbers."""
 TOLERANCE = 5e-4
-"""Relative distance from the bound that counts as none: what rounding to whole steps may cost."""
+"""Relative distance from the bound that counts as zero, because times are rounded to whole steps."""
 LONGEST = 2**40
-"""Steps that all operations may take together: the solver counts to 2**63."""
+"""Most steps that all operations may take together: the solver counts to 2**63."""
 MAX_OPERATIONS = 1_000
-"""F, B and W of all stages: beyond it the solver does not even find back to its start."""
+"""Most F, B and W of all stages: with more, the solver does not even find the solution that it is given as a hint."""
 _KINDS = (OpKind.F, OpKind.B, OpKind.W)
 _Key = tuple[OpKind, int, int]
 """(kind, stage, microbatch)."""
@@ -142,7 +142,7 @@ class _Program:
         self._model.minimize(self._span)
 
     def begin_with(self, timeline: Timeline) -> None:
-        """Hint its times."""
+        """Give the solver the times of `timeline` as a hint."""
         for rank, lane in enumerate(timeline.lanes):
             for op, start, _ in lane:
                 kinds = (OpKind.B, OpKind.W) if op.kind is OpKind.BW else (op.kind,)
@@ -151,8 +151,8 @@ class _Program:
                     self._model.add_hint(self._starts[kind, rank, op.microbatch], self._steps(start + delay))
 
     def solve(self, time_limit: float, bound: float) -> tuple[tuple[tuple[Op, ...], ...] | None, float]:
-        """(the orders found, if any; a bound in the costs' unit)."""
-        # Rounded down: what is a bound at the exact costs must not cut off anything at the rounded ones.
+        """Return the orders found, None if there are none, and a lower bound on the span in the costs' unit."""
+        # The bound holds at exact costs; it is lowered so that it excludes no solution at rounded costs.
         slack = 3 * self._num_microbatches * len(self._stages)
         self._model.add(self._span >= max(0, self._steps(bound) - slack))
         solver = self._cp.CpSolver()
@@ -165,7 +165,7 @@ class _Program:
             keys = [key for key in self._starts if key[1] == stage]
             keys.sort(key=lambda key: (solver.value(self._starts[key]), _KINDS.index(key[0])))
             orders.append(tuple(Op(kind, microbatch) for kind, _, microbatch in keys))
-        # A rounded time is off by half a step at most, and so is each operation and message on the way.
+        # Lowered likewise: every rounded time on the way is off by half a step at most.
         return tuple(orders), (solver.best_objective_bound - slack) / self._scale
 
     def _steps(self, time: float) -> int:
@@ -222,6 +222,6 @@ class _Program:
             times += [self._starts[OpKind.F, stage, k], self._end(OpKind.B, stage, k), self._end(OpKind.W, stage, k)]
             demands += [round(change * unit) for change in changes]
         low = min(0, sum(demand for demand in demands if demand < 0))
-        # Half a unit for each change that was rounded.
+        # The limit is raised by half a unit for each rounded change.
         high = int(limit * unit) + len(demands) // 2
         self._model.add_reservoir_constraint(times, demands, low, high)

@@ -79,14 +79,14 @@ def _room_for(num_held: float, placement: Placement, costs: StageCosts) -> tuple
 
 
 def _planned(name: str, problem: Problem) -> Schedule:
-    """The best plan within the limits, or in the usual memory of another V that fits within them."""
+    """The best plan within the limits, among them plans in the default memory of the other V schedules, if less."""
     problem.check_feasible()
     plan = _search(problem)
     candidates = [problem.schedule(name, plan.orders)]
     rooms = [room for room in _other_rooms(problem) if room.bound < plan.cost]
     candidates += (room.schedule(name, _search(room).orders) for room in rooms)
     if max(problem.costs.memory_b) > 0:
-        # The planner keeps room for what B adds from F on: for few microbatches then, and not to defer may be better.
+        # The planner reserves room for what B adds from F on, and so fits few microbatches: fusing W may be better.
         together = (_back_to_back(name, room) for room in (problem, *rooms))
         candidates += (schedule for schedule in together if schedule is not None)
     return best_of(candidates, problem) if len(candidates) > 1 else candidates[0]
@@ -114,7 +114,7 @@ def _search(problem: Problem) -> PlannedOrders:
 
 
 def _back_to_back(name: str, problem: Problem) -> Schedule | None:
-    """Planned as if B and W were one operation; None where that does not fit. Every W follows its B."""
+    """The best plan in which every W follows its B, as if they were one operation; None if none fits."""
     costs, placement = problem.costs, problem.placement
     fused = replace(
         costs,
@@ -236,7 +236,7 @@ def _eager(problem: Problem) -> list[Order]:
 
 
 class _Order:
-    """An order in which no operation comes more often than there are microbatches."""
+    """Collects an order in which no operation comes more often than there are microbatches."""
 
     def __init__(self, num_microbatches: int) -> None:
         self.codes: Order = []
@@ -247,7 +247,7 @@ class _Order:
         return self._num_microbatches - self._left.get(code, self._num_microbatches)
 
     def add(self, code: int) -> None:
-        """Append `code`, unless all of its microbatches are there."""
+        """Append `code`, unless the order holds all of its microbatches."""
         left = self._left.get(code, self._num_microbatches)
         if left > 0:
             self._left[code] = left - 1

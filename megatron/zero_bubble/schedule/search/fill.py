@@ -1,4 +1,4 @@
-"""W put into a given order of F and B, where it costs least."""
+"""Inserts W into a given order of F and B where it costs least."""
 
 from __future__ import annotations
 

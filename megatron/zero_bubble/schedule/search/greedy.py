@@ -1,4 +1,4 @@
-"""No order given: every rank of a linear placement decides when it is free, by a few rules."""
+"""Plans a linear placement without a given order: every free rank chooses its next operation by a few rules."""
 
 from __future__ import annotations
 

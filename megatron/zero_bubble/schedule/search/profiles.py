@@ -1,4 +1,4 @@
-"""One chunk a rank: how many F every rank runs before its first B, and the orders that follow."""
+"""For one chunk a rank: profiles, the numbers of F that ranks run before their first B, and the orders they give."""
 
 from __future__ import annotations
 
