@@ -85,8 +85,8 @@ class MicrobatchSum:
 class DeferredWeightGrad:
     """W of one layer for one microbatch.
 
-    With sequence parallelism B keeps only this rank's slice of the input, because the buffer that megatron-core gathers
-    into is overwritten before W. W gathers the input again over `gather_group`, while the W before it multiplies.
+    With sequence parallelism only this rank's slice of the input is kept, and the buffer that megatron-core gathers
+    into is overwritten before W. So W gathers the input again over `gather_group`, while the W before it multiplies.
     """
 
     def __init__(

@@ -34,7 +34,7 @@ class TensorSpec:
 
 
 class PendingSend(Protocol):
-    """A message that is being sent; keeps its tensor alive until then."""
+    """A message that is being sent; it keeps its tensor alive until it has been sent."""
 
     def is_done(self) -> bool: ...
 
