@@ -10,6 +10,7 @@ from megatron.zero_bubble.runtime.communicator import PendingReceive, PendingSen
 from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.observer import StepObserver
 from megatron.zero_bubble.runtime.recorder import HostClock
+from megatron.zero_bubble.runtime.stage import Stage
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, Schedule
 
@@ -45,7 +46,7 @@ class _Nowhere:
         return self._received
 
 
-class _NoCompute:
+class _NoCompute(Stage):
     """A stage whose operations return at once; B defers one weight gradient."""
 
     def __init__(self, schedule: Schedule, rank: int, store: WeightGradStore) -> None:
@@ -66,12 +67,6 @@ class _NoCompute:
         if self._store.is_deferring:
             self._store.put(_nothing)
         return None if self._is_first[chunk] else self._tensor
-
-    def release_output(self, output_tensor: torch.Tensor) -> None:
-        return
-
-    def before_gradients(self, op: Op) -> None:
-        return
 
     def message_spec(self, op: Op) -> TensorSpec:
         return _SPEC

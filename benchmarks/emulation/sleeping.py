@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.zero_bubble.runtime.communicator import TensorSpec
+from megatron.zero_bubble.runtime.stage import SteppingStage
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, Placement, Schedule, StageCosts
 
@@ -104,8 +105,8 @@ def _message_time(costs: StageCosts, placement: Placement, edge: int) -> float:
     return costs.time_comm[edge] if placement.rank_of(edge) != placement.rank_of(edge + 1) else 0.0
 
 
-class EmulatedStage:
-    """A `SteppingStage` for the executor: one rank's chunks, whose compute is an `Emulation`.
+class EmulatedStage(SteppingStage):
+    """One rank's chunks for the executor, whose compute is an `Emulation`.
 
     Args:
         num_parameters: into how many equal parts, one a parameter, W is cut.
@@ -163,12 +164,6 @@ class EmulatedStage:
         self._emulation.compute(milliseconds)
         if self._reduce is not None and microbatch == self._last_microbatch:
             self._reduce()
-
-    def release_output(self, output_tensor: torch.Tensor) -> None:
-        return
-
-    def before_gradients(self, op: Op) -> None:
-        return
 
     def message_spec(self, op: Op) -> TensorSpec:
         return self._emulation.spec

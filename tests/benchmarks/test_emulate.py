@@ -29,6 +29,7 @@ from benchmarks.emulation.worker import StepRecord
 from megatron.zero_bubble.runtime.in_memory import InMemoryNetwork
 from megatron.zero_bubble.schedule import Placement, StageCosts, generate, simulate, with_post_validation
 from megatron.zero_bubble.schedule.formats import profile_from_json
+from tests.mistakes import one_line_mistake
 
 ROOT = Path(__file__).parents[2]
 
@@ -163,15 +164,9 @@ def test_post_validation_is_measured_beside_iterations_that_wait_for_the_optimiz
     ],
 )
 def test_a_mistake_is_one_line(flags, words, capsys):
-    try:
-        status = main(flags)
-    except SystemExit as exit:
-        status = exit.code
-    output, errors = capsys.readouterr()
-    assert (status, output) == (2, "")
-    assert errors.startswith("benchmarks.emulate: error: ")
-    assert errors.count("\n") == 1
-    assert words in errors
+    line = one_line_mistake(main, flags, capsys)
+    assert line.startswith("benchmarks.emulate: error: ")
+    assert words in line
 
 
 def test_a_step_lasts_from_the_common_start_to_the_last_return():

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron.zero_bubble.job.layers import layers_of_layout, spread_layers, to_layout
+from tests.checked_flags import checked
 from tests.launch import PRETRAIN, TINY_GPT, run, run_trainings
-from tests.training.test_checks import checked
 
 EMBEDDING, LOSS = "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"
 

@@ -14,7 +14,7 @@ from megatron.zero_bubble.schedule import Op, OpKind, Placement, Schedule, Stage
 from megatron.zero_bubble.schedule.formats import Profile, profile_to_json, schedule_to_json
 from megatron.zero_bubble.schedule.plan import Plan
 from megatron.zero_bubble.schedule.prediction import Prediction
-from tests.training.test_checks import checked, checked_job
+from tests.checked_flags import checked, checked_job
 
 PLANNED = {"--zero-bubble": None, "--global-batch-size": "16"}
 SCHEDULE = generate("zb-h1", 4, 8)

@@ -9,7 +9,7 @@ import pytest
 
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.checkpoint_flags import check_model_shape, check_optimizer, check_schedule
-from tests.training.test_checks import checked
+from tests.checked_flags import checked
 
 PLAIN: dict[str, str | None] = {"--load": "folder"}
 GROUPED = {**PLAIN, "--group-query-attention": None, "--num-query-groups": "2"}

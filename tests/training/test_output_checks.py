@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.test_checks import checked
+from tests.checked_flags import checked
 
 PLANNED = {"--zero-bubble": None, "--global-batch-size": "16"}
 FOLDERS = ["--save", "--tensorboard-dir", "--zero-bubble-timeline"]

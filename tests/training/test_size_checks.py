@@ -14,7 +14,7 @@ from megatron.zero_bubble.training import data_config, size_checks
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.pretrain import load_tokenizer, make_data_config, with_vocabulary
 from megatron.zero_bubble.training.size_checks import check_memory
-from tests.training.test_checks import checked, checked_job
+from tests.checked_flags import checked, checked_job
 
 HUGE = str(10**9)
 PLANNED = {"--zero-bubble": None, "--global-batch-size": "16"}

@@ -35,15 +35,19 @@ class Stage(Protocol):
         ...
 
     def release_output(self, output_tensor: torch.Tensor) -> None:
-        """Free the values of an output that has been handed on: only its place in the autograd graph is needed."""
-        ...
+        """Free the values of an output that has been handed on: only its place in the autograd graph is needed.
+
+        A stage that frees nothing early need not define it.
+        """
+        return
 
     def before_gradients(self, op: Op) -> None:
         """Prepare for a B, W or BW, the operations that add to parameters' gradients.
 
         Where the W of several microbatches run as one, it is called before each parameter's share of each.
+        A stage without anything to prepare need not define it.
         """
-        ...
+        return
 
     def message_spec(self, op: Op) -> TensorSpec:
         """Return shape, type and device of the message that the receive `op` brings."""

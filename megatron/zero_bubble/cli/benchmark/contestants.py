@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from megatron.zero_bubble.cli.benchmark.arguments import DEFAULT_SCHEDULES, PROG, BenchmarkFlags
 from megatron.zero_bubble.cli.trainings import complete_arguments
 from megatron.zero_bubble.schedule import Placement, ScheduleError
-from megatron.zero_bubble.schedule.generators import placement_for
+from megatron.zero_bubble.schedule.generators import entry_of, placement_for
 from megatron.zero_bubble.training.arguments import Arguments
 
 TRAINER = ("-m", "megatron.zero_bubble.training")
@@ -89,7 +89,7 @@ def _ours(text: str, flags: BenchmarkFlags) -> Contestant:
     words = ["--zero-bubble-schedule", name, *more]
     try:
         placement = placement_for(name, flags.pipeline_size)
-        if placement.kind == "interleaved":
+        if entry_of(name).takes_num_chunks:
             placement = placement_for(name, flags.pipeline_size, flags.num_chunks)
             if CHUNKS_FLAG not in more:
                 words += [CHUNKS_FLAG, str(placement.num_chunks), *group_size_flags(flags)]

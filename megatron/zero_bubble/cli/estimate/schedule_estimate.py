@@ -133,7 +133,7 @@ def estimate(job: EstimatedJob, name: str) -> Estimate:
         costs=costs,
         num_chunks=placement.num_chunks,
         memory_limit=limits,
-        group_size=args.microbatch_group_size_per_virtual_pipeline_stage if placement.kind == "interleaved" else None,
+        group_size=args.microbatch_group_size_per_virtual_pipeline_stage if entry_of(name).takes_group_size else None,
     )
     return Estimate(job, simulate(schedule, costs), states, limit)
 

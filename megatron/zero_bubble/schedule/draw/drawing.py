@@ -6,11 +6,15 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING, TypedDict
 
 from megatron.zero_bubble.schedule.ir import Op
 from megatron.zero_bubble.schedule.kinds import POST_VALIDATION, OpKind
 from megatron.zero_bubble.schedule.step_ops import operation_name
 from megatron.zero_bubble.schedule.timeline import Timeline
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 MAX_WIDTH = 16000
 _MIN_WIDTH, _WIDEST_BY_ITSELF = 920, 1400
@@ -129,20 +133,36 @@ class Drawing:
         return width - _LABEL_MARGIN if natural > width - _LABEL_MARGIN else None
 
 
-def drawing(
-    timeline: Timeline,
-    *,
-    title: str | None,
-    time_unit: str,
-    memory_unit: str,
-    steps: int,
-    width: int | None,
-    duration: float | None,
-    widest: int = _WIDEST_BY_ITSELF,
-) -> Drawing:
+class Options(TypedDict, total=False):
+    """The keyword arguments of every function that draws a timeline."""
+
+    title: str | None
+    """The schedule's name by default."""
+    time_unit: str
+    """Name of the unit of the costs' times, `ms` by default."""
+    memory_unit: str
+    """Name of the unit of the costs' memory, `M_B` by default."""
+    steps: int
+    """How many iterations `repeat` made the schedule of, 1 by default; microbatches are numbered in each."""
+    width: int | None
+    """In pixels; by default wide enough for labels on the operations, within reason."""
+    duration: float | None
+    """The time that the width shows, at least the makespan, which it is by default. Drawings of the same width and
+    duration can be compared."""
+
+
+def drawing(timeline: Timeline, *, widest: int = _WIDEST_BY_ITSELF, **options: Unpack[Options]) -> Drawing:
     """The drawing; if no width is given it is that of readable labels, and at most `widest`."""
-    shown = float(duration or timeline.makespan) or 1.0
-    made = Drawing(timeline, title or timeline.schedule.name, time_unit, memory_unit, steps, _MIN_WIDTH, shown)
+    made = Drawing(
+        timeline,
+        title=options.get("title") or timeline.schedule.name,
+        time_unit=options.get("time_unit", "ms"),
+        memory_unit=options.get("memory_unit", "M_B"),
+        steps=options.get("steps", 1),
+        width=_MIN_WIDTH,
+        duration=float(options.get("duration") or timeline.makespan) or 1.0,
+    )
+    width = options.get("width")
     if width is None:
         width = int(min(widest, max(_MIN_WIDTH, made.width_for_labels)))
     return replace(made, width=width)

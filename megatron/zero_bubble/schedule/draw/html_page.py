@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from megatron.zero_bubble.schedule.analysis import causes
 from megatron.zero_bubble.schedule.draw.canvas import clean, figure
-from megatron.zero_bubble.schedule.draw.drawing import MAX_WIDTH, Drawing, drawing
+from megatron.zero_bubble.schedule.draw.drawing import MAX_WIDTH, Drawing, Options, drawing
 from megatron.zero_bubble.schedule.draw.svg import svg_of
 from megatron.zero_bubble.schedule.memory import peaks
 from megatron.zero_bubble.schedule.timeline import Timeline
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _STYLE = """#drawing { overflow-x: auto; border: 1px solid #8888; }
 #drawing svg { display: block; }
@@ -70,26 +75,9 @@ body {{ font-family: Helvetica, Arial, sans-serif; margin: 1em; }}
 """
 
 
-def to_html(
-    timeline: Timeline,
-    *,
-    title: str | None = None,
-    time_unit: str = "ms",
-    memory_unit: str = "M_B",
-    steps: int = 1,
-    width: int | None = None,
-) -> str:
-    """The page as text. Arguments as in `to_svg`; it is as wide as readable labels want it, and shown to fit."""
-    what = drawing(
-        timeline,
-        title=title,
-        time_unit=time_unit,
-        memory_unit=memory_unit,
-        steps=steps,
-        width=width,
-        duration=None,
-        widest=MAX_WIDTH,
-    )
+def to_html(timeline: Timeline, **options: Unpack[Options]) -> str:
+    """The page as text: the drawing as wide as readable labels want it, shown to fit, and a table of the ranks."""
+    what = drawing(timeline, widest=MAX_WIDTH, **options)
     drawn = f'<div id="drawing">\n{svg_of(what)}</div>\n<div id="tip"></div>\n'
     return html_document(what.title, f"{_CONTROLS}{drawn}{_table(what)}\n<script>{_SCRIPT}</script>\n", _STYLE)
 

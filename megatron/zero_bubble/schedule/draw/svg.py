@@ -3,50 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from megatron.zero_bubble.schedule.analysis import Steps, idle_ranks_over_time, memory_over_time
 from megatron.zero_bubble.schedule.draw import canvas, palette
 from megatron.zero_bubble.schedule.draw.canvas import STRONG, figure, line, number, rect, text
-from megatron.zero_bubble.schedule.draw.drawing import CURVE_HEIGHT, LEFT, TOP, Drawing, drawing
+from megatron.zero_bubble.schedule.draw.drawing import CURVE_HEIGHT, LEFT, TOP, Drawing, Options, drawing
 from megatron.zero_bubble.schedule.draw.lanes import lanes, style
 from megatron.zero_bubble.schedule.kinds import KINDS
 from megatron.zero_bubble.schedule.timeline import Timeline
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _SWATCHES = 8
 """Colours of ranks that are shown beside the memory at most."""
 
 
-def to_svg(
-    timeline: Timeline,
-    *,
-    title: str | None = None,
-    time_unit: str = "ms",
-    memory_unit: str = "M_B",
-    steps: int = 1,
-    width: int | None = None,
-    duration: float | None = None,
-) -> str:
-    """The drawing as text. Hovering over an operation shows its stage, times, memory and messages, by CSS alone.
-
-    Args:
-        title: the schedule's name by default.
-        time_unit, memory_unit: name the units of the costs.
-        steps: how many iterations `repeat` made the schedule of; microbatches are numbered in each.
-        width: in pixels; by default wide enough for labels on the operations, within reason.
-        duration: the time that the width shows, at least the makespan, which it is by default. Drawings of the
-            same width and duration can be compared.
-    """
-    return svg_of(
-        drawing(
-            timeline,
-            title=title,
-            time_unit=time_unit,
-            memory_unit=memory_unit,
-            steps=steps,
-            width=width,
-            duration=duration,
-        )
-    )
+def to_svg(timeline: Timeline, **options: Unpack[Options]) -> str:
+    """The drawing as text. Hovering over an operation shows its stage, times, memory and messages, by CSS alone."""
+    return svg_of(drawing(timeline, **options))
 
 
 def svg_of(what: Drawing) -> str:

@@ -57,6 +57,11 @@ class Entry:
         """Whether the model chunks a rank can be chosen, and are not always `num_chunks`."""
         return "num_chunks" in self.options
 
+    @property
+    def takes_group_size(self) -> bool:
+        """Whether it takes microbatches through a chunk in groups whose size can be chosen."""
+        return "group_size" in self.options
+
 
 _INTERLEAVED = frozenset({"num_chunks", "group_size"})
 _PLANNED_IN_OWN_LIMIT = frozenset({"costs", "overlap_communication"})
@@ -179,7 +184,7 @@ def generate(
     entry = entry_of(name)
     placement = placement_for(name, num_ranks, num_chunks)
     check_size(placement, num_microbatches)
-    if group_size is not None and "group_size" not in entry.options:
+    if group_size is not None and not entry.takes_group_size:
         raise ScheduleError(f"schedule {name} has no microbatch groups, got a group size of {group_size}")
     if costs is not None and costs.num_stages != placement.num_stages:
         raise ScheduleError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from enum import Enum
 from heapq import heappop, heappush
 from math import inf
@@ -26,7 +27,7 @@ class PlannedOrders(NamedTuple):
     orders: list[Order]
 
 
-class EventLoop:
+class EventLoop(ABC):
     """Runs every rank by events; a subclass says in `choose` what a free rank does next.
 
     A rank is asked when it ends an operation and when something arrives for it. What arrives is known from
@@ -62,9 +63,9 @@ class EventLoop:
         self.held = [0.0] * ranks
         self.orders: list[Order] = [[] for _ in range(ranks)]
 
+    @abstractmethod
     def choose(self, rank: int, now: float) -> tuple[int, float]:
         """What `rank`, free at `now`, does next: (code, now), or (-1, when to ask again; inf: when something comes)."""
-        raise NotImplementedError
 
     def run(self) -> PlannedOrders | None:
         """The plan; None if the ranks wait for each other for ever."""
