@@ -1,4 +1,4 @@
-"""What the executor itself costs: a step without compute, and without a network."""
+"""Measures the executor's own cost, in steps without compute and without a network."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Received:
 
 
 class _Nowhere:
-    """A communicator whose messages are always there."""
+    """A communicator that drops what is sent and whose receives are complete at once."""
 
     def __init__(self) -> None:
         self._sent, self._received = _Sent(), _Received()
@@ -77,12 +77,14 @@ def _nothing() -> None:
 
 
 def seconds_per_op(schedule: Schedule, steps: int) -> list[tuple[float, float]]:
-    """Of every step of every rank: seconds of this thread per operation, sends and receives included.
+    """Return the seconds of processor time that an operation costs, for every rank and step.
 
-    The second of a pair is of a step that is recorded, as in training, for the bubble rate in the log.
+    Sends and receives count as operations. The first number of each pair is measured in a plain step, the second in
+    a step that is recorded for the bubble rate in the log, as training does.
 
     Args:
-        schedule: lowered.
+        schedule: a lowered schedule.
+        steps: the number of pairs to measure for each rank.
     """
     measured = []
     for rank in range(schedule.num_ranks):

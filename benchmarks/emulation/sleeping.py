@@ -1,7 +1,7 @@
-"""Compute that only takes time: what stands in for F, B and W.
+"""Emulates F, B and W by sleeps of their durations.
 
-A tensor that passes between stages begins with the time at which it was sent and the time before which it may not
-be used: that is how a message can be slower than the machine's own (`time_comm`), and how its cost is measured.
+A tensor that passes between stages begins with the time at which it was sent and the time before which it must not
+be used. So a message can be slower than the machine's own (`time_comm`), and its cost can be measured.
 `time.perf_counter` is one clock for all processes of a machine.
 """
 
@@ -23,26 +23,29 @@ from megatron.zero_bubble.schedule import Op, Placement, Schedule, StageCosts
 
 _PR_SET_TIMERSLACK = 29
 _WAKING_UP = 60e-6
-"""Seconds by which a sleep is shortened: the least that waking up takes on machines at hand."""
+"""Seconds by which a sleep is shortened: the shortest wake-up that was seen on our machines."""
 _Header = ctypes.c_double * 2
-"""The first elements of a message: when it was sent, and when it may be used."""
+"""The first elements of a message: the time at which it was sent and the time from which on it may be used."""
 
 
 def sleep_precisely() -> None:
-    """Let this thread wake up when it asked to: by default Linux may add 50 microseconds to every sleep."""
+    """Make sleeps of this thread end on time; by default Linux may add 50 microseconds to each."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
 
 
 def sleep_until(deadline: float) -> None:
-    """Never too short, and seldom longer: waking up takes a while, and what is left of that passes in a loop."""
+    """Sleep until `deadline` (of `time.perf_counter`), never too short and seldom longer.
+
+    The sleep itself ends early, because waking up takes a while, and a loop passes the rest.
+    """
     while (remaining := deadline - time.perf_counter()) > 0:
         if remaining > _WAKING_UP:
             time.sleep(remaining - _WAKING_UP)
 
 
 class Emulation:
-    """The compute of one rank, as sleeps; remembers when the first began and the last ended.
+    """Emulates the compute of one rank by sleeps, and remembers when the first began and the last ended.
 
     Args:
         activation_bytes: size of the tensors between stages.
@@ -53,23 +56,23 @@ class Emulation:
         self.reset()
 
     def reset(self) -> None:
-        """A new step begins."""
+        """Forget the times of the last step."""
         self.first_start = float("inf")
         self.last_end = 0.0
 
     def compute(self, milliseconds: float) -> None:
-        """An operation whose result stays on this rank."""
+        """Emulate an operation of `milliseconds` whose result stays on this rank."""
         start = time.perf_counter()
         self.first_start = min(self.first_start, start)
         sleep_until(start + milliseconds / 1e3)
         self.last_end = time.perf_counter()
 
     def produce(self, milliseconds: float, travel: float) -> torch.Tensor:
-        """An operation that makes a message, which takes `travel` milliseconds at least to the next stage."""
+        """Emulate an operation of `milliseconds` and return its message, which takes at least `travel` milliseconds."""
         start = time.perf_counter()
         self.first_start = min(self.first_start, start)
         message = self.spec.empty()
-        # Not through torch, and not after the sleep: its code has left the caches by then, unlike in a training.
+        # Mapped before the sleep, without torch, because a sleep drops torch's code from the caches; training does not
         header = _header_of(message)
         sleep_until(start + milliseconds / 1e3)
         self.last_end = time.perf_counter()
@@ -82,23 +85,23 @@ def _header_of(message: torch.Tensor) -> ctypes.Array[ctypes.c_double]:
 
 
 def await_arrival(message: torch.Tensor) -> float:
-    """Wait until the message may be used; returns when it was sent."""
+    """Wait until the message may be used and return the time at which it was sent."""
     sent, usable = _header_of(message)
     sleep_until(usable)
     return sent
 
 
 class StageTimes:
-    """What one stage's operations take, in milliseconds."""
+    """The durations of one stage's operations and messages, in milliseconds."""
 
     def __init__(self, costs: StageCosts, placement: Placement, stage: int) -> None:
         self.stage = stage
         self.is_first, self.is_last = stage == 0, stage == placement.num_stages - 1
         self.time_f, self.time_b, self.time_w = costs.time_f[stage], costs.time_b[stage], costs.time_w[stage]
         self.to_next = 0.0 if self.is_last else _message_time(costs, placement, stage)
-        """A message with an activation."""
+        """Duration of a message with an activation."""
         self.to_previous = 0.0 if self.is_first else _message_time(costs, placement, stage - 1)
-        """A message with a gradient."""
+        """Duration of a message with a gradient."""
 
 
 def _message_time(costs: StageCosts, placement: Placement, edge: int) -> float:
@@ -106,10 +109,10 @@ def _message_time(costs: StageCosts, placement: Placement, edge: int) -> float:
 
 
 class EmulatedStage(SteppingStage):
-    """One rank's chunks for the executor, whose compute is an `Emulation`.
+    """A stage for the executor that emulates the compute of one rank's chunks.
 
     Args:
-        num_parameters: into how many equal parts, one a parameter, W is cut.
+        num_parameters: the number of parameters, each of which has an equal part of W.
         reduce: called when the gradient of a parameter is complete.
     """
 
@@ -160,7 +163,7 @@ class EmulatedStage(SteppingStage):
         return self._emulation.produce(times.time_b, times.to_previous)
 
     def _weight_grad(self, milliseconds: float, microbatch: int) -> None:
-        """W of one parameter."""
+        """Emulate W of one parameter, and reduce its gradient after the last microbatch."""
         self._emulation.compute(milliseconds)
         if self._reduce is not None and microbatch == self._last_microbatch:
             self._reduce()
@@ -169,11 +172,11 @@ class EmulatedStage(SteppingStage):
         return self._emulation.spec
 
     def step(self) -> None:
-        """The optimizer's step without its compute: reduce one number over all ranks, in the background."""
+        """Emulate the optimizer's step without compute: start reducing one number over all ranks in the background."""
         self._state = dist.all_reduce(torch.zeros(1), async_op=True)
 
     def validate(self) -> bool:
-        """Wait for the reduction of the last step, if there was one. No step is ever wrong."""
+        """Wait for the last step's reduction, if any. Returns False, because no emulated step is rolled back."""
         if self._state is not None:
             self._state.wait()
             self._state = None

@@ -1,4 +1,4 @@
-"""Who takes part in `zero-bubble benchmark`: what is started for each, and what is known of it before it runs."""
+"""Chooses the schedules that `zero-bubble benchmark` compares, and builds the command that runs each."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ from megatron.zero_bubble.schedule.generators import entry_of, placement_for
 from megatron.zero_bubble.training.arguments import Arguments
 
 TRAINER = ("-m", "megatron.zero_bubble.training")
-"""What a launcher starts: pretrain_gpt.py, installed."""
+"""Words with which a launcher starts the installed pretrain_gpt.py."""
 BASELINE = "megatron-core 1F1B"
 CHUNKS_FLAG = "--num-virtual-stages-per-pipeline-rank"
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """One schedule, and how it is run."""
+    """One schedule of the comparison, with the program and the flags that run it."""
 
     name: str
     program: tuple[str, ...]
-    """What the launcher is to start."""
+    """Words with which the launcher starts the program."""
     words: tuple[str, ...]
-    """Its arguments before those that all share."""
+    """The program's own flags, which come before the shared ones."""
     placement: Placement
     schedule: str | None
-    """The name of ours with the same order; None if there is none."""
+    """Name of our schedule with the same order; None if there is none."""
     is_ours: bool = False
     is_required: bool = True
-    """Asked for by name: it has to run."""
+    """Whether a failure of this schedule ends the benchmark, because the user asked for it by name."""
 
 
 @dataclass(frozen=True)
 class Competition:
-    """Everybody, and the flags that all share."""
+    """All contestants, and the flags that they share."""
 
     contestants: tuple[Contestant, ...]
     flags: tuple[str, ...]
     args: Arguments = field(repr=False)
-    """What megatron-core's 1F1B makes of the flags."""
+    """The complete arguments of the baseline, megatron-core's 1F1B."""
 
 
 def gather(flags: BenchmarkFlags, has_cuda: bool, peers: Sequence[Contestant] = ()) -> Competition:
-    """The baseline, what --schedule names, and `peers`.
+    """Return the competition of the baseline, the schedules that --schedule names, and `peers`.
 
     Raises:
         ValueError: a training would refuse its flags, or a schedule is unknown.
@@ -56,7 +56,7 @@ def gather(flags: BenchmarkFlags, has_cuda: bool, peers: Sequence[Contestant] = 
     shared += _unless_given(shared, "--eval-iters", "0") + _unless_given(shared, "--lr", "1e-4")
     if has_cuda:
         shared += ["--log-memory-interval", str(flags.warmup + flags.iterations)]
-    # Once without a batch size, to know how many replicas there are.
+    # The batch size depends on the number of replicas, which the other flags decide.
     args = complete_arguments(shared, flags.num_ranks, PROG, has_cuda=has_cuda)
     batch = flags.num_microbatches * args.micro_batch_size * args.data_parallel_size
     shared += ["--global-batch-size", str(batch)]

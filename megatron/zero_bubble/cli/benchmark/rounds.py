@@ -1,4 +1,4 @@
-"""`zero-bubble benchmark`: real trainings in rounds, so that whatever else the machine does meets all of them."""
+"""Runs the trainings of `zero-bubble benchmark` in rounds, so that other load on the machine meets all alike."""
 
 from __future__ import annotations
 
@@ -23,7 +23,12 @@ from megatron.zero_bubble.training.flops import flops_per_iteration
 
 
 def compare_trainings(flags: BenchmarkFlags, peers: Sequence[Contestant] = ()) -> list[TrainResult]:
-    """Run all schedules in rounds. Raises `ValueError`, or `RuntimeError` if one that was asked for fails."""
+    """Train under all schedules in rounds and return a result for each, except those that failed.
+
+    Raises:
+        ValueError: a training would refuse its flags, or a schedule is unknown.
+        RuntimeError: a schedule that the user asked for by name failed.
+    """
     competition = gather(flags, torch.cuda.is_available(), peers)
     turns: dict[str, list[Turn]] = {one.name: [] for one in competition.contestants}
     costs: dict[Placement, Profile] = {}
@@ -45,14 +50,14 @@ def compare_trainings(flags: BenchmarkFlags, peers: Sequence[Contestant] = ()) -
 
 
 def _environment() -> dict[str, str]:
-    """The trainings' environment: on a CPU one thread a rank, for the ranks share the cores."""
+    """Return the trainings' environment; on a CPU each rank has one thread, because the ranks share the cores."""
     return dict(os.environ) if torch.cuda.is_available() else {"OMP_NUM_THREADS": "1", **os.environ}
 
 
 def _turn(
     one: Contestant, competition: Competition, flags: BenchmarkFlags, profile: Path | None, number: int
 ) -> Turn | None:
-    """None if it failed and does not have to run; then it takes no further turn."""
+    """Run one turn of a contestant. Returns None if it failed and is not required; it then takes no further turn."""
     begin = time.monotonic()
     output = () if profile is None else ("--zero-bubble-profile-output", str(profile))
     command = [*flags.launcher, *one.program, *one.words, *competition.flags, *output]

@@ -1,4 +1,4 @@
-"""From a model, a cluster and a layout to what every schedule would need and reach."""
+"""Estimates the memory and the throughput of one schedule from a model, a cluster and a placement."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from megatron.zero_bubble.training.flops import flops_per_iteration
 from megatron.zero_bubble.training.model_size import Flops, element_bytes, stage_activations, stage_flops
 
 _SHORTEST = 1e-3
-"""Milliseconds."""
+"""Shortest duration of an operation, in milliseconds."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """One schedule. Times in milliseconds, memory in bytes, one figure a pipeline rank."""
+    """The estimate of one schedule; times are in milliseconds, memory is in bytes for each pipeline rank."""
 
     job: EstimatedJob
     timeline: Timeline
     state_bytes: tuple[float, ...]
     limit: float | None = None
-    """Of a rank's activations, where the schedule was planned for one."""
+    """Bytes of activations a rank that the schedule was planned for; None if it was planned without a limit."""
 
     @property
     def activation_bytes(self) -> tuple[float, ...]:
@@ -57,9 +57,9 @@ class Estimate:
 
     @property
     def reduction_ms(self) -> float:
-        """Reducing the gradients of the fullest rank over its replicas, as far as nothing hides it.
+        """The exposed time of reducing the gradients of the fullest rank over its d replicas.
 
-        A ring moves 2 (d-1)/d times the bytes through every link. With --overlap-grad-reduce it is counted as hidden.
+        A ring moves 2 (d-1)/d times the bytes through every link. With --overlap-grad-reduce nothing is exposed.
         """
         args, replicas = self.job.args, self.job.replicas
         if replicas == 1 or args.overlap_grad_reduce:
@@ -69,7 +69,7 @@ class Estimate:
 
     @cached_property
     def iteration_ms(self) -> float:
-        """From one iteration to the next: forward, backward and the reduction, not the optimizer's step itself."""
+        """Time from one iteration to the next: forward, backward and the reduction, without the optimizer's step."""
         schedule, costs = self.timeline.schedule, self.timeline.costs
         if self.job.args.zero_bubble_post_validation and self.job.awaited(schedule.placement) is None:
             schedule = with_post_validation(schedule, costs)
@@ -77,14 +77,14 @@ class Estimate:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of one device."""
+        """Tokens a second for each device."""
         args = self.job.args
         assert args.global_batch_size is not None
         return args.global_batch_size * args.seq_length / (self.iteration_ms / 1e3) / args.world_size
 
     @property
     def tflops(self) -> float:
-        """Of one device, counted as --log-throughput does."""
+        """TFLOP/s of one device, counted as --log-throughput does."""
         args = self.job.args
         assert args.global_batch_size is not None
         total = flops_per_iteration(args, args.global_batch_size)
@@ -112,7 +112,7 @@ class Estimate:
 
 
 def estimate(job: EstimatedJob, name: str) -> Estimate:
-    """What the schedule `name` needs and reaches.
+    """Estimate the schedule `name` for `job`.
 
     Raises:
         ValueError: the layers cannot be cut for it, or (as `ScheduleError`) it is not possible at these sizes.
@@ -139,9 +139,9 @@ def estimate(job: EstimatedJob, name: str) -> Estimate:
 
 
 def _activation_limit(job: EstimatedJob, costs: StageCosts, placement: Placement, states: float) -> float:
-    """Bytes that a rank's activations may take, by the job's flags; where they say nothing, by `auto`.
+    """Return the bytes that a rank's activations may take, by the job's memory limit, or by `auto` if it has none.
 
-    As training counts it: all ranks have the limit of the fullest, here the one with `states`.
+    As in training, all ranks have the limit of the fullest, which holds `states` bytes of states.
     """
     limit = job.flags.memory_limit or MemoryLimit()
     free = MARGIN * (job.cluster.memory - job.cluster.reserved - states)
@@ -151,10 +151,10 @@ def _activation_limit(job: EstimatedJob, costs: StageCosts, placement: Placement
 
 
 def stage_costs(job: EstimatedJob, placement: Placement) -> StageCosts:
-    """Milliseconds and bytes of every stage.
+    """Return the costs of every stage in milliseconds and bytes, from the profile if there is one.
 
     Raises:
-        ValueError: the layers cannot be cut like this.
+        ValueError: the layers cannot be cut into these stages.
     """
     if job.profile is not None:
         return _from_profile(job.profile, placement)
@@ -166,7 +166,7 @@ def stage_costs(job: EstimatedJob, placement: Placement) -> StageCosts:
     turns = [placement.rank_of(s) == placement.rank_of(s + 1) for s in range(len(stages) - 1)]
 
     def milliseconds(letter: str) -> tuple[float, ...]:
-        # A stage that has the embedding alone computes next to nothing, but costs are above zero.
+        # A stage with the embedding alone computes next to nothing, but a cost must be above zero.
         return tuple(max(_SHORTEST, 1e3 * getattr(one, letter) / job.cluster.flops) for one in flops)
 
     return StageCosts(
@@ -191,7 +191,7 @@ def _from_profile(profile: Profile, placement: Placement) -> StageCosts:
 
 
 def model_flops(job: EstimatedJob) -> Flops:
-    """F, B and W of one microbatch on all stages together, on one tensor-parallel rank."""
+    """Return the operations of F, B and W of one microbatch, all stages together, on one tensor-parallel rank."""
     stages = stages_of(job.args, Placement("linear", job.args.pipeline_model_parallel_size))
     each = [stage_flops(job.args, stage) for stage in stages]
     return Flops(*(sum(values) for values in zip(*each, strict=True)))
