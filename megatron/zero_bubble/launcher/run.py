@@ -1,4 +1,4 @@
-"""One training run under a schedule of ours: from the script's settings to the function that runs its steps."""
+"""One training run of a script under a zero-bubble schedule: checks settings, builds the model and runs steps."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ _LOG_LINE = re.compile(r" \[[^]]*\] iteration +(\d+)/ *\d+ \|")
 
 
 class Run:
-    """Known once the script has parsed its arguments, before it makes process groups and builds its model.
+    """The training run of a script. It is made after the script parsed its arguments and before its process groups.
 
     Args:
-        script: the script's arguments, as Megatron-LM's `get_args()` gives them.
+        script: the script's arguments, from Megatron-LM's `get_args()`.
 
     Raises:
-        LauncherError: the script's settings and our flags contradict each other.
+        LauncherError: the script's settings and the launcher's flags contradict each other.
     """
 
     def __init__(self, script: Namespace, flags: LaunchFlags) -> None:
@@ -64,17 +64,17 @@ class Run:
         self._timeline: TimelineWriter | None = None
         self._watchdog: Watchdog | None = None
         self._iteration = 0
-        """The one that the script begins after."""
+        """The iteration after which the script begins."""
         self._num_microbatches = 0
         self.num_steps = 0
-        """Training steps so far."""
+        """Training steps done."""
         self.v_placement = VPlacement(placement) if placement.kind == "v" else None
 
     def build_chunk(self, call: Call) -> None:
-        """Around the constructor of `GPTModel`.
+        """Hook around the constructor of `GPTModel`: check its configuration, and build the chunk of its stage.
 
         Raises:
-            LauncherError: its configuration asks for what no schedule of ours can honour.
+            LauncherError: the configuration has a setting that no zero-bubble schedule supports.
         """
         with users_mistakes():
             refuse_unsupported(call["config"], [], None)
@@ -86,16 +86,20 @@ class Run:
             call.proceed()
 
     def wrap_in_ddp(self, call: Call) -> None:
-        """Around the constructor of megatron-core's DDP: split the layers of the chunk that is wrapped."""
+        """Hook around the constructor of megatron-core's DDP: split the linear layers of the wrapped chunk."""
         with users_mistakes():
             split_weight_gradients([call["module"]], self._store)
-        # Hands the hook that accumulates and reduces a weight's gradient to the layer, which calls it in W.
+        # With this setting DDP gives each layer its hook that accumulates and reduces a gradient; W calls the hook.
         call["ddp_config"] = replace(call["ddp_config"], delay_wgrad_compute=True)
         call.proceed()
         self._chunks.append(call["self"])
 
     def forward_backward(self, **arguments: Any) -> list[Any]:
-        """The drop-in for megatron-core's forward-backward function, and what our trainer does around it."""
+        """Run one step or evaluation; the drop-in for megatron-core's forward-backward function.
+
+        Raises:
+            LauncherError: no schedule for this number of microbatches fits the memory limit.
+        """
         run = self._forward_backward or self._start()
         if self.v_placement is not None:
             arguments["forward_step_func"] = self.v_placement.placed(arguments["forward_step_func"])
@@ -113,7 +117,7 @@ class Run:
         return losses
 
     def _start(self) -> ForwardBackward:
-        """Before the first step, when the model is built and a checkpoint loaded; a collective call."""
+        """Make what runs steps, when the model is built and a checkpoint loaded; a collective call."""
         job, flags = self._job, self._job.flags
         self._iteration = getattr(self._script, "iteration", 0)
         with users_mistakes():
@@ -127,7 +131,7 @@ class Run:
         return self._forward_backward
 
     def extend_log_line(self, message: str) -> str:
-        """The script's log line with the bubble rates at its end; any other message as it is. A collective call."""
+        """Append the bubble rates to the script's log line; other messages stay as they are. A collective call."""
         match = _LOG_LINE.match(message)
         if match is None or self._forward_backward is None or self.num_steps == 0:
             return message
@@ -143,7 +147,7 @@ class Run:
         return bool(getattr(self._script, "skip_train", False)) or (last is not None and done >= last)
 
     def close(self) -> None:
-        """Leave nothing open that the process groups carry."""
+        """Close the watchdog and the channels, which use the process groups. A second call does nothing."""
         if self._watchdog is not None:
             self._watchdog.close()
             self._watchdog = None
@@ -153,7 +157,7 @@ class Run:
 
 
 def _write_scalars(iteration: int, scalars: dict[str, float | None]) -> None:
-    """To the script's TensorBoard and Weights & Biases, where it has opened them."""
+    """Write `scalars` to the script's TensorBoard and Weights & Biases, if it has opened them."""
     from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
     tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()

@@ -1,4 +1,4 @@
-"""What a script's arguments say about its pipeline, and which of them no schedule of ours can honour."""
+"""Reads a script's arguments about its pipeline, and refuses those that no zero-bubble schedule supports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _REFUSED = {
     "perform_rl_step": "its rollouts run through megatron-core's schedule",
     "tp_comm_overlap": "Transformer Engine's userbuffers cannot leave W for later",
 }
-"""Settings of the script that no schedule of ours can honour, and why."""
+"""Settings of the script that no zero-bubble schedule supports, and why."""
 _REFUSED_IN_V = {
     "num_layers_per_virtual_pipeline_stage": "it is megatron-core's interleaved placement",
     "mtp_num_layers": "it is a part of the last rank's stage, and the loss is on the first",
@@ -31,11 +31,11 @@ _REFUSED_IN_V = {
 
 
 def flags_of(script: Namespace, flags: LaunchFlags, **known: Any) -> JobFlags:
-    """What a script that has parsed and validated its arguments says about the pipeline.
+    """The job's flags from a script's parsed and validated arguments and the launcher's flags.
 
     Args:
-        script: what Megatron-LM's `get_args()` returns. Names that it lacks get our trainer's defaults.
-        known: what is known better than by the script.
+        script: the result of Megatron-LM's `get_args()`. Names that it lacks get the defaults of `JobFlags`.
+        known: values that replace those of the script.
     """
     layout = getattr(script, "pipeline_model_parallel_layout", None)
     ramp = getattr(script, "rampup_batch_size", None)
@@ -53,7 +53,7 @@ def refuse_what_cannot_work(script: Namespace, flags: JobFlags) -> None:
     """Refuse settings of the script that contradict the schedule.
 
     Raises:
-        ValueError: the first one found, or the schedule cannot be had.
+        ValueError: the first contradiction, or a reason why the schedule cannot be planned.
     """
     placement = choose_placement(flags, choose_plan(flags))
     refused = {**_REFUSED, **(_REFUSED_IN_V if placement.kind == "v" else {})}

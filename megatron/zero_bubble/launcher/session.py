@@ -115,7 +115,7 @@ class Session:
         """Check at the script's end that the schedule was used.
 
         Raises:
-            LauncherError: the script had iterations to train, and no step ran under the schedule.
+            LauncherError: no step ran under the schedule, although the script had iterations to train.
         """
         if self._run is None or (self._run.num_steps == 0 and not self._run.had_nothing_to_train):
             raise LauncherError(
