@@ -1,4 +1,4 @@
-"""The interface between an `Executor` and the model: the computation of one rank's stages."""
+"""The interface through which an `Executor` runs the computation of one rank's stages."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from megatron.zero_bubble.schedule import Op
 
 
 class Stage(Protocol):
-    """The computation of one rank's model chunks."""
+    """The computation of one rank's model chunks in one step."""
 
     def forward(self, microbatch: int, chunk: int, input_tensor: torch.Tensor | None) -> torch.Tensor:
-        """Run one microbatch forward; `input_tensor` is None on the first stage.
+        """Run the forward of one microbatch; `input_tensor` is None on the first stage.
 
         Returns what the next stage receives, or on the last stage the loss.
         """
@@ -28,14 +28,14 @@ class Stage(Protocol):
         output_tensor: torch.Tensor,
         output_grad: torch.Tensor | None,
     ) -> torch.Tensor | None:
-        """Run one microbatch backward; `output_grad` is None on the last stage.
+        """Run the backward of one microbatch; `output_grad` is None on the last stage.
 
         Returns the gradient of `input_tensor`, or None on the first stage.
         """
         ...
 
     def release_output(self, output_tensor: torch.Tensor) -> None:
-        """Free the values of an output that has been handed on: only its place in the autograd graph is needed.
+        """Free the values of an output that was passed on; backward needs only its place in the autograd graph.
 
         A stage that frees nothing early need not define it.
         """
@@ -44,27 +44,27 @@ class Stage(Protocol):
     def before_gradients(self, op: Op) -> None:
         """Prepare for a B, W or BW, the operations that add to parameters' gradients.
 
-        Where the W of several microbatches run as one, it is called before each parameter's share of each.
+        If the W of several microbatches run as one, this is called for each microbatch of each parameter.
         A stage without anything to prepare need not define it.
         """
         return
 
     def message_spec(self, op: Op) -> TensorSpec:
-        """Return shape, type and device of the message that the receive `op` brings."""
+        """Return shape, type and device of the message that the receive `op` waits for."""
         ...
 
 
 class SteppingStage(Stage, Protocol):
-    """A stage that takes the optimizer's step itself: what a schedule with post-validation runs."""
+    """A stage that also takes the optimizer's step, for schedules with post-validation."""
 
     def step(self) -> None:
-        """Step as soon as this rank's gradients are there, before the state of the other ranks' is known."""
+        """Take the optimizer's step with this rank's complete gradients, before the other ranks' state is known."""
         ...
 
     def validate(self) -> bool:
-        """Confirm or amend the last step; return whether this step's forwards used wrong weights on any rank."""
+        """Confirm or amend the last step; return whether this step's forwards must run again, the same on all ranks."""
         ...
 
     def restart(self) -> None:
-        """Forget the forwards of this step: they are run again, on the same data, in the same order."""
+        """Undo the forwards of this step, which are run again on the same data in the same order."""
         ...

@@ -1,4 +1,4 @@
-"""What a picture of a timeline shows, what it is called there, and where it is."""
+"""Computes the places, sizes and labels of everything in a picture of a timeline."""
 
 from __future__ import annotations
 

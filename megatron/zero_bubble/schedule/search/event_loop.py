@@ -1,4 +1,4 @@
-"""The event loop of the planners: ranks that run operations, and when what they wait for arrives."""
+"""The event loop of the planners: simulates ranks that run operations and wait for the arrival of inputs."""
 
 from __future__ import annotations
 
