@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from megatron.zero_bubble.runtime.communicator import Communicator, PendingReceive, PendingSend
+from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
 from megatron.zero_bubble.runtime.recorder import OpRecorder
 from megatron.zero_bubble.runtime.stage import Stage, SteppingStage
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
@@ -82,6 +83,7 @@ class Executor:
         rank: this process's pipeline rank.
         communicator: the channels to the neighbouring ranks.
         weight_grad_store: where the stage's layers put the weight gradients that B defers.
+        recomputation_store: where the stage's layers put the forwards that R runs again; needed for a schedule with R.
         tail_by_parameter: whether the W's at the end of the rank run parameter by parameter (see `schedule.tail`).
     """
 
@@ -91,6 +93,7 @@ class Executor:
         rank: int,
         communicator: Communicator,
         weight_grad_store: WeightGradStore,
+        recomputation_store: RecomputationStore | None = None,
         *,
         tail_by_parameter: bool = False,
     ) -> None:
@@ -98,6 +101,8 @@ class Executor:
         self.rank = rank
         self._communicator = communicator
         self._store = weight_grad_store
+        self._recomputation = recomputation_store or RecomputationStore()
+        self._recomputed = frozenset((op.chunk, op.microbatch) for op in schedule.ops[rank] if op.kind is OpKind.R)
         self._stages = [schedule.placement.stage_of(rank, chunk) for chunk in range(schedule.num_chunks)]
         ops = schedule.ops[rank]
         self._steps = _steps(run_together(ops) if tail_by_parameter else ((op,) for op in ops))
@@ -119,6 +124,7 @@ class Executor:
             OpKind.B: self._backward_input,
             OpKind.W: self._backward_weight,
             OpKind.BW: self._backward,
+            OpKind.R: self._recompute,
             OpKind.SEND_FORWARD: self._send,
             OpKind.SEND_BACKWARD: self._send,
             OpKind.RECV_FORWARD: self._receive,
@@ -155,8 +161,8 @@ class Executor:
 
     @property
     def num_live_activations(self) -> int:
-        """Count the microbatches, summed over chunks, whose forward has run and whose B or BW has not."""
-        return len(self._activations)
+        """Count the microbatches, summed over chunks, whose activations are there: kept by F or restored by R."""
+        return len(self._activations) - len(self._recomputation.dropped())
 
     def position(self) -> tuple[int, bool]:
         """Return the index of the operation this rank is at, and whether its inputs are there; any thread may ask.
@@ -184,11 +190,17 @@ class Executor:
             if self._runs_backward:
                 input_tensor.requires_grad_()
         self._begin(op)
-        output = stage.forward(op.microbatch, op.chunk, input_tensor)
+        drops = (op.chunk, op.microbatch) in self._recomputed
+        with self._recomputation.forward(op.chunk, op.microbatch, drops=drops):
+            output = stage.forward(op.microbatch, op.chunk, input_tensor)
         if self._runs_backward:
             self._activations[op.chunk, op.microbatch] = (input_tensor, output)
         if self._stages[op.chunk] + 1 < self.schedule.num_stages:
             self._hand_on(stage, op, output, is_forward=True)
+
+    def _recompute(self, stage: Stage, op: Op) -> None:
+        self._begin(op)
+        self._recomputation.recompute(op.chunk, op.microbatch)
 
     def _backward(self, stage: Stage, op: Op) -> None:
         output_grad = None
@@ -236,6 +248,7 @@ class Executor:
                 message.wait()
             self._incoming.clear()
             self._activations.clear()
+            self._recomputation.clear()
             stage.restart()
             self._run(stage, self._redone)
             self._position = len(before_validation(self.schedule, self.rank))

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
+from operator import add, sub
 
 from megatron.zero_bubble.schedule.errors import ScheduleError
 from megatron.zero_bubble.schedule.ir import Placement
@@ -13,6 +14,8 @@ from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
 
 SMALLEST, LARGEST = 1e-50, 1e50
 """Smallest and largest cost other than zero: sums over any schedule, and ratios of costs, stay finite."""
+OPTIONAL = ("time_r", "memory_r")
+"""The fields of `StageCosts` that are zeros unless given, because most models recompute nothing."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,9 @@ class StageCosts:
     `s + 1`, the same in both directions. Memory is a change: F allocates at its start, B and W
     release at their end, so `memory_b` and `memory_w` are negative or zero as a rule. BW costs B and
     W together.
+
+    `memory_f` is what F holds if it keeps everything. Where a schedule has an R for a microbatch, its F holds
+    `memory_r` less, and R allocates that; R takes `time_r`. Both are zeros by default: nothing can be recomputed.
     """
 
     time_f: tuple[float, ...]
@@ -34,6 +40,8 @@ class StageCosts:
     memory_f: tuple[float, ...]
     memory_b: tuple[float, ...]
     memory_w: tuple[float, ...]
+    time_r: tuple[float, ...] = ()
+    memory_r: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         num_stages = len(self.time_f)
@@ -41,6 +49,8 @@ class StageCosts:
             raise ScheduleError("costs need at least one stage")
         for field in fields(self):
             values = tuple(getattr(self, field.name))
+            if not values and field.name in OPTIONAL:
+                values = (0,) * num_stages
             object.__setattr__(self, field.name, values)
             expected = num_stages - 1 if field.name == "time_comm" else num_stages
             if len(values) != expected:
@@ -52,7 +62,7 @@ class StageCosts:
     def _check(name: str, value: float) -> None:
         if isinstance(value, float) and not math.isfinite(value):
             raise ScheduleError(f"{name} must be finite numbers, got {value}")
-        if name == "time_comm" and value < 0:
+        if name in ("time_comm", *OPTIONAL) and value < 0:
             raise ScheduleError(f"{name} must not be negative, got {value}")
         if name in ("time_f", "time_b", "time_w") and value <= 0:
             raise ScheduleError(f"{name} must be above zero, got {value}")
@@ -70,6 +80,8 @@ class StageCosts:
         memory_f: float = 1,
         memory_b: float = -0.5,
         memory_w: float = -0.5,
+        time_r: float = 0,
+        memory_r: float = 0,
     ) -> StageCosts:
         """The same costs on every stage."""
 
@@ -84,6 +96,8 @@ class StageCosts:
             memory_f=repeat(memory_f),
             memory_b=repeat(memory_b),
             memory_w=repeat(memory_w),
+            time_r=repeat(time_r),
+            memory_r=repeat(memory_r),
         )
 
     @property
@@ -105,6 +119,17 @@ class StageCosts:
     def work(self, stage: int) -> float:
         """Time of F, B and W of one microbatch on `stage`."""
         return self.time_f[stage] + self.time_b[stage] + self.time_w[stage]
+
+    def recomputing_in_backward(self) -> StageCosts:
+        """The costs of a schedule without R whose every backward recomputes what its F did not keep."""
+        return replace(
+            self,
+            time_b=tuple(map(add, self.time_b, self.time_r)),
+            memory_f=tuple(map(sub, self.memory_f, self.memory_r)),
+            memory_b=tuple(map(add, self.memory_b, self.memory_r)),
+            time_r=(),
+            memory_r=(),
+        )
 
     def split_ranks(self, placement: Placement) -> StageCosts:
         """The costs of the stages of `placement`, where these costs are of whole ranks: equal parts for the chunks.

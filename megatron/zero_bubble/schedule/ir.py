@@ -163,6 +163,11 @@ class Schedule:
         return OpKind.W in self.kinds
 
     @property
+    def recomputes(self) -> bool:
+        """Whether any microbatch has an R: its F drops its activations, and R makes them again."""
+        return OpKind.R in self.kinds
+
+    @property
     def has_post_validation(self) -> bool:
         """Whether the ranks step before the state of all gradients is known, and validate later."""
         return not self.kinds.isdisjoint(POST_VALIDATION)

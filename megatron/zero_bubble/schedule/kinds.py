@@ -1,4 +1,4 @@
-"""The kinds of operations, and one table of all that follows from a kind: `KINDS`.
+"""The kinds of operations, and `KINDS`, the one table of all that follows from a kind.
 
 Whoever wants to know what an operation waits for, costs or looks like reads the table. So a new kind is a row here,
 a handler in the executor, and what plans it; CONTRIBUTING.md shows one.
@@ -7,7 +7,7 @@ a handler in the executor, and what plans it; CONTRIBUTING.md shows one.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from types import MappingProxyType
 from typing import NamedTuple
@@ -24,6 +24,8 @@ class OpKind(str, Enum):
     """Backward, gradient of the weights only: what nobody waits for."""
     BW = "BW"
     """Backward, both gradients in one operation, as autograd computes them."""
+    R = "R"
+    """Recomputation: the forward once more, for a backward whose activations F did not keep."""
     SEND_FORWARD = "SEND_FORWARD"
     RECV_FORWARD = "RECV_FORWARD"
     SEND_BACKWARD = "SEND_BACKWARD"
@@ -52,7 +54,7 @@ class Need(NamedTuple):
     result: OpKind
     place: Place
     num_before: int = 0
-    """The result is that of the microbatch (of STEP: of the iteration) so many before the operation's own."""
+    """By how many the result's microbatch (for STEP: iteration) comes before the operation's own."""
     is_optional: bool = False
     """The operation waits only where the schedule has an operation that makes the result."""
 
@@ -83,6 +85,8 @@ class KindFacts:
     """The fields of `StageCosts` whose sum is its time; without any it takes none."""
     memory: tuple[str, ...] = ()
     """The fields of `StageCosts` whose sum is its change of memory."""
+    undoes_memory_of: OpKind | None = None
+    """Where a schedule has this operation, the one of that kind and the same microbatch allocates so much less."""
     waiting: str = ""
     """The field of `Bubble` that counts the time a rank waits for its inputs."""
     in_order: str = ""
@@ -97,10 +101,17 @@ class KindFacts:
     """Its letters in the CSV of torch.distributed.pipelining; empty where that has no word for it."""
 
 
-_BACKWARD_NEEDS = (
-    Need(OpKind.F, Place.SAME_STAGE),
-    Need(OpKind.B, Place.STAGE_AFTER),
+_BACKWARD = KindFacts(
+    needs=(
+        Need(OpKind.F, Place.SAME_STAGE),
+        Need(OpKind.R, Place.SAME_STAGE, is_optional=True),
+        Need(OpKind.B, Place.STAGE_AFTER),
+    ),
+    receives=OpKind.RECV_BACKWARD,
+    sends=OpKind.SEND_BACKWARD,
+    waiting="waiting_for_backward",
 )
+"""What the operations that make the gradient of a stage's input have in common."""
 
 KINDS: Mapping[OpKind, KindFacts] = MappingProxyType(
     {
@@ -117,14 +128,11 @@ KINDS: Mapping[OpKind, KindFacts] = MappingProxyType(
             meaning="F forward",
             pytorch="F",
         ),
-        OpKind.B: KindFacts(
+        OpKind.B: replace(
+            _BACKWARD,
             makes=(OpKind.B,),
-            needs=_BACKWARD_NEEDS,
-            receives=OpKind.RECV_BACKWARD,
-            sends=OpKind.SEND_BACKWARD,
             time=("time_b",),
             memory=("memory_b",),
-            waiting="waiting_for_backward",
             in_order="gradients of inputs",
             colour="#e69f00",
             meaning="B input gradient",
@@ -141,17 +149,24 @@ KINDS: Mapping[OpKind, KindFacts] = MappingProxyType(
             meaning="W weight gradient",
             pytorch="W",
         ),
-        OpKind.BW: KindFacts(
+        OpKind.BW: replace(
+            _BACKWARD,
             makes=(OpKind.B, OpKind.W),
-            needs=_BACKWARD_NEEDS,
-            receives=OpKind.RECV_BACKWARD,
-            sends=OpKind.SEND_BACKWARD,
             time=("time_b", "time_w"),
             memory=("memory_b", "memory_w"),
-            waiting="waiting_for_backward",
             colour="#cc79a7",
             meaning="BW both gradients",
             pytorch="B",
+        ),
+        OpKind.R: KindFacts(
+            makes=(OpKind.R,),
+            needs=(Need(OpKind.F, Place.SAME_STAGE),),
+            time=("time_r",),
+            memory=("memory_r",),
+            waiting="waiting_for_backward",
+            undoes_memory_of=OpKind.F,
+            colour="#f0e442",
+            meaning="R recomputation",
         ),
         OpKind.SEND_FORWARD: KindFacts(message=Message(True, 1, OpKind.RECV_FORWARD), pytorch="SEND_F"),
         OpKind.RECV_FORWARD: KindFacts(message=Message(False, -1, OpKind.SEND_FORWARD), pytorch="RECV_F"),
@@ -184,5 +199,11 @@ RECEIVES = frozenset(kind for kind, message in MESSAGES.items() if not message.i
 COMMUNICATION = SENDS | RECEIVES
 POST_VALIDATION = frozenset(kind for kind, facts in KINDS.items() if facts.is_per_iteration)
 """The operations that `with_post_validation` adds."""
+FORWARDS = frozenset(
+    kind
+    for kind, facts in KINDS.items()
+    if facts.makes and not facts.is_per_iteration and not {OpKind.B, OpKind.W} & set(facts.makes)
+)
+"""The computations that add nothing to a gradient, so that they can be run again: F and R."""
 BACKWARDS = frozenset(kind for kind, facts in KINDS.items() if OpKind.B in facts.makes)
 """The operations that produce the gradient of a stage's input."""

@@ -7,6 +7,14 @@ from typing import NamedTuple
 
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.ir import Op, Schedule
+from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
+
+_ALLOCATES_LATER: dict[OpKind, tuple[OpKind, ...]] = {
+    facts.undoes_memory_of: tuple(kind for kind in KINDS if KINDS[kind].undoes_memory_of is facts.undoes_memory_of)
+    for facts in KINDS.values()
+    if facts.undoes_memory_of is not None
+}
+"""For a kind, the kinds that allocate a part of its memory in its place, where a schedule has them."""
 
 
 def memory_held(schedule: Schedule, costs: StageCosts, rank: int) -> Iterator[tuple[Op, float, float]]:
@@ -18,7 +26,11 @@ def memory_held(schedule: Schedule, costs: StageCosts, rank: int) -> Iterator[tu
     changes = costs.memory()
     held: float = 0
     for op in schedule.compute_ops(rank):
-        change = changes[op.kind][schedule.placement.stage_of(rank, op.chunk)]
+        stage = schedule.placement.stage_of(rank, op.chunk)
+        change = changes[op.kind][stage]
+        for later in _ALLOCATES_LATER.get(op.kind, ()):
+            if op._replace(kind=later) in schedule.op_sets[rank]:
+                change -= changes[later][stage]
         yield op, held + max(0, change), held + change
         held += change
 

@@ -10,6 +10,7 @@ from megatron.zero_bubble.schedule.errors import ScheduleError
 from megatron.zero_bubble.schedule.generators import default_costs, entry_of, generate, placement_for
 from megatron.zero_bubble.schedule.ir import Placement, Schedule
 from megatron.zero_bubble.schedule.lower import lower
+from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation
 from megatron.zero_bubble.schedule.step_ops import with_post_validation, without_post_validation
 from megatron.zero_bubble.schedule.tail import reorder_tail
 from megatron.zero_bubble.schedule.validate import validate
@@ -22,7 +23,7 @@ class Plan:
     Attributes:
         name: of the generator, or of the given schedule.
         placement: of all schedules of the plan.
-        costs, memory_limit, group_size: as `generate` takes them.
+        costs, memory_limit, group_size, recompute: as `generate` takes them.
         given: the only schedule of a plan that was read from a file. It serves one number of microbatches.
     """
 
@@ -32,6 +33,7 @@ class Plan:
     memory_limit: float | Sequence[float] | None = None
     group_size: int | None = None
     given: Schedule | None = None
+    recompute: Recompute = Recompute.NONE
     shared: Mapping[int, Schedule] = field(default_factory=dict, repr=False, compare=False)
     """Schedules, by number of microbatches, that one rank has made and all have been told."""
     _made: dict[int, Schedule] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -86,15 +88,21 @@ class Plan:
                 costs=self.costs,
                 memory_limit=self.memory_limit,
                 group_size=self.group_size,
+                recompute=self.recompute,
             )
         if num_microbatches != self.given.num_microbatches:
             raise ScheduleError(
                 f"schedule {self.name} is for {self.given.num_microbatches} microbatches, not for {num_microbatches}"
             )
-        if not self.given.has_post_validation:
-            return self.given
-        validate(self.given)
-        return without_post_validation(self.given)
+        schedule = self.given
+        if schedule.has_post_validation:
+            validate(schedule)
+            schedule = without_post_validation(schedule)
+        if schedule.recomputes and self.recompute is Recompute.NONE:
+            raise ScheduleError(f"schedule {self.name} has recomputations (R), but the model keeps all activations")
+        if not schedule.recomputes and self.recompute is Recompute.FULL:
+            schedule = with_recomputation(schedule)
+        return schedule
 
 
 def prepare(

@@ -15,7 +15,7 @@ from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import InvalidSchedule
 from megatron.zero_bubble.schedule.graph import other_end
 from megatron.zero_bubble.schedule.ir import Op, Schedule
-from megatron.zero_bubble.schedule.kinds import POST_VALIDATION, RECEIVES, SENDS, OpKind
+from megatron.zero_bubble.schedule.kinds import FORWARDS, POST_VALIDATION, RECEIVES, SENDS, OpKind
 from megatron.zero_bubble.schedule.simulate import simulate
 from megatron.zero_bubble.schedule.timeline import HardwareQueues
 
@@ -88,7 +88,7 @@ def with_post_validation(schedule: Schedule, costs: StageCosts) -> Schedule:
     settled = known + max(costs.time_f)
     counts = []
     for lane, n in zip(lanes, lengths, strict=True):
-        warmup = next(k for k, timed in enumerate(lane[n:]) if timed.op.kind is not OpKind.F)
+        warmup = next(k for k, timed in enumerate(lane[n:]) if timed.op.kind not in FORWARDS)
         counts.append(sum(timed.start < settled * (1 - 1e-9) for timed in lane[n : n + warmup]))
     counts = _closed(schedule, counts)
     return replace(
@@ -150,9 +150,9 @@ def _sent_before_validation(schedule: Schedule, rank: int) -> Iterator[Op]:
 
 
 def num_forwards_before_validation(schedule: Schedule) -> int:
-    """How many forwards, on all ranks together, are run again should the validation fail."""
+    """How many forwards, recomputations among them, are run again on all ranks should the validation fail."""
     before = (op for rank in range(schedule.num_ranks) for op in before_validation(schedule, rank))
-    return sum(op.kind is OpKind.F for op in before)
+    return sum(op.kind in FORWARDS for op in before)
 
 
 def check_post_validation(schedule: Schedule) -> None:
@@ -175,7 +175,7 @@ def check_post_validation(schedule: Schedule) -> None:
         if ops[-1] != _STEP:
             raise InvalidSchedule(f"schedule {schedule.name}: rank {rank} runs {ops[-1]} after {_STEP}")
         for op in ops[: ops.index(_VALIDATE)]:
-            if op.kind is not OpKind.F:
+            if op.kind not in FORWARDS:
                 raise InvalidSchedule(f"schedule {schedule.name}: rank {rank} runs {op} before {_VALIDATE}")
             early.add((placement.stage_of(rank, op.chunk), op.microbatch))
     for stage, microbatch in sorted(early):

@@ -1,6 +1,6 @@
 """Schedules as a grid: a row a rank, a column a time slot. For eyes and spreadsheets.
 
-The slots are those of a run in which F, B and W take one slot each, BW two, and communication none; a rank
+The slots are those of a run in which F, B, W and R take one slot each, BW two, and communication none; a rank
 that waits leaves cells empty. STEP and VALIDATE take no time: where a rank has one, all have a column between two
 slots. Communication operations are left out: `lower` puts them back.
 """
@@ -15,7 +15,6 @@ from bisect import bisect_left, bisect_right
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import ScheduleError
 from megatron.zero_bubble.schedule.ir import Op, Placement, Schedule
-from megatron.zero_bubble.schedule.kinds import POST_VALIDATION
 from megatron.zero_bubble.schedule.simulate import simulate
 
 _HEADER = ("schedule", "placement", "ranks", "chunks", "microbatches")
@@ -26,15 +25,15 @@ def _cells(schedule: Schedule) -> tuple[list[list[str]], frozenset[int]]:
 
     And the columns that are no slots: those of operations that take no time.
     """
-    timeline = simulate(schedule, StageCosts.uniform(schedule.num_stages))
+    timeline = simulate(schedule, StageCosts.uniform(schedule.num_stages, time_r=1))
     timed_ops = [timed for lane in timeline.lanes for timed in lane]
-    instants = sorted({int(timed.start) for timed in timed_ops if timed.op.kind in POST_VALIDATION})
+    instants = sorted({int(timed.start) for timed in timed_ops if timed.start == timed.end})
     num_slots = int(max((timed.end for timed in timed_ops), default=0))
     rows = []
     for lane in timeline.lanes:
         row = [""] * (num_slots + len(instants))
         for op, start, end in lane:
-            if op.kind in POST_VALIDATION:
+            if start == end:
                 column = int(start) + bisect_left(instants, int(start))
                 row[column] = f"{row[column]} {op}".strip()  # both, where the next iteration follows at once
                 continue

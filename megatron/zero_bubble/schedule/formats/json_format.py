@@ -7,7 +7,8 @@
     {"format": "megatron-zero-bubble costs", "version": 1, "time_f": [1.5, 2], "time_b": [1.5, 2],
      "time_w": [1, 1], "time_comm": [0.1], "memory_f": [1, 1], "memory_b": [-0.5, -0.5], "memory_w": [-0.5, -0.5]}
 
-A reader refuses what it does not know: another format, a later version, a key too many or too few.
+Costs of a model that recomputes have `time_r` and `memory_r` as well. A reader refuses what it does not know: another
+format, a later version, a key too many or too few.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import json
 from dataclasses import fields
 from typing import Any
 
-from megatron.zero_bubble.schedule.costs import StageCosts
+from megatron.zero_bubble.schedule.costs import OPTIONAL, StageCosts
 from megatron.zero_bubble.schedule.errors import ScheduleError
 from megatron.zero_bubble.schedule.ir import Op, Placement, Schedule
 
@@ -68,6 +69,7 @@ def schedule_from_json(text: str) -> Schedule:
 def costs_to_json(costs: StageCosts) -> str:
     """The costs, in model order. Fractions become floats."""
     numbers = {field.name: list(getattr(costs, field.name)) for field in fields(costs)}
+    numbers = {name: values for name, values in numbers.items() if any(values) or name not in OPTIONAL}
     lines = [f" {json.dumps(key)}: {json.dumps(values, default=float)}" for key, values in numbers.items()]
     head = [f' "format": {json.dumps(_COSTS)}', f' "version": {VERSION}']
     return "{\n" + ",\n".join(head + lines) + "\n}\n"
@@ -76,7 +78,8 @@ def costs_to_json(costs: StageCosts) -> str:
 def costs_from_json(text: str) -> StageCosts:
     """What `costs_to_json` wrote. Raises `ScheduleError` for anything else."""
     keys = {field.name for field in fields(StageCosts)}
-    document = _document(text, _COSTS, keys)
+    document = _document(text, _COSTS, keys.difference(OPTIONAL), frozenset(OPTIONAL))
+    keys &= set(document)
     for key in sorted(keys):
         values = document[key]
         if not isinstance(values, list) or not all(type(value) in (int, float) for value in values):
@@ -84,7 +87,7 @@ def costs_from_json(text: str) -> StageCosts:
     return StageCosts(**{key: tuple(document[key]) for key in keys})
 
 
-def _document(text: str, wanted: str, keys: set[str]) -> dict[str, Any]:
+def _document(text: str, wanted: str, keys: set[str], optional: frozenset[str] = frozenset()) -> dict[str, Any]:
     """The parsed text, if it is an object of the wanted format, of a version that is known, with these keys."""
     try:
         document = json.loads(text)
@@ -97,7 +100,7 @@ def _document(text: str, wanted: str, keys: set[str]) -> dict[str, Any]:
     version = document.get("version")
     if type(version) is not int or not 1 <= version <= VERSION:
         raise ScheduleError(f"version {version!r} of the format is unknown: this release reads versions 1 to {VERSION}")
-    found = set(document) - {"format", "version"}
+    found = set(document) - {"format", "version"} - optional
     if found != keys:
         problem = f"lacks {min(keys - found)}" if keys - found else f"has the unknown key {min(found - keys)}"
         raise ScheduleError(f"the {wanted} {problem}")

@@ -8,7 +8,7 @@ entry in `ENTRIES`. The entry's `options` say which of the keywords of `generate
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from megatron.zero_bubble.schedule.costs import LARGEST, StageCosts
@@ -23,6 +23,7 @@ from megatron.zero_bubble.schedule.generators.zb_h1 import zb_h1
 from megatron.zero_bubble.schedule.generators.zb_h2 import zb_h2
 from megatron.zero_bubble.schedule.ir import Placement, PlacementKind, Schedule, check_size
 from megatron.zero_bubble.schedule.memory import peak_memory
+from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation
 
 MemoryLimit = float | Sequence[float]
 """One limit for all ranks, or one a rank, in the unit of the costs' memory."""
@@ -41,7 +42,8 @@ class Entry:
     function: Callable[..., Schedule]
     options: frozenset[str] = frozenset()
     """The keywords of `generate` that `function` takes, always all of them: `costs`, `num_chunks`,
-    `memory_limit` (one a rank, or None), `group_size`, `overlap_communication`."""
+    `memory_limit` (one a rank, or None), `group_size`, `overlap_communication`, `recompute`. One that does not take
+    `recompute` makes a schedule without R, from costs whose B has the time of R."""
     is_slow: bool = False
     """Whether it takes seconds to minutes: no command makes it unless it is named."""
     has_own_limit: bool = True
@@ -56,6 +58,11 @@ class Entry:
     def takes_num_chunks(self) -> bool:
         """Whether the model chunks a rank can be chosen, and are not always `num_chunks`."""
         return "num_chunks" in self.options
+
+    @property
+    def plans_recomputation(self) -> bool:
+        """Whether it decides itself where R stands, and which microbatches have one."""
+        return "recompute" in self.options
 
     @property
     def takes_group_size(self) -> bool:
@@ -165,6 +172,7 @@ def generate(
     memory_limit: MemoryLimit | None = None,
     group_size: int | None = None,
     overlap_communication: bool = True,
+    recompute: Recompute = Recompute.NONE,
 ) -> Schedule:
     """The schedule `name` for `num_ranks` pipeline ranks and `num_microbatches` microbatches, without communication.
 
@@ -172,7 +180,7 @@ def generate(
     (the schedule's own by default), `memory_limit` what the operations of a rank may hold at once, for all ranks
     or one a rank, in the unit of the costs' memory, `group_size` how many microbatches an interleaved schedule
     takes through a chunk before it goes on to the next (the number of ranks by default), `overlap_communication`
-    whether ranks compute while messages are on their way, as in `simulate`.
+    whether ranks compute while messages are on their way, as in `simulate`, `recompute` which microbatches have an R.
 
     Raises `UnknownSchedule`; `Infeasible` if no schedule of this kind fits under the memory limit;
     `ScheduleError` for anything else that is wrong, in one line.
@@ -192,23 +200,42 @@ def generate(
             f"but the costs are for {costs.num_stages}"
         )
     limits = None if memory_limit is None else _limit_per_rank(memory_limit, num_ranks)
+    costs = costs or default_costs(placement, recompute)
+    if recompute is Recompute.PLANNED and not entry.plans_recomputation:
+        able = ", ".join(name for name, one in ENTRIES.items() if one.plans_recomputation)
+        raise ScheduleError(f"schedule {name} does not plan recomputation: choose one of {able}")
+    gets_recomputed = recompute is Recompute.FULL and not entry.plans_recomputation
     available = {
-        "costs": costs or default_costs(placement),
+        "costs": costs.recomputing_in_backward() if gets_recomputed else costs,
         "num_chunks": placement.num_chunks,
         "memory_limit": limits,
         "group_size": group_size,
         "overlap_communication": overlap_communication,
+        "recompute": recompute,
     }
     schedule = entry.function(num_ranks, num_microbatches, **{key: available[key] for key in sorted(entry.options)})
+    if gets_recomputed:
+        schedule = with_recomputation(schedule)
     if limits is not None:
-        _check_memory(schedule, costs or default_costs(placement), limits)
+        _check_memory(schedule, costs, limits)
     return schedule
 
 
-def default_costs(placement: Placement) -> StageCosts:
-    """F, B and W of one time unit a stage, no communication, and memory in M_B: 1 for all chunks of a rank together."""
+DROPPED = 15 / 16
+"""The part of a layer's activations that full recomputation drops, by default: all but the layer's input, 2 of 34 bytes
+a token and hidden unit (Korthikanti et al. 2022, arXiv 2205.05198)."""
+
+
+def default_costs(placement: Placement, recompute: Recompute = Recompute.NONE) -> StageCosts:
+    """F, B and W of one time unit a stage, no communication, and memory in M_B: 1 for all chunks of a rank together.
+
+    R takes as long as F, where anything is recomputed.
+    """
     chunks = placement.num_chunks
-    return StageCosts.uniform(placement.num_stages, memory_f=1 / chunks, memory_b=-0.5 / chunks, memory_w=-0.5 / chunks)
+    costs = StageCosts.uniform(placement.num_stages, 1, 1, 1, 0, 1 / chunks, -0.5 / chunks, -0.5 / chunks)
+    if recompute is Recompute.NONE:
+        return costs
+    return replace(costs, time_r=costs.time_f, memory_r=tuple(DROPPED * memory for memory in costs.memory_f))
 
 
 def _limit_per_rank(memory_limit: MemoryLimit, num_ranks: int) -> tuple[float, ...]:

@@ -1,0 +1,49 @@
+"""Which microbatches are recomputed, and the pass that gives each of them its R."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from enum import Enum
+
+from megatron.zero_bubble.schedule.ir import Op, Schedule
+from megatron.zero_bubble.schedule.kinds import BACKWARDS, OpKind
+
+
+class Recompute(str, Enum):
+    """What a schedule recomputes: where it has an R for a microbatch, F drops that microbatch's activations."""
+
+    NONE = "none"
+    """Nothing: every F keeps its activations."""
+    FULL = "full"
+    """Every microbatch, except where its backward follows its F at once."""
+    PLANNED = "planned"
+    """Only the microbatches for which the memory limit leaves no room."""
+
+    __str__ = str.__str__
+
+
+def with_recomputation(schedule: Schedule) -> Schedule:
+    """The same schedule, without communication, with an R right before every backward.
+
+    R needs nothing from the next stage, so that it runs while the gradient is still on its way. It takes no more memory
+    than a recomputation within the backward, because its rank runs nothing in between. A microbatch whose backward
+    follows its F at once keeps its activations: that takes no memory that R would not take, and no time.
+    """
+    schedule = without_recomputation(schedule)
+    return replace(schedule, ops=tuple(tuple(_with_recomputation(ops)) for ops in schedule.ops))
+
+
+def without_recomputation(schedule: Schedule) -> Schedule:
+    """The same schedule, without communication and without R: every F keeps its activations."""
+    ranks = (schedule.compute_ops(rank) for rank in range(schedule.num_ranks))
+    return replace(schedule, ops=tuple(tuple(op for op in ops if op.kind is not OpKind.R) for ops in ranks))
+
+
+def _with_recomputation(ops: Sequence[Op]) -> Iterator[Op]:
+    before: Op | None = None
+    for op in ops:
+        if op.kind in BACKWARDS and before != op._replace(kind=OpKind.F):
+            yield op._replace(kind=OpKind.R)
+        yield op
+        before = op
