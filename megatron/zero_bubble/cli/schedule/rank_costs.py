@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron.zero_bubble.cli.shared_flags import CostFlags
 from megatron.zero_bubble.schedule import Placement, ScheduleError, StageCosts
-from megatron.zero_bubble.schedule.costs import SMALLEST
+from megatron.zero_bubble.schedule.costs import OPTIONAL, SMALLEST
 from megatron.zero_bubble.schedule.formats import costs_from_text
 
 _DEFAULTS = {"time_comm": 0, "memory_f": 1, "memory_b": -0.5, "memory_w": -0.5}
@@ -52,7 +52,7 @@ def read_costs(path: Path) -> StageCosts:
 
 def _costs_of_ranks(flags: CostFlags, num_ranks: int) -> StageCosts:
     values: dict[str, tuple[float, ...]] = {}
-    for name in (field.name for field in fields(StageCosts)):
+    for name in (field.name for field in fields(StageCosts) if field.name not in OPTIONAL):
         given: Sequence[float] | None = getattr(flags, name)
         length = num_ranks - 1 if name == "time_comm" else num_ranks
         entries = (_DEFAULTS.get(name, flags.default_time),) if given is None else tuple(given)
