@@ -99,6 +99,15 @@ class Trainings:
         return self._printed[name]
 
 
+def run_as_started(body: Callable[..., None], *arguments: object) -> None:
+    """Run `body(*arguments)` with the start method that processes have by default, as in a rank that torchrun starts.
+
+    A process of a fork server would start its loader workers by one of its own, which import everything again.
+    """
+    multiprocessing.set_start_method(None, force=True)
+    body(*arguments)
+
+
 def run_forked(num_ranks: int, body: Callable[..., None], arguments: tuple[object, ...], timeout: float) -> int | None:
     """Run `body(rank, num_ranks, *arguments)` in processes that have everything imported already.
 
@@ -106,7 +115,9 @@ def run_forked(num_ranks: int, body: Callable[..., None], arguments: tuple[objec
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.rank_imports"])
-    ranks = [context.Process(target=body, args=(rank, num_ranks, *arguments)) for rank in range(num_ranks)]
+    ranks = [
+        context.Process(target=run_as_started, args=(body, rank, num_ranks, *arguments)) for rank in range(num_ranks)
+    ]
     for rank in ranks:
         rank.start()
     try:
