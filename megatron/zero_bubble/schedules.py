@@ -305,6 +305,8 @@ class ForwardBackward:
                 self._plan = plan_on_first_rank(self._plan, num_microbatches)
             planned = self._plan.schedule(num_microbatches)
             assert planned.num_ranks == pp_group.size(), "a plan for another pipeline size"
+            if self._replanner is not None:
+                planned = self._replanner.to_measure(planned)
             schedule = prepare(
                 planned,
                 self.profile.costs if self.profile is not None else default_costs(planned.placement),

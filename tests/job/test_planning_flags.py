@@ -14,6 +14,7 @@ from megatron.zero_bubble.schedule import Op, OpKind, Placement, Schedule, Stage
 from megatron.zero_bubble.schedule.formats import Profile, profile_to_json, schedule_to_json
 from megatron.zero_bubble.schedule.plan import Plan
 from megatron.zero_bubble.schedule.prediction import Prediction
+from megatron.zero_bubble.schedule.recomputation import Recompute
 from tests.checked_flags import checked, checked_job
 
 PLANNED = {"--zero-bubble": None, "--global-batch-size": "16"}
@@ -231,6 +232,21 @@ def test_a_flag_of_planning_alone_is_refused(name, value):
 )
 def test_what_post_validation_cannot_honour_is_refused(changes: dict[str, str | None], words: str):
     assert words in refusal(changes)
+
+
+def test_the_block_tells_what_r_takes_and_restores_where_anything_is_recomputed():
+    mib = 2**20
+    costs = StageCosts.uniform(2, memory_f=8 * mib, memory_b=-mib, memory_w=-7 * mib, time_r=1.25, memory_r=6 * mib)
+    profile = Profile(Placement("linear", 2), costs, 0.0, {})
+    for recompute, baseline in (
+        (Recompute.FULL, "1F1B, which recomputes in its backward"),
+        (Recompute.PLANNED, "1F1B, which keeps everything"),
+    ):
+        block = describe(Report(Prediction(profile, generate("zb-h1", 2, 4), recompute), False, None, 6)).splitlines()
+        assert block[1].split("  ")[-3:] == ["kept by F (MiB)", "restored by R (MiB)", "for W (MiB)"]
+        assert block[2].split() == ["0", "0", "1.00", "1.00", "1.00", "1.25", "0.00", "8.0", "6.0", "7.0"]
+        assert block[-2].endswith(f"times as fast as {baseline}")
+        assert len(block[1]) == len(block[2]) == len(block[3])
 
 
 def test_the_block_tells_limits_and_what_operations_need_inside():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ from megatron.zero_bubble.schedule import (
     simulate,
     with_post_validation,
 )
+from megatron.zero_bubble.schedule.draw import to_svg
+from megatron.zero_bubble.schedule.recomputation import Recompute
 
 PROFILED = StageCosts.uniform(3, 9, 9, 9, time_comm=0.5, memory_f=6, memory_b=-2, memory_w=-4)
 LATE = 1000.0
@@ -54,6 +57,15 @@ def test_the_plan_beside_it_has_the_times_of_that_step_and_the_messages_and_memo
 def test_a_fused_backward_counts_half_and_half():
     costs = ran("1f1b").costs
     assert costs.time_b == costs.time_w == pytest.approx((2.5,) * 3)
+
+
+def test_a_recomputation_is_drawn_and_the_plan_beside_it_has_its_time():
+    schedule = generate("zb-h1", 3, 4, recompute=Recompute.FULL)
+    planned = simulate(schedule, StageCosts.uniform(3, 2, 3, 1, time_r=5))
+    timeline = measured_timeline(schedule, planned.lanes, replace(PROFILED, memory_r=(3, 3, 3), time_comm=(0, 0)))
+    assert timeline.costs.time_r == (5, 5, 0), "the last stage keeps its activations"
+    assert timeline.makespan == simulate(schedule, timeline.costs).makespan
+    assert "R recomputation" in to_svg(timeline)
 
 
 def test_without_a_profile_messages_and_memory_cost_nothing():

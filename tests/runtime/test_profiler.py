@@ -11,7 +11,7 @@ from megatron.zero_bubble.runtime.profiler import ChunkCosts, Profiler, combine_
 from megatron.zero_bubble.runtime.recorder import MeasuredOp
 from megatron.zero_bubble.schedule import Op, OpKind, Placement
 
-F, B, W, BW = OpKind.F, OpKind.B, OpKind.W, OpKind.BW
+F, B, W, BW, R = OpKind.F, OpKind.B, OpKind.W, OpKind.BW, OpKind.R
 LINEAR = Placement("linear", 2)
 SPEC = TensorSpec((2, 3), torch.float32, torch.device("cpu"))
 
@@ -45,6 +45,29 @@ def test_of_what_operations_need_inside_the_most_counts():
 
     combined = combine_costs(placement, [measured(0, 1, 9, 2), measured(1, 0, 0, 3), measured(0, 10, 0, 0)])
     assert combined.inside == (10, 3, 6, 20)
+
+
+def held(kind: OpKind, microbatch: int, num_bytes: int) -> MeasuredOp:
+    return MeasuredOp(Op(kind, microbatch), 1.0, 1.004 if kind is R else 1.001, num_bytes)
+
+
+def test_r_is_measured_apart_and_f_as_one_that_keeps_everything():
+    """A dropping F holds 10 and its R restores 90; of an F that keeps 101 the drop tells nothing more."""
+    backwards = [held(kind, microbatch, -50) for kind in (B, W) for microbatch in (0, 1)]
+    dropping, mixed = Profiler(LINEAR, 0), Profiler(LINEAR, 0)
+    dropping.add([held(F, 0, 10), held(F, 1, 10), held(R, 0, 90), held(R, 1, 90), *backwards])
+    mixed.add([held(F, 0, 10), held(F, 1, 101), held(R, 0, 90), *backwards])
+    for profiler, all_of_it in ((dropping, 100), (mixed, 101)):
+        (costs,) = profiler.costs()
+        assert costs.memory == {F: all_of_it, B: -50, W: -50, R: 90}
+        assert (costs.times[F], costs.times[R]) == (pytest.approx(1.0), pytest.approx(4.0))
+    combined = combine_costs(Placement("linear", 1), [(dropping.costs(), {})]).costs
+    assert (combined.time_r, combined.memory_f, combined.memory_r) == ((pytest.approx(4.0),), (100,), (90,))
+
+
+def test_where_nothing_is_recomputed_r_costs_nothing():
+    costs, *_ = combine_costs(LINEAR, [([chunk(0, 1, 1, 1)], {}), ([chunk(1, 1, 1, 1)], {})])
+    assert (costs.time_r, costs.memory_r) == ((0.0, 0.0), (0.0, 0.0))
 
 
 def test_outliers_move_nothing_but_the_noise_is_told():

@@ -23,6 +23,7 @@ from megatron.zero_bubble.schedule import OpKind, Placement, ScheduleError, Stag
 from megatron.zero_bubble.schedule.formats import Profile
 from megatron.zero_bubble.schedule.memory_limit import MemoryLimit
 from megatron.zero_bubble.schedule.plan import Plan
+from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation_everywhere
 
 MODEL = {"num_layers": 4}
 GIVEN = Profile(Placement("linear", 1), StageCosts.uniform(1, 5, 5, 5, 0, 100, -50, -50), 0.0, MODEL)
@@ -62,10 +63,11 @@ class Run:
         return {}
 
     def steps(self, count: int, milliseconds: Sequence[float] = (1.0, 1.0, 1.0), m: int = 2) -> None:
+        kinds = (OpKind.F, OpKind.B, OpKind.W, OpKind.R)[: len(milliseconds)]
         for _ in range(count):
             self._go_on_with(self.replanner.before_step(m), self.step + 1)
             self.step += 1
-            self._run(dict(zip((OpKind.F, OpKind.B, OpKind.W), milliseconds, strict=True)), m)
+            self._run(dict(zip(kinds, milliseconds, strict=True)), m)
             self._go_on_with(self.replanner.after_step(self.step, m), self.step + 1)
 
     def _run(self, times: dict[OpKind, float], m: int) -> None:
@@ -164,6 +166,14 @@ def test_the_memory_limit_is_turned_into_bytes(limit, in_bytes):
     assert max(run.reports[0].prediction.peak_bytes) <= in_bytes
 
 
+@pytest.mark.parametrize(("limit", "room"), [(MemoryLimit(multiple=1.5), 165.0), (MemoryLimit(num_bytes=700), 670.0)])
+def test_every_limit_includes_what_an_operation_needs_inside(limit, room):
+    """1F1B needs that, too: 1.5 times its peak are 1.5 times 100 and 30."""
+    run = Run(profile=replace(GIVEN, inside=(30.0,)), memory_limit=limit)
+    run.steps(1)
+    assert run.reports[0].memory_limit == (room,)
+
+
 def test_a_limit_that_nothing_fits_under_is_an_error_that_names_the_smallest():
     run = Run(profile=GIVEN, memory_limit=MemoryLimit(num_bytes=99))
     with pytest.raises(ScheduleError, match=r"limit of 99 bytes: the smallest that works is 100$"):
@@ -182,7 +192,7 @@ def test_auto_takes_what_is_free_less_what_an_operation_needs_inside(monkeypatch
 def test_auto_where_an_operation_leaves_no_room_names_what_works(monkeypatch):
     monkeypatch.setattr(replanner, "_free_bytes", lambda device: 500)
     run = Run(profile=replace(GIVEN, inside=(480.0,)), memory_limit=MemoryLimit())
-    with pytest.raises(ScheduleError, match=r"limit of 1 bytes: the smallest that works is 100$"):
+    with pytest.raises(ScheduleError, match=r"limit of 450 bytes: the smallest that works is 580$"):
         run.steps(1)
 
 
@@ -228,14 +238,45 @@ def test_drift_leaves_memory_messages_and_model_as_they_were():
     assert run.reports[-1].prediction.profile is run.replanner.profile
 
 
-def test_auto_keeps_room_for_what_an_operation_needs_inside():
-    placement = Placement("v", 2, 2)
-    profile = Profile(placement, StageCosts.uniform(4), 0.0, {}, inside=(100.0, 7.0, 8.0, 200.0))
-    assert limits_of_ranks(MemoryLimit(), 555, 2, profile) == (355.0, 547.0)
-    assert limits_of_ranks(MemoryLimit(), 150, 2, profile) == (1.0, 142.0), "no room on the first rank"
-    assert limits_of_ranks(MemoryLimit(num_bytes=777), 777, 2, profile) == (777, 777)
-    for unknown in (None, replace(profile, inside=())):
-        assert limits_of_ranks(MemoryLimit(), 555, 2, unknown) == (555, 555)
+def test_a_limit_keeps_room_for_what_an_operation_needs_inside():
+    assert limits_of_ranks(555, (200.0, 8.0)) == (355.0, 547.0)
+    assert limits_of_ranks(150, (200.0, 8.0)) == (1.0, 142.0), "no room on the first rank"
+
+
+RECOMPUTED = replace(Plan.named("1f1b", 1), recompute=Recompute.FULL)
+
+
+def test_while_costs_are_measured_every_stage_recomputes_and_then_no_more_than_is_planned():
+    """The only stage is the last one: its backwards follow their F's at once, so that the plan keeps everything."""
+    run = Run(RECOMPUTED)
+    plan = RECOMPUTED.schedule(2)
+    assert not plan.recomputes
+    assert [str(op) for op in run.replanner.to_measure(plan).ops[0]] == ["F0", "R0", "BW0", "F1", "BW1"]
+    run.steps(3)
+    assert run.new_plans == [4], "so that the run goes on with the plan's own schedule"
+    assert run.replanner.to_measure(plan) is plan
+    keeps_all = Run(Plan.named("1f1b", 1))
+    assert keeps_all.replanner.to_measure(plan) is plan
+
+
+@pytest.mark.parametrize(
+    ("times", "recomputes", "time_r", "replanned"),
+    [
+        ((1.0, 1.0, 1.0, 1.1), True, None, False),
+        ((1.0, 1.0, 1.0, 3.0), True, 3.0, True),
+        ((2.0, 2.0, 2.0), False, 2.0, True),
+    ],
+)
+def test_drift_counts_recomputations_and_where_there_are_none_they_drift_as_f_does(
+    times, recomputes, time_r, replanned
+):
+    profile = replace(GIVEN, costs=StageCosts.uniform(1, 1, 1, 1, 0, 100, -50, -50, 1, 90))
+    plan = replace(Plan.of(with_recomputation_everywhere(generate("1f1b", 1, 2))), recompute=Recompute.FULL)
+    run = Run(plan if recomputes else Plan.named("zb-h1", 1), profile=profile, threshold=0.25)
+    run.steps(20, times)
+    assert len(run.reports) == 1 + replanned
+    if replanned:
+        assert run.reports[-1].prediction.profile.costs.time_r == (pytest.approx(time_r),)
 
 
 def test_all_ranks_get_the_schedule_that_the_first_one_makes():

@@ -10,7 +10,7 @@ from megatron.zero_bubble.runtime.profiler import CudaMeter, SavedTensorMeter, m
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, OpKind
 
-F, B, W, BW = OpKind.F, OpKind.B, OpKind.W, OpKind.BW
+F, B, W, BW, R = OpKind.F, OpKind.B, OpKind.W, OpKind.BW, OpKind.R
 BATCH, WIDTH = 5, 8
 FLOAT = 4
 
@@ -106,6 +106,25 @@ def test_a_fused_backward_releases_everything():
     held = run_f(meter, Op(F, 0))
     meter.begin(Op(BW, 0))
     assert meter.end(Op(BW, 0)) == -held
+
+
+def test_r_adds_what_f_has_dropped_and_b_releases_both():
+    """F keeps the block's input, which R saves again: a storage counts once for both."""
+    store = WeightGradStore()
+    meter = SavedTensorMeter(store)
+    x = data()
+    run_f(meter, Op(F, 1))
+    meter.begin(Op(F, 0))
+    x.square()
+    with torch.no_grad():
+        x.square().exp()
+    kept = meter.end(Op(F, 0))
+    meter.begin(Op(R, 0))
+    x.square().exp()
+    restored = meter.end(Op(R, 0))
+    assert (kept, restored) == (BATCH * WIDTH * FLOAT, BATCH * WIDTH * FLOAT)
+    assert run_b(meter, store, Op(B, 0), torch.empty(3)) == 3 * FLOAT - kept - restored
+    assert run_w(meter, store, Op(W, 0)) == -3 * FLOAT
 
 
 def test_microbatches_and_chunks_are_kept_apart():

@@ -63,6 +63,13 @@ def test_the_peak_of_1f1b_counts_all_chunks_of_a_rank():
     assert one_f_one_b_peak(placement, costs, 8) == max(2 * 1001.0, 1 * 110.0)
 
 
+def test_the_peak_of_1f1b_includes_what_an_operation_of_that_rank_needs_inside():
+    costs = StageCosts.uniform(2, memory_f=100.0)
+    placement = Placement("linear", 2)
+    assert one_f_one_b_peak(placement, costs, 8, (30.0, 0.0)) == 230.0
+    assert one_f_one_b_peak(placement, costs, 8, (0.0, 130.0)) == 230.0, "the last rank holds one microbatch"
+
+
 def test_a_limit_in_bytes_of_measured_costs():
     placement = Placement("linear", 2)
     costs = StageCosts.uniform(2, memory_f=100.0, memory_b=-50.0, memory_w=-50.0)

@@ -9,6 +9,7 @@ from megatron.zero_bubble.schedule import Placement, StageCosts, generate, simul
 from megatron.zero_bubble.schedule.formats import Profile
 from megatron.zero_bubble.schedule.plan import Plan
 from megatron.zero_bubble.schedule.prediction import Prediction
+from megatron.zero_bubble.schedule.recomputation import Recompute
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-h2"])
@@ -29,3 +30,12 @@ def test_the_speed_up_compares_with_1f1b_of_the_same_layers_a_rank():
     profile = Profile(placement, StageCosts.uniform(4), 0.0, {})
     prediction = Prediction(profile, Plan.named("interleaved-1f1b", 2).schedule(4))
     assert prediction.speed_up == pytest.approx((4 + 1) / (4 + 0.5))
+
+
+def test_the_speed_up_of_full_recomputation_compares_with_1f1b_that_recomputes_in_its_backward():
+    """megatron-core's 1F1B takes (m+p-1)(F+R+B+W); that of a run which need not recompute keeps everything."""
+    profile = Profile(Placement("linear", 4), StageCosts.uniform(4, time_r=1, memory_r=0.9), 0.0, {})
+    schedule = generate("zb-h1", 4, 8, recompute=Recompute.FULL)
+    cost = simulate(schedule, profile.costs).cost
+    assert Prediction(profile, schedule, Recompute.FULL).speed_up == pytest.approx(11 * 4 / cost)
+    assert Prediction(profile, schedule, Recompute.PLANNED).speed_up == pytest.approx(11 * 3 / cost)

@@ -28,7 +28,7 @@ def test_a_profile_survives_being_written():
 def test_a_profile_of_several_chunks_survives_being_written():
     profile = Profile(Placement("v", 2, 2), StageCosts.uniform(4), 0.0, {}, inside=(3.0, 0.0, 1.0, 9.0))
     assert profile_from_json(profile_to_json(profile)) == profile
-    assert [profile.inside_rank(rank) for rank in (0, 1)] == [9.0, 1.0]
+    assert profile.inside_ranks == (9.0, 1.0)
 
 
 def test_costs_are_read_from_a_profile_and_from_costs_alone():

@@ -22,8 +22,14 @@ from megatron.zero_bubble.schedule import (
 )
 from megatron.zero_bubble.schedule.formats import costs_from_json, costs_to_json
 from megatron.zero_bubble.schedule.generators import ENTRIES, default_costs
+from megatron.zero_bubble.schedule.memory import peak_memory
 from megatron.zero_bubble.schedule.plan import Plan
-from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation, without_recomputation
+from megatron.zero_bubble.schedule.recomputation import (
+    Recompute,
+    with_recomputation,
+    with_recomputation_everywhere,
+    without_recomputation,
+)
 from megatron.zero_bubble.schedule.step_ops import num_forwards_before_validation, with_post_validation
 
 QUICK = [name for name in names() if not ENTRIES[name].is_slow]
@@ -115,3 +121,15 @@ def test_by_default_r_takes_as_long_as_f_and_drops_all_but_the_input():
     costs = default_costs(Placement("v", 2, 2), Recompute.FULL)
     assert costs.time_r == costs.time_f
     assert costs.memory_r == (15 / 32,) * 4
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "interleaved-zb"])
+def test_the_schedule_that_measures_costs_recomputes_on_every_stage_in_no_more_memory(name):
+    full = generate(name, 4, 8, recompute=Recompute.FULL)
+    measuring = with_recomputation_everywhere(full)
+    validate(measuring)
+    assert without_recomputation(measuring) == without_recomputation(full)
+    costs = default_costs(full.placement, Recompute.FULL)
+    for rank, ops in enumerate(measuring.ops):
+        assert {op.chunk for op in ops if op.kind is OpKind.R} == set(range(full.num_chunks))
+        assert peak_memory(measuring, costs)[rank] <= peak_memory(full, costs)[rank]

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from megatron.zero_bubble.job.aliases import DEFAULT_WINDOW
 from megatron.zero_bubble.job.files import write_file
 from megatron.zero_bubble.job.flags import limit_flag
 from megatron.zero_bubble.job.job_flags import JobFlags
 from megatron.zero_bubble.runtime.replanner import PlanningOptions, Report
-from megatron.zero_bubble.schedule import Placement, ScheduleError
+from megatron.zero_bubble.schedule import Placement, ScheduleError, StageCosts
 from megatron.zero_bubble.schedule.formats import Profile, profile_from_json, profile_to_json
 from megatron.zero_bubble.schedule.memory_limit import MemoryLimit
+from megatron.zero_bubble.schedule.recomputation import Recompute
+
+_BASELINES: Mapping[Recompute, str] = MappingProxyType(
+    {
+        Recompute.NONE: "1F1B",
+        Recompute.FULL: "1F1B, which recomputes in its backward",
+        Recompute.PLANNED: "1F1B, which keeps everything",
+    }
+)
+"""What the prediction compares a schedule with, by what the run recomputes."""
 
 
 def check_memory_limit(flags: JobFlags, has_cuda: bool) -> None:
@@ -124,30 +135,40 @@ def describe(report: Report) -> str:
     costs, placement = profile.costs, profile.placement
     source = f"measured up to step {report.step}, spread {profile.noise:.1%}" if report.step else "from a profile"
     lines = [f" > zero-bubble plan; times {source}"]
-    lines.append("     stage  rank    F (ms)    B (ms)    W (ms)  to next (ms)  kept by F (MiB)  for W (MiB)")
-    for stage in range(costs.num_stages):
-        to_next = f"{costs.time_comm[stage]:12.2f}" if stage + 1 < costs.num_stages else " " * 12
-        lines.append(
-            f"     {stage:5d} {placement.rank_of(stage):5d} {costs.time_f[stage]:9.2f} {costs.time_b[stage]:9.2f} "
-            f"{costs.time_w[stage]:9.2f}  {to_next} {_mib(costs.memory_f[stage]):16.1f} "
-            f"{_mib(-costs.memory_w[stage]):12.1f}"
-        )
+    lines += _costs_table(costs, placement)
     made = "planned" if report.is_new_plan else "kept"
     limits = report.memory_limit or ()
     limit = f", memory limit {' '.join(f'{_mib(one):.1f}' for one in dict.fromkeys(limits))} MiB" if limits else ""
     lines.append(f"     schedule {schedule.name} ({made}) for {schedule.num_microbatches} microbatches{limit}")
     lines.append(
         f"     predicted: bubble rate {prediction.bubble_rate:.2%}, {prediction.milliseconds:.1f} ms, "
-        f"{prediction.speed_up:.3f} times as fast as 1F1B"
+        f"{prediction.speed_up:.3f} times as fast as {_BASELINES[prediction.recompute]}"
     )
     peaks = ", ".join(f"{_mib(peak):.1f}" for peak in prediction.peak_bytes)
     lines.append(f"     peak activations of each rank (MiB): {peaks}")
     if any(profile.inside):
-        inside = ", ".join(f"{_mib(profile.inside_rank(rank)):.1f}" for rank in range(placement.num_ranks))
+        inside = ", ".join(f"{_mib(needed):.1f}" for needed in profile.inside_ranks)
         lines.append(f"     an operation needs while it runs, beyond that, on each rank (MiB): {inside}")
     if limits and any(peak > most * (1 + 1e-9) for peak, most in zip(prediction.peak_bytes, limits, strict=True)):
         lines.append("     that is above the memory limit, which this schedule does not adapt to")
     return "\n".join(lines)
+
+
+def _costs_table(costs: StageCosts, placement: Placement) -> Iterator[str]:
+    """The lines of a table of each stage's costs; what R takes and restores is in it where anything is recomputed."""
+    recomputes = any(costs.time_r)
+    in_ms = {"F": costs.time_f, "B": costs.time_b, "W": costs.time_w} | ({"R": costs.time_r} if recomputes else {})
+    heads = "".join(f"{kind:>5} (ms)" for kind in in_ms)
+    restored = "  restored by R (MiB)" if recomputes else ""
+    yield f"     stage  rank{heads}  to next (ms)  kept by F (MiB){restored}  for W (MiB)"
+    for stage in range(costs.num_stages):
+        times = "".join(f"{values[stage]:10.2f}" for values in in_ms.values())
+        to_next = f"{costs.time_comm[stage]:12.2f}" if stage + 1 < costs.num_stages else " " * 12
+        restored = f"{_mib(costs.memory_r[stage]):21.1f}" if recomputes else ""
+        yield (
+            f"     {stage:5d} {placement.rank_of(stage):5d}{times}  {to_next} {_mib(costs.memory_f[stage]):16.1f}"
+            f"{restored} {_mib(-costs.memory_w[stage]):12.1f}"
+        )
 
 
 def _mib(num_bytes: float) -> float:

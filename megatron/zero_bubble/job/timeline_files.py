@@ -16,7 +16,7 @@ from megatron.zero_bubble.schedule.draw import html_document, to_chrome_trace, t
 _MARGINS, _OP_WIDTH, _WIDEST = 136, 26, 1600
 """Width in pixels of a drawing's margins, of an operation on average (most labels fit), and of the widest drawing."""
 _UNKNOWN = 1e-6
-"""Cost in milliseconds of an operation that did not run, because costs must be above zero."""
+"""Cost in milliseconds of an F, B or W that did not run, because it must be above zero."""
 _STYLE = "svg { max-width: 100%; height: auto; }\n"
 
 
@@ -76,8 +76,13 @@ def _costs_of(schedule: Schedule, lanes: Sequence[Sequence[TimedOp]], profiled: 
         means[stage][kind] = statistics.fmean(values)
     stages = [by_result(mean) for mean in means]
     times = {
-        name: tuple(stage.get(kind, _UNKNOWN) for stage in stages)
-        for name, kind in (("time_f", OpKind.F), ("time_b", OpKind.B), ("time_w", OpKind.W))
+        name: tuple(stage.get(kind, unknown) for stage in stages)
+        for name, kind, unknown in (
+            ("time_f", OpKind.F, _UNKNOWN),
+            ("time_b", OpKind.B, _UNKNOWN),
+            ("time_w", OpKind.W, _UNKNOWN),
+            ("time_r", OpKind.R, 0.0),
+        )
     }
     free = StageCosts.uniform(placement.num_stages, memory_f=0, memory_b=0, memory_w=0)
     return replace(profiled or free, **times)

@@ -60,7 +60,7 @@ class TimelineWriter:
 
 
 def _in_mebibytes(costs: StageCosts) -> StageCosts:
-    names = ("memory_f", "memory_b", "memory_w")
+    names = ("memory_f", "memory_b", "memory_w", "memory_r")
     return replace(costs, **{name: tuple(value / 2**20 for value in getattr(costs, name)) for name in names})
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,53 +18,60 @@ from megatron.zero_bubble.runtime.recorder import MeasuredOp, MemoryMeter
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, OpKind, Placement, StageCosts
 from megatron.zero_bubble.schedule.costs import by_result
-from megatron.zero_bubble.schedule.kinds import KINDS
+from megatron.zero_bubble.schedule.kinds import FORWARDS, KINDS
 
 _PINGS = 7
 """Number of round trips whose median is the communication time of an edge."""
 
 
 class SavedTensorMeter:
-    """Measures memory on a CPU, whose allocator cannot be asked: the bytes that autograd saves in F and W holds.
+    """Measures memory on a CPU, whose allocator cannot be asked: the bytes that autograd saves in F and R, and W holds.
 
     Each storage counts once, and parameters do not count.
     """
 
     def __init__(self, store: WeightGradStore) -> None:
         self._store = store
-        self._saved: dict[int, int] = {}
-        self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
+        self._saved: dict[tuple[int, int], dict[int, int]] = {}
+        """The bytes of every storage that F and R of a chunk and microbatch have saved, by address."""
         self._held: dict[tuple[int, int], int] = {}
+        self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
 
     def begin(self, op: Op) -> None:
+        if op.kind not in FORWARDS:
+            return
+        key = (op.chunk, op.microbatch)
         if op.kind is OpKind.F:
-            self._saved = {}
-            self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
-            self._hooks.__enter__()
+            self._saved[key], self._held[key] = {}, 0
+        saved = self._saved[key]
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(partial(_note, saved), lambda tensor: tensor)
+        self._hooks.__enter__()
 
     def end(self, op: Op) -> int:
         key = (op.chunk, op.microbatch)
-        if op.kind is OpKind.F:
+        held = 0
+        if op.kind in FORWARDS:
             assert self._hooks is not None
             self._hooks.__exit__(None, None, None)
-            self._held[key] = sum(self._saved.values())
-            return self._held[key]
-        released = self._held.pop(key)
-        if op.kind is OpKind.B:
-            self._held[key] = self._store.flushed_bytes
-            return self._held[key] - released
-        return -released
+            held = sum(self._saved[key].values())
+        elif op.kind is OpKind.B:
+            held = self._store.flushed_bytes
+        change = held - self._held[key]
+        self._held[key] = held
+        return change
 
     def inside(self) -> int:
         """Return 0, because the peak inside an operation cannot be measured on a CPU."""
         return 0
 
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        # A transposed weight is a view whose base is the parameter.
-        if not isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter):
-            storage = tensor.untyped_storage()
-            self._saved[storage.data_ptr()] = storage.nbytes()
-        return tensor
+
+def _note(saved: dict[int, int], tensor: torch.Tensor) -> torch.Tensor:
+    """Note the storage of a tensor that autograd saves, and return the tensor."""
+    # A transposed weight is a view whose base is the parameter.
+    if not isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter):
+        storage = tensor.untyped_storage()
+        saved[storage.data_ptr()] = storage.nbytes()
+    return tensor
 
 
 class CudaMeter:
@@ -95,9 +103,9 @@ class ChunkCosts:
 
     stage: int
     times: Mapping[OpKind, float]
-    """Median time of F, B and W, or of F and BW if the backward is fused."""
+    """Median time of F, B and W, or of F and BW if the backward is fused; of R if anything was recomputed."""
     memory: Mapping[OpKind, float]
-    """Median change of memory of the same kinds."""
+    """Median change of memory of the same kinds; of F as `StageCosts.memory_f`, which keeps everything."""
     noise: float
     """Largest relative spread of the times: half the interquartile range over the median."""
     inside: int = 0
@@ -112,16 +120,20 @@ class Profiler:
         self._rank = rank
         self._times: dict[tuple[int, OpKind], list[float]] = defaultdict(list)
         self._memory: dict[tuple[int, OpKind], list[int]] = defaultdict(list)
+        self._dropped: dict[int, list[int]] = defaultdict(list)
+        """By chunk, the memory of each F whose activations were recomputed."""
         self._inside: dict[int, int] = defaultdict(int)
 
-    def add(self, ops: Iterable[MeasuredOp]) -> None:
+    def add(self, ops: Sequence[MeasuredOp]) -> None:
         """Add the operations of one step."""
+        recomputed = {(one.op.chunk, one.op.microbatch) for one in ops if one.op.kind is OpKind.R}
         for measured in ops:
-            key = (measured.op.chunk, measured.op.kind)
-            self._times[key].append((measured.end - measured.start) * 1000.0)
+            kind, microbatch, chunk = measured.op
+            self._times[chunk, kind].append((measured.end - measured.start) * 1000.0)
             if measured.held is not None:
-                self._memory[key].append(measured.held)
-                self._inside[measured.op.chunk] = max(self._inside[measured.op.chunk], measured.inside)
+                drops = kind is OpKind.F and (chunk, microbatch) in recomputed
+                (self._dropped[chunk] if drops else self._memory[chunk, kind]).append(measured.held)
+                self._inside[chunk] = max(self._inside[chunk], measured.inside)
 
     def costs(self) -> list[ChunkCosts]:
         """Return the costs of this rank's chunks: medians, which an outlier such as the first step does not move."""
@@ -133,12 +145,21 @@ class Profiler:
                 ChunkCosts(
                     stage=self._placement.stage_of(self._rank, chunk),
                     times={kind: statistics.median(values) for kind, values in samples.items()},
-                    memory={kind: statistics.median(self._memory.get((chunk, kind), [0])) for kind in kinds},
+                    memory={kind: self._memory_of(chunk, kind) for kind in kinds},
                     noise=max(_spread(values) for values in samples.values()),
                     inside=self._inside[chunk],
                 )
             )
         return found
+
+    def _memory_of(self, chunk: int, kind: OpKind) -> float:
+        """Return the median change of memory; for F of one that keeps everything, or of one that drops and its R."""
+        kept = self._memory.get((chunk, kind))
+        if kept:
+            return statistics.median(kept)
+        if kind is OpKind.F and self._dropped[chunk]:
+            return statistics.median(self._dropped[chunk]) + self._memory_of(chunk, OpKind.R)
+        return 0
 
 
 def _spread(values: Sequence[float]) -> float:
@@ -219,8 +240,10 @@ def combine_costs(
     memory = [[by_result(chunk.memory) for chunk in replicas] for replicas in stages]
 
     def most(values: list[list[dict[OpKind, float]]], kind: OpKind) -> tuple[float, ...]:
-        return tuple(max(replica[kind] for replica in replicas) for replicas in values)
+        # Only R may be missing: where nothing was recomputed, its costs are zeros.
+        return tuple(max(replica.get(kind, 0.0) for replica in replicas) for replicas in values)
 
+    recomputed = most(memory, OpKind.R)
     costs = StageCosts(
         time_f=most(times, OpKind.F),
         time_b=most(times, OpKind.B),
@@ -229,6 +252,8 @@ def combine_costs(
         memory_f=most(memory, OpKind.F),
         memory_b=most(memory, OpKind.B),
         memory_w=most(memory, OpKind.W),
+        time_r=most(times, OpKind.R),
+        memory_r=tuple(max(0.0, restored) for restored in recomputed),
     )
     return MeasuredCosts(
         costs,

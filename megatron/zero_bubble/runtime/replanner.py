@@ -12,11 +12,12 @@ import torch.distributed as dist
 from megatron.zero_bubble.runtime.observer import StepObserver
 from megatron.zero_bubble.runtime.profiler import Profiler, gather_costs
 from megatron.zero_bubble.runtime.recorder import MeasuredOp
-from megatron.zero_bubble.schedule import Infeasible, ScheduleError, StageCosts, validate
+from megatron.zero_bubble.schedule import Infeasible, Schedule, ScheduleError, StageCosts, validate
 from megatron.zero_bubble.schedule.formats import Profile, Setting, schedule_from_json, schedule_to_json
 from megatron.zero_bubble.schedule.memory_limit import MemoryLimit
 from megatron.zero_bubble.schedule.plan import Plan
 from megatron.zero_bubble.schedule.prediction import Prediction
+from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation_everywhere
 
 MARGIN = 0.9
 """Share of the free memory that the limit `auto` gives to activations, because allocators fragment."""
@@ -126,6 +127,12 @@ class Replanner:
     def measures_memory(self, step: int) -> bool:
         return self._profile is None and self._options.first_step <= step <= self._options.last_step
 
+    def to_measure(self, schedule: Schedule) -> Schedule:
+        """Return the schedule that measures all costs, as long as they are not known: one with an R on every stage."""
+        if self._profile is not None or self._plan.recompute is Recompute.NONE:
+            return schedule
+        return with_recomputation_everywhere(schedule)
+
     def before_step(self, num_microbatches: int) -> Plan | None:
         """Return a new plan if the next step is the first with this many microbatches, else None; a collective call.
 
@@ -163,26 +170,28 @@ class Replanner:
         return Profile(placement, costs, noise, self._options.model, inside)
 
     def _decide(self, num_microbatches: int) -> Plan | None:
-        """Make and report the plan from the present profile; return None if the plan does not adapt to costs."""
+        """Make and report the plan from the present profile; return None if the run goes on with the one it has."""
         profile = self._profile
         assert profile is not None
-        limit = self._limit_in_bytes(profile, num_microbatches)
+        in_bytes = self._limit_in_bytes(profile, num_microbatches)
+        limit = None if in_bytes is None else limits_of_ranks(in_bytes, profile.inside_ranks)
         plan = self._plan.with_costs(profile.costs, limit) if self._plan.adapts else self._plan
         try:
             plan = plan_on_first_rank(plan, num_microbatches)
         except Infeasible as error:
-            if limit is None:  # the schedule's own
+            if in_bytes is None:  # the schedule's own
                 raise
-            smallest = math.ceil(error.smallest_limit)
+            smallest = math.ceil(error.smallest_limit + max(profile.inside_ranks))
             raise Infeasible(
-                f"schedule {self._plan.name} does not fit in the memory limit of {min(limit):.0f} bytes: "
+                f"schedule {self._plan.name} does not fit in the memory limit of {in_bytes:.0f} bytes: "
                 f"the smallest that works is {smallest}",
                 smallest,
             ) from error
         self._planned_for.add(num_microbatches)
-        prediction = Prediction(profile, plan.schedule(num_microbatches))
+        prediction = Prediction(profile, plan.schedule(num_microbatches), plan.recompute)
         self._report(Report(prediction, self._plan.adapts, limit, self._step))
-        return plan if self._plan.adapts else None
+        # A plan that does not adapt goes on, but no longer with the schedule that measured the recomputations.
+        return plan if self._plan.adapts or self._plan.recompute is not Recompute.NONE else None
 
     def _look_for_drift(self, step: int, num_microbatches: int) -> Plan | None:
         """Measure the times again and plan again if they have changed by more than the threshold.
@@ -191,15 +200,17 @@ class Replanner:
         """
         old, new = self._profile, self._measure()
         assert old is not None
+        new = replace(new, costs=_with_all_recomputations(old.costs, new.costs))
         if _largest_change(old.costs, new.costs) <= self._options.threshold:
             return None
         # Memory and messages do not drift and are measured only once.
-        costs = replace(old.costs, time_f=new.costs.time_f, time_b=new.costs.time_b, time_w=new.costs.time_w)
+        times = {name: getattr(new.costs, name) for name in ("time_f", "time_b", "time_w", "time_r")}
+        costs = replace(old.costs, **times)
         self._profile, self._step = replace(old, costs=costs, noise=new.noise), step
         self._planned_for = set()
         return self._decide(num_microbatches)
 
-    def _limit_in_bytes(self, profile: Profile, num_microbatches: int) -> tuple[float, ...] | None:
+    def _limit_in_bytes(self, profile: Profile, num_microbatches: int) -> float | None:
         limit = self._options.memory_limit
         if limit is None:
             return None
@@ -208,20 +219,16 @@ class Replanner:
             available = torch.tensor([_free_bytes(self._device) * MARGIN], device=self._device)
             dist.all_reduce(available, op=dist.ReduceOp.MIN)
             free = int(available.item())
-        placement = profile.placement
-        in_bytes = limit.in_bytes(placement, profile.costs, num_microbatches, free)
-        return limits_of_ranks(limit, in_bytes, placement.num_ranks, profile)
+        return limit.in_bytes(profile.placement, profile.costs, num_microbatches, free, profile.inside_ranks)
 
 
-def limits_of_ranks(limit: MemoryLimit, in_bytes: float, num_ranks: int, profile: Profile | None) -> tuple[float, ...]:
+def limits_of_ranks(in_bytes: float, inside: Sequence[float]) -> tuple[float, ...]:
     """Return for every rank the bytes that its operations may leave behind under a memory limit of `in_bytes`.
 
-    With `auto` each rank reserves what a single operation needs while it runs, such as logits and attention scores.
+    Each rank reserves what a single operation needs while it runs (`inside`), such as logits and attention scores.
     """
-    if not limit.is_auto or profile is None:
-        return (in_bytes,) * num_ranks
     # At least 1 byte, so that planning fails with an error that names the smallest limit that works.
-    return tuple(max(1.0, in_bytes - profile.inside_rank(rank)) for rank in range(num_ranks))
+    return tuple(max(1.0, in_bytes - needed) for needed in inside)
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -231,5 +238,15 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def _largest_change(old: StageCosts, new: StageCosts) -> float:
-    """Return the largest relative change of a stage's F + B + W."""
-    return max(abs(new.work(stage) / old.work(stage) - 1.0) for stage in range(old.num_stages))
+    """Return the largest relative change of a stage's F + B + W + R."""
+
+    def work(costs: StageCosts, stage: int) -> float:
+        return costs.work(stage) + costs.time_r[stage]
+
+    return max(abs(work(new, stage) / work(old, stage) - 1.0) for stage in range(old.num_stages))
+
+
+def _with_all_recomputations(old: StageCosts, new: StageCosts) -> StageCosts:
+    """Return `new` with a time of R where nothing was recomputed: R is taken to have changed as F has."""
+    stages = zip(new.time_r, old.time_r, new.time_f, old.time_f, strict=True)
+    return replace(new, time_r=tuple(r or old_r * f / old_f for r, old_r, f, old_f in stages))

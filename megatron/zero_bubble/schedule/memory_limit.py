@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.zero_bubble.schedule.costs import StageCosts
@@ -12,7 +13,7 @@ _UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "G
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """A limit on the activations of a rank.
+    """A limit on the memory that the operations of a rank need: what they hold, and the most that one needs inside.
 
     At most one of the two is given: `multiple` of 1F1B's peak, or `num_bytes`. With neither the limit is what is free
     on the device.
@@ -44,14 +45,22 @@ class MemoryLimit:
         """The limit in M_B, for a plan made before anything is measured; None if that cannot be said."""
         return None if self.multiple is None else self.multiple * min(num_ranks, num_microbatches)
 
-    def in_bytes(self, placement: Placement, costs: StageCosts, num_microbatches: int, free_bytes: int | None) -> float:
+    def in_bytes(
+        self,
+        placement: Placement,
+        costs: StageCosts,
+        num_microbatches: int,
+        free_bytes: int | None,
+        inside: Sequence[float] = (),
+    ) -> float:
         """The limit in the unit of measured costs.
 
         Args:
             free_bytes: what the device with the least has free for activations; needed for `auto` alone.
+            inside: for every rank, the most that an operation needs while it runs; zeros by default.
         """
         if self.multiple is not None:
-            return self.multiple * one_f_one_b_peak(placement, costs, num_microbatches)
+            return self.multiple * one_f_one_b_peak(placement, costs, num_microbatches, inside)
         if self.num_bytes is not None:
             return self.num_bytes
         assert free_bytes is not None
@@ -68,16 +77,18 @@ def _positive(number: str, text: str) -> float:
     return value
 
 
-def one_f_one_b_peak(placement: Placement, costs: StageCosts, num_microbatches: int) -> float:
+def one_f_one_b_peak(
+    placement: Placement, costs: StageCosts, num_microbatches: int, inside: Sequence[float] = ()
+) -> float:
     """The peak of 1F1B's fullest rank: rank r holds min(m, p - r) microbatches of all of its chunks.
 
     With activation recomputation the oldest of them holds more in its backward than it did since its forward: what is
-    recomputed lives until W.
+    recomputed lives until W. `inside` is what an operation of each rank needs while it runs, zeros by default.
     """
     p, chunks = placement.num_ranks, range(placement.num_chunks)
     peaks = []
     for rank in range(p):
         stages = [placement.stage_of(rank, chunk) for chunk in chunks]
         held = min(num_microbatches, p - rank) * sum(costs.memory_f[stage] for stage in stages)
-        peaks.append(held + max(0, *(costs.memory_b[stage] for stage in stages)))
+        peaks.append(held + max(0, *(costs.memory_b[stage] for stage in stages)) + (inside[rank] if inside else 0))
     return max(peaks)

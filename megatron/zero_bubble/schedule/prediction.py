@@ -8,6 +8,7 @@ from functools import cached_property
 from megatron.zero_bubble.schedule.formats import Profile
 from megatron.zero_bubble.schedule.generators import generate
 from megatron.zero_bubble.schedule.ir import Schedule
+from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.schedule.simulate import simulate
 from megatron.zero_bubble.schedule.timeline import Timeline
 
@@ -18,6 +19,8 @@ class Prediction:
 
     profile: Profile
     schedule: Schedule
+    recompute: Recompute = Recompute.NONE
+    """What the run recomputes, which 1F1B is compared by."""
 
     @cached_property
     def _timeline(self) -> Timeline:
@@ -39,7 +42,12 @@ class Prediction:
 
     @cached_property
     def speed_up(self) -> float:
-        """How many times as fast as 1F1B with the same work a rank: the ratio of the costs."""
+        """How many times as fast as megatron-core's 1F1B with the same work a rank: the ratio of the costs.
+
+        Under full recomputation 1F1B recomputes every microbatch in its backward; otherwise it keeps everything.
+        """
         costs = self.profile.costs.whole_ranks(self.schedule.placement)
+        if self.recompute is Recompute.FULL:
+            costs = costs.recomputing_in_backward()
         baseline = simulate(generate("1f1b", self.schedule.num_ranks, self.schedule.num_microbatches), costs)
         return baseline.cost / self._timeline.cost

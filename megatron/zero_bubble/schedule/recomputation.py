@@ -34,6 +34,22 @@ def with_recomputation(schedule: Schedule) -> Schedule:
     return replace(schedule, ops=tuple(tuple(_with_recomputation(ops)) for ops in schedule.ops))
 
 
+def with_recomputation_everywhere(schedule: Schedule) -> Schedule:
+    """The same schedule, without communication, with recomputations that measure the costs of R on every stage.
+
+    Like `with_recomputation`; a stage without any R then has one for its first microbatch. Whatever else R is placed
+    for takes at least this memory, so that a run can measure what it may not be able to keep.
+    """
+    schedule = with_recomputation(schedule)
+    ranks = [list(ops) for ops in schedule.ops]
+    for ops in ranks:
+        recomputed = {op.chunk for op in ops if op.kind is OpKind.R}
+        for chunk in set(range(schedule.num_chunks)) - recomputed:
+            first = next(k for k, op in enumerate(ops) if op.kind in BACKWARDS and op.chunk == chunk)
+            ops.insert(first, ops[first]._replace(kind=OpKind.R))
+    return replace(schedule, ops=tuple(map(tuple, ranks)))
+
+
 def without_recomputation(schedule: Schedule) -> Schedule:
     """The same schedule, without communication and without R: every F keeps its activations."""
     ranks = (schedule.compute_ops(rank) for rank in range(schedule.num_ranks))

@@ -124,8 +124,7 @@ def estimate(job: EstimatedJob, name: str) -> Estimate:
     held = rank_parameters(args, placement)
     states = tuple(job.states.of_rank(one, job.replicas, args.expert_model_parallel_size) for one in held)
     limit = _activation_limit(job, costs, placement, max(states)) if not entry_of(name).has_own_limit else None
-    asked = job.flags.memory_limit or MemoryLimit()
-    limits = None if limit is None else limits_of_ranks(asked, limit, placement.num_ranks, job.profile)
+    limits = None if limit is None else limits_of_ranks(limit, _inside(job))
     schedule = generate(
         name,
         placement.num_ranks,
@@ -147,7 +146,14 @@ def _activation_limit(job: EstimatedJob, costs: StageCosts, placement: Placement
     free = MARGIN * (job.cluster.memory - job.cluster.reserved - states)
     if limit.is_auto and free < 1:
         raise ScheduleError("parameters and optimizer alone do not fit")
-    return limit.in_bytes(placement, costs, job.num_microbatches, int(free))
+    return limit.in_bytes(placement, costs, job.num_microbatches, int(free), _inside(job))
+
+
+def _inside(job: EstimatedJob) -> tuple[float, ...]:
+    """Return for every rank the bytes that an operation needs while it runs; zeros unless a profile says it."""
+    if job.profile is None:
+        return (0.0,) * job.args.pipeline_model_parallel_size
+    return job.profile.inside_ranks
 
 
 def stage_costs(job: EstimatedJob, placement: Placement) -> StageCosts:

@@ -35,10 +35,13 @@ class Profile:
     model: Mapping[str, Setting]
     inside: tuple[float, ...] = ()
 
-    def inside_rank(self, rank: int) -> float:
-        """The most that an operation of any stage of `rank` needed inside."""
-        stages = (self.placement.stage_of(rank, chunk) for chunk in range(self.placement.num_chunks))
-        return max(self.inside[stage] for stage in stages) if self.inside else 0.0
+    @property
+    def inside_ranks(self) -> tuple[float, ...]:
+        """For every rank the most that an operation of any of its stages needed inside; zeros if not measured."""
+        ranks = range(self.placement.num_ranks)
+        if not self.inside:
+            return (0.0,) * len(ranks)
+        return tuple(max(self.inside[stage] for stage in self.placement.stages_of(rank)) for rank in ranks)
 
     def check_fits(self, placement: Placement, model: Mapping[str, Setting]) -> None:
         """Raise `ScheduleError`, naming the first thing that differs, unless the profile is of such a run."""
