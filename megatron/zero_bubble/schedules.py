@@ -12,6 +12,7 @@ gradients are in `main_grad`, and `config.finalize_model_grads_func` has run.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -26,13 +27,19 @@ from megatron.core.utils import get_model_config
 from megatron.zero_bubble.mcore.forward_backward import MegatronStage
 from megatron.zero_bubble.mcore.placement import finalize_gradients
 from megatron.zero_bubble.mcore.post_validation import PostValidation
-from megatron.zero_bubble.mcore.step_settings import default_groups, overlaps_reduction, refuse_unsupported
+from megatron.zero_bubble.mcore.step_settings import (
+    default_groups,
+    overlaps_reduction,
+    refuse_unsplit_recomputation,
+    refuse_unsupported,
+)
 from megatron.zero_bubble.mcore.warm_up import warm_up
 from megatron.zero_bubble.runtime.channel_memory import ChannelCommunicator, ChannelMemory, open_channels
 from megatron.zero_bubble.runtime.communicator import TensorSpec, TorchCommunicator
 from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.observer import StepObserver
 from megatron.zero_bubble.runtime.profiler import measure_edges, memory_meter
+from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
 from megatron.zero_bubble.runtime.recorder import OpRecorder, StepTime, bubble_rate, device_clock
 from megatron.zero_bubble.runtime.replanner import PlanningOptions, Replanner, Report, plan_on_first_rank
 from megatron.zero_bubble.runtime.watchdog import Position
@@ -42,6 +49,7 @@ from megatron.zero_bubble.schedule.formats import Profile
 from megatron.zero_bubble.schedule.generators import default_costs
 from megatron.zero_bubble.schedule.plan import Plan, prepare
 from megatron.zero_bubble.schedule.prediction import Prediction
+from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.schedule.step_ops import num_forwards_before_validation
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
@@ -49,7 +57,10 @@ DEFAULT_TIMEOUT = timedelta(minutes=10)
 
 
 def get_forward_backward_func(
-    schedule: str | Plan, store: WeightGradStore, timeout: timedelta = DEFAULT_TIMEOUT
+    schedule: str | Plan,
+    store: WeightGradStore,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+    recompute: str | None = None,
 ) -> ForwardBackward:
     """Return a function that runs forward and backward of a step with this schedule, in place of megatron-core's.
 
@@ -59,6 +70,8 @@ def get_forward_backward_func(
         schedule: name of a generator (see `schedule.names()`), or a plan.
         store: the store that the model's linear layers were split with.
         timeout: for one message between two stages.
+        recompute: "full" for a model with `recompute_granularity="full"`, whose forward then runs again ahead of B, as
+            an operation of the schedule, and no longer within B; by default what a given plan says.
 
     Raises:
         ScheduleError: no generator has this name, or it is for another number of chunks.
@@ -66,6 +79,8 @@ def get_forward_backward_func(
     if isinstance(schedule, str):
         num_ranks = parallel_state.get_pipeline_model_parallel_world_size()
         schedule = Plan.named(schedule, num_ranks, store.num_chunks if store.num_chunks > 1 else None)
+    if recompute is not None:
+        schedule = replace(schedule, recompute=Recompute(recompute))
     return ForwardBackward(schedule, store, timeout)
 
 
@@ -102,6 +117,8 @@ class ForwardBackward:
             raise ScheduleError(f"schedule {plan.name} has {chunks} chunks a rank, the store {store.num_chunks}")
         self._plan = plan
         self._store = store
+        # Where the schedule has no R, B recomputes what the model's configuration says.
+        self._recomputation_store = None if plan.recompute is Recompute.NONE else RecomputationStore()
         self._post_validation = post_validation
         self._executors: dict[tuple[int, bool], Executor] = {}
         self._open_channels = partial(
@@ -201,6 +218,8 @@ class ForwardBackward:
         iterators = list(data_iterator) if isinstance(data_iterator, Sequence) else [data_iterator]
         config = get_model_config(chunks[0])
         refuse_unsupported(config, chunks, adjust_tensor_shapes_fn)
+        if self._recomputation_store is not None:
+            refuse_unsplit_recomputation(config)
         groups = pg_collection or default_groups()
         if self._replanner is not None and not forward_only:
             self._next_plan = self._replanner.before_step(num_microbatches) or self._next_plan
@@ -232,6 +251,7 @@ class ForwardBackward:
             finalize=partial(self._finalize, groups=groups, force_all_reduce=force_all_reduce),
             post_validation=None if forward_only else self._post_validation,
             num_early_forwards=num_forwards_before_validation(executor.schedule),
+            recomputation_store=self._recomputation_store,
         )
         if self._is_to_warm_up and not forward_only:
             self._is_to_warm_up = False
@@ -309,7 +329,9 @@ class ForwardBackward:
                 planned = self._replanner.to_measure(planned)
             schedule = prepare(
                 planned,
-                self.profile.costs if self.profile is not None else default_costs(planned.placement),
+                self.profile.costs
+                if self.profile is not None
+                else default_costs(planned.placement, self._plan.recompute),
                 forward_only=forward_only,
                 orders_tail=overlaps_reduction,
                 post_validation=self._post_validation is not None,
@@ -317,7 +339,12 @@ class ForwardBackward:
             if self._communicator is None:
                 self._communicator = self._open_channels(group=pp_group, placement=schedule.placement)
             self._executors[key] = Executor(
-                schedule, pp_group.rank(), self._communicator, self._store, tail_by_parameter=overlaps_reduction
+                schedule,
+                pp_group.rank(),
+                self._communicator,
+                self._store,
+                self._recomputation_store,
+                tail_by_parameter=overlaps_reduction,
             )
         return self._executors[key]
 

@@ -52,6 +52,11 @@ class ZeroBubbleFlags:
         "memory for activations: a multiple of 1F1B's peak (1.5), bytes (40GiB), or auto for what is free (default: 1)",
         None,
     )
+    zero_bubble_recompute: str | None = flag(
+        "planned: recompute a microbatch's forward only where the memory limit leaves no room for its activations",
+        None,
+        choices=("planned",),
+    )
     zero_bubble_profile_iters: list[int] | None = flag(
         "START END: the iterations, of this start of the job, to profile; 0 0 for none (default: 3 6)", None, nargs=2
     )
@@ -121,7 +126,7 @@ def _check_owners(flags: ZeroBubbleFlags) -> None:
     """Raise `ValueError` for a flag that has no effect because the flag that it modifies is not given."""
     of_a_schedule = (
         *("memory_limit", "profile_iters", "profile_output", "profile_input", "timeline", "timeline_iters"),
-        *("strict", "timeout", "post_validation", "replan_threshold", "communicator"),
+        *("strict", "timeout", "post_validation", "replan_threshold", "communicator", "recompute"),
     )
     for name in of_a_schedule:
         # A threshold is 0 by default, which equals False.

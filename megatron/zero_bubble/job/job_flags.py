@@ -12,6 +12,7 @@ from megatron.zero_bubble.job.flags import ParallelFlags, ZeroBubbleFlags, limit
 from megatron.zero_bubble.schedule.formats import Setting
 from megatron.zero_bubble.schedule.generators import ENTRIES
 from megatron.zero_bubble.schedule.memory_limit import MemoryLimit
+from megatron.zero_bubble.schedule.recomputation import Recompute
 
 _MODEL = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
@@ -43,6 +44,11 @@ class JobFlags(ParallelFlags, ZeroBubbleFlags):
     exit_interval: int | None = None
     optimizer: str = "adam"
     transformer_impl: str = "local"
+    recompute_granularity: str | None = None
+    recompute_method: str | None = None
+    recompute_num_layers: int | None = None
+    fp8: str | None = None
+    fp4: str | None = None
     untie_embeddings_and_output_weights: bool = False
     calculate_per_token_loss: bool = False
     log_num_zeros_in_grad: bool = False
@@ -65,6 +71,14 @@ class JobFlags(ParallelFlags, ZeroBubbleFlags):
         if self.zero_bubble_schedule is None and self.zero_bubble:
             return "auto" if self.model_chunks is None else "interleaved-zb"
         return self.zero_bubble_schedule
+
+    @property
+    def recompute(self) -> Recompute:
+        """What the schedule recomputes; with fp8 and fp4 B does, because Transformer Engine's checkpoints do."""
+        if self.zero_bubble_recompute == Recompute.PLANNED:
+            return Recompute.PLANNED
+        splits = self.recompute_granularity == "full" and not self.fp8 and not self.fp4
+        return Recompute.FULL if splits else Recompute.NONE
 
     @property
     def has_own_limit(self) -> bool:

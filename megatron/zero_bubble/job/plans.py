@@ -9,13 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron.zero_bubble.job.aliases import pending_backwards
-from megatron.zero_bubble.job.flags import limit_flag
+from megatron.zero_bubble.job.flags import flag_name, limit_flag
 from megatron.zero_bubble.job.job_flags import JobFlags
 from megatron.zero_bubble.schedule import Infeasible, Placement, Schedule, ScheduleError, simulate
 from megatron.zero_bubble.schedule.formats import schedule_from_text
-from megatron.zero_bubble.schedule.generators import default_costs
+from megatron.zero_bubble.schedule.generators import default_costs, entry_of
 from megatron.zero_bubble.schedule.ir import MAX_OPERATIONS
 from megatron.zero_bubble.schedule.plan import Plan
+from megatron.zero_bubble.schedule.recomputation import Recompute
 
 _FILE = "file:"
 _SILENT_SECONDS = 5.0
@@ -37,17 +38,42 @@ def choose_plan(flags: JobFlags) -> Plan | None:
     if num_ranks < 2:
         by = f"--zero-bubble-schedule {name}" if flags.zero_bubble_schedule else "--zero-bubble"
         raise ValueError(f"{by} needs --pipeline-model-parallel-size of at least 2, got {num_ranks}")
+    _check_recomputation(flags, name)
     with _as_users_mistake(flags, name):
         if not name.startswith(_FILE):
             plan = Plan.named(name, num_ranks, num_chunks)
             group_size = flags.microbatch_group_size_per_virtual_pipeline_stage
-            return replace(plan, memory_limit=_limit_before_measuring(flags), group_size=group_size)
-        plan = Plan.of(_read(Path(name.removeprefix(_FILE))))
+            limit = _limit_before_measuring(flags)
+            return replace(plan, memory_limit=limit, group_size=group_size, recompute=_recompute(flags, name))
+        plan = replace(Plan.of(_read(Path(name.removeprefix(_FILE)))), recompute=flags.recompute)
         if plan.placement.num_ranks != num_ranks:
             raise ScheduleError(f"the schedule is for {plan.placement.num_ranks} ranks")
         if num_chunks is not None and plan.placement.num_chunks != num_chunks:
             raise ScheduleError(f"the schedule is for {plan.placement.num_chunks} chunks a rank, not {num_chunks}")
         return plan
+
+
+def _recompute(flags: JobFlags, name: str) -> Recompute:
+    """What the schedule recomputes; B does where a schedule that plans no R is to keep within a memory limit."""
+    keeps_within_limit = flags.memory_limit is not None and not entry_of(name).plans_recomputation
+    return Recompute.NONE if keeps_within_limit and flags.recompute is Recompute.FULL else flags.recompute
+
+
+def _check_recomputation(flags: JobFlags, name: str) -> None:
+    """Raise `ValueError` if something but the schedule is to decide what is recomputed."""
+    if flags.recompute is not Recompute.PLANNED:
+        return
+    given = f"{flag_name('zero_bubble_recompute')} {flags.zero_bubble_recompute}"
+    for field in ("recompute_granularity", "recompute_method", "recompute_num_layers"):
+        value = getattr(flags, field)
+        if value is not None:
+            raise ValueError(f"{given} leaves to the schedule what is recomputed: leave out {flag_name(field)} {value}")
+    if flags.fp8 or flags.fp4:
+        raise ValueError(f"{given}: with fp8 and fp4 only Transformer Engine's backward can recompute")
+    if name.startswith(_FILE):
+        raise ValueError(
+            f"{given} plans a schedule, but --zero-bubble-schedule {name} gives one: leave one of them out"
+        )
 
 
 def check_plan(flags: JobFlags, plan: Plan | None) -> None:
@@ -66,7 +92,7 @@ def check_plan(flags: JobFlags, plan: Plan | None) -> None:
         if plan.given is not None:
             if plan.given.has_post_validation and not flags.zero_bubble_post_validation:
                 raise ScheduleError("its STEP and VALIDATE need --zero-bubble-post-validation")
-            _check_memory(flags, plan.given)
+            _check_memory(flags, plan)
 
 
 def _announce(flags: JobFlags, plan: Plan) -> None:
@@ -117,14 +143,16 @@ def _limit_before_measuring(flags: JobFlags) -> float | None:
     return in_unit_costs
 
 
-def _check_memory(flags: JobFlags, schedule: Schedule) -> None:
-    """Raise `Infeasible` if a given schedule exceeds the memory limit, to which it cannot adapt.
+def _check_memory(flags: JobFlags, plan: Plan) -> None:
+    """Raise `Infeasible` if the given schedule of a plan exceeds the memory limit, to which it cannot adapt.
 
     A limit in bytes cannot be checked before memory is measured.
     """
+    assert plan.given is not None
+    schedule = plan.schedule(plan.given.num_microbatches)
     limit = flags.memory_limit
     in_unit_costs = limit.in_unit_costs(schedule.num_ranks, schedule.num_microbatches) if limit is not None else None
-    peak = max(simulate(schedule, default_costs(schedule.placement)).peak_memory)
+    peak = max(simulate(schedule, default_costs(schedule.placement, plan.recompute)).peak_memory)
     if in_unit_costs is not None and peak > in_unit_costs * (1 + 1e-9):
         raise Infeasible("it does not fit under the limit", peak)
 

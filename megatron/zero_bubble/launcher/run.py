@@ -23,6 +23,7 @@ from megatron.zero_bubble.launcher.script_optimizer import ScriptPostValidation
 from megatron.zero_bubble.launcher.script_settings import flags_of, refuse_what_cannot_work
 from megatron.zero_bubble.launcher.v_placement import VPlacement
 from megatron.zero_bubble.mcore.checkpoint_results import keep_results_in_process
+from megatron.zero_bubble.mcore.checkpointed_blocks import checkpoint_every_layer
 from megatron.zero_bubble.mcore.linear import split_weight_gradients
 from megatron.zero_bubble.mcore.placement import check_layers_built
 from megatron.zero_bubble.mcore.step_settings import refuse_unsupported
@@ -80,6 +81,8 @@ class Run:
             refuse_unsupported(call["config"], [], None)
         if self._job.flags.transformer_impl == _TRANSFORMER_ENGINE:
             defer_weight_gradients(call["config"])
+        if self._job.flags.zero_bubble_recompute is not None:
+            checkpoint_every_layer(call["config"])
         if self.v_placement is not None:
             self.v_placement.build(call)
         else:

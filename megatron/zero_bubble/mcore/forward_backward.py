@@ -12,10 +12,12 @@ import torch
 from megatron.core.pipeline_parallel import schedules as mcore
 from megatron.core.utils import get_model_config, get_model_type
 
+from megatron.zero_bubble.mcore.checkpointed_blocks import split_checkpoints
 from megatron.zero_bubble.mcore.multi_token import forget_losses
 from megatron.zero_bubble.mcore.post_validation import PostValidation
 from megatron.zero_bubble.mcore.restart import Restart, RewindableIterator, make_rewindable
 from megatron.zero_bubble.runtime.communicator import TensorSpec
+from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
 from megatron.zero_bubble.schedule import Op, Placement
 
 NoSync = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -65,6 +67,7 @@ class MegatronStage:
         finalize: reduces the gradients of this rank, as megatron-core does at the end of a step.
         post_validation: takes the optimizer's step within the schedule; None if the step comes after the schedule.
         num_early_forwards: number of forwards that all ranks together run before VALIDATE.
+        recomputation_store: the executor's; None if B recomputes whatever the model's configuration says.
     """
 
     forward_step_func: Callable[..., Any]
@@ -83,6 +86,7 @@ class MegatronStage:
     finalize: Callable[[MegatronStage], None] = lambda stage: None
     post_validation: PostValidation | None = None
     num_early_forwards: int = 0
+    recomputation_store: RecomputationStore | None = None
 
     def __post_init__(self) -> None:
         self._config = get_model_config(self.model_chunks[0])
@@ -100,21 +104,22 @@ class MegatronStage:
 
     def forward(self, microbatch: int, chunk: int, input_tensor: torch.Tensor | None) -> torch.Tensor:
         stage = self.placement.stage_of(self.rank, chunk)
-        output, num_tokens = mcore.forward_step(
-            self.forward_step_func,
-            self.data_iterators[chunk],
-            self.model_chunks[chunk],
-            self.num_microbatches,
-            input_tensor,
-            self.forward_data_store,
-            self._config,
-            self.cp_group_size,
-            self.collect_non_loss_data,
-            is_first_microbatch=mcore.check_first_val_step(self.first_val_step, self.forward_only, microbatch == 0),
-            current_microbatch=microbatch,
-            vp_stage=chunk if self.placement.num_chunks > 1 else None,
-            is_last_stage=stage == self.placement.num_stages - 1,
-        )
+        with split_checkpoints(self.recomputation_store):
+            output, num_tokens = mcore.forward_step(
+                self.forward_step_func,
+                self.data_iterators[chunk],
+                self.model_chunks[chunk],
+                self.num_microbatches,
+                input_tensor,
+                self.forward_data_store,
+                self._config,
+                self.cp_group_size,
+                self.collect_non_loss_data,
+                is_first_microbatch=mcore.check_first_val_step(self.first_val_step, self.forward_only, microbatch == 0),
+                current_microbatch=microbatch,
+                vp_stage=chunk if self.placement.num_chunks > 1 else None,
+                is_last_stage=stage == self.placement.num_stages - 1,
+            )
         self.num_tokens += num_tokens
         return output
 

@@ -9,6 +9,8 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron.zero_bubble.mcore.checkpointed_blocks import recomputes_blocks
+
 
 def refuse_unsupported(config: Any, chunks: Sequence[torch.nn.Module], adjust_tensor_shapes_fn: Any) -> None:
     """Check that megatron-core's settings can be honoured by zero-bubble schedules.
@@ -35,6 +37,15 @@ def refuse_unsupported(config: Any, chunks: Sequence[torch.nn.Module], adjust_te
             raise ValueError(f"{setting} is not supported by zero-bubble schedules: switch it off")
     for chunk in chunks:
         _refuse_lost_gradients(chunk)
+
+
+def refuse_unsplit_recomputation(config: Any) -> None:
+    """Raise `ValueError` if the schedule is to recompute a model that does not, or whose B does."""
+    if not recomputes_blocks(config):
+        raise ValueError(
+            "a schedule that recomputes needs a model with recompute_granularity 'full', without fp8 and fp4, "
+            f"got {config.recompute_granularity!r}"
+        )
 
 
 def _refuse_lost_gradients(chunk: torch.nn.Module) -> None:

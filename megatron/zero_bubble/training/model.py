@@ -18,6 +18,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
 
+from megatron.zero_bubble.mcore.checkpointed_blocks import checkpoint_every_layer
 from megatron.zero_bubble.mcore.layer_spec import block_spec, multi_token_spec
 from megatron.zero_bubble.mcore.linear import fuses_accumulation, split_weight_gradients
 from megatron.zero_bubble.mcore.placement import chunk_groups, copy_tied_embedding
@@ -140,6 +141,8 @@ def build_model(
         rank = parallel_state.get_pipeline_model_parallel_rank()
     if store is not None and args.transformer_impl == "transformer_engine":
         defer_weight_gradients(config)
+    if args.zero_bubble_recompute is not None:
+        checkpoint_every_layer(config)
     try:
         chunks = [_build_chunk(args, config, placement, rank, chunk) for chunk in range(placement.num_chunks)]
     except (AssertionError, ValueError, ImportError, NotImplementedError) as error:

@@ -1,0 +1,123 @@
+"""Splits megatron-core's full recomputation into R, which runs a block's forward again, and its backward.
+
+megatron-core checkpoints blocks of whole layers: their forward keeps only its input, and their backward first runs the
+forward again. It does so with `CheckpointFunction`, which `split_checkpoints` replaces while an F of the executor runs.
+In its place a block drops its activations and hands its recomputation to the `RecomputationStore`, so that backward
+finds the graph that R has made, or keeps them. Forward, random states and gradients are megatron-core's, bit for bit.
+
+Checkpoints inside of a block, and those of Transformer Engine (fp8 and fp4), stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import random
+from megatron.core.utils import safely_set_viewless_tensor_data
+from torch.utils.checkpoint import detach_variable
+
+from megatron.zero_bubble.runtime.recomputation_store import ForwardMode, RecomputationStore
+
+
+def recomputes_blocks(config: Any) -> bool:
+    """Tell whether a model with this megatron-core config recomputes blocks of layers that can be split."""
+    return config.recompute_granularity == "full" and not config.fp8 and not getattr(config, "fp4", None)
+
+
+def checkpoint_every_layer(config: Any) -> None:
+    """Let a model with this megatron-core config recompute any of its layers, each as a block of its own.
+
+    It is set after the config's construction, because the schedule decides what is recomputed and not the user's flags.
+    """
+    config.recompute_granularity, config.recompute_method, config.recompute_num_layers = "full", "uniform", 1
+
+
+@contextmanager
+def split_checkpoints(store: RecomputationStore | None) -> Iterator[None]:
+    """Let the blocks whose forward runs inside the `with` block drop or keep their activations, as `store.mode` says.
+
+    Where there is no store or no mode, they do what megatron-core does: their backward runs the forward again.
+    """
+    if store is None or store.mode is None:
+        yield
+        return
+    with _in_place_of_checkpoint_function(_Blocks(store, random.CheckpointFunction)):
+        yield
+
+
+@contextmanager
+def _in_place_of_checkpoint_function(function: Any) -> Iterator[None]:
+    """Make megatron-core's `checkpoint()` apply another function inside the `with` block."""
+    before = random.CheckpointFunction
+    random.CheckpointFunction = function
+    try:
+        yield
+    finally:
+        random.CheckpointFunction = before
+
+
+class _Blocks:
+    """Runs the checkpointed blocks of an F; takes the place of megatron-core's `CheckpointFunction`."""
+
+    def __init__(self, store: RecomputationStore, checkpoint_function: Any) -> None:
+        self._store = store
+        self._checkpoint_function = checkpoint_function
+
+    def apply(self, run_function: Callable[..., Any], distribute_saved_activations: bool, *inputs: Any) -> Any:
+        """Run a block that drops its activations or keeps them; checkpoints inside of it are megatron-core's."""
+        with _in_place_of_checkpoint_function(self._checkpoint_function):
+            if self._store.mode is ForwardMode.DROP:
+                return _DroppedBlock.apply(self._store, run_function, distribute_saved_activations, *inputs)
+            with self._store.suspended():
+                return run_function(*inputs)
+
+
+class _DroppedBlock(torch.autograd.Function):
+    """megatron-core's `CheckpointFunction`, whose forward R has run again before backward begins."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        store: RecomputationStore,
+        run_function: Callable[..., Any],
+        distribute_saved_activations: bool,
+        *inputs: Any,
+    ) -> Any:
+        with store.suspended():
+            outputs = random.CheckpointFunction.forward(ctx, run_function, distribute_saved_activations, *inputs)
+        ctx.recomputed = None
+        # Without a gradient to compute, backward never comes.
+        if any(ctx.needs_input_grad):
+            store.put(partial(_recompute, ctx))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *output_grads: torch.Tensor | None) -> tuple[Any, ...]:
+        assert ctx.recomputed is not None, "backward of a block before its R"
+        inputs, outputs = ctx.recomputed
+        ctx.recomputed = None
+        trained = [
+            (output, grad)
+            for output, grad in zip(outputs, output_grads, strict=True)
+            if isinstance(output, torch.Tensor) and output.requires_grad
+        ]
+        torch.autograd.backward([output for output, _ in trained], [grad for _, grad in trained])
+        return None, None, None, *(input.grad if isinstance(input, torch.Tensor) else None for input in inputs)
+
+
+def _recompute(ctx: Any) -> None:
+    """Run R of one block: its forward again under autograd, with the random numbers of the first time."""
+    inputs = ctx.saved_tensors
+    if ctx.distribute_saved_activations:
+        whole = random.gather_split_1d_tensor(inputs[0].data).view(ctx.input_0_shape)
+        safely_set_viewless_tensor_data(inputs[0], whole)
+    inputs = detach_variable(inputs)
+    with random._fork_rng(), torch.enable_grad():
+        random._set_all_rng_states(*ctx.rng_states)
+        outputs = ctx.run_function(*inputs)
+    ctx.run_function = ctx.rng_states = None
+    ctx.recomputed = inputs, outputs if isinstance(outputs, tuple) else (outputs,)

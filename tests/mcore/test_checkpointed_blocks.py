@@ -1,0 +1,234 @@
+"""A block that R recomputes computes, bit for bit, what megatron-core's checkpoint computes in its backward.
+
+One rank in one process: first every F, then R and B of every microbatch, then every W. Dropout is on.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.tensor_parallel import random
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.utils import get_model_config
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+
+from megatron.zero_bubble.cli.check.one_process_numerics import NUM_MICROBATCHES, make_stage
+from megatron.zero_bubble.cli.check.turns import run_in_turns
+from megatron.zero_bubble.cli.trainings import complete_arguments, one_process, rank_model
+from megatron.zero_bubble.mcore.checkpointed_blocks import checkpoint_every_layer, recomputes_blocks, split_checkpoints
+from megatron.zero_bubble.mcore.forward_backward import MegatronStage
+from megatron.zero_bubble.mcore.step_settings import refuse_unsplit_recomputation
+from megatron.zero_bubble.runtime.communicator import Communicator
+from megatron.zero_bubble.runtime.executor import Executor
+from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
+from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
+from megatron.zero_bubble.schedule import Op, OpKind, Placement, Schedule, lower
+from megatron.zero_bubble.schedule.recomputation import with_recomputation
+from megatron.zero_bubble.training.arguments import Arguments
+from tests.launch import TINY_GPT
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the CPU, for which megatron-core is adapted")
+
+LINEAR = Placement("linear", 1)
+UNTIED = "--untie-embeddings-and-output-weights"
+
+
+def checkpointed(method: str, num_layers: int) -> tuple[str, ...]:
+    return (
+        *("--recompute-granularity", "full", "--recompute-method", method),
+        *("--recompute-num-layers", str(num_layers), UNTIED),
+    )
+
+
+MODELS = {
+    "every layer": checkpointed("uniform", 1),
+    "two layers at once": checkpointed("uniform", 2),
+    "the whole stage": checkpointed("uniform", 4),
+    "the first layer": checkpointed("block", 1),
+    "the first three, bf16": (*checkpointed("block", 3), "--bf16"),
+    "further tokens": (*checkpointed("uniform", 1), "--mtp-num-layers", "2"),
+    "rotary embedding": (*checkpointed("uniform", 1), "--position-embedding-type", "rope", "--swiglu"),
+}
+RECOMPUTED_LAYERS = {"the first layer": 1, "the first three, bf16": 3, "further tokens": 6}
+
+
+def late_backwards(recomputed: Sequence[int]) -> Schedule:
+    microbatches = range(NUM_MICROBATCHES)
+    plain = [Op(kind, microbatch) for kind in (OpKind.F, OpKind.B, OpKind.W) for microbatch in microbatches]
+    schedule = with_recomputation(Schedule("late-backwards", LINEAR, NUM_MICROBATCHES, (tuple(plain),)))
+    ops = (op for op in schedule.ops[0] if op.kind is not OpKind.R or op.microbatch in recomputed)
+    return lower(replace(schedule, ops=(tuple(ops),)))
+
+
+class Rank:
+    """A model, with the random state that every step on it begins with."""
+
+    def __init__(self, args: Arguments) -> None:
+        self.args, self.store = args, WeightGradStore()
+        self.chunks: list[Any] = rank_model(args, LINEAR, 0, self.store)
+        self.random_states = random._get_all_rng_states()
+        self.forwards: Counter[OpKind] = Counter()
+        """How often the forward of a layer has run in the operations of a kind, in the last step."""
+        self._kind = OpKind.F
+        for module in self.chunks[0].modules():
+            if isinstance(module, TransformerLayer):
+                module.register_forward_hook(lambda *_: self.forwards.update([self._kind]))
+
+    def step(self, recomputed: Sequence[int], store: RecomputationStore | None) -> dict[str, Any]:
+        """The losses, gradients and final random numbers of a step."""
+        *generators, tracked = self.random_states
+        random._set_all_rng_states(*generators, dict(tracked))
+        self.chunks[0].zero_grad_buffer()
+        self.forwards.clear()
+
+        def run(rank: int, communicator: Communicator) -> MegatronStage:
+            stage = make_stage(self.args, LINEAR, rank, self.chunks, torch.device("cpu"))
+            stage = replace(stage, recomputation_store=store)
+            executor = Executor(late_backwards(recomputed), rank, communicator, self.store, store)
+            executor.run(stage, self)  # type: ignore[arg-type]
+            stage.finish()
+            return stage
+
+        losses = run_in_turns(1, run)[0].forward_data_store
+        gradients = {name: parameter.main_grad.clone() for name, parameter in self.chunks[0].named_parameters()}
+        return {"losses": [loss["lm loss"] for loss in losses], "random": torch.rand(4), **gradients}
+
+    def begin(self, op: Op) -> None:
+        self._kind = op.kind
+
+    def end(self, *ops: Op) -> None:
+        pass
+
+
+def arguments(*flags: str) -> Arguments:
+    sizes = ("--num-layers", "4", "--micro-batch-size", "2", "--clip-grad", "0")
+    return complete_arguments([*TINY_GPT, *sizes, *flags], 1, "test", has_cuda=False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def groups() -> Iterator[None]:
+    with one_process(arguments()):
+        yield
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    assert all(map(torch.equal, found.pop("losses"), expected.pop("losses")))
+    assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_r_and_b_are_megatron_cores_backward(model: str):
+    rank, everything = Rank(arguments(*MODELS[model])), range(NUM_MICROBATCHES)
+    layers = 4 if rank.args.mtp_num_layers is None else 6
+    recomputed = RECOMPUTED_LAYERS.get(model, 4) * NUM_MICROBATCHES
+    expected = rank.step((), None)
+    assert rank.forwards == {OpKind.F: layers * NUM_MICROBATCHES, OpKind.B: recomputed}
+    assert any(gradient.any() for name, gradient in expected.items() if name.endswith("linear_fc1.weight"))
+
+    store = RecomputationStore()
+    assert_same(rank.step(everything, store), dict(expected))
+    assert rank.forwards == {OpKind.F: layers * NUM_MICROBATCHES, OpKind.R: recomputed}
+    assert store.dropped() == []
+
+    assert_same(rank.step((0, 3, 4), store), dict(expected))
+    assert rank.forwards == {OpKind.F: layers * NUM_MICROBATCHES, OpKind.R: recomputed * 3 // NUM_MICROBATCHES}
+
+
+def test_a_schedule_recomputes_any_layer_of_a_model_that_recomputes_none():
+    rank = Rank(arguments(UNTIED))
+    config = get_model_config(rank.chunks[0])
+    kept = rank.step((), None)
+    checkpoint_every_layer(config)
+    assert recomputes_blocks(config)
+    assert_same(rank.step((1, 2), RecomputationStore()), kept)
+    assert rank.forwards[OpKind.R] == 2 * 4
+
+
+def test_r_gathers_what_tensor_parallel_ranks_have_kept_their_parts_of():
+    rank = Rank(arguments(*MODELS["every layer"]))
+    get_model_config(rank.chunks[0]).distribute_saved_activations = True
+    expected = rank.step((), None)
+    assert_same(rank.step(range(NUM_MICROBATCHES), RecomputationStore()), expected)
+
+
+def test_a_dropped_block_keeps_only_its_input_until_r():
+    store, weight, saved = RecomputationStore(), torch.ones(3, requires_grad=True), []
+    hidden = torch.rand(3, requires_grad=True)
+
+    def block(x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return (x * weight).exp().sin(), None
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        with store.forward(0, 0, drops=True), split_checkpoints(store):
+            dropped, nothing = random.checkpoint(block, False, hidden)
+        assert [tensor.data_ptr() for tensor in saved] == [hidden.data_ptr()]
+        assert nothing is None
+        store.recompute(0, 0)
+        assert len(saved) > 3
+    dropped.backward(torch.ones(3))
+    expected = torch.autograd.grad(block(hidden)[0].sum(), (hidden, weight))
+    assert torch.equal(hidden.grad, expected[0])
+    assert torch.equal(weight.grad, expected[1])
+
+
+def test_backward_before_r_is_an_error():
+    store = RecomputationStore()
+    hidden = torch.rand(3, requires_grad=True)
+    with store.forward(0, 0, drops=True), split_checkpoints(store):
+        output = random.checkpoint(torch.sin, False, hidden)
+    with pytest.raises(AssertionError, match="before its R"):
+        output.sum().backward()
+
+
+def test_nothing_is_handed_over_where_no_gradient_is_computed():
+    store = RecomputationStore()
+    with store.forward(0, 0, drops=True), split_checkpoints(store):
+        assert not random.checkpoint(torch.sin, False, torch.rand(3)).requires_grad
+    store.recompute(0, 0)
+
+
+def test_only_the_outer_checkpoints_of_an_f_are_split():
+    """Outside of F, without a store, and inside a block `checkpoint` is megatron-core's; after an error, too."""
+    megatrons, store, seen = random.CheckpointFunction, RecomputationStore(), []
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        seen.append((random.CheckpointFunction is megatrons, store.mode))
+        return x
+
+    hidden = torch.rand(3, requires_grad=True)
+    for drops in (True, False):
+        with store.forward(0, 0, drops=drops), split_checkpoints(store):
+            assert random.CheckpointFunction is not megatrons
+            random.checkpoint(block, False, hidden)
+            assert random.CheckpointFunction is not megatrons
+        assert random.CheckpointFunction is megatrons
+    store.recompute(0, 0)
+    assert seen == [(True, None)] * 3
+    for without in (None, store):
+        with split_checkpoints(without):
+            assert random.CheckpointFunction is megatrons
+    with pytest.raises(ZeroDivisionError), store.forward(0, 0, drops=True), split_checkpoints(store):
+        raise ZeroDivisionError
+    assert random.CheckpointFunction is megatrons
+
+
+@pytest.mark.parametrize(
+    ("granularity", "more"),
+    [("selective", {}), (None, {}), ("full", {"fp8": "hybrid"}), ("full", {"fp4": "e2m1"})],
+)
+def test_a_model_whose_backward_recomputes_is_refused_in_one_line(granularity: str | None, more: dict[str, str]):
+    config = SimpleNamespace(**{"recompute_granularity": granularity, "fp8": None, "fp4": None, **more})
+    with pytest.raises(
+        ValueError, match=r"^a schedule that recomputes needs a model .*recompute_granularity 'full'.*$"
+    ):
+        refuse_unsplit_recomputation(config)
