@@ -219,7 +219,9 @@ class Replanner:
             available = torch.tensor([_free_bytes(self._device) * MARGIN], device=self._device)
             dist.all_reduce(available, op=dist.ReduceOp.MIN)
             free = int(available.item())
-        return limit.in_bytes(profile.placement, profile.costs, num_microbatches, free, profile.inside_ranks)
+        return limit.in_bytes(
+            profile.placement, profile.costs, num_microbatches, free, profile.inside_ranks, self._plan.recompute
+        )
 
 
 def limits_of_ranks(in_bytes: float, inside: Sequence[float]) -> tuple[float, ...]:

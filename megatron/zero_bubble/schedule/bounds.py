@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import floor, inf
+from operator import sub
 
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import ScheduleError
 from megatron.zero_bubble.schedule.ir import Placement
+from megatron.zero_bubble.schedule.recomputation import Recompute
 
 
 @dataclass(frozen=True)
@@ -40,10 +42,13 @@ def lower_bounds(
     num_microbatches: int,
     costs: StageCosts,
     memory_limit: float | Sequence[float] | None = None,
+    recompute: Recompute = Recompute.NONE,
 ) -> LowerBounds:
     """The bounds for schedules with `num_microbatches` in which no rank holds more than `memory_limit`.
 
-    The limit is for all ranks or one a rank, in the unit of the costs' memory; None is no limit. Raises
+    The limit is for all ranks or one a rank, in the unit of the costs' memory; None is no limit. With recomputation
+    a microbatch may hold `memory_r` less until its R, which takes memory from the limit but no time where R may be
+    left out. Raises
     `ScheduleError` if the costs or the limits are for another number of stages or ranks. Takes time in the
     square of the number of stages.
     """
@@ -58,7 +63,7 @@ def lower_bounds(
         raise ScheduleError(f"memory_limit has {len(limits)} entries, but there are {placement.num_ranks} ranks")
     if num_microbatches < 1:
         raise ScheduleError(f"a bound needs at least one microbatch, got {num_microbatches}")
-    path = _Path(placement, costs)
+    path = _Path(placement, costs, recompute)
     free = [_Rank(path, rank, num_microbatches, inf) for rank in range(placement.num_ranks)]
     bound = [_Rank(path, rank, num_microbatches, limit) for rank, limit in enumerate(limits)]
     return LowerBounds(
@@ -83,16 +88,21 @@ def _through_others(path: _Path, ranks: Sequence[_Rank]) -> float:
                 continue
             way = path.forward(a, k) + path.backward(k, a)
             longest = max(longest, way + far.window + path.costs.time_w[a])
-        longest = max(longest, near.work + near.idle)
+        longest = max(longest, near.work + max(0, near.idle - near.recomputation))
     return longest
 
 
 class _Path:
     """Sums of times along the stages."""
 
-    def __init__(self, placement: Placement, costs: StageCosts) -> None:
+    def __init__(self, placement: Placement, costs: StageCosts, recompute: Recompute) -> None:
         self.placement = placement
+        self.recompute = recompute
         self.costs = costs
+        self.held = costs.memory_f
+        """Stage -> what a microbatch holds at least from the start of F to the start of B."""
+        if recompute is not Recompute.NONE:
+            self.held = tuple(map(sub, costs.memory_f, costs.memory_r))
         size = placement.num_stages
         edges = range(size - 1)
         crosses = [placement.rank_of(s) != placement.rank_of(s + 1) for s in edges]
@@ -120,6 +130,10 @@ class _Path:
         from_last = self.costs.time_b[last] + self.backward(last, stage) - self.costs.time_b[stage]
         return to_last + from_last if stage < last else 0
 
+    def recomputation(self, stage: int) -> float:
+        """Least time that R of a microbatch takes: that of R, or of the idle rank where B follows F at once."""
+        return min(self.costs.time_r[stage], self.turn(stage)) if self.recompute is Recompute.FULL else 0
+
 
 @dataclass(frozen=True)
 class _Rank:
@@ -141,7 +155,12 @@ class _Rank:
 
     @property
     def work(self) -> float:
-        return self.num_microbatches * sum(self.path.costs.work(s) for s in self.stages)
+        return self.num_microbatches * sum(self.path.costs.work(s) for s in self.stages) + self.recomputation
+
+    @cached_property
+    def recomputation(self) -> float:
+        """Least time that every R takes."""
+        return self.num_microbatches * sum(self.path.recomputation(s) for s in self.stages)
 
     @cached_property
     def available(self) -> float:
@@ -149,20 +168,20 @@ class _Rank:
         costs = self.path.costs
         for s in self.stages:
             after_b = costs.memory_f[s] + costs.memory_b[s]
-            if costs.memory_f[s] < 0 or after_b < 0 or after_b + costs.memory_w[s] < -1e-9 * costs.memory_f[s]:
+            if self.path.held[s] < 0 or after_b < 0 or after_b + costs.memory_w[s] < -1e-9 * costs.memory_f[s]:
                 return inf
         return self.limit
 
     @cached_property
     def window(self) -> float:
         """Least time from the start of the first F to the end of the last B: all F and B, the W that cannot be
-        deferred beyond it for lack of memory, and the idle time."""
+        deferred beyond it for lack of memory, and the idle time, in which R runs where it can."""
         costs = self.path.costs
         f_and_b = self.num_microbatches * sum(costs.time_f[s] + costs.time_b[s] for s in self.stages)
         all_w = self.num_microbatches * sum(costs.time_w[s] for s in self.stages)
         room = self.available - costs.memory_f[self.first]
         waiting = self._most(room, [(costs.time_w[s], costs.memory_f[s] + costs.memory_b[s]) for s in self.stages])
-        return f_and_b + max(0, all_w - costs.time_w[self.first] - waiting) + self.idle
+        return f_and_b + max(0, all_w - costs.time_w[self.first] - waiting) + max(self.idle, self.recomputation)
 
     @cached_property
     def idle(self) -> float:
@@ -170,7 +189,7 @@ class _Rank:
 
         Unless all microbatches fit at once, the last F comes after the first B, and the waits for the two add up.
         """
-        whole = sum(self.path.costs.memory_f[s] for s in self.stages)
+        whole = sum(self.path.held[s] for s in self.stages)
         all_fit = self.num_microbatches * whole <= self.available * (1 + 1e-9)
         return max(self.idle_before_b, self.idle_after_f) if all_fit else self.idle_before_b + self.idle_after_f
 
@@ -179,7 +198,7 @@ class _Rank:
         """Least idle time between the first F and the first B, when a rank runs only the F that fit in its memory."""
         costs, last = self.path.costs, self.stages[-1]
         wait = self.path.forward(self.first, last) + costs.time_f[last] + self.path.turn(last)
-        return max(0, wait - self._most(self.available, [(costs.time_f[s], costs.memory_f[s]) for s in self.stages]))
+        return max(0, wait - self._most(self.available, [(costs.time_f[s], self.path.held[s]) for s in self.stages]))
 
     @property
     def idle_after_f(self) -> float:
@@ -194,10 +213,10 @@ class _Rank:
         if last != self.first:
             wait += costs.time_b[last] + self.path.backward(last, self.first) - costs.time_b[self.first]
             own = sum(costs.time_b[s] + costs.time_w[s] for s in self.stages[1:])
-        room = self.available - sum(costs.memory_f[s] for s in self.stages)
+        room = self.available - sum(self.path.held[s] for s in self.stages)
         items = []
         for s in self.stages:
-            items.append((costs.time_b[s] + costs.time_w[s], costs.memory_f[s]))
+            items.append((costs.time_b[s] + costs.time_w[s], self.path.held[s]))
             items.append((costs.time_w[s], costs.memory_f[s] + costs.memory_b[s]))
         return max(0, wait - own - self._most(room, items, self.num_microbatches - 1))
 
@@ -206,9 +225,10 @@ class _Rank:
         """Least span by the memory times time that the microbatches need, over the limit.
 
         The limit is not reached while memory fills, no faster than F runs, and drains, no faster than B and W run.
+        Nothing is claimed with recomputation, where memory fills and drains in other ways too.
         """
         costs, limit = self.path.costs, self.available
-        if limit == inf or limit <= 0:
+        if limit == inf or limit <= 0 or self.path.recompute is not Recompute.NONE:
             return 0
         needed: float = 0
         fill_rate = drain_rate = largest = 0.0

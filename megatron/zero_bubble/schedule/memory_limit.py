@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.zero_bubble.schedule.costs import StageCosts
+from megatron.zero_bubble.schedule.generators import default_costs
 from megatron.zero_bubble.schedule.ir import Placement
+from megatron.zero_bubble.schedule.recomputation import Recompute
 
 _UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9, "B": 1}
 
@@ -41,9 +43,16 @@ class MemoryLimit:
     def is_auto(self) -> bool:
         return self.multiple is None and self.num_bytes is None
 
-    def in_unit_costs(self, num_ranks: int, num_microbatches: int) -> float | None:
+    def in_unit_costs(
+        self, num_ranks: int, num_microbatches: int, recompute: Recompute = Recompute.NONE
+    ) -> float | None:
         """The limit in M_B, for a plan made before anything is measured; None if that cannot be said."""
-        return None if self.multiple is None else self.multiple * min(num_ranks, num_microbatches)
+        if self.multiple is None:
+            return None
+        placement = Placement("linear", num_ranks)
+        return self.multiple * one_f_one_b_peak(
+            placement, default_costs(placement, recompute), num_microbatches, recompute
+        )
 
     def in_bytes(
         self,
@@ -52,6 +61,7 @@ class MemoryLimit:
         num_microbatches: int,
         free_bytes: int | None,
         inside: Sequence[float] = (),
+        recompute: Recompute = Recompute.NONE,
     ) -> float:
         """The limit in the unit of measured costs.
 
@@ -60,7 +70,7 @@ class MemoryLimit:
             inside: for every rank, the most that an operation needs while it runs; zeros by default.
         """
         if self.multiple is not None:
-            return self.multiple * one_f_one_b_peak(placement, costs, num_microbatches, inside)
+            return self.multiple * one_f_one_b_peak(placement, costs, num_microbatches, inside, recompute)
         if self.num_bytes is not None:
             return self.num_bytes
         assert free_bytes is not None
@@ -78,17 +88,26 @@ def _positive(number: str, text: str) -> float:
 
 
 def one_f_one_b_peak(
-    placement: Placement, costs: StageCosts, num_microbatches: int, inside: Sequence[float] = ()
+    placement: Placement,
+    costs: StageCosts,
+    num_microbatches: int,
+    inside: Sequence[float] = (),
+    recompute: Recompute = Recompute.NONE,
 ) -> float:
     """The peak of 1F1B's fullest rank: rank r holds min(m, p - r) microbatches of all of its chunks.
 
-    With activation recomputation the oldest of them holds more in its backward than it did since its forward: what is
-    recomputed lives until W. `inside` is what an operation of each rank needs while it runs, zeros by default.
+    The oldest of them can hold more in its backward than it did since its forward. With full recomputation 1F1B
+    recomputes too: they lack what R makes again, except the oldest, which has had its R. Where only what has no room
+    is recomputed, the limit is a multiple of what 1F1B takes if it keeps everything. `inside` is what an operation of
+    each rank needs while it runs, zeros by default.
     """
+    is_full = recompute is Recompute.FULL
     p, chunks = placement.num_ranks, range(placement.num_chunks)
     peaks = []
     for rank in range(p):
         stages = [placement.stage_of(rank, chunk) for chunk in chunks]
         held = min(num_microbatches, p - rank) * sum(costs.memory_f[stage] for stage in stages)
+        if is_full:
+            held -= (min(num_microbatches, p - rank) - 1) * sum(costs.memory_r[stage] for stage in stages)
         peaks.append(held + max(0, *(costs.memory_b[stage] for stage in stages)) + (inside[rank] if inside else 0))
     return max(peaks)

@@ -73,6 +73,7 @@ class Entry:
 _INTERLEAVED = frozenset({"num_chunks", "group_size"})
 _PLANNED_IN_OWN_LIMIT = frozenset({"costs", "overlap_communication"})
 _PLANNED = _PLANNED_IN_OWN_LIMIT | {"memory_limit"}
+_RECOMPUTES = frozenset({"recompute"})
 
 _ENTRIES = (
     Entry("gpipe", "all F, then all backwards: bubble (p-1)(F+B+W), memory m M_B", "linear", 1, gpipe),
@@ -87,15 +88,29 @@ _ENTRIES = (
     ),
     Entry("zb-h1", "1F1B with W delayed: bubble (p-1)(F+B-W), memory p M_B", "linear", 1, zb_h1),
     Entry("zb-h2", "longer warmup, W delayed: bubble (p-1)(F+B-2W), memory (2p-1) M_B", "linear", 1, zb_h2),
-    Entry("zb-1p", "planned from the costs in 1F1B's memory, p M_B", "linear", 1, zb_1p, _PLANNED_IN_OWN_LIMIT),
-    Entry("zb-2p", "planned from the costs in 2p M_B: bubble close to zero", "linear", 1, zb_2p, _PLANNED_IN_OWN_LIMIT),
+    Entry(
+        "zb-1p",
+        "planned from the costs in 1F1B's memory, p M_B",
+        "linear",
+        1,
+        zb_1p,
+        _PLANNED_IN_OWN_LIMIT | _RECOMPUTES,
+    ),
+    Entry(
+        "zb-2p",
+        "planned from the costs in 2p M_B: bubble close to zero",
+        "linear",
+        1,
+        zb_2p,
+        _PLANNED_IN_OWN_LIMIT | _RECOMPUTES,
+    ),
     Entry(
         "auto",
         "planned from the costs in any memory limit, 2p M_B unless told otherwise",
         "linear",
         1,
         auto,
-        _PLANNED,
+        _PLANNED | _RECOMPUTES,
         has_own_limit=False,
     ),
     Entry(
@@ -107,14 +122,14 @@ _ENTRIES = (
         _PLANNED,
         is_slow=True,
     ),
-    Entry("zb-v", "placed in a V: no bubble where F = B = W, memory p M_B", "v", 2, zb_v, _PLANNED),
+    Entry("zb-v", "placed in a V: no bubble where F = B = W, memory p M_B", "v", 2, zb_v, _PLANNED | _RECOMPUTES),
     Entry(
         "v-half",
         "placed in a V: about half of 1F1B's bubble where F = B = W, memory (p/2 + 1) M_B",
         "v",
         2,
         v_half,
-        _PLANNED,
+        _PLANNED | _RECOMPUTES,
     ),
     Entry(
         "v-min",
@@ -122,7 +137,7 @@ _ENTRIES = (
         "v",
         2,
         v_min,
-        _PLANNED,
+        _PLANNED | _RECOMPUTES,
     ),
     Entry(
         "interleaved-zb",
@@ -201,6 +216,8 @@ def generate(
         )
     limits = None if memory_limit is None else _limit_per_rank(memory_limit, num_ranks)
     costs = costs or default_costs(placement, recompute)
+    if recompute is Recompute.NONE:
+        costs = replace(costs, time_r=(), memory_r=())
     if recompute is Recompute.PLANNED and not entry.plans_recomputation:
         able = ", ".join(name for name, one in ENTRIES.items() if one.plans_recomputation)
         raise ScheduleError(f"schedule {name} does not plan recomputation: choose one of {able}")

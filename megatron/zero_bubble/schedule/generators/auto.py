@@ -13,7 +13,9 @@ from megatron.zero_bubble.schedule.generators.one_f_one_b import one_f_one_b
 from megatron.zero_bubble.schedule.generators.zb_h1 import zb_h1
 from megatron.zero_bubble.schedule.generators.zb_h2 import zb_h2
 from megatron.zero_bubble.schedule.ir import Placement, Schedule
+from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation
 from megatron.zero_bubble.schedule.search.event_loop import GapRule, PlannedOrders
+from megatron.zero_bubble.schedule.search.fill import Keeping
 from megatron.zero_bubble.schedule.search.greedy import Policy
 from megatron.zero_bubble.schedule.search.portfolio import Portfolio, best_of, fits
 from megatron.zero_bubble.schedule.search.problem import Problem
@@ -43,6 +45,7 @@ def auto(
     costs: StageCosts,
     memory_limit: Sequence[float] | None = None,
     overlap_communication: bool = True,
+    recompute: Recompute = Recompute.NONE,
 ) -> Schedule:
     """The best schedule found for these costs within `memory_limit` (one a rank; by default 2p M_B, as ZB-2p).
 
@@ -51,57 +54,81 @@ def auto(
     p/8 M_B. Never worse than GPipe, 1F1B, ZB-H1 and ZB-H2 where they fit. Raises `Infeasible` with the smallest
     limit that works.
     """
-    limits = memory_limit or multiple_of_p(costs, num_ranks, 2)
-    return _scheduled("auto", num_ranks, num_microbatches, costs, limits, overlap_communication)
+    limits = tuple(memory_limit or multiple_of_p(costs, num_ranks, 2, recompute))
+    placement = Placement("linear", num_ranks)
+    return _scheduled("auto", Problem(placement, num_microbatches, costs, limits, overlap_communication, recompute))
 
 
-def zb_1p(num_ranks: int, num_microbatches: int, *, costs: StageCosts, overlap_communication: bool = True) -> Schedule:
+def zb_1p(
+    num_ranks: int,
+    num_microbatches: int,
+    *,
+    costs: StageCosts,
+    overlap_communication: bool = True,
+    recompute: Recompute = Recompute.NONE,
+) -> Schedule:
     """The automatic scheduler in the memory of 1F1B: p M_B on every rank, in its own M_B."""
-    limits = multiple_of_p(costs, num_ranks, 1)
-    return _scheduled("zb-1p", num_ranks, num_microbatches, costs, limits, overlap_communication)
+    limits = multiple_of_p(costs, num_ranks, 1, recompute)
+    placement = Placement("linear", num_ranks)
+    return _scheduled("zb-1p", Problem(placement, num_microbatches, costs, limits, overlap_communication, recompute))
 
 
-def zb_2p(num_ranks: int, num_microbatches: int, *, costs: StageCosts, overlap_communication: bool = True) -> Schedule:
+def zb_2p(
+    num_ranks: int,
+    num_microbatches: int,
+    *,
+    costs: StageCosts,
+    overlap_communication: bool = True,
+    recompute: Recompute = Recompute.NONE,
+) -> Schedule:
     """The automatic scheduler in twice the memory of 1F1B, 2p M_B, where the bubble can be close to zero."""
-    limits = multiple_of_p(costs, num_ranks, 2)
-    return _scheduled("zb-2p", num_ranks, num_microbatches, costs, limits, overlap_communication)
+    limits = multiple_of_p(costs, num_ranks, 2, recompute)
+    placement = Placement("linear", num_ranks)
+    return _scheduled("zb-2p", Problem(placement, num_microbatches, costs, limits, overlap_communication, recompute))
 
 
-def multiple_of_p(costs: StageCosts, num_ranks: int, factor: float) -> tuple[float, ...]:
+def multiple_of_p(
+    costs: StageCosts, num_ranks: int, factor: float, recompute: Recompute = Recompute.NONE
+) -> tuple[float, ...]:
     """Rank -> factor times p M_B, where M_B is what one microbatch holds on this rank, between F and B.
 
-    What B adds comes on top: with activation recomputation a microbatch holds more after its B than before it.
+    What B adds comes on top, because a microbatch can hold more after its B than before it. With full recomputation
+    it is factor times what 1F1B takes with the same: p microbatches without what R makes again, R's memory and B's.
     """
+    if recompute is Recompute.FULL:
+        each = zip(costs.memory_f, costs.memory_r, costs.memory_b, strict=True)
+        return tuple(factor * (num_ranks * (f - r) + r + max(0, b)) for f, r, b in each)
     return tuple(
         factor * num_ranks * kept + max(0, added) for kept, added in zip(costs.memory_f, costs.memory_b, strict=True)
     )
 
 
-def _scheduled(
-    name: str,
-    num_ranks: int,
-    num_microbatches: int,
-    costs: StageCosts,
-    limits: Sequence[float],
-    overlap_communication: bool,
-) -> Schedule:
+def _scheduled(name: str, problem: Problem) -> Schedule:
     """The best of what is planned and of the simple schedules that fit.
 
-    The planner knows B and W as two operations, and keeps room for what B adds (with activation recomputation) from
-    F on. Where a rank ends with a gradient that it sends, or B adds memory, a schedule that fuses them may be better.
+    The planner knows B and W as two operations, and keeps room for what B adds from F on, or from R on. Where a rank
+    ends with a gradient that it sends, or B adds memory, a schedule that fuses them may be better.
     """
-    problem = Problem(Placement("linear", num_ranks), num_microbatches, costs, tuple(limits), overlap_communication)
     candidates = []
     if problem.is_feasible:
         plan = plan_linear(problem)
         candidates.append(problem.schedule(name, plan.orders))
-        if plan.cost <= lower_bounds(problem.placement, num_microbatches, costs, problem.limits).span * (1 + 1e-9):
+        if plan.cost <= _bound(problem) * (1 + 1e-9):
             return candidates[0]
-    simple = (generator(num_ranks, num_microbatches) for generator in SIMPLE)
+    simple: Iterator[Schedule] = (generator(problem.num_ranks, problem.num_microbatches) for generator in SIMPLE)
+    if problem.recompute is Recompute.FULL:
+        simple = map(with_recomputation, simple)
     candidates += (schedule for schedule in simple if fits(schedule, problem))
     if not candidates:
         problem.check_feasible()
     return replace(best_of(candidates, problem), name=name)
+
+
+def _bound(problem: Problem) -> float:
+    """No schedule for the problem, of whatever kind, is better than this."""
+    return lower_bounds(
+        problem.placement, problem.num_microbatches, problem.costs, problem.limits, problem.recompute
+    ).span
 
 
 def plan_linear(problem: Problem, budget: int = BUDGET) -> PlannedOrders:
@@ -122,6 +149,9 @@ def _levels(problem: Problem) -> Iterator[Problem]:
 
     The first are its own limits, or enough for all microbatches if that is less.
     """
+    if problem.recomputes:
+        yield problem
+        return
     steps = tuple(problem.num_ranks / 8 * memory for memory in problem.costs.memory_f)
     most = (problem.num_microbatches * footprint.whole for footprint in problem.footprints)
     limits = tuple(map(min, problem.limits, most))
@@ -134,6 +164,9 @@ def _levels(problem: Problem) -> Iterator[Problem]:
 
 def _try_level(portfolio: Portfolio, problem: Problem) -> None:
     """Try all candidates worth trying at one memory limit, the most promising first."""
+    if problem.recomputes:
+        _try_profiles(portfolio, problem)
+        return
     fits_h1 = all(cap >= n for cap, n in zip(capacities(problem), _h1_profile(problem), strict=True))
     searches = (_try_profiles, _try_policies) if fits_h1 else (_try_policies, _try_profiles)
     for search in searches:
@@ -141,22 +174,26 @@ def _try_level(portfolio: Portfolio, problem: Problem) -> None:
 
 
 def _try_profiles(portfolio: Portfolio, problem: Problem) -> None:
-    tried: list[tuple[float, Profile]] = []
+    keepings = (Keeping(), Keeping(defers_weights=True))[: 1 + problem.recomputes]
+    tried: list[tuple[float, Profile, int]] = []
     for profile in profiles(problem):
-        if portfolio.finished:
-            return
-        tried.append((portfolio.fill(problem, alternating_orders(problem, profile), GapRule.BALANCED), profile))
-    for _, profile in sorted(tried)[:2]:
+        for number, keeping in enumerate(keepings):
+            if portfolio.finished:
+                return
+            orders = alternating_orders(problem, profile)
+            cost = portfolio.fill(problem, orders, GapRule.BALANCED, keeping=keeping)
+            tried.append((cost, profile, number))
+    for _, profile, number in sorted(tried)[:2]:
         orders = alternating_orders(problem, profile)
         for rule, target in ((GapRule.BALANCED, portfolio.bound), (GapRule.ALWAYS, 0), (GapRule.NEVER, 0)):
             if not portfolio.finished:
-                portfolio.fill(problem, orders, rule, target)
-    cost, profile = min(tried)
+                portfolio.fill(problem, orders, rule, target, keepings[number])
+    cost, profile, number = min(tried)
     if cost == portfolio.cost > portfolio.bound * (1 + WORTH_CLIMBING):
-        _climb(portfolio, problem, profile)
+        _climb(portfolio, problem, profile, keepings[number])
 
 
-def _climb(portfolio: Portfolio, problem: Problem, profile: Profile) -> None:
+def _climb(portfolio: Portfolio, problem: Problem, profile: Profile, keeping: Keeping) -> None:
     """Change one profile step by step, as long as that helps."""
     improved = True
     while improved:
@@ -165,7 +202,8 @@ def _climb(portfolio: Portfolio, problem: Problem, profile: Profile) -> None:
             if portfolio.finished:
                 return
             before = portfolio.cost
-            if portfolio.fill(problem, alternating_orders(problem, candidate), GapRule.BALANCED) < before * (1 - 1e-9):
+            orders = alternating_orders(problem, candidate)
+            if portfolio.fill(problem, orders, GapRule.BALANCED, keeping=keeping) < before * (1 - 1e-9):
                 profile, improved = candidate, True
                 break
 
@@ -191,12 +229,13 @@ def _try_equal_stages(portfolio: Portfolio, problem: Problem) -> None:
         time_f=(median(problem.costs.time_f),) * problem.num_stages,
         time_b=(median(problem.costs.time_b),) * problem.num_stages,
         time_w=(median(problem.costs.time_w),) * problem.num_stages,
+        time_r=(median(problem.costs.time_r),) * problem.num_stages,
         time_comm=(median(problem.costs.time_comm or (0,)),) * (problem.num_stages - 1),
     )
     if costs == problem.costs:
         return
     for factor in (2, 1):
-        limits = multiple_of_p(problem.costs, problem.num_ranks, factor)
+        limits = multiple_of_p(problem.costs, problem.num_ranks, factor, problem.recompute)
         if portfolio.finished or any(limit > own for limit, own in zip(limits, problem.limits, strict=True)):
             continue
         if any(limit < least for limit, least in zip(limits, problem.smallest_limits, strict=True)):

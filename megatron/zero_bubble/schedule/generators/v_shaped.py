@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, product
 from operator import add, le
 from statistics import median
 
 from megatron.zero_bubble.schedule.costs import SMALLEST, StageCosts
 from megatron.zero_bubble.schedule.ir import Op, Placement, Schedule
 from megatron.zero_bubble.schedule.kinds import OpKind
+from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation
 from megatron.zero_bubble.schedule.search.event_loop import GapRule, PlannedOrders
-from megatron.zero_bubble.schedule.search.portfolio import Portfolio, best_of
+from megatron.zero_bubble.schedule.search.fill import Keeping
+from megatron.zero_bubble.schedule.search.portfolio import Portfolio, best_of, fits
 from megatron.zero_bubble.schedule.search.problem import Order, Problem
 
 BUDGET = 600_000
@@ -37,11 +39,12 @@ def zb_v(
     costs: StageCosts,
     memory_limit: Sequence[float] | None = None,
     overlap_communication: bool = True,
+    recompute: Recompute = Recompute.NONE,
 ) -> Schedule:
     """No bubble where F = B = W, in 1F1B's memory: p M_B on every rank, unless told otherwise."""
     placement = Placement("v", num_ranks, 2)
-    limits = memory_limit or _room_for(num_ranks, placement, costs)
-    return _planned("zb-v", Problem(placement, num_microbatches, costs, tuple(limits), overlap_communication))
+    limits = tuple(memory_limit or _room_for(num_ranks, placement, costs, recompute))
+    return _scheduled("zb-v", Problem(placement, num_microbatches, costs, limits, overlap_communication, recompute))
 
 
 def v_half(
@@ -51,11 +54,12 @@ def v_half(
     costs: StageCosts,
     memory_limit: Sequence[float] | None = None,
     overlap_communication: bool = True,
+    recompute: Recompute = Recompute.NONE,
 ) -> Schedule:
     """About half of 1F1B's bubble where F = B = W, in p/2 + 1 M_B on every rank, unless told otherwise."""
     placement = Placement("v", num_ranks, 2)
-    limits = memory_limit or _room_for(num_ranks / 2 + 1, placement, costs)
-    return _planned("v-half", Problem(placement, num_microbatches, costs, tuple(limits), overlap_communication))
+    limits = tuple(memory_limit or _room_for(num_ranks / 2 + 1, placement, costs, recompute))
+    return _scheduled("v-half", Problem(placement, num_microbatches, costs, limits, overlap_communication, recompute))
 
 
 def v_min(
@@ -65,30 +69,45 @@ def v_min(
     costs: StageCosts,
     memory_limit: Sequence[float] | None = None,
     overlap_communication: bool = True,
+    recompute: Recompute = Recompute.NONE,
 ) -> Schedule:
     """About two thirds of 1F1B's bubble where F = B = W, in p/3 + 1 M_B on every rank, unless told otherwise."""
     placement = Placement("v", num_ranks, 2)
-    limits = memory_limit or _room_for(num_ranks / 3 + 1, placement, costs)
-    return _planned("v-min", Problem(placement, num_microbatches, costs, tuple(limits), overlap_communication))
+    limits = tuple(memory_limit or _room_for(num_ranks / 3 + 1, placement, costs, recompute))
+    return _scheduled("v-min", Problem(placement, num_microbatches, costs, limits, overlap_communication, recompute))
 
 
-def _room_for(num_held: float, placement: Placement, costs: StageCosts) -> tuple[float, ...]:
-    """Rank -> the memory of `num_held` microbatches on both of its chunks."""
-    ranks = range(placement.num_ranks)
-    return tuple(num_held * _whole(placement, costs, rank) + sum(_added(placement, costs, rank)) for rank in ranks)
+def _room_for(
+    num_held: float, placement: Placement, costs: StageCosts, recompute: Recompute = Recompute.NONE
+) -> tuple[float, ...]:
+    """Rank -> the memory of `num_held` microbatches on both of its chunks.
+
+    With full recomputation they lack what R makes again, but for one.
+    """
+    rooms = []
+    for rank in range(placement.num_ranks):
+        room = num_held * _whole(placement, costs, rank) + sum(_added(placement, costs, rank))
+        if recompute is Recompute.FULL:
+            room -= (num_held - 1) * sum(costs.memory_r[stage] for stage in placement.stages_of(rank))
+        rooms.append(room)
+    return tuple(rooms)
 
 
-def _planned(name: str, problem: Problem) -> Schedule:
+def _scheduled(name: str, problem: Problem) -> Schedule:
     """The best plan within the limits, among them plans in the default memory of the other V schedules, if less."""
     problem.check_feasible()
     plan = _search(problem)
     candidates = [problem.schedule(name, plan.orders)]
     rooms = [room for room in _other_rooms(problem) if room.bound < plan.cost]
     candidates += (room.schedule(name, _search(room).orders) for room in rooms)
-    if max(problem.costs.memory_b) > 0:
+    if max(problem.costs.memory_b) > 0 and not problem.recomputes:
         # The planner reserves room for what B adds from F on, and so fits few microbatches: fusing W may be better.
         together = (_back_to_back(name, room) for room in (problem, *rooms))
         candidates += (schedule for schedule in together if schedule is not None)
+    if problem.recompute is Recompute.FULL:
+        inside = replace(problem, costs=problem.costs.recomputing_in_backward(), recompute=Recompute.NONE)
+        planned_inside = (one.schedule(name, _search(one).orders) for one in (inside,) if one.is_feasible)
+        candidates += (apart for apart in map(with_recomputation, planned_inside) if fits(apart, problem))
     return best_of(candidates, problem) if len(candidates) > 1 else candidates[0]
 
 
@@ -96,7 +115,7 @@ def _other_rooms(problem: Problem) -> Iterator[Problem]:
     """The problem in the memory that ZB-V, V-Half and V-Min have by default, where that is less and enough."""
     p = problem.num_ranks
     for num_held in (p, p / 2 + 1, p / 3 + 1):
-        room = replace(problem, limits=_room_for(num_held, problem.placement, problem.costs))
+        room = replace(problem, limits=_room_for(num_held, problem.placement, problem.costs, problem.recompute))
         is_less = all(map(le, room.limits, problem.limits)) and room.limits != problem.limits
         if is_less and room.is_feasible:
             yield room
@@ -105,10 +124,11 @@ def _other_rooms(problem: Problem) -> Iterator[Problem]:
 def _search(problem: Problem) -> PlannedOrders:
     portfolio = Portfolio(problem.bound, max(BUDGET, LEAST_CANDIDATES * problem.num_ops))
     portfolio.in_order(problem, problem.one_by_one())
+    keepings = (Keeping(), Keeping(defers_weights=True))[: 1 + problem.recomputes]
     for orders in _candidates(problem):
-        for rule in (GapRule.BALANCED, GapRule.ALWAYS, GapRule.NEVER):
+        for rule, keeping in product((GapRule.BALANCED, GapRule.ALWAYS, GapRule.NEVER), keepings):
             if not portfolio.finished:
-                portfolio.fill(problem, orders, rule)
+                portfolio.fill(problem, orders, rule, keeping=keeping)
     assert portfolio.best is not None, "one microbatch after the other fits in any limit that is feasible"
     return portfolio.best
 
@@ -146,17 +166,41 @@ def _added(placement: Placement, costs: StageCosts, rank: int) -> list[float]:
     return [max(0, costs.memory_b[placement.stage_of(rank, chunk)]) for chunk in range(placement.num_chunks)]
 
 
+def _num_held(problem: Problem) -> float:
+    """How many microbatches every rank can hold on both of its chunks, if all are dropped that can be."""
+    found: list[float] = []
+    for rank, limit in enumerate(problem.limits):
+        each, once = _whole(problem.placement, problem.costs, rank), 0.0
+        if problem.recomputes:
+            footprints = [problem.footprints[stage] for stage in problem.stages_of[rank]]
+            each, once = sum(one.dropped for one in footprints), max(one.restored for one in footprints)
+        if each > 0:
+            found.append((limit - once) / each)
+    return min(found, default=problem.num_ranks)
+
+
 def _candidates(problem: Problem) -> Iterator[list[Order]]:
     """Orders of F and B, the most promising first."""
-    p, costs = problem.num_ranks, problem.costs
-    wholes = [_whole(problem.placement, costs, rank) for rank in range(p)]
-    held = min((limit / whole for limit, whole in zip(problem.limits, wholes, strict=True) if whole > 0), default=p)
+    p, held = problem.num_ranks, _num_held(problem)
     if held >= p:
         yield _eager(problem)
+    yield from _blocks(problem, held)
+    if problem.recomputes:
+        # The more it holds, the more of it is dropped, or the less room there is for W's.
+        for less in (2 * p, p, p / 2 + 1):
+            if less < held:
+                yield from _blocks(problem, less)
+    if held < p:
+        yield _eager(problem)
+
+
+def _blocks(problem: Problem, held: float) -> Iterator[list[Order]]:
+    """Orders that repeat a block in which every rank holds so many microbatches."""
     # A microbatch that rests for h at a rank, on its way down and back up together, is held for 2 p h over
     # both chunks, each half of M_B: p h / period microbatches. Blocks begin and end off the beat, which
     # takes the room of one more.
     # The published delays keep F and B of a block off each other's slots, for legs of one slot and of two.
+    p = problem.num_ranks
     delays = {0.5: (2 if p % 3 == 0 else 0, 0), 2 / 3: (3 if p % 2 == 0 else 0, 1)}
     for share in SHARES:
         for block in (_Block(1, 1, PERIOD), _Block.of(problem)):
@@ -164,8 +208,6 @@ def _candidates(problem: Problem) -> Iterator[list[Order]]:
             down, down_again = max(block.f, together * share), max(block.b, together * share)
             rest = (down, max(block.f, together - down_again), down_again, max(block.b, together - down))
             yield _repeated(problem, block, rest, delays.get(share, (0, 0)))
-    if held < p:
-        yield _eager(problem)
 
 
 @dataclass(frozen=True)
@@ -182,6 +224,8 @@ class _Block:
         size, comm = problem.num_stages, median(problem.message or (0,))
         kinds = [slice(kind * size, (kind + 1) * size) for kind in range(3)]
         f, b = (median(problem.latency[kind]) + comm for kind in kinds[:2])
+        if problem.recompute is Recompute.FULL:
+            kinds.append(slice(3 * size, 4 * size))
         return cls(f, b, 2 * sum(median(problem.duration[kind]) for kind in kinds))
 
 

@@ -44,7 +44,8 @@ class EventLoop(ABC):
         self.duration = problem.duration
         self.latency = problem.latency
         self.allocation = problem.allocation
-        self.work = problem.work
+        self.work = list(problem.work)
+        """Rank -> time that all its operations occupy it, going by the microbatches that it has dropped so far."""
         largest = max(max(problem.limits), max(map(abs, problem.allocation)))
         self.limits = [limit + 1e-9 * largest for limit in problem.limits]
         self.epsilon = 1e-9 * max(problem.duration)
@@ -53,8 +54,10 @@ class EventLoop(ABC):
         self.arrivals: list[list[float]] = [[] for _ in range(2 * size)]
         """Code of F or B -> when its inputs are there, for every microbatch for which that is known."""
         self.arrivals[0] = [0.0] * self.num_microbatches
-        self.done = [0] * (3 * size)
-        """Code -> how many microbatches have started it."""
+        self.done = [0] * (4 * size)
+        """Code -> how many microbatches have started it; an F counts as F, whether it drops or keeps."""
+        self.dropped: list[list[int]] = [[] for _ in range(size)]
+        """Stage -> the microbatches whose activations it has dropped."""
         self.free = [0.0] * ranks
         self.begin = [0.0] * ranks
         self.end = [0.0] * ranks
@@ -80,7 +83,7 @@ class EventLoop(ABC):
                 start(code, rank, now, events)
             elif when < inf:
                 heappush(events, (when, rank))
-        if sum(map(len, self.orders)) < self.problem.num_ops:
+        if sum(self.done[: 3 * self.num_stages]) < self.problem.num_ops:
             return None
         return PlannedOrders(max(end - begin for begin, end in zip(self.begin, self.end, strict=True)), self.orders)
 
@@ -93,7 +96,10 @@ class EventLoop(ABC):
         else:
             self.begin[rank] = now + self.problem.receiving[code]
         self.orders[rank].append(code)
-        self.done[code] += 1
+        size = self.num_stages
+        if code >= 4 * size:
+            self.drop(code - 4 * size, rank)
+        self.done[code % (4 * size)] += 1
         duration = self.duration[code]
         end = now + self.latency[code]
         self.end[rank] = end
@@ -101,7 +107,8 @@ class EventLoop(ABC):
         self.worked[rank] += duration
         self.held[rank] += self.allocation[code]
         heappush(events, (self.free[rank], rank))
-        size = self.num_stages
+        if code >= 4 * size:
+            code -= 4 * size
         if code < size:
             if code + 1 < size:
                 self.arrive(code + 1, end + self.problem.message[code], rank, events)
@@ -109,6 +116,17 @@ class EventLoop(ABC):
                 self.arrivals[size + code].append(end)
         elif size < code < 2 * size:
             self.arrive(code - 1, end + self.problem.message[code - size - 1], rank, events)
+
+    def drop(self, stage: int, rank: int) -> None:
+        """Note that the next microbatch of `stage` needs an R."""
+        self.dropped[stage].append(self.done[stage])
+        if not self.problem.is_dropped_as_a_rule(stage):
+            self.work[rank] += self.duration[3 * self.num_stages + stage]
+
+    def needs_r(self, stage: int) -> bool:
+        """Whether the microbatch of the next B of `stage` is dropped, and has had no R."""
+        dropped, restored = self.dropped[stage], self.done[3 * self.num_stages + stage]
+        return restored < len(dropped) and dropped[restored] == self.done[self.num_stages + stage]
 
     def arrive(self, code: int, when: float, source: int, events: list[tuple[float, int]]) -> None:
         """Note that an input of `code` arrives at `when`, and wake its rank."""

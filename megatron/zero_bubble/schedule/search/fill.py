@@ -1,29 +1,49 @@
-"""Inserts W into a given order of F and B where it costs least."""
+"""Inserts W, and R, into a given order of F and B where they cost least."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from math import inf
 
+from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.schedule.search.event_loop import EventLoop, GapRule, PlannedOrders
 from megatron.zero_bubble.schedule.search.problem import Order, Problem
 
 
-def fill_weights(problem: Problem, orders: Sequence[Order], rule: GapRule, target: float = 0) -> PlannedOrders | None:
+@dataclass(frozen=True)
+class Keeping:
+    """Which microbatches keep their activations, where a problem recomputes."""
+
+    defers_weights: bool = False
+    """Whether memory that waiting W's hold is left to them, so that F drops, or runs before them, if it has to."""
+    drops: AbstractSet[tuple[int, int]] = frozenset()
+    """(stage, microbatch) to drop in any case."""
+
+
+def fill_weights(
+    problem: Problem, orders: Sequence[Order], rule: GapRule, target: float = 0, keeping: Keeping | None = None
+) -> PlannedOrders | None:
     """The plan that runs F and B in the given order, and W in between.
 
     W runs in gaps that are long enough, where memory is full, at the end, and in shorter gaps as `rule` says;
     `target` is a span that `BALANCED` does not try to get below. If a rank lacks the memory for its next F, and
-    has no W to run, its next B goes first. None if the ranks then wait for each other for ever.
+    has no W to run, its next B goes first. R runs as soon as its B is the rank's next operation of the order, or in
+    a gap before the F that precedes it. None if the ranks then wait for each other for ever.
     """
-    return _Filling(problem, orders, rule, target).run()
+    return _Filling(problem, orders, rule, target, keeping or Keeping()).run()
 
 
 class _Filling(EventLoop):
-    def __init__(self, problem: Problem, orders: Sequence[Order], rule: GapRule, target: float) -> None:
+    def __init__(
+        self, problem: Problem, orders: Sequence[Order], rule: GapRule, target: float, keeping: Keeping
+    ) -> None:
         super().__init__(problem, target)
         self.rule = rule
+        self.keeping = keeping
+        self.recomputes = problem.recomputes
         self.given = [list(order) for order in orders]
         self.position = [0] * problem.num_ranks
         self.weights: list[deque[int]] = [deque() for _ in orders]
@@ -33,13 +53,20 @@ class _Filling(EventLoop):
         given, position, weights = self.given[rank], self.position[rank], self.weights[rank]
         ready = inf
         if position < len(given):
-            code = given[position]
-            if code < self.num_stages and self.held[rank] + self.allocation[code] > self.limits[rank]:
-                if weights:
+            code = start = given[position]
+            if code < self.num_stages:
+                start = self.as_it_fits(rank, code)
+                if start < 0:
+                    if weights:
+                        return weights.popleft(), now
+                    if not self.pull_backward(given, position):
+                        return -1, inf
+                    code = start = given[position]
+            if self.recomputes and code >= self.num_stages and self.needs_r(code - self.num_stages):
+                r = code + 2 * self.num_stages
+                if weights and self.held[rank] + self.allocation[r] > self.limits[rank]:
                     return weights.popleft(), now
-                if not self.pull_backward(given, position):
-                    return -1, inf
-                code = given[position]
+                return r, now
             arrivals = self.arrivals[code]
             if self.done[code] < len(arrivals):
                 ready = arrivals[self.done[code]]
@@ -47,10 +74,63 @@ class _Filling(EventLoop):
                 self.position[rank] = position + 1
                 if code >= self.num_stages:
                     weights.append(code + self.num_stages)
-                return code, now
+                return start, now
+            if self.recomputes and code < self.num_stages:
+                r = self.early_r(rank, start, ready - now)
+                if r >= 0:
+                    return r, now
         if weights and self.fills(rank, now, ready, self.duration[weights[0]], self.rule):
             return weights.popleft(), now
         return -1, ready
+
+    def as_it_fits(self, rank: int, code: int) -> int:
+        """The F `code`, or the same F that drops its activations; -1 if a W or a B has to make room first.
+
+        Room is kept for one restored microbatch: with every W done, the next R fits.
+        """
+        held, limit, keep = self.held[rank], self.limits[rank], self.allocation[code]
+        if not self.recomputes:
+            return code if held + keep <= limit else -1
+        dropping = code + 4 * self.num_stages
+        drop, restored = self.allocation[dropping], self.allocation[code + 3 * self.num_stages]
+        to_restore = self.to_restore(rank)
+        without_weights = held - self.releasable(rank)
+        at_once = without_weights if self.keeping.defers_weights else held
+        keeps = self.keeps(rank, code)
+        if keeps and held + keep <= limit and at_once + keep + to_restore <= limit:
+            return code
+        if keeps and not self.keeping.defers_weights and without_weights + keep + to_restore <= limit:
+            return -1
+        return dropping if held + drop <= limit and at_once + drop + max(restored, to_restore) <= limit else -1
+
+    def keeps(self, rank: int, code: int) -> bool:
+        """Whether the F `code` keeps its activations, if they fit: where its B follows at once, R is no use."""
+        given, following, size = self.given[rank], self.position[rank] + 1, self.num_stages
+        if code == size - 1 and following < len(given) and given[following] == code + size:
+            return True
+        return self.problem.recompute is not Recompute.FULL and (code, self.done[code]) not in self.keeping.drops
+
+    def to_restore(self, rank: int) -> float:
+        """The most that any R of `rank` will allocate for the microbatches that it has dropped."""
+        size = self.num_stages
+        stages = self.problem.stages_of[rank]
+        return max(
+            (self.allocation[3 * size + s] for s in stages if self.done[3 * size + s] < len(self.dropped[s])), default=0
+        )
+
+    def releasable(self, rank: int) -> float:
+        """What the waiting W's of `rank` hold."""
+        return -sum(self.allocation[code] for code in self.weights[rank])
+
+    def early_r(self, rank: int, f: int, gap: float) -> int:
+        """The R of the B that follows the next F, if it fits into the gap before that F; else -1."""
+        given, following, size = self.given[rank], self.position[rank] + 1, self.num_stages
+        code = given[following] if following < len(given) else f
+        if not size <= code < 2 * size or not self.needs_r(code - size):
+            return -1
+        r = code + 2 * size
+        room = self.limits[rank] - self.held[rank] - self.allocation[r] - self.allocation[f]
+        return r if self.duration[r] <= gap + 2 * self.epsilon and room >= 0 else -1
 
     def pull_backward(self, given: Order, position: int) -> bool:
         """Move the next B of the order to `position`; False if there is none."""
@@ -83,8 +163,9 @@ class _InOrder(EventLoop):
         if position == len(self.given[rank]):
             return -1, inf
         code = self.given[rank][position]
-        if code >= 2 * self.num_stages:
+        f_or_b = code % (4 * self.num_stages)
+        if f_or_b >= 2 * self.num_stages:
             return code, now
-        arrivals = self.arrivals[code]
-        ready = arrivals[self.done[code]] if self.done[code] < len(arrivals) else inf
+        arrivals = self.arrivals[f_or_b]
+        ready = arrivals[self.done[f_or_b]] if self.done[f_or_b] < len(arrivals) else inf
         return (code, now) if ready <= now else (-1, ready)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from megatron.zero_bubble.schedule.ir import Schedule
 from megatron.zero_bubble.schedule.memory import peak_memory
 from megatron.zero_bubble.schedule.search.event_loop import GapRule, PlannedOrders
-from megatron.zero_bubble.schedule.search.fill import fill_weights, run_in_order
+from megatron.zero_bubble.schedule.search.fill import Keeping, fill_weights, run_in_order
 from megatron.zero_bubble.schedule.search.greedy import Policy, list_schedule
 from megatron.zero_bubble.schedule.search.problem import Order, Problem, tolerance
 from megatron.zero_bubble.schedule.simulate import simulate
@@ -42,10 +42,17 @@ class Portfolio:
         if plan is not None and plan.cost < self.cost * (1 - 1e-12):
             self.best = plan
 
-    def fill(self, problem: Problem, orders: Sequence[Order], rule: GapRule, target: float = 0) -> float:
+    def fill(
+        self,
+        problem: Problem,
+        orders: Sequence[Order],
+        rule: GapRule,
+        target: float = 0,
+        keeping: Keeping | None = None,
+    ) -> float:
         """Try an order of F and B; its cost, infinity if it does not work."""
         self.budget -= problem.num_ops
-        plan = fill_weights(problem, orders, rule, target)
+        plan = fill_weights(problem, orders, rule, target, keeping)
         self.offer(plan)
         return plan.cost if plan is not None else float("inf")
 

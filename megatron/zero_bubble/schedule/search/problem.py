@@ -12,25 +12,29 @@ from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import Infeasible
 from megatron.zero_bubble.schedule.ir import Op, Placement, Schedule
 from megatron.zero_bubble.schedule.kinds import OpKind
+from megatron.zero_bubble.schedule.recomputation import Recompute
 
 Order = list[int]
 """Operations of one rank as codes, in microbatch order a stage.
 
-With S stages, F of stage s is s, B is S + s and W is 2S + s; the k-th time that a code occurs is
-microbatch k.
+With S stages, F of stage s is s, B is S + s, W is 2S + s, R is 3S + s, and an F that drops the activations which R
+makes again is 4S + s. The k-th F of a stage, of either kind, its k-th B and its k-th W are those of microbatch k; its
+k-th R is that of the k-th microbatch that is dropped.
 """
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """What one microbatch holds on a stage, never growing after the start of F.
+    """What one microbatch holds on a stage, never growing after the start of F, or of R if it has one.
 
-    A B or W that allocates has its memory set aside when F starts: a planner that looks at F alone
+    A B or W that allocates has its memory set aside when F starts, or R: a planner that looks at these alone
     then never finds itself without the memory to finish what it began.
     """
 
+    dropped: float
+    """Memory from the start of F to the start of R, if there is an R."""
     whole: float
-    """Memory from the start of F to the end of B."""
+    """Memory from the start of F, or of R, to the end of B."""
     after_b: float
     """Memory from the end of B to the end of W."""
     after_w: float
@@ -41,7 +45,13 @@ class Footprint:
         after_f = costs.memory_f[stage]
         after_b = after_f + costs.memory_b[stage]
         after_w = after_b + costs.memory_w[stage]
-        return cls(max(after_f, after_b, after_w, 0), max(after_b, after_w, 0), max(after_w, 0))
+        dropped = max(after_f - costs.memory_r[stage], 0)
+        return cls(dropped, max(after_f, after_b, after_w, 0), max(after_b, after_w, 0), max(after_w, 0))
+
+    @property
+    def restored(self) -> float:
+        """What R allocates."""
+        return self.whole - self.dropped
 
 
 @dataclass(frozen=True)
@@ -49,7 +59,7 @@ class Problem:
     """Order F, B and W of every stage and microbatch so that the longest span of a rank is short.
 
     `limits` is the memory that the operations of each rank may hold, in the unit of the costs;
-    `overlap_communication` is as in `simulate`.
+    `overlap_communication` is as in `simulate`; `recompute` says which microbatches have an R.
     """
 
     placement: Placement
@@ -57,6 +67,7 @@ class Problem:
     costs: StageCosts
     limits: tuple[float, ...]
     overlap_communication: bool = True
+    recompute: Recompute = Recompute.NONE
 
     @property
     def is_feasible(self) -> bool:
@@ -86,7 +97,13 @@ class Problem:
 
     @property
     def num_ops(self) -> int:
+        """The operations without R."""
         return 3 * self.num_stages * self.num_microbatches
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether any microbatch may have an R."""
+        return self.recompute is not Recompute.NONE
 
     @cached_property
     def rank_of(self) -> tuple[int, ...]:
@@ -110,18 +127,19 @@ class Problem:
     def receiving(self) -> tuple[float, ...]:
         """Code -> time that its rank is occupied with receiving its input, right before it."""
         edges = (0,) * len(self._messages) if self.overlap_communication else self._messages
-        return (0, *edges, *edges, 0, *(0,) * self.num_stages)
+        return (0, *edges, *edges, 0, *(0,) * (2 * self.num_stages), 0, *edges)
 
     @cached_property
     def sending(self) -> tuple[float, ...]:
         """Code -> time that its rank is occupied with sending its result, right after it."""
         edges = (0,) * len(self._messages) if self.overlap_communication else self._messages
-        return (*edges, 0, 0, *edges, *(0,) * self.num_stages)
+        return (*edges, 0, 0, *edges, *(0,) * (2 * self.num_stages), *edges, 0)
 
     @cached_property
     def latency(self) -> tuple[float, ...]:
         """Code -> time from when its rank turns to it, with its input ready, to its result."""
-        compute = self.costs.time_f + self.costs.time_b + self.costs.time_w
+        costs = self.costs
+        compute = costs.time_f + costs.time_b + costs.time_w + costs.time_r + costs.time_f
         return tuple(map(add, self.receiving, compute))
 
     @cached_property
@@ -142,17 +160,23 @@ class Problem:
 
     @cached_property
     def allocation(self) -> tuple[float, ...]:
-        """Code -> change of memory, above zero for F only."""
+        """Code -> change of memory, above zero for F and R only."""
         f = tuple(each.whole for each in self.footprints)
         b = tuple(each.after_b - each.whole for each in self.footprints)
         w = tuple(each.after_w - each.after_b for each in self.footprints)
-        return f + b + w
+        r = tuple(each.restored for each in self.footprints)
+        return f + b + w + r + tuple(each.dropped for each in self.footprints)
+
+    def is_dropped_as_a_rule(self, stage: int) -> bool:
+        """Whether most microbatches of `stage` have an R."""
+        return self.recompute is Recompute.FULL and stage < self.num_stages - 1
 
     @cached_property
     def work(self) -> tuple[float, ...]:
-        """Rank -> time that all its operations occupy it."""
+        """Rank -> time that all its operations occupy it, if R is where it is as a rule."""
         size = self.num_stages
-        each = [sum(self.duration[code] for code in (s, size + s, 2 * size + s)) for s in range(size)]
+        codes = [(s, size + s, 2 * size + s, *(3 * size + s,) * self.is_dropped_as_a_rule(s)) for s in range(size)]
+        each = [sum(self.duration[code] for code in codes[s]) for s in range(size)]
         return tuple(self.num_microbatches * sum(each[s] for s in stages) for stages in self.stages_of)
 
     @cached_property
@@ -161,7 +185,9 @@ class Problem:
 
         A rank's span has all of its messages but the one before its first F: its last operation, a W, sends nothing.
         """
-        known = lower_bounds(self.placement, self.num_microbatches, self.costs, self.limits).span
+        known = lower_bounds(self.placement, self.num_microbatches, self.costs, self.limits, self.recompute).span
+        if self.recompute is Recompute.FULL:
+            return known
         firsts = (self.receiving[stages[0]] for stages in self.stages_of)
         return max(known, *(work - first for work, first in zip(self.work, firsts, strict=True)))
 
@@ -170,35 +196,61 @@ class Problem:
         """Rank -> the memory it needs if it runs one microbatch after the other.
 
         No schedule with B and W apart needs less: a microbatch is in all stages of a rank at once between
-        its last F there and its first B.
+        its last F there and its first B. With recomputation one of the stages holds it whole, and those before are
+        without what R makes again.
         """
         return tuple(
-            sum(self.footprints[s].whole + (self.num_microbatches - 1) * self.footprints[s].after_w for s in stages)
+            self._most_held(stages) + (self.num_microbatches - 1) * sum(self.footprints[s].after_w for s in stages)
             for stages in self.stages_of
         )
+
+    def _most_held(self, stages: Sequence[int]) -> float:
+        """The most that one microbatch, alone on a rank, holds in its stages."""
+        footprints = [self.footprints[s] for s in stages]
+        if not self.recomputes:
+            return sum(each.whole for each in footprints)
+        held = [
+            sum(each.dropped for each in footprints[:i])
+            + here.whole
+            + sum(each.after_w for each in footprints[i + 1 :])
+            for i, here in enumerate(footprints)
+        ]
+        return max(held)
 
     def one_by_one(self) -> list[Order]:
         """The order with the smallest memory: one microbatch after the other."""
         size = self.num_stages
         orders: list[Order] = []
         for stages in self.stages_of:
-            backward = [code for s in reversed(stages) for code in (size + s, 2 * size + s)]
-            orders.append([*stages, *backward] * self.num_microbatches)
+            dropped = stages[:-1] if self.recomputes else ()
+            forward = [s + 4 * size if s in dropped else s for s in stages]
+            backward = []
+            for s in reversed(stages):
+                backward += [*(3 * size + s,) * (s in dropped), size + s, 2 * size + s]
+            orders.append([*forward, *backward] * self.num_microbatches)
         return orders
 
     def schedule(self, name: str, orders: Sequence[Order]) -> Schedule:
         """The orders as a schedule."""
-        kinds = (OpKind.F, OpKind.B, OpKind.W)
+        kinds = (OpKind.F, OpKind.B, OpKind.W, OpKind.R)
         size = self.num_stages
-        what = [(kinds[code // size], self.placement.chunk_of(code % size)) for code in range(3 * size)]
+        what = [(kinds[code // size], self.placement.chunk_of(code % size)) for code in range(4 * size)]
         counts = [0] * (3 * size)
+        dropped: list[list[int]] = [[] for _ in range(size)]
         ranks: list[tuple[Op, ...]] = []
         for order in orders:
             ops = []
             for code in order:
+                if code >= 4 * size:
+                    code -= 4 * size
+                    dropped[code].append(counts[code])
                 kind, chunk = what[code]
-                ops.append(Op(kind, counts[code], chunk))
-                counts[code] += 1
+                if kind is OpKind.R:
+                    microbatch = dropped[code - 3 * size].pop(0)
+                else:
+                    microbatch = counts[code]
+                    counts[code] += 1
+                ops.append(Op(kind, microbatch, chunk))
             ranks.append(tuple(ops))
         return Schedule(name, self.placement, self.num_microbatches, tuple(ranks))
 

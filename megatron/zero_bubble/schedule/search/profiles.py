@@ -21,10 +21,11 @@ def alternating_orders(problem: Problem, profile: Profile) -> list[Order]:
 
 
 def capacities(problem: Problem) -> Profile:
-    """The largest profile that the memory limits and the number of microbatches allow."""
+    """The largest profile that the limits and the number of microbatches allow, if all is dropped that can be."""
     found = []
     for limit, footprint in zip(problem.limits, problem.footprints, strict=True):
-        fits = floor(limit / footprint.whole + 1e-9) if footprint.whole > 0 else problem.num_microbatches
+        each, once = (footprint.dropped, footprint.restored) if problem.recomputes else (footprint.whole, 0)
+        fits = floor((limit - once) / each + 1e-9) if each > 0 else problem.num_microbatches
         found.append(max(1, min(fits, problem.num_microbatches)))
     return tuple(found)
 
