@@ -48,13 +48,15 @@ def test_a_multiple_before_anything_is_measured():
     assert MemoryLimit(multiple=2).in_unit_costs(4, 8, Recompute.PLANNED) == 8
 
 
-@pytest.mark.parametrize(("name", "m", "inside", "apart"), [("zb-1p", 16, 78, 71), ("zb-2p", 16, 71, 64)])
-def test_r_of_its_own_gives_the_bubble_that_it_takes_inside_b_back(name, m, inside, apart):
-    planned = generate(name, 8, m, costs=EQUAL, recompute=FULL)
-    cost = checked(planned, EQUAL).cost
-    assert cost <= apart
-    without = simulate(generate(name, 8, m, costs=EQUAL.recomputing_in_backward()), EQUAL.recomputing_in_backward())
-    assert without.cost >= inside
+@pytest.mark.parametrize(
+    ("name", "inside", "apart"),
+    [("1f1b", 92, 83), ("zb-h1", 78, 70), ("zb-h2", 71, 64), ("zb-1p", 92, 76), ("zb-2p", 92, 73)],
+)
+def test_r_of_its_own_gives_back_the_bubble_that_it_takes_inside_b(name, inside, apart):
+    """16 microbatches. ZB-1p and ZB-2p are in the memory of 1F1B, which ZB-H1 and ZB-H2 exceed by their waiting W's."""
+    in_backward = EQUAL.recomputing_in_backward()
+    assert simulate(generate(name, 8, 16, costs=in_backward), in_backward).cost == inside
+    assert checked(generate(name, 8, 16, costs=EQUAL, recompute=FULL), EQUAL).cost <= apart
 
 
 @settings(max_examples=100, deadline=None)
@@ -80,7 +82,7 @@ def test_full_recomputation_fits_and_no_simple_schedule_that_fits_is_better(data
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.data(), st.sampled_from(["zb-v", "v-half", "v-min"]), st.integers(1, 4), st.integers(1, 6))
+@given(st.data(), st.sampled_from(["zb-v", "v-half", "v-min"]), st.integers(1, 3), st.integers(1, 5))
 def test_a_v_with_full_recomputation_is_no_worse_than_with_r_inserted(data, name, p, m):
     costs = data.draw(costs_with_r(2 * p))
     limits = [data.draw(st.integers(1, 8 * p)) for _ in range(p)]
@@ -103,6 +105,6 @@ def test_a_v_with_full_recomputation_is_no_worse_than_with_r_inserted(data, name
 @pytest.mark.parametrize("name", ["auto", "zb-1p", "zb-2p", "zb-v", "v-min"])
 def test_what_r_costs_changes_no_plan_that_keeps_everything(name):
     num_stages = 8 if name.startswith(("zb-v", "v-")) else 4
-    costs = replace(StageCosts.uniform(num_stages, 3, 2, 1, 0.5), memory_f=(1.0, 2.0) * (num_stages // 2))
+    costs = replace(StageCosts.uniform(num_stages, 3, 2, 1, 0.5), memory_f=(1.0, 1.25) * (num_stages // 2))
     with_r = replace(costs, time_r=tuple(range(num_stages)), memory_r=(0.5,) * num_stages)
     assert generate(name, 4, 6, costs=with_r) == generate(name, 4, 6, costs=costs)

@@ -50,9 +50,8 @@ class MemoryLimit:
         if self.multiple is None:
             return None
         placement = Placement("linear", num_ranks)
-        return self.multiple * one_f_one_b_peak(
-            placement, default_costs(placement, recompute), num_microbatches, recompute
-        )
+        costs = default_costs(placement, recompute)
+        return self.multiple * one_f_one_b_peak(placement, costs, num_microbatches, recompute=recompute)
 
     def in_bytes(
         self,
@@ -101,13 +100,12 @@ def one_f_one_b_peak(
     is recomputed, the limit is a multiple of what 1F1B takes if it keeps everything. `inside` is what an operation of
     each rank needs while it runs, zeros by default.
     """
-    is_full = recompute is Recompute.FULL
     p, chunks = placement.num_ranks, range(placement.num_chunks)
     peaks = []
     for rank in range(p):
         stages = [placement.stage_of(rank, chunk) for chunk in chunks]
         held = min(num_microbatches, p - rank) * sum(costs.memory_f[stage] for stage in stages)
-        if is_full:
+        if recompute is Recompute.FULL:
             held -= (min(num_microbatches, p - rank) - 1) * sum(costs.memory_r[stage] for stage in stages)
         peaks.append(held + max(0, *(costs.memory_b[stage] for stage in stages)) + (inside[rank] if inside else 0))
     return max(peaks)

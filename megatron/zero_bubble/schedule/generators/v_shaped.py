@@ -106,8 +106,9 @@ def _scheduled(name: str, problem: Problem) -> Schedule:
         candidates += (schedule for schedule in together if schedule is not None)
     if problem.recompute is Recompute.FULL:
         inside = replace(problem, costs=problem.costs.recomputing_in_backward(), recompute=Recompute.NONE)
-        planned_inside = (one.schedule(name, _search(one).orders) for one in (inside,) if one.is_feasible)
-        candidates += (apart for apart in map(with_recomputation, planned_inside) if fits(apart, problem))
+        if inside.is_feasible:
+            apart = with_recomputation(_scheduled(name, inside))
+            candidates += [apart] * fits(apart, problem)
     return best_of(candidates, problem) if len(candidates) > 1 else candidates[0]
 
 
