@@ -1,4 +1,4 @@
-"""Run schedules for real with emulated compute and measure them: is the bubble as small as planned?
+"""Measure schedules in real runs with emulated compute, and compare them with the simulation.
 
     python -m benchmarks.emulate --pipeline-size 4 --num-microbatches 8 --peers
     python -m benchmarks.emulate --schedule 1f1b --schedule zb-h1 --pipeline-size 8 --num-microbatches 16 \\
@@ -7,22 +7,22 @@
         --data-parallel-size 2 --time-reduce 60
     python -m benchmarks.emulate --schedule zb-2p --pipeline-size 4 --num-microbatches 8 --post-validation
 
-Emulated: the executor that trains, one process a rank, and messages of --activation-bytes over gloo; in place of
-compute every rank sleeps for the times of F, B and W, in milliseconds. That shows bubbles on any two cores, because
-a sleeping rank needs none. A step is measured from a common start to the return of the last rank, its span is the
-longest time that a rank needs from its first operation to its last, and the bubble is what the span has more than
-the work. The schedules take turns, so that whatever else the machine does meets all of them; the table has medians.
---time-comm is how long a message takes at least, whatever the machine needs for it. On a machine that others use
-too, `chrt -f 1` before the command keeps them out (as root).
+Every rank is a process that runs the executor of the trainer and sends messages of --activation-bytes over gloo. In
+place of computing it sleeps for the times of F, B and W, in milliseconds; because a sleeping rank needs no core, two
+cores are enough. A step is measured from a common start to the return of the last rank. Its span is the longest time of
+a rank from its first operation to its last, and the bubble is the part of the span that is not work. The schedules take
+turns, so that other load of the machine affects all of them; the table shows medians. --time-comm is the shortest time
+of a message. On a shared machine, `chrt -f 1` before the command (as root) gives it priority over other processes.
 
 With --data-parallel-size and --time-reduce the pipeline runs in replicas, whose gradients are reduced over an emulated
-link while they compute. Schedules run with the W's of their tail in microbatch order, and parameter by parameter.
+link while they compute. Every schedule that splits the backward runs twice: with the W's of its tail in microbatch
+order, and parameter by parameter.
 
-With --post-validation every schedule runs twice: with the optimizer's reduction, an all-reduce of one number, started
-in STEP and waited for in VALIDATE, and with iterations that end with it. Five iterations follow each other without a
-barrier, after two that fill the pipeline; a step is then their mean time, from the last rank's end to its next.
+With --post-validation every schedule runs twice: once the optimizer's reduction, an all-reduce of one number, starts in
+STEP and is waited for in VALIDATE, and once it ends the iteration. Two iterations fill the pipeline, then five follow
+without a barrier; a step is their mean time, from the end of the last rank to its end in the next iteration.
 
-A mistake ends with one line and exit status 2.
+A mistake in the flags ends with one line and exit status 2.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""How fast schedules are made: generate, lower and validate, one core, seconds.
+"""Measure how many seconds one core needs to generate, lower and validate schedules.
 
     python -m benchmarks.generation                     all schedules, p x m = 8x64, 16x128, 32x256, 64x512
     python -m benchmarks.generation --schedule zb-h1 --size 32x256
 
-The costs are the published times of the 28.3B model (Qi et al. 2024). Work that grows linearly shows
-as a last column, microseconds an operation, that stays the same down the sizes. Exit status 1 if a schedule
-misses a limit: 3 s in all for 32x256, 15 s for 64x512.
+The costs are the published times of the 28.3B model (Qi et al. 2024). If the time grows linearly with the number of
+operations, the last column, microseconds for each operation, is the same for all sizes. Exit status 1 if a schedule
+takes longer than its limit: 3 s in all for 32x256, 15 s for 64x512.
 """
 
 from __future__ import annotations
@@ -41,8 +41,12 @@ def _size(word: str) -> tuple[int, int]:
 class GenerationFlags(TableFlags):
     """what is measured"""
 
-    schedule: list[str] | None = flag("repeat for more (default: all but optimal)", None, repeat=True, metavar="NAME")
-    size: list[tuple[int, int]] | None = flag("repeat for more", None, repeat=True, parse=_size, metavar="PxM")
+    schedule: list[str] | None = flag(
+        "schedule to measure; repeat for more (default: all but optimal)", None, repeat=True, metavar="NAME"
+    )
+    size: list[tuple[int, int]] | None = flag(
+        "ranks x microbatches; repeat for more", None, repeat=True, parse=_size, metavar="PxM"
+    )
 
 
 def measure(name: str, num_ranks: int, num_microbatches: int) -> tuple[Schedule, list[float]]:
@@ -75,7 +79,7 @@ def _measure_all(argv: list[str]) -> bool:
             figures.append({"schedule": name, "size": size, "operations": num_ops, "seconds": seconds})
             print(f"{name} {size[0]}x{size[1]}: {total:.2f} s", file=sys.stderr)
             if total > LIMITS.get(size, float("inf")):
-                missed.append(f"{name} {size[0]}x{size[1]}: {total:.2f} s, limit {LIMITS[size]} s")
+                missed.append(f"{name} {size[0]}x{size[1]}: {total:.2f} s, limit {LIMITS[size]:g} s")
     flags.deliver(figures, table(HEADS, rows, markdown=flags.markdown))
     for line in missed:
         print(f"over the limit: {line}", file=sys.stderr)

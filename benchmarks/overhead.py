@@ -1,16 +1,16 @@
-"""What the runtime adds to the compute: the executor, the split of B and W, communication that is not hidden.
+"""Measure what the runtime adds to the compute: the executor, the split of B and W, and exposed communication.
 
     python -m benchmarks.overhead
     python -m benchmarks.overhead --rounds 40 --json
 
-An operation of the executor is timed without compute and without a network, one rank after the other (four ranks,
-eight microbatches). B + W run on whole models of megatron-core's, in turn with the backward of the same model that
-was not split; the models have the quickstart's architecture, and the smaller one is the quickstart. Both are
-processor time of one thread, which other processes of the machine do not add to. Communication is exposed where an
-operation waits for a message that has been sent: real messages over gloo between processes whose compute
-sleeps, every rank a value.
+The executor is timed by operation, without compute and without a network, one rank after the other (four ranks, eight
+microbatches). B + W are timed on whole models of megatron-core, in turn with the fused backward of the same model; the
+models have the quickstart's architecture, and the smaller one is the quickstart's. Both are processor time of one
+thread, to which other processes of the machine add nothing. Communication is exposed while an operation waits for a
+message that has been sent; it is measured for each rank, with real messages over gloo between processes that sleep in
+place of computing.
 
-A mistake ends with one line and exit status 2, a missed target with status 1.
+A mistake in the flags ends with one line and exit status 2, a missed target with status 1.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ SIZES = (
 class OverheadFlags(TableFlags):
     """what is measured"""
 
-    rounds: int = flag("rounds of B + W", 20, parse=at_least(2), metavar="N")
-    steps: int = flag("steps of the others", 5, parse=at_least(1), metavar="N")
-    model: str | None = flag("one of the models only", None, choices=[size.name for size in SIZES])
+    rounds: int = flag("measurements of B + W and of the fused backward", 20, parse=at_least(2), metavar="N")
+    steps: int = flag("measured steps of the executor and of communication", 5, parse=at_least(1), metavar="N")
+    model: str | None = flag("measure this model only", None, choices=[size.name for size in SIZES])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -73,7 +73,7 @@ def _measure(argv: list[str]) -> bool:
     flags.deliver([asdict(row) for row in rows], overhead_table(rows, markdown=flags.markdown))
     missed = [row for row in rows if row.is_missed]
     for row in missed:
-        print(f"over the target: {row.measure}, {row.case}: {row.value:.4g}, {row.target:g}", file=sys.stderr)
+        print(f"above the target {row.target:g}: {row.measure}, {row.case}: {row.value:.4g}", file=sys.stderr)
     return not missed
 
 

@@ -1,11 +1,12 @@
-"""Like `zero-bubble benchmark`, and with --peers beside other implementations of pipeline schedules.
+"""Compare schedules as `zero-bubble benchmark` does, and with --peers other implementations of schedules too.
 
     python -m benchmarks.train --pipeline-size 2 --num-microbatches 4 --schedule zb-h1 --schedule zb-2p --peers -- \\
         --num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 256 \\
         --micro-batch-size 2 --mock-data --vocab-size 4095
 
 The peers are megatron-core's interleaved schedule and torch.distributed.pipelining's schedules, on the same layers,
-data, optimizer and loop (benchmarks/pretrain_gpt_torch.py). `zero-bubble benchmark --help` says what is measured.
+data, optimizer and loop (benchmarks/pretrain_gpt_torch.py). `zero-bubble benchmark --help` says what is measured;
+`predicted` of torch's schedules is there where one of ours has the same order.
 """
 
 from __future__ import annotations

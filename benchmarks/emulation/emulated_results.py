@@ -202,7 +202,7 @@ def emulation_table(results: list[Result], *, markdown: bool = False) -> str:
         "measured (ms)",
         "spread",
         "simulated",
-        "over it",
+        "above simulated",
         "span",
         "bubble",
         "exposed (ms)",

@@ -89,8 +89,8 @@ def _results(plans: Sequence[Timeline], validated: Sequence[Timeline], records: 
 def iteration_table(results: Sequence[IterationResult], *, markdown: bool = False) -> str:
     """Return a table with a row a schedule: both measured times, the expected ones, and the gain of post-validation."""
     heads = (
-        *("schedule", "with (ms)", "spread", "simulated", "over it"),
-        *("without (ms)", "spread", "makespan", "+ reduction", "over it", "gain", "simulated"),
+        *("schedule", "with (ms)", "spread", "simulated", "above simulated"),
+        *("without (ms)", "spread", "makespan", "+ reduction", "above simulated", "gain", "simulated"),
     )
     rows = []
     for without, with_it in zip(results[::2], results[1::2], strict=True):

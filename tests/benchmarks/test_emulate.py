@@ -142,9 +142,12 @@ def test_post_validation_is_measured_beside_iterations_that_wait_for_the_optimiz
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ((*SIZE, "--time-reduce", "5"), "--time-reduce: it needs --data-parallel-size of at least 2"),
-        ((*SIZE, "--data-parallel-size", "2"), "replicas need it"),
-        ((*SIZE, "--data-parallel-size", "2", "--time-reduce", "5", "--peers"), "leave out --time-reduce"),
+        ((*SIZE, "--time-reduce", "5"), "--time-reduce: give it together with a --data-parallel-size of at least 2"),
+        ((*SIZE, "--data-parallel-size", "2"), "of at least 2, or neither"),
+        (
+            (*SIZE, "--data-parallel-size", "2", "--time-reduce", "5", "--peers"),
+            "--peers: not allowed with --time-reduce",
+        ),
         ((*SIZE, "--schedule", "zb-h9"), "schedule 'zb-h9' is unknown"),
         ((*SIZE, "--steps", "0"), "--steps: must be at least 1"),
         ((*SIZE, "--activation-bytes", "0"), "--activation-bytes: must be at least 16"),
@@ -154,13 +157,13 @@ def test_post_validation_is_measured_beside_iterations_that_wait_for_the_optimiz
         ((*SIZE, "--costs", "nowhere.json", "--time-f", "1"), "not allowed with --costs"),
         ((*SIZE, "--costs", "nowhere.json"), "nowhere.json"),
         ((*SIZE, "--schedule", "zb-h2", "--memory-limit", "1"), "above the limit"),
-        ((*SIZE, "--post-validation", "--peers"), "--peers: not with --post-validation"),
+        ((*SIZE, "--post-validation", "--peers"), "--peers: not allowed with --post-validation"),
         (
             (*SIZE, "--post-validation", "--data-parallel-size", "2", "--time-reduce", "5"),
-            "--time-reduce: not with --post-validation",
+            "--time-reduce: not allowed with --post-validation",
         ),
         (("--pipeline-size", "2"), "--num-microbatches"),
-        ((*SIZE, "--profile-output", "profile.json"), "--profile-output: give one --schedule"),
+        ((*SIZE, "--profile-output", "profile.json"), "--profile-output: give exactly one --schedule"),
     ],
 )
 def test_a_mistake_is_one_line(flags, words, capsys):

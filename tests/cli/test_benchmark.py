@@ -61,7 +61,7 @@ def test_a_log_without_measured_iterations_is_an_error():
         ("print('pretrain_gpt.py: error: --lr is wrong'); raise SystemExit(2)", "^--lr is wrong$"),
         ("raise KeyError('lost')", "KeyError: 'lost'"),
         ("raise SystemExit(5)", "status 5"),
-        ("import time; time.sleep(60)", "not done after 1 s"),
+        ("import time; time.sleep(60)", "ended because it was not done within --timeout 1 s"),
     ],
 )
 def test_a_training_that_fails_says_why_in_one_line(program, reason):
@@ -94,7 +94,7 @@ def test_the_field_has_the_baseline_first_and_every_peer():
         ([*SIZE, "--schedule", "interleaved-zb", "--num-chunks", "3", "--", *TINY], "--num-layers 4"),
         ([*SIZE, "--warmup", "8", "--", *TINY], "--warmup: must be a multiple of --interval 5"),
         ([*SIZE, "--warmup", "5", "--", *TINY], "--warmup: must be at least 7"),
-        ([*SIZE, "--", *TINY, "--train-iters", "5"], "--train-iters: not after --"),
+        ([*SIZE, "--", *TINY, "--train-iters", "5"], "--train-iters: not allowed after --"),
         ([*SIZE[:2], "--", *TINY], "--num-microbatches"),
     ],
 )

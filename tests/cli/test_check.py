@@ -79,7 +79,7 @@ def test_an_error_leaves_nothing_behind_and_does_not_stop_the_rest(monkeypatch, 
     findings = json.loads(Path("gpu-check.json").read_text())
     assert findings["errors"] == {"numerics": "RuntimeError: no step"}
     assert [stage["model"]["name"] for stage in findings["stages"]] == ["tiny"]
-    assert "numerics: not run to its end: RuntimeError: no step" in capsys.readouterr().out
+    assert "numerics: ended with an error: RuntimeError: no step" in capsys.readouterr().out
     assert not torch.distributed.is_initialized()
     assert not parallel_state.model_parallel_is_initialized()
 
@@ -110,7 +110,7 @@ def test_a_model_without_room_is_named_and_the_others_are_delivered(monkeypatch,
     assert main(TRY) == 1
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("large")]
     assert line == (
-        "large: a stage does not fit on this device, --model chooses another: "
+        "large: a stage does not fit on this device, choose another model with --model: "
         "CUDA out of memory. Tried to allocate 2.00 GiB."
     )
     assert main([*TRY, "--model", "tiny"]) == 0

@@ -233,7 +233,7 @@ def test_a_training_that_fails_or_hangs_does_not_stop_those_after_it(start, tmp_
         None,
         "RuntimeError: no such kernel",
         None,
-        "not done after 3 s",
+        "ended because it was not done within 3 s",
         None,
     ]
     assert "rank 1:\nTraceback" in ended["failing"].log

@@ -276,7 +276,7 @@ def test_the_table_names_every_schedule_and_the_refused_ones(capsys):
         (["--world-size", "2", "--schedule", "zb-h9", "--", *SMALL], "zb-h9"),
         (["--world-size", "2", "--zero-stage", "4", "--", *SMALL], "--zero-stage"),
         (["--world-size", "2", "--", *SMALL, "--pipeline-model-parallel-size", "1"], "at least 2"),
-        (["--world-size", "2", "--", *SMALL, "--mtp-num-layers", "1"], "--mtp-num-layers: what further layers cost"),
+        (["--world-size", "2", "--", *SMALL, "--mtp-num-layers", "1"], "--mtp-num-layers is not supported"),
         (["--", *SMALL], "--world-size"),
     ],
 )

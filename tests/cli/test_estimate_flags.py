@@ -76,16 +76,14 @@ def test_auto_is_planned_under_the_limit_of_the_job(capsys):
     by_default, note = planned(capsys, "--zero-bubble")
     assert by_default.limit == pytest.approx(peak)
     assert max(by_default.activation_bytes) <= by_default.limit * (1 + 1e-9)
-    assert "1F1B's peak: --zero-bubble-memory-limit 1 (the default); auto instead of 1 would take" in note
+    assert "1F1B's peak, by --zero-bubble-memory-limit 1 (the default); the limit auto would be" in note
     half_more, note = planned(capsys, "--zero-bubble", LIMIT, "1.5")
     assert half_more.limit == pytest.approx(1.5 * peak)
     assert max(half_more.activation_bytes) > peak
-    assert note == (
-        f"auto: planned for {1.5 * peak / GIB:.2f} GiB of activations, as the flags say: --zero-bubble-memory-limit 1.5"
-    )
+    assert note == (f"auto: planned for {1.5 * peak / GIB:.2f} GiB of activations, by --zero-bubble-memory-limit 1.5")
     in_bytes, note = planned(capsys, "--zero-bubble", LIMIT, "3GiB")
     assert in_bytes.limit == 3 * GIB
-    assert note.endswith("planned for 3.00 GiB of activations, as the flags say: --zero-bubble-memory-limit 3GiB")
+    assert note.endswith("planned for 3.00 GiB of activations, by --zero-bubble-memory-limit 3GiB")
     forwards, note = planned(capsys, "--zero-bubble", "--zero-bubble-max-pending-backward", "6")
     assert forwards.limit == pytest.approx(1.5 * peak)
     assert note.endswith(": --zero-bubble-max-pending-backward 6")
@@ -96,16 +94,18 @@ def test_auto_takes_what_a_job_would_find_free(capsys):
     unsaid, note = planned(capsys)
     cluster = unsaid.job.cluster
     assert unsaid.limit == int(0.9 * (cluster.memory - cluster.reserved - max(unsaid.state_bytes)))
-    assert "nine tenths of what the fullest rank has left: trained so by --zero-bubble --zero-bubble-mem" in note
+    assert (
+        "nine tenths of the free memory of the fullest rank, as a training with --zero-bubble --zero-bubble-mem" in note
+    )
     said, note = planned(capsys, "--zero-bubble", LIMIT, "auto")
     assert said.limit == unsaid.limit
     assert said.timeline.schedule == unsaid.timeline.schedule
-    assert note.endswith("nine tenths of what the fullest rank has left: --zero-bubble-memory-limit auto")
+    assert note.endswith("nine tenths of the free memory of the fullest rank, by --zero-bubble-memory-limit auto")
 
 
 def test_auto_needs_room_that_a_limit_of_its_own_does_not_ask_for(capsys):
     tiny = [*TOOL, "--device-memory", "3GiB", "--reserved-memory", "3GiB", "--schedule", "auto", "--", *JOB]
     assert main(tiny) == 2
-    assert "--schedule auto: parameters and optimizer alone do not fit" in capsys.readouterr().err
+    assert "--schedule auto: parameters and optimizer states do not fit in --device-memory" in capsys.readouterr().err
     assert main([*tiny, "--zero-bubble"]) == 0
     assert " no " in capsys.readouterr().out

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.zero_bubble.cli.output import percent
+
 TOOL = [sys.executable, "-m", "megatron.zero_bubble.cli", "schedule"]
 CURVE = ["memory-curve", "--pipeline-size", "2", "--num-microbatches", "2"]
 
@@ -74,3 +76,10 @@ def test_a_picture_goes_where_a_link_leads(tmp_path):
         assert run(*CURVE, "--output", link, stdout=subprocess.DEVNULL) == (0, "")
         assert link.is_symlink()
     assert (tmp_path / "elsewhere.svg").read_text().startswith("<svg")
+
+
+@pytest.mark.parametrize(
+    ("fraction", "text"), [(-1e-16, "0.00%"), (-0.00004, "0.00%"), (-0.0006, "-0.06%"), (0.12345, "12.35%")]
+)
+def test_a_percentage_that_rounds_to_zero_has_no_sign(fraction, text):
+    assert percent(fraction) == text

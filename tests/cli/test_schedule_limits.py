@@ -77,7 +77,7 @@ BAD = {
     "simulate --input {tmp}/incomplete.csv": "rank 0 lacks B0",
     "generate --schedule zb-h1 {size} --post-validation --format pytorch": "PyTorch's CSV has no word: write JSON",
     "simulate --schedule zb-h1 {size} --hardware-queues 2": "--hardware-queues: invalid choice: '2' (choose from",
-    "simulate --schedule zb-h1 {size} --hardware-queues 1 --no-overlap-communication": "messages overlap there",
+    "simulate --schedule zb-h1 {size} --hardware-queues 1 --no-overlap-communication": "messages on streams overlap",
     "simulate --schedule zb-h1 {size} --steps 2": "--steps 2 needs --post-validation: without it an iteration starts",
     "draw --schedule zb-h1 {size} --steps 0 --output {tmp}/new.svg": "--steps: must be at least 1, got 0",
     "draw --schedule zb-h1 {size} --memory-limit 1 --output {tmp}/new.svg": "is enough for every rank",

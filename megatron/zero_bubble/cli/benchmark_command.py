@@ -1,19 +1,17 @@
-"""Train under several schedules in turn and compare them with megatron-core's 1F1B: is zero-bubble faster here?
+"""Train under several schedules in turn and compare their throughput with that of megatron-core's own 1F1B.
 
     zero-bubble benchmark --pipeline-size 2 --num-microbatches 4 --schedule zb-h1 --schedule zb-2p -- \\
         --num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 256 \\
         --micro-batch-size 2 --mock-data --vocab-size 4095
 
-Trained: pretrain_gpt.py itself, a job for every schedule, with the flags that follow `--`. megatron-core's own 1F1B
-always runs, as what the others are compared with. The schedules take turns, and a turn's ratio is taken to the turn of
-1F1B in the same round; `to 1F1B` is the median of these, its interval a bootstrap over rounds. --peers runs
-megatron-core's interleaved schedule and torch.distributed.pipelining's schedules on the same layers, data, optimizer
-and loop (benchmarks/pretrain_gpt_torch.py).
-What measures bubbles are our schedules' runs; `predicted` of megatron-core's, and of torch's where the order is the
-same, is simulated from the costs that a run of ours in the same placement measured. Memory is the allocator's peak on
-the fullest GPU; without CUDA it is the resident memory of the largest process, its libraries included.
+Every schedule runs pretrain_gpt.py as a job of its own, with the flags that follow `--`. megatron-core's own 1F1B
+always runs, as the baseline. The schedules take turns, and a turn is compared with the turn of 1F1B in the same round;
+`to 1F1B` is the median of these ratios, and its interval is a bootstrap over rounds. Bubble rates are measured in runs
+of our schedules; `predicted` of megatron-core's own is simulated from the costs that a run of ours in the same
+placement measured. Memory is the allocator's peak on the fullest GPU; without CUDA it is the resident memory of the
+largest process, its libraries included.
 
-A mistake ends with one line and exit status 2, a training that fails with status 1.
+A mistake in the flags ends with one line and exit status 2, a training that fails with status 1.
 """
 
 from __future__ import annotations

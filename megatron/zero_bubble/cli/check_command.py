@@ -1,22 +1,25 @@
-"""Does all of it hold on a GPU? One CUDA device is enough: numerics, the price of the split, times, memory, messages.
+"""Check numerics, the cost of the split, times, memory and messages on one CUDA device.
 
     zero-bubble check
     zero-bubble check --megatron-core megatron_core-0.16.1-cp312-*.whl --model 1.5B --output h200.json
     zero-bubble check --device cpu --size tiny
 
-It runs from a clone with what is installed, without a network. Numerics: every rank of a pipeline is a thread of this
-process, with messages in memory; the losses and the gradients of a step in bf16 must be, bit for bit, those of
-megatron-core's own schedule on the whole model. Stages: one from the middle of each of the zero-bubble paper's models,
-with B and W split and as megatron-core has it, in turn; the executor runs it as in training, its neighbours' messages
-are random. From the times follow the schedules' bubble rates for the paper's pipelines, with messages at
---interconnect-bandwidth; the allocator's peak over a step is compared with the simulation's. Ranks: four processes
-share the device and train, over NCCL where it allows that, and over gloo through host memory, with the device's
-hardware queues and with one of them; what --log-numerics writes must be that of megatron-core's own schedule, byte for
-byte.
+The check needs no network. Its parts are:
 
-It ends with tables, and with a file that has everything in it, to send in. Numerics that differ, a training that
-fails or takes too long, B + W above 1.03 times the fused backward, memory that is off by more than 5%, and a model
-whose stage the device has no room for end with status 1; a mistake, or no CUDA device, with one line and status 2.
+numerics  Every rank of a pipeline is a thread of this process, and messages stay in memory. The losses and gradients of
+          a step in bf16 must be bitwise those of megatron-core's own schedule on the whole model.
+stages    One stage from the middle of each model of the zero-bubble paper runs as in training, with random messages,
+          in turn with B and W split and with megatron-core's fused backward. The measured times give the bubble rates
+          of the paper's pipelines, with messages at --interconnect-bandwidth. The allocator's peak over a step is
+          compared with the simulated peak.
+ranks     Four processes share the device and train, over NCCL where it allows that and over gloo through host memory,
+          with many hardware queues and with one. Their --log-numerics files must be byte for byte those of
+          megatron-core's own schedule.
+
+At the end the check prints tables and writes all findings to a JSON file. It ends with status 1 if numerics differ, a
+training fails or takes too long, B + W takes more than 1.03 times the fused backward, memory differs from the
+simulation by more than 5%, or a stage does not fit on the device; with one line and status 2 after a mistake in the
+flags or without a CUDA device.
 """
 
 from __future__ import annotations
@@ -94,7 +97,7 @@ def check(flags: CheckFlags, paths: list[Path], scratch: Path) -> Findings:
 
 
 def _check_stage(model: Model, flags: CheckFlags, device: torch.device, found: dict[str, Any]) -> None:
-    _say(f"a stage of {model.name}, {flags.rounds} rounds")
+    _say(f"measuring a stage of {model.name}, {flags.rounds} rounds")
     try:
         found["stages"].append(_measure_stage(model, flags, device))
     except torch.OutOfMemoryError as error:
@@ -141,8 +144,8 @@ def _run(argv: list[str]) -> bool:
             finally:
                 substitution.restore()
         except ModuleNotFoundError as error:
-            raise ValueError(f"{error}: it is needed here, and megatron-core does not bring it") from error
+            raise ValueError(f"{error}: the check needs this package, and megatron-core does not install it") from error
         deliver(to_json(findings.as_json()), flags.output)
         deliver(findings.as_text(markdown=flags.markdown), None)
-    print(f"everything that was found, to send in: {flags.output.resolve()}")
+    print(f"all findings, to attach to a report: {flags.output.resolve()}")
     return findings.passed

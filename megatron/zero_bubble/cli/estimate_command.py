@@ -1,20 +1,21 @@
-"""What would a training need and reach under each schedule? Asked before a job is queued; no GPU, no processes.
+"""Predict memory and throughput of a training under each schedule, without a GPU.
 
     zero-bubble estimate --world-size 8 --device-memory 80GiB --device-tflops 312 --mfu 0.45 \\
         --interconnect-bandwidth 25 -- --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 \\
         --vocab-size 50257 --bf16 --pipeline-model-parallel-size 8 --micro-batch-size 1 --global-batch-size 32
     zero-bubble estimate --world-size 8 --profile profile.json -- <the flags of the run that was profiled>
 
-After `--` come pretrain_gpt.py's flags, as the job will have them; what says nothing about memory or time may be left
-out. Times are operations over the speed that layers reach (--device-tflops times --mfu), or measured (--profile).
-Memory is parameters, gradients and the optimizer's states, divided as --zero-stage says; the activations that the
-schedule's simulation holds at its peak; and --reserved-memory. The fullest rank decides what fits, and is the one in
-the table. `auto` is planned under --zero-bubble-memory-limit, and a line below the table says what that came to.
+After `--` come pretrain_gpt.py's flags, as the job will have them; flags that change neither memory nor time may be
+left out. Times are numbers of operations divided by the speed that layers reach (--device-tflops times --mfu), or
+measured times (--profile). Memory is the sum of parameters, gradients and the optimizer's states, sharded as
+--zero-stage says, of the activations at the peak of the simulated schedule, and of --reserved-memory. The table shows
+the rank that needs most; a schedule fits if that rank does. `auto` is planned under --zero-bubble-memory-limit, and a
+line below the table shows that limit in GiB.
 
-The activations are those of layers that keep every tensor once (Korthikanti et al. 2022); `make gpu-check` compares
-with an allocator. An iteration is the makespan, or what follows each other closely where --zero-bubble-post-validation
-gains, and the reduction of gradients. The optimizer's own time is not counted, and tensor-parallel communication only
-as far as --mfu or the profile contains it.
+Activations are counted for layers that keep every tensor once (Korthikanti et al. 2022); `make gpu-check` compares
+them with an allocator. An iteration takes the makespan and the reduction of gradients; with
+--zero-bubble-post-validation iterations overlap where the schedule allows it. The optimizer's own time is not counted,
+and tensor-parallel communication only as far as --mfu or the profile contains it.
 
 A mistake ends with one line and exit status 2.
 """

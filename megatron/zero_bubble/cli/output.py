@@ -41,6 +41,11 @@ def _print(text: str) -> None:
             raise
 
 
+def percent(fraction: float) -> str:
+    """Return a fraction as a percentage with two decimals; rounding errors below zero are written as 0.00%."""
+    return f"{round(100 * float(fraction), 2) + 0.0:.2f}%"
+
+
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, markdown: bool = False) -> str:
     """Return a table as text, or as Markdown: the first column is aligned left, the others right."""
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]

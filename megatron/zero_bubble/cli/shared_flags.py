@@ -24,7 +24,7 @@ class CommandFlags:
 class FileFlags(CommandFlags):
     """output"""
 
-    output: Path | None = flag("write there instead of printing", None, parse=Path, metavar="FILE")
+    output: Path | None = flag("write to FILE instead of printing", None, parse=Path, metavar="FILE")
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class ResultFlags(FileFlags):
 class TableFlags(ResultFlags):
     """output"""
 
-    markdown: bool = flag("print tables as Markdown", False)
+    markdown: bool = flag("write tables in Markdown", False)
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,11 @@ class SizeFlags(CommandFlags):
 
     pipeline_size: int = flag("pipeline ranks", parse=at_least(2), metavar="P")
     num_microbatches: int = flag("microbatches of an iteration", parse=at_least(1), metavar="M")
-    num_chunks: int | None = flag("model chunks a rank, where there is a choice", None, parse=at_least(1), metavar="V")
+    num_chunks: int | None = flag(
+        "model chunks on a rank, where schedules allow a choice", None, parse=at_least(1), metavar="V"
+    )
     microbatch_group_size: int | None = flag(
-        "microbatches that an interleaved schedule takes through a chunk before the next (default: P)",
+        "interleaved schedules: microbatches that pass a chunk before the next chunk's turn (default: P)",
         None,
         parse=at_least(1),
         metavar="N",
@@ -72,13 +74,13 @@ def _memory(letter: str, default: str) -> Any:
 
 @dataclass(frozen=True)
 class CostFlags(CommandFlags):
-    """costs of a whole rank, all its chunks together: one number, or a comma list with one a rank"""
+    """costs of a whole rank, all its chunks together: one number, or a comma-separated list with one for each rank"""
 
     time_f: tuple[float, ...] | None = time_flag("forward")
     time_b: tuple[float, ...] | None = time_flag("the gradient of the input")
     time_w: tuple[float, ...] | None = time_flag("the gradient of the weights")
     time_comm: tuple[float, ...] | None = flag(
-        "time of a message (default: 0); a list has one a pair of neighbouring ranks, P - 1 in all",
+        "time of a message (default: 0); a list has P - 1 numbers, one for each pair of neighbouring ranks",
         None,
         parse=numbers(at_least=0),
         metavar="T",
@@ -86,8 +88,8 @@ class CostFlags(CommandFlags):
     memory_f: tuple[float, ...] | None = _memory("F", "1")
     memory_b: tuple[float, ...] | None = _memory("B", "-0.5")
     memory_w: tuple[float, ...] | None = _memory("W", "-0.5")
-    costs: Path | None = flag("all of these, from a JSON file (docs/schedules.md)", None, parse=Path, metavar="FILE")
-    no_overlap_communication: bool = flag("messages occupy the sender and the receiver", False)
+    costs: Path | None = flag("read all costs from a JSON file (docs/schedules.md)", None, parse=Path, metavar="FILE")
+    no_overlap_communication: bool = flag("sender and receiver compute nothing while a message is on its way", False)
 
     default_time: ClassVar[float] = 1
     """Time of each of F, B and W that no flag gives."""
@@ -113,8 +115,8 @@ class LimitFlags(CommandFlags):
     """memory"""
 
     memory_limit: tuple[float, ...] | None = flag(
-        "limit of a rank's memory in M_B, what one microbatch holds between F and B on a whole rank: in units of "
-        "--memory-f (of its largest entry); one number, or a comma list with one a rank",
+        "memory limit of a rank in M_B, the memory that one microbatch holds on a whole rank between F and B (the "
+        "largest --memory-f); one number, or a comma-separated list with one for each rank",
         None,
         parse=numbers(above=0),
         metavar="L",
@@ -131,7 +133,9 @@ class PostValidationFlags(CommandFlags):
     """iterations"""
 
     post_validation: bool = flag(
-        "step first and validate in the next warmup: iterations interlock (docs/post_validation.md)", False
+        "post-validation: step before the norm of all gradients is known, check in the next warmup "
+        "(docs/post_validation.md)",
+        False,
     )
 
 

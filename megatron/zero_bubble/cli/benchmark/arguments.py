@@ -27,27 +27,27 @@ class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
     """the trainings"""
 
     schedule: list[str] | None = flag(
-        "repeat for more; flags may follow within quotes: 'auto --zero-bubble-memory-limit 1.5' "
+        "schedule to train under; repeat for more; flags may follow in quotes: 'auto --zero-bubble-memory-limit 1.5' "
         f"(default: {', '.join(DEFAULT_SCHEDULES)})",
         None,
         repeat=True,
         metavar="NAME",
     )
-    rounds: int = _count("times that every schedule's turn comes", 5)
-    warmup: int = _count("iterations of a turn that are not measured; a plan is made after the sixth", 10, 7)
+    rounds: int = _count("turns of every schedule", 5)
+    warmup: int = _count("unmeasured iterations at the start of a turn; `auto` plans after the sixth", 10, 7)
     iterations: int = _count("measured iterations of a turn", 20)
-    interval: int = _count("iterations that are timed together", 5)
-    timeout: int = _count("seconds that a turn may take", 600)
+    interval: int = _count("iterations whose mean time is one measurement", 5)
+    timeout: int = _count("largest duration of a turn in seconds", 600)
     launch: list[str] | None = flag(
-        "what starts a program on all ranks (default: torchrun on this machine)",
+        "command that starts a program on all ranks (default: torchrun on this machine)",
         None,
         parse=shlex.split,
         metavar="COMMAND",
     )
     world_size: int | None = flag(
-        "ranks that --launch starts (default: pipeline ranks)", None, parse=at_least(2), metavar="N"
+        "number of ranks that --launch starts (default: --pipeline-size)", None, parse=at_least(2), metavar="N"
     )
-    plot: Path | None = flag("write an SVG of throughput over memory", None, parse=Path, metavar="FILE")
+    plot: Path | None = flag("write a plot of throughput against memory as SVG", None, parse=Path, metavar="FILE")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,7 +56,7 @@ class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
                 raise ValueError(f"argument --{name}: must be a multiple of --interval {self.interval}")
         for word in _SET_HERE:
             if word in self.training_flags:
-                raise ValueError(f"argument {word}: not after --, the benchmark sets it")
+                raise ValueError(f"argument {word}: not allowed after --, because the benchmark sets it")
 
     @property
     def num_ranks(self) -> int:

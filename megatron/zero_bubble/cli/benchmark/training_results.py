@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.zero_bubble.cli.benchmark.contestants import Contestant
 from megatron.zero_bubble.cli.benchmark.training_turn import Turn
-from megatron.zero_bubble.cli.output import table
+from megatron.zero_bubble.cli.output import percent, table
 from megatron.zero_bubble.schedule import Timeline
 from megatron.zero_bubble.schedule.draw import Series, to_plot
 
@@ -144,7 +144,7 @@ def train_table(results: list[TrainResult], *, markdown: bool = False) -> str:
 
 
 def _percent(rate: float | None) -> str:
-    return "" if rate is None else f"{100 * rate:.2f}%"
+    return "" if rate is None else percent(rate)
 
 
 def train_plot(results: list[TrainResult]) -> str:

@@ -88,7 +88,7 @@ def take_turn(command: Sequence[str], environment: Mapping[str, str], warmup: in
         text = log.read()
     if process.returncode != 0:
         reason = failure_reason(text) or f"it ended with status {process.returncode}"
-        raise RuntimeError(f"not done after {timeout:g} s" if late.is_set() else reason)
+        raise RuntimeError(f"ended because it was not done within --timeout {timeout:g} s" if late.is_set() else reason)
     return read_log(text, warmup, usage.ru_maxrss * 1024.0)
 
 

@@ -21,25 +21,29 @@ PARTS = ("numerics", "stages", "ranks")
 class CheckFlags(CommandFlags):
     """the check"""
 
-    device: str = flag("cpu: to try the check itself", "cuda", choices=("cuda", "cpu"))
-    size: str = flag("size of the models; paper: those of the zero-bubble paper", "paper", choices=tuple(SIZES))
-    only: list[str] | None = flag("a part of the check; repeat for more", None, repeat=True, choices=PARTS)
+    device: str = flag("device to check; cpu tries the check itself without a GPU", "cuda", choices=("cuda", "cpu"))
+    size: str = flag("models to measure; paper: those of the zero-bubble paper", "paper", choices=tuple(SIZES))
+    only: list[str] | None = flag("run this part of the check only; repeat for more", None, repeat=True, choices=PARTS)
     model: str | None = flag("measure a stage of this model only", None, metavar="NAME")
     cell: list[str] | None = flag(
-        "a training of the ranks' matrix; repeat for more (default: all)", None, repeat=True, choices=NAMES
+        "run this training of the part ranks only; repeat for more (default: all)", None, repeat=True, choices=NAMES
     )
-    rounds: int = flag("steps that are timed", 5, parse=at_least(1), metavar="N")
-    time_limit: float = flag("seconds that a training of several ranks may take", 180, parse=positive, metavar="X")
-    interconnect_bandwidth: float = flag("GB/s of the messages in the predictions", 25, parse=positive, metavar="X")
+    rounds: int = flag("timed steps of a stage", 5, parse=at_least(1), metavar="N")
+    time_limit: float = flag(
+        "largest duration of a training in the part ranks, in seconds", 180, parse=positive, metavar="X"
+    )
+    interconnect_bandwidth: float = flag(
+        "speed of messages in the predictions, in GB/s", 25, parse=positive, metavar="X"
+    )
     megatron_core: Path | None = flag(
-        "its wheel, or the folder that holds megatron/core, where it is not installed",
+        "megatron-core's wheel, or a folder that holds megatron/core, if it is not installed",
         None,
         parse=Path,
         metavar="PATH",
     )
-    markdown: bool = flag("print tables as Markdown", False)
+    markdown: bool = flag("write tables in Markdown", False)
     output: Path = flag(
-        "for everything that was found, as JSON: the file to send in", "gpu-check.json", parse=Path, metavar="FILE"
+        "file for all findings, as JSON, to attach to a report", "gpu-check.json", parse=Path, metavar="FILE"
     )
 
     def __post_init__(self) -> None:
@@ -51,7 +55,7 @@ class CheckFlags(CommandFlags):
             raise ValueError("torch finds no CUDA device here; --device cpu --size tiny tries the check on a CPU")
         if self.device == "cpu" and torch.cuda.is_available():
             raise ValueError(
-                "argument --device cpu: megatron-core takes the GPU that is here; hide it, CUDA_VISIBLE_DEVICES="
+                "argument --device cpu: megatron-core would use this machine's GPU; hide it: CUDA_VISIBLE_DEVICES="
             )
         _refuse_output(self.output)
 

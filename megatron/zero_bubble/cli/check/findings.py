@@ -10,7 +10,7 @@ from megatron.zero_bubble.cli.check.models import Model
 from megatron.zero_bubble.cli.check.one_process_numerics import NumericsCheck
 from megatron.zero_bubble.cli.check.rank_check import RankFindings
 from megatron.zero_bubble.cli.check.stage_run import NUM_RANKS, MemoryCheck, StageProfile
-from megatron.zero_bubble.cli.output import table
+from megatron.zero_bubble.cli.output import percent, table
 from megatron.zero_bubble.schedule import OpKind, generate, placement_for, simulate
 from megatron.zero_bubble.training.model_size import StageLayers, stage_activations, stage_flops
 
@@ -109,10 +109,10 @@ class Findings:
         if self.ranks is not None:
             parts.append(self.ranks.as_text(markdown=markdown))
         parts += [
-            f"{name}: a stage does not fit on this device, --model chooses another: {reason}\n"
+            f"{name}: a stage does not fit on this device, choose another model with --model: {reason}\n"
             for name, reason in self.without_room.items()
         ]
-        parts += [f"{part}: not run to its end: {reason}\n" for part, reason in self.errors.items()]
+        parts += [f"{part}: ended with an error: {reason}\n" for part, reason in self.errors.items()]
         return "\n".join(parts)
 
     def _numerics(self) -> tuple[Sequence[str], list[tuple[str, ...]]]:
@@ -151,7 +151,7 @@ class Findings:
                 stage.model.name,
                 str(stage.model.pipeline_size),
                 str(stage.model.num_microbatches),
-                *(f"{100 * max(0.0, rate):.2f}%" for rate in stage.bubble_rates().values()),
+                *(percent(rate) for rate in stage.bubble_rates().values()),
             )
             for stage in self.stages
         ]

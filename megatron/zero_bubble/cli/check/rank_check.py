@@ -152,7 +152,7 @@ def find_difference(expected: Path, found: Path, losses_only: bool) -> str | Non
         different = [name for name in names if our.get(name) != their[name]]
         if different:
             return f"from iteration {their['iteration']}: {', '.join(different)}"
-    return None if losses_only else "in bytes that mean the same"
+    return None if losses_only else "all values are equal, but not the bytes of the files"
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -158,7 +158,7 @@ class _Attempt:
                 begun, since = len(progress), time.monotonic()
             limit = self._start.limits.training if begun else self._start.limits.start_up
             if time.monotonic() - since > limit:
-                return f"not done after {limit:g} s", -1
+                return f"ended because it was not done within {limit:g} s", -1
             time.sleep(0.05)
 
     def _results(self, error: str | None, status: int) -> dict[str, Ended]:

@@ -34,18 +34,20 @@ def _number(help: str, default: float) -> Any:
 class ClusterFlags(CommandFlags):
     """the cluster"""
 
-    world_size: int = flag("devices of the job", parse=at_least(2), metavar="N")
+    world_size: int = flag("number of devices of the job", parse=at_least(2), metavar="N")
     device_memory: float = flag("memory of one device", "80GiB", parse=_bytes, metavar="SIZE")
     reserved_memory: float = flag(
-        "part of it that no tensor gets: context, communication buffers, fragments",
+        "part of it that tensors cannot use: CUDA context, communication buffers, fragmentation",
         "3GiB",
         parse=_bytes,
         metavar="SIZE",
     )
-    device_tflops: float = _number("dense peak of one device in the training's precision, TFLOP/s; 312: A100", 312)
-    mfu: float = _number("fraction of the peak that layers reach; better measured: --profile", 0.45)
-    interconnect_bandwidth: float = _number("GB/s of a message to another device; 25: one 200 Gbit/s link", 25)
-    interconnect_latency: float = _number("microseconds of an empty message", 20)
+    device_tflops: float = _number("peak speed of one device in the training's precision, in TFLOP/s (A100: 312)", 312)
+    mfu: float = _number("fraction of the peak speed that layers reach; --profile has measured times", 0.45)
+    interconnect_bandwidth: float = _number(
+        "speed of a message to another device, in GB/s (one 200 Gbit/s link: 25)", 25
+    )
+    interconnect_latency: float = _number("time of an empty message, in microseconds", 20)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,19 +60,25 @@ class EstimateFlags(ClusterFlags, TableFlags, FollowingFlags):
     """what is estimated"""
 
     zero_stage: int | None = flag(
-        "what data-parallel ranks divide among them (default: 1 with --use-distributed-optimizer, else 0)",
+        "what is sharded over data-parallel ranks: 1 the optimizer's states, 2 gradients too, 3 parameters too "
+        "(default: 1 with --use-distributed-optimizer, else 0)",
         None,
         parse=at_least(0, 3),
         metavar="{0,1,2,3}",
     )
-    schedule: list[str] | None = flag("repeat for more (default: all but optimal)", None, repeat=True, metavar="NAME")
+    schedule: list[str] | None = flag(
+        "schedule to estimate; repeat for more (default: all but optimal)", None, repeat=True, metavar="NAME"
+    )
     num_chunks: int | None = flag(
-        "model chunks a rank of interleaved schedules (default: the flags', else 2)",
+        "model chunks on a rank in interleaved schedules (default: as in the training's flags, else 2)",
         None,
         parse=at_least(2),
         metavar="V",
     )
     profile: Path | None = flag(
-        "costs that --zero-bubble-profile-output of such a run wrote", None, parse=Path, metavar="FILE"
+        "measured costs, which --zero-bubble-profile-output wrote in a run with these flags",
+        None,
+        parse=Path,
+        metavar="FILE",
     )
     per_rank: bool = flag("print a line for every pipeline rank of every schedule", False)

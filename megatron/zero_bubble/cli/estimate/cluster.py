@@ -59,7 +59,10 @@ def _with_uneven_ends(num_layers: int, stages: int, first: int | None, last: int
     between = stages - len(ends)
     rest = num_layers - sum(ends)
     if (between and (rest <= 0 or rest % between)) or (not between and rest):
-        raise ValueError(f"{rest} layers between the first and the last stage are not equal shares of {between} stages")
+        raise ValueError(
+            f"--num-layers {num_layers} leaves {rest} layers between the first and the last stage, "
+            f"which {between} stages cannot share evenly"
+        )
     middle = [rest // between] * between if between else []
     return [*([first] if first is not None else []), *middle, *([last] if last is not None else [])]
 

@@ -8,7 +8,7 @@ from megatron.zero_bubble.cli.estimate.cluster import rank_parameters
 from megatron.zero_bubble.cli.estimate.estimated_job import EstimatedJob
 from megatron.zero_bubble.cli.estimate.notes import notes
 from megatron.zero_bubble.cli.estimate.schedule_estimate import Estimate, model_flops
-from megatron.zero_bubble.cli.output import table
+from megatron.zero_bubble.cli.output import percent, table
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.training.flops import flops_per_iteration
 
@@ -57,12 +57,16 @@ def _head(job: EstimatedJob) -> str:
     assert args.global_batch_size is not None
     counts = [sum(held) for held in _parameters(job)]
     flops = model_flops(job)
-    costs = "measured: a profile" if job.profile is not None else f"{cluster.flops / 1e12:.4g} TFLOP/s in layers"
-    waiting = "steps first, validates after" if args.zero_bubble_post_validation else "waits for all ranks"
+    costs = "measured (--profile)" if job.profile is not None else f"{cluster.flops / 1e12:.4g} TFLOP/s in the layers"
+    waiting = (
+        "steps before the norm of all gradients is known"
+        if args.zero_bubble_post_validation
+        else "waits for the norm of all gradients"
+    )
     optimizer = {"adam": "Adam", "sgd": "SGD"}[args.optimizer]
     lines = [
         f"parameters of a rank: {min(counts) / 1e6:.1f} to {max(counts) / 1e6:.1f} million, "
-        f"{sum(counts) * args.tensor_model_parallel_size / 1e9:.3f} billion in all (tied copies counted)",
+        f"{sum(counts) * args.tensor_model_parallel_size / 1e9:.3f} billion in all (tied embeddings twice)",
         f"bytes a parameter: {states.parameter} + {states.gradient} for its gradient + {states.optimizer} for "
         f"{optimizer}; ZeRO stage {states.zero_stage} over {job.replicas} data- and context-parallel ranks leaves "
         f"{states.bytes_a_parameter(job.replicas):.4g}",
@@ -90,7 +94,7 @@ def _schedules(found: list[Estimate], *, markdown: bool) -> str:
                 _gib(one.activation_bytes[fullest]),
                 _gib(one.total_bytes[fullest]),
                 "yes" if one.fits else "no",
-                f"{100 * max(0.0, one.timeline.bubble_rate):.2f}%",
+                percent(one.timeline.bubble_rate),
                 f"{one.iteration_ms:.1f}",
                 f"{one.tokens_per_second:.0f}",
                 f"{one.tflops:.4g}",

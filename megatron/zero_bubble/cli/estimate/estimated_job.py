@@ -61,7 +61,7 @@ def job_of(flags: EstimateFlags) -> EstimatedJob:
     if args.pipeline_model_parallel_size < 2:
         raise ValueError("schedules need --pipeline-model-parallel-size of at least 2")
     if args.mtp_num_layers is not None:
-        raise ValueError("--mtp-num-layers: what further layers cost the last stage is not estimated; leave it out")
+        raise ValueError("--mtp-num-layers is not supported: the cost of its layers is not estimated; leave it out")
     stage = flags.zero_stage
     if stage is None:
         stage = int(args.use_distributed_optimizer)

@@ -8,7 +8,7 @@ from megatron.zero_bubble.cli.estimate.estimated_job import EstimatedJob
 from megatron.zero_bubble.cli.estimate.schedule_estimate import Estimate
 from megatron.zero_bubble.job.flags import limit_flag
 
-_WHAT_IS_LEFT = "nine tenths of what the fullest rank has left"
+_WHAT_IS_LEFT = "nine tenths of the free memory of the fullest rank"
 
 
 def notes(job: EstimatedJob, found: Sequence[Estimate]) -> list[str]:
@@ -25,12 +25,12 @@ def _limits(job: EstimatedJob, found: Sequence[Estimate]) -> Iterator[str]:
 def _source(job: EstimatedJob) -> str:
     flags, limit = job.flags, job.flags.memory_limit
     if limit is None:
-        return f"{_WHAT_IS_LEFT}: trained so by --zero-bubble --zero-bubble-memory-limit auto"
+        return f"{_WHAT_IS_LEFT}, as a training with --zero-bubble --zero-bubble-memory-limit auto has"
     if limit.is_auto:
-        return f"{_WHAT_IS_LEFT}: {limit_flag(flags)}"
+        return f"{_WHAT_IS_LEFT}, by {limit_flag(flags)}"
     if flags.zero_bubble_memory_limit is None:
-        return f"1F1B's peak: {limit_flag(flags)}; auto instead of 1 would take {_WHAT_IS_LEFT}"
-    return f"as the flags say: {limit_flag(flags)}"
+        return f"1F1B's peak, by {limit_flag(flags)}; the limit auto would be {_WHAT_IS_LEFT}"
+    return f"by {limit_flag(flags)}"
 
 
 def _post_validation(job: EstimatedJob, found: Sequence[Estimate]) -> Iterator[str]:
@@ -38,7 +38,8 @@ def _post_validation(job: EstimatedJob, found: Sequence[Estimate]) -> Iterator[s
         return
     reasons = (job.awaited(one.timeline.schedule.placement) for one in found)
     for reason in {reason: None for reason in reasons if reason is not None}:
-        yield f"--zero-bubble-post-validation gains nothing, except in a V: {reason}, which the first one waits for"
+        waiting = f"the first stage waits for the last, because {reason}"
+        yield f"--zero-bubble-post-validation gains nothing, except in a V: {waiting}"
 
 
 def _implementation(job: EstimatedJob) -> Iterator[str]:

@@ -145,7 +145,7 @@ def _activation_limit(job: EstimatedJob, costs: StageCosts, placement: Placement
     limit = job.flags.memory_limit or MemoryLimit()
     free = MARGIN * (job.cluster.memory - job.cluster.reserved - states)
     if limit.is_auto and free < 1:
-        raise ScheduleError("parameters and optimizer alone do not fit")
+        raise ScheduleError("parameters and optimizer states do not fit in --device-memory")
     return limit.in_bytes(placement, costs, job.num_microbatches, int(free), _inside(job))
 
 

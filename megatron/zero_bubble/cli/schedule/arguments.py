@@ -29,7 +29,9 @@ class SourceFlags(ScheduleFlags, LimitFlags):
     """the schedule"""
 
     schedule: str | None = flag(f"one of {', '.join(names())}", None, metavar="NAME")
-    input: Path | None = flag("a schedule in JSON, CSV or PyTorch's CSV", None, parse=Path, metavar="FILE")
+    input: Path | None = flag(
+        "read the schedule from FILE: JSON, CSV or PyTorch's CSV", None, parse=Path, metavar="FILE"
+    )
     # Both are optional because a file says them; without a file `__post_init__` requires them.
     pipeline_size: int = flag("pipeline ranks, with --schedule", None, parse=at_least(2), metavar="P")
     num_microbatches: int = flag("microbatches of an iteration, with --schedule", None, parse=at_least(1), metavar="M")
@@ -43,7 +45,7 @@ class SourceFlags(ScheduleFlags, LimitFlags):
         for name in _NOT_WITH_INPUT:
             is_given = getattr(self, name) is not None
             if self.input is not None and is_given:
-                raise ValueError(f"argument {_spelled(name)}: not allowed with --input, which says it")
+                raise ValueError(f"argument {_spelled(name)}: not allowed with --input, whose schedule decides it")
             if self.input is None and not is_given and name in ("pipeline_size", "num_microbatches"):
                 raise ValueError(f"argument {_spelled(name)} is required with --schedule")
 
@@ -53,8 +55,8 @@ class QueueFlags(CommandFlags):
     """the device"""
 
     hardware_queues: str | None = flag(
-        "run on NCCL's streams, on GPUs with one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) or with many; "
-        "without it a message waits for nothing on its way",
+        "simulate NCCL's streams on GPUs with one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) or with many "
+        "(default: messages never wait for a stream)",
         None,
         choices=[queues.value for queues in HardwareQueues],
     )
@@ -69,7 +71,7 @@ class SimulationFlags(SourceFlags, QueueFlags, PostValidationFlags):
     """iterations"""
 
     steps: int = flag(
-        "iterations, one after the other; above 1 with post-validation only, without it none overlap",
+        "iterations to simulate; more than 1 needs --post-validation, because only then do iterations overlap",
         1,
         parse=at_least(1),
         metavar="N",
@@ -90,11 +92,13 @@ class GenerateFlags(SourceFlags, PostValidationFlags, FileFlags):
     """format"""
 
     format: str | None = flag(
-        "default: by the suffix of --output, else grid", None, choices=("grid", "json", "csv", "pytorch")
+        "output format (default: by the suffix of --output, else grid)",
+        None,
+        choices=("grid", "json", "csv", "pytorch"),
     )
-    lower: bool = flag("add sends and receives (json, pytorch)", False)
+    lower: bool = flag("add sends and receives (formats json and pytorch)", False)
     receive_ahead: int = flag(
-        "compute operations between posting a receive and using it, with --lower",
+        "with --lower: compute operations between posting a receive and using it",
         RECEIVE_AHEAD,
         parse=at_least(0),
         metavar="N",
@@ -110,7 +114,9 @@ class SimulateFlags(SimulationFlags, ResultFlags):
 class CompareFlags(ScheduleFlags, LimitFlags, QueueFlags, PostValidationFlags, TableFlags):
     """the schedules"""
 
-    schedule: list[str] | None = flag("repeat for more (default: all)", None, repeat=True, metavar="NAME")
+    schedule: list[str] | None = flag(
+        "schedule to compare; repeat for more (default: all)", None, repeat=True, metavar="NAME"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -121,17 +127,20 @@ class CompareFlags(ScheduleFlags, LimitFlags, QueueFlags, PostValidationFlags, T
 class DrawFlags(SimulationFlags):
     """the picture"""
 
-    output: Path = flag("a .svg, a .html, or a .json for Perfetto; required", None, parse=Path, metavar="FILE")
-    title: str | None = flag("default: the schedule's name", None)
+    output: Path = flag("file to write: .svg, .html, or .json for Perfetto; required", None, parse=Path, metavar="FILE")
+    title: str | None = flag("title of the picture (default: the schedule's name)", None)
     width: int | None = flag(
-        "of an SVG or page (default: by its contents)", None, parse=at_least(200, MAX_WIDTH), metavar="PIXELS"
+        "width of an SVG or HTML page (default: by its contents)",
+        None,
+        parse=at_least(200, MAX_WIDTH),
+        metavar="PIXELS",
     )
-    time_unit: str | None = flag("of the times that are given (default: ms)", None, metavar="UNIT")
+    time_unit: str | None = flag("unit in which the times are given (default: ms)", None, metavar="UNIT")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.output is None:
-            raise ValueError("argument --output is required: a .svg, a .html, or a .json for Perfetto")
+            raise ValueError("argument --output is required: a file .svg, .html, or .json for Perfetto")
 
 
 @dataclass(frozen=True)
@@ -140,19 +149,21 @@ class ValidateFlags(SourceFlags, ResultFlags):
 
 
 def _limit(default: float, what: str) -> Any:
-    return flag(f"{what} limit, in p M_B", default, parse=positive, metavar="X")
+    return flag(f"{what}, in units of p M_B (1F1B's peak)", default, parse=positive, metavar="X")
 
 
 @dataclass(frozen=True)
 class CurveFlags(ScheduleFlags, ResultFlags):
     """the curves"""
 
-    schedule: list[str] | None = flag("repeat for more (default: auto)", None, repeat=True, metavar="NAME")
-    from_: float = _limit(0.5, "first")
-    to: float = _limit(2.5, "last")
-    step: float = _limit(0.125, "distance of")
+    schedule: list[str] | None = flag(
+        "schedule to plan; repeat for more (default: auto)", None, repeat=True, metavar="NAME"
+    )
+    from_: float = _limit(0.5, "smallest memory limit")
+    to: float = _limit(2.5, "largest memory limit")
+    step: float = _limit(0.125, "difference of successive limits")
     output: Path | None = flag(
-        "a .svg: plot there as well; any other: write there instead of printing", None, parse=Path, metavar="FILE"
+        "write to FILE instead of printing; with suffix .svg: plot there and print", None, parse=Path, metavar="FILE"
     )
 
 
@@ -160,7 +171,7 @@ def refuse_queues_without_overlap(hardware_queues: str | None, no_overlap_commun
     """Raise `ValueError` if the flags contradict each other."""
     if hardware_queues is not None and no_overlap_communication:
         raise ValueError(
-            "argument --hardware-queues: not allowed with --no-overlap-communication: messages overlap there"
+            "argument --hardware-queues: not allowed with --no-overlap-communication: messages on streams overlap"
         )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from megatron.zero_bubble.cli.output import deliver, table
+from megatron.zero_bubble.cli.output import deliver, percent, table
 from megatron.zero_bubble.cli.schedule.arguments import (
     CompareFlags,
     CurveFlags,
@@ -87,14 +87,14 @@ def _summary(found: list[ScheduleFigures], *, markdown: bool = False) -> str:
         "makespan",
         "memory (M_B)",
         "messages",
-        "made in",
+        "generation",
     )
     rows: list[tuple[str, ...]] = [
         (
             one.schedule.name,
-            f"{100 * float(one.timeline.bubble_rate):.2f}%",
+            percent(one.timeline.bubble_rate),
             f"{float(one.timeline.cost):.6g}",
-            f"{100 * one.above_bound:.2f}%",
+            percent(one.above_bound),
             f"{float(one.timeline.makespan):.6g}",
             f"{max(one.peak_memory):.4g}",
             str(one.num_messages),
@@ -110,7 +110,7 @@ def _summary(found: list[ScheduleFigures], *, markdown: bool = False) -> str:
 
 def _iteration_times(one: ScheduleFigures) -> tuple[str, str, str]:
     """Return the iteration time with and without post-validation, and the gain, as text."""
-    return f"{float(one.iteration_time):.6g}", f"{float(one.without_post_validation):.6g}", f"{100 * one.gain:.2f}%"
+    return f"{float(one.iteration_time):.6g}", f"{float(one.without_post_validation):.6g}", percent(one.gain)
 
 
 def _ranks(found: ScheduleFigures) -> str:
@@ -168,17 +168,20 @@ _SIZE = "--pipeline-size 4 --num-microbatches 8"
 
 COMMANDS: Mapping[str, ScheduleCommand] = MappingProxyType(
     {
-        "list": ScheduleCommand(list_schedules, ListFlags, "name all schedules", ""),
+        "list": ScheduleCommand(list_schedules, ListFlags, "list all schedules", ""),
         "generate": ScheduleCommand(
             generate, GenerateFlags, "make a schedule", f"--schedule zb-h1 {_SIZE} --output zb-h1.json"
         ),
         "simulate": ScheduleCommand(
-            simulate, SimulateFlags, "tell what a schedule costs", f"--schedule zb-h1 {_SIZE} --time-comm 0.1"
+            simulate,
+            SimulateFlags,
+            "simulate a schedule: bubble rate, times, memory and messages",
+            f"--schedule zb-h1 {_SIZE} --time-comm 0.1",
         ),
         "compare": ScheduleCommand(
             compare,
             CompareFlags,
-            "tell what several schedules cost",
+            "simulate several schedules and compare them in a table",
             "--schedule 1f1b --schedule zb-h1 --pipeline-size 8 --num-microbatches 24 --time-f 18.5 --time-b 18.1 "
             "--time-w 9.3",
         ),
@@ -192,7 +195,7 @@ COMMANDS: Mapping[str, ScheduleCommand] = MappingProxyType(
         "memory-curve": ScheduleCommand(
             memory_curve,
             CurveFlags,
-            "tell the bubble rate under every memory limit",
+            "print the bubble rate under several memory limits",
             f"--schedule auto {_SIZE} --from 0.5 --to 2",
         ),
     }

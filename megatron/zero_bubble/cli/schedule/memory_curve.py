@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.zero_bubble.cli.output import deliver, table
+from megatron.zero_bubble.cli.output import deliver, percent, table
 from megatron.zero_bubble.cli.schedule.arguments import CurveFlags
 from megatron.zero_bubble.cli.schedule.figures import ScheduleFigures, make_schedule, simulated_figures
 from megatron.zero_bubble.cli.shared_flags import to_json
@@ -51,7 +51,7 @@ def _table(limits: Sequence[float], curves: dict[str, list[ScheduleFigures | Non
     rows = []
     for i, limit in enumerate(limits):
         found = [curve[i] for curve in curves.values()]
-        rows.append((f"{limit:g}", *(f"{100 * float(r.timeline.bubble_rate):.2f}%" if r else "-" for r in found)))
+        rows.append((f"{limit:g}", *(percent(r.timeline.bubble_rate) if r else "-" for r in found)))
     return table(("limit (p M_B)", *curves), rows)
 
 
