@@ -225,7 +225,13 @@ def test_post_validation_pays_for_spans_instead_of_the_makespan():
 
 @pytest.mark.parametrize(
     ("flags", "reason"),
-    [([], "tied embeddings are summed"), ([UNTIED, "--calculate-per-token-loss"], "--calculate-per-token-loss counts")],
+    [
+        ([], "the first stage waits for the last, because the gradients of tied"),
+        (
+            [UNTIED, "--calculate-per-token-loss"],
+            "the first stage waits for the last, because --calculate-per-token-loss",
+        ),
+    ],
 )
 def test_post_validation_gains_where_the_first_stage_need_not_wait_for_the_last(flags, reason, capsys):
     bound = job(*LARGE, *POST_VALIDATION, *flags, tool=FOUR)

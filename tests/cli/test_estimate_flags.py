@@ -86,7 +86,7 @@ def test_auto_is_planned_under_the_limit_of_the_job(capsys):
     assert note.endswith("planned for 3.00 GiB of activations, by --zero-bubble-memory-limit 3GiB")
     forwards, note = planned(capsys, "--zero-bubble", "--zero-bubble-max-pending-backward", "6")
     assert forwards.limit == pytest.approx(1.5 * peak)
-    assert note.endswith(": --zero-bubble-max-pending-backward 6")
+    assert note.endswith(", by --zero-bubble-max-pending-backward 6")
 
 
 def test_auto_takes_what_a_job_would_find_free(capsys):

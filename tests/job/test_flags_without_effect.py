@@ -68,7 +68,8 @@ def test_a_job_that_ends_before_its_profile_says_what_is_missing(tmp_path: Path)
     ]
     assert too_short_to_profile(flags, 5) == (
         " > no plan from measured times, no --zero-bubble-profile-output, no --zero-bubble-timeline: this job ends "
-        "after 5 iterations, its profile would after 6; --zero-bubble-profile-iters START END chooses them, 0 0 none"
+        "after 5 iterations, but profiling after 6; give --zero-bubble-profile-iters START END with an earlier END, or "
+        "0 0 for no profile"
     )
     short = {**PLANNED, "--train-iters": "5"}
     line = too_short_to_profile(checked_job(short).flags, 0)

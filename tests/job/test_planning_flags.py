@@ -166,7 +166,7 @@ def test_a_schedule_file_with_post_validation_needs_the_flag(tmp_path: Path):
     file = schedule_file(given, tmp_path / "schedule.json")
     assert refusal(file) == (
         f"--zero-bubble-schedule file:{tmp_path}/schedule.json: "
-        "its STEP and VALIDATE need --zero-bubble-post-validation"
+        "its operations STEP and VALIDATE need --zero-bubble-post-validation"
     )
     checked({**PLANNED, **file, "--zero-bubble-post-validation": None})
 
@@ -186,7 +186,9 @@ def test_two_limits_are_refused():
 @pytest.mark.parametrize("name", ["--zero-bubble-memory-limit", "--zero-bubble-max-pending-backward"])
 def test_a_limit_that_is_what_the_device_has_free_needs_a_device_in_the_job(name):
     auto = {**PLANNED, name: "auto"}
-    assert refusal(auto) == f"{name} auto asks the device what is free, and there is no CUDA: give a multiple or bytes"
+    assert (
+        refusal(auto) == f"{name} auto needs a CUDA device, and there is none: give a multiple (1.5) or bytes (40GiB)"
+    )
     checked(auto, has_cuda=True)
 
 

@@ -21,7 +21,7 @@ def test_a_rank_that_hangs_is_named_with_its_operation_and_the_job_ends() -> Non
     assert result.returncode != 0
     assert "iteration        2/" in result.stdout
     assert "iteration        3/" not in result.stdout
-    (block,) = re.findall(r"pretrain_gpt.py: error: the pipeline stands still:(?:.*\n)(?:    .*\n)+", result.stderr)
+    (block,) = re.findall(r"pretrain_gpt.py: error: the pipeline hangs:(?:.*\n)(?:    .*\n)+", result.stderr)
     assert "(--zero-bubble-timeout). Schedule zb-h1" in block
     assert re.search(r"    rank 0 on \S+, process \d+, for \d+\.\d s: waits for the input of B0, operation \d+", block)
     assert re.search(
@@ -45,7 +45,7 @@ def block(*states: RankState | None) -> list[str]:
 
 def test_the_block_has_two_lines_a_rank() -> None:
     lines = block(state(0, "waits for the input of B0"), state(1, "computes F1", computes=True))
-    assert lines[0].startswith("the pipeline stands still: rank 0 has been at one operation for 30 s")
+    assert lines[0].startswith("the pipeline hangs: rank 0 has been at one operation for 30 s")
     assert lines[1] == "    rank 0 on n1, process 100, for 30.0 s: waits for the input of B0"
     assert lines[2] == "        rank 0: F0 [F1]; in wait, distributed.py:5"
     assert lines[5] == "    look first at: rank 1 on n1, which computes F1"

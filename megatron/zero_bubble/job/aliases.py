@@ -28,7 +28,7 @@ class AliasFlags:
     zero_bubble_pipeline_timers_start_iter: int | None = flag("START of --zero-bubble-profile-iters", None)
     zero_bubble_pipeline_timers_end_iter: int | None = flag("END of --zero-bubble-profile-iters", None)
     enable_optimizer_post_validation: bool = flag("the same as --zero-bubble-post-validation", False)
-    enable_exactly_numeric_match: bool = flag("accepted: numerics always match", False)
+    enable_exactly_numeric_match: bool = flag("accepted without effect: numerics always match", False)
 
 
 T = TypeVar("T", bound=AliasFlags)

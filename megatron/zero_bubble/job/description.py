@@ -37,7 +37,7 @@ def describe(job: JobSettings, model: list[torch.nn.Module]) -> None:
         unsplit = unsplit_modules(ranks)
         if flags.zero_bubble_strict and unsplit:
             raise ValueError(
-                f"--zero-bubble-strict: {', '.join(unsplit)} would be computed in B, for no layer there can be split: "
+                f"--zero-bubble-strict: weight gradients of {', '.join(unsplit)} cannot be deferred to W: "
                 "train without that module, or without --zero-bubble-strict"
             )
         for name, share in unsplit.items():

@@ -38,7 +38,7 @@ def check_devices(flags: ParallelFlags, environment: Mapping[str, str], num_devi
         source = f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
         raise ValueError(
             f"torchrun --nproc-per-node {num_ranks} starts more ranks than the {num_devices} CUDA devices that they "
-            f"see{source}: NCCL wants a device for each"
+            f"see{source}: NCCL needs one device for each rank"
         )
 
 
@@ -100,13 +100,13 @@ def check_environment(flags: JobFlags, environment: Mapping[str, str], has_cuda:
         return
     if environment.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
         raise ValueError(
-            "CUDA_LAUNCH_BLOCKING=1 makes a receive that is posted ahead wait for its message, which may wait for this "
-            "rank: unset it, or let messages go through host memory, --zero-bubble-communicator host"
+            "CUDA_LAUNCH_BLOCKING=1 makes a rank wait for every receive when it is posted, which can deadlock the "
+            "pipeline: unset it, or send messages through host memory with --zero-bubble-communicator host"
         )
     if flags.timing_log_level > 1:
         raise ValueError(
-            f"--timing-log-level {flags.timing_log_level} waits for the whole device around every forward and "
-            "backward, receives that are posted ahead included, which may wait for this rank: use 1 with "
+            f"--timing-log-level {flags.timing_log_level} waits for all work of the device around every "
+            "forward and backward, also for posted receives, which can deadlock the pipeline: use 1 with "
             f"--zero-bubble-schedule {flags.schedule}"
         )
 
@@ -134,7 +134,7 @@ def environment_warnings(
         )
     if environment.get("TORCH_NCCL_BLOCKING_WAIT", "0") != "0":
         found.append(
-            "TORCH_NCCL_BLOCKING_WAIT=1: the process waits for each message, and launches nothing meanwhile. Unset it"
+            "TORCH_NCCL_BLOCKING_WAIT=1: the process waits for each message and launches nothing meanwhile. Unset it"
         )
     return found
 

@@ -16,10 +16,12 @@ class ParallelFlags:
     tensor_model_parallel_size: int = flag("ranks that share each layer", 1)
     pipeline_model_parallel_size: int = flag("pipeline ranks", 1)
     context_parallel_size: int = flag("ranks that share each sequence", 1)
-    expert_model_parallel_size: int = flag("ranks that share the experts, among the data-parallel ones", 1)
+    expert_model_parallel_size: int = flag("data-parallel ranks that share the experts", 1)
     sequence_parallel: bool = flag("split the sequence over tensor-parallel ranks outside of linear layers", False)
-    num_layers_per_virtual_pipeline_stage: int | None = flag("layers in a model chunk: several chunks a rank", None)
-    num_virtual_stages_per_pipeline_rank: int | None = flag("model chunks a rank", None)
+    num_layers_per_virtual_pipeline_stage: int | None = flag(
+        "layers in a model chunk, to have several chunks on a rank", None
+    )
+    num_virtual_stages_per_pipeline_rank: int | None = flag("model chunks on a rank", None)
     microbatch_group_size_per_virtual_pipeline_stage: int | None = flag(
         "microbatches that pass through a chunk before the next one's turn (default: pipeline size)", None
     )
@@ -28,7 +30,7 @@ class ParallelFlags:
     decoder_last_pipeline_num_layers: int | None = flag("layers of the last pipeline rank", None)
     account_for_embedding_in_pipeline_split: bool = flag("count the embedding as a layer of the first stage", False)
     account_for_loss_in_pipeline_split: bool = flag("count the loss as a layer of the last stage", False)
-    allow_padding_num_layers: bool = flag("spread layers over stages that do not divide their number", False)
+    allow_padding_num_layers: bool = flag("allow a number of layers that the stages do not divide", False)
     use_distributed_optimizer: bool = flag("shard the optimizer's state over data-parallel ranks", False)
     overlap_grad_reduce: bool = flag("reduce gradients while the backward runs", False)
     overlap_param_gather: bool = flag("gather parameters while the forward runs", False)
@@ -58,18 +60,20 @@ class ZeroBubbleFlags:
         choices=("planned",),
     )
     zero_bubble_profile_iters: list[int] | None = flag(
-        "START END: the iterations, of this start of the job, to profile; 0 0 for none (default: 3 6)", None, nargs=2
+        "START END: first and last iteration to profile, counted from the start of this job; 0 0: none (default: 3 6)",
+        None,
+        nargs=2,
     )
     zero_bubble_profile_output: str | None = flag("file to write the measured costs to", None)
-    zero_bubble_profile_input: str | None = flag("file of measured costs to plan with at once", None)
+    zero_bubble_profile_input: str | None = flag("file of measured costs, from which to plan at the start", None)
     zero_bubble_replan_threshold: float = flag(
-        "plan again when a stage's time has changed by this fraction; 0 never", 0.0
+        "plan again when a stage's time has changed by this fraction; 0: never", 0.0
     )
     zero_bubble_post_validation: bool = flag(
-        "step without waiting for the norm of all gradients, validate after", False
+        "step before the norm of all gradients is known, and validate the step later", False
     )
     zero_bubble_rollback: str | None = flag(
-        "how a step that was wrong is undone: from a copy, or by inverting AdamW (default: snapshot)",
+        "how a wrong step is undone: snapshot restores a copy, inverse inverts AdamW (default: snapshot)",
         None,
         choices=("snapshot", "inverse"),
     )
@@ -79,7 +83,7 @@ class ZeroBubbleFlags:
         "FIRST LAST: the iterations to draw (default: the two after the profile)", None, nargs=2
     )
     zero_bubble_timeout: float | None = flag(
-        "seconds at one operation after which the job says where every rank is and ends; 0 never "
+        "seconds that one operation may take before the job ends and reports where every rank is; 0: no limit "
         "(default: nine tenths of --distributed-timeout-minutes)",
         None,
     )
@@ -109,7 +113,7 @@ def check_zero_bubble_flags(flags: ZeroBubbleFlags) -> None:
     """
     _check_owners(flags)
     if flags.zero_bubble_rollback == "inverse" and flags.zero_bubble_rollback_on_host:
-        raise ValueError("--zero-bubble-rollback-on-host and --zero-bubble-rollback inverse: the inverse keeps no copy")
+        raise ValueError("--zero-bubble-rollback-on-host needs --zero-bubble-rollback snapshot: inverse keeps no copy")
     threshold = flags.zero_bubble_replan_threshold
     if not 0 <= threshold < math.inf:
         raise ValueError(f"--zero-bubble-replan-threshold must be at least 0, got {threshold}")

@@ -29,11 +29,11 @@ def check_post_validation(flags: JobFlags) -> None:
         return
     reasons = {
         "--log-num-zeros-in-grad: the zeros are counted over all ranks before the step": flags.log_num_zeros_in_grad,
-        "--timing-log-level 2: its timers wait for all ranks around the step": flags.timing_log_level > 1,
+        "--timing-log-level 2: its timers make every step wait for all ranks": flags.timing_log_level > 1,
     }
     for reason, is_so in reasons.items():
         if is_so:
-            raise ValueError(f"{FLAG} and {reason}")
+            raise ValueError(f"{FLAG} does not work with {reason}")
     if flags.zero_bubble_rollback == "inverse" and flags.optimizer != "adam":
         raise ValueError(
             f"{_INVERSE}: only AdamW can be inverted, and --optimizer is {flags.optimizer}: {_USE_SNAPSHOT}"
@@ -77,10 +77,10 @@ def _gain(flags: JobFlags, plan: Plan) -> str:
     without, with_it = (iteration_time(s, costs) for s in (schedule, with_post_validation(schedule, costs)))
     gain = 1 - with_it / without
     if gain < 0.001:
-        return f" > {FLAG} gains nothing with schedule {schedule.name}: its ranks end an iteration together"
+        return f" > {FLAG} gains nothing with schedule {schedule.name}: its ranks end an iteration at the same time"
     text = f" > {FLAG}: an iteration of schedule {schedule.name} is {gain:.1%} shorter with equal F, B and W"
     awaited = awaited_by_the_first_stage(flags, schedule.placement)
-    return text if awaited is None else f"{text}; but {awaited}, which the first one waits for"
+    return text if awaited is None else f"{text}; but the first stage waits for the last, because {awaited}"
 
 
 def awaited_by_the_first_stage(flags: JobFlags, placement: Placement) -> str | None:
@@ -91,9 +91,9 @@ def awaited_by_the_first_stage(flags: JobFlags, placement: Placement) -> str | N
     if placement.kind == "v":
         return None  # The first and the last stage are on one rank.
     if not flags.untie_embeddings_and_output_weights or flags.mtp_num_layers is not None:
-        return "tied embeddings are summed over the last stage at its end"
+        return "the gradients of tied embeddings are summed over both"
     if flags.calculate_per_token_loss:
-        return "--calculate-per-token-loss counts tokens on the last stage at its end"
+        return "--calculate-per-token-loss needs the number of tokens from the last"
     return None
 
 
@@ -116,5 +116,5 @@ class RollbackWatch:
         self._amended.clear()
         return (
             f" > {FLAG} amended {rate:.0%} of the last {_WINDOW} steps: it costs more than it gains; "
-            "raise --clip-grad or leave it out"
+            "raise --clip-grad or leave out {FLAG}"
         )

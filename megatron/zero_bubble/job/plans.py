@@ -91,7 +91,7 @@ def check_plan(flags: JobFlags, plan: Plan | None) -> None:
             plan.schedule(flags.num_microbatches(size))
         if plan.given is not None:
             if plan.given.has_post_validation and not flags.zero_bubble_post_validation:
-                raise ScheduleError("its STEP and VALIDATE need --zero-bubble-post-validation")
+                raise ScheduleError("its operations STEP and VALIDATE need --zero-bubble-post-validation")
             _check_memory(flags, plan)
 
 

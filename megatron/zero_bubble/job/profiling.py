@@ -31,7 +31,7 @@ def check_memory_limit(flags: JobFlags, has_cuda: bool) -> None:
     limit = flags.memory_limit
     if limit is not None and limit.is_auto and not has_cuda:
         raise ValueError(
-            f"{limit_flag(flags)} asks the device what is free, and there is no CUDA: give a multiple or bytes"
+            f"{limit_flag(flags)} needs a CUDA device, and there is none: give a multiple (1.5) or bytes (40GiB)"
         )
 
 
@@ -97,8 +97,8 @@ def too_short_to_profile(flags: JobFlags, iteration: int) -> str | None:
     missing += ["no --zero-bubble-profile-output"] if flags.zero_bubble_profile_output is not None else []
     missing += ["no --zero-bubble-timeline"] if draws_after_it else []
     return (
-        f" > {', '.join(missing)}: this job ends after {steps} iterations, its profile would after {window[1]}; "
-        "--zero-bubble-profile-iters START END chooses them, 0 0 none"
+        f" > {', '.join(missing)}: this job ends after {steps} iterations, but profiling after {window[1]}; "
+        "give --zero-bubble-profile-iters START END with an earlier END, or 0 0 for no profile"
     )
 
 

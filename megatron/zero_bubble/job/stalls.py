@@ -65,12 +65,12 @@ def _leave() -> None:
 def describe(stall: Stall) -> str:
     """A block of lines about a hung pipeline: each rank's place in its schedule, and where to look first."""
     lines = [
-        f"the pipeline stands still: rank {stall.raised_by} has been at one operation for {stall.timeout:g} s "
+        f"the pipeline hangs: rank {stall.raised_by} has been at one operation for {stall.timeout:g} s "
         f"(--zero-bubble-timeout). Schedule {stall.schedule}; the operation of each rank is in brackets:"
     ]
     for rank, state in enumerate(stall.states):
         if state is None:
-            lines.append(f"    rank {rank} does not answer: it is stopped, or dead, or its host is")
+            lines.append(f"    rank {rank} does not answer: its process or its host has stopped or died")
             continue
         lines.append(f"    rank {rank} on {state.host}, process {state.pid}, for {state.seconds:.1f} s: {state.where}")
         lines.append(f"        {'; '.join(filter(None, (state.excerpt, state.line and f'in {state.line}')))}")

@@ -24,8 +24,8 @@ _LAYOUT = "--pipeline-model-parallel-layout"
 class LauncherOnlyFlags:
     """Launcher."""
 
-    zero_bubble_cpu: bool = flag("run a script that asks for CUDA on a machine without it", False)
-    allow_padding_num_layers: bool = flag("spread layers over stages that do not divide their number", False)
+    zero_bubble_cpu: bool = flag("run a script that needs CUDA on a machine without CUDA", False)
+    allow_padding_num_layers: bool = flag("allow a number of layers that the stages do not divide", False)
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,12 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
     for argument in rest:
         name = argument.split("=")[0]
         if name.startswith("--zero-bubble"):
-            raise LauncherError(f"{name} is no flag of megatron.zero_bubble; --help lists them")
+            raise LauncherError(f"{name} is not a flag of megatron.zero_bubble; --help lists them")
     if not rest or rest[0].startswith("-"):
         if wants_help:
             return CommandLine(flags, None, (), True)
-        given = f", but {rest[0]} stands in its place" if rest else ""
-        raise LauncherError(f"the script comes first{given}: {_USAGE}")
+        given = f", but it is {rest[0]}" if rest else ""
+        raise LauncherError(f"the first argument must be the script{given}: {_USAGE}")
     script = Path(rest[0])
     if not script.is_file():
         raise LauncherError(f"SCRIPT {script} is not a file")

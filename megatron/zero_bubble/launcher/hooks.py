@@ -118,12 +118,12 @@ def find_target(needed: Needed, version: str) -> Target:
             owner = getattr(owner, name)
         function = getattr(owner, attribute)
     except (ImportError, AttributeError) as error:
-        raise HookError(f"megatron-core {version} has no {needed.target}, which is needed: {error}") from error
+        raise HookError(f"megatron-core {version} has no {needed.target}, which the launcher needs: {error}") from error
     signature = inspect.signature(function)
     missing = [name for name in needed.parameters if name not in signature.parameters]
     if missing:
         raise HookError(
-            f"{needed.target} of megatron-core {version} has another signature than is needed: "
+            f"{needed.target} of megatron-core {version} does not have the parameters that the launcher needs: "
             f"no {', '.join(missing)} in {signature}"
         )
     return Target(owner, attribute, function, signature)

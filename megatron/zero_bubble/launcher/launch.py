@@ -49,11 +49,11 @@ class Launch:
         if find_spec("megatron.training") is None:
             raise LauncherError(
                 "megatron.training, Megatron-LM's trainer, is not found: "
-                "the script has to lie in a Megatron-LM, beside it"
+                "the script must lie in a checkout of Megatron-LM, beside its folder megatron"
             )
         if flags.asks_for_schedule and self._cpu is None and not torch.cuda.is_available():
             raise LauncherError(
-                "torch finds no CUDA device on this machine: --zero-bubble-cpu (with enable(), cpu=True) runs on CPUs"
+                "torch finds no CUDA device on this machine: --zero-bubble-cpu, or enable(cpu=True), trains on CPUs"
             )
         importlib.import_module("megatron.training.training")
         # Imported after the CPU substitutions: importing megatron-core looks for a device and compiles.
@@ -90,7 +90,7 @@ def supported_version() -> str:
     if minor_version(core.__version__) not in SUPPORTED:
         raise LauncherError(
             f"megatron-core {core.__version__} of {core.__path__[0]} is not supported: "
-            f"the versions that are begin with {', '.join(SUPPORTED)}"
+            f"supported versions begin with {', '.join(SUPPORTED)}"
         )
     return core.__version__
 
@@ -111,7 +111,7 @@ def enable(schedule: str | None = None, *, cpu: bool = False, **settings: object
     flags = flags_from_keywords(schedule, cpu, settings)
     state = importlib.import_module("megatron.core.parallel_state")
     if state.model_parallel_is_initialized():
-        raise LauncherError("megatron-core's process groups are there already: call enable() before pretrain()")
+        raise LauncherError("megatron-core's process groups exist already: call enable() before pretrain()")
     Launch(flags)
 
 

@@ -21,16 +21,16 @@ from megatron.zero_bubble.launcher.mistakes import LauncherError, users_mistakes
 from megatron.zero_bubble.mcore.post_validation import PostValidation, StepOutcome
 
 _REFUSED = {
-    "fp16": "the script is told of a step before it is known whether it is skipped; use --bf16",
-    "loss_scale": "the script is told of a step before it is known whether it is skipped",
-    "log_params_norm": "it reads the parameters after every step",
+    "fp16": "the script gets the result of a step before it is known whether the step is skipped; use --bf16",
+    "loss_scale": "the script gets the result of a step before it is known whether the step is skipped",
+    "log_params_norm": "it reads the parameters before a step is validated",
     "log_num_zeros_in_grad": "the zeros are counted over all ranks before the step",
-    "qk_clip": "it changes parameters after the step",
-    "save_params_interval": "it saves the parameters right after the step",
-    "mtp_detach_heads": "it clips these layers by a norm of their own",
-    "use_precision_aware_optimizer": "it keeps gradients and parameters where they are not looked for",
-    "optimizer_cpu_offload": "it keeps the state of the steps where it is not looked for",
-    "optimizer_cuda_graph": "it records a step together with its clipping",
+    "qk_clip": "it changes parameters before their step is validated",
+    "save_params_interval": "it saves the parameters before their step is validated",
+    "mtp_detach_heads": "it clips the layers of --mtp-num-layers by a separate norm",
+    "use_precision_aware_optimizer": "it keeps gradients and parameters in an unsupported form",
+    "optimizer_cpu_offload": "it keeps the optimizer's states on the host",
+    "optimizer_cuda_graph": "its graph contains clipping and step, which post-validation runs separately",
 }
 """Settings of the script that post-validation does not support, and why."""
 
@@ -49,7 +49,7 @@ class ScriptPostValidation:
     def __init__(self, script: Namespace, job: JobSettings) -> None:
         for name, reason in _REFUSED.items():
             if job.flags.zero_bubble_post_validation and getattr(script, name, None):
-                raise LauncherError(f"{FLAG} and --{name.replace('_', '-')}: {reason}")
+                raise LauncherError(f"{FLAG} does not work with --{name.replace('_', '-')}: {reason}")
         self._script = script
         self._job = job
         self._optimizer: Any = None
@@ -66,7 +66,7 @@ class ScriptPostValidation:
             LauncherError: the script has no optimizer of megatron-core, or one that does not support post-validation.
         """
         if self._optimizer is None:
-            raise LauncherError(f"{FLAG}: the script has no optimizer of megatron-core's get_megatron_optimizer")
+            raise LauncherError(f"{FLAG} needs an optimizer made by megatron-core's get_megatron_optimizer")
         self._chunks = chunks
         with users_mistakes():
             self._post_validation = build_post_validation(self._job.flags, self._job.plan, self._optimizer, chunks)
@@ -133,9 +133,9 @@ def _agreed(run: Callable[[], ScriptPostValidation], parameter: str, call: Call)
 
 def needed_for_post_validation() -> Iterator[Needed]:
     """Functions of megatron-core that post-validation calls to step, to take the norm and to amend a step."""
-    gradients, group = "the gradients whose norm is taken", "the ranks over which the norm is taken"
-    again = "what the model computes with, after a step was undone"
-    random = "forwards that are run again draw the same"
+    gradients, group = "returns the gradients for the norm", "returns the ranks over which the norm is summed"
+    again = "gives the model its old parameters after a step was undone"
+    random = "saves and restores the random state, for forwards that run again"
     core = "megatron.core"
     for module, name, parameters, reason, *versions in (
         (f"{_OPTIMIZER}.optimizer", "MegatronOptimizer.get_main_grads_for_grad_norm", (), gradients, *_UNTIL_0_18),
@@ -146,14 +146,19 @@ def needed_for_post_validation() -> Iterator[Needed]:
             f"{_OPTIMIZER}.optimizer",
             "MegatronOptimizer.prepare_grads",
             (),
-            "gradients where the optimizer expects them",
+            "puts the gradients where the optimizer expects them",
         ),
-        (f"{_OPTIMIZER}.optimizer", "ChainedOptimizer.step_with_ready_grads", (), "the step by itself"),
+        (
+            f"{_OPTIMIZER}.optimizer",
+            "ChainedOptimizer.step_with_ready_grads",
+            (),
+            "takes a step without norm and clipping",
+        ),
         (
             f"{_OPTIMIZER}.clip_grads",
             "clip_grad_by_total_norm_fp32",
             ("parameters", "max_norm", "total_norm"),
-            "clipping",
+            "clips the gradients by their norm",
         ),
         (f"{_OPTIMIZER}.optimizer", "Float16OptimizerWithFloat16Params._copy_main_params_to_model_params", (), again),
         (f"{_OPTIMIZER}.distrib_optimizer", "DistributedOptimizer._copy_main_params_to_model_params", (), again),
@@ -176,17 +181,17 @@ def post_validation_hooks(run: Callable[[], ScriptPostValidation]) -> Iterator[H
         _OPTIMIZER,
         "get_megatron_optimizer",
         (),
-        "the schedule takes this optimizer's steps",
+        "keeps the optimizer, whose steps the schedule takes",
         lambda call: run().keep_optimizer(call),
     )
     yield Hook(
         optimizer,
         "ChainedOptimizer.step",
         ("self",),
-        "the step has been taken; where its norm is logged it is settled now",
+        "reports the step that the schedule has taken; validates it first if its norm is logged",
         lambda call: run().step(call),
     )
-    deferred = "gradients are zeroed once the step that was made from them is settled"
+    deferred = "zeroes gradients only after the step that used them is validated"
     for module, name in (
         (optimizer, "ChainedOptimizer.zero_grad"),
         ("megatron.core.distributed.distributed_data_parallel", "DistributedDataParallel.zero_grad_buffer"),
@@ -200,13 +205,13 @@ def post_validation_hooks(run: Callable[[], ScriptPostValidation]) -> Iterator[H
             "megatron.training.utils",
             name,
             (parameter,),
-            "all ranks would wait for each other after every step, for what they agree on",
+            "returns the rank's own value, which is equal on all ranks, so that no rank waits after a step",
             partial(_agreed, run, parameter),
         )
     yield Hook(
         "megatron.training.checkpointing",
         "save_checkpoint",
         (),
-        "a step is settled before its parameters are saved",
+        "validates the last step before its parameters are saved",
         lambda call: run().settle_first(call),
     )

@@ -12,21 +12,21 @@ from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.launcher.mistakes import LauncherError
 
 _REFUSED = {
-    "use_torch_fsdp2": "it shards the gradients that W adds up",
-    "use_megatron_fsdp": "it shards the gradients that W adds up",
+    "use_torch_fsdp2": "it shards gradients, but W accumulates whole ones",
+    "use_megatron_fsdp": "it shards gradients, but W accumulates whole ones",
     "use_legacy_models": "its layers are not megatron-core's",
-    "overlap_moe_expert_parallel_comm": "it is a schedule of its own",
-    "delay_wgrad_compute": "it puts off W by itself",
-    "defer_embedding_wgrad_compute": "it puts off the output layer's W by itself",
-    "hybrid_context_parallel": "it is a schedule of its own",
-    "perform_rl_step": "its rollouts run through megatron-core's schedule",
-    "tp_comm_overlap": "Transformer Engine's userbuffers cannot leave W for later",
+    "overlap_moe_expert_parallel_comm": "it brings its own pipeline schedule",
+    "delay_wgrad_compute": "it defers W too",
+    "defer_embedding_wgrad_compute": "it defers the output layer's W too",
+    "hybrid_context_parallel": "it brings its own pipeline schedule",
+    "perform_rl_step": "its rollouts need megatron-core's own schedule",
+    "tp_comm_overlap": "Transformer Engine cannot defer W together with userbuffers",
 }
 """Settings of the script that no zero-bubble schedule supports, and why."""
 _REFUSED_IN_V = {
-    "num_layers_per_virtual_pipeline_stage": "it is megatron-core's interleaved placement",
-    "mtp_num_layers": "it is a part of the last rank's stage, and the loss is on the first",
-    "heterogeneous_layers_config_path": "stages take their layers in another order",
+    "num_layers_per_virtual_pipeline_stage": "it asks for megatron-core's interleaved placement, not a V",
+    "mtp_num_layers": "in a V the loss is on the first rank, but megatron-core builds these layers on the last",
+    "heterogeneous_layers_config_path": "in a V, stages take their layers in another order",
 }
 
 
@@ -61,14 +61,14 @@ def refuse_what_cannot_work(script: Namespace, flags: JobFlags) -> None:
         value = getattr(script, name, None)
         if value:
             flag = f"--{name.replace('_', '-')}" + (f" {value}" if value is not True else "")
-            raise LauncherError(f"{flag} does not go with --zero-bubble-schedule {flags.schedule}: {reason}")
+            raise LauncherError(f"{flag} does not work with --zero-bubble-schedule {flags.schedule}: {reason}")
     if getattr(script, "cuda_graph_impl", "none") != "none":
-        raise LauncherError(f"--cuda-graph-impl {script.cuda_graph_impl} records a whole backward: leave it out")
+        raise LauncherError(f"--cuda-graph-impl {script.cuda_graph_impl} records B and W in one graph: leave it out")
     for name in ("fp8", "fp4"):
         if getattr(script, name, None) and getattr(script, "add_bias_linear", True):
             raise LauncherError(
-                f"--{name}-format {getattr(script, name)} goes with --zero-bubble-schedule {flags.schedule} only "
-                "under --disable-bias-linear: Transformer Engine loses biases' gradients where W comes later than B"
+                f"--{name}-format {getattr(script, name)} works with --zero-bubble-schedule {flags.schedule} only "
+                "if --disable-bias-linear is given: Transformer Engine loses the gradients of biases if W is deferred"
             )
     built = script.virtual_pipeline_model_parallel_size or 1
     if placement.num_chunks != built:

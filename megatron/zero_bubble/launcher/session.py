@@ -31,15 +31,15 @@ class Session:
             state,
             "initialize_model_parallel",
             ("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "get_embedding_ranks"),
-            "here the script's arguments are complete and nothing is built: the schedule is chosen and checked",
+            "chooses and checks the schedule, when the script's arguments are complete and nothing is built yet",
             self._begin,
         )
         yield Hook(
             "megatron.core.models.gpt.gpt_model",
             "GPTModel.__init__",
             ("config", "pre_process", "post_process", "vp_stage", "pg_collection"),
-            "in a V, a chunk holds other layers than megatron-core's numbering says; "
-            "Transformer Engine is told to leave W for later",
+            "gives a chunk in a V the layers of its stage, which megatron-core would number differently; "
+            "makes Transformer Engine defer W",
             lambda call: self.run.build_chunk(call),
         )
         for name, is_stage in (("first", VPlacement.is_first_stage), ("last", VPlacement.is_last_stage)):
@@ -47,28 +47,28 @@ class Session:
                 state,
                 f"is_pipeline_{name}_stage",
                 ("ignore_virtual", "vp_stage"),
-                f"scripts read data where it is true; in a V the {name} stage is on rank 0",
+                f"returns true on rank 0 for the {name} stage of a V; scripts read data on ranks where it is true",
                 partial(self._in_v, is_stage),
             )
         yield Hook(
             "megatron.core.distributed.distributed_data_parallel",
             "DistributedDataParallel.__init__",
             ("module", "ddp_config"),
-            "linear layers are split before DDP wraps them, and DDP hands them its hook to call in W",
+            "splits linear layers before DDP wraps them, so that W calls the hook with which DDP reduces gradients",
             lambda call: self.run.wrap_in_ddp(call),
         )
         yield Hook(
             "megatron.core.pipeline_parallel.schedules",
             "get_forward_backward_func",
             (),
-            "the schedule itself",
+            "returns a function that runs the zero-bubble schedule",
             lambda call: self.run.forward_backward,
         )
         yield Hook(
             "megatron.training.utils",
             "print_rank_last",
             ("message",),
-            "the bubble rate follows the fields of the training log line",
+            "adds the bubble rate to the training log line",
             self._log,
         )
 
@@ -89,8 +89,8 @@ class Session:
         """
         if self._run is None:
             raise LauncherError(
-                "the script builds a model or asks for its schedule before megatron-core's process groups are there: "
-                "only Megatron-LM's order of start-up is supported"
+                "the script builds a model or asks for its schedule before megatron-core's process groups exist: "
+                "call initialize_megatron() or pretrain() first"
             )
         return self._run
 
@@ -139,21 +139,21 @@ def cpu_hooks() -> Iterator[Hook]:
         "megatron.training.initialize",
         "initialize_megatron",
         ("allow_no_cuda",),
-        "it stops where there is no CUDA, unless told otherwise",
+        "allows Megatron-LM to start without CUDA",
         allow_no_cuda,
     )
     yield Hook(
         "megatron.training.utils",
         "get_device_arch_version",
         (),
-        "it asks the device, to demand a setting of older ones; a CPU answers as the newest",
+        "returns the newest GPU architecture, for which Megatron-LM demands no special environment variable",
         lambda call: 10,
     )
     yield Hook(
         "megatron.legacy.fused_kernels",
         "load",
         (),
-        "it looks for nvcc, and builds nothing",
+        "does nothing; the original would look for nvcc",
         lambda call: None,
         versions=("0.16",),
     )
