@@ -114,7 +114,9 @@ class ForwardBackward:
     ) -> None:
         chunks = plan.placement.num_chunks
         if chunks != store.num_chunks:
-            raise ScheduleError(f"schedule {plan.name} has {chunks} chunks a rank, the store {store.num_chunks}")
+            raise ScheduleError(
+                f"schedule {plan.name} has {chunks} chunks a rank, the WeightGradStore {store.num_chunks}"
+            )
         self._plan = plan
         self._store = store
         # Where the schedule has no R, B recomputes what the model's configuration says.

@@ -98,7 +98,8 @@ def test_a_v_has_even_stages(more):
     ):
         checked({"--num-layers": "9", "--global-batch-size": "16", "--zero-bubble-schedule": "zb-v", **more})
     with pytest.raises(
-        ValueError, match=r"^--zero-bubble-schedule zb-v places layers in a V, in even stages: no layout$"
+        ValueError,
+        match=r"^--zero-bubble-schedule zb-v places layers in a V of equal stages: give no layout$",
     ):
         checked({"--zero-bubble-schedule": "zb-v", "--pipeline-model-parallel-layout": "Et|t|t|t|t|t|t|tL", **more})
     with pytest.raises(ValueError, match=r"^--zero-bubble-schedule zb-v .*: no --account-for-embedding-in-pipeline-sp"):

@@ -76,7 +76,7 @@ def test_a_description_cannot_run_code(tmp_path, protocol):
     for evil in (Evil(marker), within):
         (tmp_path / ".metadata").write_bytes(pickle.dumps(evil, protocol))
         assert refusal(read_metadata, tmp_path) == (
-            ".metadata cannot be read: it names posix.mkdir, which is no part of a checkpoint and could run code"
+            ".metadata cannot be read: it names posix.mkdir, which does not belong in a checkpoint and could run code"
         )
         assert not marker.exists()
 
@@ -99,7 +99,7 @@ def test_no_function_is_reached_through_a_module_that_is_known(tmp_path, call, n
 def test_a_description_names_files_of_its_own_folder(tmp_path, file):
     (tmp_path / ".metadata").write_bytes(pickle.dumps(description(file=file)))
     assert refusal(read_metadata, tmp_path) == (
-        f".metadata cannot be read: it names {file!r}, which is no file of its folder"
+        f".metadata cannot be read: it names {file!r}, which is not a file in its folder"
     )
 
 
@@ -149,7 +149,7 @@ def test_what_is_common_cannot_run_code(tmp_path, monkeypatch, is_zip):
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     save_common(tmp_path, {**COMMON, "evil": Evil(tmp_path / "marker")}, _use_new_zipfile_serialization=is_zip)
     assert refusal(read_common, tmp_path) == (
-        "common.pt cannot be read: it names posix.mkdir, which is no part of a checkpoint and could run code"
+        "common.pt cannot be read: it names posix.mkdir, which does not belong in a checkpoint and could run code"
     )
     assert not (tmp_path / "marker").exists()
 
@@ -164,4 +164,4 @@ def test_what_is_common_cut_short(tmp_path, part):
 
 def test_something_else_of_torch(tmp_path):
     save_common(tmp_path, torch.zeros(3))
-    assert refusal(read_common, tmp_path) == "common.pt cannot be read: it holds a Tensor"
+    assert refusal(read_common, tmp_path) == "common.pt cannot be read: it holds a Tensor, not a dictionary"

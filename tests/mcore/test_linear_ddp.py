@@ -174,7 +174,7 @@ def test_without_no_sync_there_is_nothing_to_switch():
 
 def test_a_model_that_is_wrapped_already_is_refused():
     ddp = wrap(Layers(torch.float32), is_split=True)
-    with pytest.raises(ValueError, match="comes too late: DistributedDataParallel"):
+    with pytest.raises(ValueError, match="before the model is wrapped in DistributedDataParallel"):
         split_weight_gradients([ddp], WeightGradStore())
 
 

@@ -185,8 +185,8 @@ GOOD = json.loads(schedule_to_json(generate("1f1b", 2, 2)))
         ({**GOOD, "name": 3}, "name must be a string"),
         ({**GOOD, "ops": "F0"}, "one string a rank"),
         ({**GOOD, "ops": ["F0"]}, "operations for 1 ranks"),
-        ({**GOOD, "ops": ["F0 G1", ""]}, "'G1' is no operation"),
-        ({**GOOD, "ops": ["F0 F" + "9" * 5000, ""]}, "is no operation"),
+        ({**GOOD, "ops": ["F0 G1", ""]}, "'G1' is not an operation"),
+        ({**GOOD, "ops": ["F0 F" + "9" * 5000, ""]}, "is not an operation"),
     ],
 )
 def test_malformed_json(text, message):
@@ -222,7 +222,7 @@ def test_malformed_costs(document, message):
         ("schedule,placement,ranks,chunks,microbatches\nx,linear,two,1,1\n", "must be whole numbers, got two"),
         ("schedule,placement,ranks,chunks,microbatches\nx,ring,2,1,1\n", "'ring' is unknown"),
         ("schedule,placement,ranks,chunks,microbatches\nx,linear,2,1,1\nF0\n", "operations for 1 ranks"),
-        ("schedule,placement,ranks,chunks,microbatches\nx,linear,1,1,1\nF\n", "'F' is no operation"),
+        ("schedule,placement,ranks,chunks,microbatches\nx,linear,1,1,1\nF\n", "'F' is not an operation"),
         ('"', "not CSV"),
     ],
 )
@@ -235,9 +235,9 @@ def test_malformed_csv(text, message):
     ("text", "message"),
     [
         ("\n\n", "no actions"),
-        ("0F0,0G0", "'0G0' is no action"),
-        ("F0", "'F0' is no action"),
-        ("0F", "'0F' is no action"),
+        ("0F0,0G0", "'0G0' is not an action"),
+        ("F0", "'F0' is not an action"),
+        ("0F", "'0F' is not an action"),
         ("0F0,0B0\n0F0,0B0", "expected a linear"),
         ("1F0\n0F0", "expected a linear"),
         ("0F0,1F0\n2F0,3F0", "expected a linear"),

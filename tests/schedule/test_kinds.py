@@ -39,7 +39,7 @@ def test_the_two_ends_of_a_message_name_each_other():
 
 def test_a_word_that_is_no_kind_is_an_error():
     assert Op.parse("WT3.1") == Op(OpKind.W, 3, 1), "as release 0.1 wrote it"
-    with pytest.raises(ScheduleError, match="'Q3' is no operation: expected a kind \\(F, B, W, BW, "):
+    with pytest.raises(ScheduleError, match="'Q3' is not an operation: expected a kind \\(F, B, W, BW, "):
         Op.parse("Q3")
 
 

@@ -43,7 +43,7 @@ def test_anything_else_is_refused_in_one_line(text):
     with pytest.raises(ValueError, match=r"^[^\n]+$") as error:
         MemoryLimit.parse(text)
     assert str(error.value) == (
-        f"{text!r} is no memory limit: give a multiple of 1F1B's peak (1.5), bytes (40GiB) or auto"
+        f"{text!r} is not a memory limit: give a multiple of 1F1B's peak (1.5), bytes (40GiB) or auto"
     )
 
 

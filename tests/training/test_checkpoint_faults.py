@@ -13,7 +13,7 @@ from tests.damaged_checkpoints import DAMAGES, FILES, marker_of
 from tests.launch import PRETRAIN, ROOT, TINY_GPT, environment, run, torchrun
 
 FLAGS = [*TINY_GPT, "--pipeline-model-parallel-size", "2", "--global-batch-size", "4"]
-CODE = "it names posix.mkdir, which is no part of a checkpoint and could run code"
+CODE = "it names posix.mkdir, which does not belong in a checkpoint and could run code"
 LINES = {
     "none": None,
     "no checksums": None,
@@ -23,7 +23,7 @@ LINES = {
     "checksums.json overwritten": "checksums.json cannot be read: .*",
     "missing __1_0.distcp, no checksums": "__1_0.distcp is missing, expected N bytes",
     "half of __1_0.distcp, no checksums": "__1_0.distcp has N bytes, expected at least N",
-    "another model's part": "has no decoder.final_layernorm.weight of what this run's flags make",
+    "another model's part": "lacks decoder.final_layernorm.weight of the model or optimizer that the flags ask for",
     "no flags": "common.pt has no 'args'",
     "no schedule": "common.pt has no 'opt_param_scheduler'",
     "evil .metadata": f".metadata cannot be read: {CODE}",
@@ -32,8 +32,8 @@ LINES = {
     "evil tensor": f"__1_0.distcp cannot be read: {CODE}",
     "evil older extra state": f"__0_0.distcp cannot be read: {CODE}",
     "evil extra state": (
-        "__0_0.distcp cannot be read: decoder.layers.mlp.linear_fc1._extra_state/shard_0_4 is a state of FP8 training, "
-        "which is unpickled by Transformer Engine"
+        "__0_0.distcp cannot be read: decoder.layers.mlp.linear_fc1._extra_state/shard_0_4 is FP8 state, "
+        "which Transformer Engine would unpickle without protection"
     ),
 }
 """What is said of each damage, as a regular expression; CRC and N stand for numbers."""

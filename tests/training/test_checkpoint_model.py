@@ -95,8 +95,8 @@ def test_what_the_state_brings_with_it_is_not_what_a_flag_says(optimizer, flag, 
     args = checked({**PLAIN, "--optimizer": optimizer, name: value})
     saved = saved_by_us(checked({**PLAIN, "--optimizer": optimizer}))
     assert refusal(check_optimizer, args, saved) == (
-        f"{flag}: the optimizer's state in --load folder was saved with {was}, and goes on with that: "
-        "give the same, or --no-load-optim"
+        f"{flag}: the optimizer's state in --load folder was saved with {was} and keeps that: "
+        f"give {name} {was}, or --no-load-optim"
     )
 
 
@@ -115,7 +115,7 @@ SCHEDULE = {"max_lr": 0.01, "min_lr": 0.0, "lr_decay_style": "linear", "lr_warmu
 def test_another_learning_rate_schedule(change, said):
     check_schedule(checked(PLAIN), SCHEDULE, {**SCHEDULE, "num_steps": 8})
     assert refusal(check_schedule, checked(PLAIN), SCHEDULE, {**SCHEDULE, **change}) == (
-        f"--load folder: the learning rate's schedule was another one: {said}: give the flags of that run, "
+        f"--load folder: the learning rate's schedule differs: {said}: give the flags of that run, "
         "--override-opt-param-scheduler to take the flags', or --use-checkpoint-opt-param-scheduler to take the "
         "checkpoint's"
     )

@@ -269,7 +269,7 @@ def test_data_that_is_used_up_is_no_mistake_of_the_command_line(prefix: str) -> 
     """That would have been told before: tests/training/test_data_rest.py."""
     settings = config(data_path=[prefix], train_iters=1)
     iterator = build_data_iterator(build(settings).train, settings, 10**6, 0, 1)
-    with pytest.raises(RuntimeError, match="the data is used up"):
+    with pytest.raises(RuntimeError, match="the data ended"):
         get_batch(iterator, settings, embeds=True, is_last=True)
 
 

@@ -66,5 +66,5 @@ def test_cyclic_sampling_of_less_than_one_stride_is_refused() -> None:
 
 
 def test_cyclic_sampling_cannot_resume_inside_a_stride() -> None:
-    with pytest.raises(ValueError, match=r"6 consumed samples are no multiple of --micro-batch-size 2 x"):
+    with pytest.raises(ValueError, match=r"6 consumed samples are not a multiple of --micro-batch-size 2 x"):
         CyclicSampler(100, 6, 2, 0, 2)

@@ -122,8 +122,8 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> Ends:
 
 def line(occasion: str, found: str) -> str:
     return (
-        f"{occasion}: {found} is not finite: the training ends before a step or a checkpoint of it; "
-        "--no-check-for-nan-in-loss-and-grad trains on"
+        f"{occasion}: {found} is not finite: the training ends before this changes parameters or a checkpoint; "
+        "to continue in spite of it, give --no-check-for-nan-in-loss-and-grad"
     )
 
 

@@ -131,7 +131,7 @@ MISTAKES = {
     "the learning rate's ends swapped": ({"--min-lr": "0.1"}, "--min-lr 0.1 is above --lr 0.001"),
     "a warm-up longer than the decay": (
         {"--lr-warmup-iters": "10"},
-        "--lr-warmup-iters 10 leaves nothing of the 10 iterations of decay",
+        "--lr-warmup-iters 10 must be below the 10 iterations of decay",
     ),
     "two warm-ups": (
         {"--lr-warmup-iters": "1", "--lr-warmup-fraction": "0.1"},

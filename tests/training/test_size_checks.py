@@ -59,7 +59,7 @@ def all_checks(changes: dict[str, str | None], world_size: int = 4) -> Arguments
         ({LAYOUT: f"E(t|)*{'9' * 5000}L"}, "repeats something 9+ times, but --num-layers is 8"),
         ({"--seed": "4294967296"}, r"--seed must be at most \d+ on these ranks, got 4294967296"),
         ({"--distributed-timeout-minutes": str(10**15)}, "--distributed-timeout-minutes must be at most 1000000"),
-        ({"--zero-bubble-memory-limit": "1e308"}, "--zero-bubble-memory-limit: '1e308' is no memory limit"),
+        ({"--zero-bubble-memory-limit": "1e308"}, "--zero-bubble-memory-limit: '1e308' is not a memory limit"),
     ],
 )  # fmt: skip
 def test_a_size_that_cannot_work(changes: dict[str, str | None], words: str) -> None:

@@ -24,7 +24,9 @@ def layout_of_layers(flags: JobFlags, placement: Placement) -> str | None:
     uneven = given is not None or bool(_layers_of_ends(flags))
     # megatron-core reads a layout by the process's own rank, not by the stage that it builds.
     if placement.kind == "v" and uneven:
-        raise ValueError(f"--zero-bubble-schedule {flags.schedule} places layers in a V, in even stages: no layout")
+        raise ValueError(
+            f"--zero-bubble-schedule {flags.schedule} places layers in a V of equal stages: give no layout"
+        )
     if placement.kind == "v" and flags.mtp_num_layers is not None:
         raise ValueError(
             f"--zero-bubble-schedule {flags.schedule} places layers in a V, which ends on the first rank, and "
@@ -105,7 +107,7 @@ def _check_ends(flags: JobFlags, placement: Placement) -> None:
     if not fits:
         raise ValueError(
             f"of --num-layers {flags.num_layers}, {given} leaves {rest} for {ranks} other pipeline ranks: "
-            "each of them must get one at least, and all as many"
+            "each needs the same number of layers, at least one"
         )
     layers = [*ends.values(), *([rest // ranks] if ranks > 0 else [])]
     if any(number % placement.num_chunks for number in layers):

@@ -39,8 +39,8 @@ class TorchAttention(DotProductAttention):
         Returns:
             [sequence, batch, heads * channels].
         """
-        assert attention_bias is None, "no flag of ours asks for it"
-        assert packed_seq_params is None, "no flag of ours asks for it"
+        assert attention_bias is None, "an attention bias is not supported"
+        assert packed_seq_params is None, "packed sequences are not supported"
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         with self._random_state():
             context = torch.nn.functional.scaled_dot_product_attention(

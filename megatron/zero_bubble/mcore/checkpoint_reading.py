@@ -72,9 +72,9 @@ def read_metadata(folder: Path) -> Metadata:
         metadata: Metadata = _MetadataUnpickler(file).load()
         names = {place.relative_path for place in metadata.storage_data.values()}
         if not isinstance(metadata.state_dict_metadata, dict):
-            raise TypeError("it describes no checkpoint")
+            raise TypeError("it does not describe a checkpoint")
         if outside := [name for name in names if not name or Path(name).name != name]:
-            raise ValueError(f"it names {outside[0]!r}, which is no file of its folder")
+            raise ValueError(f"it names {outside[0]!r}, which is not a file in its folder")
     return metadata
 
 
@@ -95,7 +95,7 @@ def read_common(folder: str | Path) -> dict[str, Any]:
     with _reading(COMMON_FILE):
         common = _load_restricted(io.BytesIO((Path(folder) / COMMON_FILE).read_bytes()))
         if not isinstance(common, dict):
-            raise TypeError(f"it holds a {type(common).__name__}")
+            raise TypeError(f"it holds a {type(common).__name__}, not a dictionary")
     return common
 
 
@@ -155,7 +155,7 @@ def _why(error: Exception) -> str:
     """Describe in one line what is wrong with a file; torch's own message advises to load it all the same."""
     if isinstance(error, pickle.UnpicklingError):
         if name := re.search(r"GLOBAL (\S+)", str(error)):
-            return f"it names {name[1]}, which is no part of a checkpoint and could run code"
+            return f"it names {name[1]}, which does not belong in a checkpoint and could run code"
         if reason := re.search(r"WeightsUnpickler error:\s*(.+)", str(error)):
             return reason[1]
     return first_sentence(error)
@@ -197,7 +197,7 @@ class _Planner(torch_dist.MCoreLoadPlanner):
         missing = [name for name in self.state_dict if name not in self.metadata.state_dict_metadata]
         if missing:
             more = f" and {len(missing) - 1} other parts" if len(missing) > 1 else ""
-            raise CheckpointError(f"has no {missing[0]}{more} of what this run's flags make")
+            raise CheckpointError(f"lacks {missing[0]}{more} of the model or optimizer that the flags ask for")
         return super().create_local_plan()
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -215,7 +215,7 @@ class _Planner(torch_dist.MCoreLoadPlanner):
 def _check_extra_state(name: str, state: Any) -> None:
     """Raise an error for a layer's extra state if Transformer Engine would unpickle it without restriction."""
     if isinstance(state, torch.Tensor) and state.numel() > 0:
-        raise ValueError(f"{name} is a state of FP8 training, which is unpickled by Transformer Engine")
+        raise ValueError(f"{name} is FP8 state, which Transformer Engine would unpickle without protection")
     if isinstance(state, io.BytesIO):
         _load_restricted(io.BytesIO(state.getvalue()))
 

@@ -124,8 +124,8 @@ class FiniteCheck:
         found = [finding for finding in findings if finding is not None]
         what = f"{min(found).what} on rank {min(found).rank}" if found else "the norm of all gradients"
         raise self._error(
-            f"{occasion}: {what} is not finite: the training ends before a step or a checkpoint of it; "
-            f"{SWITCH_OFF} trains on"
+            f"{occasion}: {what} is not finite: the training ends before this changes parameters or a checkpoint; "
+            f"to continue in spite of it, give {SWITCH_OFF}"
         )
 
     def _find(self) -> _Finding | None:

@@ -54,8 +54,7 @@ def split_weight_gradients(model_chunks: Iterable[torch.nn.Module], store: Weigh
     for chunk in model_chunks:
         if hasattr(chunk, "ddp_config"):
             raise ValueError(
-                f"split_weight_gradients comes too late: {type(chunk).__name__} has handed out the hooks that end W; "
-                "call it before the model is wrapped"
+                f"split_weight_gradients() must be called before the model is wrapped in {type(chunk).__name__}"
             )
         tied = _tied_output_layer(chunk)
         for name, module in chunk.named_modules():
@@ -86,10 +85,10 @@ def _split(layer: Any, store: WeightGradStore) -> bool:
         return False
     if layer.config.defer_embedding_wgrad_compute:
         raise ValueError(
-            "defer_embedding_wgrad_compute puts off the output layer's weight gradient a second time: switch it off"
+            "defer_embedding_wgrad_compute defers the output layer's weight gradient a second time: switch it off"
         )
     if getattr(layer, "gtp_remat_size", 1) > 1:
-        raise ValueError("gtp_remat_size shards each weight, whose gradient W adds up whole: leave it at 1")
+        raise ValueError("gtp_remat_size above 1 shards weights, but W accumulates whole gradients: set it to 1")
     if not layer.weight.requires_grad:
         return False
     # Tells megatron-core's DDP that this parameter's gradient comes through a hook of its module, not from autograd.

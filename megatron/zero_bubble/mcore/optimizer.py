@@ -38,9 +38,9 @@ def check_optimizer(optimizer: MegatronOptimizer) -> None:
     kinds = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer)
     for part in parts(optimizer):
         if type(part) not in kinds:
-            raise ValueError(f"the steps of megatron-core's {type(part).__name__} cannot be taken ahead")
+            raise ValueError(f"megatron-core's optimizer {type(part).__name__} is not supported")
         if getattr(part.config, "grad_norm_skip_threshold", math.inf) < math.inf:
-            raise ValueError("grad_norm_skip_threshold skips steps by the norm, which is known later")
+            raise ValueError("grad_norm_skip_threshold is not supported: the norm is known only after the step")
 
 
 def gradients_of_norm(optimizer: MegatronOptimizer) -> list[torch.Tensor]:

@@ -44,7 +44,7 @@ def make_rollback(kind: RollbackKind, optimizers: Sequence[Any], *, on_host: boo
     if kind == "snapshot":
         return Snapshot(optimizers, on_host=on_host)
     if on_host:
-        raise ValueError("the inverse keeps no copy that could be on the host")
+        raise ValueError("on_host needs a snapshot: the inverse keeps no copy")
     return Inverse(optimizers)
 
 

@@ -43,7 +43,7 @@ class Op(NamedTuple):
         match = _WORD.fullmatch(word)
         if match is None or match[1] not in _WORDS:
             kinds = ", ".join(OpKind)
-            raise ScheduleError(f"{word!r} is no operation: expected a kind ({kinds}), a microbatch, as in F3")
+            raise ScheduleError(f"{word!r} is not an operation: expected a kind ({kinds}), a microbatch, as in F3")
         return cls(_WORDS[match[1]], int(match[2]), int(match[3] or 0))
 
 

@@ -82,7 +82,7 @@ def _positive(number: str, text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < 1e18:
-        raise ValueError(f"{text!r} is no memory limit: give a multiple of 1F1B's peak (1.5), bytes (40GiB) or auto")
+        raise ValueError(f"{text!r} is not a memory limit: give a multiple of 1F1B's peak (1.5), bytes (40GiB) or auto")
     return value
 
 

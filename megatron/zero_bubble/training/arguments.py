@@ -44,8 +44,10 @@ class ModelFlags:
         "how tokens reach their experts", "allgather", choices=("allgather", "alltoall")
     )
     moe_grouped_gemm: bool = flag("compute a rank's experts together", False)
-    mtp_num_layers: int | None = flag("further tokens to predict, each with a layer of its own on the last stage", None)
-    mtp_loss_scaling_factor: float = flag("weight of the mean of their losses", 0.1)
+    mtp_num_layers: int | None = flag(
+        "number of additional future tokens to predict, each with its own layer on the last stage", None
+    )
+    mtp_loss_scaling_factor: float = flag("weight of the mean loss of --mtp-num-layers", 0.1)
     transformer_impl: str = flag(
         "layers: megatron-core's own, or Transformer Engine's", "local", choices=("local", "transformer_engine")
     )
@@ -56,7 +58,7 @@ class ModelFlags:
         choices=("flash", "fused", "unfused", "local", "auto"),
     )
     no_gradient_accumulation_fusion: bool = flag(
-        "compute weights' gradients apart and add them, also where apex has a kernel for both", False
+        "compute and accumulate weight gradients in two kernels, even if apex's fused kernel is installed", False
     )
 
 
@@ -79,20 +81,20 @@ class TrainingFlags:
     lr_warmup_iters: int = flag("iterations of linear warm-up", 0)
     lr_warmup_fraction: float | None = flag("warm-up as a fraction of the decay, instead of iterations", None)
     weight_decay: float = flag("weight decay", 0.01)
-    clip_grad: float = flag("largest global gradient norm; 0 does not clip", 1.0)
-    optimizer: str = flag("what takes the steps", "adam", choices=("adam", "sgd"))
+    clip_grad: float = flag("largest global gradient norm; 0: no clipping", 1.0)
+    optimizer: str = flag("optimizer", "adam", choices=("adam", "sgd"))
     sgd_momentum: float = flag("SGD's momentum", 0.9)
-    adam_beta1: float = flag("Adam's first moment", 0.9)
-    adam_beta2: float = flag("Adam's second moment", 0.999)
+    adam_beta1: float = flag("decay rate of Adam's first moment", 0.9)
+    adam_beta2: float = flag("decay rate of Adam's second moment", 0.999)
     adam_eps: float = flag("Adam's epsilon", 1e-8)
     bf16: bool = flag("train in bfloat16 with fp32 master weights", False)
     fp16: bool = flag("train in float16 with fp32 master weights and a loss scale", False)
-    loss_scale: float | None = flag("constant loss scale (default: it adapts)", None)
+    loss_scale: float | None = flag("constant loss scale (default: adaptive)", None)
     initial_loss_scale: float = flag("loss scale to start from", 2.0**32)
     min_loss_scale: float = flag("lowest loss scale", 1.0)
     loss_scale_window: int = flag("iterations without overflow after which the scale grows", 1000)
     hysteresis: int = flag("overflows after which the scale shrinks", 2)
-    calculate_per_token_loss: bool = flag("weigh every token alike, not every microbatch", False)
+    calculate_per_token_loss: bool = flag("average the loss over tokens, not over microbatches", False)
     recompute_activations: bool = flag("the same as --recompute-granularity selective", False)
     recompute_granularity: str | None = flag("what to recompute in backward", None, choices=("selective", "full"))
     recompute_method: str | None = flag("which layers full recomputation covers", None, choices=("uniform", "block"))
@@ -101,12 +103,12 @@ class TrainingFlags:
         "accumulate and reduce gradients in fp32 (always with --bf16)", False
     )
     no_check_for_nan_in_loss_and_grad: bool = flag(
-        "train on with a loss, gradient or weight that is not finite, instead of ending before the step; a loss scale "
-        "that adapts always does, and skips such steps",
+        "continue if a loss, gradient or weight is not finite, instead of ending before the step; with an adaptive "
+        "loss scale training always continues and skips such steps",
         False,
     )
     seed: int = flag("seed of initialisation, dropout and the order of data", 1234)
-    exit_interval: int | None = flag("exit after an iteration that this divides", None)
+    exit_interval: int | None = flag("exit after an iteration whose number is a multiple of this", None)
     exit_duration_in_mins: float | None = flag("save and exit after this many minutes", None)
     exit_signal_handler: bool = flag("save and exit on SIGTERM", False)
 
@@ -119,9 +121,9 @@ class DataFlags:
         "prefix of a .bin/.idx pair, or weight prefix weight prefix ...", None, nargs="*"
     )
     split: str = flag("parts of --data-path for training, validation and test", "969,30,1")
-    train_data_path: list[str] | None = flag("as --data-path, for training alone", None, nargs="*")
-    valid_data_path: list[str] | None = flag("as --data-path, for validation alone", None, nargs="*")
-    test_data_path: list[str] | None = flag("as --data-path, for test alone", None, nargs="*")
+    train_data_path: list[str] | None = flag("as --data-path, for training only", None, nargs="*")
+    valid_data_path: list[str] | None = flag("as --data-path, for validation only", None, nargs="*")
+    test_data_path: list[str] | None = flag("as --data-path, for test only", None, nargs="*")
     data_cache_path: str | None = flag("folder for index caches", None)
     mock_data: bool = flag("train on megatron-core's synthetic data", False)
     tokenizer_type: str | None = flag(
@@ -134,7 +136,7 @@ class DataFlags:
     num_workers: int = flag("processes that load data", 2)
     dataloader_type: str = flag("order of samples", "single", choices=("single", "cyclic"))
     reset_position_ids: bool = flag("count positions anew after an end of document", False)
-    reset_attention_mask: bool = flag("attend within a document only", False)
+    reset_attention_mask: bool = flag("attend only within a document", False)
     eod_mask_loss: bool = flag("no loss at the end of a document", False)
 
 
@@ -145,7 +147,7 @@ class OutputFlags:
     log_interval: int = flag("iterations between log lines", 100)
     log_throughput: bool = flag("log TFLOP/s per GPU", False)
     log_memory_interval: int | None = flag(
-        "iterations between lines with every rank's memory, where there is CUDA", None
+        "iterations between log lines with the memory of every rank (CUDA only)", None
     )
     timing_log_level: int = flag("detail of megatron-core's timers, 0 to 2", 0)
     tensorboard_dir: str | None = flag("folder for TensorBoard", None)
@@ -155,20 +157,22 @@ class OutputFlags:
     log_num_zeros_in_grad: bool = flag("count the zeros in the gradients", False)
     log_numerics: str | None = flag("file for one JSON line an iteration: exact loss, gradient norm, parameters", None)
     eval_interval: int = flag("iterations between evaluations", 1000)
-    eval_iters: int = flag("iterations of an evaluation; 0 never evaluates", 100)
+    eval_iters: int = flag("iterations of an evaluation; 0: no evaluation", 100)
     save: str | None = flag("folder for checkpoints", None)
     load: str | None = flag("folder to resume from", None)
     save_interval: int | None = flag("iterations between checkpoints", None, names=("--persistent-save-interval",))
     ckpt_format: str = flag("format of checkpoints", "torch_dist", choices=("torch_dist",))
     override_opt_param_scheduler: bool = flag(
-        "where the learning rate's schedule in the checkpoint differs from the flags, take the flags'",
+        "take the learning rate's schedule from the flags, if the checkpoint has another one",
         False,
         names=("--override-opt_param-scheduler",),
     )
     use_checkpoint_opt_param_scheduler: bool = flag(
-        "where it differs, take the checkpoint's", False, names=("--use-checkpoint-opt_param-scheduler",)
+        "take the learning rate's schedule from the checkpoint, if it differs from the flags",
+        False,
+        names=("--use-checkpoint-opt_param-scheduler",),
     )
-    finetune: bool = flag("load the model alone and begin at iteration 0", False)
+    finetune: bool = flag("load only the model and begin at iteration 0", False)
     no_load_optim: bool = flag("do not load the optimizer", False)
     no_load_rng: bool = flag("do not load the random state", False)
     zero_bubble_no_checksums: bool = flag("neither save checksums of a checkpoint's files nor check them", False)

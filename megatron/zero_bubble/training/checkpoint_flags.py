@@ -58,8 +58,8 @@ def check_optimizer(args: Arguments, saved: argparse.Namespace) -> None:
         if was is not None and was != value:
             flag = f"--{name.replace('_', '-')}"
             raise ValueError(
-                f"{flag} {value}: the optimizer's state in --load {args.load} was saved with {was}, and goes on with "
-                "that: give the same, or --no-load-optim"
+                f"{flag} {value}: the optimizer's state in --load {args.load} was saved with {was} and keeps "
+                f"that: give {flag} {was}, or --no-load-optim"
             )
 
 
@@ -85,7 +85,7 @@ def check_schedule(args: Arguments, ours: Mapping[str, Any], saved: Mapping[str,
                 flag = "--train-iters"
             unit = " samples" if name.endswith("_steps") else ""
             raise ValueError(
-                f"--load {args.load}: the learning rate's schedule was another one: {flag} gives {ours[name]}{unit}, "
+                f"--load {args.load}: the learning rate's schedule differs: {flag} gives {ours[name]}{unit}, "
                 f"the checkpoint has {saved[name]}{unit}: give the flags of that run, --override-opt-param-scheduler "
                 "to take the flags', or --use-checkpoint-opt-param-scheduler to take the checkpoint's"
             )

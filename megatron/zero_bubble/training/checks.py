@@ -126,7 +126,7 @@ def _check_model(args: Arguments) -> None:
     )
     _require(
         args.attention_backend != "local" or args.transformer_impl == "local",
-        f"--attention-backend local is none of --transformer-impl {args.transformer_impl}: use unfused",
+        f"--attention-backend local needs --transformer-impl local: use unfused with {args.transformer_impl}",
     )
 
 
@@ -137,7 +137,7 @@ def _check_parallel(args: Arguments, has_cuda: bool) -> None:
     parts = 2 * context * (tensor if args.sequence_parallel else 1)
     _require(
         context == 1 or args.seq_length % parts == 0,
-        f"--context-parallel-size {context} cuts --seq-length {args.seq_length} into {parts} equal parts",
+        f"--context-parallel-size {context} needs a --seq-length that is a multiple of {parts}, got {args.seq_length}",
     )
     _require(
         args.num_layers >= pipeline,
@@ -228,7 +228,7 @@ def _check_training(args: Arguments) -> None:
     )
     _require(
         args.lr_warmup_iters < decay,
-        f"--lr-warmup-iters {args.lr_warmup_iters} leaves nothing of the {decay} iterations of decay",
+        f"--lr-warmup-iters {args.lr_warmup_iters} must be below the {decay} iterations of decay",
     )
 
 

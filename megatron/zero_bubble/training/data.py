@@ -192,7 +192,7 @@ def _read(data_iterator: Iterator[dict[str, torch.Tensor]] | None, keys: list[st
     try:
         sample = next(data_iterator)
     except StopIteration:
-        raise RuntimeError("the data is used up, although it was found to last for the whole run") from None
+        raise RuntimeError("the data ended, although the check at the start found enough for the whole run") from None
     return {key: sample[key].to(_device(), non_blocking=True) for key in keys}
 
 

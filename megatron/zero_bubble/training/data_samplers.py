@@ -76,7 +76,7 @@ class CyclicSampler(_MicrobatchSampler):
             )
         if self.consumed_samples % self.stride:
             raise ValueError(
-                f"--dataloader-type cyclic: {self.consumed_samples} consumed samples are no multiple of "
+                f"--dataloader-type cyclic: {self.consumed_samples} consumed samples are not a multiple of "
                 f"--micro-batch-size {self.micro_batch_size} x data-parallel size {self.data_parallel_size}; "
                 "continue with the sizes that the run had"
             )

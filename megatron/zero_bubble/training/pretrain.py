@@ -66,7 +66,7 @@ def pretrain(args: Arguments, job: JobSettings) -> None:
         except TrainingError:
             raise
         except ValueError as error:
-            raise RuntimeError("this is no mistake of the command line") from error
+            raise RuntimeError("an internal error, not a mistake in the flags") from error
         trainer.close()
 
 

@@ -78,7 +78,9 @@ def _actions(cells: list[str]) -> Iterator[_Action]:
             if not word or (match and match[2] in _LEFT_OUT):
                 continue
             if not match or match[2] not in _KINDS or not match[3]:
-                raise ScheduleError(f"{word!r} is no action: expected stage, F, I, W or B, and microbatch, as in 2F0")
+                raise ScheduleError(
+                    f"{word!r} is not an action: expected stage, F, I, W or B, and microbatch, as in 2F0"
+                )
             yield _Action(int(match[1]), _KINDS[match[2]], int(match[3]))
 
 
