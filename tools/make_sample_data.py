@@ -27,8 +27,10 @@ DEFAULT_OUTPUT = Path(__file__).resolve().parent.parent / ".cache" / "sample"
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", type=Path, default=DEFAULT_OUTPUT)
-    parser.add_argument("--max-bytes", type=int, default=10_000_000, help="of text (default 10000000)")
-    parser.add_argument("--vocab-size", type=int, default=4096, help="of the tokenizer (default 4096)")
+    parser.add_argument(
+        "--max-bytes", type=int, default=10_000_000, help="size of the text in bytes (default 10000000)"
+    )
+    parser.add_argument("--vocab-size", type=int, default=4096, help="number of tokens of the tokenizer (default 4096)")
     parser.add_argument("--workers", type=int, default=min(4, os.cpu_count() or 1), help="processes that tokenise")
     arguments = parser.parse_args(argv)
     if arguments.vocab_size < 257 or arguments.workers < 1:

@@ -203,7 +203,7 @@ def test_a_schedule_that_stands_still_with_one_queue_is_refused_and_can_be_lower
         assert errors == (
             f"zero-bubble schedule {command}: error: schedule gpipe deadlocks with one hardware queue "
             "(CUDA_DEVICE_MAX_CONNECTIONS=1): rank 0 at RECV_BACKWARD1 waits for SEND_BACKWARD0 of rank 1; "
-            "rank 1 at F3 waits for SEND_FORWARD3 of rank 0; lowered anew it runs\n"
+            "rank 1 at F3 waits for SEND_FORWARD3 of rank 0; lower it again to remove the deadlock\n"
         )
     ok("generate", "--input", path, "--lower", "--output", anew)
     assert "is valid" in ok("validate", "--input", anew)

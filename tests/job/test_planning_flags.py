@@ -257,7 +257,7 @@ def test_the_block_tells_limits_and_what_operations_need_inside():
     plan = Plan.named("auto", 2).with_costs(costs, (8.0 * 2**20, 6.0 * 2**20))
     block = describe(Report(Prediction(profile, plan.schedule(4)), True, (8.0 * 2**20, 6.0 * 2**20), 6))
     assert "schedule auto (planned) for 4 microbatches, memory limit 8.0 6.0 MiB" in block
-    assert "an operation needs while it runs, beyond that, on each rank (MiB): 0.0, 2.0" in block
+    assert "temporary memory of operations on each rank, not in these peaks (MiB): 0.0, 2.0" in block
     assert "above the memory limit" not in block
     quiet = Report(Prediction(replace(profile, inside=()), plan.schedule(4)), False, (2.0**20, 2.0**20), 6)
     assert "an operation needs" not in describe(quiet)

@@ -52,7 +52,7 @@ def test_gpipe_with_receives_two_ahead_stands_still_with_one_queue():
     assert str(error.value) == (
         "schedule gpipe deadlocks with one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1): "
         "rank 0 at RECV_BACKWARD1 waits for SEND_BACKWARD0 of rank 1; "
-        "rank 1 at F3 waits for SEND_FORWARD3 of rank 0; lowered anew it runs"
+        "rank 1 at F3 waits for SEND_FORWARD3 of rank 0; lower it again to remove the deadlock"
     )
     validate(lower(schedule))
 

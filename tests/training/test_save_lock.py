@@ -114,7 +114,7 @@ def test_a_file_system_without_locks_is_told_of(tmp_path, monkeypatch):
     lock_folder(tmp_path, {}, warnings.append).close()
     assert warnings == [
         f"  --save {tmp_path}: this file system has no locks (Function not implemented): "
-        "see that no other job saves there"
+        "ensure that no other job saves there"
     ]
 
 

@@ -51,8 +51,8 @@ def spread_layout(flags: JobFlags, placement: Placement) -> str | None:
     if embedding or loss:
         if placement.kind == "v":
             raise ValueError(
-                f"--zero-bubble-schedule {flags.schedule} places layers in a V, in even stages: no "
-                "--account-for-embedding-in-pipeline-split, no --account-for-loss-in-pipeline-split"
+                f"--zero-bubble-schedule {flags.schedule} places layers in a V of equal stages: give neither "
+                "--account-for-embedding-in-pipeline-split nor --account-for-loss-in-pipeline-split"
             )
         counted = layers + embedding + loss
         if counted % stages != 0:

@@ -148,9 +148,9 @@ def describe(report: Report) -> str:
     lines.append(f"     peak activations of each rank (MiB): {peaks}")
     if any(profile.inside):
         inside = ", ".join(f"{_mib(needed):.1f}" for needed in profile.inside_ranks)
-        lines.append(f"     an operation needs while it runs, beyond that, on each rank (MiB): {inside}")
+        lines.append(f"     temporary memory of operations on each rank, not in these peaks (MiB): {inside}")
     if limits and any(peak > most * (1 + 1e-9) for peak, most in zip(prediction.peak_bytes, limits, strict=True)):
-        lines.append("     that is above the memory limit, which this schedule does not adapt to")
+        lines.append("     a peak is above the memory limit, to which this schedule does not adapt")
     return "\n".join(lines)
 
 

@@ -88,7 +88,7 @@ class StreamReplay:
         if queues is HardwareQueues.MANY:
             return f"schedule {self._name} deadlocks: {circle_of_waits}"
         where = "with one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1)"
-        return f"schedule {self._name} deadlocks {where}: {circle_of_waits}; lowered anew it runs"
+        return f"schedule {self._name} deadlocks {where}: {circle_of_waits}; lower it again to remove the deadlock"
 
 
 class _Stream:

@@ -166,5 +166,5 @@ def _check_channels(schedule: Schedule) -> None:
                 raise _fail(
                     schedule,
                     f"rank {source} runs {send} where rank {destination} runs {receive}: "
-                    f"the messages of a channel must stand in the same order at both ends",
+                    f"the messages of a channel must have the same order at both ends",
                 )

@@ -56,7 +56,7 @@ def _take(file: BinaryIO, root: str | Path, warn: Callable[[str], None]) -> bool
             return False
         if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.ENOLCK):
             raise
-        warn(f"  --save {root}: this file system has no locks ({error.strerror}): see that no other job saves there")
+        warn(f"  --save {root}: this file system has no locks ({error.strerror}): ensure that no other job saves there")
     return True
 
 

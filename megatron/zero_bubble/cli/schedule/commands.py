@@ -121,7 +121,7 @@ def _ranks(found: ScheduleFigures) -> str:
         values = (found.timeline.spans[rank], *(cause[rank] for cause in idle.values()), peak.amount)
         op = operation_name(peak.op, found.schedule.num_microbatches, found.steps) if peak.op else ""
         rows.append((str(rank), *(f"{float(value):.6g}" for value in values), op))
-    return table(("rank", "span", *idle, "memory (M_B)", "at"), rows)
+    return table(("rank", "span", *idle, "memory (M_B)", "peak in"), rows)
 
 
 def draw(flags: DrawFlags) -> None:
