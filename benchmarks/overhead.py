@@ -103,9 +103,9 @@ def executor_rows(steps: int) -> Iterator[OverheadRow]:
     """Measure the executor's own time for an operation, and what recording adds to it, under three schedules."""
     for name in ("1f1b", "zb-h1", "interleaved-zb"):
         values = seconds_per_op(lower(generate(name, NUM_RANKS, NUM_MICROBATCHES)), steps)
-        yield make_row("executor, an operation", name, "µs", [1e6 * plain for plain, _ in values], target=100)
+        yield make_row("executor, per operation", name, "µs", [1e6 * plain for plain, _ in values], target=100)
         recording = [1e6 * (recorded - plain) for plain, recorded in values]
-        yield make_row("recording it for the bubble rate", name, "µs", recording)
+        yield make_row("recording an operation", name, "µs", recording)
 
 
 def split_rows(sizes: Sequence[ModelSize], rounds: int) -> Iterator[OverheadRow]:
@@ -120,7 +120,7 @@ def split_rows(sizes: Sequence[ModelSize], rounds: int) -> Iterator[OverheadRow]
 
 
 def _price(case: str, measured: Sequence[Round]) -> OverheadRow:
-    return make_row("B + W over the fused backward", case, "ratio", [one.price for one in measured], target=1.03)
+    return make_row("B + W / fused backward", case, "ratio", [one.price for one in measured], target=1.03)
 
 
 def communication_rows(sizes: Sequence[ModelSize], steps: int) -> Iterator[OverheadRow]:
@@ -137,9 +137,9 @@ def communication_rows(sizes: Sequence[ModelSize], steps: int) -> Iterator[Overh
         shares = [100 * (one.exposed or 0.0) / (one.returned - one.start) for one in ranks]
         yield make_row("exposed communication", case, "% of a step", shares)
         busy = [1e6 * one.busy / len(schedule.ops[k % NUM_RANKS]) for k, one in enumerate(ranks)]
-        yield make_row("executor and gloo, an operation", case, "µs", busy)
+        yield make_row("executor and gloo, per operation", case, "µs", busy)
         gathers = [1e3 * seconds for seconds in found.gathers]
-        yield make_row("gathering the bubble rate, a log line", f"{NUM_RANKS} ranks", "ms", gathers)
+        yield make_row("gathering the bubble rate, per log line", f"{NUM_RANKS} ranks", "ms", gathers)
 
 
 def overhead_table(rows: Sequence[OverheadRow], *, markdown: bool = False) -> str:

@@ -27,9 +27,9 @@ def test_every_measure_as_json():
     assert result.returncode in (0, 1), result.stderr  # 1: a target was missed, on whatever machine this is
     rows = json.loads(result.stdout)
     assert [row["measure"] for row in rows] == [
-        *["executor, an operation", "recording it for the bubble rate"] * 3,
-        *("exposed communication", "executor and gloo, an operation", "gathering the bubble rate, a log line"),
-        *("fused backward", "B", "W", "B + W over the fused backward"),
+        *["executor, per operation", "recording an operation"] * 3,
+        *("exposed communication", "executor and gloo, per operation", "gathering the bubble rate, per log line"),
+        *("fused backward", "B", "W", "B + W / fused backward"),
     ]
     for row in rows:
         assert math.isfinite(row["value"])
