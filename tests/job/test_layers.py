@@ -121,7 +121,7 @@ LAYOUT = "--pipeline-model-parallel-layout"
     [
         ({FIRST: "9"}, f"of --num-layers 8, {FIRST} 9 leaves -1 for 3 other pipeline ranks: .*"),
         ({LAST: "8"}, f"of --num-layers 8, {LAST} 8 leaves 0 for 3 other pipeline ranks: .*"),
-        ({FIRST: "3"}, f"of --num-layers 8, {FIRST} 3 leaves 5 for 3 other pipeline ranks: each .* all as many"),
+        ({FIRST: "3"}, f"of --num-layers 8, {FIRST} 3 leaves 5 for 3 other pipeline ranks: each .* same number .*"),
         ({FIRST: "3", LAST: "4"}, f"of --num-layers 8, {FIRST} 3 and {LAST} 4 leaves 1 for 2 other pipeline ranks: .*"),
         ({FIRST: "0"}, f"{FIRST} must be at least 1, got 0"),
         ({LAST: "-1"}, f"{LAST} must be at least 1, got -1"),
