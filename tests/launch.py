@@ -75,18 +75,28 @@ def run_trainings(
 
 
 class Trainings:
-    """Trainings by name, each of which runs when a test first asks for it: what is not tested costs nothing."""
+    """Trainings by name, each of which runs when a test first asks for it: what is not tested costs nothing.
+
+    Those named in `together` run in one job as soon as one of them is asked for: a start takes longer than a training.
+    """
 
     def __init__(
-        self, num_ranks: int, flags: Mapping[str, Sequence[str]], folder: Path, unlogged: Collection[str] = ()
+        self,
+        num_ranks: int,
+        flags: Mapping[str, Sequence[str]],
+        folder: Path,
+        unlogged: Collection[str] = (),
+        together: Collection[str] = (),
     ) -> None:
+        assert flags.keys() >= {*unlogged, *together}
         self.folder = folder
-        self._num_ranks, self._flags, self._unlogged = num_ranks, flags, unlogged
+        self._num_ranks, self._flags, self._unlogged, self._together = num_ranks, flags, unlogged, together
         self._printed: dict[str, str] = {}
 
     def run(self, *names: str) -> None:
-        """Run those of the trainings that have not run yet, in one job."""
-        new = {name: self._flags[name] for name in names if name not in self._printed}
+        """Run those of the trainings that have not run yet, in one job and in the order in which they were given."""
+        wanted = {*names, *(self._together if not {*names}.isdisjoint(self._together) else ())} - self._printed.keys()
+        new = {name: flags for name, flags in self._flags.items() if name in wanted}
         if new:
             self._printed |= run_trainings(self._num_ranks, new, self.folder, self._unlogged)
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
 from megatron.zero_bubble.job.layers import layers_of_layout, spread_layers, to_layout
 from tests.checked_flags import checked
-from tests.launch import PRETRAIN, TINY_GPT, run, run_trainings
+from tests.launch import TINY_GPT, Trainings
 
 EMBEDDING, LOSS = "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"
 
@@ -164,8 +163,9 @@ ENDS = (*CHUNKS, "--num-layers", "2", EMBEDDING, LOSS)
 """Of four stages the first has the embedding alone, and the last the loss."""
 
 
-def test_schedules_equal_megatron_cores_with_uneven_stages(tmp_path: Path) -> None:
-    trainings = {
+@pytest.fixture(scope="module")
+def trainings(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
+    flags = {
         "base": UNEVEN,
         "zb-h1": [*UNEVEN, "--zero-bubble-schedule", "zb-h1"],
         "base-chunks": [*UNEVEN, *CHUNKS],
@@ -174,14 +174,16 @@ def test_schedules_equal_megatron_cores_with_uneven_stages(tmp_path: Path) -> No
         "ends": [*UNEVEN, *ENDS, "--zero-bubble"],
         "first": [*UNEVEN, FIRST, "3", "--zero-bubble"],
     }
-    run_trainings(2, trainings, tmp_path)
-    numerics = {name: (tmp_path / f"{name}.jsonl").read_bytes() for name in trainings}
+    return Trainings(2, flags, tmp_path_factory.mktemp("layers"), together=flags)
+
+
+def test_schedules_equal_megatron_cores_with_uneven_stages(trainings: Trainings) -> None:
+    names = ("base", "zb-h1", "base-chunks", "interleaved-zb", "base-ends", "ends", "first")
+    numerics = {name: trainings.numerics(name) for name in names}
     assert numerics["zb-h1"] == numerics["first"] == numerics["base"]
     assert numerics["interleaved-zb"] == numerics["base-chunks"] != numerics["base"]
     assert numerics["ends"] == numerics["base-ends"] != numerics["base"]
 
 
-def test_the_start_up_lines_say_what_each_stage_got() -> None:
-    result = run(2, PRETRAIN, *UNEVEN, "--zero-bubble", timeout=100)
-    assert result.returncode == 0, result.stderr
-    assert re.search(r"^ > layers of each stage: 3, 2$", result.stdout, re.MULTILINE)
+def test_the_start_up_lines_say_what_each_stage_got(trainings: Trainings) -> None:
+    assert re.search(r"^ > layers of each stage: 3, 2$", trainings.printed("zb-h1"), re.MULTILINE)

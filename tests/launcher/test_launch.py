@@ -1,7 +1,8 @@
 """A script that calls megatron-core as Megatron-LM does trains the same under schedules of ours.
 
-All trainings run in one job, which several tests read. Those of further optimizers are a job of their own, in
-`make test-all`: `tests/training/test_post_validation.py` and `tests/mcore/test_rollback.py` undo such steps, too.
+The trainings of `make test` run in one job, which several tests read. Exhaustive, and jobs of their own, are those with
+two chunks a rank, whose schedules `tests/training` compares, and those of further optimizers, whose steps
+`tests/training/test_post_validation.py` and `tests/mcore/test_rollback.py` undo, too.
 """
 
 from __future__ import annotations
@@ -47,10 +48,6 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "base-again": (None, P2),
         "base-logged-sometimes": (None, (*SOMETIMES, "--save", plain)),
         "post-validated": (POST_VALIDATION, (*SOMETIMES, "--save", plain)),
-        "base-unclipped": (None, UNCLIPPED),
-        "zb-v": ({"schedule": "zb-v"}, (*UNCLIPPED, *CHUNKS)),
-        "base-chunks": (None, (*P2, *CHUNKS)),
-        "interleaved-zb": ({"schedule": "interleaved-zb"}, (*P2, *CHUNKS)),
         "saved-by-ours": ({"schedule": "zb-h1"}, (*P2, *first, "--save", ours)),
         "resumed-by-theirs": (None, (*P2, *rest, "--load", ours)),
         "saved-by-theirs": (None, (*P2, *first, "--save", theirs)),
@@ -66,6 +63,20 @@ def run_in_turn(trainings: dict[str, tuple], folder: Path) -> None:
     (folder / "plan.json").write_text(json.dumps(trainings))
     result = run(2, ROOT / "tests" / "launcher" / "enabled_in_turn.py", str(folder / "plan.json"), timeout=400)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
+
+
+@pytest.fixture(scope="module")
+def chunk_logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One file of log lines a training: those with two chunks a rank, and what they must equal."""
+    folder = tmp_path_factory.mktemp("chunks")
+    trainings = {
+        "base-unclipped": (None, UNCLIPPED),
+        "zb-v": ({"schedule": "zb-v"}, (*UNCLIPPED, *CHUNKS)),
+        "base-chunks": (None, (*P2, *CHUNKS)),
+        "interleaved-zb": ({"schedule": "interleaved-zb"}, (*P2, *CHUNKS)),
+    }
+    run_in_turn(trainings, folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +106,6 @@ def numbers_of(logs: Path, training: str) -> list[str]:
         ("zb-2p-untied", "base-untied"),
         ("planned", "base"),
         ("post-validated", "base-logged-sometimes"),
-        ("interleaved-zb", "base-chunks"),
     ],
 )
 def test_numbers_are_those_of_the_script_alone(logs: Path, training: str, same: str) -> None:
@@ -111,9 +121,15 @@ def test_the_steps_of_any_optimizer_are_undone(optimizer_logs: Path, optimizer: 
     assert sum(int((optimizer_logs / f"{name}.{rank}.undone").read_text()) for rank in range(2)) > 0
 
 
-def test_a_v_gives_the_same_losses(logs: Path) -> None:
+@pytest.mark.exhaustive
+def test_numbers_of_two_chunks_a_rank_are_those_of_the_script_alone(chunk_logs: Path) -> None:
+    assert numbers_of(chunk_logs, "interleaved-zb") == numbers_of(chunk_logs, "base-chunks")
+
+
+@pytest.mark.exhaustive
+def test_a_v_gives_the_same_losses(chunk_logs: Path) -> None:
     """On the last rank, which logs them, although the first holds them; norms are added up in another order."""
-    ours, theirs = (numbers_of(logs, training) for training in ("zb-v", "base-unclipped"))
+    ours, theirs = (numbers_of(chunk_logs, training) for training in ("zb-v", "base-unclipped"))
     assert ours[0:8:2] + ours[8:] == theirs[0:8:2] + theirs[8:]
     assert [float.fromhex(x) for x in ours[1:8:2]] == pytest.approx([float.fromhex(x) for x in theirs[1:8:2]], rel=1e-6)
 

@@ -146,7 +146,8 @@ def a_dead_rank_ends_the_wait(communicator: TorchCommunicator, rank: int) -> Non
     os._exit(0)  # leaving the group would wait for the dead rank
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+# Trainings on four ranks, of tests/cli/test_check_ranks.py, send over the same channels.
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_torch_channels_between_processes(num_ranks: int, tmp_path: Path):
     torch.multiprocessing.spawn(job, (num_ranks, str(tmp_path / "store")), nprocs=num_ranks)
 

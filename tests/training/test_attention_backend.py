@@ -23,7 +23,7 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
         "base": [*COMMON, *TORCH, "--recompute-granularity", "selective"],
         "zb-h1": [*COMMON, *TORCH, "--recompute-granularity", "selective", "--zero-bubble-schedule", "zb-h1"],
     }
-    return Trainings(4, flags, tmp_path_factory.mktemp("attention"))
+    return Trainings(4, flags, tmp_path_factory.mktemp("attention"), together=("base", "zb-h1"))
 
 
 def test_every_schedule_equals_megatron_cores(trainings: Trainings) -> None:

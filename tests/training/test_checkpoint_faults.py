@@ -107,6 +107,7 @@ def test_the_job_could_go_on_saving(outcomes: dict[str, list]) -> None:
     assert outcomes["save again"] == [None, None]
 
 
+@pytest.mark.exhaustive  # of disks that are full above; tests/training/test_bad_input.py ends trainings by such a line
 def test_a_full_disk_ends_a_training_in_one_line(tmp_path: Path) -> None:
     """No file may become longer than 200 KiB, in any process of the job; the shards are."""
     command = torchrun(2, PRETRAIN, *FLAGS, "--zero-bubble", "--save", str(tmp_path), "--save-interval", "2")

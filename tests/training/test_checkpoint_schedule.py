@@ -1,4 +1,8 @@
-"""Going on with another learning rate, or without what the checkpoint has besides the model."""
+"""Going on with another learning rate, or without what the checkpoint has besides the model.
+
+`make test` goes on in each way that a learning rate can. The exhaustive trainings take one of them, without the
+optimizer's state or by another spelling.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +10,20 @@ import re
 
 import pytest
 
-from tests.launch import TINY_GPT, run_trainings
+from tests.launch import TINY_GPT, Trainings
+
+IN_MAKE_TEST = ("same", "checkpoint", "flags", "model alone")
 
 
 @pytest.fixture(scope="module")
-def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def trainings(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
     """Two iterations of eight, saved, and from there to the fourth with other flags."""
     root = tmp_path_factory.mktemp("schedule")
     base = [*TINY_GPT, "--pipeline-model-parallel-size", "2", "--global-batch-size", "4", "--zero-bubble"]
     base += ["--lr-decay-iters", "8", "--train-iters", "4"]
     load = [*base, "--load", str(root / "checkpoints")]
     lower = [*load, "--lr", "5e-3", "--min-lr", "1e-3", "--weight-decay", "0.1"]
-    trainings = {
+    flags = {
         "saved": [*base, "--exit-interval", "2", "--save", str(root / "checkpoints")],
         "same": load,
         "flags": [*lower, "--override-opt-param-scheduler"],
@@ -29,28 +35,32 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "another optimizer": [*load, "--optimizer", "sgd", "--no-load-optim"],
         "model alone": [*lower, "--bf16", "--finetune"],
     }
-    return run_trainings(2, trainings, root)
+    return Trainings(2, flags, root, together=("saved", *IN_MAKE_TEST))
 
 
-def rates(output: str) -> dict[int, float]:
+def rates(trainings: Trainings, name: str) -> dict[int, float]:
     """The learning rate after each iteration."""
-    found = re.findall(r"iteration +(\d+)/.* learning rate: (\S+)", output)
+    trainings.run("saved", name)
+    found = re.findall(r"iteration +(\d+)/.* learning rate: (\S+)", trainings.printed(name))
     return {int(iteration): float(rate) for iteration, rate in found}
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["same", "checkpoint", "checkpoint, a new optimizer", "another precision", "another optimizer"],
-)
-def test_the_checkpoints_schedule_goes_on(outputs: dict[str, str], name: str) -> None:
-    assert rates(outputs[name]) == pytest.approx({3: 0.01 * 5 / 8, 4: 0.01 * 4 / 8})
+def ways(*names: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(
+        "name", [pytest.param(name, marks=() if name in IN_MAKE_TEST else pytest.mark.exhaustive) for name in names]
+    )
 
 
-@pytest.mark.parametrize("name", ["flags", "flags, as Megatron-LM spells it", "flags, a new optimizer"])
-def test_the_flags_schedule_takes_its_place(outputs: dict[str, str], name: str) -> None:
+@ways("same", "checkpoint", "checkpoint, a new optimizer", "another precision", "another optimizer")
+def test_the_checkpoints_schedule_goes_on(trainings: Trainings, name: str) -> None:
+    assert rates(trainings, name) == pytest.approx({3: 0.01 * 5 / 8, 4: 0.01 * 4 / 8})
+
+
+@ways("flags", "flags, as Megatron-LM spells it", "flags, a new optimizer")
+def test_the_flags_schedule_takes_its_place(trainings: Trainings, name: str) -> None:
     """megatron-core would go on with the bounds that the optimizer's state brings back."""
-    assert rates(outputs[name]) == pytest.approx({3: 1e-3 + 4e-3 * 5 / 8, 4: 1e-3 + 4e-3 * 4 / 8})
+    assert rates(trainings, name) == pytest.approx({3: 1e-3 + 4e-3 * 5 / 8, 4: 1e-3 + 4e-3 * 4 / 8})
 
 
-def test_the_model_alone_begins_anew(outputs: dict[str, str]) -> None:
-    assert rates(outputs["model alone"]) == pytest.approx({n: 1e-3 + 4e-3 * (8 - n) / 8 for n in range(1, 5)})
+def test_the_model_alone_begins_anew(trainings: Trainings) -> None:
+    assert rates(trainings, "model alone") == pytest.approx({n: 1e-3 + 4e-3 * (8 - n) / 8 for n in range(1, 5)})

@@ -2,8 +2,9 @@
 
 Every training here runs under the defaults: loader workers, clipping, evaluation, saving, data from files.
 
-`make test` runs each way to end once, with post-validation, which has more to stop; `make test-all` also the other
-combinations of signal, rank and schedule, and jobs that are killed again and again.
+`make test` runs each way to end once (done, an error, a signal), with post-validation, which has more to stop. What is
+exhaustive ends by other signals, on other ranks, with other flags, by the death of torchrun, whose ranks then get
+the same signal, or again and again.
 """
 
 from __future__ import annotations
@@ -140,7 +141,8 @@ def test_a_signal_saves_where_it_is_asked_to(start, tmp_path: Path, number: sign
     assert "pretrain_gpt.py" not in job.errors.replace("error_file", ""), "a rank has complained"
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive), signal.SIGINT])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_a_job_that_was_not_asked_to_save(start, tmp_path: Path, number: signal.Signals) -> None:
     job = start("--train-iters", "100000", "--save-interval", "100000")
     job.wait_for_iteration(5)
@@ -155,6 +157,7 @@ def test_a_signal_ends_a_job_that_was_not_asked_to_save(start, tmp_path: Path, n
     assert latest(tmp_path) == 0
 
 
+@pytest.mark.exhaustive
 def test_torchrun_itself_is_killed(start, tmp_path: Path) -> None:
     """Its ranks would train on, unseen. They are told to stop, and save as they do then."""
     job = start(*HANDLER, "--train-iters", "100000", "--save-interval", "100000")

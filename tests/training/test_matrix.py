@@ -1,7 +1,8 @@
 """Every kind of parallelism under every kind of schedule, with tied and untied embeddings, in fp32 and bf16.
 
-`make test` runs one cell of the matrix, which no other test covers; `make test-all` runs them all. Each cell is a job
-of six short trainings. Plain schedules are compared with megatron-core's own byte for byte; ZB-V, which places layers
+`make test` runs the plain schedules of one cell of the matrix, which no other test covers. The other cells combine the
+same parts and are exhaustive, as is ZB-V in all of them, which `test_v_placement.py` runs. A cell has six short
+trainings. Plain schedules are compared with megatron-core's own byte for byte; ZB-V, which places layers
 elsewhere, starts from weights of megatron-core's and must reach the losses and parameters that megatron-core reaches,
 without clipping (the order in which a norm is summed differs) and dropout (drawn rank by rank).
 """
@@ -17,7 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.comparison import differences, losses, tensors
-from tests.launch import TINY_GPT, run_trainings
+from tests.launch import TINY_GPT, Trainings
 
 
 class Layout(NamedTuple):
@@ -39,6 +40,7 @@ LAYOUTS = {
 }
 EMBEDDINGS = {"tied": (), "untied": ("--untie-embeddings-and-output-weights",)}
 PRECISIONS = {"fp32": (), "bf16": ("--bf16",)}
+PLAIN = ("zb-h1", "zb-2p")
 IN_MAKE_TEST = {("pp2-dp2-overlap-both", "untied", "bf16")}
 EXACT = ("--clip-grad", "0", "--attention-dropout", "0", "--hidden-dropout", "0", "--lr-decay-style", "constant")
 
@@ -68,13 +70,14 @@ def trainings(folder: Path, flags: tuple[str, ...]) -> dict[str, list[str]]:
         for cell in product(LAYOUTS, EMBEDDINGS, PRECISIONS)
     ],
 )
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The numerics and checkpoints of one cell's trainings."""
+def cell(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trainings:
+    """One cell's trainings."""
     layout, embeddings, precision = request.param
     folder = tmp_path_factory.mktemp("cell")
     num_ranks, flags = LAYOUTS[layout]
-    run_trainings(num_ranks, trainings(folder, (*flags, *EMBEDDINGS[embeddings], *PRECISIONS[precision])), folder)
-    return folder
+    plan = trainings(folder, (*flags, *EMBEDDINGS[embeddings], *PRECISIONS[precision]))
+    together = ("base", *PLAIN) if request.param in IN_MAKE_TEST else tuple(plan)
+    return Trainings(num_ranks, plan, folder, together=together)
 
 
 @pytest.fixture(autouse=True)
@@ -85,12 +88,15 @@ def one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("schedule", ["zb-h1", "zb-2p"])
-def test_numerics_equal_megatron_core(folder: Path, schedule: str) -> None:
-    assert (folder / f"{schedule}.jsonl").read_bytes() == (folder / "base.jsonl").read_bytes()
+@pytest.mark.parametrize("schedule", PLAIN)
+def test_numerics_equal_megatron_core(cell: Trainings, schedule: str) -> None:
+    assert cell.numerics(schedule) == cell.numerics("base")
 
 
-def test_a_v_gives_the_losses_and_parameters_of_1f1b(folder: Path) -> None:
+@pytest.mark.exhaustive
+def test_a_v_gives_the_losses_and_parameters_of_1f1b(cell: Trainings) -> None:
+    cell.run("start", "1f1b", "zb-v")
+    folder = cell.folder
     assert losses(folder, "zb-v") == losses(folder, "1f1b")
     ours, theirs = (
         {key: value for key, value in tensors(folder, name, 2).items() if not key.startswith("optimizer.")}

@@ -76,11 +76,9 @@ def test_a_batch_that_grows_changes_no_number(runs: Runs) -> None:
     assert runs.numerics("ramp") == runs.numerics("base-ramp")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "layout" else pytest.mark.exhaustive) for name in UNEVEN]
-)
+@pytest.mark.exhaustive  # tests/job/test_layers.py trains with uneven stages, and the tests above plan
+@pytest.mark.parametrize("name", UNEVEN)
 def test_uneven_stages_compute_what_megatron_cores_do(tmp_path: Path, name: str) -> None:
-    """`make test` runs one of them; the others give the same code other numbers of layers."""
     uneven = [*PIPELINE, "--global-batch-size", "4", "--train-iters", "8", *UNEVEN[name]]
     runs = Runs(tmp_path, run_trainings(2, {"base": uneven, "planned": [*uneven, "--zero-bubble"]}, tmp_path))
     assert runs.numerics("planned") == runs.numerics("base")

@@ -1,6 +1,6 @@
 """What every stage computes before the first step leaves nothing behind: the numbers stay the same, byte for byte.
 
-`make test` runs the model with most to restore; `make test-all` also the others.
+`make test` runs the model with most to restore; those that are exhaustive have less.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
     "model", [pytest.param(model, marks=() if model in IN_MAKE_TEST else pytest.mark.exhaustive) for model in MODELS]
 )
 def test_numbers_are_those_without(trainings: Trainings, model: str) -> None:
+    trainings.run(model, f"warm-{model}")
     assert trainings.numerics(f"warm-{model}") == trainings.numerics(model)
     assert trainings.printed(f"warm-{model}").splitlines().count("warmed up") == 1
     assert "warmed up" not in trainings.printed(model)
