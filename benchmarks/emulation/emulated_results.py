@@ -76,6 +76,13 @@ class Result:
         worst = [max(rank.exposed or 0.0 for rank in ranks) for ranks in self.steps]
         return None if self.steps[0][0].exposed is None else 1e3 * median(worst)
 
+    @property
+    def peak_memory(self) -> list[float] | None:
+        """For every rank, the most activations that it held in any step, counted, in M_B; None for peers."""
+        if self.steps[0][0].peak is None:
+            return None
+        return [max(record.peak or 0.0 for record in records) for records in zip(*self.steps, strict=True)]
+
     def as_json(self) -> dict[str, Any]:
         schedule = self.timeline.schedule
         reduction = (
@@ -98,6 +105,8 @@ class Result:
             "bubble_rate": self.bubble_rate,
             "simulated_bubble_rate": float(self.timeline.bubble_rate),
             "exposed_communication_ms": self.exposed,
+            "peak_memory": self.peak_memory,
+            "simulated_peak_memory": [float(peak) for peak in self.timeline.peak_memory],
             "steps_ms": self.makespans,
             "post_validation": False,
         }
@@ -221,6 +230,9 @@ def emulation_table(results: list[Result], *, markdown: bool = False) -> str:
         )
         for one in results
     ]
+    if any(one.timeline.schedule.recomputes for one in results):
+        heads = (*heads, "peak (M_B)", "simulated")
+        rows = [(*row, *_peaks(one)) for row, one in zip(rows, results, strict=True)]
     if results[0].reduction is None:
         return table(heads, rows, markdown=markdown)
     heads = (*heads, "reduction exposed (ms)", "simulated")
@@ -229,3 +241,9 @@ def emulation_table(results: list[Result], *, markdown: bool = False) -> str:
         for row, one in zip(rows, results, strict=True)
     ]
     return table(heads, rows, markdown=markdown)
+
+
+def _peaks(one: Result) -> tuple[str, str]:
+    """Return the peak memory of the fullest rank, counted and simulated."""
+    counted = one.peak_memory
+    return "" if counted is None else f"{max(counted):.3f}", f"{float(max(one.timeline.peak_memory)):.3f}"

@@ -17,7 +17,8 @@ from megatron.zero_bubble.schedule.formats import Profile
 def profile_of(result: Result) -> Profile:
     """Return the measured costs of one of our schedules, computed over all steps as training computes them.
 
-    Sleeps hold no memory, so the memory is that of the costs the emulation was given, in their unit.
+    Memory is not measured here: it is that of the costs which the emulation was given, in their unit. So is R's time
+    where nothing was recomputed.
     """
     schedule, asked = result.timeline.schedule, result.timeline.costs
     assert result.edges is not None
@@ -33,6 +34,8 @@ def profile_of(result: Result) -> Profile:
         memory_f=asked.memory_f,
         memory_b=asked.memory_b,
         memory_w=asked.memory_w,
+        memory_r=asked.memory_r,
+        time_r=tuple(measured or given for measured, given in zip(costs.time_r, asked.time_r, strict=True)),
     )
     return Profile(schedule.placement, costs, noise, {"emulated": True})
 

@@ -1,4 +1,4 @@
-"""Emulates F, B and W by sleeps of their durations.
+"""Emulates F, R, B and W by sleeps of their durations, and their activations by objects that are counted.
 
 A tensor that passes between stages begins with the time at which it was sent and the time before which it must not
 be used. So a message can be slower than the machine's own (`time_comm`), and its cost can be measured.
@@ -16,7 +16,9 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from benchmarks.emulation.counted_memory import EmulatedMemory, Held
 from megatron.zero_bubble.runtime.communicator import TensorSpec
+from megatron.zero_bubble.runtime.recomputation_store import ForwardMode, RecomputationStore
 from megatron.zero_bubble.runtime.stage import SteppingStage
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, Placement, Schedule, StageCosts
@@ -53,10 +55,12 @@ class Emulation:
 
     def __init__(self, activation_bytes: int) -> None:
         self.spec = TensorSpec((1, max(len(_Header()), activation_bytes // 8)), torch.float64, torch.device("cpu"))
+        self.memory = EmulatedMemory()
         self.reset()
 
     def reset(self) -> None:
-        """Forget the times of the last step."""
+        """Forget the times and the peak memory of the last step."""
+        self.memory.reset()
         self.first_start = float("inf")
         self.last_end = 0.0
 
@@ -92,12 +96,15 @@ def await_arrival(message: torch.Tensor) -> float:
 
 
 class StageTimes:
-    """The durations of one stage's operations and messages, in milliseconds."""
+    """The durations of one stage's operations and messages, in milliseconds, and the memory of its activations."""
 
     def __init__(self, costs: StageCosts, placement: Placement, stage: int) -> None:
         self.stage = stage
         self.is_first, self.is_last = stage == 0, stage == placement.num_stages - 1
         self.time_f, self.time_b, self.time_w = costs.time_f[stage], costs.time_b[stage], costs.time_w[stage]
+        self.time_r = costs.time_r[stage]
+        self.kept, self.restored, self.for_w = costs.memory_f[stage], costs.memory_r[stage], -costs.memory_w[stage]
+        """What F keeps if it drops nothing, what R restores of it, and what W needs."""
         self.to_next = 0.0 if self.is_last else _message_time(costs, placement, stage)
         """Duration of a message with an activation."""
         self.to_previous = 0.0 if self.is_first else _message_time(costs, placement, stage - 1)
@@ -112,6 +119,7 @@ class EmulatedStage(SteppingStage):
     """A stage for the executor that emulates the compute of one rank's chunks.
 
     Args:
+        recomputation: where F puts the recomputation of what it drops.
         num_parameters: the number of parameters, each of which has an equal part of W.
         reduce: called when the gradient of a parameter is complete.
     """
@@ -123,10 +131,12 @@ class EmulatedStage(SteppingStage):
         schedule: Schedule,
         rank: int,
         store: WeightGradStore,
+        recomputation: RecomputationStore,
         num_parameters: int = 1,
         reduce: Callable[[], None] | None = None,
     ) -> None:
-        self._emulation, self._store = emulation, store
+        self._emulation, self._store, self._recomputation = emulation, store, recomputation
+        self._activations: dict[tuple[int, int], list[Held]] = {}
         self._num_parameters, self._reduce = num_parameters, reduce
         self._last_microbatch = schedule.num_microbatches - 1
         placement = schedule.placement
@@ -137,10 +147,21 @@ class EmulatedStage(SteppingStage):
 
     def forward(self, microbatch: int, chunk: int, input_tensor: torch.Tensor | None) -> torch.Tensor:
         times = self._times[chunk]
+        drops = self._recomputation.mode is ForwardMode.DROP
+        held = self._emulation.memory.hold(times.kept - times.restored if drops else times.kept)
+        self._activations[chunk, microbatch] = [held]
+        if drops:
+            self._recomputation.put(partial(self._recompute, chunk, microbatch))
         if times.is_last:
             self._emulation.compute(times.time_f)
             return self._loss
         return self._emulation.produce(times.time_f, times.to_next)
+
+    def _recompute(self, chunk: int, microbatch: int) -> None:
+        """Emulate R of a microbatch."""
+        times = self._times[chunk]
+        self._activations[chunk, microbatch].append(self._emulation.memory.hold(times.restored))
+        self._emulation.compute(times.time_r)
 
     def backward(
         self,
@@ -150,20 +171,29 @@ class EmulatedStage(SteppingStage):
         output_tensor: torch.Tensor,
         output_grad: torch.Tensor | None,
     ) -> torch.Tensor | None:
-        times = self._times[chunk]
-        for parameter in range(self._num_parameters):
-            weight_grad = partial(self._weight_grad, times.time_w / self._num_parameters, microbatch)
-            if self._store.is_deferring:
-                self._store.put(weight_grad, parameter=parameter)
-            else:
-                weight_grad()
+        times, memory = self._times[chunk], self._emulation.memory
+        activations = self._activations.pop((chunk, microbatch))
+        if not self._store.is_deferring:
+            for _ in range(self._num_parameters):
+                self._weight_grad(times.time_w / self._num_parameters, microbatch)
+        else:
+            # What W needs beyond the activations is there when B begins, and the rest is released at its end.
+            activations.append(memory.hold(max(0.0, times.for_w - sum(held.amount for held in activations))))
         if times.is_first:
             self._emulation.compute(times.time_b)
-            return None
-        return self._emulation.produce(times.time_b, times.to_previous)
+            input_grad = None
+        else:
+            input_grad = self._emulation.produce(times.time_b, times.to_previous)
+        activations.clear()
+        if self._store.is_deferring:
+            for parameter in range(self._num_parameters):
+                held = memory.hold(times.for_w / self._num_parameters)
+                weight_grad = partial(self._weight_grad, times.time_w / self._num_parameters, microbatch, held)
+                self._store.put(weight_grad, parameter=parameter)
+        return input_grad
 
-    def _weight_grad(self, milliseconds: float, microbatch: int) -> None:
-        """Emulate W of one parameter, and reduce its gradient after the last microbatch."""
+    def _weight_grad(self, milliseconds: float, microbatch: int, held: Held | None = None) -> None:
+        """Emulate W of one parameter, which holds memory until it has run, and reduce it after the last microbatch."""
         self._emulation.compute(milliseconds)
         if self._reduce is not None and microbatch == self._last_microbatch:
             self._reduce()

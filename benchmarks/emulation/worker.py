@@ -7,6 +7,7 @@ import json
 import time
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -20,6 +21,7 @@ from benchmarks.emulation.sleeping import EmulatedStage, Emulation, sleep_precis
 from megatron.zero_bubble.runtime.communicator import Communicator, TorchCommunicator, channels
 from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.profiler import measure_edges
+from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
 from megatron.zero_bubble.runtime.recorder import HostClock, OpRecorder, StepTime, bubble_rate
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Placement, Schedule, StageCosts
@@ -77,6 +79,8 @@ class StepRecord:
     """Exposed communication: time spent waiting for messages that had been sent; None for peers."""
     ops: list[tuple[float, float]] | None = None
     """Start and end of every compute operation, in the schedule's order; None for peers."""
+    peak: float | None = None
+    """The most activations that this rank held at once, counted, in M_B; None for peers."""
 
 
 class StepRunner(Protocol):
@@ -99,16 +103,16 @@ class OwnRun:
         tail_by_parameter: bool,
     ) -> None:
         self._waits_for_optimizer = waits_for_optimizer
-        store = WeightGradStore(schedule.num_chunks)
+        store, recomputation = WeightGradStore(schedule.num_chunks), RecomputationStore()
         self.link = EmulatedLink(communicator)
         self.recorder = OpRecorder(HostClock())
-        self._executor = Executor(schedule, rank, self.link, store, tail_by_parameter=tail_by_parameter)
+        self._executor = Executor(schedule, rank, self.link, store, recomputation, tail_by_parameter=tail_by_parameter)
+        stage = partial(EmulatedStage, emulation, costs, schedule, rank, store, recomputation)
         if reduction is None or replicas is None:
-            self._reduction, self._stage = None, EmulatedStage(emulation, costs, schedule, rank, store)
+            self._reduction, self._stage = None, stage()
             return
         self._reduction = ReductionLink(reduction, schedule.num_chunks, replicas)
-        buckets = reduction.num_buckets
-        self._stage = EmulatedStage(emulation, costs, schedule, rank, store, buckets, self._reduction.start)
+        self._stage = stage(reduction.num_buckets, self._reduction.start)
 
     def step(self) -> None:
         self.link.exposed = 0.0
@@ -231,7 +235,7 @@ def _run_step(name: str, contestant: StepRunner, emulation: Emulation, iteration
         record = StepRecord(name, start, emulation.first_start, emulation.last_end, returned, busy, None)
         if isinstance(contestant, OwnRun):
             ops = [(measured.start, measured.end) for measured in contestant.recorder.take()]
-            record = replace(record, exposed=contestant.link.exposed, ops=ops)
+            record = replace(record, exposed=contestant.link.exposed, ops=ops, peak=emulation.memory.peak)
         records.append(record)
     return records
 

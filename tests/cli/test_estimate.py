@@ -10,11 +10,11 @@ import pytest
 from megatron.zero_bubble.cli.estimate.arguments import EstimateFlags
 from megatron.zero_bubble.cli.estimate.cluster import States, rank_parameters, stages_of
 from megatron.zero_bubble.cli.estimate.estimated_job import EstimatedJob, job_of
-from megatron.zero_bubble.cli.estimate.schedule_estimate import estimate, model_flops
+from megatron.zero_bubble.cli.estimate.schedule_estimate import estimate, model_flops, stage_costs
 from megatron.zero_bubble.cli.estimate_command import main
 from megatron.zero_bubble.cli.invocation import read_flags
 from megatron.zero_bubble.cli.trainings import complete_arguments, one_process, rank_model
-from megatron.zero_bubble.schedule import Placement, StageCosts
+from megatron.zero_bubble.schedule import Placement, ScheduleError, StageCosts, generate, simulate
 from megatron.zero_bubble.schedule.formats import Profile, profile_to_json
 from megatron.zero_bubble.training.flops import flops_per_iteration
 from megatron.zero_bubble.training.model_size import (
@@ -39,6 +39,7 @@ MODELS = {
     "wide heads": ["--kv-channels", "20", "--ffn-hidden-size", "100"],
     "experts": ["--num-experts", "4", "--disable-bias-linear"],
 }
+FULLY = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
 UNTIED = "--untie-embeddings-and-output-weights"
 LARGE = [*SMALL, "--hidden-size", "4096", "--pipeline-model-parallel-size", "4", "--global-batch-size", "16"]
 POST_VALIDATION = ["--zero-bubble", "--zero-bubble-post-validation"]
@@ -96,7 +97,8 @@ def test_a_plain_layer_costs_what_is_published():
     args = arguments("--bf16")
     s, b, h, a = 16, 2, 48, 4
     layer = StageLayers(1, is_first=False, is_last=False)
-    assert stage_flops(args, layer) == (s * b * h * (24 * h + 4 * s), s * b * h * (24 * h + 8 * s), s * b * h * 24 * h)
+    f, b_, w = s * b * h * (24 * h + 4 * s), s * b * h * (24 * h + 8 * s), s * b * h * 24 * h
+    assert stage_flops(args, layer) == (f, b_, w, 0)
     held = stage_activations(args, layer)
     assert held.after_f == s * b * (34 * h + 5 * a * s)
     assert held.after_b == 32 * s * b * h
@@ -135,15 +137,13 @@ def test_context_parallel_ranks_share_what_zero_divides(capsys):
 def test_recomputation_keeps_less_and_computes_more():
     layer = StageLayers(4, is_first=False, is_last=False)
     plain, selective = arguments("--bf16"), arguments("--bf16", "--recompute-activations")
-    full = arguments(
-        *("--bf16", "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
-    )
-    kept = [stage_activations(args, layer).after_f for args in (plain, selective, full)]
-    assert kept[0] - kept[1] == 4 * 16 * 2 * 5 * 4 * 16
-    assert kept[2] == 4 * 2 * 16 * 2 * 48
-    b = [stage_flops(args, layer).b for args in (plain, selective, full)]
-    assert b[2] - b[0] == stage_flops(plain, layer).f
-    assert b[0] < b[1] < b[2]
+    full = arguments("--bf16", *FULLY)
+    held = [stage_activations(args, layer) for args in (plain, selective, full)]
+    assert held[0].after_f - held[1].after_f == 4 * 16 * 2 * 5 * 4 * 16
+    assert held[2] == (held[0].after_f, held[0].after_b, held[0].after_f - 4 * 2 * 16 * 2 * 48)
+    flops = [stage_flops(args, layer) for args in (plain, selective, full)]
+    assert flops[0].b < flops[1].b
+    assert flops[2] == flops[0]._replace(r=flops[0].f)
 
 
 @pytest.mark.parametrize(
@@ -290,3 +290,28 @@ def test_a_mistake_is_one_line(flags, words, capsys):
     line = one_line_mistake(main, flags, capsys)
     assert line.startswith("zero-bubble estimate: error: ")
     assert words in line
+
+
+def test_full_recomputation_is_an_operation_and_1f1b_of_megatron_core_recomputes_in_its_backward(capsys):
+    plain = (*LARGE, "--bf16", "--overlap-grad-reduce")
+    flags = (*plain, *FULLY)
+    costs, kept = (stage_costs(job(*given), Placement("linear", 4)) for given in (flags, plain))
+    assert (costs.time_b, costs.memory_f) == (kept.time_b, kept.memory_f), "B and F are what they are without R"
+    assert costs.time_r[0] == pytest.approx(costs.time_f[0])
+    assert main([*TOOL, "--schedule", "1f1b", "--schedule", "zb-h1", "--json", "--", *flags]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["flops_of_a_microbatch"]["r"] > 0
+    inside = simulate(generate("1f1b", 4, job(*flags).num_microbatches), costs.recomputing_in_backward())
+    for one in document["schedules"]:
+        assert one["ratio_to_1f1b"] == pytest.approx(inside.makespan / one["makespan_ms"])
+    assert document["schedules"][0]["ratio_to_1f1b"] > 1
+    assert "to 1F1B: to megatron-core's own" in "".join(document["notes"])
+
+
+def test_planned_recomputation_keeps_everything_unless_the_limit_leaves_no_room():
+    planned = (*LARGE, "--bf16", "--zero-bubble", "--zero-bubble-recompute", "planned", "--zero-bubble-memory-limit")
+    roomy, tight = (estimate(job(*planned, limit), "auto") for limit in ("1", "0.6"))
+    assert (roomy.timeline.schedule.recomputes, tight.timeline.schedule.recomputes) == (False, True)
+    assert max(tight.activation_bytes) <= 0.6 * max(roomy.activation_bytes) * (1 + 1e-9)
+    with pytest.raises(ScheduleError, match="does not plan recomputation"):
+        estimate(job(*planned, "1"), "gpipe")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -12,6 +13,7 @@ from megatron.zero_bubble.schedule.formats import (
     profile_from_json,
     profile_to_json,
 )
+from megatron.zero_bubble.schedule.recomputation import Recompute
 
 COSTS = StageCosts((1.5, 2.0), (1.25, 1 / 3), (0.5, 0.7), (0.1,), (1000.0, 1200.0), (-400.0, -500.0), (-600.0, -700.0))
 PROFILE = Profile(Placement("linear", 2), COSTS, noise=0.0625, model={"num_layers": 8, "bf16": True, "name": "a"})
@@ -95,3 +97,11 @@ def test_the_number_of_chunks_counts():
     profile = Profile(Placement("interleaved", 2, 2), StageCosts.uniform(4), 0.0, {})
     with pytest.raises(ScheduleError, match="num_chunks 2, this run has 3"):
         profile.check_fits(Placement("interleaved", 2, 3), {})
+
+
+@pytest.mark.parametrize("recompute", [Recompute.FULL, Recompute.PLANNED])
+def test_a_run_that_recomputes_needs_a_profile_of_one(recompute):
+    PROFILE.check_fits(PROFILE.placement, PROFILE.model)
+    replace(PROFILE, costs=replace(COSTS, time_r=(1.0, 0.0))).check_fits(PROFILE.placement, PROFILE.model, recompute)
+    with pytest.raises(ScheduleError, match="lacks the costs of recomputation"):
+        PROFILE.check_fits(PROFILE.placement, PROFILE.model, recompute)

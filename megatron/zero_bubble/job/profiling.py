@@ -107,7 +107,7 @@ def _read_profile(flags: JobFlags, placement: Placement) -> Profile | None:
         return None
     try:
         profile = profile_from_json(Path(flags.zero_bubble_profile_input).read_text(encoding="utf-8"))
-        profile.check_fits(placement, flags.model)
+        profile.check_fits(placement, flags.model, flags.recompute)
     except (OSError, UnicodeDecodeError, ScheduleError) as error:
         raise ValueError(f"--zero-bubble-profile-input {flags.zero_bubble_profile_input}: {error}") from error
     return profile

@@ -99,11 +99,14 @@ class Flops(NamedTuple):
 
     f: float
     b: float
+    """With what selective recomputation computes again."""
     w: float
+    r: float = 0.0
+    """What full recomputation computes again."""
 
     @property
     def total(self) -> float:
-        return self.f + self.b + self.w
+        return sum(self)
 
 
 def stage_flops(args: Arguments, stage: StageLayers) -> Flops:
@@ -116,12 +119,13 @@ def stage_flops(args: Arguments, stage: StageLayers) -> Flops:
     linear = 2.0 * tokens * sum(one.inputs * one.outputs for one in _computed_linears(args))
     core = 4.0 * tokens * args.seq_length * _widths(args)[0]
     logits = 2.0 * tokens * args.hidden_size * args.padded_vocab_size if stage.is_last else 0.0
-    again = {"full": linear + core, "selective": core}.get(args.recompute_granularity or "", 0.0)
+    again = core if args.recompute_granularity == "selective" else 0.0
     layers, t = stage.num_layers, args.tensor_model_parallel_size
     return Flops(
         f=(layers * (linear + core) + logits) / t,
-        b=(layers * (linear + 2 * core) + _recomputed_layers(args, stage) * again + logits) / t,
+        b=(layers * (linear + 2 * core + again) + logits) / t,
         w=(layers * linear + logits) / t,
+        r=_recomputed_layers(args, stage) * (linear + core) / t,
     )
 
 
@@ -133,8 +137,12 @@ def _computed_linears(args: Arguments) -> Iterator[Linear]:
 
 
 def _recomputed_layers(args: Arguments, stage: StageLayers) -> int:
-    """The number of the stage's layers that recomputation covers, if the flags ask for it."""
-    if args.recompute_granularity == "full" and args.recompute_method == "block":
+    """The number of the stage's layers that R computes again, where a microbatch has one."""
+    if args.zero_bubble_recompute is not None:
+        return stage.num_layers
+    if args.recompute_granularity != "full":
+        return 0
+    if args.recompute_method == "block":
         return min(stage.num_layers, args.recompute_num_layers or 0)
     return stage.num_layers
 
@@ -143,9 +151,11 @@ class Activations(NamedTuple):
     """Bytes of one microbatch on a stage."""
 
     after_f: float
-    """Bytes held from F to B."""
+    """Bytes held from F to B where nothing is recomputed in full."""
     after_b: float
     """Bytes held from B to W: the inputs of the linear layers and the gradients of their outputs."""
+    restored: float = 0.0
+    """Bytes of `after_f` that F drops and R restores, with full recomputation."""
 
 
 def stage_activations(args: Arguments, stage: StageLayers) -> Activations:
@@ -156,12 +166,11 @@ def stage_activations(args: Arguments, stage: StageLayers) -> Activations:
     """
     size, tokens = element_bytes(args), rank_tokens(args)
     held, held_for_w = _layer_activations(args)
-    recomputed = 0
-    if args.recompute_granularity == "full":
-        recomputed = _recomputed_layers(args, stage)
-    # Uniform recomputation keeps the input of every unit of layers; its layers' other tensors live from B to W.
+    recomputed = _recomputed_layers(args, stage)
+    # Uniform recomputation keeps the input of every unit of layers.
     units = recomputed / (args.recompute_num_layers or 1) if args.recompute_method == "uniform" else recomputed
-    kept = (stage.num_layers - recomputed) * held + units * size * tokens * args.hidden_size / _sequence_split(args)
+    restored = recomputed * held - units * size * tokens * args.hidden_size / _sequence_split(args)
+    kept = stage.num_layers * held
     for_w = stage.num_layers * held_for_w
     if stage.is_first and args.hidden_dropout > 0:
         kept += tokens * args.hidden_size / _sequence_split(args)
@@ -171,7 +180,7 @@ def stage_activations(args: Arguments, stage: StageLayers) -> Activations:
         logits = tokens * args.padded_vocab_size / args.tensor_model_parallel_size
         kept += 2 * size * hidden + 4 * logits
         for_w += size * (hidden + logits)
-    return Activations(kept, for_w)
+    return Activations(kept, for_w, restored)
 
 
 def _layer_activations(args: Arguments) -> tuple[float, float]:

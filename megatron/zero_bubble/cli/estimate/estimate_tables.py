@@ -7,7 +7,7 @@ from typing import Any
 from megatron.zero_bubble.cli.estimate.cluster import rank_parameters
 from megatron.zero_bubble.cli.estimate.estimated_job import EstimatedJob
 from megatron.zero_bubble.cli.estimate.notes import notes
-from megatron.zero_bubble.cli.estimate.schedule_estimate import Estimate, model_flops
+from megatron.zero_bubble.cli.estimate.schedule_estimate import Estimate, model_flops, recomputing_in_backward
 from megatron.zero_bubble.cli.output import percent, table
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.training.flops import flops_per_iteration
@@ -27,7 +27,7 @@ def as_json(job: EstimatedJob, found: list[Estimate], refused: Refusals) -> dict
         "zero_stage": states.zero_stage,
         "num_microbatches": job.num_microbatches,
         "flops_per_iteration": flops_per_iteration(args, args.global_batch_size),
-        "flops_of_a_microbatch": {"f": flops.f, "b": flops.b, "w": flops.w},
+        "flops_of_a_microbatch": flops._asdict(),
         "device_memory_bytes": job.cluster.memory,
         "schedules": [one.as_json(baseline) for one in found],
         "refused": refused,
@@ -49,7 +49,9 @@ def _parameters(job: EstimatedJob) -> list[Any]:
 
 
 def _baseline(found: list[Estimate]) -> Estimate | None:
-    return next((one for one in found if one.timeline.schedule.name == "1f1b"), None)
+    """Return the estimate of megatron-core's own 1F1B if `1f1b` is among the schedules."""
+    ours = next((one for one in found if one.timeline.schedule.name == "1f1b"), None)
+    return ours and (recomputing_in_backward(ours) if ours.timeline.schedule.recomputes else ours)
 
 
 def _head(job: EstimatedJob) -> str:
@@ -71,7 +73,8 @@ def _head(job: EstimatedJob) -> str:
         f"{optimizer}; ZeRO stage {states.zero_stage} over {job.replicas} data- and context-parallel ranks leaves "
         f"{states.bytes_a_parameter(job.replicas):.4g}",
         f"operations of an iteration: {flops_per_iteration(args, args.global_batch_size):.4g}; of a microbatch on a "
-        f"tensor-parallel rank F : B : W = 1 : {flops.b / flops.f:.3f} : {flops.w / flops.f:.3f}",
+        f"tensor-parallel rank F : B : W{' : R' if flops.r else ''} = "
+        + " : ".join(["1", *(f"{part / flops.f:.3f}" for part in flops[1:] if part)]),
         f"costs: {costs}; {job.num_microbatches} microbatches; the optimizer {waiting}",
     ]
     return "\n".join(lines) + "\n"

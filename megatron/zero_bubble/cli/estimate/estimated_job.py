@@ -87,7 +87,7 @@ def _profile(path: Path | None, flags: JobFlags) -> Profile | None:
         return None
     try:
         profile = profile_from_json(path.read_text(encoding="utf-8"))
-        profile.check_fits(profile.placement, flags.model)
+        profile.check_fits(profile.placement, flags.model, flags.recompute)
     except (OSError, UnicodeDecodeError, ScheduleError) as error:
         raise ValueError(f"--profile {path}: {error}") from error
     return profile

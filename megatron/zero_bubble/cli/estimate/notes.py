@@ -12,7 +12,7 @@ _WHAT_IS_LEFT = "nine tenths of the free memory of the fullest rank"
 
 
 def notes(job: EstimatedJob, found: Sequence[Estimate]) -> list[str]:
-    return [*_limits(job, found), *_post_validation(job, found), *_implementation(job)]
+    return [*_limits(job, found), *_recomputation(found), *_post_validation(job, found), *_implementation(job)]
 
 
 def _limits(job: EstimatedJob, found: Sequence[Estimate]) -> Iterator[str]:
@@ -31,6 +31,11 @@ def _source(job: EstimatedJob) -> str:
     if flags.zero_bubble_memory_limit is None:
         return f"1F1B's peak, by {limit_flag(flags)}; the limit auto would be {_WHAT_IS_LEFT}"
     return f"by {limit_flag(flags)}"
+
+
+def _recomputation(found: Sequence[Estimate]) -> Iterator[str]:
+    if any(one.timeline.schedule.name == "1f1b" and one.timeline.schedule.recomputes for one in found):
+        yield "to 1F1B: to megatron-core's own, which recomputes within its backward; 1f1b here recomputes ahead of it"
 
 
 def _post_validation(job: EstimatedJob, found: Sequence[Estimate]) -> Iterator[str]:

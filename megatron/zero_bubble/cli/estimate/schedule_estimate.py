@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -23,6 +23,7 @@ from megatron.zero_bubble.schedule import (
 from megatron.zero_bubble.schedule.formats import Profile
 from megatron.zero_bubble.schedule.generators import entry_of
 from megatron.zero_bubble.schedule.memory_limit import MemoryLimit
+from megatron.zero_bubble.schedule.recomputation import Recompute, without_recomputation
 from megatron.zero_bubble.training.flops import flops_per_iteration
 from megatron.zero_bubble.training.model_size import Flops, element_bytes, stage_activations, stage_flops
 
@@ -133,8 +134,15 @@ def estimate(job: EstimatedJob, name: str) -> Estimate:
         num_chunks=placement.num_chunks,
         memory_limit=limits,
         group_size=args.microbatch_group_size_per_virtual_pipeline_stage if entry_of(name).takes_group_size else None,
+        recompute=job.flags.recompute,
     )
     return Estimate(job, simulate(schedule, costs), states, limit)
+
+
+def recomputing_in_backward(one: Estimate) -> Estimate:
+    """Return the estimate of the same schedule as megatron-core runs it: B recomputes, and there is no R."""
+    schedule, costs = without_recomputation(one.timeline.schedule), one.timeline.costs.recomputing_in_backward()
+    return replace(one, timeline=simulate(schedule, costs))
 
 
 def _activation_limit(job: EstimatedJob, costs: StageCosts, placement: Placement, states: float) -> float:
@@ -146,7 +154,7 @@ def _activation_limit(job: EstimatedJob, costs: StageCosts, placement: Placement
     free = MARGIN * (job.cluster.memory - job.cluster.reserved - states)
     if limit.is_auto and free < 1:
         raise ScheduleError("parameters and optimizer states do not fit in --device-memory")
-    return limit.in_bytes(placement, costs, job.num_microbatches, int(free), _inside(job))
+    return limit.in_bytes(placement, costs, job.num_microbatches, int(free), _inside(job), job.flags.recompute)
 
 
 def _inside(job: EstimatedJob) -> tuple[float, ...]:
@@ -175,7 +183,7 @@ def stage_costs(job: EstimatedJob, placement: Placement) -> StageCosts:
         # A stage with the embedding alone computes next to nothing, but a cost must be above zero.
         return tuple(max(_SHORTEST, 1e3 * getattr(one, letter) / job.cluster.flops) for one in flops)
 
-    return StageCosts(
+    costs = StageCosts(
         time_f=milliseconds("f"),
         time_b=milliseconds("b"),
         time_w=milliseconds("w"),
@@ -183,7 +191,10 @@ def stage_costs(job: EstimatedJob, placement: Placement) -> StageCosts:
         memory_f=tuple(one.after_f for one in held),
         memory_b=tuple(one.after_b - one.after_f for one in held),
         memory_w=tuple(-one.after_b for one in held),
+        time_r=tuple(1e3 * one.r / job.cluster.flops for one in flops),
+        memory_r=tuple(one.restored for one in held),
     )
+    return costs if job.flags.recompute is not Recompute.NONE else costs.recomputing_in_backward()
 
 
 def _from_profile(profile: Profile, placement: Placement) -> StageCosts:
@@ -197,7 +208,7 @@ def _from_profile(profile: Profile, placement: Placement) -> StageCosts:
 
 
 def model_flops(job: EstimatedJob) -> Flops:
-    """Return the operations of F, B and W of one microbatch, all stages together, on one tensor-parallel rank."""
+    """Return the operations of F, B, W and R of one microbatch, all stages together, on one tensor-parallel rank."""
     stages = stages_of(job.args, Placement("linear", job.args.pipeline_model_parallel_size))
     each = [stage_flops(job.args, stage) for stage in stages]
     return Flops(*(sum(values) for values in zip(*each, strict=True)))

@@ -11,6 +11,7 @@ from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import ScheduleError
 from megatron.zero_bubble.schedule.formats.json_format import costs_from_json, costs_to_json
 from megatron.zero_bubble.schedule.ir import Placement
+from megatron.zero_bubble.schedule.recomputation import Recompute
 
 _FORMAT = "megatron-zero-bubble profile"
 _VERSION = 1
@@ -43,7 +44,9 @@ class Profile:
             return (0.0,) * len(ranks)
         return tuple(max(self.inside[stage] for stage in self.placement.stages_of(rank)) for rank in ranks)
 
-    def check_fits(self, placement: Placement, model: Mapping[str, Setting]) -> None:
+    def check_fits(
+        self, placement: Placement, model: Mapping[str, Setting], recompute: Recompute = Recompute.NONE
+    ) -> None:
         """Raise `ScheduleError`, naming the first thing that differs, unless the profile is of such a run."""
         for name, ours in asdict(placement).items():
             theirs = getattr(self.placement, name)
@@ -54,6 +57,8 @@ class Profile:
                 raise ScheduleError(
                     f"the profile was measured with {name} {self.model.get(name)}, this run has {value}"
                 )
+        if recompute is not Recompute.NONE and not any(self.costs.time_r):
+            raise ScheduleError("the profile lacks the costs of recomputation (R): measure it in a run that recomputes")
 
 
 def profile_to_json(profile: Profile) -> str:
