@@ -19,8 +19,10 @@ def held_by(forward) -> int:
     """What the meter says that F of microbatch 0 leaves behind."""
     meter = SavedTensorMeter(WeightGradStore())
     meter.begin(Op(F, 0))
-    forward()
-    return meter.end(Op(F, 0))
+    output = forward()
+    held = meter.end(Op(F, 0))
+    del output
+    return held
 
 
 def data(requires_grad: bool = True) -> torch.Tensor:
@@ -48,6 +50,12 @@ def test_parameters_and_their_views_do_not_count():
     x = data()
     for forward in (lambda: linear(x, weight), lambda: x @ weight.t(), lambda: x * weight[0]):
         assert held_by(forward) == BATCH * WIDTH * FLOAT
+
+
+def test_what_is_saved_and_given_up_within_the_operation_does_not_count():
+    """Dropped blocks do so: dropout saves its mask even where no gradient is recorded."""
+    x = data()
+    assert held_by(lambda: (x * torch.randn(BATCH, WIDTH)).detach()) == 0
 
 
 def test_nothing_is_counted_after_f():
@@ -115,12 +123,10 @@ def test_r_adds_what_f_has_dropped_and_b_releases_both():
     x = data()
     run_f(meter, Op(F, 1))
     meter.begin(Op(F, 0))
-    x.square()
-    with torch.no_grad():
-        x.square().exp()
+    outputs = [x.square()]
     kept = meter.end(Op(F, 0))
     meter.begin(Op(R, 0))
-    x.square().exp()
+    outputs.append(x.square().exp())
     restored = meter.end(Op(R, 0))
     assert (kept, restored) == (BATCH * WIDTH * FLOAT, BATCH * WIDTH * FLOAT)
     assert run_b(meter, store, Op(B, 0), torch.empty(3)) == 3 * FLOAT - kept - restored

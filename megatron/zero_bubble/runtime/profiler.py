@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,8 +33,8 @@ class SavedTensorMeter:
 
     def __init__(self, store: WeightGradStore) -> None:
         self._store = store
-        self._saved: dict[tuple[int, int], dict[int, int]] = {}
-        """The bytes of every storage that F and R of a chunk and microbatch have saved, by address."""
+        self._saved: dict[tuple[int, int], list[weakref.ref[torch.Tensor]]] = {}
+        """The tensors that F and R of a chunk and microbatch have saved."""
         self._held: dict[tuple[int, int], int] = {}
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
 
@@ -42,7 +43,7 @@ class SavedTensorMeter:
             return
         key = (op.chunk, op.microbatch)
         if op.kind is OpKind.F:
-            self._saved[key], self._held[key] = {}, 0
+            self._saved[key], self._held[key] = [], 0
         saved = self._saved[key]
         self._hooks = torch.autograd.graph.saved_tensors_hooks(partial(_note, saved), lambda tensor: tensor)
         self._hooks.__enter__()
@@ -53,7 +54,7 @@ class SavedTensorMeter:
         if op.kind in FORWARDS:
             assert self._hooks is not None
             self._hooks.__exit__(None, None, None)
-            held = sum(self._saved[key].values())
+            held = _held_bytes(self._saved[key])
         elif op.kind is OpKind.B:
             held = self._store.flushed_bytes
         change = held - self._held[key]
@@ -65,13 +66,19 @@ class SavedTensorMeter:
         return 0
 
 
-def _note(saved: dict[int, int], tensor: torch.Tensor) -> torch.Tensor:
-    """Note the storage of a tensor that autograd saves, and return the tensor."""
+def _note(saved: list[weakref.ref[torch.Tensor]], tensor: torch.Tensor) -> torch.Tensor:
+    """Note a tensor that autograd saves, unless it is a parameter, and return it."""
     # A transposed weight is a view whose base is the parameter.
     if not isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter):
-        storage = tensor.untyped_storage()
-        saved[storage.data_ptr()] = storage.nbytes()
+        saved.append(weakref.ref(tensor))
     return tensor
+
+
+def _held_bytes(saved: Sequence[weakref.ref[torch.Tensor]]) -> int:
+    """Return the bytes of these tensors' storages; what dropout saves without a gradient is gone by then."""
+    tensors = [tensor for reference in saved if (tensor := reference()) is not None]
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 class CudaMeter:
