@@ -9,13 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import checked, random_costs
 
-from megatron.zero_bubble.schedule import Infeasible, Placement, StageCosts, generate, simulate
+from megatron.zero_bubble.schedule import Infeasible, Placement, StageCosts, generate, placement_for, simulate
 from megatron.zero_bubble.schedule.bounds import lower_bounds
+from megatron.zero_bubble.schedule.generators import default_costs
 from megatron.zero_bubble.schedule.generators.auto import multiple_of_p
 from megatron.zero_bubble.schedule.memory_limit import MemoryLimit, one_f_one_b_peak
-from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation
+from megatron.zero_bubble.schedule.recomputation import Recompute, num_recomputed, with_recomputation
 
-FULL = Recompute.FULL
+FULL, PLANNED = Recompute.FULL, Recompute.PLANNED
 EQUAL = StageCosts.uniform(8, time_r=1, memory_r=15 / 16)
 """F = R = B = W, and all is dropped but the input of a layer."""
 
@@ -108,3 +109,84 @@ def test_what_r_costs_changes_no_plan_that_keeps_everything(name):
     costs = replace(StageCosts.uniform(num_stages, 3, 2, 1, 0.5), memory_f=(1.0, 1.25) * (num_stages // 2))
     with_r = replace(costs, time_r=tuple(range(num_stages)), memory_r=(0.5,) * num_stages)
     assert generate(name, 4, 6, costs=with_r) == generate(name, 4, 6, costs=costs)
+
+
+PUBLISHED = StageCosts.uniform(8, 18.5, 18.1, 9.3, 0.6, time_r=18, memory_r=15 / 16)
+"""About the times of the paper's smallest model."""
+
+
+@pytest.mark.parametrize(("costs", "m"), [(EQUAL, 16), (PUBLISHED, 24)], ids=["equal", "published"])
+@pytest.mark.parametrize("multiple", [0.6, 0.8])
+def test_in_a_part_of_the_memory_planned_is_faster_than_keeping_and_than_dropping_everything(costs, m, multiple):
+    limit = multiple * one_f_one_b_peak(Placement("linear", 8), costs, m)
+    kept, full, planned = (
+        checked(generate("auto", 8, m, costs=costs, memory_limit=limit, recompute=recompute), costs)
+        for recompute in Recompute
+    )
+    assert max(planned.peak_memory) <= limit
+    assert planned.cost < 0.98 * min(kept.cost, full.cost)
+    assert 0 < num_recomputed(planned.schedule) < num_recomputed(full.schedule)
+
+
+@pytest.mark.parametrize("name", ["auto", "zb-v"])
+def test_nothing_is_recomputed_where_everything_fits(name):
+    costs = default_costs(placement_for(name, 4), PLANNED)
+    kept = generate(name, 4, 8, costs=costs)
+    assert generate(name, 4, 8, costs=costs, recompute=PLANNED) == kept
+    assert generate(name, 4, 8, costs=costs, recompute=PLANNED, memory_limit=8) == generate(
+        name, 4, 8, costs=costs, memory_limit=8
+    )
+    enough = max(simulate(kept, costs).peak_memory)
+    assert not generate(name, 4, 8, costs=costs, recompute=PLANNED, memory_limit=enough).recomputes
+
+
+def check_smallest(name, p, m, costs, smallest, **options):
+    """The limit that a refusal names works, and a smaller one is refused with the same one."""
+    least = generate(name, p, m, costs=costs, memory_limit=smallest, recompute=PLANNED, **options)
+    assert max(simulate(least, costs).peak_memory) <= smallest * (1 + 1e-9)
+    with pytest.raises(Infeasible, match=f"{smallest:g} is enough for every rank"):
+        generate(name, p, m, costs=costs, memory_limit=smallest * 0.999, recompute=PLANNED, **options)
+
+
+def compare_planned(name, p, m, costs, limits, **options):
+    """What is planned fits, is valid, and no worse than what keeps everything and what drops everything."""
+    try:
+        planned = generate(name, p, m, costs=costs, memory_limit=limits, recompute=PLANNED, **options)
+    except Infeasible as error:
+        check_smallest(name, p, m, costs, error.smallest_limit, **options)
+        return
+    checked(planned, costs)
+    timeline = simulate(planned, costs, **options)
+    assert fits(timeline, limits)
+    assert timeline.cost >= lower_bounds(planned.placement, m, costs, limits, PLANNED).span * (1 - 1e-9)
+    for recompute in (Recompute.NONE, FULL):
+        try:
+            other = generate(name, p, m, costs=costs, memory_limit=limits, recompute=recompute, **options)
+        except Infeasible:
+            continue
+        assert timeline.cost <= simulate(other, costs, **options).cost * (1 + 1e-9), recompute
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.data(), st.integers(1, 4), st.integers(1, 6), st.booleans())
+def test_planned_recomputation_fits_and_is_never_worse(data, p, m, overlap):
+    costs = data.draw(costs_with_r(p))
+    limits = [data.draw(st.integers(1, 4 * p)) for _ in range(p)]
+    compare_planned("auto", p, m, costs, limits, overlap_communication=overlap)
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.data(), st.integers(1, 3), st.integers(1, 4))
+def test_planned_recomputation_in_a_v_fits_and_is_never_worse(data, p, m):
+    costs = data.draw(costs_with_r(2 * p))
+    compare_planned("zb-v", p, m, costs, [data.draw(st.integers(1, 8 * p)) for _ in range(p)])
+
+
+@pytest.mark.exhaustive  # the same on larger pipelines
+@settings(max_examples=100, deadline=None)
+@given(st.data(), st.sampled_from(["auto", "zb-v"]), st.integers(2, 6), st.integers(1, 16), st.booleans())
+def test_planned_recomputation_of_larger_pipelines(data, name, p, m, overlap):
+    chunks = 2 if name == "zb-v" else 1
+    costs = data.draw(costs_with_r(chunks * p))
+    limits = [data.draw(st.integers(2, 4 * chunks * p)) for _ in range(p)]
+    compare_planned(name, p, m, costs, limits, overlap_communication=overlap)

@@ -131,6 +131,10 @@ class StageCosts:
             memory_r=(),
         )
 
+    def keeping_everything(self) -> StageCosts:
+        """The costs of a schedule without R: every F keeps what its backward needs."""
+        return replace(self, time_r=(), memory_r=())
+
     def split_ranks(self, placement: Placement) -> StageCosts:
         """The costs of the stages of `placement`, where these costs are of whole ranks: equal parts for the chunks.
 

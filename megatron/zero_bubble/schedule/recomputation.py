@@ -56,6 +56,11 @@ def without_recomputation(schedule: Schedule) -> Schedule:
     return replace(schedule, ops=tuple(tuple(op for op in ops if op.kind is not OpKind.R) for ops in ranks))
 
 
+def num_recomputed(schedule: Schedule) -> int:
+    """How many R the ranks of a schedule run together."""
+    return sum(op.kind is OpKind.R for ops in schedule.ops for op in ops)
+
+
 def _with_recomputation(ops: Sequence[Op]) -> Iterator[Op]:
     before: Op | None = None
     for op in ops:

@@ -217,7 +217,7 @@ def generate(
     limits = None if memory_limit is None else _limit_per_rank(memory_limit, num_ranks)
     costs = costs or default_costs(placement, recompute)
     if recompute is Recompute.NONE:
-        costs = replace(costs, time_r=(), memory_r=())
+        costs = costs.keeping_everything()
     if recompute is Recompute.PLANNED and not entry.plans_recomputation:
         able = ", ".join(name for name, one in ENTRIES.items() if one.plans_recomputation)
         raise ScheduleError(f"schedule {name} does not plan recomputation: choose one of {able}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import median
 
 from megatron.zero_bubble.schedule.bounds import lower_bounds
@@ -14,10 +15,10 @@ from megatron.zero_bubble.schedule.generators.zb_h1 import zb_h1
 from megatron.zero_bubble.schedule.generators.zb_h2 import zb_h2
 from megatron.zero_bubble.schedule.ir import Placement, Schedule
 from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation
-from megatron.zero_bubble.schedule.search.event_loop import GapRule, PlannedOrders
-from megatron.zero_bubble.schedule.search.fill import Keeping
+from megatron.zero_bubble.schedule.search.dropping import try_dropping
+from megatron.zero_bubble.schedule.search.event_loop import GapRule, Keeping, PlannedOrders
 from megatron.zero_bubble.schedule.search.greedy import Policy
-from megatron.zero_bubble.schedule.search.portfolio import Portfolio, best_of, fits
+from megatron.zero_bubble.schedule.search.portfolio import Portfolio, best_of, fits, recomputed_where_needed
 from megatron.zero_bubble.schedule.search.problem import Problem
 from megatron.zero_bubble.schedule.search.profiles import (
     Profile,
@@ -51,10 +52,12 @@ def auto(
 
     It searches over the number of F before the first B of every rank, and over rules for the gaps; see
     `search`. The larger the limit the shorter the span: what a lower limit allows is tried too, in steps of
-    p/8 M_B. Never worse than GPipe, 1F1B, ZB-H1 and ZB-H2 where they fit. Raises `Infeasible` with the smallest
-    limit that works.
+    p/8 M_B. Never worse than GPipe, 1F1B, ZB-H1 and ZB-H2 where they fit. Where only what has no room is
+    recomputed, nothing is without a limit. Raises `Infeasible` with the smallest limit that works.
     """
     limits = tuple(memory_limit or multiple_of_p(costs, num_ranks, 2, recompute))
+    if memory_limit is None and recompute is Recompute.PLANNED:
+        recompute = Recompute.NONE
     placement = Placement("linear", num_ranks)
     return _scheduled("auto", Problem(placement, num_microbatches, costs, limits, overlap_communication, recompute))
 
@@ -104,6 +107,13 @@ def multiple_of_p(
 
 
 def _scheduled(name: str, problem: Problem) -> Schedule:
+    """The best schedule found; where only what has no room is recomputed, with as few R as that takes."""
+    if problem.recompute is Recompute.PLANNED:
+        return recomputed_where_needed(problem, partial(_best, name))
+    return _best(name, problem)
+
+
+def _best(name: str, problem: Problem) -> Schedule:
     """The best of what is planned and of the simple schedules that fit.
 
     The planner knows B and W as two operations, and keeps room for what B adds from F on, or from R on. Where a rank
@@ -115,9 +125,9 @@ def _scheduled(name: str, problem: Problem) -> Schedule:
         candidates.append(problem.schedule(name, plan.orders))
         if plan.cost <= _bound(problem) * (1 + 1e-9):
             return candidates[0]
-    simple: Iterator[Schedule] = (generator(problem.num_ranks, problem.num_microbatches) for generator in SIMPLE)
+    simple = [generator(problem.num_ranks, problem.num_microbatches) for generator in SIMPLE]
     if problem.recompute is Recompute.FULL:
-        simple = map(with_recomputation, simple)
+        simple = [with_recomputation(schedule) for schedule in simple]
     candidates += (schedule for schedule in simple if fits(schedule, problem))
     if not candidates:
         problem.check_feasible()
@@ -135,6 +145,11 @@ def plan_linear(problem: Problem, budget: int = BUDGET) -> PlannedOrders:
     """The best plan found for one chunk a rank; `budget` as `BUDGET`."""
     portfolio = Portfolio(problem.bound, max(budget, LEAST_CANDIDATES * problem.num_ops))
     portfolio.in_order(problem, problem.one_by_one())
+    if problem.recompute is Recompute.PLANNED:
+        try_dropping(portfolio, problem)
+        portfolio.drop_into_idle_time(problem)
+        assert portfolio.best is not None, "as below"
+        return portfolio.best
     for level in _levels(problem):
         if portfolio.finished or level.bound >= portfolio.cost:
             break

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, product
 from operator import add, le
 from statistics import median
@@ -17,9 +18,8 @@ from megatron.zero_bubble.schedule.costs import SMALLEST, StageCosts
 from megatron.zero_bubble.schedule.ir import Op, Placement, Schedule
 from megatron.zero_bubble.schedule.kinds import OpKind
 from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation
-from megatron.zero_bubble.schedule.search.event_loop import GapRule, PlannedOrders
-from megatron.zero_bubble.schedule.search.fill import Keeping
-from megatron.zero_bubble.schedule.search.portfolio import Portfolio, best_of, fits
+from megatron.zero_bubble.schedule.search.event_loop import GapRule, Keeping, PlannedOrders
+from megatron.zero_bubble.schedule.search.portfolio import Portfolio, best_of, fits, recomputed_where_needed
 from megatron.zero_bubble.schedule.search.problem import Order, Problem
 
 BUDGET = 600_000
@@ -94,6 +94,13 @@ def _room_for(
 
 
 def _scheduled(name: str, problem: Problem) -> Schedule:
+    """The best schedule found; where only what has no room is recomputed, with as few R as that takes."""
+    if problem.recompute is Recompute.PLANNED:
+        return recomputed_where_needed(problem, partial(_best, name))
+    return _best(name, problem)
+
+
+def _best(name: str, problem: Problem) -> Schedule:
     """The best plan within the limits, among them plans in the default memory of the other V schedules, if less."""
     problem.check_feasible()
     plan = _search(problem)
@@ -107,7 +114,7 @@ def _scheduled(name: str, problem: Problem) -> Schedule:
     if problem.recompute is Recompute.FULL:
         inside = replace(problem, costs=problem.costs.recomputing_in_backward(), recompute=Recompute.NONE)
         if inside.is_feasible:
-            apart = with_recomputation(_scheduled(name, inside))
+            apart = with_recomputation(_best(name, inside))
             candidates += [apart] * fits(apart, problem)
     return best_of(candidates, problem) if len(candidates) > 1 else candidates[0]
 
@@ -125,13 +132,27 @@ def _other_rooms(problem: Problem) -> Iterator[Problem]:
 def _search(problem: Problem) -> PlannedOrders:
     portfolio = Portfolio(problem.bound, max(BUDGET, LEAST_CANDIDATES * problem.num_ops))
     portfolio.in_order(problem, problem.one_by_one())
-    keepings = (Keeping(), Keeping(defers_weights=True))[: 1 + problem.recomputes]
+    keepings = _keepings(problem)
     for orders in _candidates(problem):
         for rule, keeping in product((GapRule.BALANCED, GapRule.ALWAYS, GapRule.NEVER), keepings):
             if not portfolio.finished:
                 portfolio.fill(problem, orders, rule, keeping=keeping)
+    if problem.recompute is Recompute.PLANNED:
+        portfolio.drop_into_idle_time(problem)
     assert portfolio.best is not None, "one microbatch after the other fits in any limit that is feasible"
     return portfolio.best
+
+
+def _keepings(problem: Problem) -> list[Keeping]:
+    """What is dropped to make room: chunk 0 is held longest, so that dropping it makes most."""
+    if not problem.recomputes:
+        return [Keeping()]
+    dropped: list[frozenset[tuple[int, int]]] = [frozenset()]
+    if problem.recompute is Recompute.PLANNED:
+        for every in (1, 2):
+            microbatches = range(0, problem.num_microbatches, every)
+            dropped.append(frozenset(product(range(problem.num_ranks), microbatches)))
+    return [Keeping(defers, drops) for drops in dropped for defers in (False, True)]
 
 
 def _back_to_back(name: str, problem: Problem) -> Schedule | None:

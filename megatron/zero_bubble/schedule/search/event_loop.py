@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from enum import Enum
 from heapq import heappop, heappush
 from math import inf
 from typing import NamedTuple
 
+from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.schedule.search.problem import Order, Problem
 
 
@@ -18,6 +21,23 @@ class GapRule(Enum):
     NEVER = "never"
     BALANCED = "balanced"
     """If leaving the gap would raise the longest span over all ranks (arXiv 2401.10241, section 3.1)."""
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """Which microbatches keep their activations, where a problem recomputes."""
+
+    defers_weights: bool = False
+    """Whether memory that waiting W's hold is left to them, so that F drops, or runs before them, if it has to."""
+    drops: AbstractSet[tuple[int, int]] = frozenset()
+    """(stage, microbatch) to drop in any case."""
+    first: int | None = None
+    """How many microbatches may be dropped at the beginning, if not all."""
+    last: int = 0
+    """How many may be dropped at the end, if not all."""
+
+
+KEEPS_WHAT_FITS = Keeping()
 
 
 class PlannedOrders(NamedTuple):
@@ -35,10 +55,12 @@ class EventLoop(ABC):
     operations, times the logarithm of the number of ranks.
     """
 
-    def __init__(self, problem: Problem, target: float) -> None:
+    def __init__(self, problem: Problem, target: float, keeping: Keeping) -> None:
         size = problem.num_stages
         ranks = problem.num_ranks
         self.problem = problem
+        self.keeping = keeping
+        self.recomputes = problem.recomputes
         self.num_stages = size
         self.num_microbatches = problem.num_microbatches
         self.duration = problem.duration
@@ -127,6 +149,50 @@ class EventLoop(ABC):
         """Whether the microbatch of the next B of `stage` is dropped, and has had no R."""
         dropped, restored = self.dropped[stage], self.done[3 * self.num_stages + stage]
         return restored < len(dropped) and dropped[restored] == self.done[self.num_stages + stage]
+
+    def as_it_fits(self, rank: int, code: int) -> int:
+        """The F `code`, or the same F that drops its activations; -1 if a W or a B has to make room first.
+
+        Room is kept for one restored microbatch: with every W done, the next R fits.
+        """
+        held, limit, keep = self.held[rank], self.limits[rank], self.allocation[code]
+        if not self.recomputes:
+            return code if held + keep <= limit else -1
+        dropping = code + 4 * self.num_stages
+        drop, restored = self.allocation[dropping], self.allocation[code + 3 * self.num_stages]
+        to_restore = self.to_restore(rank)
+        without_weights = held - self.releasable(rank)
+        at_once = without_weights if self.keeping.defers_weights else held
+        keeps = self.will_keep(rank, code)
+        if keeps and held + keep <= limit and at_once + keep + to_restore <= limit:
+            return code
+        if keeps and not self.keeping.defers_weights and without_weights + keep + to_restore <= limit:
+            return -1
+        if keeps and not self.may_drop(code):
+            return -1
+        return dropping if held + drop <= limit and at_once + drop + max(restored, to_restore) <= limit else -1
+
+    def will_keep(self, rank: int, code: int) -> bool:
+        """Whether the F `code` keeps its activations, if they fit."""
+        return self.problem.recompute is not Recompute.FULL and (code, self.done[code]) not in self.keeping.drops
+
+    def may_drop(self, code: int) -> bool:
+        """Whether the F `code` may drop its activations, if they do not fit."""
+        first, microbatch = self.keeping.first, self.done[code]
+        return first is None or microbatch < first or microbatch >= self.num_microbatches - self.keeping.last
+
+    def to_restore(self, rank: int) -> float:
+        """The most that any R of `rank` will allocate for the microbatches that it has dropped."""
+        size = self.num_stages
+        stages = self.problem.stages_of[rank]
+        return max(
+            (self.allocation[3 * size + s] for s in stages if self.done[3 * size + s] < len(self.dropped[s])), default=0
+        )
+
+    def releasable(self, rank: int) -> float:
+        """What the waiting W's of `rank` hold."""
+        b, w, done = self.num_stages, 2 * self.num_stages, self.done
+        return -sum((done[b + s] - done[w + s]) * self.allocation[w + s] for s in self.problem.stages_of[rank])
 
     def arrive(self, code: int, when: float, source: int, events: list[tuple[float, int]]) -> None:
         """Note that an input of `code` arrives at `when`, and wake its rank."""

@@ -4,23 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from math import inf
 
-from megatron.zero_bubble.schedule.recomputation import Recompute
-from megatron.zero_bubble.schedule.search.event_loop import EventLoop, GapRule, PlannedOrders
+from megatron.zero_bubble.schedule.search.event_loop import KEEPS_WHAT_FITS, EventLoop, GapRule, Keeping, PlannedOrders
 from megatron.zero_bubble.schedule.search.problem import Order, Problem
-
-
-@dataclass(frozen=True)
-class Keeping:
-    """Which microbatches keep their activations, where a problem recomputes."""
-
-    defers_weights: bool = False
-    """Whether memory that waiting W's hold is left to them, so that F drops, or runs before them, if it has to."""
-    drops: AbstractSet[tuple[int, int]] = frozenset()
-    """(stage, microbatch) to drop in any case."""
 
 
 def fill_weights(
@@ -33,17 +20,15 @@ def fill_weights(
     has no W to run, its next B goes first. R runs as soon as its B is the rank's next operation of the order, or in
     a gap before the F that precedes it. None if the ranks then wait for each other for ever.
     """
-    return _Filling(problem, orders, rule, target, keeping or Keeping()).run()
+    return _Filling(problem, orders, rule, target, keeping or KEEPS_WHAT_FITS).run()
 
 
 class _Filling(EventLoop):
     def __init__(
         self, problem: Problem, orders: Sequence[Order], rule: GapRule, target: float, keeping: Keeping
     ) -> None:
-        super().__init__(problem, target)
+        super().__init__(problem, target, keeping)
         self.rule = rule
-        self.keeping = keeping
-        self.recomputes = problem.recomputes
         self.given = [list(order) for order in orders]
         self.position = [0] * problem.num_ranks
         self.weights: list[deque[int]] = [deque() for _ in orders]
@@ -83,44 +68,12 @@ class _Filling(EventLoop):
             return weights.popleft(), now
         return -1, ready
 
-    def as_it_fits(self, rank: int, code: int) -> int:
-        """The F `code`, or the same F that drops its activations; -1 if a W or a B has to make room first.
-
-        Room is kept for one restored microbatch: with every W done, the next R fits.
-        """
-        held, limit, keep = self.held[rank], self.limits[rank], self.allocation[code]
-        if not self.recomputes:
-            return code if held + keep <= limit else -1
-        dropping = code + 4 * self.num_stages
-        drop, restored = self.allocation[dropping], self.allocation[code + 3 * self.num_stages]
-        to_restore = self.to_restore(rank)
-        without_weights = held - self.releasable(rank)
-        at_once = without_weights if self.keeping.defers_weights else held
-        keeps = self.keeps(rank, code)
-        if keeps and held + keep <= limit and at_once + keep + to_restore <= limit:
-            return code
-        if keeps and not self.keeping.defers_weights and without_weights + keep + to_restore <= limit:
-            return -1
-        return dropping if held + drop <= limit and at_once + drop + max(restored, to_restore) <= limit else -1
-
-    def keeps(self, rank: int, code: int) -> bool:
+    def will_keep(self, rank: int, code: int) -> bool:
         """Whether the F `code` keeps its activations, if they fit: where its B follows at once, R is no use."""
         given, following, size = self.given[rank], self.position[rank] + 1, self.num_stages
         if code == size - 1 and following < len(given) and given[following] == code + size:
             return True
-        return self.problem.recompute is not Recompute.FULL and (code, self.done[code]) not in self.keeping.drops
-
-    def to_restore(self, rank: int) -> float:
-        """The most that any R of `rank` will allocate for the microbatches that it has dropped."""
-        size = self.num_stages
-        stages = self.problem.stages_of[rank]
-        return max(
-            (self.allocation[3 * size + s] for s in stages if self.done[3 * size + s] < len(self.dropped[s])), default=0
-        )
-
-    def releasable(self, rank: int) -> float:
-        """What the waiting W's of `rank` hold."""
-        return -sum(self.allocation[code] for code in self.weights[rank])
+        return super().will_keep(rank, code)
 
     def early_r(self, rank: int, f: int, gap: float) -> int:
         """The R of the B that follows the next F, if it fits into the gap before that F; else -1."""
@@ -155,7 +108,7 @@ def run_in_order(problem: Problem, orders: Sequence[Order]) -> PlannedOrders | N
 
 class _InOrder(EventLoop):
     def __init__(self, problem: Problem, orders: Sequence[Order]) -> None:
-        super().__init__(problem, 0)
+        super().__init__(problem, 0, KEEPS_WHAT_FITS)
         self.given = orders
 
     def choose(self, rank: int, now: float) -> tuple[int, float]:

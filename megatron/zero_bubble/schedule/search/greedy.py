@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-from megatron.zero_bubble.schedule.search.event_loop import EventLoop, GapRule, PlannedOrders
+from megatron.zero_bubble.schedule.search.event_loop import KEEPS_WHAT_FITS, EventLoop, GapRule, Keeping, PlannedOrders
 from megatron.zero_bubble.schedule.search.problem import Problem
 
 
@@ -19,6 +19,7 @@ class Policy:
     """Whether F fills a gap that is too short for it."""
     caps: tuple[int, ...] | None = None
     """Rank -> how many microbatches may be between the start of F and the end of B; None: what memory allows."""
+    keeping: Keeping = KEEPS_WHAT_FITS
 
 
 def list_schedule(problem: Problem, policy: Policy) -> PlannedOrders | None:
@@ -31,16 +32,26 @@ def list_schedule(problem: Problem, policy: Policy) -> PlannedOrders | None:
 
 class _Greedy(EventLoop):
     def __init__(self, problem: Problem, policy: Policy) -> None:
-        super().__init__(problem, target=0)
+        super().__init__(problem, 0, policy.keeping)
         assert problem.num_stages == problem.num_ranks, "a rank has one F, one B and one W to choose from"
         self.policy = policy
         self.caps = policy.caps or (self.num_microbatches,) * problem.num_ranks
 
     def choose(self, rank: int, now: float) -> tuple[int, float]:
-        f, b, w = rank, self.num_stages + rank, 2 * self.num_stages + rank
+        size = self.num_stages
+        b, w, r = size + rank, 2 * size + rank, 3 * size + rank
+        f = self.as_it_fits(rank, rank) if self.done[rank] - self.done[b] < self.caps[rank] else -1
         b_ready = self.next_arrival(b, now)
-        f_ready = self.next_arrival(f, now) if self.has_room(rank) else inf
-        if b_ready <= now:
+        f_ready = self.next_arrival(rank, now) if f >= 0 else inf
+        if self.recomputes and self.needs_r(rank):
+            # R is the first part of B, but need not wait for the gradient.
+            b_ready -= self.duration[r]
+            if self.held[rank] + self.allocation[r] > self.limits[rank]:
+                if b_ready <= now:
+                    return (w, now) if self.done[w] < self.done[b] else (-1, inf)
+            elif b_ready <= now or now + self.duration[r] <= f_ready:
+                return r, now
+        elif b_ready <= now:
             return b, now
         ready = min(b_ready, f_ready)
         if f_ready <= now:
@@ -51,13 +62,12 @@ class _Greedy(EventLoop):
             return w, now
         return -1, ready
 
+    def will_keep(self, rank: int, code: int) -> bool:
+        """Whether the F `code` keeps its activations, if they fit: where its B follows at once, R is no use."""
+        size = self.num_stages
+        return (code == size - 1 and self.done[code] == self.done[code + size]) or super().will_keep(rank, code)
+
     def next_arrival(self, code: int, now: float) -> float:
         """When the next operation `code` can start; inf if that is not known yet."""
         count, arrivals = self.done[code], self.arrivals[code]
         return max(now, arrivals[count]) if count < len(arrivals) else inf
-
-    def has_room(self, rank: int) -> bool:
-        """Whether one more F fits."""
-        if self.done[rank] - self.done[self.num_stages + rank] >= self.caps[rank]:
-            return False
-        return self.held[rank] + self.allocation[rank] <= self.limits[rank]

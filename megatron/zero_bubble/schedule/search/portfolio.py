@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import pairwise, product
 
 from megatron.zero_bubble.schedule.ir import Schedule
+from megatron.zero_bubble.schedule.kinds import OpKind
 from megatron.zero_bubble.schedule.memory import peak_memory
-from megatron.zero_bubble.schedule.search.event_loop import GapRule, PlannedOrders
-from megatron.zero_bubble.schedule.search.fill import Keeping, fill_weights, run_in_order
+from megatron.zero_bubble.schedule.recomputation import Recompute, num_recomputed
+from megatron.zero_bubble.schedule.search.event_loop import GapRule, Keeping, PlannedOrders
+from megatron.zero_bubble.schedule.search.fill import fill_weights, run_in_order
 from megatron.zero_bubble.schedule.search.greedy import Policy, list_schedule
 from megatron.zero_bubble.schedule.search.problem import Order, Problem, tolerance
 from megatron.zero_bubble.schedule.simulate import simulate
@@ -56,15 +60,76 @@ class Portfolio:
         self.offer(plan)
         return plan.cost if plan is not None else float("inf")
 
-    def greedy(self, problem: Problem, policy: Policy) -> None:
-        """Try a policy."""
+    def greedy(self, problem: Problem, policy: Policy) -> float:
+        """Try a policy; its cost, infinity if it does not work."""
         self.budget -= GREEDY_WEIGHT * problem.num_ops
-        self.offer(list_schedule(problem, policy))
+        plan = list_schedule(problem, policy)
+        self.offer(plan)
+        return plan.cost if plan is not None else float("inf")
 
     def in_order(self, problem: Problem, orders: Sequence[Order]) -> None:
         """Try complete orders."""
         self.budget -= problem.num_ops
         self.offer(run_in_order(problem, orders))
+
+    def drop_into_idle_time(self, problem: Problem) -> None:
+        """Drop, in the best plan, what R can restore while a rank idles, so that more of the rest is kept."""
+        drops: frozenset[tuple[int, int]] = frozenset()
+        while self.best is not None and not self.finished:
+            before, size = self.cost, problem.num_stages
+            found = drops | _restored_for_nothing(problem, self.best)
+            orders = [
+                [code % (4 * size) for code in order if code % (4 * size) < 2 * size] for order in self.best.orders
+            ]
+            for rule, defers in product((GapRule.BALANCED, GapRule.ALWAYS), (False, True)):
+                self.fill(problem, orders, rule, keeping=Keeping(defers, found))
+            if found == drops or self.cost >= before * (1 - 1e-9):
+                return
+            drops = found
+
+
+def _restored_for_nothing(problem: Problem, plan: PlannedOrders) -> frozenset[tuple[int, int]]:
+    """(stage, microbatch) of everything that is kept though its rank idles long enough before its B for an R."""
+    schedule = problem.schedule("planned", plan.orders)
+    timeline = simulate(schedule, problem.costs, overlap_communication=problem.overlap_communication)
+    found = set()
+    for rank, lane in enumerate(timeline.lanes):
+        for before, timed in pairwise(lane):
+            stage = problem.placement.stage_of(rank, timed.op.chunk)
+            is_kept = timed.op._replace(kind=OpKind.R) not in schedule.op_sets[rank]
+            idle = timed.start - before.end
+            if timed.op.kind is OpKind.B and is_kept and idle > 0 and idle >= problem.costs.time_r[stage]:
+                found.add((stage, timed.op.microbatch))
+    return frozenset(found)
+
+
+def recomputed_where_needed(problem: Problem, best: Callable[[Problem], Schedule]) -> Schedule:
+    """The shortest of what `best` makes if it keeps everything, drops everything, or chooses; of equals the fewest R.
+
+    What keeps everything is taken if more memory would not make it shorter. Raises `Infeasible`.
+    """
+    keeping = replace(problem, costs=problem.costs.keeping_everything(), recompute=Recompute.NONE)
+    everything = tuple(
+        max(limit, problem.num_microbatches * sum(problem.footprints[stage].whole for stage in stages))
+        for limit, stages in zip(problem.limits, problem.stages_of, strict=True)
+    )
+    candidates = []
+    if keeping.is_feasible:
+        candidates.append(best(keeping))
+        unlimited = replace(keeping, limits=everything)
+        cost = _cost(candidates[0], problem) * (1 - 1e-9)
+        if keeping == unlimited or cost <= unlimited.bound or cost <= _cost(best(unlimited), problem):
+            return candidates[0]
+    problem.check_feasible()
+    candidates.append(best(problem))
+    candidates.append(best(replace(problem, recompute=Recompute.FULL)))
+    shortest = min(_cost(schedule, problem) for schedule in candidates)
+    equals = [schedule for schedule in candidates if _cost(schedule, problem) <= shortest + tolerance(shortest)]
+    return min(equals, key=num_recomputed)
+
+
+def _cost(schedule: Schedule, problem: Problem) -> float:
+    return simulate(schedule, problem.costs, overlap_communication=problem.overlap_communication).cost
 
 
 def fits(schedule: Schedule, problem: Problem) -> bool:
