@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel import random
 from megatron.core.utils import safely_set_viewless_tensor_data
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import detach_variable
 
 from megatron.zero_bubble.runtime.recomputation_store import ForwardMode, RecomputationStore
@@ -100,12 +101,13 @@ class _DroppedBlock(torch.autograd.Function):
         assert ctx.recomputed is not None, "backward of a block before its R"
         inputs, outputs = ctx.recomputed
         ctx.recomputed = None
-        trained = [
-            (output, grad)
-            for output, grad in zip(outputs, output_grads, strict=True)
-            if isinstance(output, torch.Tensor) and output.requires_grad
-        ]
-        torch.autograd.backward([output for output, _ in trained], [grad for _, grad in trained])
+        edges, grads = zip(
+            *((edge, grad) for edge, grad in zip(outputs, output_grads, strict=True) if edge), strict=True
+        )
+        # `torch.autograd.backward` takes such edges only in later versions than the oldest supported one.
+        torch.autograd.Variable._execution_engine.run_backward(
+            edges, grads, False, False, (), allow_unreachable=True, accumulate_grad=True
+        )
         return None, None, None, *(input.grad if isinstance(input, torch.Tensor) else None for input in inputs)
 
 
@@ -120,4 +122,9 @@ def _recompute(ctx: Any) -> None:
         random._set_all_rng_states(*ctx.rng_states)
         outputs = ctx.run_function(*inputs)
     ctx.run_function = ctx.rng_states = None
-    ctx.recomputed = inputs, outputs if isinstance(outputs, tuple) else (outputs,)
+    ctx.recomputed = inputs, tuple(map(_gradient_edge, outputs if isinstance(outputs, tuple) else (outputs,)))
+
+
+def _gradient_edge(output: Any) -> GradientEdge | None:
+    """Return where the backward of a block's output begins: unlike the output itself it holds no activations."""
+    return get_gradient_edge(output) if isinstance(output, torch.Tensor) and output.requires_grad else None
