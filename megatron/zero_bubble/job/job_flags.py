@@ -20,7 +20,7 @@ _MODEL = (
     *("moe_router_topk", "moe_grouped_gemm", "transformer_impl"),
     *("tensor_model_parallel_size", "expert_model_parallel_size", "context_parallel_size", "sequence_parallel"),
     *("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
-    *("recompute_granularity", "recompute_method", "recompute_num_layers"),
+    *("recompute_granularity", "recompute_method", "recompute_num_layers", "zero_bubble_recompute"),
 )
 """Names of the flags on which the costs of a stage depend."""
 

@@ -13,8 +13,9 @@ from megatron.zero_bubble.job.flags import flag_name, limit_flag
 from megatron.zero_bubble.job.job_flags import JobFlags
 from megatron.zero_bubble.schedule import Infeasible, Placement, Schedule, ScheduleError, simulate
 from megatron.zero_bubble.schedule.formats import schedule_from_text
-from megatron.zero_bubble.schedule.generators import default_costs, entry_of
+from megatron.zero_bubble.schedule.generators import default_costs
 from megatron.zero_bubble.schedule.ir import MAX_OPERATIONS
+from megatron.zero_bubble.schedule.memory_limit import MemoryLimit
 from megatron.zero_bubble.schedule.plan import Plan
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
@@ -44,19 +45,17 @@ def choose_plan(flags: JobFlags) -> Plan | None:
             plan = Plan.named(name, num_ranks, num_chunks)
             group_size = flags.microbatch_group_size_per_virtual_pipeline_stage
             limit = _limit_before_measuring(flags)
-            return replace(plan, memory_limit=limit, group_size=group_size, recompute=_recompute(flags, name))
+            return replace(plan, memory_limit=limit, group_size=group_size, recompute=flags.recompute)
         plan = replace(Plan.of(_read(Path(name.removeprefix(_FILE)))), recompute=flags.recompute)
+        if plan.given is not None and plan.given.recomputes and flags.recompute is Recompute.NONE:
+            raise ScheduleError(
+                "it has recomputations (R), which need --recompute-granularity full without fp8 and fp4"
+            )
         if plan.placement.num_ranks != num_ranks:
             raise ScheduleError(f"the schedule is for {plan.placement.num_ranks} ranks")
         if num_chunks is not None and plan.placement.num_chunks != num_chunks:
             raise ScheduleError(f"the schedule is for {plan.placement.num_chunks} chunks a rank, not {num_chunks}")
         return plan
-
-
-def _recompute(flags: JobFlags, name: str) -> Recompute:
-    """What the schedule recomputes; B does where a schedule that plans no R is to keep within a memory limit."""
-    keeps_within_limit = flags.memory_limit is not None and not entry_of(name).plans_recomputation
-    return Recompute.NONE if keeps_within_limit and flags.recompute is Recompute.FULL else flags.recompute
 
 
 def _check_recomputation(flags: JobFlags, name: str) -> None:
@@ -136,10 +135,10 @@ def _limit_before_measuring(flags: JobFlags) -> float | None:
     limit = flags.memory_limit
     if limit is None:
         return None
-    in_unit_costs = limit.in_unit_costs(num_ranks, flags.most_microbatches)
+    in_unit_costs = limit.in_unit_costs(num_ranks, flags.most_microbatches, flags.recompute)
     if in_unit_costs is None and not flags.has_own_limit:
         # A limit in bytes cannot be used before memory is measured: begin with 1F1B's peak.
-        return float(num_ranks)
+        return MemoryLimit(multiple=1.0).in_unit_costs(num_ranks, num_ranks, flags.recompute)
     return in_unit_costs
 
 
@@ -151,7 +150,9 @@ def _check_memory(flags: JobFlags, plan: Plan) -> None:
     assert plan.given is not None
     schedule = plan.schedule(plan.given.num_microbatches)
     limit = flags.memory_limit
-    in_unit_costs = limit.in_unit_costs(schedule.num_ranks, schedule.num_microbatches) if limit is not None else None
+    in_unit_costs = None
+    if limit is not None:
+        in_unit_costs = limit.in_unit_costs(schedule.num_ranks, schedule.num_microbatches, plan.recompute)
     peak = max(simulate(schedule, default_costs(schedule.placement, plan.recompute)).peak_memory)
     if in_unit_costs is not None and peak > in_unit_costs * (1 + 1e-9):
         raise Infeasible("it does not fit under the limit", peak)
@@ -159,9 +160,11 @@ def _check_memory(flags: JobFlags, plan: Plan) -> None:
 
 def _multiple(flags: JobFlags, smallest: float) -> str:
     """The limit `smallest`, in M_B, in the unit of the flag that set the limit, rounded up."""
+    num_ranks = flags.pipeline_model_parallel_size
+    peak = MemoryLimit(multiple=1.0).in_unit_costs(num_ranks, flags.most_microbatches, flags.recompute)
+    assert peak is not None
     if pending_backwards(flags.zero_bubble_memory_limit or "") is not None:
-        return f"at least {math.ceil(smallest - 1e-9)}"
-    peak = min(flags.pipeline_model_parallel_size, flags.most_microbatches)
+        return f"at least {math.ceil(smallest / peak * num_ranks - 1e-9)}"
     return f"at least {math.ceil(smallest / peak * 1000 - 1e-6) / 1000:g} times 1F1B's peak"
 
 

@@ -1,0 +1,106 @@
+"""Full recomputation as an operation of the schedule gives, byte for byte, the numbers of megatron-core's own.
+
+So does recomputation of what the schedule chooses. Dropout is on, as by default. `make test` runs post-validation whose
+every step is rolled back with the R's before it, and a planned schedule; `make test-all` the other precisions, layers,
+schedules and kinds of parallelism, in which the same code runs.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.launch import TINY_GPT, Trainings
+
+
+def checkpointed(method: str, num_layers: int) -> tuple[str, ...]:
+    return (
+        *("--recompute-granularity", "full", "--recompute-method", method),
+        *("--recompute-num-layers", str(num_layers)),
+    )
+
+
+EVERY_LAYER = checkpointed("uniform", 1)
+COMMON = (*TINY_GPT, "--pipeline-model-parallel-size", "2", "--global-batch-size", "8", "--clip-grad", "0.05")
+BY_SCHEDULE = ("--zero-bubble", "--zero-bubble-recompute", "planned", "--zero-bubble-memory-limit", "0.7")
+TENSOR_PARALLEL = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
+EXPERTS = ("--num-experts", "4", "--moe-aux-loss-coeff", "0.01", "--disable-bias-linear")
+CHUNKS = ("--num-layers", "8", "--num-virtual-stages-per-pipeline-rank", "2")
+MODELS = {
+    "every layer": EVERY_LAYER,
+    "two layers at once, bf16": (*checkpointed("uniform", 2), "--bf16"),
+    "the first layer, fp16": (
+        *(*checkpointed("block", 1), "--fp16", "--initial-loss-scale", "1e6", "--hysteresis", "1"),
+    ),
+    "experts": (*EVERY_LAYER, *EXPERTS),
+    "further tokens": (*EVERY_LAYER, "--mtp-num-layers", "2"),
+    "chunks, the first layer": (*checkpointed("block", 1), *CHUNKS),
+    "chunks, every layer, bf16": (*EVERY_LAYER, *CHUNKS, "--bf16"),
+}
+ON_FOUR_RANKS = {
+    "tensor and sequence parallel": (*EVERY_LAYER, *TENSOR_PARALLEL),
+    "tensor and sequence parallel, Llama-like": (
+        *(*checkpointed("uniform", 2), *TENSOR_PARALLEL, "--bf16", "--swiglu", "--normalization", "RMSNorm"),
+        *("--position-embedding-type", "rope", "--disable-bias-linear", "--untie-embeddings-and-output-weights"),
+    ),
+    "expert parallel": (*EVERY_LAYER, *EXPERTS, "--expert-model-parallel-size", "2", "--use-distributed-optimizer"),
+    "overlapped reduction": (*EVERY_LAYER, "--overlap-grad-reduce", "--ddp-bucket-size", "4000"),
+}
+RUNS = {
+    "1f1b": ("--zero-bubble-schedule", "1f1b"),
+    "zb-h1": ("--zero-bubble-schedule", "zb-h1"),
+    "zb-2p": ("--zero-bubble-schedule", "zb-2p"),
+    "auto": ("--zero-bubble",),
+    "post-validation": ("--zero-bubble-schedule", "zb-2p", "--zero-bubble-post-validation"),
+    "planned": BY_SCHEDULE,
+}
+INTERLEAVED = {
+    "interleaved-1f1b": ("--zero-bubble-schedule", "interleaved-1f1b"),
+    "interleaved-zb": ("--zero-bubble-schedule", "interleaved-zb"),
+}
+IN_MAKE_TEST = {"post-validation", "planned"}
+
+
+def runs_of(model: str) -> dict[str, tuple[str, ...]]:
+    """The flags of our runs of a model, beside those of the model; a planned run gets no flags of recomputation."""
+    return INTERLEAVED if model.startswith("chunks") else RUNS
+
+
+def training_flags(models: dict[str, tuple[str, ...]]) -> dict[str, list[str]]:
+    trainings = {}
+    for model, model_flags in models.items():
+        left = list(model_flags[6:])
+        trainings[f"base-{model}"] = [*COMMON, *model_flags]
+        trainings[f"kept-{model}"] = [*COMMON, *left]
+        for run, flags in runs_of(model).items():
+            trainings[f"{run}-{model}"] = [*COMMON, *(left if run == "planned" else model_flags), *flags]
+    return trainings
+
+
+@pytest.fixture(scope="module")
+def trainings(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Trainings]:
+    """By the number of ranks; `base-*` are megatron-core's own, `kept-*` without recomputation."""
+    ranks = {2: MODELS, 4: ON_FOUR_RANKS}
+    return {n: Trainings(n, training_flags(models), tmp_path_factory.mktemp("runs")) for n, models in ranks.items()}
+
+
+def test_post_validation_and_a_planned_schedule_equal_megatron_core(trainings: dict[int, Trainings]) -> None:
+    names = [f"{run}-every layer" for run in ("base", *sorted(IN_MAKE_TEST))]
+    trainings[2].run(*names)
+    base, planned, validated = map(trainings[2].numerics, names)
+    assert validated == base
+    assert planned == base
+    for name in names[1:]:
+        assert "restored by R (MiB)" in trainings[2].printed(name)
+
+
+@pytest.mark.exhaustive  # the same code in other layers, precisions and orders
+@pytest.mark.parametrize(
+    ("num_ranks", "model"), [*((2, model) for model in MODELS), *((4, model) for model in ON_FOUR_RANKS)]
+)
+def test_every_recomputed_model_equals_megatron_cores(
+    trainings: dict[int, Trainings], num_ranks: int, model: str
+) -> None:
+    runs = [*runs_of(model), "kept"]
+    trainings[num_ranks].run(f"base-{model}", *(f"{run}-{model}" for run in runs))
+    base = trainings[num_ranks].numerics(f"base-{model}")
+    assert [run for run in runs if trainings[num_ranks].numerics(f"{run}-{model}") != base] == []
