@@ -27,6 +27,7 @@ OPTIMIZERS = {
     "SGD without momentum": ("--optimizer", "sgd", "--sgd-momentum", "0", "--clip-grad", "1.5"),
     "Adagrad": ("--optimizer", "adagrad"),
 }
+RECOMPUTED = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 UNTIED = ("--untie-embeddings-and-output-weights", "--overlap-grad-reduce")
 CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "2")
 UNCLIPPED = ("--pipeline-model-parallel-size", "2", "--clip-grad", "0")
@@ -42,6 +43,8 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     trainings = {
         "base": (None, P2),
         "zb-h1": ({"schedule": "zb-h1"}, P2),
+        "recomputed": ({"schedule": "zb-2p"}, (*P2, *RECOMPUTED)),
+        "recomputed-where-needed": ({"recompute": "planned", "memory_limit": "0.7"}, P2),
         "base-untied": (None, (*P2, *UNTIED)),
         "zb-2p-untied": ({"schedule": "zb-2p"}, (*P2, *UNTIED)),
         "planned": ({"profile_iters": [1, 2], "timeline": str(folder / "timeline"), "strict": True}, P2),
@@ -105,6 +108,8 @@ def numbers_of(logs: Path, training: str) -> list[str]:
         ("zb-h1", "base"),
         ("zb-2p-untied", "base-untied"),
         ("planned", "base"),
+        ("recomputed", "base"),
+        ("recomputed-where-needed", "base"),
         ("post-validated", "base-logged-sometimes"),
     ],
 )

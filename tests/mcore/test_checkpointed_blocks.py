@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.tensor_parallel import random
+from megatron.core.transformer import transformer_block
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_model_config
 
@@ -229,6 +230,30 @@ def test_only_the_outer_checkpoints_of_an_f_are_split():
     with pytest.raises(ZeroDivisionError), store.forward(0, 0, drops=True), split_checkpoints(store):
         raise ZeroDivisionError
     assert random.CheckpointFunction is megatrons
+
+
+def test_transformer_engines_checkpoint_recomputes_in_b(monkeypatch: pytest.MonkeyPatch):
+    """With fp8 megatron-core calls Transformer Engine's checkpoint; here torch's stands in for it.
+
+    There is no dropout, because torch's does not restore megatron-core's random states.
+    """
+    calls = []
+
+    def te_checkpoint(block: Any, distribute_saved_activations: bool, tracker: Any, group: Any, *inputs: Any) -> Any:
+        calls.append(block)
+        return torch.utils.checkpoint.checkpoint(block, *inputs, use_reentrant=True)
+
+    rank, store = (
+        Rank(arguments(*MODELS["every layer"], "--attention-dropout", "0", "--hidden-dropout", "0")),
+        RecomputationStore(),
+    )
+    expected = rank.step((), None)
+    monkeypatch.setattr(transformer_block, "te_checkpoint", te_checkpoint)
+    config = get_model_config(rank.chunks[0])
+    config.fp8 = "hybrid"
+    assert not recomputes_blocks(config)
+    assert_same(rank.step((), store), expected)
+    assert len(calls) == rank.forwards[OpKind.B] == 4 * NUM_MICROBATCHES
 
 
 @pytest.mark.parametrize(

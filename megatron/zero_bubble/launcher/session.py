@@ -79,6 +79,12 @@ class Session:
         """Functions that are called but not hooked, and that differ between versions or may change."""
         if self.flags.zero_bubble_post_validation:
             yield from needed_for_post_validation()
+        yield Needed(
+            "megatron.core.tensor_parallel.random",
+            "CheckpointFunction.forward",
+            ("run_function", "distribute_saved_activations"),
+            "runs a block of layers and keeps only its input; R runs the block again, ahead of its backward",
+        )
 
     @property
     def run(self) -> Run:

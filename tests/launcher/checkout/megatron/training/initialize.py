@@ -25,6 +25,7 @@ _NUMBERS = {
     "pipeline-model-parallel-size": 1,
     "num-layers-per-virtual-pipeline-stage": None,
     "num-virtual-stages-per-pipeline-rank": None,
+    "recompute-num-layers": None,
 }
 
 
@@ -38,7 +39,7 @@ def parse_args(argv=None):
     switches = ("untie-embeddings-and-output-weights", "use-distributed-optimizer", "overlap-grad-reduce")
     for name in (*switches, "exit-signal-handler"):
         parser.add_argument(f"--{name}", action="store_true")
-    for name in ("save", "load"):
+    for name in ("save", "load", "recompute-granularity", "recompute-method"):
         parser.add_argument(f"--{name}", default=None)
     return parser.parse_args(argv)
 
