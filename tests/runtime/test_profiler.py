@@ -117,6 +117,8 @@ def test_of_replicas_the_slowest_and_the_fullest_counts():
     assert (costs.time_f, costs.time_b, costs.time_w) == ((2.0, 5.0), (2.0, 6.0), (3.5, 5.0))
     assert costs.time_comm == (0.5,)
     assert costs.memory_f == (120.0, 100.0)
+    assert costs.memory_b == (-30.0, -25.0)
+    assert costs.memory_w == (-90.0, -75.0), "what F keeps is released by B and W"
     assert noise == 0.03
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import statistics
 import time
 import weakref
@@ -222,8 +223,8 @@ class MeasuredCosts(NamedTuple):
 def gather_costs(placement: Placement, chunks: Sequence[ChunkCosts], edges: Mapping[int, float]) -> MeasuredCosts:
     """Gather the costs of all stages; a collective call of the whole job, with the same result on every rank.
 
-    Of the replicas of a stage (data and tensor parallelism) the largest time and memory count, because the pipeline
-    waits for the slowest.
+    Of the replicas of a stage (data and tensor parallelism) the largest time counts, because the pipeline waits for the
+    slowest, and the largest memory held after F, after B and after W.
     """
     everyone: list[tuple[Sequence[ChunkCosts], Mapping[int, float]] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (chunks, edges))
@@ -250,15 +251,22 @@ def combine_costs(
         # Only R may be missing: where nothing was recomputed, its costs are zeros.
         return tuple(max(replica.get(kind, 0.0) for replica in replicas) for replicas in values)
 
+    def held_after(*kinds: OpKind) -> tuple[float, ...]:
+        # Summed for each replica, because the one that keeps most in F releases most in B.
+        return tuple(max(sum(replica[kind] for kind in kinds) for replica in replicas) for replicas in memory)
+
+    kept = held_after(OpKind.F)
+    waiting = held_after(OpKind.F, OpKind.B)
+    left = held_after(OpKind.F, OpKind.B, OpKind.W)
     recomputed = most(memory, OpKind.R)
     costs = StageCosts(
         time_f=most(times, OpKind.F),
         time_b=most(times, OpKind.B),
         time_w=most(times, OpKind.W),
         time_comm=tuple(max(by_edge.get(edge, [0.0])) for edge in range(placement.num_stages - 1)),
-        memory_f=most(memory, OpKind.F),
-        memory_b=most(memory, OpKind.B),
-        memory_w=most(memory, OpKind.W),
+        memory_f=kept,
+        memory_b=tuple(map(operator.sub, waiting, kept)),
+        memory_w=tuple(map(operator.sub, left, waiting)),
         time_r=most(times, OpKind.R),
         memory_r=tuple(max(0.0, restored) for restored in recomputed),
     )
