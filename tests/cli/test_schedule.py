@@ -54,6 +54,9 @@ def test_simulate_as_json(ok):
         "cost": 27,
         "makespan": 27,
         "bubble_rate": 3 / 27,
+        "recomputed": 0,
+        "lost": pytest.approx(3 / 27),
+        "cost_in_backward": None,
         "peak_memory": [4.0, 3.5, 3.0, 2.5],
         "peak_memory_op": ["F3", "F3", "F3", "F3"],
         "span": [27, 26, 25, 24],
@@ -251,3 +254,52 @@ def test_memory_curve(ok, tmp_path):
     assert [point["memory_limit"] for point in points[:3]] == [2, 3, 4]
     assert [point["bubble_rate"] for point in points[-1:]] == [0]
     assert path.read_text().startswith("<svg")
+
+
+def test_compare_shows_what_r_gains_and_costs(ok):
+    full = ["--recompute", "full", "--json"]
+    one, same, longer, smaller = (
+        json.loads(ok("compare", "--schedule", "zb-h1", *SIZE, *full, *flags))[0]
+        for flags in ([], ["--time-r", "1", "--memory-r", "0.9375"], ["--time-r", "2"], ["--memory-r", "0.5"])
+    )
+    assert one["cost"] == same["cost"] == 8 * 4 + 2, "a bubble of (p-1)(F+B-W), but the last rank recomputes nothing"
+    assert one["cost_in_backward"] == 8 * 4 + 6, "R makes the bubble (p-1)(F+R+B-W)"
+    assert (one["recomputed"], one["lost"]) == (3 / 4, 1 - 24 / 34)
+    assert longer["cost"] > one["cost"]
+    assert smaller["peak_memory"][0] > one["peak_memory"][0]
+    table = ok("compare", "--schedule", "zb-h1", *SIZE, "--recompute", "full")
+    assert table.splitlines()[0].endswith("recomputed  bubble and R  cost with R in B  gain of R apart")
+
+
+def test_planned_recomputation_goes_from_everything_recomputed_to_everything_kept(ok, tmp_path):
+    flags = ["--recompute", "planned", *SIZE, "--to", "2", "--step", "0.25"]
+    points = json.loads(ok("memory-curve", *flags, "--json"))
+    assert points[0]["memory_limit"] == 0.5, "by default it begins below what keeping needs"
+    found = [point for point in points if point["lost"] is not None]
+    assert found[0]["recomputed"] > 0.5
+    assert found[-1]["recomputed"] == 0
+    lost = [point["lost"] for point in found]
+    assert lost == sorted(lost, reverse=True)
+    ok("memory-curve", *flags, "--output", tmp_path / "curve.svg")
+    assert "bubble and recomputation (%)" in (tmp_path / "curve.svg").read_text()
+
+
+def test_a_file_with_recomputation_is_read_simulated_and_drawn(ok, tmp_path):
+    planned = ["--schedule", "auto", *SIZE, "--recompute", "planned", "--memory-limit", "2.4"]
+    path = tmp_path / "planned.json"
+    ok("generate", *planned, "--output", path)
+    assert schedule_from_json(path.read_text()).recomputes
+    assert "is valid" in ok("validate", "--input", path)
+    made, read = (json.loads(ok("simulate", *source, "--json")) for source in (planned, ["--input", path]))
+    assert {**made, "generation_seconds": 0} == {**read, "generation_seconds": 0}
+    ok("draw", "--input", path, "--output", tmp_path / "planned.svg")
+    assert ">R recomputation<" in (tmp_path / "planned.svg").read_text()
+
+
+def test_costs_of_recomputation_from_a_file(ok, tmp_path):
+    path = tmp_path / "costs.json"
+    costs = StageCosts.uniform(4, memory_f=8, memory_b=-4, memory_w=-4, time_r=1, memory_r=7.5)
+    path.write_text(costs_to_json(costs))
+    flags = ["--schedule", "zb-1p", *SIZE, "--recompute", "full", "--json"]
+    from_file, from_flags = (json.loads(ok("simulate", *flags, *more)) for more in (["--costs", path], []))
+    assert (from_file["cost"], from_file["peak_memory"]) == (from_flags["cost"], from_flags["peak_memory"])

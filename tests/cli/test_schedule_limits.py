@@ -57,6 +57,12 @@ BAD = {
     "simulate --schedule zb-h1 {size} --time-comm 1,2,3,4": "--time-comm: expected 1 number or 3, got 4",
     "simulate --schedule zb-h1 {size} --time-f 1,x": "--time-f: expected a number, got 'x'",
     "simulate --schedule zb-h1 {size} --memory-f -1": "the memory of F on a whole rank, must be above zero, got -1",
+    "simulate --schedule zb-h1 {size} --time-r -1": "--time-r: must not be below 0, got -1",
+    "simulate --schedule zb-h1 {size} --recompute some": "--recompute: invalid choice: 'some'",
+    "simulate --schedule zb-h1 {size} --recompute planned": "does not plan recomputation: choose one of zb-1p,",
+    "simulate --schedule auto {size} --recompute planned --memory-limit 0.9": "limit of 0.9; 1 is enough for every",
+    "simulate --schedule auto {size} --recompute full --memory-r 0": "--memory-r is 0, so nothing can be dropped",
+    "simulate --schedule auto {size} --recompute full --costs {tmp}/four.json": "four.json has no memory_r, so nothing",
     "simulate --schedule zb-h1 {size} --memory-limit 3": "limit of 3; 4 is enough for every rank",
     "simulate --schedule zb-h1 {size} --memory-limit 4,4": "memory_limit has 2 entries, but there are 4 ranks",
     "simulate --schedule zb-h1 {size} --num-chunks 2": "schedule zb-h1 has 1 chunks a rank, got 2",
@@ -69,6 +75,7 @@ BAD = {
     "validate --input {tmp}/bad.json": "bad.json: not JSON",
     "validate --input {tmp}/binary": "can't decode byte",
     "validate --input {tmp}/incomplete.csv": "rank 0 lacks B0",
+    "validate --input {tmp}/future.json --recompute full": "--recompute: not allowed with --input",
     "validate --input {tmp}/future.json --pipeline-size 4": "--pipeline-size: not allowed with --input",
     "draw --schedule zb-h1 {size}": "argument --output is required",
     "draw --schedule zb-h1 {size} --output {tmp}/new.png": "must end in .svg, .html, or .json",
@@ -96,6 +103,7 @@ def test_bad_input_gets_one_line_and_nothing_is_written(run, tmp_path, words):
     huge = costs_to_json(StageCosts.uniform(4, time_f=12345)).replace("12345", "1" + "0" * 400)
     (tmp_path / "huge.json").write_text(huge)
     (tmp_path / "three.json").write_text(costs_to_json(StageCosts.uniform(3)))
+    (tmp_path / "four.json").write_text(costs_to_json(StageCosts.uniform(4)))
     future = schedule_to_json(generate("1f1b", 2, 2)).replace('"version": 1', '"version": 2')
     (tmp_path / "future.json").write_text(future)
     (tmp_path / "incomplete.csv").write_text("0F0\n1F0,1B0\n")

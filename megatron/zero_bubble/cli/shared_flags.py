@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
 from megatron.zero_bubble.cli.flag_values import at_least, numbers
 from megatron.zero_bubble.cli.output import deliver
 from megatron.zero_bubble.job.flag_parser import flag
+from megatron.zero_bubble.schedule import StageCosts
+from megatron.zero_bubble.schedule.recomputation import Recompute
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,9 @@ class CostFlags(CommandFlags):
     time_f: tuple[float, ...] | None = time_flag("forward")
     time_b: tuple[float, ...] | None = time_flag("the gradient of the input")
     time_w: tuple[float, ...] | None = time_flag("the gradient of the weights")
+    time_r: tuple[float, ...] | None = flag(
+        "time of the recomputation of a microbatch (default: as F)", None, parse=numbers(at_least=0), metavar="T"
+    )
     time_comm: tuple[float, ...] | None = flag(
         "time of a message (default: 0); a list has P - 1 numbers, one for each pair of neighbouring ranks",
         None,
@@ -88,6 +93,12 @@ class CostFlags(CommandFlags):
     memory_f: tuple[float, ...] | None = _memory("F", "1")
     memory_b: tuple[float, ...] | None = _memory("B", "-0.5")
     memory_w: tuple[float, ...] | None = _memory("W", "-0.5")
+    memory_r: tuple[float, ...] | None = flag(
+        "part of F's change of memory that R makes instead, where there is an R (default: 15/16 of it)",
+        None,
+        parse=numbers(at_least=0),
+        metavar="D",
+    )
     costs: Path | None = flag("read all costs from a JSON file (docs/schedules.md)", None, parse=Path, metavar="FILE")
     no_overlap_communication: bool = flag("sender and receiver compute nothing while a message is on its way", False)
 
@@ -96,7 +107,7 @@ class CostFlags(CommandFlags):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("time_f", "time_b", "time_w", "time_comm", "memory_f", "memory_b", "memory_w"):
+        for name in (field.name for field in fields(StageCosts)):
             if self.costs is not None and getattr(self, name) is not None:
                 raise ValueError(f"argument --{name.replace('_', '-')}: not allowed with --costs")
 
@@ -107,7 +118,8 @@ class CostFlags(CommandFlags):
     @property
     def has_times(self) -> bool:
         """Whether the flags give times, which are then in the user's own unit."""
-        return any(given is not None for given in (self.costs, self.time_f, self.time_b, self.time_w, self.time_comm))
+        names = ("costs", *(field.name for field in fields(StageCosts) if field.name.startswith("time_")))
+        return any(getattr(self, name) is not None for name in names)
 
 
 @dataclass(frozen=True)
@@ -124,7 +136,22 @@ class LimitFlags(CommandFlags):
 
 
 @dataclass(frozen=True)
-class ScheduleFlags(SizeFlags, CostFlags):
+class RecomputeFlags(CommandFlags):
+    """recomputation"""
+
+    recompute: str | None = flag(
+        "what is recomputed: nothing, everything, or what the memory limit leaves no room for (default: none)",
+        None,
+        choices=[recompute.value for recompute in Recompute],
+    )
+
+    @property
+    def recomputation(self) -> Recompute:
+        return Recompute.NONE if self.recompute is None else Recompute(self.recompute)
+
+
+@dataclass(frozen=True)
+class ScheduleFlags(SizeFlags, RecomputeFlags, CostFlags):
     """The flags from which every schedule is made; a memory limit is not among them."""
 
 

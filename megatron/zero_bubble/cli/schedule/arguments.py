@@ -20,8 +20,16 @@ from megatron.zero_bubble.job.flag_parser import flag
 from megatron.zero_bubble.schedule import HardwareQueues, names
 from megatron.zero_bubble.schedule.draw.drawing import MAX_WIDTH
 from megatron.zero_bubble.schedule.lower import RECEIVE_AHEAD
+from megatron.zero_bubble.schedule.recomputation import Recompute
 
-_NOT_WITH_INPUT = ("pipeline_size", "num_microbatches", "num_chunks", "microbatch_group_size", "memory_limit")
+_NOT_WITH_INPUT = (
+    "pipeline_size",
+    "num_microbatches",
+    "num_chunks",
+    "microbatch_group_size",
+    "memory_limit",
+    "recompute",
+)
 
 
 @dataclass(frozen=True)
@@ -148,7 +156,7 @@ class ValidateFlags(SourceFlags, ResultFlags):
     """output"""
 
 
-def _limit(default: float, what: str) -> Any:
+def _limit(default: float | None, what: str) -> Any:
     return flag(f"{what}, in units of p M_B (1F1B's peak)", default, parse=positive, metavar="X")
 
 
@@ -159,12 +167,19 @@ class CurveFlags(ScheduleFlags, ResultFlags):
     schedule: list[str] | None = flag(
         "schedule to plan; repeat for more (default: auto)", None, repeat=True, metavar="NAME"
     )
-    from_: float = _limit(0.5, "smallest memory limit")
+    from_: float = _limit(None, "smallest memory limit (default: 0.5, with --recompute 0.125)")
     to: float = _limit(2.5, "largest memory limit")
     step: float = _limit(0.125, "difference of successive limits")
     output: Path | None = flag(
         "write to FILE instead of printing; with suffix .svg: plot there and print", None, parse=Path, metavar="FILE"
     )
+
+    @property
+    def first(self) -> float:
+        """The smallest memory limit, in p M_B. With recomputation there are plans in less than without."""
+        if self.from_ is not None:
+            return self.from_
+        return 0.5 if self.recomputation is Recompute.NONE else 0.125
 
 
 def refuse_queues_without_overlap(hardware_queues: str | None, no_overlap_communication: bool) -> None:

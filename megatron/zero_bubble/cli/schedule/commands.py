@@ -102,10 +102,20 @@ def _summary(found: list[ScheduleFigures], *, markdown: bool = False) -> str:
         )
         for one in found
     ]
+    if any(one.schedule.recomputes for one in found):
+        heads += ("recomputed", "bubble and R", "cost with R in B", "gain of R apart")
+        rows = [(*row, *_recomputation(one)) for row, one in zip(rows, found, strict=True)]
     if any(one.schedule.has_post_validation for one in found):
         heads += ("iteration", "without", "gain")
         rows = [(*row, *_iteration_times(one)) for row, one in zip(rows, found, strict=True)]
     return table(heads, rows, markdown=markdown)
+
+
+def _recomputation(one: ScheduleFigures) -> tuple[str, str, str, str]:
+    """Return what is recomputed and what that costs, and the cost and the loss if R were in B, as text."""
+    inside = one.cost_in_backward
+    apart = ("-", "-") if inside is None else (f"{float(inside):.6g}", percent(inside / one.timeline.cost - 1))
+    return percent(one.recomputed), percent(one.lost), *apart
 
 
 def _iteration_times(one: ScheduleFigures) -> tuple[str, str, str]:

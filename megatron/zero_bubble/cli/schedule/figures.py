@@ -33,6 +33,12 @@ from megatron.zero_bubble.schedule.generators import ENTRIES, entry_of
 from megatron.zero_bubble.schedule.ir import check_size
 from megatron.zero_bubble.schedule.kinds import SENDS
 from megatron.zero_bubble.schedule.memory import peaks
+from megatron.zero_bubble.schedule.recomputation import (
+    Recompute,
+    num_recomputed,
+    with_recomputation,
+    without_recomputation,
+)
 from megatron.zero_bubble.schedule.step_ops import operation_name, without_post_validation
 
 
@@ -51,11 +57,25 @@ class ScheduleFigures:
     """Time from one iteration to the next if each waits for the last rank of the one before."""
     lower_bound: float
     generation_seconds: float
+    cost_in_backward: float | None
+    """The cost if every backward recomputes, as in megatron-core; None unless everything is recomputed."""
 
     @property
     def gain(self) -> float:
         """Fraction by which post-validation makes iterations faster."""
         return float(self.without_post_validation / self.iteration_time - 1)
+
+    @property
+    def lost(self) -> float:
+        """Fraction of the cost that is not F, B and W of the busiest rank: the bubble, and R."""
+        costs, placement = self.timeline.costs, self.schedule.placement
+        works = (sum(costs.work(stage) for stage in placement.stages_of(rank)) for rank in range(placement.num_ranks))
+        return float(1 - self.steps * self.schedule.num_microbatches * max(works) / self.timeline.cost)
+
+    @property
+    def recomputed(self) -> float:
+        """Fraction of the microbatches on all stages that have an R."""
+        return num_recomputed(self.schedule) / (self.schedule.num_stages * self.schedule.num_microbatches)
 
     @property
     def above_bound(self) -> float:
@@ -83,6 +103,9 @@ class ScheduleFigures:
             "cost": timeline.cost,
             "makespan": timeline.makespan,
             "bubble_rate": timeline.bubble_rate,
+            "recomputed": self.recomputed,
+            "lost": self.lost,
+            "cost_in_backward": self.cost_in_backward,
             "lower_bound": self.lower_bound,
             "peak_memory": self.peak_memory,
             "peak_memory_op": [self._name(peak.op) for peak in peaks(timeline.schedule, timeline.costs)],
@@ -107,6 +130,9 @@ def make_schedule(flags: ScheduleFlags, name: str, limit: Sequence[float] | None
     """Generate the schedule `name` from the flags under `limit` (in M_B); return it and the seconds that took."""
     placement = placement_for(name, flags.pipeline_size, flags.num_chunks)
     costs = stage_costs(flags, placement)
+    if flags.recomputation is not Recompute.NONE and not any(costs.memory_r):
+        source = "--memory-r is 0" if flags.costs is None else f"{flags.costs} has no memory_r"
+        raise ScheduleError(f"argument --recompute {flags.recompute}: {source}, so nothing can be dropped")
     begin = time.perf_counter()
     schedule = generate(
         name,
@@ -117,6 +143,7 @@ def make_schedule(flags: ScheduleFlags, name: str, limit: Sequence[float] | None
         memory_limit=limit[0] if limit is not None and len(limit) == 1 else limit,
         group_size=flags.microbatch_group_size,
         overlap_communication=flags.overlap_communication,
+        recompute=flags.recomputation,
     )
     return schedule, time.perf_counter() - begin
 
@@ -216,4 +243,26 @@ def simulated_figures(
     with_it, without = (
         iteration_time(one, costs, overlap_communication=overlap, hardware_queues=queues) for one in schedules
     )
-    return ScheduleFigures(schedule, timeline, steps, with_it, without, max(timeline.work), generation_seconds)
+    return ScheduleFigures(
+        schedule,
+        timeline,
+        steps,
+        with_it,
+        without,
+        max(timeline.work),
+        generation_seconds,
+        _cost_in_backward(schedules[1], timeline),
+    )
+
+
+def _cost_in_backward(schedule: Schedule, timeline: Timeline) -> float | None:
+    """The cost of `schedule` with the costs of `timeline`, if every backward recomputes; None if not all is."""
+    if not schedule.recomputes or num_recomputed(schedule) < num_recomputed(with_recomputation(schedule)):
+        return None
+    plain = lower(without_recomputation(schedule)) if timeline.hardware_queues else without_recomputation(schedule)
+    return simulate(
+        plain,
+        timeline.costs.recomputing_in_backward(),
+        overlap_communication=timeline.overlap_communication,
+        hardware_queues=timeline.hardware_queues,
+    ).cost

@@ -1,4 +1,4 @@
-"""Computes the bubble rate of schedules over a range of memory limits."""
+"""Computes the bubble rate of schedules over a range of memory limits; time for R counts as bubble there."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from megatron.zero_bubble.cli.shared_flags import to_json
 from megatron.zero_bubble.schedule import Infeasible, ScheduleError
 from megatron.zero_bubble.schedule.draw import Series, to_plot
 from megatron.zero_bubble.schedule.generators import entry_of
+from megatron.zero_bubble.schedule.recomputation import Recompute
 
 
 def memory_curve(flags: CurveFlags) -> None:
@@ -30,7 +31,7 @@ def memory_curve(flags: CurveFlags) -> None:
 
 def _limits(flags: CurveFlags) -> list[float]:
     """Return the limits from --from to --to, in p M_B. Raises `ScheduleError`."""
-    first, last, step = flags.from_, flags.to, flags.step
+    first, last, step = flags.first, flags.to, flags.step
     if last < first:
         raise ScheduleError(f"--to {last:g} is below --from {first:g}")
     steps = (last - first) / step * (1 + 1e-9)
@@ -51,7 +52,7 @@ def _table(limits: Sequence[float], curves: dict[str, list[ScheduleFigures | Non
     rows = []
     for i, limit in enumerate(limits):
         found = [curve[i] for curve in curves.values()]
-        rows.append((f"{limit:g}", *(percent(r.timeline.bubble_rate) if r else "-" for r in found)))
+        rows.append((f"{limit:g}", *(percent(r.lost) if r else "-" for r in found)))
     return table(("limit (p M_B)", *curves), rows)
 
 
@@ -61,6 +62,8 @@ def _json(flags: CurveFlags, limits: Sequence[float], curves: dict[str, list[Sch
             "schedule": name,
             "memory_limit": limit * flags.pipeline_size,
             "bubble_rate": None if found is None else float(found.timeline.bubble_rate),
+            "recomputed": None if found is None else found.recomputed,
+            "lost": None if found is None else found.lost,
             "peak_memory": None if found is None else max(found.peak_memory),
             "lower_bound": None if found is None else found.lower_bound,
         }
@@ -73,10 +76,11 @@ def _json(flags: CurveFlags, limits: Sequence[float], curves: dict[str, list[Sch
 def _plot(flags: CurveFlags, limits: Sequence[float], curves: dict[str, list[ScheduleFigures | None]]) -> str:
     series = []
     for name, curve in curves.items():
-        points = [(x, 100 * float(r.timeline.bubble_rate)) for x, r in zip(limits, curve, strict=True) if r]
+        points = [(x, 100 * r.lost) for x, r in zip(limits, curve, strict=True) if r]
         if points:
             series.append(Series(name, tuple(points)))
     if not series:
         raise ScheduleError(f"nothing fits under any of these limits: {', '.join(curves)}")
+    y_label = "bubble rate (%)" if flags.recomputation is Recompute.NONE else "bubble and recomputation (%)"
     title = f"{flags.pipeline_size} ranks, {flags.num_microbatches} microbatches"
-    return to_plot(series, title=title, x_label="memory limit (p M_B)", y_label="bubble rate (%)")
+    return to_plot(series, title=title, x_label="memory limit (p M_B)", y_label=y_label)

@@ -8,10 +8,13 @@ from pathlib import Path
 
 from megatron.zero_bubble.cli.shared_flags import CostFlags
 from megatron.zero_bubble.schedule import Placement, ScheduleError, StageCosts
-from megatron.zero_bubble.schedule.costs import OPTIONAL, SMALLEST
+from megatron.zero_bubble.schedule.costs import SMALLEST
 from megatron.zero_bubble.schedule.formats import costs_from_text
+from megatron.zero_bubble.schedule.generators import DROPPED
 
 _DEFAULTS = {"time_comm": 0, "memory_f": 1, "memory_b": -0.5, "memory_w": -0.5}
+_PARTS_OF_F = {"time_r": ("time_f", 1), "memory_r": ("memory_f", DROPPED)}
+"""For a field, the field of F of which it is a part by default, and which part."""
 
 
 def stage_costs(flags: CostFlags, placement: Placement) -> StageCosts:
@@ -38,7 +41,7 @@ def stage_costs(flags: CostFlags, placement: Placement) -> StageCosts:
         raise ScheduleError(f"M_B, the memory of F on a whole rank, must be above zero, got {max(held):g}")
     memory = {
         name: tuple(value / max(held) for value in getattr(costs, name))
-        for name in ("memory_f", "memory_b", "memory_w")
+        for name in (field.name for field in fields(StageCosts) if field.name.startswith("memory_"))
     }
     return replace(costs, **memory)
 
@@ -52,9 +55,12 @@ def read_costs(path: Path) -> StageCosts:
 
 def _costs_of_ranks(flags: CostFlags, num_ranks: int) -> StageCosts:
     values: dict[str, tuple[float, ...]] = {}
-    for name in (field.name for field in fields(StageCosts) if field.name not in OPTIONAL):
+    for name in (field.name for field in fields(StageCosts)):
         given: Sequence[float] | None = getattr(flags, name)
         length = num_ranks - 1 if name == "time_comm" else num_ranks
+        if given is None and name in _PARTS_OF_F:
+            of_f, part = _PARTS_OF_F[name]
+            given = [max(0, value * part) for value in values[of_f]]
         entries = (_DEFAULTS.get(name, flags.default_time),) if given is None else tuple(given)
         if len(entries) not in (1, length):
             raise ScheduleError(
