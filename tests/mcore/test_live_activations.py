@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
@@ -21,8 +22,10 @@ from megatron.zero_bubble.cli.trainings import one_process, rank_model
 from megatron.zero_bubble.mcore.forward_backward import MegatronStage
 from megatron.zero_bubble.runtime.communicator import Communicator
 from megatron.zero_bubble.runtime.executor import Executor
+from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
-from megatron.zero_bubble.schedule import Schedule, StageCosts, generate, lower, simulate
+from megatron.zero_bubble.schedule import Op, Schedule, StageCosts, generate, lower, simulate
+from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.training.arguments import Arguments
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the CPU, for which megatron-core is adapted")
@@ -124,3 +127,59 @@ def test_a_real_stage_keeps_what_the_simulator_says(job: Arguments, name: str, n
     stages = run_in_turns(num_ranks, run)
     assert tuple(stage.peak_of_graphs for stage in stages) == peaks(schedule, until="B")
     assert tuple(stage.peak_of_all for stage in stages) == peaks(schedule, until="W")
+
+
+class CountingRecorder:
+    """Counts, after every operation, the microbatches whose layers autograd keeps something of."""
+
+    def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
+        self._of = (0, 0)
+        self._kept: list[tuple[tuple[int, int], weakref.ref[Kept]]] = []
+        self._hooks = [torch.autograd.graph.saved_tensors_hooks(self._keep, lambda kept: kept.tensor) for _ in chunks]
+        self.peak = 0
+        for chunk, hooks in zip(chunks, self._hooks, strict=True):
+            for layer in chunk.modules():
+                if isinstance(layer, TransformerLayer):
+                    layer.register_forward_pre_hook(lambda *_, hooks=hooks: hooks.__enter__())
+                    layer.register_forward_hook(lambda *_, hooks=hooks: hooks.__exit__(None, None, None))
+
+    def _keep(self, tensor: torch.Tensor) -> Kept:
+        kept = Kept(tensor)
+        self._kept.append((self._of, weakref.ref(kept)))
+        return kept
+
+    def begin(self, op: Op) -> None:
+        self._of = (op.chunk, op.microbatch)
+
+    def end(self, *ops: Op) -> None:
+        self.peak = max(self.peak, len({of for of, kept in self._kept if kept() is not None}))
+
+
+@pytest.mark.parametrize("job", ["full"], indirect=True)
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "recompute", "limit"),
+    [
+        ("zb-h1", 4, Recompute.FULL, None),
+        ("zb-v", 2, Recompute.FULL, None),
+        ("auto", 4, Recompute.PLANNED, 2.5),
+    ],
+)
+def test_a_real_stage_keeps_layers_from_f_or_r_on(
+    job: Arguments, name: str, num_ranks: int, recompute: Recompute, limit: float | None
+) -> None:
+    schedule = generate(name, num_ranks, NUM_MICROBATCHES, recompute=recompute, memory_limit=limit)
+    assert schedule.recomputes
+    placement = schedule.placement
+
+    def run(rank: int, communicator: Communicator) -> int:
+        store, recomputation_store = WeightGradStore(placement.num_chunks), RecomputationStore()
+        chunks = rank_model(job, placement, rank, store)
+        stage = make_stage(job, placement, rank, chunks, torch.device("cpu"))
+        recorder = CountingRecorder(chunks)
+        executor = Executor(lower(schedule), rank, communicator, store, recomputation_store)
+        executor.run(replace(stage, recomputation_store=recomputation_store), recorder)  # type: ignore[arg-type]
+        return recorder.peak
+
+    costs = StageCosts.uniform(schedule.num_stages, memory_f=1, memory_b=-1, memory_w=0)
+    simulated = simulate(schedule, replace(costs, memory_r=costs.memory_f)).peak_memory
+    assert tuple(run_in_turns(num_ranks, run)) == tuple(simulated)

@@ -36,18 +36,6 @@ MODELS = {
     "fp16": ("--fp16", "--initial-loss-scale", "1e6", "--hysteresis", "1"),
     "per-token-loss": ("--calculate-per-token-loss",),
     "recompute-selective": ("--recompute-granularity", "selective"),
-    "recompute-full": (
-        *("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"),
-        "--bf16",
-    ),
-    "recompute-block": (
-        "--recompute-granularity",
-        "full",
-        "--recompute-method",
-        "block",
-        "--recompute-num-layers",
-        "1",
-    ),
 }
 QUICK_MODELS = ("llama-like", "experts", "fp16")
 IN_MAKE_TEST = {(2, schedule, "fp32", 8) for schedule in SCHEDULES}

@@ -13,6 +13,7 @@ import pytest
 from tests.dying_training import DIE, PLACES
 from tests.launch import ROOT, TINY_GPT, environment, torchrun
 
+RECOMPUTED = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 SCRIPT = ROOT / "tests" / "dying_training.py"
 
 
@@ -33,17 +34,18 @@ def train(folder: Path, death: str, *more: str) -> int:
 
 
 @pytest.mark.exhaustive
-def test_killed_in_a_step_before_its_validation_and_in_a_rollback(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [(), RECOMPUTED], ids=["", "recomputed"])
+def test_killed_in_a_step_before_its_validation_and_in_a_rollback(tmp_path: Path, more: tuple[str, ...]) -> None:
     """One run dies three times, at another place each time, and is resumed from its last checkpoint each time."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     whole.mkdir()
     cut.mkdir()
-    assert train(whole, "@0") == 0
+    assert train(whole, "@0", *more) == 0
     load = ("--load", str(cut / "checkpoints"))
     saved = []
     for number, place in enumerate(PLACES):
-        assert train(cut, f"{place}@5", *(load if number else ())) != 0
+        assert train(cut, f"{place}@5", *more, *(load if number else ())) != 0
         saved.append((cut / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
     assert saved == ["3", "6", "9"]
-    assert train(cut, "@0", *load) == 0
+    assert train(cut, "@0", *more, *load) == 0
     assert (cut / "numerics").read_bytes() == (whole / "numerics").read_bytes()
