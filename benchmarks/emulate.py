@@ -14,6 +14,10 @@ a rank from its first operation to its last, and the bubble is the part of the s
 turns, so that other load of the machine affects all of them; the table shows medians. --time-comm is the shortest time
 of a message. On a shared machine, `chrt -f 1` before the command (as root) gives it priority over other processes.
 
+With --recompute full every schedule runs twice: with recomputation as an operation R, which takes --time-r and restores
+--memory-r, and with R inside B. With --recompute planned and --memory-limit a schedule also runs recomputing nothing,
+and everything, where that fits. The peak is the most activations that a rank held at once, counted.
+
 With --data-parallel-size and --time-reduce the pipeline runs in replicas, whose gradients are reduced over an emulated
 link while they compute. Every schedule that splits the backward runs twice: with the W's of its tail in microbatch
 order, and parameter by parameter.

@@ -14,9 +14,9 @@ from benchmarks.emulation.arguments import EmulationFlags
 from benchmarks.emulation.peers import ONE_CHUNK, Peer, peer_placements
 from benchmarks.emulation.ranks import Records, run_job
 from benchmarks.emulation.reduction import ReductionCosts
+from benchmarks.emulation.variants import contestants
 from benchmarks.emulation.worker import EmulatedJob, StepRecord
 from megatron.zero_bubble.cli.output import table
-from megatron.zero_bubble.cli.schedule.figures import figures_of_all
 from megatron.zero_bubble.cli.schedule.rank_costs import stage_costs
 from megatron.zero_bubble.schedule import Schedule, Timeline, generate, lower, simulate
 from megatron.zero_bubble.schedule.formats import schedule_from_pytorch_csv
@@ -118,7 +118,7 @@ def emulate(flags: EmulationFlags) -> list[Result]:
     Raises:
         ScheduleError: a schedule is unknown or not possible at these sizes.
     """
-    plans = [one.timeline for one in figures_of_all(flags, flags.schedule, flags.memory_limit, leaves_out_slow=True)]
+    plans = contestants(flags)
     costs, by_parameter = None, frozenset[str]()
     if flags.time_reduce is not None:
         by_parameter = frozenset(_by_parameter(plan) for plan in plans)

@@ -7,10 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.emulation.arguments import EmulationFlags
 from benchmarks.emulation.sleeping import Emulation
+from benchmarks.emulation.variants import contestants
 from benchmarks.emulation.worker import OwnRun
+from megatron.zero_bubble.cli.invocation import read_flags
 from megatron.zero_bubble.runtime.in_memory import InMemoryNetwork
-from megatron.zero_bubble.schedule import Op, OpKind, Schedule, StageCosts, generate, lower
+from megatron.zero_bubble.schedule import Op, OpKind, Schedule, StageCosts, Timeline, generate, lower
 from megatron.zero_bubble.schedule.memory import peak_memory
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
@@ -52,3 +55,28 @@ def test_so_it_is_where_b_recomputes_and_where_some_microbatches_are_recomputed(
     peaks = peak_memory(some, COSTS)
     assert peaks != peak_memory(full, COSTS)
     assert counted(some, COSTS) == pytest.approx(peaks)
+
+
+def planned(*flags: str) -> dict[str, Timeline]:
+    size = ("--pipeline-size", "4", "--num-microbatches", "8", "--memory-r", "0.9")
+    return {plan.schedule.name: plan for plan in contestants(read_flags(EmulationFlags, [*size, *flags], "", ""))}
+
+
+def test_beside_full_recomputation_runs_the_schedule_whose_b_recomputes():
+    plans = planned("--schedule", "zb-h1", "--schedule", "1f1b", "--recompute", "full")
+    assert list(plans) == ["zb-h1", "zb-h1, R in B", "1f1b", "1f1b, R in B"]
+    assert [plan.schedule.recomputes for plan in plans.values()] == [True, False] * 2
+    inside = plans["1f1b, R in B"]
+    assert (inside.costs.time_b[0], inside.makespan) == (40, (8 + 3) * 80)
+    assert plans["1f1b"].makespan < inside.makespan
+
+
+def test_beside_planned_recomputation_run_nothing_and_everything_recomputed_where_that_fits(capsys):
+    both = ["auto, nothing recomputed", "auto, everything recomputed"]
+    plans = planned("--schedule", "auto", "--recompute", "planned", "--memory-limit", "3")
+    assert list(plans) == ["auto", *both]
+    assert all(max(plan.peak_memory) <= 3 for plan in plans.values())
+    assert plans["auto"].makespan <= min(plans[name].makespan for name in both)
+    tight = planned("--schedule", "zb-v", "--recompute", "planned", "--memory-limit", "0.7")
+    assert list(tight) == ["zb-v", "zb-v, everything recomputed"]
+    assert "zb-v, nothing recomputed left out: " in capsys.readouterr().err

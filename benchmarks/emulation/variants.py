@@ -1,0 +1,64 @@
+"""Plans the schedules that take turns in an emulated run, with those that recomputation is compared with."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+from benchmarks.emulation.arguments import EmulationFlags
+from megatron.zero_bubble.cli.schedule.figures import figures_of_all
+from megatron.zero_bubble.schedule import ScheduleError, Timeline, generate, simulate
+from megatron.zero_bubble.schedule.errors import one_line
+from megatron.zero_bubble.schedule.generators import entry_of
+from megatron.zero_bubble.schedule.recomputation import Recompute
+
+_UNPLANNED = {Recompute.NONE: "nothing recomputed", Recompute.FULL: "everything recomputed"}
+"""What is added to the name of a schedule that is compared with one of planned recomputations."""
+
+
+def contestants(flags: EmulationFlags) -> list[Timeline]:
+    """Return the simulated plans of all schedules that run.
+
+    After a schedule that recomputes everything comes the one whose B does so. After one with planned recomputations
+    come those that recompute nothing and everything under the same limit, where that is possible.
+
+    Raises:
+        ScheduleError: a schedule is unknown or not possible at these sizes.
+    """
+    plans = _plans(flags, flags.schedule)
+    if flags.recomputation is Recompute.FULL:
+        return [variant for plan in plans for variant in (plan, _recomputing_in_backward(flags, plan))]
+    if flags.recomputation is Recompute.PLANNED:
+        return [variant for plan in plans for variant in (plan, *_unplanned(flags, plan))]
+    return plans
+
+
+def _plans(flags: EmulationFlags, names: list[str] | None) -> list[Timeline]:
+    return [one.timeline for one in figures_of_all(flags, names, flags.memory_limit, leaves_out_slow=True)]
+
+
+def _recomputing_in_backward(flags: EmulationFlags, plan: Timeline) -> Timeline:
+    """Return the schedule of the same name without R, whose B takes the time of R, too."""
+    schedule, costs = plan.schedule, plan.costs.recomputing_in_backward()
+    without = generate(
+        schedule.name,
+        schedule.num_ranks,
+        schedule.num_microbatches,
+        costs=costs,
+        num_chunks=schedule.num_chunks,
+        memory_limit=flags.memory_limit,
+        group_size=flags.microbatch_group_size if entry_of(schedule.name).takes_group_size else None,
+    )
+    return simulate(replace(without, name=f"{schedule.name}, R in B"), costs)
+
+
+def _unplanned(flags: EmulationFlags, plan: Timeline) -> Iterator[Timeline]:
+    for recompute, words in _UNPLANNED.items():
+        name = f"{plan.schedule.name}, {words}"
+        try:
+            [variant] = _plans(replace(flags, recompute=recompute.value), [plan.schedule.name])
+        except ScheduleError as error:
+            print(f"{name} left out: {one_line(error)}", file=sys.stderr)
+        else:
+            yield replace(variant, schedule=replace(variant.schedule, name=name))
