@@ -5,5 +5,6 @@
 - `fill`: a given order of F and B, into which W goes where it costs least.
 - `greedy`: no order given; for one chunk a rank, every rank decides when it is free.
 - `profiles`: the orders worth trying for one chunk a rank.
+- `dropping`: for one chunk a rank, which microbatches to drop where a memory limit demands it.
 - `portfolio`: tries candidates and keeps the best; chooses between whole schedules by simulation.
 """
