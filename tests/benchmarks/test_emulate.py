@@ -97,6 +97,18 @@ def test_a_run_leaves_a_profile_and_timelines(tmp_path):
 
 
 @pytest.mark.exhaustive
+def test_recomputation_is_measured_apart_and_in_b_and_the_ranks_count_what_they_hold():
+    result = run(*QUICK, "--time-r", "2", "--schedule", "zb-h1", "--recompute", "full", "--json")
+    assert result.returncode == 0, result.stderr
+    apart, inside = json.loads(result.stdout)
+    assert [one["schedule"] for one in (apart, inside)] == ["zb-h1", "zb-h1, R in B"]
+    assert apart["simulated_ms"] < inside["simulated_ms"]
+    for one in (apart, inside):
+        assert one["peak_memory"] == pytest.approx(one["simulated_peak_memory"])
+        assert min(one["steps_ms"]) >= one["simulated_ms"]
+
+
+@pytest.mark.exhaustive
 def test_a_table_with_slow_messages_and_a_peer_that_refuses():
     result = run(*QUICK[:3], "3", *QUICK[4:], "--schedule", "zb-h1", "--time-comm", "1", "--peers", "--markdown")
     assert result.returncode == 0, result.stderr
