@@ -84,6 +84,18 @@ def test_a_model_that_no_schedule_can_run_is_refused_when_it_is_built() -> None:
         run.build_chunk({"config": config})
 
 
+def test_a_script_whose_model_does_not_recompute_as_its_flags_say_is_refused() -> None:
+    script = script_arguments(recompute_granularity="full")
+    with pytest.raises(
+        LauncherError, match=r"^--zero-bubble-recompute planned leaves .* --recompute-granularity full$"
+    ):
+        Run(script, LaunchFlags(zero_bubble=True, zero_bubble_recompute="planned"))
+    run = Run(script, LaunchFlags(zero_bubble_schedule="zb-h1"))
+    config = TransformerConfig(num_layers=8, hidden_size=32, num_attention_heads=4)
+    with pytest.raises(LauncherError, match=r"^a schedule that recomputes needs .* 'full'.*, got None$"):
+        run.build_chunk({"config": config})
+
+
 def test_a_script_that_fits_is_not_refused() -> None:
     Run(script_arguments(), LaunchFlags(zero_bubble_schedule="zb-h1"))
     Run(script_arguments(fp8="hybrid", add_bias_linear=False), LaunchFlags(zero_bubble_schedule="zb-h1"))

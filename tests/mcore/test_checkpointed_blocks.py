@@ -167,6 +167,24 @@ def test_r_gathers_what_tensor_parallel_ranks_have_kept_their_parts_of():
     assert_same(rank.step(range(NUM_MICROBATCHES), RecomputationStore()), expected)
 
 
+def test_an_input_that_was_divided_is_whole_again_after_r():
+    """Also where hooks pack what is saved, as those that measure memory do."""
+    hidden, gradient = torch.rand(2, 1, 4, requires_grad=True), torch.rand(2, 1, 4)
+    expected = torch.autograd.grad(hidden.sin(), hidden, gradient)[0]
+    store = RecomputationStore()
+    with (
+        torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
+        store.forward(0, 0, drops=True),
+        split_checkpoints(store),
+    ):
+        output = random.checkpoint(torch.sin, True, hidden)
+    assert hidden.shape == (8,)
+    store.recompute(0, 0)
+    assert hidden.shape == (2, 1, 4)
+    output.backward(gradient)
+    assert torch.equal(hidden.grad, expected)
+
+
 def test_a_dropped_block_keeps_only_its_input_until_r():
     store, weight, saved = RecomputationStore(), torch.ones(3, requires_grad=True), []
     hidden = torch.rand(3, requires_grad=True)

@@ -26,11 +26,12 @@ from megatron.zero_bubble.mcore.checkpoint_results import keep_results_in_proces
 from megatron.zero_bubble.mcore.checkpointed_blocks import checkpoint_every_layer
 from megatron.zero_bubble.mcore.linear import split_weight_gradients
 from megatron.zero_bubble.mcore.placement import check_layers_built
-from megatron.zero_bubble.mcore.step_settings import refuse_unsupported
+from megatron.zero_bubble.mcore.step_settings import refuse_unsplit_recomputation, refuse_unsupported
 from megatron.zero_bubble.mcore.transformer_engine import defer_weight_gradients
 from megatron.zero_bubble.runtime.watchdog import Watchdog
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Infeasible
+from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.schedules import ForwardBackward
 
 _TRANSFORMER_ENGINE = "transformer_engine"
@@ -77,12 +78,14 @@ class Run:
         Raises:
             LauncherError: the configuration has a setting that no zero-bubble schedule supports.
         """
-        with users_mistakes():
-            refuse_unsupported(call["config"], [], None)
-        if self._job.flags.transformer_impl == _TRANSFORMER_ENGINE:
-            defer_weight_gradients(call["config"])
         if self._job.flags.zero_bubble_recompute is not None:
             checkpoint_every_layer(call["config"])
+        with users_mistakes():
+            refuse_unsupported(call["config"], [], None)
+            if self._job.flags.recompute is not Recompute.NONE:
+                refuse_unsplit_recomputation(call["config"])
+        if self._job.flags.transformer_impl == _TRANSFORMER_ENGINE:
+            defer_weight_gradients(call["config"])
         if self.v_placement is not None:
             self.v_placement.build(call)
         else:

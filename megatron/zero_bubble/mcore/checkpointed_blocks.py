@@ -91,6 +91,8 @@ class _DroppedBlock(torch.autograd.Function):
         with store.suspended():
             outputs = random.CheckpointFunction.forward(ctx, run_function, distribute_saved_activations, *inputs)
         ctx.recomputed = None
+        # Saved tensors may be copies, if somebody's hooks pack them.
+        ctx.divided_input = inputs[0] if distribute_saved_activations else None
         # Without a gradient to compute, backward never comes.
         if any(ctx.needs_input_grad):
             store.put(partial(_recompute, ctx))
@@ -116,12 +118,13 @@ def _recompute(ctx: Any) -> None:
     inputs = ctx.saved_tensors
     if ctx.distribute_saved_activations:
         whole = random.gather_split_1d_tensor(inputs[0].data).view(ctx.input_0_shape)
-        safely_set_viewless_tensor_data(inputs[0], whole)
+        for divided in (inputs[0], ctx.divided_input):
+            safely_set_viewless_tensor_data(divided, whole)
     inputs = detach_variable(inputs)
     with random._fork_rng(), torch.enable_grad():
         random._set_all_rng_states(*ctx.rng_states)
         outputs = ctx.run_function(*inputs)
-    ctx.run_function = ctx.rng_states = None
+    ctx.run_function = ctx.rng_states = ctx.divided_input = None
     ctx.recomputed = inputs, tuple(map(_gradient_edge, outputs if isinstance(outputs, tuple) else (outputs,)))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import schedules as mcore
+from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker
 from megatron.core.utils import get_model_config, get_model_type
 
 from megatron.zero_bubble.mcore.checkpointed_blocks import split_checkpoints
@@ -171,3 +172,4 @@ class MegatronStage:
         self.forward_data_store.clear()
         self.num_tokens.zero_()
         forget_losses()
+        clear_aux_losses_tracker()

@@ -1,0 +1,41 @@
+"""Forwards that run again after a rollback leave what they would have left the first time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+from megatron.zero_bubble.cli.check.one_process_numerics import make_stage
+from megatron.zero_bubble.cli.trainings import complete_arguments, one_process, rank_model
+from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
+from megatron.zero_bubble.schedule import Placement
+from megatron.zero_bubble.training.arguments import Arguments
+from tests.launch import TINY_GPT
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the CPU, for which megatron-core is adapted")
+
+EXPERTS = ("--num-experts", "4", "--moe-aux-loss-coeff", "0.1", "--disable-bias-linear")
+
+
+@pytest.fixture
+def args() -> Iterator[Arguments]:
+    flags = [*TINY_GPT, *EXPERTS, "--untie-embeddings-and-output-weights"]
+    args = complete_arguments(flags, 1, "test", has_cuda=False)
+    # megatron-core compiles what experts call, unless torch knew better when it was imported.
+    with torch.compiler.set_stance("force_eager"), one_process(args):
+        yield args
+
+
+def test_the_losses_of_experts_count_once(args: Arguments) -> None:
+    placement = Placement("linear", 1)
+    stage = make_stage(args, placement, 0, rank_model(args, placement, 0, WeightGradStore()), torch.device("cpu"))
+    stage._prepare_restart()
+    stage.forward(0, 0, None)
+    once = get_moe_layer_wise_logging_tracker()["load_balancing_loss"]["values"].clone()
+    assert once.all()
+    stage.restart()
+    stage.forward(0, 0, None)
+    assert torch.equal(get_moe_layer_wise_logging_tracker()["load_balancing_loss"]["values"], once)
