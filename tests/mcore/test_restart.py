@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker, get_moe_layer_wise_logging_tracker
 
 from megatron.zero_bubble.cli.check.one_process_numerics import make_stage
 from megatron.zero_bubble.cli.trainings import complete_arguments, one_process, rank_model
@@ -32,6 +32,7 @@ def args() -> Iterator[Arguments]:
 def test_the_losses_of_experts_count_once(args: Arguments) -> None:
     placement = Placement("linear", 1)
     stage = make_stage(args, placement, 0, rank_model(args, placement, 0, WeightGradStore()), torch.device("cpu"))
+    clear_aux_losses_tracker()  # of other tests of this process
     stage._prepare_restart()
     stage.forward(0, 0, None)
     once = get_moe_layer_wise_logging_tracker()["load_balancing_loss"]["values"].clone()
