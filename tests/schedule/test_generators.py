@@ -59,7 +59,8 @@ def test_the_registry_is_consistent_and_cannot_be_changed():
     for name, entry in ENTRIES.items():
         assert entry.name == name
         assert "\n" not in entry.summary
-        assert entry.options <= {"costs", "num_chunks", "memory_limit", "group_size", "overlap_communication"}
+        options = {"costs", "num_chunks", "memory_limit", "group_size", "overlap_communication", "recompute"}
+        assert entry.options <= options
     with pytest.raises(TypeError):
         ENTRIES["mine"] = entry_of("1f1b")
 

@@ -60,7 +60,7 @@ def test_r_of_its_own_gives_back_the_bubble_that_it_takes_inside_b(name, inside,
     assert checked(generate(name, 8, 16, costs=EQUAL, recompute=FULL), EQUAL).cost <= apart
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data(), st.integers(1, 5), st.integers(1, 9), st.booleans())
 def test_full_recomputation_fits_and_no_simple_schedule_that_fits_is_better(data, p, m, overlap):
     costs = data.draw(costs_with_r(p))
@@ -190,3 +190,14 @@ def test_planned_recomputation_of_larger_pipelines(data, name, p, m, overlap):
     costs = data.draw(costs_with_r(chunks * p))
     limits = [data.draw(st.integers(2, 4 * chunks * p)) for _ in range(p)]
     compare_planned(name, p, m, costs, limits, overlap_communication=overlap)
+
+
+@pytest.mark.parametrize("recompute", [FULL, PLANNED])
+def test_the_solver_with_recomputation_is_no_worse_than_auto(recompute):
+    pytest.importorskip("ortools", reason="the extra `solver` is not installed")
+    costs = StageCosts.uniform(2, 3, 2, 1, 0.5, time_r=3, memory_r=0.75)
+    cost = {
+        name: checked(generate(name, 2, 3, costs=costs, memory_limit=1.75, recompute=recompute), costs).cost
+        for name in ("optimal", "auto")
+    }
+    assert cost["optimal"] <= cost["auto"]

@@ -71,9 +71,8 @@ class Entry:
 
 
 _INTERLEAVED = frozenset({"num_chunks", "group_size"})
-_PLANNED_IN_OWN_LIMIT = frozenset({"costs", "overlap_communication"})
+_PLANNED_IN_OWN_LIMIT = frozenset({"costs", "overlap_communication", "recompute"})
 _PLANNED = _PLANNED_IN_OWN_LIMIT | {"memory_limit"}
-_RECOMPUTES = frozenset({"recompute"})
 
 _ENTRIES = (
     Entry("gpipe", "all F, then all backwards: bubble (p-1)(F+B+W), memory m M_B", "linear", 1, gpipe),
@@ -94,7 +93,7 @@ _ENTRIES = (
         "linear",
         1,
         zb_1p,
-        _PLANNED_IN_OWN_LIMIT | _RECOMPUTES,
+        _PLANNED_IN_OWN_LIMIT,
     ),
     Entry(
         "zb-2p",
@@ -102,7 +101,7 @@ _ENTRIES = (
         "linear",
         1,
         zb_2p,
-        _PLANNED_IN_OWN_LIMIT | _RECOMPUTES,
+        _PLANNED_IN_OWN_LIMIT,
     ),
     Entry(
         "auto",
@@ -110,7 +109,7 @@ _ENTRIES = (
         "linear",
         1,
         auto,
-        _PLANNED | _RECOMPUTES,
+        _PLANNED,
         has_own_limit=False,
     ),
     Entry(
@@ -122,14 +121,14 @@ _ENTRIES = (
         _PLANNED,
         is_slow=True,
     ),
-    Entry("zb-v", "placed in a V: no bubble where F = B = W, memory p M_B", "v", 2, zb_v, _PLANNED | _RECOMPUTES),
+    Entry("zb-v", "placed in a V: no bubble where F = B = W, memory p M_B", "v", 2, zb_v, _PLANNED),
     Entry(
         "v-half",
         "placed in a V: about half of 1F1B's bubble where F = B = W, memory (p/2 + 1) M_B",
         "v",
         2,
         v_half,
-        _PLANNED | _RECOMPUTES,
+        _PLANNED,
     ),
     Entry(
         "v-min",
@@ -137,7 +136,7 @@ _ENTRIES = (
         "v",
         2,
         v_min,
-        _PLANNED | _RECOMPUTES,
+        _PLANNED,
     ),
     Entry(
         "interleaved-zb",

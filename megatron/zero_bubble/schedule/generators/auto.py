@@ -148,15 +148,18 @@ def plan_linear(problem: Problem, budget: int = BUDGET) -> PlannedOrders:
     if problem.recompute is Recompute.PLANNED:
         try_dropping(portfolio, problem)
         portfolio.drop_into_idle_time(problem)
-        assert portfolio.best is not None, "as below"
-        return portfolio.best
-    for level in _levels(problem):
-        if portfolio.finished or level.bound >= portfolio.cost:
-            break
-        _try_level(portfolio, level)
-    _try_equal_stages(portfolio, problem)
+    else:
+        _try_levels(portfolio, problem)
+        _try_equal_stages(portfolio, problem)
     assert portfolio.best is not None, "one microbatch after the other fits in any limit that is feasible"
     return portfolio.best
+
+
+def _try_levels(portfolio: Portfolio, problem: Problem) -> None:
+    for level in _levels(problem):
+        if portfolio.finished or level.bound >= portfolio.cost:
+            return
+        _try_level(portfolio, level)
 
 
 def _levels(problem: Problem) -> Iterator[Problem]:
@@ -179,11 +182,11 @@ def _levels(problem: Problem) -> Iterator[Problem]:
 
 def _try_level(portfolio: Portfolio, problem: Problem) -> None:
     """Try all candidates worth trying at one memory limit, the most promising first."""
-    if problem.recomputes:
-        _try_profiles(portfolio, problem)
-        return
     fits_h1 = all(cap >= n for cap, n in zip(capacities(problem), _h1_profile(problem), strict=True))
-    searches = (_try_profiles, _try_policies) if fits_h1 else (_try_policies, _try_profiles)
+    if problem.recomputes:
+        searches = (_try_profiles,) if fits_h1 else (_try_profiles, try_dropping)
+    else:
+        searches = (_try_profiles, _try_policies) if fits_h1 else (_try_policies, _try_profiles)
     for search in searches:
         search(portfolio, problem)
 

@@ -17,6 +17,8 @@ from megatron.zero_bubble.schedule.errors import ScheduleError
 from megatron.zero_bubble.schedule.generators.auto import auto, multiple_of_p
 from megatron.zero_bubble.schedule.ir import Op, Placement, Schedule
 from megatron.zero_bubble.schedule.kinds import OpKind
+from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation
+from megatron.zero_bubble.schedule.search.portfolio import best_of, fits
 from megatron.zero_bubble.schedule.search.problem import Problem
 from megatron.zero_bubble.schedule.simulate import simulate
 from megatron.zero_bubble.schedule.timeline import Timeline
@@ -59,15 +61,33 @@ def optimal(
     costs: StageCosts,
     memory_limit: Sequence[float] | None = None,
     overlap_communication: bool = True,
+    recompute: Recompute = Recompute.NONE,
 ) -> Schedule:
-    """The schedule of `solve` within `memory_limit` (one a rank; by default 2p M_B)."""
-    return solve(
-        num_ranks,
-        num_microbatches,
-        costs=costs,
-        memory_limit=memory_limit,
-        overlap_communication=overlap_communication,
-    ).schedule
+    """The schedule of `solve` within `memory_limit` (one a rank; by default 2p M_B).
+
+    The program knows no R. With recomputation the schedule is the better of `auto`'s and of what the program makes if
+    nothing is recomputed or, under full recomputation, if every B recomputes, where each then gets an R of its own.
+    """
+    if recompute is Recompute.NONE or (recompute is Recompute.PLANNED and memory_limit is None):
+        return solve(
+            num_ranks,
+            num_microbatches,
+            costs=costs.keeping_everything(),
+            memory_limit=memory_limit,
+            overlap_communication=overlap_communication,
+        ).schedule
+    limits = tuple(memory_limit or multiple_of_p(costs, num_ranks, 2, recompute))
+    placement = Placement("linear", num_ranks)
+    problem = Problem(placement, num_microbatches, costs, limits, overlap_communication, recompute)
+    is_full = recompute is Recompute.FULL
+    without_r = costs.recomputing_in_backward() if is_full else costs.keeping_everything()
+    options: dict[str, Any] = {"memory_limit": limits, "overlap_communication": overlap_communication}
+    candidates = [auto(num_ranks, num_microbatches, costs=costs, recompute=recompute, **options)]
+    if replace(problem, costs=without_r, recompute=Recompute.NONE).is_feasible:
+        solved = solve(num_ranks, num_microbatches, costs=without_r, **options).schedule
+        candidates.append(with_recomputation(solved) if is_full else solved)
+    candidates = [schedule for schedule in candidates if fits(schedule, problem)]
+    return replace(best_of(candidates, problem), name="optimal")
 
 
 def solve(

@@ -8,6 +8,7 @@ from itertools import product
 from math import floor
 from typing import Any
 
+from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.schedule.search.event_loop import GapRule, Keeping
 from megatron.zero_bubble.schedule.search.greedy import Policy
 from megatron.zero_bubble.schedule.search.portfolio import Portfolio
@@ -59,7 +60,7 @@ def _improve(portfolio: Portfolio, problem: Problem, best: _Candidate, cost: flo
     before = float("inf")
     while cost < before * (1 - 1e-9):
         before = cost
-        for change in _changes(problem.num_ranks, problem.num_microbatches, best.has_order):
+        for change in _changes(problem, best.has_order):
             candidate = replace(best, **change)
             if candidate in seen:
                 continue
@@ -71,19 +72,24 @@ def _improve(portfolio: Portfolio, problem: Problem, best: _Candidate, cost: flo
                 best, cost = candidate, found
 
 
-def _changes(num_ranks: int, num_microbatches: int, has_order: bool) -> Iterator[dict[str, Any]]:
+def _changes(problem: Problem, has_order: bool) -> Iterator[dict[str, Any]]:
     """What to change in a candidate, one thing after the other."""
-    yield from ({"num_ranks_dropping": ranks} for ranks in sorted({i * num_ranks // 8 for i in range(8)}))
+    if problem.recompute is Recompute.PLANNED:
+        yield from _choices_of_drops(problem.num_ranks, problem.num_microbatches)
     yield from ({"defers_weights": defers} for defers in (False, True))
     yield from ({"weights": rule} for rule in GapRule)
     if not has_order:
         yield from ({"forwards": rule} for rule in GapRule)
     yield from ({"offset": offset} for offset in OFFSETS)
     yield from ({"slope": slope} for slope in SLOPES)
+    yield from ({"follows_times": follows} for follows in (False, True))
+
+
+def _choices_of_drops(num_ranks: int, num_microbatches: int) -> Iterator[dict[str, Any]]:
+    yield from ({"num_ranks_dropping": ranks} for ranks in sorted({i * num_ranks // 8 for i in range(8)}))
     sizes = sorted({0, 1, 2, num_ranks // 4, num_ranks // 2, num_ranks})
     windows = [window for window in product(sizes, sizes) if sum(window) < num_microbatches]
     yield from ({"window": window} for window in ((None, 0), *windows))
-    yield from ({"follows_times": follows} for follows in (False, True))
 
 
 def _cost(portfolio: Portfolio, problem: Problem, candidate: _Candidate) -> float:
