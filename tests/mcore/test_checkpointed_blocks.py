@@ -35,6 +35,7 @@ from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, OpKind, Placement, Schedule, lower
 from megatron.zero_bubble.schedule.recomputation import with_recomputation
+from megatron.zero_bubble.schedules import get_forward_backward_func
 from megatron.zero_bubble.training.arguments import Arguments
 from tests.launch import TINY_GPT
 
@@ -158,6 +159,27 @@ def test_a_schedule_recomputes_any_layer_of_a_model_that_recomputes_none():
     assert recomputes_blocks(config)
     assert_same(rank.step((1, 2), RecomputationStore()), kept)
     assert rank.forwards[OpKind.R] == 2 * 4
+
+
+def test_a_training_loop_of_ones_own_asks_for_it():
+    rank = Rank(arguments(*MODELS["every layer"]))
+    stage = make_stage(rank.args, LINEAR, 0, rank.chunks, torch.device("cpu"))
+    step = {
+        "forward_step_func": stage.forward_step_func,
+        "data_iterator": stage.data_iterators[0],
+        "model": rank.chunks,
+        "num_microbatches": NUM_MICROBATCHES,
+        "seq_length": rank.args.seq_length,
+        "micro_batch_size": rank.args.micro_batch_size,
+    }
+    forward_backward = get_forward_backward_func("gpipe", rank.store, recompute="full")
+    forward_backward(**step)
+    assert forward_backward.schedule(NUM_MICROBATCHES).recomputes
+    assert rank.forwards.total() == 2 * 4 * NUM_MICROBATCHES
+    get_model_config(rank.chunks[0]).recompute_granularity = "selective"
+    with pytest.raises(ValueError, match=r"^a schedule that recomputes needs .* 'full'.*, got 'selective'$"):
+        forward_backward(**step)
+    forward_backward.close()
 
 
 def test_r_gathers_what_tensor_parallel_ranks_have_kept_their_parts_of():
