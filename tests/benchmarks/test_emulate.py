@@ -259,6 +259,7 @@ def test_emulated_compute_remembers_its_span():
     assert emulation.last_end == 0
 
 
+@pytest.mark.exhaustive  # the endings of the trainer and of the launcher are in make test
 def test_ctrl_c_ends_all_ranks_without_a_word(tmp_path):
     errors = tmp_path / "errors"
     flags = (*SIZE, "--schedule", "zb-h1", "--steps", "1000")
