@@ -1,7 +1,7 @@
 # Everything from a bare clone: each target makes .venv, installs into it, and runs.
 #
 #   make pretrain    train a small GPT on four pipeline ranks, with a schedule planned from measured times
-#   make test        the tests of every feature, in eight to nine minutes on two cores
+#   make test        the tests of every feature, in about eight minutes on two cores
 #   make test-rest   the other tests: further combinations of parallelism, schedules, precisions and ways to end
 #   make test-all    both
 #   make test-slurm  the Slurm examples on a Slurm of two nodes, which apt-get installs; as root

@@ -37,6 +37,7 @@ def errors_of(*flags: str) -> list[str]:
     return lines
 
 
+@pytest.mark.exhaustive  # the line itself is in test_flag_mistakes.py, how torchrun repeats it in the tests below
 def test_an_unknown_schedule_is_answered_with_the_known_ones() -> None:
     (line,) = errors_of(*BASE, "--zero-bubble-schedule", "zb-h3")
     assert "--zero-bubble-schedule zb-h3" in line
