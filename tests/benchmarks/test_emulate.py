@@ -205,7 +205,7 @@ def test_a_step_lasts_from_the_common_start_to_the_last_return():
 
 
 def iterations(timeline, ends, *, post_validation):
-    """Of two ranks: the second one ends an iteration at `ends`, the first one half a second before."""
+    """Two ranks: the second one ends its iterations at `ends`, the first one half a second before."""
     steps = [
         [
             StepRecord("x", start=0, first_start=0, last_end=0, returned=end - early, busy=1, exposed=0)
@@ -285,7 +285,7 @@ def test_ctrl_c_ends_all_ranks_without_a_word(tmp_path):
 
 
 def command_line(process: psutil.Process) -> str:
-    """Of a process that may have ended meanwhile."""
+    """What the system says of a process, which may have ended meanwhile."""
     with contextlib.suppress(psutil.Error):
         return " ".join(process.cmdline())
     return ""

@@ -90,7 +90,7 @@ def test_auto_is_planned_under_the_limit_of_the_job(capsys):
 
 
 def test_auto_takes_what_a_job_would_find_free(capsys):
-    """Of the fullest rank nine tenths, for all of them."""
+    """Every rank may take nine tenths of what the fullest one has free."""
     unsaid, note = planned(capsys)
     cluster = unsaid.job.cluster
     assert unsaid.limit == int(0.9 * (cluster.memory - cluster.reserved - max(unsaid.state_bytes)))

@@ -160,7 +160,7 @@ UNEVEN = [
 ]
 CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "2")
 ENDS = (*CHUNKS, "--num-layers", "2", EMBEDDING, LOSS)
-"""Of four stages the first has the embedding alone, and the last the loss."""
+"""A layout of four stages: the first has the embedding alone, and the last the loss."""
 
 
 @pytest.fixture(scope="module")

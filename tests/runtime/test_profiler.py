@@ -32,7 +32,7 @@ def test_times_are_medians_in_milliseconds_and_memory_medians_in_bytes():
 
 
 def test_of_what_operations_need_inside_the_most_counts():
-    """Of F, B and W, of steps, of replicas; each stage by itself."""
+    """It is the most over F, B and W, over steps and over replicas, for each stage by itself."""
     placement = Placement("v", 2, 2)
 
     def measured(rank: int, *inside: int) -> tuple[list[ChunkCosts], dict]:

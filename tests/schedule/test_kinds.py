@@ -58,7 +58,6 @@ def test_what_treats_all_kinds_alike_names_none(pattern):
 
 
 USES_LOAD = """
-from fractions import Fraction
 from megatron.zero_bubble.schedule import *
 from megatron.zero_bubble.schedule import draw, formats
 from megatron.zero_bubble.schedule.kinds import KINDS, OpKind

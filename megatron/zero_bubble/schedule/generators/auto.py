@@ -59,7 +59,8 @@ def auto(
     if memory_limit is None and recompute is Recompute.PLANNED:
         recompute = Recompute.NONE
     placement = Placement("linear", num_ranks)
-    return _scheduled("auto", Problem(placement, num_microbatches, costs, limits, overlap_communication, recompute))
+    problem = Problem(placement, num_microbatches, costs, limits, overlap_communication, recompute)
+    return recomputed_where_needed(problem, partial(_best, "auto"))
 
 
 def zb_1p(
@@ -73,7 +74,8 @@ def zb_1p(
     """The automatic scheduler in the memory of 1F1B: p M_B on every rank, in its own M_B."""
     limits = multiple_of_p(costs, num_ranks, 1, recompute)
     placement = Placement("linear", num_ranks)
-    return _scheduled("zb-1p", Problem(placement, num_microbatches, costs, limits, overlap_communication, recompute))
+    problem = Problem(placement, num_microbatches, costs, limits, overlap_communication, recompute)
+    return recomputed_where_needed(problem, partial(_best, "zb-1p"))
 
 
 def zb_2p(
@@ -87,7 +89,8 @@ def zb_2p(
     """The automatic scheduler in twice the memory of 1F1B, 2p M_B, where the bubble can be close to zero."""
     limits = multiple_of_p(costs, num_ranks, 2, recompute)
     placement = Placement("linear", num_ranks)
-    return _scheduled("zb-2p", Problem(placement, num_microbatches, costs, limits, overlap_communication, recompute))
+    problem = Problem(placement, num_microbatches, costs, limits, overlap_communication, recompute)
+    return recomputed_where_needed(problem, partial(_best, "zb-2p"))
 
 
 def multiple_of_p(
@@ -104,13 +107,6 @@ def multiple_of_p(
     return tuple(
         factor * num_ranks * kept + max(0, added) for kept, added in zip(costs.memory_f, costs.memory_b, strict=True)
     )
-
-
-def _scheduled(name: str, problem: Problem) -> Schedule:
-    """The best schedule found; where only what has no room is recomputed, with as few R as that takes."""
-    if problem.recompute is Recompute.PLANNED:
-        return recomputed_where_needed(problem, partial(_best, name))
-    return _best(name, problem)
 
 
 def _best(name: str, problem: Problem) -> Schedule:

@@ -44,7 +44,8 @@ def zb_v(
     """No bubble where F = B = W, in 1F1B's memory: p M_B on every rank, unless told otherwise."""
     placement = Placement("v", num_ranks, 2)
     limits = tuple(memory_limit or _room_for(num_ranks, placement, costs, recompute))
-    return _scheduled("zb-v", Problem(placement, num_microbatches, costs, limits, overlap_communication, recompute))
+    problem = Problem(placement, num_microbatches, costs, limits, overlap_communication, recompute)
+    return recomputed_where_needed(problem, partial(_best, "zb-v"))
 
 
 def v_half(
@@ -59,7 +60,8 @@ def v_half(
     """About half of 1F1B's bubble where F = B = W, in p/2 + 1 M_B on every rank, unless told otherwise."""
     placement = Placement("v", num_ranks, 2)
     limits = tuple(memory_limit or _room_for(num_ranks / 2 + 1, placement, costs, recompute))
-    return _scheduled("v-half", Problem(placement, num_microbatches, costs, limits, overlap_communication, recompute))
+    problem = Problem(placement, num_microbatches, costs, limits, overlap_communication, recompute)
+    return recomputed_where_needed(problem, partial(_best, "v-half"))
 
 
 def v_min(
@@ -74,7 +76,8 @@ def v_min(
     """About two thirds of 1F1B's bubble where F = B = W, in p/3 + 1 M_B on every rank, unless told otherwise."""
     placement = Placement("v", num_ranks, 2)
     limits = tuple(memory_limit or _room_for(num_ranks / 3 + 1, placement, costs, recompute))
-    return _scheduled("v-min", Problem(placement, num_microbatches, costs, limits, overlap_communication, recompute))
+    problem = Problem(placement, num_microbatches, costs, limits, overlap_communication, recompute)
+    return recomputed_where_needed(problem, partial(_best, "v-min"))
 
 
 def _room_for(
@@ -91,13 +94,6 @@ def _room_for(
             room -= (num_held - 1) * sum(costs.memory_r[stage] for stage in placement.stages_of(rank))
         rooms.append(room)
     return tuple(rooms)
-
-
-def _scheduled(name: str, problem: Problem) -> Schedule:
-    """The best schedule found; where only what has no room is recomputed, with as few R as that takes."""
-    if problem.recompute is Recompute.PLANNED:
-        return recomputed_where_needed(problem, partial(_best, name))
-    return _best(name, problem)
 
 
 def _best(name: str, problem: Problem) -> Schedule:

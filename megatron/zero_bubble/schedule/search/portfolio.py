@@ -104,10 +104,13 @@ def _restored_for_nothing(problem: Problem, plan: PlannedOrders) -> frozenset[tu
 
 
 def recomputed_where_needed(problem: Problem, best: Callable[[Problem], Schedule]) -> Schedule:
-    """The shortest of what `best` makes if it keeps everything, drops everything, or chooses; of equals the fewest R.
+    """What `best` makes for the problem; where only what has no room is recomputed, with as few R as that takes.
 
+    That is the shortest of what it makes if it keeps everything, drops everything, or chooses; of equals the fewest R.
     What keeps everything is taken if more memory would not make it shorter. Raises `Infeasible`.
     """
+    if problem.recompute is not Recompute.PLANNED:
+        return best(problem)
     keeping = replace(problem, costs=problem.costs.keeping_everything(), recompute=Recompute.NONE)
     everything = tuple(
         max(limit, problem.num_microbatches * sum(problem.footprints[stage].whole for stage in stages))
@@ -123,8 +126,9 @@ def recomputed_where_needed(problem: Problem, best: Callable[[Problem], Schedule
     problem.check_feasible()
     candidates.append(best(problem))
     candidates.append(best(replace(problem, recompute=Recompute.FULL)))
-    shortest = min(_cost(schedule, problem) for schedule in candidates)
-    equals = [schedule for schedule in candidates if _cost(schedule, problem) <= shortest + tolerance(shortest)]
+    costs = [_cost(schedule, problem) for schedule in candidates]
+    longest = min(costs) + tolerance(min(costs))
+    equals = [schedule for schedule, cost in zip(candidates, costs, strict=True) if cost <= longest]
     return min(equals, key=num_recomputed)
 
 
