@@ -16,9 +16,9 @@ from benchmarks.emulation.ranks import Records, run_job
 from benchmarks.emulation.reduction import ReductionCosts
 from benchmarks.emulation.variants import contestants
 from benchmarks.emulation.worker import EmulatedJob, StepRecord
-from megatron.zero_bubble.cli.output import table
+from megatron.zero_bubble.cli.output import IDLE_HEADS, idle_cells, table
 from megatron.zero_bubble.cli.schedule.rank_costs import stage_costs
-from megatron.zero_bubble.schedule import Schedule, Timeline, generate, lower, simulate
+from megatron.zero_bubble.schedule import Idle, Schedule, Timeline, generate, lower, simulate
 from megatron.zero_bubble.schedule.formats import schedule_from_pytorch_csv
 from megatron.zero_bubble.schedule.tail import Reduction, reorder_tail, simulate_reduction
 
@@ -66,9 +66,9 @@ class Result:
         return [1e3 * max(rank.last_end - rank.first_start for rank in ranks) for ranks in self.steps]
 
     @property
-    def bubble_rate(self) -> float:
-        """The median measured bubble rate, (span - ideal) / span."""
-        return median(1 - self.ideal / span for span in self.spans)
+    def idle(self) -> Idle:
+        """The share of all ranks' time that is not planned work, for the median of the longest spans."""
+        return Idle.of([median(self.spans)], self.timeline.work)
 
     @property
     def exposed(self) -> float | None:
@@ -102,8 +102,8 @@ class Result:
             "simulated_ms": self.simulated,
             "ideal_ms": self.ideal,
             "span_ms": median(self.spans),
-            "bubble_rate": self.bubble_rate,
-            "simulated_bubble_rate": float(self.timeline.bubble_rate),
+            **self.idle.as_json(),
+            **{f"simulated_{name}": value for name, value in self.timeline.idle.as_json().items()},
             "exposed_communication_ms": self.exposed,
             "peak_memory": self.peak_memory,
             "simulated_peak_memory": [float(peak) for peak in self.timeline.peak_memory],
@@ -213,7 +213,7 @@ def emulation_table(results: list[Result], *, markdown: bool = False) -> str:
         "simulated",
         "above simulated",
         "span",
-        "bubble",
+        *IDLE_HEADS,
         "exposed (ms)",
     )
     rows: list[tuple[str, ...]] = [
@@ -225,7 +225,7 @@ def emulation_table(results: list[Result], *, markdown: bool = False) -> str:
             f"{one.simulated:.1f}",
             f"{100 * (one.measured / one.simulated - 1):+.1f}%",
             f"{median(one.spans):.1f}",
-            f"{100 * one.bubble_rate:.2f}%",
+            *idle_cells(one.idle),
             "" if one.exposed is None else f"{one.exposed:.2f}",
         )
         for one in results

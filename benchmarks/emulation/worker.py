@@ -22,7 +22,7 @@ from megatron.zero_bubble.runtime.communicator import Communicator, TorchCommuni
 from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.profiler import measure_edges
 from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
-from megatron.zero_bubble.runtime.recorder import HostClock, OpRecorder, StepTime, bubble_rate
+from megatron.zero_bubble.runtime.recorder import HostClock, OpRecorder, StepTime, idle_share
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Placement, Schedule, StageCosts
 from megatron.zero_bubble.schedule.errors import one_line
@@ -183,7 +183,7 @@ def _seconds_to_gather() -> float:
     dist.barrier()
     begin = time.perf_counter()
     dist.all_gather_object(steps, step)
-    bubble_rate(steps)
+    idle_share(steps)
     return time.perf_counter() - begin
 
 

@@ -40,11 +40,11 @@ from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.observer import StepObserver
 from megatron.zero_bubble.runtime.profiler import measure_edges, memory_meter
 from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
-from megatron.zero_bubble.runtime.recorder import OpRecorder, StepTime, bubble_rate, device_clock
+from megatron.zero_bubble.runtime.recorder import OpRecorder, StepTime, device_clock, idle_share
 from megatron.zero_bubble.runtime.replanner import PlanningOptions, Replanner, Report, plan_on_first_rank
 from megatron.zero_bubble.runtime.watchdog import Position
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
-from megatron.zero_bubble.schedule import Schedule, ScheduleError
+from megatron.zero_bubble.schedule import Idle, Schedule, ScheduleError
 from megatron.zero_bubble.schedule.formats import Profile
 from megatron.zero_bubble.schedule.generators import default_costs
 from megatron.zero_bubble.schedule.plan import Plan, prepare
@@ -166,8 +166,8 @@ class ForwardBackward:
             return None
         return Position(self._num_calls, self._num_steps, executor.schedule, executor.rank, index, has_inputs)
 
-    def measured_bubble_rate(self, mean_step: StepTime | None = None) -> float:
-        """Return the measured bubble rate of the pipeline; a collective call of its ranks.
+    def measured_idle(self, mean_step: StepTime | None = None) -> Idle:
+        """Return the measured idle share of the pipeline; a collective call of its ranks.
 
         Args:
             mean_step: the result of `observer.take_mean()` on this rank; None calls it.
@@ -175,17 +175,17 @@ class ForwardBackward:
         group = parallel_state.get_pipeline_model_parallel_group()
         steps: list[StepTime] = [mean_step or self.observer.take_mean()] * group.size()
         dist.all_gather_object(steps, steps[0], group=group)
-        return bubble_rate(steps)
+        return idle_share(steps)
 
-    def predicted_bubble_rate(self, num_microbatches: int) -> float | None:
-        """Return the bubble rate of the present schedule, simulated at measured costs; None before there are any."""
+    def predicted_idle(self, num_microbatches: int) -> Idle | None:
+        """Return the idle share of the present schedule, simulated at measured costs; None before there are any."""
         if self.profile is None:
             return None
         prediction = self._predictions.get(num_microbatches)
         if prediction is None or prediction.profile is not self.profile:
             prediction = Prediction(self.profile, self.schedule(num_microbatches))
             self._predictions[num_microbatches] = prediction
-        return prediction.bubble_rate
+        return prediction.idle
 
     def __call__(
         self,

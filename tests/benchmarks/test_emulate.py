@@ -200,7 +200,7 @@ def test_a_step_lasts_from_the_common_start_to_the_last_return():
     assert result.measured == pytest.approx(1900)
     assert result.ideal == 1200
     assert result.spans == pytest.approx([1500] * 3)
-    assert result.bubble_rate == pytest.approx(1 - 1.2 / 1.5)
+    assert result.idle.bubble == result.idle.total == pytest.approx(1 - 1.2 / 1.5)
     assert result.exposed == pytest.approx(20)
 
 

@@ -17,6 +17,7 @@ from megatron.zero_bubble.cli.benchmark.training_results import bootstrap_interv
 from megatron.zero_bubble.cli.benchmark.training_turn import Turn, read_log, take_turn
 from megatron.zero_bubble.cli.benchmark_command import main
 from megatron.zero_bubble.cli.invocation import read_flags
+from megatron.zero_bubble.schedule import Idle
 from tests.mistakes import one_line_mistake
 
 ROOT = Path(__file__).parents[2]
@@ -26,13 +27,13 @@ TINY += ["--micro-batch-size", "1", "--mock-data", "--vocab-size", "120"]
 SIZE = ["--pipeline-size", "2", "--num-microbatches", "4"]
 
 LOG = """ > zero-bubble plan; times measured up to step 6, spread 1.0%
-     predicted: bubble rate 10.00%, 88.5 ms, 1.060 times as fast as 1F1B
- [2026-11-20 20:01:12.2] iteration        5/     20 | consumed samples:          160 | elapsed time per iteration (ms): 900.0 | learning rate: 1.0E-03 | bubble rate: 50.00% |
- [2026-11-20 20:01:12.3] iteration       10/     20 | consumed samples:          320 | elapsed time per iteration (ms): 500.0 | learning rate: 1.0E-03 | bubble rate: 40.00% | predicted: 10.00% |
+     predicted: idle 14.00% (imbalance 4.00%, bubble rate 10.00%), 88.5 ms, 1.060 times as fast as 1F1B
+ [2026-11-20 20:01:12.2] iteration        5/     20 | consumed samples:          160 | elapsed time per iteration (ms): 900.0 | learning rate: 1.0E-03 | idle: 53.00% | imbalance: 3.00% | bubble rate: 50.00% |
+ [2026-11-20 20:01:12.3] iteration       10/     20 | consumed samples:          320 | elapsed time per iteration (ms): 500.0 | learning rate: 1.0E-03 | idle: 44.00% | imbalance: 4.00% | bubble rate: 40.00% | predicted: 10.00% |
 [Rank 1] (after 20 iterations) memory (MB) | allocated: 1.00 | max allocated: 30.00 | reserved: 64.00 | max reserved: 64.00
 [Rank 0] (after 20 iterations) memory (MB) | allocated: 1.00 | max allocated: 20.00 | reserved: 64.00 | max reserved: 64.00
- [2026-11-20 20:01:12.4] iteration       15/     20 | consumed samples:          480 | elapsed time per iteration (ms): 100.0 | learning rate: 1.0E-03 | bubble rate: 12.50% | predicted: 11.00% |
- [2026-11-20 20:01:12.5] iteration       20/     20 | consumed samples:          640 | elapsed time per iteration (ms): 110.5 | learning rate: 1.0E-03 | bubble rate: 13.50% | predicted: 11.00% |
+ [2026-11-20 20:01:12.4] iteration       15/     20 | consumed samples:          480 | elapsed time per iteration (ms): 100.0 | learning rate: 1.0E-03 | idle: 17.50% | imbalance: 5.00% | bubble rate: 12.50% | predicted: 11.00% |
+ [2026-11-20 20:01:12.5] iteration       20/     20 | consumed samples:          640 | elapsed time per iteration (ms): 110.5 | learning rate: 1.0E-03 | idle: 19.50% | imbalance: 6.00% | bubble rate: 13.50% | predicted: 11.00% |
 """  # noqa: E501
 
 
@@ -42,11 +43,11 @@ def arguments(*flags: str):
 
 def test_a_log_is_read_after_its_warmup():
     turn = read_log(LOG, warmup=10, resident_bytes=1.0)
-    assert turn == Turn((100.0, 110.5), (0.125, 0.135), 0.11, 88.5, 30 * 2**20)
+    assert turn == Turn((100.0, 110.5), (Idle(0.05, 0.125), Idle(0.06, 0.135)), 0.11, 88.5, 30 * 2**20)
 
 
 def test_megatron_cores_log_says_nothing_of_bubbles_and_a_cpus_nothing_of_memory():
-    text = "\n".join(line.split(" | bubble")[0] for line in LOG.splitlines() if "iteration  " in line)
+    text = "\n".join(line.split(" | idle")[0] for line in LOG.splitlines() if "iteration  " in line)
     assert read_log(text, 10, 7.0) == Turn((100.0, 110.5), (), None, None, 7.0)
 
 
@@ -165,7 +166,7 @@ def test_real_trainings_as_json_and_a_plot(tmp_path):
     baseline, ours = json.loads(output.read_text())
     assert (baseline["schedule"], ours["schedule"]) == (BASELINE, "zb-h1")
     assert baseline["bubble_rate"] is None
-    assert 0 < ours["bubble_rate"] < 1
+    assert 0 < ours["bubble_rate"] < ours["bubble_rate"] + ours["imbalance"] == ours["idle"] < 1
     for one in (baseline, ours):
         assert 0 < one["simulated_bubble_rate"] < 1
         assert one["ideal_ms"] < one["simulated_ms"]

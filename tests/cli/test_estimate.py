@@ -304,6 +304,8 @@ def test_full_recomputation_is_an_operation_and_1f1b_of_megatron_core_recomputes
     inside = simulate(generate("1f1b", 4, job(*flags).num_microbatches), costs.recomputing_in_backward())
     for one in document["schedules"]:
         assert one["ratio_to_1f1b"] == pytest.approx(inside.makespan / one["makespan_ms"])
+        assert one["idle"] == pytest.approx(one["imbalance"] + one["bubble_rate"])
+        assert one["imbalance"] > 0, "the last stage has the logits"
     assert document["schedules"][0]["ratio_to_1f1b"] > 1
     assert "to 1F1B: to megatron-core's own" in "".join(document["notes"])
 

@@ -53,6 +53,8 @@ def test_simulate_as_json(ok):
         "placement": "linear",
         "cost": 27,
         "makespan": 27,
+        "idle": 3 / 27,
+        "imbalance": 0,
         "bubble_rate": 3 / 27,
         "recomputed": 0,
         "lost": pytest.approx(3 / 27),
@@ -144,7 +146,7 @@ def test_post_validation_in_a_file(ok, tmp_path):
     assert json.loads(ok("simulate", "--input", path, "--steps", "3", "--json"))["makespan"] == 27 + 24 + 24
     drawing = tmp_path / "drawing.svg"
     ok("draw", "--input", path, "--steps", "2", "--output", drawing)
-    assert ">4 ranks, 8 microbatches, 2 iterations: bubble rate" in drawing.read_text()
+    assert ">4 ranks, 8 microbatches, 2 iterations: idle" in drawing.read_text()
     assert "VALIDATE of iteration 2 on rank 3" in drawing.read_text()
     assert "of iteration 1" in ok("simulate", "--input", path, "--steps", "3").splitlines()[-1]
     path_of_three = json.loads(ok("simulate", "--input", path, "--steps", "3", "--json"))["critical_path"]

@@ -142,7 +142,7 @@ def test_a_v_gives_the_same_losses(chunk_logs: Path) -> None:
 def test_the_script_is_itself_again_after_disable(logs: Path) -> None:
     log = (logs / "base-again.1.txt").read_text()
     assert numbers(log) == numbers_of(logs, "base")
-    assert "bubble rate" not in log
+    assert "idle" not in log
 
 
 @pytest.mark.parametrize("who", ["ours", "theirs"])
@@ -164,12 +164,14 @@ def test_the_numbers_are_those_of_a_training(logs: Path) -> None:
     assert base != numbers_of(logs, "base-untied")
 
 
-def test_the_bubble_rate_follows_the_script_s_own_fields(logs: Path) -> None:
+def test_the_idle_share_follows_the_script_s_own_fields(logs: Path) -> None:
     lines = (logs / "planned.1.txt").read_text().splitlines()
     iterations = [line for line in lines if "] iteration " in line]
-    assert re.search(r"grad norm: \S+ \| bubble rate: \d+\.\d\d% \|$", iterations[0])
-    assert re.search(r"\| bubble rate: \d+\.\d\d% \| predicted: \d+\.\d\d% \|$", iterations[3])
-    assert not [line for line in lines if "validation" in line and "bubble" in line]
+    percent = r"\d+\.\d\d%"
+    idle = f" idle: {percent} \\| imbalance: {percent} \\| bubble rate: {percent} \\|"
+    assert re.search(rf"grad norm: \S+ \|{idle}$", iterations[0])
+    assert re.search(rf"\|{idle} predicted: {percent} \|$", iterations[3])
+    assert not [line for line in lines if "validation" in line and "idle" in line]
 
 
 def test_start_up_plan_and_timeline_are_those_of_our_own_trainer(logs: Path) -> None:

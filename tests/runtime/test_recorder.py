@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import struct
 import time
+from dataclasses import asdict
 from itertools import pairwise
 
 import pytest
@@ -12,8 +13,8 @@ from megatron.zero_bubble.runtime.recorder import (
     MeasuredOp,
     OpRecorder,
     StepTime,
-    bubble_rate,
     device_clock,
+    idle_share,
     step_time,
 )
 from megatron.zero_bubble.schedule import Op, OpKind, StageCosts, generate, simulate
@@ -147,18 +148,20 @@ def test_a_step_spans_its_operations_and_waiting_is_no_work():
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-h2", "interleaved-1f1b"])
-def test_the_bubble_rate_is_that_of_simulate(name):
-    """Also where stages differ: the rate says what the schedule wastes, not what the split of layers does."""
+def test_the_idle_share_is_that_of_simulate(name):
+    """Also where stages differ: what the schedule wastes and what the split of layers does are told apart."""
     schedule = generate(name, 4, 8)
     stages = schedule.num_stages
     costs = StageCosts(
-        *(tuple(1.0 + 0.25 * ((s + k) % 3) for s in range(stages)) for k in range(3)), (0.125,) * (stages - 1),
+        *(tuple(1.0 + 0.25 * ((s + k) % 3) + 0.125 * s for s in range(stages)) for k in range(3)),
+        (0.125,) * (stages - 1),
         *((0.0,) * stages,) * 3,
-    )  # fmt: skip
+    )
     timeline = simulate(schedule, costs)
     steps = [step_time([MeasuredOp(*timed) for timed in lane]) for lane in timeline.lanes]
-    assert bubble_rate(steps) == pytest.approx(timeline.bubble_rate, rel=1e-12)
+    assert asdict(idle_share(steps)) == pytest.approx(asdict(timeline.idle), rel=1e-12)
+    assert timeline.idle.imbalance > 0.03
 
 
 def test_a_run_without_steps_has_no_bubble():
-    assert bubble_rate([StepTime(0.0, 0.0)] * 2) == 0.0
+    assert idle_share([StepTime(0.0, 0.0)] * 2).total == 0

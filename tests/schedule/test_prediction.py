@@ -18,7 +18,7 @@ def test_a_prediction_is_what_simulate_finds(name):
     costs = uneven(placement)
     timeline = simulate(generate(name, 4, 8), costs)
     prediction = Prediction(Profile(placement, costs, 0.0, {}), Plan.named(name, 4).schedule(8))
-    assert prediction.bubble_rate == timeline.bubble_rate
+    assert prediction.idle == timeline.idle
     assert prediction.milliseconds == timeline.makespan
     assert prediction.peak_bytes == timeline.peak_memory
     assert prediction.speed_up == pytest.approx(simulate(generate("1f1b", 4, 8), costs).cost / timeline.cost)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from random_schedules import schedules
 from test_lower import made_of
 
-from megatron.zero_bubble.schedule import Deadlock, ScheduleError, StageCosts, generate, lower, simulate
+from megatron.zero_bubble.schedule import Deadlock, Idle, ScheduleError, StageCosts, generate, lower, simulate
 
 PAPER = json.loads((Path(__file__).parent / "zero_bubble_paper.json").read_text())
 times = st.integers(1, 50)
@@ -79,6 +79,22 @@ def test_starts_and_ends_of_a_small_case():
     assert timeline.spans == (35, 15)
     assert (timeline.cost, timeline.makespan, timeline.work) == (35, 35, (6, 15))
     assert timeline.bubble_rate == 20 / 35, "the work of the busiest rank counts"
+    assert timeline.idle == Idle(imbalance=(15 - 6) / (2 * 35), bubble=20 / 35)
+    assert timeline.idle.total == pytest.approx(1 - (6 + 15) / (2 * 35)), "all work counts"
+
+
+def test_idle_says_what_a_stage_that_is_too_long_costs_the_other_ranks():
+    """The last of two ranks has a head of 8k tokens: it hardly waits, and so the first one does."""
+    work = (670, 819)
+    first, last = (Fraction(one, 8 * 3) for one in work)
+    costs = StageCosts(*((first, last),) * 3, (0,), (1, 1), (-1, -1), (0, 0))
+    timeline = simulate(generate("auto", 2, 8, costs=costs, memory_limit=4), costs)
+    assert timeline.work == work
+    assert timeline.bubble_rate < 0.01
+    assert timeline.idle.imbalance == (819 - Fraction(670 + 819, 2)) / timeline.cost > 0.09
+    assert timeline.idle.total == timeline.idle.imbalance + timeline.bubble_rate == 1 - sum(work) / (2 * timeline.cost)
+    even = simulate(generate("1f1b", 2, 8), StageCosts.uniform(2))
+    assert even.idle == Idle(imbalance=0, bubble=even.bubble_rate)
 
 
 def test_communication_that_does_not_overlap_occupies_both_ranks():

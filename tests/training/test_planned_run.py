@@ -17,6 +17,7 @@ PIPELINE = [*TINY_GPT, "--pipeline-model-parallel-size", "2", "--clip-grad", "0.
 WINDOW_END, LOOK, LAST = 4, 20, 22
 """Iterations: the last profiled one, the one after which drift is looked for, the last one."""
 DRAWN = (6, 7)
+PERCENT = r"\d+\.\d\d%"
 RAMP = ("--global-batch-size", "6", "--rampup-batch-size", "2", "2", "12")
 UNEVEN = {
     "first": ("--decoder-first-pipeline-num-layers", "1"),
@@ -96,17 +97,19 @@ def test_the_block_says_times_schedule_and_prediction(runs: Runs) -> None:
         assert [(stage, rank) for stage, rank, *_ in stages] == [("0", "0"), ("1", "1")]
         assert all(float(time) > 0 for _, _, *times in stages for time in times)
         assert re.search(r"schedule auto \(planned\) for 4 microbatches, memory limit [\d.]+ MiB\n", block)
-        assert re.search(r"predicted: bubble rate [\d.]+%, [\d.]+ ms, [\d.]+ times as fast as 1F1B\n", block)
+        idle = rf"idle {PERCENT} \(imbalance {PERCENT}, bubble rate {PERCENT}\)"
+        assert re.search(rf"predicted: {idle}, [\d.]+ ms, [\d.]+ times as fast as 1F1B\n", block)
         assert re.search(r"peak activations of each rank \(MiB\): [\d.]+, [\d.]+\n", block)
 
 
 def test_the_log_line_ends_with_the_measured_and_the_predicted_bubble(runs: Runs) -> None:
     """Prediction begins with the profile."""
-    measured = r"\| number of nan iterations: +0 \| bubble rate: \d+\.\d\d% \|"
+    measured = r"\| number of nan iterations: +0 \|"
+    measured += f" idle: {PERCENT} \\| imbalance: {PERCENT} \\| bubble rate: {PERCENT} \\|"
     lines = runs.log_lines("planned")
     assert sorted(lines) == list(range(1, LAST + 1))
     for iteration, line in lines.items():
-        predicted = r" predicted: \d+\.\d\d% \|" if iteration >= WINDOW_END else ""
+        predicted = f" predicted: {PERCENT} \\|" if iteration >= WINDOW_END else ""
         assert re.search(f"{measured}{predicted}$", line), line
     assert all("bubble" not in line for line in runs.log_lines("base").values())
 

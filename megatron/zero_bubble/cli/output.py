@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.zero_bubble.job.files import write_file
+from megatron.zero_bubble.schedule import Idle
 
 
 def deliver(text: str, output: Path | None) -> None:
@@ -44,6 +45,15 @@ def _print(text: str) -> None:
 def percent(fraction: float) -> str:
     """Return a fraction as a percentage with two decimals; rounding errors below zero are written as 0.00%."""
     return f"{round(100 * float(fraction), 2) + 0.0:.2f}%"
+
+
+IDLE_HEADS = ("idle", "imbalance", "bubble")
+"""Heads of the columns that `idle_cells` fills."""
+
+
+def idle_cells(idle: Idle | None) -> tuple[str, str, str]:
+    """Return the idle share and its two parts for a table; empty cells where nothing was measured."""
+    return ("", "", "") if idle is None else (percent(idle.total), percent(idle.imbalance), percent(idle.bubble))
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, markdown: bool = False) -> str:

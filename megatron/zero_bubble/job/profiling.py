@@ -141,7 +141,7 @@ def describe(report: Report) -> str:
     limit = f", memory limit {' '.join(f'{_mib(one):.1f}' for one in dict.fromkeys(limits))} MiB" if limits else ""
     lines.append(f"     schedule {schedule.name} ({made}) for {schedule.num_microbatches} microbatches{limit}")
     lines.append(
-        f"     predicted: bubble rate {prediction.bubble_rate:.2%}, {prediction.milliseconds:.1f} ms, "
+        f"     predicted: {prediction.idle}, {prediction.milliseconds:.1f} ms, "
         f"{prediction.speed_up:.3f} times as fast as {_BASELINES[prediction.recompute]}"
     )
     peaks = ", ".join(f"{_mib(peak):.1f}" for peak in prediction.peak_bytes)

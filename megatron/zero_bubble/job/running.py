@@ -13,6 +13,7 @@ from megatron.zero_bubble.runtime.channel_memory import ChannelMemory
 from megatron.zero_bubble.runtime.communicator import TorchCommunicator
 from megatron.zero_bubble.runtime.host_communicator import HostCommunicator
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
+from megatron.zero_bubble.schedule import Idle
 from megatron.zero_bubble.schedules import ForwardBackward
 
 
@@ -62,7 +63,23 @@ def open_timeline(job: JobSettings, forward_backward: ForwardBackward, iteration
     return TimelineWriter(flags.zero_bubble_timeline, first, last, iteration, forward_backward)
 
 
-def bubble_fields(measured: float | None, predicted: float | None) -> str:
-    """The bubble rates as text that follows Megatron's fields of a log line; a rate of None is left out."""
-    line = f" bubble rate: {measured:.2%} |" if measured is not None else ""
-    return line + (f" predicted: {predicted:.2%} |" if predicted is not None else "")
+def idle_fields(measured: Idle | None, predicted: Idle | None) -> str:
+    """Return the idle share of a pipeline as text that follows Megatron's fields of a log line; None is left out.
+
+    Of the prediction only the bubble rate is there.
+    """
+    line = ""
+    if measured is not None:
+        line += f" idle: {measured.total:.2%} | imbalance: {measured.imbalance:.2%} |"
+        line += f" bubble rate: {measured.bubble:.2%} |"
+    return line + (f" predicted: {predicted.bubble:.2%} |" if predicted is not None else "")
+
+
+def idle_scalars(measured: Idle | None, predicted: Idle | None) -> dict[str, float]:
+    """Return the idle share of a pipeline under the tags of TensorBoard and Weights & Biases; None is left out."""
+    scalars: dict[str, float] = {}
+    if measured is not None:
+        scalars |= {"idle": measured.total, "imbalance": measured.imbalance, "bubble-rate": measured.bubble}
+    if predicted is not None:
+        scalars |= {"predicted-idle": predicted.total, "predicted-bubble-rate": predicted.bubble}
+    return scalars

@@ -12,7 +12,7 @@ import torch
 
 from megatron.zero_bubble.job.description import describe, describe_places
 from megatron.zero_bubble.job.flags import limit_flag
-from megatron.zero_bubble.job.running import bubble_fields, open_timeline, run_plan
+from megatron.zero_bubble.job.running import idle_fields, idle_scalars, open_timeline, run_plan
 from megatron.zero_bubble.job.settings import check_implementation, job_settings
 from megatron.zero_bubble.job.stalls import open_watchdog
 from megatron.zero_bubble.job.timeline_writer import TimelineWriter
@@ -137,14 +137,14 @@ class Run:
         return self._forward_backward
 
     def extend_log_line(self, message: str) -> str:
-        """Append the bubble rates to the script's log line; other messages stay as they are. A collective call."""
+        """Append the idle share to the script's log line; other messages stay as they are. A collective call."""
         match = _LOG_LINE.match(message)
         if match is None or self._forward_backward is None or self.num_steps == 0:
             return message
-        measured = self._forward_backward.measured_bubble_rate()
-        predicted = self._forward_backward.predicted_bubble_rate(self._num_microbatches)
-        _write_scalars(int(match[1]), {"bubble-rate": measured, "predicted-bubble-rate": predicted})
-        return message + bubble_fields(measured, predicted)
+        measured = self._forward_backward.measured_idle()
+        predicted = self._forward_backward.predicted_idle(self._num_microbatches)
+        _write_scalars(int(match[1]), idle_scalars(measured, predicted))
+        return message + idle_fields(measured, predicted)
 
     @property
     def had_nothing_to_train(self) -> bool:
@@ -162,13 +162,13 @@ class Run:
             self._forward_backward = None
 
 
-def _write_scalars(iteration: int, scalars: dict[str, float | None]) -> None:
+def _write_scalars(iteration: int, scalars: dict[str, float]) -> None:
     """Write `scalars` to the script's TensorBoard and Weights & Biases, if it has opened them."""
     from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
     tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
     for tag, value in scalars.items():
-        if value is not None and tensorboard is not None:
+        if tensorboard is not None:
             tensorboard.add_scalar(tag, value, iteration)
-        if value is not None and wandb is not None:
+        if wandb is not None:
             wandb.log({tag: value}, iteration)

@@ -68,7 +68,7 @@ class Session:
             "megatron.training.utils",
             "print_rank_last",
             ("message",),
-            "adds the bubble rate to the training log line",
+            "adds the idle share to the training log line",
             self._log,
         )
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from megatron.zero_bubble.schedule import Op
+from megatron.zero_bubble.schedule import Idle, Op
 from megatron.zero_bubble.schedule.kinds import POST_VALIDATION
 
 
@@ -207,10 +207,6 @@ def step_time(ops: Sequence[MeasuredOp]) -> StepTime:
     return StepTime(span=last - ops[0].start, work=work)
 
 
-def bubble_rate(steps: Sequence[StepTime]) -> float:
-    """Compute the bubble rate of a pipeline from the step times of its ranks: (cost - work) / cost.
-
-    `cost` is the longest span of a rank, and `work` the work of the busiest rank, as in `simulate`.
-    """
-    cost = max(step.span for step in steps)
-    return (cost - max(step.work for step in steps)) / cost if cost > 0 else 0.0
+def idle_share(steps: Sequence[StepTime]) -> Idle:
+    """Compute the idle share of a pipeline from the step times of its ranks, as `simulate` does."""
+    return Idle.of([step.span for step in steps], [step.work for step in steps])

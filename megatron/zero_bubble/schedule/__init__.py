@@ -15,13 +15,14 @@ from megatron.zero_bubble.schedule.kinds import OpKind
 from megatron.zero_bubble.schedule.lower import lower
 from megatron.zero_bubble.schedule.simulate import simulate
 from megatron.zero_bubble.schedule.step_ops import iteration_time, repeat, with_post_validation
-from megatron.zero_bubble.schedule.timeline import HardwareQueues, TimedOp, Timeline
+from megatron.zero_bubble.schedule.timeline import HardwareQueues, Idle, TimedOp, Timeline
 from megatron.zero_bubble.schedule.validate import validate
 
 __all__ = [
     "Bubble",
     "Deadlock",
     "HardwareQueues",
+    "Idle",
     "Infeasible",
     "InvalidSchedule",
     "Op",

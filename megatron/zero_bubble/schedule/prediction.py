@@ -1,4 +1,4 @@
-"""Predicts bubble rate, time and memory of a schedule from measured costs."""
+"""Predicts idle time, duration and memory of a schedule from measured costs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from megatron.zero_bubble.schedule.generators import generate
 from megatron.zero_bubble.schedule.ir import Schedule
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.schedule.simulate import simulate
-from megatron.zero_bubble.schedule.timeline import Timeline
+from megatron.zero_bubble.schedule.timeline import Idle, Timeline
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Bubble rate, time and memory of a schedule, simulated with the measured costs of a run."""
+    """Idle time, duration and memory of a schedule, simulated with the measured costs of a run."""
 
     profile: Profile
     schedule: Schedule
@@ -27,8 +27,8 @@ class Prediction:
         return simulate(self.schedule, self.profile.costs)
 
     @property
-    def bubble_rate(self) -> float:
-        return self._timeline.bubble_rate
+    def idle(self) -> Idle:
+        return self._timeline.idle
 
     @property
     def milliseconds(self) -> float:

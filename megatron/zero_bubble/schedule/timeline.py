@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -28,6 +29,40 @@ class TimedOp(NamedTuple):
     op: Op
     start: float
     end: float
+
+
+@dataclass(frozen=True)
+class Idle:
+    """The share of all ranks' time that is not work, in two parts; a rank's time is the longest span of any rank."""
+
+    imbalance: float
+    """What the partition fixes: the share that the ranks idle because the busiest one has more work than they have."""
+    bubble: float
+    """What the order fixes: the share of the longest span that is not the busiest rank's work, the bubble rate."""
+
+    @classmethod
+    def of(cls, spans: Sequence[float], work: Sequence[float]) -> Idle:
+        """Compute the share from the span and the work of every rank; rounding errors below zero become zero."""
+        cost, busiest, num_ranks = max(spans), max(work), len(work)
+        if not cost:
+            return cls(0, 0)
+        return cls(max(0, num_ranks * busiest - sum(work)) / (num_ranks * cost), max(0, cost - busiest) / cost)
+
+    @property
+    def total(self) -> float:
+        """Both parts together: 1 - sum of the work / (number of ranks x longest span)."""
+        return self.imbalance + self.bubble
+
+    def __str__(self) -> str:
+        parts = f"imbalance {float(self.imbalance):.2%}, bubble rate {float(self.bubble):.2%}"
+        return f"idle {float(self.total):.2%} ({parts})"
+
+    def as_json(self) -> dict[str, float]:
+        return {
+            "idle": float(self.total),
+            "imbalance": float(self.imbalance),
+            "bubble_rate": float(self.bubble),
+        }
 
 
 @dataclass(frozen=True)
@@ -75,15 +110,20 @@ class Timeline:
             for rank, lane in enumerate(self.lanes)
         )
 
+    @cached_property
+    def idle(self) -> Idle:
+        """The share of all ranks' time that is not work, by what fixes it."""
+        return Idle.of(self.spans, self.work)
+
     @property
     def bubble_rate(self) -> float:
         """(cost - work) / cost, with the work of the busiest rank.
 
         For equal stages it is the published (cost - m (T_F + T_B + T_W)) / cost. For unequal stages no schedule for
         this placement can cost less than the busiest rank's work, so that the rate says what the schedule wastes, not
-        what the uneven partition of the layers wastes.
+        what the uneven partition of the layers wastes: that is in `idle`.
         """
-        return (self.cost - max(self.work)) / self.cost if self.cost else 0
+        return self.idle.bubble
 
     @cached_property
     def peak_memory(self) -> tuple[float, ...]:

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from megatron.zero_bubble.job.running import bubble_fields
+from megatron.zero_bubble.job.running import idle_fields, idle_scalars
+from megatron.zero_bubble.schedule import Idle
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.flops import flops_per_iteration
 from megatron.zero_bubble.training.progress import Progress
@@ -29,9 +30,9 @@ class StepResult:
     loss_scale: float
     batch_size: int
     """Sequences in the iteration."""
-    bubble_rate: float | None = None
-    """Rate since the last log line, in iterations that print one; None with megatron-core's own schedule."""
-    predicted_bubble_rate: float | None = None
+    idle: Idle | None = None
+    """Measured since the last log line, in iterations that print one; None with megatron-core's own schedule."""
+    predicted_idle: Idle | None = None
     was_rolled_back: bool = False
     """Whether post-validation amended the step."""
     num_redone_forwards: int = 0
@@ -172,7 +173,7 @@ class TrainingLog:
             line += f" num zeros: {result.num_zeros} |"
         line += f" number of skipped iterations: {self._skipped:3d} |"
         line += f" number of nan iterations: {self._nans:3d} |"
-        line += bubble_fields(result.bubble_rate, result.predicted_bubble_rate)
+        line += idle_fields(result.idle, result.predicted_idle)
         if self._rollbacks:
             line += f" rollbacks: {self._rollbacks} | redone forwards: {self._redone} |"
         self._say(line)
@@ -180,10 +181,8 @@ class TrainingLog:
             writer.add_scalar("iteration-time", seconds, self.progress.iteration)
             if args.log_throughput:
                 writer.add_scalar("throughput", throughput, self.progress.iteration)
-            if result.bubble_rate is not None:
-                writer.add_scalar("bubble-rate", result.bubble_rate, self.progress.iteration)
-            if result.predicted_bubble_rate is not None:
-                writer.add_scalar("predicted-bubble-rate", result.predicted_bubble_rate, self.progress.iteration)
+            for tag, value in idle_scalars(result.idle, result.predicted_idle).items():
+                writer.add_scalar(tag, value, self.progress.iteration)
 
     def _write_scalars(self, result: StepResult) -> None:
         if not self._writers:

@@ -25,6 +25,7 @@ from megatron.zero_bubble.mcore.multi_token import take_losses
 from megatron.zero_bubble.mcore.post_validation import PostValidation, StepOutcome
 from megatron.zero_bubble.runtime.recorder import StepTime
 from megatron.zero_bubble.runtime.watchdog import Watchdog
+from megatron.zero_bubble.schedule import Idle
 from megatron.zero_bubble.schedules import ForwardBackward
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.checkpoint import Checkpointer
@@ -43,7 +44,7 @@ class _Iteration:
     lm_loss: float | None
     further_losses: tuple[float, ...]
     batch_size: int
-    predicted_bubble_rate: float | None
+    predicted_idle: Idle | None
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,7 @@ class Trainer:
             mean_loss(reports),
             take_losses(num_microbatches),
             batch_size,
-            self._predicted_bubble_rate(num_microbatches),
+            self._predicted_idle(num_microbatches),
         )
         if self._post_validation is None:
             self._unlogged = self._complete(iteration, StepOutcome(*self._optimizer.step()))
@@ -219,7 +220,7 @@ class Trainer:
             loss_scale=self._optimizer.get_loss_scale().item(),
             batch_size=iteration.batch_size,
             was_skipped=not outcome.was_updated,
-            predicted_bubble_rate=iteration.predicted_bubble_rate,
+            predicted_idle=iteration.predicted_idle,
             was_rolled_back=outcome.was_amended,
             num_redone_forwards=outcome.num_redone_forwards,
             finished_at=finished_at,
@@ -239,7 +240,7 @@ class Trainer:
         result = unlogged.result
         if unlogged.mean_step is not None:
             assert self._zero_bubble is not None
-            result = replace(result, bubble_rate=self._zero_bubble.measured_bubble_rate(unlogged.mean_step))
+            result = replace(result, idle=self._zero_bubble.measured_idle(unlogged.mean_step))
         self._log.record(result)
         if self._post_validation is not None and (warning := self._watch.warning(result.was_rolled_back)):
             print_rank_0(warning)
@@ -268,11 +269,11 @@ class Trainer:
     def _prints_a_line(self) -> bool:
         return self._zero_bubble is not None and self._progress.iteration % self._args.log_interval == 0
 
-    def _predicted_bubble_rate(self, num_microbatches: int) -> float | None:
-        """The predicted bubble rate in iterations that print a line, else None."""
+    def _predicted_idle(self, num_microbatches: int) -> Idle | None:
+        """The predicted idle share in iterations that print a line, else None."""
         if self._zero_bubble is None or not self._prints_a_line():
             return None
-        return self._zero_bubble.predicted_bubble_rate(num_microbatches)
+        return self._zero_bubble.predicted_idle(num_microbatches)
 
     def evaluate(self) -> None:
         """Print the mean loss over `--eval-iters` iterations of validation data."""

@@ -10,8 +10,8 @@ from typing import Any
 
 from megatron.zero_bubble.cli.benchmark.contestants import Contestant
 from megatron.zero_bubble.cli.benchmark.training_turn import Turn
-from megatron.zero_bubble.cli.output import percent, table
-from megatron.zero_bubble.schedule import Timeline
+from megatron.zero_bubble.cli.output import IDLE_HEADS, idle_cells, percent, table
+from megatron.zero_bubble.schedule import Idle, Timeline
 from megatron.zero_bubble.schedule.draw import Series, to_plot
 
 _RESAMPLES = 4000
@@ -58,10 +58,10 @@ class TrainResult:
         return self.flops / (self.measured / 1e3) / self.world_size / 1e12
 
     @property
-    def bubble_rate(self) -> float | None:
-        """The median measured bubble rate; None if the training does not measure it."""
-        rates = [rate for turn in self.turns for rate in turn.bubble_rates]
-        return median(rates) if rates else None
+    def idle(self) -> Idle | None:
+        """The median of each part of the measured idle share; None if the training does not measure it."""
+        found = [idle for turn in self.turns for idle in turn.idle]
+        return Idle(median(one.imbalance for one in found), median(one.bubble for one in found)) if found else None
 
     @property
     def predicted_bubble_rate(self) -> float | None:
@@ -104,7 +104,7 @@ class TrainResult:
             "simulated_ms": self.predicted_ms,
             "ideal_ms": float(max(self.simulated.work)) if self.simulated is not None else None,
             "span_ms": None,
-            "bubble_rate": self.bubble_rate,
+            **(dict.fromkeys(Idle(0, 0).as_json()) if self.idle is None else self.idle.as_json()),
             "simulated_bubble_rate": self.predicted_bubble_rate,
             "exposed_communication_ms": None,
             "steps_ms": [milliseconds for turn in self.turns for milliseconds in turn.iteration_ms],
@@ -120,8 +120,8 @@ class TrainResult:
 
 def train_table(results: list[TrainResult], *, markdown: bool = False) -> str:
     heads = (
-        *("schedule", "tokens/s/GPU", "TFLOP/s/GPU", "iteration (ms)", "spread", "bubble", "predicted"),
-        *("memory (MiB)", "to 1F1B", "95% interval"),
+        *("schedule", "tokens/s/GPU", "TFLOP/s/GPU", "iteration (ms)", "spread", *IDLE_HEADS),
+        *("predicted", "memory (MiB)", "to 1F1B", "95% interval"),
     )
     rows = []
     for one in results:
@@ -133,7 +133,7 @@ def train_table(results: list[TrainResult], *, markdown: bool = False) -> str:
                 f"{one.tflops:.4g}",
                 f"{one.measured:.1f}",
                 f"{one.spread:.1f}",
-                _percent(one.bubble_rate),
+                *idle_cells(one.idle),
                 _percent(one.predicted_bubble_rate),
                 f"{one.peak_bytes / 2**20:.0f}",
                 f"{one.ratio:.3f}",

@@ -12,11 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.zero_bubble.cli.trainings import failure_reason
+from megatron.zero_bubble.schedule import Idle
 
 _ITERATION = re.compile(r"\biteration +(\d+)/ *\d+ \|.* elapsed time per iteration \(ms\): ([\d.]+) \|")
-_BUBBLE = re.compile(r"\| bubble rate: ([\d.]+)% \|")
+_IDLE = re.compile(r"\| imbalance: ([\d.]+)% \| bubble rate: ([\d.]+)% \|")
 _PREDICTED = re.compile(r"\| predicted: ([\d.]+)% \|")
-_PLANNED = re.compile(r"predicted: bubble rate [\d.]+%, ([\d.]+) ms")
+_PLANNED = re.compile(r"predicted: idle .*%\), ([\d.]+) ms")
 _MEMORY = re.compile(r"memory \(MB\) \|.*\bmax allocated: ([\d.]+)")
 
 _GRACE = 60.0
@@ -29,8 +30,8 @@ class Turn:
 
     iteration_ms: tuple[float, ...]
     """For every interval, the mean time of an iteration."""
-    bubble_rates: tuple[float, ...]
-    """The measured bubble rate of every interval; empty if the training does not measure it."""
+    idle: tuple[Idle, ...]
+    """The measured idle share of every interval; empty if the training does not measure it."""
     predicted_bubble_rate: float | None
     predicted_ms: float | None
     peak_bytes: float
@@ -49,13 +50,13 @@ def read_log(text: str, warmup: int, resident_bytes: float) -> Turn:
     measured = [(milliseconds, line) for iteration, milliseconds, line in lines if iteration > warmup]
     if not measured:
         raise RuntimeError("the training logged no iteration after its warmup")
-    bubbles = [float(match[1]) / 100 for _, line in measured if (match := _BUBBLE.search(line))]
+    idle = [Idle(float(match[1]) / 100, float(match[2]) / 100) for _, line in measured if (match := _IDLE.search(line))]
     predicted = _PREDICTED.search(measured[-1][1])
     planned = _PLANNED.findall(text)
     memory = [float(value) * 2**20 for value in _MEMORY.findall(text)]
     return Turn(
         tuple(milliseconds for milliseconds, _ in measured),
-        tuple(bubbles),
+        tuple(idle),
         float(predicted[1]) / 100 if predicted else None,
         float(planned[-1]) if planned else None,
         max(memory, default=resident_bytes),

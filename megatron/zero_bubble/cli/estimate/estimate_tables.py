@@ -8,7 +8,7 @@ from megatron.zero_bubble.cli.estimate.cluster import rank_parameters
 from megatron.zero_bubble.cli.estimate.estimated_job import EstimatedJob
 from megatron.zero_bubble.cli.estimate.notes import notes
 from megatron.zero_bubble.cli.estimate.schedule_estimate import Estimate, model_flops, recomputing_in_backward
-from megatron.zero_bubble.cli.output import percent, table
+from megatron.zero_bubble.cli.output import IDLE_HEADS, idle_cells, table
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.training.flops import flops_per_iteration
 
@@ -82,8 +82,8 @@ def _head(job: EstimatedJob) -> str:
 
 def _schedules(found: list[Estimate], *, markdown: bool) -> str:
     heads = (
-        *("schedule", "chunks", "states (GiB)", "activations", "in all", "fits", "bubble", "iteration (ms)"),
-        *("tokens/s/GPU", "TFLOP/s/GPU", "to 1F1B"),
+        *("schedule", "chunks", "states (GiB)", "activations", "in all", "fits"),
+        *(*IDLE_HEADS, "iteration (ms)", "tokens/s/GPU", "TFLOP/s/GPU", "to 1F1B"),
     )
     baseline = _baseline(found)
     rows = []
@@ -97,7 +97,7 @@ def _schedules(found: list[Estimate], *, markdown: bool) -> str:
                 _gib(one.activation_bytes[fullest]),
                 _gib(one.total_bytes[fullest]),
                 "yes" if one.fits else "no",
-                percent(one.timeline.bubble_rate),
+                *idle_cells(one.timeline.idle),
                 f"{one.iteration_ms:.1f}",
                 f"{one.tokens_per_second:.0f}",
                 f"{one.tflops:.4g}",

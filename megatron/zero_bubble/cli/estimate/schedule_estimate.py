@@ -101,7 +101,7 @@ class Estimate:
             "activation_bytes": list(self.activation_bytes),
             "total_bytes": list(self.total_bytes),
             "activation_limit_bytes": self.limit,
-            "bubble_rate": float(self.timeline.bubble_rate),
+            **self.timeline.idle.as_json(),
             "makespan_ms": float(self.timeline.makespan),
             "span_ms": float(self.timeline.cost),
             "reduction_ms": self.reduction_ms,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from megatron.zero_bubble.cli.output import deliver, percent, table
+from megatron.zero_bubble.cli.output import IDLE_HEADS, deliver, idle_cells, percent, table
 from megatron.zero_bubble.cli.schedule.arguments import (
     CompareFlags,
     CurveFlags,
@@ -81,7 +81,7 @@ def compare(flags: CompareFlags) -> None:
 def _summary(found: list[ScheduleFigures], *, markdown: bool = False) -> str:
     heads: tuple[str, ...] = (
         "schedule",
-        "bubble",
+        *IDLE_HEADS,
         "cost",
         "above bound",
         "makespan",
@@ -92,7 +92,7 @@ def _summary(found: list[ScheduleFigures], *, markdown: bool = False) -> str:
     rows: list[tuple[str, ...]] = [
         (
             one.schedule.name,
-            percent(one.timeline.bubble_rate),
+            *idle_cells(one.timeline.idle),
             f"{float(one.timeline.cost):.6g}",
             percent(one.above_bound),
             f"{float(one.timeline.makespan):.6g}",
@@ -185,7 +185,7 @@ COMMANDS: Mapping[str, ScheduleCommand] = MappingProxyType(
         "simulate": ScheduleCommand(
             simulate,
             SimulateFlags,
-            "simulate a schedule: bubble rate, times, memory and messages",
+            "simulate a schedule: idle time, times, memory and messages",
             f"--schedule zb-h1 {_SIZE} --time-comm 0.1",
         ),
         "compare": ScheduleCommand(

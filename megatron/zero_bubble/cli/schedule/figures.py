@@ -102,7 +102,7 @@ class ScheduleFigures:
             "placement": schedule.placement.kind,
             "cost": timeline.cost,
             "makespan": timeline.makespan,
-            "bubble_rate": timeline.bubble_rate,
+            **timeline.idle.as_json(),
             "recomputed": self.recomputed,
             "lost": self.lost,
             "cost_in_backward": self.cost_in_backward,

@@ -62,6 +62,7 @@ def _json(flags: CurveFlags, limits: Sequence[float], curves: dict[str, list[Sch
             "schedule": name,
             "memory_limit": limit * flags.pipeline_size,
             "bubble_rate": None if found is None else float(found.timeline.bubble_rate),
+            "idle": None if found is None else float(found.timeline.idle.total),
             "recomputed": None if found is None else found.recomputed,
             "lost": None if found is None else found.lost,
             "peak_memory": None if found is None else max(found.peak_memory),

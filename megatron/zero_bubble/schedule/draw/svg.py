@@ -60,7 +60,7 @@ def _figures(what: Drawing) -> str:
     timeline, unit = what.timeline, what.time_unit
     iterations = f", {what.steps} iterations" if what.steps > 1 else ""
     words = f"{what.num_lanes} ranks, {what.num_microbatches} microbatches{iterations}: "
-    words += f"bubble rate {100 * float(timeline.bubble_rate):.2f}%, longest span {figure(timeline.cost)} {unit}"
+    words += f"{timeline.idle}, longest span {figure(timeline.cost)} {unit}"
     if timeline.makespan > timeline.cost * (1 + 1e-6):
         words += f", from first to last {figure(timeline.makespan)} {unit}"
     if what.has_memory:
