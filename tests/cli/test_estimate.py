@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from megatron.zero_bubble.cli.estimate.arguments import EstimateFlags
-from megatron.zero_bubble.cli.estimate.cluster import States, rank_parameters, stages_of
+from megatron.zero_bubble.cli.estimate.cluster import rank_parameters, stages_of
 from megatron.zero_bubble.cli.estimate.estimated_job import EstimatedJob, job_of
 from megatron.zero_bubble.cli.estimate.schedule_estimate import estimate, model_flops, stage_costs
 from megatron.zero_bubble.cli.estimate_command import main
 from megatron.zero_bubble.cli.invocation import read_flags
 from megatron.zero_bubble.cli.trainings import complete_arguments, one_process, rank_model
+from megatron.zero_bubble.job.model_states import States
 from megatron.zero_bubble.schedule import Placement, ScheduleError, StageCosts, generate, simulate
 from megatron.zero_bubble.schedule.formats import Profile, profile_to_json
 from megatron.zero_bubble.training.flops import flops_per_iteration

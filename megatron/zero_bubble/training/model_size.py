@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron.zero_bubble.job.model_states import Parameters, element_bytes
 from megatron.zero_bubble.training.arguments import Arguments
 
 
@@ -29,16 +30,6 @@ class StageLayers:
     num_layers: int
     is_first: bool
     is_last: bool
-
-
-class Parameters(NamedTuple):
-    """Numbers of parameters of one rank. Experts are counted apart, because other ranks share them."""
-
-    dense: int
-    expert: int
-
-    def __add__(self, other: Parameters) -> Parameters:  # type: ignore[override]
-        return Parameters(self.dense + other.dense, self.expert + other.expert)
 
 
 def attention_linears(args: Arguments) -> tuple[Linear, Linear]:
@@ -228,8 +219,3 @@ def _sequence_split(args: Arguments) -> int:
 def rank_tokens(args: Arguments) -> int:
     """Tokens of a microbatch on one context-parallel rank."""
     return args.micro_batch_size * args.seq_length // args.context_parallel_size
-
-
-def element_bytes(args: Arguments) -> int:
-    """Bytes of one element of an activation, and of a parameter that the model computes with."""
-    return 2 if args.bf16 or args.fp16 else 4

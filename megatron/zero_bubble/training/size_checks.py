@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 import torch
 
+from megatron.zero_bubble.job.model_states import element_bytes
 from megatron.zero_bubble.training.arguments import Arguments
-from megatron.zero_bubble.training.model_size import StageLayers, element_bytes, rank_tokens, stage_parameters
+from megatron.zero_bubble.training.model_size import StageLayers, rank_tokens, stage_parameters
 
 
 def check_memory(args: Arguments) -> None:

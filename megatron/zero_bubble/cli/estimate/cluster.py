@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from megatron.zero_bubble.job.job_flags import JobFlags
 from megatron.zero_bubble.job.layers import layers_of_layout, spread_layout
+from megatron.zero_bubble.job.model_states import Parameters
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.training.arguments import Arguments
-from megatron.zero_bubble.training.model_size import Parameters, StageLayers, element_bytes, stage_parameters
+from megatron.zero_bubble.training.model_size import StageLayers, stage_parameters
 
 
 @dataclass(frozen=True)
@@ -65,44 +66,6 @@ def _with_uneven_ends(num_layers: int, stages: int, first: int | None, last: int
         )
     middle = [rest // between] * between if between else []
     return [*([first] if first is not None else []), *middle, *([last] if last is not None else [])]
-
-
-@dataclass(frozen=True)
-class States:
-    """Bytes that a rank keeps for each parameter between iterations, and how ZeRO divides them among ranks.
-
-    ZeRO (Rajbhandari et al. 2020): the optimizer's part is divided among the d data-parallel ranks from stage 1 on,
-    the gradients from stage 2, the parameters from stage 3; context-parallel ranks count as data-parallel ones. In
-    mixed precision a parameter takes 2 bytes, its gradient 2, or 4 where gradients accumulate in fp32, and Adam 12:
-    the fp32 copy and two moments. SGD has one moment, or none without momentum. Post-validation that rolls back from
-    a snapshot on the device keeps the optimizer's part twice.
-    """
-
-    parameter: int
-    gradient: int
-    optimizer: int
-    """Bytes of the optimizer's states, with the snapshot if there is one."""
-    zero_stage: int
-
-    @classmethod
-    def of(cls, args: Arguments, zero_stage: int) -> States:
-        size = element_bytes(args)
-        in_fp32 = args.accumulate_allreduce_grads_in_fp32 or args.bf16 or size == 4
-        num_moments = 2 if args.optimizer == "adam" else int(args.sgd_momentum > 0)
-        snapshot = args.zero_bubble_post_validation and args.zero_bubble_rollback != "inverse"
-        copied = 4 + 4 * num_moments if snapshot and not args.zero_bubble_rollback_on_host else 0
-        return cls(size, 4 if in_fp32 else size, (4 if size == 2 else 0) + 4 * num_moments + copied, zero_stage)
-
-    def bytes_a_parameter(self, replicas: int) -> float:
-        """Return the bytes that one of `replicas` ranks holds for each parameter of its part of the model."""
-        shared = [self.zero_stage >= stage for stage in (3, 2, 1)]
-        parts = (self.parameter, self.gradient, self.optimizer)
-        return sum(part / replicas if is_shared else part for part, is_shared in zip(parts, shared, strict=True))
-
-    def of_rank(self, parameters: Parameters, replicas: int, expert_ranks: int) -> float:
-        """Return the bytes of all states of a rank; `expert_ranks` of the `replicas` divide the experts among them."""
-        expert = parameters.expert * self.bytes_a_parameter(max(1, replicas // expert_ranks))
-        return parameters.dense * self.bytes_a_parameter(replicas) + expert
 
 
 def rank_parameters(args: Arguments, placement: Placement) -> list[Parameters]:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.zero_bubble.cli.estimate.arguments import EstimateFlags
-from megatron.zero_bubble.cli.estimate.cluster import Cluster, States
+from megatron.zero_bubble.cli.estimate.cluster import Cluster
 from megatron.zero_bubble.cli.trainings import complete_training
 from megatron.zero_bubble.job.job_flags import JobFlags
+from megatron.zero_bubble.job.model_states import States
 from megatron.zero_bubble.schedule import Placement, ScheduleError
 from megatron.zero_bubble.schedule.formats import Profile, profile_from_json
 from megatron.zero_bubble.training.arguments import Arguments
