@@ -10,7 +10,6 @@ from benchmarks.emulation.arguments import EmulationFlags
 from megatron.zero_bubble.cli.schedule.figures import figures_of_all
 from megatron.zero_bubble.schedule import ScheduleError, Timeline, generate, simulate
 from megatron.zero_bubble.schedule.errors import one_line
-from megatron.zero_bubble.schedule.generators import entry_of
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 _UNPLANNED = {Recompute.NONE: "nothing recomputed", Recompute.FULL: "everything recomputed"}
@@ -47,8 +46,9 @@ def _recomputing_in_backward(flags: EmulationFlags, plan: Timeline) -> Timeline:
         schedule.num_microbatches,
         costs=costs,
         num_chunks=schedule.num_chunks,
+        placement_kind=schedule.placement.kind,
         memory_limit=flags.memory_limit,
-        group_size=flags.microbatch_group_size if entry_of(schedule.name).takes_group_size else None,
+        group_size=flags.microbatch_group_size if schedule.placement.kind == "interleaved" else None,
     )
     return simulate(replace(without, name=f"{schedule.name}, R in B"), costs)
 

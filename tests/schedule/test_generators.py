@@ -18,6 +18,7 @@ from megatron.zero_bubble.schedule import (
 )
 from megatron.zero_bubble.schedule.generators import ENTRIES, default_costs, entry_of
 from megatron.zero_bubble.schedule.ir import Placement
+from megatron.zero_bubble.schedule.plan import Plan
 
 GOLDEN = {
     "gpipe": ["F0 F1 F2 F3 BW0 BW1 BW2 BW3"] * 3,
@@ -60,7 +61,7 @@ def test_the_registry_is_consistent_and_cannot_be_changed():
         assert entry.name == name
         assert "\n" not in entry.summary
         options = {"costs", "num_chunks", "memory_limit", "group_size", "overlap_communication", "recompute"}
-        assert entry.options <= options
+        assert entry.options <= options | {"placement"}
     with pytest.raises(TypeError):
         ENTRIES["mine"] = entry_of("1f1b")
 
@@ -96,6 +97,38 @@ def test_the_placement_is_known_before_the_schedule():
         assert generate(name, 4, 8).placement == placement_for(name, 4)
     with pytest.raises(ScheduleError, match="schedule zb-h1 has 1 chunks a rank, got 2"):
         placement_for("zb-h1", 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "kind", "placement"),
+    [
+        (None, None, ("linear", 4, 1)),
+        (1, None, ("linear", 4, 1)),
+        (3, None, ("interleaved", 4, 3)),
+        (None, "interleaved", ("interleaved", 4, 2)),
+        (None, "v", ("v", 4, 2)),
+        (2, "v", ("v", 4, 2)),
+    ],
+)
+def test_auto_plans_for_any_placement(chunks, kind, placement):
+    schedule = generate("auto", 4, 8, num_chunks=chunks, placement_kind=kind)
+    assert schedule.placement == placement_for("auto", 4, chunks, kind) == Placement(*placement)
+    assert (schedule.name, Plan.named("auto", 4, chunks, kind).placement) == ("auto", schedule.placement)
+    validate(lower(schedule))
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks", "kind", "message"),
+    [
+        ("auto", 2, "linear", "a linear placement has one chunk a rank, got 2"),
+        ("auto", 1, "interleaved", "schedule auto needs at least 2 chunks a rank to interleave them, got 1"),
+        ("auto", 3, "v", "schedule auto has 2 chunks a rank in a V, got 3"),
+        ("zb-v", None, "interleaved", "schedule zb-v has the placement v, not interleaved"),
+    ],
+)
+def test_a_placement_that_no_schedule_has_gets_one_line(name, chunks, kind, message):
+    with pytest.raises(ScheduleError, match=message):
+        generate(name, 4, 8, num_chunks=chunks, placement_kind=kind)
 
 
 def test_a_memory_limit_binds_schedules_that_cannot_adapt():

@@ -8,7 +8,8 @@ import pytest
 from planning import uneven
 
 from megatron.zero_bubble.schedule import Placement, StageCosts, generate, simulate
-from megatron.zero_bubble.schedule.memory_limit import MemoryLimit, one_f_one_b_peak
+from megatron.zero_bubble.schedule.memory_limit import MemoryLimit, interleaved_peak, one_f_one_b_peak
+from megatron.zero_bubble.schedule.recomputation import Recompute
 
 GIB = 2**30
 
@@ -81,7 +82,26 @@ def test_a_limit_in_bytes_of_measured_costs():
 
 def test_a_limit_before_anything_is_measured():
     """In M_B, where 1F1B needs one for every rank, and no more than there are microbatches."""
-    assert MemoryLimit(multiple=1.5).in_unit_costs(4, 8) == 6.0
-    assert MemoryLimit(multiple=1.5).in_unit_costs(4, 2) == 3.0
-    assert MemoryLimit(num_bytes=777).in_unit_costs(4, 8) is None
-    assert MemoryLimit().in_unit_costs(4, 8) is None
+    ranks = Placement("linear", 4)
+    assert MemoryLimit(multiple=1.5).in_unit_costs(ranks, 8) == 6.0
+    assert MemoryLimit(multiple=1.5).in_unit_costs(ranks, 2) == 3.0
+    assert MemoryLimit(num_bytes=777).in_unit_costs(ranks, 8) is None
+    assert MemoryLimit().in_unit_costs(ranks, 8) is None
+
+
+@pytest.mark.parametrize(("p", "m", "v"), [(1, 3, 2), (2, 2, 2), (4, 4, 2), (4, 8, 4), (4, 40, 3)])
+def test_the_peak_of_interleaved_1f1b_is_that_of_simulate(p, m, v):
+    placement = Placement("interleaved", p, v)
+    costs = uneven(placement)
+    peak = max(simulate(generate("interleaved-1f1b", p, m, num_chunks=v), costs).peak_memory)
+    assert interleaved_peak(placement, costs, m) == peak
+    assert MemoryLimit(multiple=1.5, is_interleaved=True).in_bytes(placement, costs, m, None) == 1.5 * peak
+    assert interleaved_peak(placement, costs, m, (7.0,) * p) == peak + 7.0
+
+
+def test_the_peak_of_interleaved_1f1b_in_whole_ranks():
+    """(p + (p-1)/v) M_B; with full recomputation each but one holds a sixteenth."""
+    limit, placement = MemoryLimit(multiple=1.0, is_interleaved=True), Placement("interleaved", 4, 2)
+    assert limit.in_unit_costs(placement, 16) == limit.in_unit_costs(placement, 13) == 5.5
+    assert limit.in_unit_costs(placement, 3) == 4
+    assert limit.in_unit_costs(placement, 16, Recompute.FULL) == 5 / 16 + 1 / 2

@@ -45,8 +45,8 @@ def test_the_peak_of_1f1b_is_that_of_1f1b_with_the_same_recomputation(data, p, m
 
 def test_a_multiple_before_anything_is_measured():
     """Four ranks hold 4 inputs of a sixteenth and one microbatch that is restored."""
-    assert MemoryLimit(multiple=2).in_unit_costs(4, 8, FULL) == 2 * (4 / 16 + 15 / 16)
-    assert MemoryLimit(multiple=2).in_unit_costs(4, 8, Recompute.PLANNED) == 8
+    assert MemoryLimit(multiple=2).in_unit_costs(Placement("linear", 4), 8, FULL) == 2 * (4 / 16 + 15 / 16)
+    assert MemoryLimit(multiple=2).in_unit_costs(Placement("linear", 4), 8, Recompute.PLANNED) == 8
 
 
 @pytest.mark.parametrize(

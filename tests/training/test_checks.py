@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from megatron.zero_bubble.schedule import Placement
+from megatron.zero_bubble.schedule.memory_limit import MemoryLimit
 from megatron.zero_bubble.training.arguments import parse_arguments
 from megatron.zero_bubble.training.checks import complete_and_check
 from tests.checked_flags import GOOD, checked, checked_job
@@ -57,19 +59,22 @@ def test_schedules_with_one_chunk_a_rank_can_be_chosen(name):
 
 
 @pytest.mark.parametrize(
-    ("changes", "schedule", "chunks"),
+    ("changes", "kind", "chunks"),
     [
-        ({}, "auto", None),
-        ({"--num-virtual-stages-per-pipeline-rank": "2"}, "interleaved-zb", 2),
-        ({"--num-layers-per-virtual-pipeline-stage": "1"}, "interleaved-zb", 2),
-        ({"--num-layers-per-virtual-pipeline-stage": "2"}, "auto", None),
-        ({"--pipeline-model-parallel-layout": "Et|t|t|t|t|t|t|tL"}, "interleaved-zb", 2),
-        ({"--pipeline-model-parallel-layout": "Ett|ttt|tt|tL"}, "auto", None),
+        ({}, "linear", 1),
+        ({"--num-virtual-stages-per-pipeline-rank": "2"}, "interleaved", 2),
+        ({"--num-layers-per-virtual-pipeline-stage": "1"}, "interleaved", 2),
+        ({"--num-layers-per-virtual-pipeline-stage": "2"}, "linear", 1),
+        ({"--pipeline-model-parallel-layout": "Et|t|t|t|t|t|t|tL"}, "interleaved", 2),
+        ({"--pipeline-model-parallel-layout": "Ett|ttt|tt|tL"}, "linear", 1),
     ],
 )
-def test_zero_bubble_plans_for_as_many_chunks_as_megatrons_flags_make(changes, schedule, chunks):
-    flags = checked_job({"--zero-bubble": None, "--global-batch-size": "16", **changes}).flags
-    assert (flags.schedule, flags.model_chunks) == (schedule, chunks)
+def test_zero_bubble_plans_for_as_many_chunks_as_megatrons_flags_make(changes, kind, chunks):
+    """In the memory of megatron-core's own schedule, unless told otherwise."""
+    job = checked_job({"--zero-bubble": None, "--global-batch-size": "16", **changes})
+    assert job.plan.name == "auto"
+    assert job.plan.placement == Placement(kind, job.plan.placement.num_ranks, chunks)
+    assert job.flags.memory_limit == MemoryLimit(multiple=1.0, is_interleaved=kind == "interleaved")
 
 
 def test_the_number_of_replicas_counts():

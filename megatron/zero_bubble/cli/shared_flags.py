@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 from megatron.zero_bubble.cli.flag_values import at_least, numbers
 from megatron.zero_bubble.cli.output import deliver
 from megatron.zero_bubble.job.flag_parser import flag
 from megatron.zero_bubble.schedule import StageCosts
+from megatron.zero_bubble.schedule.ir import PlacementKind
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 
@@ -151,7 +152,19 @@ class RecomputeFlags(CommandFlags):
 
 
 @dataclass(frozen=True)
-class ScheduleFlags(SizeFlags, RecomputeFlags, CostFlags):
+class PlacementFlags(SizeFlags):
+    """the pipeline"""
+
+    placement: PlacementKind | None = flag(
+        "where the schedule auto has the stages of a rank (default: one chunk is linear, several are interleaved)",
+        None,
+        parse=str,
+        choices=get_args(PlacementKind),
+    )
+
+
+@dataclass(frozen=True)
+class ScheduleFlags(PlacementFlags, RecomputeFlags, CostFlags):
     """The flags from which every schedule is made; a memory limit is not among them."""
 
 

@@ -51,7 +51,8 @@ class ZeroBubbleFlags:
     )
     zero_bubble_strict: bool = flag("refuse a model with a weight whose gradient cannot be deferred", False)
     zero_bubble_memory_limit: str | None = flag(
-        "memory for activations: a multiple of 1F1B's peak (1.5), bytes (40GiB), or auto for what is free (default: 1)",
+        "memory for activations: a multiple of 1F1B's peak (1.5), bytes (40GiB), or auto for what is free (default: "
+        "the peak of megatron-core's own schedule: 1F1B, or interleaved 1F1B)",
         None,
     )
     zero_bubble_recompute: str | None = flag(

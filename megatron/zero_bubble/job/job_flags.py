@@ -69,7 +69,7 @@ class JobFlags(ParallelFlags, ZeroBubbleFlags):
     def schedule(self) -> str | None:
         """Name of the zero-bubble schedule that the flags ask for, or None for megatron-core's own."""
         if self.zero_bubble_schedule is None and self.zero_bubble:
-            return "auto" if self.model_chunks is None else "interleaved-zb"
+            return "auto"
         return self.zero_bubble_schedule
 
     @property
@@ -95,8 +95,10 @@ class JobFlags(ParallelFlags, ZeroBubbleFlags):
         """
         text = self.zero_bubble_memory_limit
         if text is None:
-            # By default a schedule without a limit of its own may take as much memory as 1F1B.
-            return None if self.has_own_limit else MemoryLimit(multiple=1.0)
+            # By default a schedule without a limit of its own may take as much memory as megatron-core's own.
+            return (
+                None if self.has_own_limit else MemoryLimit(multiple=1.0, is_interleaved=self.model_chunks is not None)
+            )
         pending = pending_backwards(text)
         if pending is None or pending == "auto":
             try:

@@ -44,7 +44,7 @@ def choose_plan(flags: JobFlags) -> Plan | None:
         if not name.startswith(_FILE):
             plan = Plan.named(name, num_ranks, num_chunks)
             group_size = flags.microbatch_group_size_per_virtual_pipeline_stage
-            limit = _limit_before_measuring(flags)
+            limit = _limit_before_measuring(flags, plan.placement)
             return replace(plan, memory_limit=limit, group_size=group_size, recompute=flags.recompute)
         plan = replace(Plan.of(_read(Path(name.removeprefix(_FILE)))), recompute=flags.recompute)
         if plan.given is not None and plan.given.recomputes and flags.recompute is Recompute.NONE:
@@ -129,16 +129,15 @@ def _as_users_mistake(flags: JobFlags, name: str) -> Iterator[None]:
         raise ValueError(f"--zero-bubble-schedule {name}: {error}") from error
 
 
-def _limit_before_measuring(flags: JobFlags) -> float | None:
+def _limit_before_measuring(flags: JobFlags, placement: Placement) -> float | None:
     """The memory limit in M_B before costs are measured, with equal stages; None for the schedule's own limit."""
-    num_ranks = flags.pipeline_model_parallel_size
     limit = flags.memory_limit
     if limit is None:
         return None
-    in_unit_costs = limit.in_unit_costs(num_ranks, flags.most_microbatches, flags.recompute)
+    in_unit_costs = limit.in_unit_costs(placement, flags.most_microbatches, flags.recompute)
     if in_unit_costs is None and not flags.has_own_limit:
         # A limit in bytes cannot be used before memory is measured: begin with 1F1B's peak.
-        return MemoryLimit(multiple=1.0).in_unit_costs(num_ranks, num_ranks, flags.recompute)
+        return MemoryLimit(multiple=1.0).in_unit_costs(placement, placement.num_ranks, flags.recompute)
     return in_unit_costs
 
 
@@ -152,7 +151,7 @@ def _check_memory(flags: JobFlags, plan: Plan) -> None:
     limit = flags.memory_limit
     in_unit_costs = None
     if limit is not None:
-        in_unit_costs = limit.in_unit_costs(schedule.num_ranks, schedule.num_microbatches, plan.recompute)
+        in_unit_costs = limit.in_unit_costs(schedule.placement, schedule.num_microbatches, plan.recompute)
     peak = max(simulate(schedule, default_costs(schedule.placement, plan.recompute)).peak_memory)
     if in_unit_costs is not None and peak > in_unit_costs * (1 + 1e-9):
         raise Infeasible("it does not fit under the limit", peak)
@@ -161,7 +160,8 @@ def _check_memory(flags: JobFlags, plan: Plan) -> None:
 def _multiple(flags: JobFlags, smallest: float) -> str:
     """The limit `smallest`, in M_B, in the unit of the flag that set the limit, rounded up."""
     num_ranks = flags.pipeline_model_parallel_size
-    peak = MemoryLimit(multiple=1.0).in_unit_costs(num_ranks, flags.most_microbatches, flags.recompute)
+    placement = Placement("linear", num_ranks)
+    peak = MemoryLimit(multiple=1.0).in_unit_costs(placement, flags.most_microbatches, flags.recompute)
     assert peak is not None
     if pending_backwards(flags.zero_bubble_memory_limit or "") is not None:
         return f"at least {math.ceil(smallest / peak * num_ranks - 1e-9)}"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.generators import default_costs
+from megatron.zero_bubble.schedule.generators.interleaved import interleaved_1f1b
 from megatron.zero_bubble.schedule.ir import Placement
-from megatron.zero_bubble.schedule.recomputation import Recompute
+from megatron.zero_bubble.schedule.memory import peak_memory
+from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation
 
 _UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9, "B": 1}
 
@@ -23,6 +25,8 @@ class MemoryLimit:
 
     multiple: float | None = None
     num_bytes: int | None = None
+    is_interleaved: bool = False
+    """Whether `multiple` is of interleaved 1F1B's peak, (p + (p-1)/v) M_B, where ranks have several chunks."""
 
     @classmethod
     def parse(cls, text: str) -> MemoryLimit:
@@ -44,14 +48,13 @@ class MemoryLimit:
         return self.multiple is None and self.num_bytes is None
 
     def in_unit_costs(
-        self, num_ranks: int, num_microbatches: int, recompute: Recompute = Recompute.NONE
+        self, placement: Placement, num_microbatches: int, recompute: Recompute = Recompute.NONE
     ) -> float | None:
         """The limit in M_B, for a plan made before anything is measured; None if that cannot be said."""
         if self.multiple is None:
             return None
-        placement = Placement("linear", num_ranks)
         costs = default_costs(placement, recompute)
-        return self.multiple * one_f_one_b_peak(placement, costs, num_microbatches, recompute=recompute)
+        return self.multiple * self._peak(placement)(placement, costs, num_microbatches, recompute=recompute)
 
     def in_bytes(
         self,
@@ -69,11 +72,15 @@ class MemoryLimit:
             inside: for every rank, the most that an operation needs while it runs; zeros by default.
         """
         if self.multiple is not None:
-            return self.multiple * one_f_one_b_peak(placement, costs, num_microbatches, inside, recompute)
+            return self.multiple * self._peak(placement)(placement, costs, num_microbatches, inside, recompute)
         if self.num_bytes is not None:
             return self.num_bytes
         assert free_bytes is not None
         return free_bytes
+
+    def _peak(self, placement: Placement) -> Callable[..., float]:
+        """What computes the peak of which the limit is a multiple."""
+        return interleaved_peak if self.is_interleaved and placement.num_chunks > 1 else one_f_one_b_peak
 
 
 def _positive(number: str, text: str) -> float:
@@ -109,3 +116,23 @@ def one_f_one_b_peak(
             held -= (min(num_microbatches, p - rank) - 1) * sum(costs.memory_r[stage] for stage in stages)
         peaks.append(held + max(0, *(costs.memory_b[stage] for stage in stages)) + (inside[rank] if inside else 0))
     return max(peaks)
+
+
+def interleaved_peak(
+    placement: Placement,
+    costs: StageCosts,
+    num_microbatches: int,
+    inside: Sequence[float] = (),
+    recompute: Recompute = Recompute.NONE,
+) -> float:
+    """The peak of the fullest rank of interleaved 1F1B, for the chunks of `placement`; arguments as above.
+
+    The microbatches are rounded up to a multiple of the ranks, which megatron-core needs.
+    """
+    p = placement.num_ranks
+    # After three groups of p microbatches what ranks hold repeats itself.
+    num_groups = min(3, -(-num_microbatches // p))
+    schedule = interleaved_1f1b(p, num_groups * p, num_chunks=placement.num_chunks)
+    if recompute is Recompute.FULL:
+        schedule = with_recomputation(schedule)
+    return max(peak + needed for peak, needed in zip(peak_memory(schedule, costs), inside or (0,) * p, strict=True))

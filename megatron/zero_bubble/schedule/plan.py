@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import ScheduleError
 from megatron.zero_bubble.schedule.generators import default_costs, entry_of, generate, placement_for
-from megatron.zero_bubble.schedule.ir import Placement, Schedule
+from megatron.zero_bubble.schedule.ir import Placement, PlacementKind, Schedule
 from megatron.zero_bubble.schedule.lower import lower
 from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation
 from megatron.zero_bubble.schedule.step_ops import with_post_validation, without_post_validation
@@ -40,9 +40,13 @@ class Plan:
     """Schedules that this process has made: it may take long."""
 
     @classmethod
-    def named(cls, name: str, num_ranks: int, num_chunks: int | None = None) -> Plan:
-        """The plan of a generator. Raises `ScheduleError` if it makes no schedule for these ranks and chunks."""
-        return cls(name, placement_for(name, num_ranks, num_chunks))
+    def named(cls, name: str, num_ranks: int, num_chunks: int | None = None, kind: PlacementKind | None = None) -> Plan:
+        """The plan of a generator; arguments as of `placement_for`.
+
+        Raises:
+            ScheduleError: it makes no schedule for these ranks, chunks or kind of placement.
+        """
+        return cls(name, placement_for(name, num_ranks, num_chunks, kind))
 
     @classmethod
     def of(cls, schedule: Schedule) -> Plan:
@@ -85,6 +89,7 @@ class Plan:
                 self.placement.num_ranks,
                 num_microbatches,
                 num_chunks=self.placement.num_chunks,
+                placement_kind=self.placement.kind,
                 costs=self.costs,
                 memory_limit=self.memory_limit,
                 group_size=self.group_size,

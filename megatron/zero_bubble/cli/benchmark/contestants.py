@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from megatron.zero_bubble.cli.benchmark.arguments import DEFAULT_SCHEDULES, PROG, BenchmarkFlags
 from megatron.zero_bubble.cli.trainings import complete_arguments
@@ -88,15 +89,20 @@ def _ours(text: str, flags: BenchmarkFlags) -> Contestant:
     name, *more = shlex.split(text) or [""]
     words = ["--zero-bubble-schedule", name, *more]
     try:
-        placement = placement_for(name, flags.pipeline_size)
-        if entry_of(name).takes_num_chunks:
-            placement = placement_for(name, flags.pipeline_size, flags.num_chunks)
-            if CHUNKS_FLAG not in more:
-                words += [CHUNKS_FLAG, str(placement.num_chunks), *group_size_flags(flags)]
+        chunks = _chunks_in(more) or flags.num_chunks if entry_of(name).takes_num_chunks else None
+        placement = placement_for(name, flags.pipeline_size, chunks)
+        if placement.kind == "interleaved" and CHUNKS_FLAG not in more:
+            words += [CHUNKS_FLAG, str(placement.num_chunks), *group_size_flags(flags)]
     except ScheduleError as error:
         raise ValueError(f"--schedule {text}: {error}") from error
     required = bool(flags.schedule)
     return Contestant(" ".join([name, *more]), TRAINER, tuple(words), placement, name, True, required)
+
+
+def _chunks_in(words: Sequence[str]) -> int | None:
+    """The model chunks a rank that a training's flags ask for; None if they say nothing that is a number."""
+    value = next((after for before, after in pairwise(words) if before == CHUNKS_FLAG), "")
+    return int(value) if value.isdigit() else None
 
 
 def group_size_flags(flags: BenchmarkFlags) -> tuple[str, ...]:

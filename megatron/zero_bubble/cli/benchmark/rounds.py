@@ -18,7 +18,6 @@ from megatron.zero_bubble.cli.benchmark.training_results import TrainResult
 from megatron.zero_bubble.cli.benchmark.training_turn import Turn, take_turn
 from megatron.zero_bubble.schedule import Placement, ScheduleError, Timeline, generate, simulate
 from megatron.zero_bubble.schedule.formats import Profile, profile_from_json
-from megatron.zero_bubble.schedule.generators import entry_of
 from megatron.zero_bubble.training.flops import flops_per_iteration
 
 
@@ -107,7 +106,8 @@ def _simulated(one: Contestant, flags: BenchmarkFlags, profile: Profile | None) 
             flags.num_microbatches,
             costs=profile.costs,
             num_chunks=one.placement.num_chunks,
-            group_size=flags.microbatch_group_size if entry_of(one.schedule).takes_group_size else None,
+            placement_kind=one.placement.kind,
+            group_size=flags.microbatch_group_size if one.placement.kind == "interleaved" else None,
         )
     except ScheduleError:
         return None

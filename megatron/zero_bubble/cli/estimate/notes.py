@@ -29,7 +29,8 @@ def _source(job: EstimatedJob) -> str:
     if limit.is_auto:
         return f"{_WHAT_IS_LEFT}, by {limit_flag(flags)}"
     if flags.zero_bubble_memory_limit is None:
-        return f"1F1B's peak, by {limit_flag(flags)}; the limit auto would be {_WHAT_IS_LEFT}"
+        baseline = "interleaved 1F1B" if limit.is_interleaved else "1F1B"
+        return f"{baseline}'s peak, by {limit_flag(flags)}; the limit auto would be {_WHAT_IS_LEFT}"
     return f"by {limit_flag(flags)}"
 
 

@@ -132,8 +132,9 @@ def estimate(job: EstimatedJob, name: str) -> Estimate:
         job.num_microbatches,
         costs=costs,
         num_chunks=placement.num_chunks,
+        placement_kind=placement.kind,
         memory_limit=limits,
-        group_size=args.microbatch_group_size_per_virtual_pipeline_stage if entry_of(name).takes_group_size else None,
+        group_size=None if placement.kind != "interleaved" else args.microbatch_group_size_per_virtual_pipeline_stage,
         recompute=job.flags.recompute,
     )
     return Estimate(job, simulate(schedule, costs), states, limit)

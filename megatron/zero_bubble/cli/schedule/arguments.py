@@ -26,6 +26,7 @@ _NOT_WITH_INPUT = (
     "pipeline_size",
     "num_microbatches",
     "num_chunks",
+    "placement",
     "microbatch_group_size",
     "memory_limit",
     "recompute",

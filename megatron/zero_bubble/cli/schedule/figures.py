@@ -128,7 +128,7 @@ class ScheduleFigures:
 
 def make_schedule(flags: ScheduleFlags, name: str, limit: Sequence[float] | None) -> tuple[Schedule, float]:
     """Generate the schedule `name` from the flags under `limit` (in M_B); return it and the seconds that took."""
-    placement = placement_for(name, flags.pipeline_size, flags.num_chunks)
+    placement = placement_for(name, flags.pipeline_size, flags.num_chunks, flags.placement)
     costs = stage_costs(flags, placement)
     if flags.recomputation is not Recompute.NONE and not any(costs.memory_r):
         source = "--memory-r is 0" if flags.costs is None else f"{flags.costs} has no memory_r"
@@ -140,6 +140,7 @@ def make_schedule(flags: ScheduleFlags, name: str, limit: Sequence[float] | None
         flags.num_microbatches,
         costs=costs,
         num_chunks=placement.num_chunks,
+        placement_kind=placement.kind,
         memory_limit=limit[0] if limit is not None and len(limit) == 1 else limit,
         group_size=flags.microbatch_group_size,
         overlap_communication=flags.overlap_communication,
@@ -197,9 +198,12 @@ def figures_of_all(
         own = replace(
             flags,
             num_chunks=flags.num_chunks if entry.takes_num_chunks else None,
-            microbatch_group_size=flags.microbatch_group_size if "group_size" in entry.options else None,
+            placement=flags.placement if entry.takes_placement else None,
         )
         try:
+            placement = placement_for(name, own.pipeline_size, own.num_chunks, own.placement)
+            if placement.kind != "interleaved":
+                own = replace(own, microbatch_group_size=None)
             made = make_schedule(own, name, limit)
             found.append(simulated_figures(own, *made, post_validation=post_validation, queues=queues))
         except ScheduleError as error:

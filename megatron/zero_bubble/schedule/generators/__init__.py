@@ -37,13 +37,14 @@ class Entry:
     summary: str
     """One line: what the schedule is, its bubble and its memory."""
     placement: PlacementKind
+    """The kind of its placement, unless told otherwise."""
     num_chunks: int
     """Model chunks a rank, unless told otherwise."""
     function: Callable[..., Schedule]
     options: frozenset[str] = frozenset()
-    """The keywords of `generate` that `function` takes, always all of them: `costs`, `num_chunks`,
-    `memory_limit` (one a rank, or None), `group_size`, `overlap_communication`, `recompute`. One that does not take
-    `recompute` makes a schedule without R, from costs whose B has the time of R."""
+    """The keywords of `generate` that `function` takes, always all of them: `costs`, `num_chunks`, `memory_limit`
+    (one a rank, or None), `group_size`, `overlap_communication`, `recompute`; or `placement`, of any kind. One that
+    does not take `recompute` makes a schedule without R, from costs whose B has the time of R."""
     is_slow: bool = False
     """Whether it takes seconds to minutes: no command makes it unless it is named."""
     has_own_limit: bool = True
@@ -57,17 +58,17 @@ class Entry:
     @property
     def takes_num_chunks(self) -> bool:
         """Whether the model chunks a rank can be chosen, and are not always `num_chunks`."""
-        return "num_chunks" in self.options
+        return "num_chunks" in self.options or self.takes_placement
+
+    @property
+    def takes_placement(self) -> bool:
+        """Whether it plans for a placement of any kind, and not always for its own."""
+        return "placement" in self.options
 
     @property
     def plans_recomputation(self) -> bool:
         """Whether it decides itself where R stands, and which microbatches have one."""
         return "recompute" in self.options
-
-    @property
-    def takes_group_size(self) -> bool:
-        """Whether it takes microbatches through a chunk in groups whose size can be chosen."""
-        return "group_size" in self.options
 
 
 _INTERLEAVED = frozenset({"num_chunks", "group_size"})
@@ -105,11 +106,11 @@ _ENTRIES = (
     ),
     Entry(
         "auto",
-        "planned from the costs in any memory limit, 2p M_B unless told otherwise",
+        "planned from the costs for any placement and memory limit, 2p M_B unless told otherwise",
         "linear",
         1,
         auto,
-        _PLANNED,
+        _PLANNED | {"placement", "group_size"},
         has_own_limit=False,
     ),
     Entry(
@@ -163,17 +164,28 @@ def entry_of(name: str) -> Entry:
         raise UnknownSchedule(f"schedule {name!r} is unknown: choose one of {', '.join(names())}") from None
 
 
-def placement_for(name: str, num_ranks: int, num_chunks: int | None = None) -> Placement:
+def placement_for(
+    name: str, num_ranks: int, num_chunks: int | None = None, kind: PlacementKind | None = None
+) -> Placement:
     """The placement of the schedule `name`: what its costs have to be measured for.
 
-    `num_chunks` are the model chunks a rank, the schedule's own number by default. Raises `UnknownSchedule`, and
-    `ScheduleError` if the schedule is for another number of chunks.
+    `num_chunks` are the model chunks a rank, the schedule's own number by default. `kind` is that of a schedule for any
+    placement; by default one chunk a rank is linear, and several are interleaved, as with Megatron's flags. Raises
+    `UnknownSchedule`, and `ScheduleError` if the schedule is for another placement.
     """
     entry = entry_of(name)
-    chunks = entry.num_chunks if num_chunks is None else num_chunks
-    if chunks != entry.num_chunks and not entry.takes_num_chunks:
-        raise ScheduleError(f"schedule {name} has {entry.num_chunks} chunks a rank, got {chunks}")
-    return Placement(entry.placement, num_ranks, chunks)
+    if kind is None:
+        several = entry.takes_placement and (num_chunks or entry.num_chunks) > 1
+        kind = "interleaved" if several else entry.placement
+    if kind != entry.placement and not entry.takes_placement:
+        raise ScheduleError(f"schedule {name} has the placement {entry.placement}, not {kind}")
+    own = entry.num_chunks if kind == entry.placement else 2
+    chunks = own if num_chunks is None else num_chunks
+    if chunks != own and (kind == "v" or not entry.takes_num_chunks):
+        raise ScheduleError(f"schedule {name} has {own} chunks a rank{' in a V' * (kind == 'v')}, got {chunks}")
+    if chunks < 2 and kind == "interleaved":
+        raise ScheduleError(f"schedule {name} needs at least 2 chunks a rank to interleave them, got {chunks}")
+    return Placement(kind, num_ranks, chunks)
 
 
 def generate(
@@ -183,6 +195,7 @@ def generate(
     *,
     costs: StageCosts | None = None,
     num_chunks: int | None = None,
+    placement_kind: PlacementKind | None = None,
     memory_limit: MemoryLimit | None = None,
     group_size: int | None = None,
     overlap_communication: bool = True,
@@ -190,11 +203,12 @@ def generate(
 ) -> Schedule:
     """The schedule `name` for `num_ranks` pipeline ranks and `num_microbatches` microbatches, without communication.
 
-    `costs` are those of every stage (unit costs by default: `default_costs`), `num_chunks` the model chunks a rank
-    (the schedule's own by default), `memory_limit` what the operations of a rank may hold at once, for all ranks
-    or one a rank, in the unit of the costs' memory, `group_size` how many microbatches an interleaved schedule
-    takes through a chunk before it goes on to the next (the number of ranks by default), `overlap_communication`
-    whether ranks compute while messages are on their way, as in `simulate`, `recompute` which microbatches have an R.
+    `costs` are those of every stage (unit costs by default: `default_costs`), `num_chunks` the model chunks a rank and
+    `placement_kind` where `auto` has them (both as in `placement_for`), `memory_limit` what the operations of a rank
+    may hold at once, for all ranks or one a rank, in the unit of the costs' memory, `group_size` how many microbatches
+    an interleaved schedule takes through a chunk before it goes on to the next (the number of ranks by default, or what
+    is planned), `overlap_communication` whether ranks compute while messages are on their way, as in `simulate`,
+    `recompute` which microbatches have an R.
 
     Raises `UnknownSchedule`; `Infeasible` if no schedule of this kind fits under the memory limit;
     `ScheduleError` for anything else that is wrong, in one line.
@@ -204,9 +218,9 @@ def generate(
             f"schedule {name} needs at least one rank and one microbatch, got {num_ranks} and {num_microbatches}"
         )
     entry = entry_of(name)
-    placement = placement_for(name, num_ranks, num_chunks)
+    placement = placement_for(name, num_ranks, num_chunks, placement_kind)
     check_size(placement, num_microbatches)
-    if group_size is not None and not entry.takes_group_size:
+    if group_size is not None and placement.kind != "interleaved":
         raise ScheduleError(f"schedule {name} has no microbatch groups, got a group size of {group_size}")
     if costs is not None and costs.num_stages != placement.num_stages:
         raise ScheduleError(
@@ -224,6 +238,7 @@ def generate(
     available = {
         "costs": costs.recomputing_in_backward() if gets_recomputed else costs,
         "num_chunks": placement.num_chunks,
+        "placement": placement,
         "memory_limit": limits,
         "group_size": group_size,
         "overlap_communication": overlap_communication,

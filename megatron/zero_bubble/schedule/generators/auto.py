@@ -1,4 +1,4 @@
-"""The automatic scheduler for one chunk a rank, at any memory limit; ZB-1p and ZB-2p are two of its limits."""
+"""The automatic scheduler for any placement and memory limit; ZB-1p and ZB-2p are two limits of one chunk a rank."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from megatron.zero_bubble.schedule.bounds import lower_bounds
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.generators.gpipe import gpipe
 from megatron.zero_bubble.schedule.generators.one_f_one_b import one_f_one_b
+from megatron.zero_bubble.schedule.generators.planned_interleaved import best_interleaved
+from megatron.zero_bubble.schedule.generators.v_shaped import zb_v
 from megatron.zero_bubble.schedule.generators.zb_h1 import zb_h1
 from megatron.zero_bubble.schedule.generators.zb_h2 import zb_h2
 from megatron.zero_bubble.schedule.ir import Placement, Schedule
@@ -43,24 +45,45 @@ def auto(
     num_ranks: int,
     num_microbatches: int,
     *,
+    placement: Placement | None = None,
     costs: StageCosts,
     memory_limit: Sequence[float] | None = None,
+    group_size: int | None = None,
     overlap_communication: bool = True,
     recompute: Recompute = Recompute.NONE,
 ) -> Schedule:
     """The best schedule found for these costs within `memory_limit` (one a rank; by default 2p M_B, as ZB-2p).
 
-    It searches over the number of F before the first B of every rank, and over rules for the gaps; see
-    `search`. The larger the limit the shorter the span: what a lower limit allows is tried too, in steps of
-    p/8 M_B. Never worse than GPipe, 1F1B, ZB-H1 and ZB-H2 where they fit. Where only what has no room is
-    recomputed, nothing is without a limit. Raises `Infeasible` with the smallest limit that works.
+    `placement` is linear by default: with one chunk a rank it searches over the number of F before the first B of every
+    rank, and over rules for the gaps; see `search`. The larger the limit the shorter the span: what a lower limit
+    allows is tried too, in steps of p/8 M_B. Never worse than GPipe, 1F1B, ZB-H1 and ZB-H2 where they fit. For several
+    chunks see `best_interleaved`, for a V `zb_v`. Where only what has no room is recomputed, nothing is without a
+    limit. Raises `Infeasible` with the smallest limit that works.
     """
-    limits = tuple(memory_limit or multiple_of_p(costs, num_ranks, 2, recompute))
+    placement = placement or Placement("linear", num_ranks)
+    limits = tuple(memory_limit or _default_limits(placement, costs, recompute))
     if memory_limit is None and recompute is Recompute.PLANNED:
         recompute = Recompute.NONE
-    placement = Placement("linear", num_ranks)
     problem = Problem(placement, num_microbatches, costs, limits, overlap_communication, recompute)
-    return recomputed_where_needed(problem, partial(_best, "auto"))
+    if placement.kind == "linear":
+        return recomputed_where_needed(problem, partial(_best, "auto"))
+    if placement.kind == "interleaved":
+        return recomputed_where_needed(problem, partial(best_interleaved, "auto", group_size))
+    in_a_v = zb_v(
+        num_ranks,
+        num_microbatches,
+        costs=costs,
+        memory_limit=limits,
+        overlap_communication=overlap_communication,
+        recompute=recompute,
+    )
+    return replace(in_a_v, name="auto")
+
+
+def _default_limits(placement: Placement, costs: StageCosts, recompute: Recompute) -> list[float]:
+    """Rank -> 2p M_B, where M_B is what one microbatch holds in all stages of the rank."""
+    of_stages = multiple_of_p(costs, placement.num_ranks, 2, recompute)
+    return [sum(of_stages[stage] for stage in placement.stages_of(rank)) for rank in range(placement.num_ranks)]
 
 
 def zb_1p(
