@@ -8,7 +8,7 @@ cd "$(dirname "$0")/.."
 MODEL=${MODEL:-1.5b}
 source "examples/slurm/models/$MODEL.sh"
 
-# The paper's models: 1024 tokens; embedding and loss take the place of a layer each.
+# The paper's models: 1024 tokens; embedding and loss take the place of a layer each; attention keeps its scores.
 GPT_MODEL_ARGS+=(
     --seq-length 1024
     --vocab-size 50257
@@ -16,6 +16,8 @@ GPT_MODEL_ARGS+=(
     --account-for-embedding-in-pipeline-split
     --account-for-loss-in-pipeline-split
     --fp16
+    --transformer-impl transformer_engine
+    --attention-backend unfused
 )
 MODEL_PARALLEL_ARGS=(
     --pipeline-model-parallel-size "$PIPELINE_SIZE"

@@ -54,14 +54,24 @@ def test_what_is_given_is_not_given_again():
     assert (args.train_iters, args.lr, args.data_path, args.mock_data) == (500000, 6e-4, ["prefix"], False)
 
 
-def test_activations_of_transformer_engine_are_said_to_be_those_of_local_layers(capsys):
-    def lines(*flags: str) -> list[str]:
-        assert main([*TOOL, "--schedule", "1f1b", "--", *JOB, *flags]) == 0
-        return [line for line in capsys.readouterr().out.splitlines() if "local layers" in line]
+def test_the_attention_that_the_job_runs_is_the_one_estimated(capsys):
+    """Issue: an 8B model with 8k tokens seemed not to fit eight devices of 80 GiB."""
+    model = "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --group-query-attention --num-query-groups 8 "
+    model += "--ffn-hidden-size 14336 --swiglu --disable-bias-linear --normalization RMSNorm --seq-length 8192 --bf16 "
+    model += "--position-embedding-type rope --vocab-size 128256 --untie-embeddings-and-output-weights "
+    model += "--attention-dropout 0 --hidden-dropout 0 --pipeline-model-parallel-size 8 --micro-batch-size 1 "
+    model += "--global-batch-size 32"
 
-    [line] = lines("--transformer-impl", "transformer_engine")
-    assert line.startswith("--transformer-impl transformer_engine: activations are counted as local layers keep them")
-    assert lines() == []
+    def fits(*flags: str) -> bool:
+        command = ["--world-size", "8", "--json", "--schedule", "1f1b", "--", *model.split(), *flags]
+        assert main(command) == 0
+        [one] = json.loads(capsys.readouterr().out)["schedules"]
+        return bool(one["fits"])
+
+    assert fits()
+    assert fits("--transformer-impl", "transformer_engine")
+    assert not fits("--transformer-impl", "transformer_engine", "--attention-backend", "unfused")
+    assert not fits("--attention-backend", "local")
 
 
 def planned(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[Estimate, str]:

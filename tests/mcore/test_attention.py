@@ -110,9 +110,8 @@ def test_dropout_draws_from_the_generator_that_megatron_core_s_draws_from(sequen
         (("--attention-backend", "flash"), False, TorchAttention),
     ],
 )
-def test_the_flag_and_the_machine_choose(monkeypatch, flags, has_cuda, expected):
-    args, config = trainer(*flags)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
+def test_the_flag_and_the_machine_choose(flags, has_cuda, expected):
+    args, config = trainer(*flags, has_cuda=has_cuda)
     (chunk,) = build_model(args, config, Placement("linear", 1), None)
     layers = chunk.module.decoder.layers
     assert [type(layer.self_attention.core_attention) for layer in layers] == [expected] * 2
@@ -132,8 +131,9 @@ def test_with_apex_on_a_gpu_its_kernel_accumulates_gradients_unless_a_flag_says_
     assert trainer("--no-gradient-accumulation-fusion")[1].gradient_accumulation_fusion is False
 
 
-def trainer(*flags: str) -> tuple[Arguments, TransformerConfig]:
-    """What `pretrain_gpt.py` makes of these flags."""
-    args, _ = complete_and_check(parse_arguments([*TINY_GPT, "--num-layers", "2", *flags]), {}, has_cuda=False)
+def trainer(*flags: str, has_cuda: bool = False) -> tuple[Arguments, TransformerConfig]:
+    """What `pretrain_gpt.py` makes of these flags on a machine with or without CUDA."""
+    parsed = parse_arguments([*TINY_GPT, "--num-layers", "2", *flags])
+    args, _ = complete_and_check(parsed, {}, has_cuda, for_this_machine=False)
     args = replace(args, padded_vocab_size=128)
     return args, transformer_config(args, 1, None)

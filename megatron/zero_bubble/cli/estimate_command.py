@@ -12,10 +12,10 @@ measured times (--profile). Memory is the sum of parameters, gradients and the o
 the rank that needs most; a schedule fits if that rank does. `auto` is planned under --zero-bubble-memory-limit, and a
 line below the table shows that limit in GiB.
 
-Activations are counted for layers that keep every tensor once (Korthikanti et al. 2022); `make gpu-check` compares
-them with an allocator. An iteration takes the makespan and the reduction of gradients; with
---zero-bubble-post-validation iterations overlap where the schedule allows it. The optimizer's own time is not counted,
-and tensor-parallel communication only as far as --mfu or the profile contains it.
+Activations are counted tensor by tensor, those of attention as the kernel keeps them that the job's flags choose on a
+GPU; `make gpu-check` compares them with an allocator. An iteration takes the makespan and the reduction of gradients;
+with --zero-bubble-post-validation iterations overlap where the schedule allows it. The optimizer's own time is not
+counted, and tensor-parallel communication only as far as --mfu or the profile contains it.
 
 A mistake ends with one line and exit status 2.
 """

@@ -9,6 +9,9 @@ from megatron.zero_bubble.job.aliases import AliasFlags, translated
 from megatron.zero_bubble.job.flag_parser import flag, parse_flags
 from megatron.zero_bubble.job.flags import ParallelFlags, ZeroBubbleFlags
 
+TORCH_BACKENDS = ("flash", "fused")
+"""Values of --attention-backend with which local layers compute attention with torch's kernels."""
+
 
 @dataclass(frozen=True)
 class ModelFlags:

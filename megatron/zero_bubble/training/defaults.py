@@ -28,6 +28,8 @@ def completed(args: Arguments, environment: Mapping[str, str], has_cuda: bool) -
     )
     if args.recompute_activations and args.recompute_granularity is None:
         args = replace(args, recompute_granularity="selective")
+    if args.transformer_impl == "local" and args.attention_backend == "auto":
+        args = replace(args, attention_backend="flash" if has_cuda else "local")
     if args.global_batch_size is None:
         args = replace(args, global_batch_size=args.micro_batch_size * args.data_parallel_size)
     return args

@@ -26,7 +26,7 @@ from megatron.zero_bubble.mcore.transformer_engine import defer_weight_gradients
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.schedule.errors import one_line
-from megatron.zero_bubble.training.arguments import Arguments
+from megatron.zero_bubble.training.arguments import TORCH_BACKENDS, Arguments
 
 
 def seed_everything(seed: int) -> None:
@@ -166,13 +166,6 @@ def build_model(
     return wrapped
 
 
-def _uses_torch_attention(args: Arguments) -> bool:
-    """Whether local layers compute attention with torch's kernels, by default only on a GPU."""
-    if args.attention_backend == "auto":
-        return torch.cuda.is_available()
-    return args.attention_backend in ("flash", "fused")
-
-
 def _build_chunk(
     args: Arguments, config: TransformerConfig, placement: Placement, rank: int, chunk: int
 ) -> torch.nn.Module:
@@ -180,9 +173,8 @@ def _build_chunk(
     groups = chunk_groups(placement, rank, chunk)
     vp_stage = chunk if placement.num_chunks > 1 else None
     is_last = stage == placement.num_stages - 1
-    decoder = block_spec(
-        config, args.transformer_impl, vp_stage, groups.pp.rank(), uses_torch_attention=_uses_torch_attention(args)
-    )
+    uses_torch = args.attention_backend in TORCH_BACKENDS
+    decoder = block_spec(config, args.transformer_impl, vp_stage, groups.pp.rank(), uses_torch_attention=uses_torch)
     model = GPTModel(
         config=config,
         transformer_layer_spec=decoder,

@@ -9,6 +9,7 @@ import torch
 
 from megatron.zero_bubble.job.model_states import element_bytes
 from megatron.zero_bubble.training.arguments import Arguments
+from megatron.zero_bubble.training.attention_size import attention_kernel
 from megatron.zero_bubble.training.model_size import StageLayers, rank_tokens, stage_parameters
 
 
@@ -68,7 +69,7 @@ def _smallest_needs(args: Arguments) -> Iterator[tuple[float, str, str]]:
     batch = f"--micro-batch-size {args.micro_batch_size} --seq-length {args.seq_length}"
     yield tokens * args.hidden_size * size / tensor, "hidden states", f"{batch} --hidden-size {args.hidden_size}"
     yield tokens * args.padded_vocab_size * size / tensor, "logits", f"{batch}, {args.padded_vocab_size} tokens"
-    if args.transformer_impl == "local":
+    if attention_kernel(args).keeps_scores:
         scores = tokens * args.seq_length * args.num_attention_heads * size / tensor
-        heads = f"{batch} --num-attention-heads {args.num_attention_heads} --transformer-impl local"
+        heads = f"{batch} --num-attention-heads {args.num_attention_heads} --attention-backend {args.attention_backend}"
         yield scores, "the attention scores of a layer", heads

@@ -12,7 +12,8 @@ from megatron.zero_bubble.cli.check.rank_check import RankFindings
 from megatron.zero_bubble.cli.check.stage_run import NUM_RANKS, MemoryCheck, StageProfile
 from megatron.zero_bubble.cli.output import percent, table
 from megatron.zero_bubble.schedule import OpKind, generate, placement_for, simulate
-from megatron.zero_bubble.training.model_size import StageLayers, stage_activations, stage_flops
+from megatron.zero_bubble.training.model_size import StageLayers
+from megatron.zero_bubble.training.stage_size import stage_activations, stage_flops
 
 PRICE_LIMIT = 1.03
 """Largest ratio of B + W to the fused backward that passes."""

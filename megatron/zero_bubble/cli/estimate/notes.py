@@ -12,7 +12,7 @@ _WHAT_IS_LEFT = "nine tenths of the free memory of the fullest rank"
 
 
 def notes(job: EstimatedJob, found: Sequence[Estimate]) -> list[str]:
-    return [*_limits(job, found), *_recomputation(found), *_post_validation(job, found), *_implementation(job)]
+    return [*_limits(job, found), *_recomputation(found), *_post_validation(job, found)]
 
 
 def _limits(job: EstimatedJob, found: Sequence[Estimate]) -> Iterator[str]:
@@ -46,11 +46,3 @@ def _post_validation(job: EstimatedJob, found: Sequence[Estimate]) -> Iterator[s
     for reason in {reason: None for reason in reasons if reason is not None}:
         waiting = f"the first stage waits for the last, because {reason}"
         yield f"--zero-bubble-post-validation gains nothing, except in a V: {waiting}"
-
-
-def _implementation(job: EstimatedJob) -> Iterator[str]:
-    if job.args.transformer_impl != "local":
-        yield (
-            f"--transformer-impl {job.args.transformer_impl}: activations are counted as local layers keep them, "
-            "attention's scores included, which a fused attention does not keep"
-        )

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron.zero_bubble.cli.estimate.cluster import rank_parameters, stages_of
 from megatron.zero_bubble.cli.estimate.estimated_job import EstimatedJob
+from megatron.zero_bubble.job.model_states import element_bytes
 from megatron.zero_bubble.runtime.replanner import MARGIN, limits_of_ranks
 from megatron.zero_bubble.schedule import (
     Placement,
@@ -25,7 +26,7 @@ from megatron.zero_bubble.schedule.generators import entry_of
 from megatron.zero_bubble.schedule.memory_limit import MemoryLimit
 from megatron.zero_bubble.schedule.recomputation import Recompute, without_recomputation
 from megatron.zero_bubble.training.flops import flops_per_iteration
-from megatron.zero_bubble.training.model_size import Flops, element_bytes, stage_activations, stage_flops
+from megatron.zero_bubble.training.stage_size import Flops, stage_activations, stage_flops
 
 _SHORTEST = 1e-3
 """Shortest duration of an operation, in milliseconds."""
