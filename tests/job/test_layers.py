@@ -11,6 +11,8 @@ from tests.checked_flags import checked
 from tests.launch import TINY_GPT, Trainings
 
 EMBEDDING, LOSS = "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"
+FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
+LAYOUT = "--pipeline-model-parallel-layout"
 
 
 @pytest.mark.parametrize(
@@ -27,7 +29,7 @@ EMBEDDING, LOSS = "--account-for-embedding-in-pipeline-split", "--account-for-lo
     ],
 )
 def test_layers_are_spread_evenly_and_the_ends_get_the_fewer(num_layers, num_stages, layers):
-    assert spread_layers(num_layers, num_stages) == layers
+    assert spread_layers(num_layers, num_stages) == tuple(layers)
 
 
 @pytest.mark.parametrize("num_layers", range(6, 30))
@@ -90,29 +92,41 @@ def test_without_the_flag_the_number_must_be_a_multiple():
         checked({"--num-layers": "10"})
 
 
-@pytest.mark.parametrize("more", [{}, {"--allow-padding-num-layers": None}])
-def test_a_v_has_even_stages(more):
-    with pytest.raises(
-        ValueError, match=r"^--num-layers 9 is not a multiple of the 8 stages [^;]*2 model chunks a rank give$"
-    ):
-        checked({"--num-layers": "9", "--global-batch-size": "16", "--zero-bubble-schedule": "zb-v", **more})
-    with pytest.raises(
-        ValueError,
-        match=r"^--zero-bubble-schedule zb-v places layers in a V of equal stages: give no layout$",
-    ):
-        checked({"--zero-bubble-schedule": "zb-v", "--pipeline-model-parallel-layout": "Et|t|t|t|t|t|t|tL", **more})
-    with pytest.raises(ValueError, match=r"^--zero-bubble-schedule zb-v .*: give neither --account-for-embedding"):
-        checked({"--zero-bubble-schedule": "zb-v", "--num-layers": "6", EMBEDDING: None, LOSS: None, **more})
+V = {"--zero-bubble-schedule": "zb-v", "--global-batch-size": "16"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "layout"),
+    [
+        ({}, None),
+        ({"--num-layers": "10", "--allow-padding-num-layers": None}, "Et*1|t*2|t*2|t*1|t*1|t*1|t*1|t*1L"),
+        ({"--num-layers": "6", EMBEDDING: None, LOSS: None}, "E|t*1|t*1|t*1|t*1|t*1|t*1|L"),
+        ({"--num-layers": "15", FIRST: "2", LAST: "1"}, "Et*2|t*2|t*2|t*2|t*2|t*2|t*2|t*1L"),
+        ({LAYOUT: "Et|t|tt|t|t|t|t|L"}, "Et|t|tt|t|t|t|t|L"),
+        ({"--mtp-num-layers": "1"}, "Et*1|t*1|t*1|t*1|t*1|t*1|t*1|t*1mL"),
+    ],
+)
+def test_a_v_takes_any_partition_in_model_order(changes, layout):
+    assert checked({**V, **changes}).pipeline_model_parallel_layout == layout
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"--num-layers": "9"}, "--num-layers 9 is not a multiple of the 8 stages .*; --allow-padding-num-layers .*"),
+        ({FIRST: "3"}, f"of --num-layers 8, {FIRST} 3 leaves 5 for 7 other stages: each needs the same number .*"),
+        ({LAYOUT: "Ett|tt|tt|ttL"}, f"{LAYOUT} .* has 4 stages, but 4 pipeline ranks with 2 model chunks each hold 8"),
+    ],
+)
+def test_layers_that_no_v_has(changes, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        checked({**V, **changes})
 
 
 def test_a_layout_of_the_users_own_stands():
     own = "Et|ttt|tttt|ttL"
     args = checked({"--num-layers": "10", "--pipeline-model-parallel-layout": own, "--allow-padding-num-layers": None})
     assert args.pipeline_model_parallel_layout == own
-
-
-FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
-LAYOUT = "--pipeline-model-parallel-layout"
 
 
 @pytest.mark.parametrize(

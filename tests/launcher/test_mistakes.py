@@ -52,7 +52,6 @@ def error_of(result: subprocess.CompletedProcess[str]) -> str:
     [
         ("zb-v", {"num_layers_per_virtual_pipeline_stage": 1}, ["zb-v", "--num-layers-per-virtual-pipeline-stage 1"]),
         ("zb-v", {"virtual_pipeline_model_parallel_size": None}, ["--num-virtual-stages-per-pipeline-rank 2"]),
-        ("zb-v", {"mtp_num_layers": 1}, ["--mtp-num-layers 1"]),
         ("zb-v", {"num_layers": 12}, ["--num-layers 12", "8 stages"]),
         ("zb-h1", {"virtual_pipeline_model_parallel_size": 2}, ["zb-h1", "2"]),
         ("zb-h1", {"pipeline_model_parallel_size": 1}, ["--pipeline-model-parallel-size", "zb-h1"]),

@@ -103,7 +103,6 @@ def test_where_it_is_tied_its_w_stays_in_b_and_the_start_says_so(trainings: Trai
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--mtp-num-layers", "1", "--zero-bubble-schedule", "zb-v"], "zb-v places layers in a V"),
         (["--mtp-num-layers", "0"], "--mtp-num-layers must be at least 1, got 0"),
         (["--mtp-loss-scaling-factor", "-1"], "--mtp-loss-scaling-factor must be at least 0, got -1.0"),
         (

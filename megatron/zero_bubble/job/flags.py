@@ -26,8 +26,12 @@ class ParallelFlags:
         "microbatches that pass through a chunk before the next one's turn (default: pipeline size)", None
     )
     pipeline_model_parallel_layout: str | None = flag("layers of each stage, in megatron-core's notation", None)
-    decoder_first_pipeline_num_layers: int | None = flag("layers of the first pipeline rank", None)
-    decoder_last_pipeline_num_layers: int | None = flag("layers of the last pipeline rank", None)
+    decoder_first_pipeline_num_layers: int | None = flag(
+        "layers of the first pipeline rank, in a V of the first stage", None
+    )
+    decoder_last_pipeline_num_layers: int | None = flag(
+        "layers of the last pipeline rank, in a V of the last stage", None
+    )
     account_for_embedding_in_pipeline_split: bool = flag("count the embedding as a layer of the first stage", False)
     account_for_loss_in_pipeline_split: bool = flag("count the loss as a layer of the last stage", False)
     allow_padding_num_layers: bool = flag("allow a number of layers that the stages do not divide", False)

@@ -1,95 +1,65 @@
-"""Decides how many layers each stage gets, and writes uneven numbers as a layout of megatron-core."""
+"""Turns flags into a partition, the layers of every stage, and a partition into a layout of megatron-core."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from megatron.zero_bubble.job.job_flags import JobFlags
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.schedule.errors import one_line
+from megatron.zero_bubble.schedule.model_costs import Partition
 
 _REPEATS = 1000
 """Repeats that a layout may have even with fewer layers, for example of stages without a layer."""
 
 
-def layout_of_layers(flags: JobFlags, placement: Placement) -> str | None:
-    """The layout of the model's layers: the given one, or the one that other flags ask for.
-
-    None if all stages get the same number, or if flags give the first and the last rank their own numbers.
+def partition_of_flags(flags: JobFlags, placement: Placement) -> Partition:
+    """The layers of every stage, in model order, that the flags ask for.
 
     Raises:
-        ValueError: flags contradict each other, or the placement; the message names them.
+        ValueError: flags contradict each other, or do not add up to `--num-layers`; the message names them.
     """
-    given = flags.pipeline_model_parallel_layout
-    uneven = given is not None or bool(_layers_of_ends(flags))
-    # megatron-core reads a layout by the process's own rank, not by the stage that it builds.
-    if placement.kind == "v" and uneven:
-        raise ValueError(
-            f"--zero-bubble-schedule {flags.schedule} places layers in a V of equal stages: give no layout"
-        )
-    if placement.kind == "v" and flags.mtp_num_layers is not None:
-        raise ValueError(
-            f"--zero-bubble-schedule {flags.schedule} places layers in a V, which ends on the first rank, and "
-            "megatron-core puts the layers of --mtp-num-layers on the last: choose a schedule that is not a V"
-        )
-    if not uneven:
-        return spread_layout(flags, placement)
-    check_given_layers(flags, placement)
-    return given
+    _check_one_source(flags)
+    if flags.pipeline_model_parallel_layout is not None:
+        return _of_layout(flags, flags.pipeline_model_parallel_layout, placement)
+    return _of_ends(flags, placement) if _layers_of_ends(flags) else _spread(flags, placement)
 
 
-def spread_layout(flags: JobFlags, placement: Placement) -> str | None:
-    """The layout that spreads the layers as the flags ask; None if all stages get the same number.
+def needed_layout(flags: JobFlags, placement: Placement, partition: Partition) -> str | None:
+    """The layout that makes megatron-core build `partition`; None if it does so without one.
 
-    Raises:
-        ValueError: the stages do not divide the layers, and no flag allows uneven stages.
+    megatron-core looks for the layers of multi-token prediction on the last rank, which in a V holds other stages.
     """
-    stages, layers = placement.num_stages, flags.num_layers
-    split = f"{stages} stages that --pipeline-model-parallel-size {placement.num_ranks} and {placement.num_chunks} "
-    split += "model chunks a rank give"
-    embedding, loss = flags.account_for_embedding_in_pipeline_split, flags.account_for_loss_in_pipeline_split
-    if embedding or loss:
-        if placement.kind == "v":
-            raise ValueError(
-                f"--zero-bubble-schedule {flags.schedule} places layers in a V of equal stages: give neither "
-                "--account-for-embedding-in-pipeline-split nor --account-for-loss-in-pipeline-split"
-            )
-        counted = layers + embedding + loss
-        if counted % stages != 0:
-            raise ValueError(
-                f"--num-layers {layers} and, by --account-for-embedding-in-pipeline-split and "
-                f"--account-for-loss-in-pipeline-split, {embedding + loss} more are not a multiple of the {split}"
-            )
-        layout = spread_with_ends(counted // stages, stages, embedding=embedding, loss=loss)
-        return to_layout(layout, flags.mtp_num_layers)
-    if layers % stages == 0:
-        return None
-    can_be_uneven = placement.kind != "v"
-    if not (flags.allow_padding_num_layers and can_be_uneven):
-        hint = "; --allow-padding-num-layers spreads them unevenly" if can_be_uneven else ""
-        raise ValueError(f"--num-layers {layers} is not a multiple of the {split}{hint}")
-    return to_layout(spread_layers(layers, stages), flags.mtp_num_layers)
+    if flags.pipeline_model_parallel_layout is not None:
+        return flags.pipeline_model_parallel_layout
+    is_default = len(set(partition)) == 1 and (placement.kind != "v" or flags.mtp_num_layers is None)
+    return None if is_default else to_layout(partition, flags.mtp_num_layers)
 
 
-def check_given_layers(flags: JobFlags, placement: Placement) -> None:
-    """Refuse a given layout, or numbers for the first and the last rank, that do not add up to `--num-layers`.
-
-    megatron-core would build them as given, which may be a model of another size.
-
-    Raises:
-        ValueError: flags contradict each other; the message names them.
-    """
-    layout = flags.pipeline_model_parallel_layout
-    ends = [*_layers_of_ends(flags)]
-    given = [*ends, *([f"--pipeline-model-parallel-layout {layout}"] if layout is not None else [])]
+def _check_one_source(flags: JobFlags) -> None:
+    """Raise `ValueError` if several flags say how many layers a stage has."""
+    layout, ends = flags.pipeline_model_parallel_layout, list(_layers_of_ends(flags))
+    sources = [ends] if ends else []
+    if layout is not None:
+        sources.append([f"--pipeline-model-parallel-layout {layout}"])
     if flags.account_for_embedding_in_pipeline_split or flags.account_for_loss_in_pipeline_split:
-        given.append("--account-for-embedding-in-pipeline-split or --account-for-loss-in-pipeline-split")
-    if layout is None and given == ends:
-        _check_ends(flags, placement)
-    elif len(given) > 1:
-        raise ValueError(f"{given[0]} and {given[-1]} both say how many layers a stage has: give one of them")
-    elif layout is not None and (found := sum(layers_of_layout(layout, placement.num_ranks))) != flags.num_layers:
-        raise ValueError(f"{given[0]} has {found} layers, but --num-layers is {flags.num_layers}")
+        sources.append(["--account-for-embedding-in-pipeline-split or --account-for-loss-in-pipeline-split"])
+    if len(sources) > 1:
+        raise ValueError(f"{sources[0][0]} and {sources[-1][0]} both say how many layers a stage has: give one of them")
+
+
+def _of_layout(flags: JobFlags, layout: str, placement: Placement) -> Partition:
+    layers = layers_of_layout(layout, placement.num_ranks)
+    given = f"--pipeline-model-parallel-layout {layout} has"
+    if len(layers) != placement.num_stages:
+        raise ValueError(
+            f"{given} {len(layers)} stages, but {placement.num_ranks} pipeline ranks with {placement.num_chunks} model "
+            f"chunks each hold {placement.num_stages}"
+        )
+    if sum(layers) != flags.num_layers:
+        raise ValueError(f"{given} {sum(layers)} layers, but --num-layers is {flags.num_layers}")
+    return tuple(layers)
 
 
 def _layers_of_ends(flags: JobFlags) -> dict[str, int]:
@@ -99,33 +69,64 @@ def _layers_of_ends(flags: JobFlags) -> dict[str, int]:
     return {f"{flag} {value}": value for flag, value in ends.items() if value is not None}
 
 
-def _check_ends(flags: JobFlags, placement: Placement) -> None:
+def _of_ends(flags: JobFlags, placement: Placement) -> Partition:
+    """The partition whose first and last rank have the numbers of the flags; in a V, whose first and last stage do.
+
+    A rank's layers are spread evenly over its chunks, as in megatron-core. In a V one rank holds both ends.
+    """
+    chunks, places, noun = placement.num_chunks, placement.num_ranks, "pipeline ranks"
+    if placement.kind == "v":
+        chunks, places, noun = 1, placement.num_stages, "stages"
     ends = _layers_of_ends(flags)
     given = " and ".join(ends)
-    rest, ranks = flags.num_layers - sum(ends.values()), placement.num_ranks - len(ends)
-    fits = rest > 0 and rest % ranks == 0 if ranks > 0 else rest == ranks == 0
+    rest, others = flags.num_layers - sum(ends.values()), places - len(ends)
+    fits = rest > 0 and rest % others == 0 if others > 0 else rest == others == 0
     if not fits:
         raise ValueError(
-            f"of --num-layers {flags.num_layers}, {given} leaves {rest} for {ranks} other pipeline ranks: "
+            f"of --num-layers {flags.num_layers}, {given} leaves {rest} for {others} other {noun}: "
             "each needs the same number of layers, at least one"
         )
-    layers = [*ends.values(), *([rest // ranks] if ranks > 0 else [])]
-    if any(number % placement.num_chunks for number in layers):
+    layers = [rest // others if others > 0 else 0] * places
+    if flags.decoder_first_pipeline_num_layers is not None:
+        layers[0] = flags.decoder_first_pipeline_num_layers
+    if flags.decoder_last_pipeline_num_layers is not None:
+        layers[-1] = flags.decoder_last_pipeline_num_layers
+    if any(number % chunks for number in layers):
+        numbers = ", ".join(map(str, dict.fromkeys(layers)))
+        raise ValueError(f"{given}: {noun} with {numbers} layers cannot be cut into {chunks} even model chunks each")
+    return tuple(number // chunks for number in layers) * chunks
+
+
+def _spread(flags: JobFlags, placement: Placement) -> Partition:
+    """The partition into stages as even as the flags allow."""
+    stages, layers = placement.num_stages, flags.num_layers
+    embedding, loss = flags.account_for_embedding_in_pipeline_split, flags.account_for_loss_in_pipeline_split
+    counted = layers + embedding + loss
+    if counted % stages == 0:
+        return spread_with_ends(counted // stages, stages, embedding=embedding, loss=loss)
+    split = f"{stages} stages that --pipeline-model-parallel-size {placement.num_ranks} and {placement.num_chunks} "
+    split += "model chunks a rank give"
+    if embedding or loss:
         raise ValueError(
-            f"{given}: pipeline ranks with {', '.join(map(str, layers))} layers cannot be cut into "
-            f"{placement.num_chunks} even model chunks each"
+            f"--num-layers {layers} and, by --account-for-embedding-in-pipeline-split and "
+            f"--account-for-loss-in-pipeline-split, {embedding + loss} more are not a multiple of the {split}"
         )
+    if not flags.allow_padding_num_layers:
+        raise ValueError(
+            f"--num-layers {layers} is not a multiple of the {split}; --allow-padding-num-layers spreads them unevenly"
+        )
+    return spread_layers(layers, stages)
 
 
-def spread_with_ends(per_stage: int, num_stages: int, *, embedding: bool, loss: bool) -> list[int]:
+def spread_with_ends(per_stage: int, num_stages: int, *, embedding: bool, loss: bool) -> Partition:
     """Layers of each stage when the embedding and the loss each take the place of one layer."""
     layers = [per_stage] * num_stages
     layers[0] -= embedding
     layers[-1] -= loss
-    return layers
+    return tuple(layers)
 
 
-def spread_layers(num_layers: int, num_stages: int) -> list[int]:
+def spread_layers(num_layers: int, num_stages: int) -> Partition:
     """Layers of each stage, as even as possible.
 
     The stages at the ends have other work: the last stage, with the loss, is the first to get fewer layers, next is
@@ -139,11 +140,11 @@ def spread_layers(num_layers: int, num_stages: int) -> list[int]:
     few, num_more = divmod(num_layers, num_stages)
     by_load = [*range(1, num_stages - 1), *([0] if num_stages > 1 else []), num_stages - 1]
     more = set(by_load[:num_more])
-    return [few + (stage in more) for stage in range(num_stages)]
+    return tuple(few + (stage in more) for stage in range(num_stages))
 
 
-def to_layout(layers: list[int], num_further_tokens: int | None = None) -> str:
-    """The layers of each stage in the notation of megatron-core's `--pipeline-model-parallel-layout`.
+def to_layout(layers: Sequence[int], num_further_tokens: int | None = None) -> str:
+    """The layers of each stage, in model order, in the notation of megatron-core's `--pipeline-model-parallel-layout`.
 
     `num_further_tokens` multi-token prediction layers join the last stage.
     """

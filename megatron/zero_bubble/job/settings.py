@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from megatron.zero_bubble.job.environment import check_environment
 from megatron.zero_bubble.job.flags import check_zero_bubble_flags
 from megatron.zero_bubble.job.job_flags import JobFlags
-from megatron.zero_bubble.job.layers import layout_of_layers
+from megatron.zero_bubble.job.layers import needed_layout, partition_of_flags
 from megatron.zero_bubble.job.optimizer_step import check_post_validation
 from megatron.zero_bubble.job.plans import check_plan, choose_placement, choose_plan
 from megatron.zero_bubble.job.profiling import check_memory_limit, planning_options
@@ -16,6 +16,7 @@ from megatron.zero_bubble.job.stalls import check_stall_timeout
 from megatron.zero_bubble.mcore.transformer_engine import check_transformer_engine
 from megatron.zero_bubble.runtime.replanner import PlanningOptions
 from megatron.zero_bubble.schedule import Placement
+from megatron.zero_bubble.schedule.model_costs import Partition
 from megatron.zero_bubble.schedule.plan import Plan
 
 
@@ -24,15 +25,17 @@ class JobSettings:
     """The checked settings of a job's pipeline.
 
     Attributes:
-        flags: the given flags, with the layout that the layers get.
+        flags: the given flags, with the layout that megatron-core needs for the partition.
         plan: makes the schedules; None for megatron-core's own schedule.
         placement: which rank holds which stages.
+        partition: the layers of every stage, in model order.
         planning: how costs are measured and used for planning; None if neither is done.
     """
 
     flags: JobFlags
     plan: Plan | None
     placement: Placement
+    partition: Partition
     planning: PlanningOptions | None
 
     @property
@@ -56,14 +59,15 @@ def job_settings(flags: JobFlags, environment: Mapping[str, str], has_cuda: bool
     check_zero_bubble_flags(flags)
     plan = choose_plan(flags)
     placement = choose_placement(flags, plan)
-    flags = replace(flags, pipeline_model_parallel_layout=layout_of_layers(flags, placement))
+    partition = partition_of_flags(flags, placement)
+    flags = replace(flags, pipeline_model_parallel_layout=needed_layout(flags, placement, partition))
     check_plan(flags, plan)
     check_memory_limit(flags, has_cuda)
     check_post_validation(flags)
     planning = planning_options(flags, placement) if plan is not None else None
     check_stall_timeout(flags)
     check_environment(flags, environment, has_cuda)
-    return JobSettings(flags, plan, placement, planning)
+    return JobSettings(flags, plan, placement, partition, planning)
 
 
 def check_implementation(flags: JobFlags) -> None:

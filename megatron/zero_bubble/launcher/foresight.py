@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from megatron.zero_bubble.job.environment import check_num_ranks
 from megatron.zero_bubble.job.flag_parser import flag, take_flags
 from megatron.zero_bubble.job.flags import ParallelFlags
-from megatron.zero_bubble.job.layers import chunks_of_flags, layout_of_layers
+from megatron.zero_bubble.job.layers import chunks_of_flags, partition_of_flags
 from megatron.zero_bubble.job.plans import choose_placement, choose_plan
 from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.launcher.mistakes import users_mistakes
@@ -62,4 +62,4 @@ def check_script_arguments(flags: LaunchFlags, arguments: Sequence[str], environ
         job = flags_of(given, flags, **known)
         if job.global_batch_size % step == 0:
             job = replace(job, model_chunks=chunks_of_flags(job))
-            layout_of_layers(job, choose_placement(job, choose_plan(job)))
+            partition_of_flags(job, choose_placement(job, choose_plan(job)))

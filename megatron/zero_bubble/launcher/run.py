@@ -12,6 +12,7 @@ import torch
 
 from megatron.zero_bubble.job.description import describe, describe_places
 from megatron.zero_bubble.job.flags import limit_flag
+from megatron.zero_bubble.job.layers import to_layout
 from megatron.zero_bubble.job.running import idle_fields, idle_scalars, open_timeline, run_plan
 from megatron.zero_bubble.job.settings import check_implementation, job_settings
 from megatron.zero_bubble.job.stalls import open_watchdog
@@ -70,7 +71,8 @@ class Run:
         self._num_microbatches = 0
         self.num_steps = 0
         """Training steps done."""
-        self.v_placement = VPlacement(placement) if placement.kind == "v" else None
+        layout = to_layout(self._job.partition, self._job.flags.mtp_num_layers)
+        self.v_placement = VPlacement(placement, layout) if placement.kind == "v" else None
 
     def build_chunk(self, call: Call) -> None:
         """Hook around the constructor of `GPTModel`: check its configuration, and build the chunk of its stage.

@@ -25,7 +25,6 @@ _REFUSED = {
 """Settings of the script that no zero-bubble schedule supports, and why."""
 _REFUSED_IN_V = {
     "num_layers_per_virtual_pipeline_stage": "it asks for megatron-core's interleaved placement, not a V",
-    "mtp_num_layers": "in a V the loss is on the first rank, but megatron-core builds these layers on the last",
     "heterogeneous_layers_config_path": "in a V, stages take their layers in another order",
 }
 

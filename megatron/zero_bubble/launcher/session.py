@@ -35,11 +35,17 @@ class Session:
             self._begin,
         )
         yield Hook(
+            "megatron.core.transformer.transformer_config",
+            "TransformerConfig.__post_init__",
+            (),
+            "gives a model in a V the layers of each stage, which megatron-core would number differently",
+            partial(self._in_v, VPlacement.configure),
+        )
+        yield Hook(
             "megatron.core.models.gpt.gpt_model",
             "GPTModel.__init__",
             ("config", "pre_process", "post_process", "vp_stage", "pg_collection"),
-            "gives a chunk in a V the layers of its stage, which megatron-core would number differently; "
-            "makes Transformer Engine defer W",
+            "gives a chunk in a V the embedding and the loss of its stage; makes Transformer Engine defer W",
             lambda call: self.run.build_chunk(call),
         )
         for name, is_stage in (("first", VPlacement.is_first_stage), ("last", VPlacement.is_last_stage)):

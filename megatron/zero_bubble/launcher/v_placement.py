@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron.zero_bubble.launcher.hooks import Call
+from megatron.zero_bubble.mcore.placed_layout import place_layout
 from megatron.zero_bubble.mcore.placement import chunk_groups, copy_tied_embedding, embedding_ranks
 from megatron.zero_bubble.schedule import Placement
 
@@ -23,8 +24,8 @@ class VPlacement:
     rank, which logs them.
     """
 
-    def __init__(self, placement: Placement) -> None:
-        self._placement = placement
+    def __init__(self, placement: Placement, layout: str) -> None:
+        self._placement, self._layout = placement, layout
         self._chunks: list[torch.nn.Module] = []
         self._running: int | None = None
         """The stage whose forward step runs now; None outside of forward steps."""
@@ -32,6 +33,21 @@ class VPlacement:
     def set_embedding_ranks(self, call: Call) -> None:
         """Hook around `initialize_model_parallel`: set the ranks that reduce tied embeddings."""
         call["get_embedding_ranks"] = embedding_ranks(self._placement)
+
+    def configure(self, call: Call) -> None:
+        """Hook around `TransformerConfig.__post_init__`: give the pipeline's models the layout of the V's stages.
+
+        megatron-core's other ways to spread layers over ranks are in that layout already.
+        """
+        config = call["self"]
+        if config.pipeline_model_parallel_size != self._placement.num_ranks:
+            call.proceed()
+            return
+        config.num_layers_in_first_pipeline_stage = config.num_layers_in_last_pipeline_stage = None
+        config.account_for_embedding_in_pipeline_split = config.account_for_loss_in_pipeline_split = False
+        config.pipeline_model_parallel_layout = self._layout
+        call.proceed()
+        place_layout(config, self._placement, parallel_state.get_pipeline_model_parallel_rank())
 
     def build(self, call: Call) -> None:
         """Hook around the constructor of `GPTModel`: give the chunk the layers, embedding and loss of its stage."""

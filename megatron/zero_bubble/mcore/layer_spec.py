@@ -33,10 +33,8 @@ class SequenceParallelNorm:
         return norm
 
 
-def block_spec(
-    config: TransformerConfig, transformer_impl: str, vp_stage: int | None, pp_rank: int, *, uses_torch_attention: bool
-) -> ModuleSpec | TransformerBlockSubmodules:
-    """Return the spec of one model chunk's decoder.
+def layer_spec(config: TransformerConfig, transformer_impl: str, *, uses_torch_attention: bool) -> ModuleSpec:
+    """Return the spec of one layer.
 
     Args:
         transformer_impl: `local` or `transformer_engine`.
@@ -51,30 +49,38 @@ def block_spec(
     layer = copy.deepcopy(layer)
     attention = core_attention(config, uses_torch=uses_torch_attention)
     layer.submodules.self_attention.submodules.core_attention = attention
-    if not config.sequence_parallel:
+    if config.sequence_parallel:
+        layer.submodules.input_layernorm = SequenceParallelNorm
+        layer.submodules.pre_mlp_layernorm = SequenceParallelNorm
+    return layer
+
+
+def block_spec(
+    config: TransformerConfig, layer: ModuleSpec, transformer_impl: str, vp_stage: int | None, pp_rank: int
+) -> ModuleSpec | TransformerBlockSubmodules:
+    """Return the spec of one model chunk's decoder, whose layers have the spec `layer`."""
+    if transformer_impl == "transformer_engine" or not config.sequence_parallel:
         return layer
-    layer.submodules.input_layernorm = SequenceParallelNorm
-    layer.submodules.pre_mlp_layernorm = SequenceParallelNorm
     num_layers = get_num_layers_to_build(config, vp_stage, pp_rank)
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=SequenceParallelNorm)
 
 
 def multi_token_spec(
     config: TransformerConfig,
-    decoder: ModuleSpec | TransformerBlockSubmodules,
+    layer: ModuleSpec,
     transformer_impl: str,
     vp_stage: int | None,
     *,
     is_last_stage: bool,
 ) -> Any | None:
-    """Return the spec of the multi-token prediction layers, built like those of `decoder`; None on other stages.
+    """Return the spec of the multi-token prediction layers, built like `layer`; None if the stage has none.
 
     Raises:
         ValueError: the layout puts them on another stage than the last.
     """
     if not config.mtp_num_layers:
         return None
-    spec = get_gpt_mtp_block_spec(config, decoder, transformer_impl == "transformer_engine", vp_stage)
+    spec = get_gpt_mtp_block_spec(config, layer, transformer_impl == "transformer_engine", vp_stage)
     if (spec is not None) != is_last_stage:
         raise ValueError("the layers of --mtp-num-layers must be on the last stage, beside the loss")
     if spec is None or not config.sequence_parallel or transformer_impl == "transformer_engine":

@@ -2,9 +2,9 @@
 
 megatron-core numbers virtual stages rank by rank: chunk `c` of rank `r` is stage `c * p + r`. In a V the odd chunks run
 back, so chunk 1 of rank `r` is built as if its rank were `p - 1 - r`: it is given a substitute for the pipeline group,
-of which megatron-core reads only the rank and the size. The first and the last stage then share rank 0. Tied embeddings
-have two copies there, whose gradients are added locally; megatron-core all-reduces them between the first and the last
-rank.
+of which megatron-core reads only the rank and the size. The first and the last stage then share rank 0. Embeddings that
+both have, tied to the output layer or for multi-token prediction, have two copies there, whose gradients are added
+locally; megatron-core all-reduces them between the first and the last rank.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ def embedding_ranks(placement: Placement) -> Callable[[list[int], int | None], l
 
 
 def copy_tied_embedding(chunks: Sequence[torch.nn.Module]) -> None:
-    """Copy the embedding's weights to the tied output layer if both are on this rank in different chunks.
+    """Copy the embedding's weights to the last stage's copy of them if both are on this rank in different chunks.
 
-    megatron-core starts the output layer's copy at zero and fills it by an all-reduce between ranks.
+    megatron-core starts the last stage's copy at zero and fills it by an all-reduce between ranks.
     """
     tied = _tied_weights(chunks)
     if tied is not None:
-        embedding, output = tied
-        output.data.copy_(embedding.data)
+        embedding, last = tied
+        last.data.copy_(embedding.data)
 
 
 def check_layers_built(num_layers: int, placement: Placement, chunks: Sequence[torch.nn.Module]) -> None:
@@ -116,9 +116,9 @@ def finalize_gradients(
     config.finalize_model_grads_func(chunks, None, pg_collection=groups, force_all_reduce=force_all_reduce)
     tied = _tied_weights(chunks)
     if tied is not None:
-        embedding, output = (weight.main_grad for weight in tied)
-        embedding.add_(output)
-        output.copy_(embedding)
+        embedding, last = (weight.main_grad for weight in tied)
+        embedding.add_(last)
+        last.copy_(embedding)
     if num_tokens is not None:
         _scale_by_tokens(placement, chunks, num_tokens, groups)
 
@@ -139,12 +139,15 @@ def _scale_by_tokens(
 
 
 def _tied_weights(chunks: Sequence[torch.nn.Module]) -> tuple[Any, Any] | None:
-    """Return the weights of the embedding and the output layer if they are tied and in two chunks of this rank."""
+    """Return the embedding's weights in the first and the last stage if they are two chunks of this rank.
+
+    The last stage has them in a tied output layer, or embeds tokens for multi-token prediction.
+    """
     first = [chunk for chunk in chunks if get_attr_wrapped_model(chunk, "pre_process")]
     last = [chunk for chunk in chunks if get_attr_wrapped_model(chunk, "post_process")]
     if not first or not last or first[0] is last[0]:
         return None
-    embedding, output = unwrap_model(first[0]), unwrap_model(last[0])
-    if not output.share_embeddings_and_output_weights:
+    begin, end = unwrap_model(first[0]), unwrap_model(last[0])
+    if not end.share_embeddings_and_output_weights and not end.mtp_process:
         return None
-    return embedding.shared_embedding_or_output_weight(), output.shared_embedding_or_output_weight()
+    return begin.shared_embedding_or_output_weight(), end.shared_embedding_or_output_weight()

@@ -19,8 +19,9 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
 
 from megatron.zero_bubble.mcore.checkpointed_blocks import checkpoint_every_layer
-from megatron.zero_bubble.mcore.layer_spec import block_spec, multi_token_spec
+from megatron.zero_bubble.mcore.layer_spec import block_spec, layer_spec, multi_token_spec
 from megatron.zero_bubble.mcore.linear import fuses_accumulation, split_weight_gradients
+from megatron.zero_bubble.mcore.placed_layout import place_layout
 from megatron.zero_bubble.mcore.placement import chunk_groups, copy_tied_embedding
 from megatron.zero_bubble.mcore.transformer_engine import defer_weight_gradients
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
@@ -78,8 +79,6 @@ def transformer_config(args: Arguments, num_chunks: int, timers: Any) -> Transfo
             pipeline_model_parallel_size=args.pipeline_model_parallel_size,
             virtual_pipeline_model_parallel_size=num_chunks if num_chunks > 1 else None,
             microbatch_group_size_per_vp_stage=args.microbatch_group_size_per_virtual_pipeline_stage,
-            num_layers_in_first_pipeline_stage=args.decoder_first_pipeline_num_layers,
-            num_layers_in_last_pipeline_stage=args.decoder_last_pipeline_num_layers,
             pipeline_model_parallel_layout=args.pipeline_model_parallel_layout,
             bf16=args.bf16,
             fp16=args.fp16,
@@ -143,6 +142,7 @@ def build_model(
         defer_weight_gradients(config)
     if args.zero_bubble_recompute is not None:
         checkpoint_every_layer(config)
+    place_layout(config, placement, rank)
     try:
         chunks = [_build_chunk(args, config, placement, rank, chunk) for chunk in range(placement.num_chunks)]
     except (AssertionError, ValueError, ImportError, NotImplementedError) as error:
@@ -173,12 +173,11 @@ def _build_chunk(
     groups = chunk_groups(placement, rank, chunk)
     vp_stage = chunk if placement.num_chunks > 1 else None
     is_last = stage == placement.num_stages - 1
-    uses_torch = args.attention_backend in TORCH_BACKENDS
-    decoder = block_spec(config, args.transformer_impl, vp_stage, groups.pp.rank(), uses_torch_attention=uses_torch)
+    layer = layer_spec(config, args.transformer_impl, uses_torch_attention=args.attention_backend in TORCH_BACKENDS)
     model = GPTModel(
         config=config,
-        transformer_layer_spec=decoder,
-        mtp_block_spec=multi_token_spec(config, decoder, args.transformer_impl, vp_stage, is_last_stage=is_last),
+        transformer_layer_spec=block_spec(config, layer, args.transformer_impl, vp_stage, groups.pp.rank()),
+        mtp_block_spec=multi_token_spec(config, layer, args.transformer_impl, vp_stage, is_last_stage=is_last),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=stage == 0,

@@ -32,6 +32,7 @@ def model_provider(pre_process, post_process, vp_stage, pg_collection):
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         batch_p2p_comm=False,
+        num_layers_in_first_pipeline_stage=args.decoder_first_pipeline_num_layers,
         recompute_granularity=args.recompute_granularity,
         recompute_method=args.recompute_method,
         recompute_num_layers=args.recompute_num_layers,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from megatron.zero_bubble.job.job_flags import JobFlags
-from megatron.zero_bubble.job.layers import layers_of_layout, spread_layout
+from megatron.zero_bubble.job.layers import layers_of_layout, partition_of_flags
 from megatron.zero_bubble.job.model_states import Parameters
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.training.arguments import Arguments
@@ -42,30 +43,13 @@ def stages_of(args: Arguments, placement: Placement) -> list[StageLayers]:
     return [StageLayers(count, stage == 0, stage == last) for stage, count in enumerate(layers)]
 
 
-def _layers_of(args: Arguments, placement: Placement) -> list[int]:
-    stages, given = placement.num_stages, args.pipeline_model_parallel_layout
-    if given is not None and placement.kind != "v":
+def _layers_of(args: Arguments, placement: Placement) -> Sequence[int]:
+    given = args.pipeline_model_parallel_layout
+    if given is not None:
         layers = layers_of_layout(given, placement.num_ranks)
-        if len(layers) == stages:
+        if len(layers) == placement.num_stages:
             return layers
-    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
-    if placement.kind == "linear" and (first is not None or last is not None):
-        return _with_uneven_ends(args.num_layers, stages, first, last)
-    layout = spread_layout(JobFlags.of(args), placement)
-    return [args.num_layers // stages] * stages if layout is None else layers_of_layout(layout, placement.num_ranks)
-
-
-def _with_uneven_ends(num_layers: int, stages: int, first: int | None, last: int | None) -> list[int]:
-    ends = [count for count in (first, last) if count is not None]
-    between = stages - len(ends)
-    rest = num_layers - sum(ends)
-    if (between and (rest <= 0 or rest % between)) or (not between and rest):
-        raise ValueError(
-            f"--num-layers {num_layers} leaves {rest} layers between the first and the last stage, "
-            f"which {between} stages cannot share evenly"
-        )
-    middle = [rest // between] * between if between else []
-    return [*([first] if first is not None else []), *middle, *([last] if last is not None else [])]
+    return partition_of_flags(replace(JobFlags.of(args), pipeline_model_parallel_layout=None), placement)
 
 
 def rank_parameters(args: Arguments, placement: Placement) -> list[Parameters]:

@@ -26,6 +26,7 @@ _NUMBERS = {
     "num-layers-per-virtual-pipeline-stage": None,
     "num-virtual-stages-per-pipeline-rank": None,
     "recompute-num-layers": None,
+    "decoder-first-pipeline-num-layers": None,
 }
 
 
