@@ -113,9 +113,60 @@ def test_auto_takes_what_a_job_would_find_free(capsys):
     assert note.endswith("nine tenths of the free memory of the fullest rank, by --zero-bubble-memory-limit auto")
 
 
-def test_auto_needs_room_that_a_limit_of_its_own_does_not_ask_for(capsys):
-    tiny = [*TOOL, "--device-memory", "3GiB", "--reserved-memory", "3GiB", "--schedule", "auto", "--", *JOB]
-    assert main(tiny) == 2
-    assert "--schedule auto: parameters and optimizer states do not fit in --device-memory" in capsys.readouterr().err
-    assert main([*tiny, "--zero-bubble"]) == 0
-    assert " no " in capsys.readouterr().out
+def lines_of(capsys: pytest.CaptureFixture[str], *command: str) -> list[str]:
+    assert main([*TOOL, *command]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_what_does_not_fit_gets_a_row_with_what_it_needs_and_what_there_is(capsys):
+    tiny = ["--device-memory", "256MiB", "--reserved-memory", "1B", "--schedule", "auto", "--schedule", "1f1b"]
+    output = lines_of(capsys, *tiny, "--", *JOB)
+    for name in ("auto", "1f1b"):
+        [row] = [line for line in output if line.startswith(f"{name}  ")]
+        needed = row.split()[4]
+        assert f"  no: {needed} of 0.25 GiB  " in row
+    [note] = [line for line in output if line.startswith("auto: needs at least ")]
+    assert " GiB of activations, and gets 0.00, nine tenths of the free memory" in note
+    by_default = lines_of(capsys, *tiny, "--", *JOB, "--zero-bubble")
+    assert any(line.startswith("auto: planned for ") for line in by_default)
+
+
+def room_for(name: str, *flags: str) -> list[str]:
+    """A device on which the schedule just fits, with these flags of the job."""
+    needed = max(estimate(job(*flags), name).total_bytes) - 3 * GIB
+    return ["--device-memory", f"{int(needed) + 1}B", "--reserved-memory", "1B"]
+
+
+def test_where_nothing_fits_the_way_out_is_recomputation_and_its_price(capsys):
+    fully = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
+    chosen = ["--schedule", "zb-h1", "--schedule", "zb-h2"]
+    output = lines_of(capsys, *room_for("zb-h1", *fully), *chosen, "--", *JOB)
+    planned, kept = (estimate(job(*flags), "zb-h1").iteration_ms for flags in (fully, ()))
+    fastest = min(kept, estimate(job(), "zb-h2").iteration_ms)
+    [line] = [line for line in output if line.startswith(f"nothing fits, but with {' '.join(fully)} zb-h1 does (")]
+    price = f" and takes {planned / fastest:.3f} times as long as the fastest above would with enough memory"
+    assert line.endswith(price)
+    assert any("--zero-bubble --zero-bubble-memory-limit auto --zero-bubble-recompute planned" in one for one in output)
+    roomy = lines_of(capsys, *chosen, "--", *JOB)
+    assert not any("nothing fits" in line for line in roomy)
+
+
+def test_where_recomputation_does_not_help_either_the_line_says_what_is_missing(capsys):
+    output = lines_of(capsys, "--device-memory", "1GiB", "--schedule", "1f1b", "--", *JOB)
+    [full, planned] = [line for line in output if "nothing fits either" in line]
+    assert "--recompute-num-layers 1 nothing fits either: 1f1b needs " in full
+    assert "--zero-bubble-recompute planned nothing fits either: auto needs " in planned
+    assert full.endswith(" of 1.00 GiB")
+    assert planned.endswith(" of 1.00 GiB")
+    assert any(line.startswith("less memory is needed with --use-distributed-optimizer") for line in output)
+
+
+def test_a_schedule_that_cannot_be_is_a_line_if_others_are_shown_and_an_error_if_nothing_is(capsys):
+    odd = [*JOB, "--num-layers", "12"]
+    output = lines_of(capsys, "--schedule", "zb-v", "--schedule", "1f1b", "--", *odd)
+    assert any(line.startswith("1f1b  ") for line in output)
+    assert any(line.startswith("zb-v: --num-layers 12 is not a multiple of the 8 stages") for line in output)
+    assert main([*TOOL, "--schedule", "zb-v", "--", *odd]) == 2
+    assert "error: --schedule zb-v: --num-layers 12 is not a multiple of the 8 stages" in capsys.readouterr().err
+    assert main([*TOOL, "--schedule", "1f1b", "--schedule", "zb-h9", "--", *odd]) == 2
+    assert "zb-h9" in capsys.readouterr().err

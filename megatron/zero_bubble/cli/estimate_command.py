@@ -9,7 +9,8 @@ After `--` come pretrain_gpt.py's flags, as the job will have them; flags that c
 left out. Times are numbers of operations divided by the speed that layers reach (--device-tflops times --mfu), or
 measured times (--profile). Memory is the sum of parameters, gradients and the optimizer's states, sharded as
 --zero-stage says, of the activations at the peak of the simulated schedule, and of --reserved-memory. The table shows
-the rank that needs most; a schedule fits if that rank does. `auto` is planned under --zero-bubble-memory-limit, and a
+the rank that needs most; a schedule fits if that rank does, and where none does, lines below the table say what
+recomputation would bring. `auto` is planned under --zero-bubble-memory-limit, and a
 line below the table shows that limit in GiB.
 
 Activations are counted tensor by tensor, those of attention as the kernel keeps them that the job's flags choose on a
@@ -23,15 +24,9 @@ A mistake ends with one line and exit status 2.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
 
 from megatron.zero_bubble.cli.estimate.arguments import EstimateFlags
 from megatron.zero_bubble.cli.invocation import read_flags, run_command
-from megatron.zero_bubble.schedule.generators import ENTRIES
-
-if TYPE_CHECKING:
-    from megatron.zero_bubble.cli.estimate.estimated_job import EstimatedJob
-    from megatron.zero_bubble.cli.estimate.schedule_estimate import Estimate
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -43,28 +38,7 @@ def _run(argv: list[str]) -> None:
     # Imported here, so that --help does not need torch.
     from megatron.zero_bubble.cli.estimate.estimate_tables import as_json, as_text
     from megatron.zero_bubble.cli.estimate.estimated_job import job_of
+    from megatron.zero_bubble.cli.estimate.results import results_of
 
-    job = job_of(flags)
-    found, refused = estimate_all(job, flags.schedule)
-    text = as_text(job, found, refused, per_rank=flags.per_rank, markdown=flags.markdown)
-    flags.deliver(as_json(job, found, refused), text)
-
-
-def estimate_all(job: EstimatedJob, chosen: list[str] | None) -> tuple[list[Estimate], dict[str, str]]:
-    """Estimate the schedules `chosen`, or all; return the estimates, and the reason of each that is not possible.
-
-    Raises:
-        ValueError: a schedule that was chosen by name is not possible.
-    """
-    from megatron.zero_bubble.cli.estimate.schedule_estimate import estimate
-
-    found: list[Estimate] = []
-    refused: dict[str, str] = {}
-    for name in chosen or [name for name, entry in ENTRIES.items() if not entry.is_slow]:
-        try:
-            found.append(estimate(job, name))
-        except ValueError as error:
-            if chosen:
-                raise ValueError(f"--schedule {name}: {error}") from error
-            refused[name] = str(error)
-    return found, refused
+    results = results_of(job_of(flags), flags.schedule)
+    flags.deliver(as_json(results), as_text(results, per_rank=flags.per_rank, markdown=flags.markdown))

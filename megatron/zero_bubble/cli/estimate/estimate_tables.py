@@ -7,16 +7,15 @@ from typing import Any
 from megatron.zero_bubble.cli.estimate.cluster import rank_parameters
 from megatron.zero_bubble.cli.estimate.estimated_job import EstimatedJob
 from megatron.zero_bubble.cli.estimate.notes import notes
-from megatron.zero_bubble.cli.estimate.schedule_estimate import Estimate, model_flops, recomputing_in_backward
+from megatron.zero_bubble.cli.estimate.results import Results
+from megatron.zero_bubble.cli.estimate.schedule_estimate import Estimate, gib, model_flops, recomputing_in_backward
 from megatron.zero_bubble.cli.output import IDLE_HEADS, idle_cells, table
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.training.flops import flops_per_iteration
 
-Refusals = dict[str, str]
-"""By schedule that is not possible, the reason."""
 
-
-def as_json(job: EstimatedJob, found: list[Estimate], refused: Refusals) -> dict[str, Any]:
+def as_json(results: Results) -> dict[str, Any]:
+    job, found = results.job, results.found
     args, states = job.args, job.states
     assert args.global_batch_size is not None
     baseline = _baseline(found)
@@ -30,17 +29,18 @@ def as_json(job: EstimatedJob, found: list[Estimate], refused: Refusals) -> dict
         "flops_of_a_microbatch": flops._asdict(),
         "device_memory_bytes": job.cluster.memory,
         "schedules": [one.as_json(baseline) for one in found],
-        "refused": refused,
-        "notes": notes(job, found),
+        "refused": results.refused,
+        "ways_out": [way.as_json() for way in results.ways_out],
+        "notes": notes(results),
     }
 
 
-def as_text(job: EstimatedJob, found: list[Estimate], refused: Refusals, *, per_rank: bool, markdown: bool) -> str:
-    parts = [_head(job), _schedules(found, markdown=markdown)]
+def as_text(results: Results, *, per_rank: bool, markdown: bool) -> str:
+    parts = [_head(results.job), _schedules(results.found, markdown=markdown)]
     if per_rank:
-        parts.append(_ranks(found, markdown=markdown))
-    parts += [f"{note}\n" for note in notes(job, found)]
-    parts += [f"{name}: {reason}\n" for name, reason in refused.items()]
+        parts.append(_ranks(results.found, markdown=markdown))
+    parts += [f"{note}\n" for note in notes(results)]
+    parts += [f"{name}: {reason}\n" for name, reason in results.refused.items()]
     return "\n".join(parts)
 
 
@@ -93,10 +93,10 @@ def _schedules(found: list[Estimate], *, markdown: bool) -> str:
             (
                 one.timeline.schedule.name,
                 str(one.timeline.schedule.num_chunks),
-                _gib(one.state_bytes[fullest]),
-                _gib(one.activation_bytes[fullest]),
-                _gib(one.total_bytes[fullest]),
-                "yes" if one.fits else "no",
+                gib(one.state_bytes[fullest]),
+                gib(one.activation_bytes[fullest]),
+                gib(one.total_bytes[fullest]),
+                "yes" if one.fits else f"no: {one.memory_text}",
                 *idle_cells(one.timeline.idle),
                 f"{one.iteration_ms:.1f}",
                 f"{one.tokens_per_second:.0f}",
@@ -109,12 +109,8 @@ def _schedules(found: list[Estimate], *, markdown: bool) -> str:
 
 def _ranks(found: list[Estimate], *, markdown: bool) -> str:
     rows = [
-        (f"{one.timeline.schedule.name}, rank {rank}", *map(_gib, figures))
+        (f"{one.timeline.schedule.name}, rank {rank}", *map(gib, figures))
         for one in found
         for rank, figures in enumerate(zip(one.state_bytes, one.activation_bytes, one.total_bytes, strict=True))
     ]
     return table(("schedule", "states (GiB)", "activations", "in all"), rows, markdown=markdown)
-
-
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:.2f}"

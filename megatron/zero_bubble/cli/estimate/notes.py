@@ -5,21 +5,45 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from megatron.zero_bubble.cli.estimate.estimated_job import EstimatedJob
-from megatron.zero_bubble.cli.estimate.schedule_estimate import Estimate
+from megatron.zero_bubble.cli.estimate.results import Results
+from megatron.zero_bubble.cli.estimate.schedule_estimate import Estimate, gib
 from megatron.zero_bubble.job.flags import limit_flag
 
 _WHAT_IS_LEFT = "nine tenths of the free memory of the fullest rank"
 
 
-def notes(job: EstimatedJob, found: Sequence[Estimate]) -> list[str]:
-    return [*_limits(job, found), *_recomputation(found), *_post_validation(job, found)]
+def notes(results: Results) -> list[str]:
+    job, found = results.job, results.found
+    return [*_ways_out(results), *_limits(job, found), *_recomputation(found), *_post_validation(job, found)]
+
+
+def _ways_out(results: Results) -> Iterator[str]:
+    if any(one.fits for one in results.found):
+        return
+    if results.job.profile is not None:
+        yield "nothing fits; a profile does not say what recomputation would take: leave out --profile to estimate it"
+    for way in results.ways_out:
+        name, needed = way.best.timeline.schedule.name, way.best.memory_text
+        if way.best.fits:
+            cost = f"takes {way.slowdown:.3f} times as long as the fastest above would with enough memory"
+            yield f"nothing fits, but with {way.flags} {name} does ({needed}) and {cost}"
+        else:
+            yield f"with {way.flags} nothing fits either: {name} needs {needed}"
+    if not any(way.best.fits for way in results.ways_out):
+        smaller = "--tensor-model-parallel-size or --pipeline-model-parallel-size, or a smaller --micro-batch-size"
+        yield f"less memory is needed with --use-distributed-optimizer, a larger {smaller}"
 
 
 def _limits(job: EstimatedJob, found: Sequence[Estimate]) -> Iterator[str]:
     for one in found:
-        if one.limit is not None:
-            planned = f"{one.timeline.schedule.name}: planned for {one.limit / 2**30:.2f} GiB of activations"
-            yield f"{planned}, {_source(job)}"
+        if one.limit is None:
+            continue
+        name, limit = one.timeline.schedule.name, gib(max(0.0, one.limit))
+        if one.is_over_limit:
+            least = gib(max(one.activation_bytes))
+            yield f"{name}: needs at least {least} GiB of activations, and gets {limit}, {_source(job)}"
+        else:
+            yield f"{name}: planned for {limit} GiB of activations, {_source(job)}"
 
 
 def _source(job: EstimatedJob) -> str:

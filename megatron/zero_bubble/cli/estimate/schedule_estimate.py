@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from megatron.zero_bubble.cli.estimate.cluster import rank_parameters, stages_of
@@ -11,6 +11,7 @@ from megatron.zero_bubble.cli.estimate.estimated_job import EstimatedJob
 from megatron.zero_bubble.job.model_states import element_bytes
 from megatron.zero_bubble.runtime.replanner import MARGIN, limits_of_ranks
 from megatron.zero_bubble.schedule import (
+    Infeasible,
     Placement,
     ScheduleError,
     StageCosts,
@@ -40,7 +41,10 @@ class Estimate:
     timeline: Timeline
     state_bytes: tuple[float, ...]
     limit: float | None = None
-    """Bytes of activations a rank that the schedule was planned for; None if it was planned without a limit."""
+    """Bytes of activations a rank that the schedule may take; None if it was planned without a limit.
+
+    A schedule takes more only if `auto` has less than its smallest plan needs.
+    """
 
     @property
     def activation_bytes(self) -> tuple[float, ...]:
@@ -55,7 +59,20 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        return max(self.total_bytes) <= self.job.cluster.memory
+        return max(self.total_bytes) <= self.job.cluster.memory and not self.is_over_limit
+
+    @property
+    def is_over_limit(self) -> bool:
+        """Whether no plan is possible under the limit, so that this is the one that needs the least memory."""
+        return self.limit is not None and max(self.activation_bytes) > self.limit * (1 + 1e-9)
+
+    @property
+    def memory_text(self) -> str:
+        """What the fullest rank needs and what there is, such as `355.27 of 80.00 GiB`."""
+        needed, available = max(self.total_bytes), self.job.cluster.memory
+        if needed > available or self.limit is None or not self.is_over_limit:
+            return f"{gib(needed)} of {gib(available)} GiB"
+        return f"{gib(max(self.activation_bytes))} of {gib(self.limit)} GiB of activations"
 
     @property
     def reduction_ms(self) -> float:
@@ -127,18 +144,30 @@ def estimate(job: EstimatedJob, name: str) -> Estimate:
     states = tuple(job.states.of_rank(one, job.replicas, args.expert_model_parallel_size) for one in held)
     limit = _activation_limit(job, costs, placement, max(states)) if not entry_of(name).has_own_limit else None
     limits = None if limit is None else limits_of_ranks(limit, _inside(job))
-    schedule = generate(
+    plan = partial(
+        generate,
         name,
         placement.num_ranks,
         job.num_microbatches,
         costs=costs,
         num_chunks=placement.num_chunks,
         placement_kind=placement.kind,
-        memory_limit=limits,
         group_size=None if placement.kind != "interleaved" else args.microbatch_group_size_per_virtual_pipeline_stage,
         recompute=job.flags.recompute,
     )
+    try:
+        schedule = plan(memory_limit=limits)
+    except Infeasible as error:
+        if not (job.flags.memory_limit or MemoryLimit()).is_auto:
+            raise
+        # The device is too small for any plan: the one that needs the least says how much too small.
+        schedule = plan(memory_limit=error.smallest_limit)
     return Estimate(job, simulate(schedule, costs), states, limit)
+
+
+def gib(num_bytes: float) -> str:
+    """Return a number of bytes in GiB with two decimals."""
+    return f"{num_bytes / 2**30:.2f}"
 
 
 def recomputing_in_backward(one: Estimate) -> Estimate:
@@ -150,12 +179,12 @@ def recomputing_in_backward(one: Estimate) -> Estimate:
 def _activation_limit(job: EstimatedJob, costs: StageCosts, placement: Placement, states: float) -> float:
     """Return the bytes that a rank's activations may take, by the job's memory limit, or by `auto` if it has none.
 
+    They are negative where the states alone do not fit.
+
     As in training, all ranks have the limit of the fullest, which holds `states` bytes of states.
     """
     limit = job.flags.memory_limit or MemoryLimit()
     free = MARGIN * (job.cluster.memory - job.cluster.reserved - states)
-    if limit.is_auto and free < 1:
-        raise ScheduleError("parameters and optimizer states do not fit in --device-memory")
     return limit.in_bytes(placement, costs, job.num_microbatches, int(free), _inside(job), job.flags.recompute)
 
 

@@ -1,0 +1,113 @@
+"""Estimates all schedules of a job and, where none of them fits, what recomputation would do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron.zero_bubble.cli.estimate.estimated_job import EstimatedJob
+from megatron.zero_bubble.cli.estimate.schedule_estimate import Estimate, estimate
+from megatron.zero_bubble.job.flags import flag_name
+from megatron.zero_bubble.schedule.generators import ENTRIES, entry_of
+from megatron.zero_bubble.schedule.recomputation import Recompute
+
+_FULL: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+_PLANNED: dict[str, Any] = {
+    "zero_bubble": True,
+    "zero_bubble_memory_limit": "auto",
+    "zero_bubble_recompute": Recompute.PLANNED.value,
+}
+_WITHOUT: dict[str, Any] = {**dict.fromkeys(_FULL), "zero_bubble_recompute": None}
+"""The flags of recomputation in a job that recomputes nothing."""
+
+
+@dataclass(frozen=True)
+class WayOut:
+    """What becomes of a job of which nothing fits if it recomputes activations."""
+
+    flags: str
+    """The flags that the job would be given, in place of its own for recomputation."""
+    best: Estimate
+    """The fastest schedule that then fits, or, if none does, the one that needs the least memory."""
+    reference_ms: float
+    """The fastest iteration without these flags, on devices with more memory."""
+
+    @property
+    def slowdown(self) -> float:
+        return self.best.iteration_ms / self.reference_ms
+
+    def as_json(self) -> dict[str, Any]:
+        name = self.best.timeline.schedule.name
+        needed = max(self.best.total_bytes)
+        return {"flags": self.flags, "schedule": name, "fits": self.best.fits, "bytes": needed, "time": self.slowdown}
+
+
+@dataclass(frozen=True)
+class Results:
+    """Everything that `zero-bubble estimate` has to say about a job."""
+
+    job: EstimatedJob
+    found: list[Estimate]
+    refused: dict[str, str]
+    """By schedule that is not possible, the reason."""
+    ways_out: list[WayOut]
+    """Where nothing fits, what recomputation does; otherwise empty."""
+
+
+def results_of(job: EstimatedJob, chosen: Sequence[str] | None) -> Results:
+    """Estimate the schedules `chosen`, or all that are planned quickly.
+
+    Raises:
+        ValueError: a schedule does not exist, or none of them is possible.
+    """
+    names = chosen or [name for name, entry in ENTRIES.items() if not entry.is_slow]
+    found, refused = _estimates(job, names)
+    if not found:
+        reasons = {reason: name for name, reason in reversed(refused.items())}
+        raise ValueError("; ".join(f"--schedule {name}: {reason}" for reason, name in reversed(reasons.items())))
+    return Results(job, found, refused, list(_ways_out(job, found)))
+
+
+def _estimates(job: EstimatedJob, names: Sequence[str]) -> tuple[list[Estimate], dict[str, str]]:
+    """Return the estimates of the schedules that are possible, and the reasons of those that are not, by name."""
+    found: list[Estimate] = []
+    refused: dict[str, str] = {}
+    for name in names:
+        entry_of(name)
+        try:
+            found.append(estimate(job, name))
+        except ValueError as error:
+            refused[name] = str(error)
+    return found, refused
+
+
+def _ways_out(job: EstimatedJob, found: Sequence[Estimate]) -> Iterator[WayOut]:
+    # A profile measures no recomputation that its run did not have.
+    if job.profile is not None or any(one.fits for one in found):
+        return
+    reference = min(one.iteration_ms for one in found)
+    names = [one.timeline.schedule.name for one in found]
+    if job.flags.recompute is not Recompute.FULL:
+        yield from _way_out(job, _FULL, names, reference)
+    if job.flags.recompute is not Recompute.PLANNED:
+        yield from _way_out(job, _PLANNED, ["auto"], reference)
+
+
+def _way_out(
+    job: EstimatedJob, flags: Mapping[str, Any], names: Sequence[str], reference_ms: float
+) -> Iterator[WayOut]:
+    """Yield what `flags` bring in place of the job's own for recomputation, if any schedule is then possible."""
+    changed = {**_WITHOUT, **flags}
+    other = replace(job, args=replace(job.args, **changed), flags=replace(job.flags, **changed))
+    estimates, _ = _estimates(other, names)
+    fitting = [one for one in estimates if one.fits]
+    if fitting:
+        yield WayOut(_written(flags), min(fitting, key=lambda one: one.iteration_ms), reference_ms)
+    elif estimates:
+        yield WayOut(_written(flags), min(estimates, key=lambda one: max(one.total_bytes)), reference_ms)
+
+
+def _written(flags: Mapping[str, Any]) -> str:
+    """Return flags as they are written on a command line."""
+    return " ".join(flag_name(name) if value is True else f"{flag_name(name)} {value}" for name, value in flags.items())
