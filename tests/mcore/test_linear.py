@@ -107,6 +107,34 @@ def test_a_pending_w_holds_its_layers_input_and_not_the_graph_behind_it():
     assert [reference() for reference in alive] == [None]
 
 
+class ReturnsItsInput(torch.autograd.Function):
+    """A function whose gradient is a tensor of its forward, as that of megatron-core's loss is in fp32."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.saved_tensors[0]
+
+
+def test_neither_w_nor_its_result_keeps_a_graph_or_a_gradient():
+    store, model = WeightGradStore(), Layers()
+    split_weight_gradients([model], store)
+    [(x, _), *_] = microbatches()
+    with store.deferring():
+        ReturnsItsInput.apply(model(x)).backward()
+    store.flush(0, 0)
+    store.pop(0, 0)
+    gradient, model.row.weight.grad = model.row.weight.grad, None
+    assert not gradient.requires_grad
+    reference = weakref.ref(gradient)
+    del gradient
+    assert reference() is None
+
+
 def test_a_model_is_freed_after_its_last_use():
     """The hook of megatron-core's DDP refers to the whole model, its optimizer's buffers and its process groups."""
     model = Layers()

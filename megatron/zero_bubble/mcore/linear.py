@@ -183,8 +183,9 @@ def _input_grad(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, torc
         handle = dist.reduce_scatter_tensor(grad_input, full_grad_input, group=ctx.tp_group, async_op=True)
     # What follows needs no other rank and runs while the tensor-parallel ranks exchange the input's gradient.
     grad_bias = grad_output.reshape(-1, grad_output.shape[-1]).sum(dim=0) if ctx.use_bias else None
-    # Detached, because the input would otherwise keep the graph of the previous layers alive until W.
-    saved_input = saved_input.detach()
+    # Detached, because they would otherwise keep the graph of other layers alive until W, and W would be recorded. A
+    # gradient has a graph where a backward returns a tensor of its forward, as that of the loss does in fp32.
+    saved_input, grad_output = saved_input.detach(), grad_output.detach()
     deferred = DeferredWeightGrad(
         ctx.weight_grad,
         weight,

@@ -78,8 +78,10 @@ class MicrobatchSum:
     def add(self, grad: torch.Tensor) -> torch.Tensor | None:
         """Add a term and return the sum once it is complete."""
         self.num_missing -= 1
-        self._total = grad if self._total is None else self._total + grad
-        return self._total if self.num_missing == 0 else None
+        total = grad if self._total is None else self._total + grad
+        # A complete sum is not kept, because it is as large as the weight.
+        self._total = total if self.num_missing else None
+        return total if self.num_missing == 0 else None
 
 
 class DeferredWeightGrad:

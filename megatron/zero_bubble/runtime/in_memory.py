@@ -1,4 +1,4 @@
-"""Sends messages between threads of one process, so that a pipeline can run in one process."""
+"""Sends messages within one process: between threads, so that a pipeline runs in it, or from made-up neighbours."""
 
 from __future__ import annotations
 
@@ -101,6 +101,8 @@ class InMemoryCommunicator:
 
 @dataclass(frozen=True)
 class _Delivered:
+    """A send that is complete at once."""
+
     def is_done(self) -> bool:
         return True
 
@@ -123,3 +125,28 @@ class _InMemoryReceive:
         expected = (self.spec.shape, self.spec.dtype)
         assert (tuple(tensor.shape), tensor.dtype) == expected, f"expected {expected}, got {tensor.shape}"
         return tensor
+
+
+class MadeUpNeighbours:
+    """A communicator that drops what is sent, and whose receives give random tensors at once.
+
+    With it a process runs one stage of a pipeline as in training, without the other ranks.
+    """
+
+    def send(self, tensor: torch.Tensor, destination: int) -> PendingSend:
+        return _Delivered()
+
+    def receive(self, source: int, spec: TensorSpec) -> PendingReceive:
+        return _MadeUp(spec.empty().normal_(std=_SCALE))
+
+
+_SCALE = 0.1
+"""Standard deviation of made-up messages."""
+
+
+@dataclass(frozen=True)
+class _MadeUp:
+    message: torch.Tensor
+
+    def wait(self) -> torch.Tensor:
+        return self.message

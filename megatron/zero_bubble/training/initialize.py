@@ -54,7 +54,35 @@ def initialized(args: Arguments, placement: Placement) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def replace_parallel_state(args: Arguments, placement: Placement) -> None:
+    """Make megatron-core's process groups and seeds anew for `placement`; a collective call, inside of `initialized`.
+
+    Nothing that was built with the old groups may be used any more. The random states are those of a run that began
+    with `placement`.
+    """
+    dist.barrier()
+    groups = dist.distributed_c10d._world.pg_map
+    old = [group for group in groups if group != dist.group.WORLD]
+    parallel_state.destroy_model_parallel()
+    # megatron-core forgets most of its groups, whose threads and communicators would stay.
+    for group in old:
+        if group in groups:
+            dist.destroy_process_group(group)
+    _initialize_parallel_state(args, placement)
+
+
 def _initialize_megatron_core(args: Arguments, placement: Placement) -> None:
+    _initialize_parallel_state(args, placement)
+    init_num_microbatches_calculator(
+        args.rank,
+        args.rampup_batch_size,
+        args.global_batch_size,
+        args.micro_batch_size,
+        args.data_parallel_size,
+    )
+
+
+def _initialize_parallel_state(args: Arguments, placement: Placement) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
@@ -65,10 +93,3 @@ def _initialize_megatron_core(args: Arguments, placement: Placement) -> None:
         distributed_timeout_minutes=args.distributed_timeout_minutes,
     )
     seed_everything(args.seed)
-    init_num_microbatches_calculator(
-        args.rank,
-        args.rampup_batch_size,
-        args.global_batch_size,
-        args.micro_batch_size,
-        args.data_parallel_size,
-    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import traceback
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
@@ -143,21 +145,9 @@ def build_model(
     if args.zero_bubble_recompute is not None:
         checkpoint_every_layer(config)
     place_layout(config, placement, rank)
-    try:
-        chunks = [_build_chunk(args, config, placement, rank, chunk) for chunk in range(placement.num_chunks)]
-    except (AssertionError, ValueError, ImportError, NotImplementedError) as error:
-        raise _refused(error) from error
+    chunks = [_build_chunk(args, config, placement, rank, chunk) for chunk in range(placement.num_chunks)]
     copy_tied_embedding(chunks)
-    if args.bf16 or args.fp16:
-        chunks = [Float16Module(config, chunk) for chunk in chunks]
-    if store is not None:
-        split_weight_gradients(chunks, store)
-    # As in Megatron-LM, only the first chunk's gradients are cut into buckets; other chunks have one bucket each.
-    ddp_config = _ddp_config(args, store is not None)
-    wrapped = [
-        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
-        for index, chunk in enumerate(chunks)
-    ]
+    wrapped = wrap_in_ddp(args, config, chunks, store)
     for chunk in wrapped:
         chunk.broadcast_params()
     no_sync_funcs = [chunk.no_sync for chunk in wrapped]
@@ -166,13 +156,58 @@ def build_model(
     return wrapped
 
 
+def wrap_in_ddp(
+    args: Arguments, config: TransformerConfig, chunks: Sequence[torch.nn.Module], store: WeightGradStore | None
+) -> list[DistributedDataParallel]:
+    """Wrap a rank's model chunks in megatron-core's DDP; with a `store`, split their linear layers before."""
+    if args.bf16 or args.fp16:
+        chunks = [Float16Module(config, chunk) for chunk in chunks]
+    if store is not None:
+        split_weight_gradients(chunks, store)
+    # As in Megatron-LM, only the first chunk's gradients are cut into buckets; other chunks have one bucket each.
+    ddp_config = _ddp_config(args, store is not None)
+    return [
+        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
+
+
 def _build_chunk(
     args: Arguments, config: TransformerConfig, placement: Placement, rank: int, chunk: int
 ) -> torch.nn.Module:
-    stage = placement.stage_of(rank, chunk)
-    groups = chunk_groups(placement, rank, chunk)
-    vp_stage = chunk if placement.num_chunks > 1 else None
-    is_last = stage == placement.num_stages - 1
+    stage, vp_stage = placement.stage_of(rank, chunk), chunk if placement.num_chunks > 1 else None
+    groups, is_last = chunk_groups(placement, rank, chunk), stage == placement.num_stages - 1
+    return build_gpt(args, config, groups, vp_stage, embeds=stage == 0, is_last=is_last)
+
+
+def build_gpt(
+    args: Arguments,
+    config: TransformerConfig,
+    groups: ProcessGroupCollection,
+    vp_stage: int | None,
+    *,
+    embeds: bool,
+    is_last: bool,
+) -> GPTModel:
+    """One stage of the model, neither split nor wrapped; it may begin with the embedding, and be the last.
+
+    Raises:
+        ValueError: megatron-core refuses the model.
+    """
+    try:
+        return _build_gpt(args, config, groups, vp_stage, embeds, is_last)
+    except (AssertionError, ValueError, ImportError, NotImplementedError) as error:
+        raise _refused(error) from error
+
+
+def _build_gpt(
+    args: Arguments,
+    config: TransformerConfig,
+    groups: ProcessGroupCollection,
+    vp_stage: int | None,
+    embeds: bool,
+    is_last: bool,
+) -> GPTModel:
     layer = layer_spec(config, args.transformer_impl, uses_torch_attention=args.attention_backend in TORCH_BACKENDS)
     model = GPTModel(
         config=config,
@@ -180,7 +215,7 @@ def _build_chunk(
         mtp_block_spec=multi_token_spec(config, layer, args.transformer_impl, vp_stage, is_last_stage=is_last),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
-        pre_process=stage == 0,
+        pre_process=embeds,
         post_process=is_last,
         parallel_output=True,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,

@@ -15,8 +15,8 @@ from megatron.core.utils import get_model_config
 from megatron.zero_bubble.cli.check.models import Model
 from megatron.zero_bubble.cli.trainings import one_process, rank_model
 from megatron.zero_bubble.mcore.forward_backward import MegatronStage
-from megatron.zero_bubble.runtime.communicator import PendingReceive, PendingSend, TensorSpec
 from megatron.zero_bubble.runtime.executor import Executor
+from megatron.zero_bubble.runtime.in_memory import MadeUpNeighbours
 from megatron.zero_bubble.runtime.profiler import Profiler, memory_meter
 from megatron.zero_bubble.runtime.recorder import MeasuredOp, OpRecorder, device_clock
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
@@ -25,35 +25,6 @@ from megatron.zero_bubble.training.forward_step import make_forward_step
 from megatron.zero_bubble.training.pretrain import make_data_config
 
 NUM_RANKS, RANK, NUM_MICROBATCHES = 4, 1, 8
-_SCALE = 0.1
-
-
-class _Sent:
-    """A send that is complete at once, because the message is dropped."""
-
-    def is_done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        return
-
-
-@dataclass(frozen=True)
-class _Received:
-    message: torch.Tensor
-
-    def wait(self) -> torch.Tensor:
-        return self.message
-
-
-class _MadeUpNeighbours:
-    """A communicator that drops what is sent and whose receives give random tensors at once."""
-
-    def send(self, tensor: torch.Tensor, destination: int) -> PendingSend:
-        return _Sent()
-
-    def receive(self, source: int, spec: TensorSpec) -> PendingReceive:
-        return _Received(spec.empty().normal_(std=_SCALE))
 
 
 @dataclass(frozen=True)
@@ -162,7 +133,7 @@ class MiddleStage:
         )
         meter = memory_meter(self._device, self._store) if with_memory else None
         recorder = OpRecorder(device_clock(self._device), meter)
-        Executor(schedule, RANK, _MadeUpNeighbours(), self._store).run(stage, recorder)
+        Executor(schedule, RANK, MadeUpNeighbours(), self._store).run(stage, recorder)
         stage.finish()
         return recorder.take()
 

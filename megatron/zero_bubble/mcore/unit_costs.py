@@ -1,0 +1,251 @@
+"""Measures what each unit of a model costs on this process's device, before the model is built.
+
+A unit is the embedding, one layer, or all that follows the layers. Each is built as a pipeline stage of its own, which
+the executor runs between made-up neighbours. So F, B and W are those of a training, and are measured as in one.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+from megatron.core.utils import get_model_config, unwrap_model
+
+from megatron.zero_bubble.mcore.forward_backward import MegatronStage
+from megatron.zero_bubble.mcore.restart import Restart
+from megatron.zero_bubble.runtime.channel_memory import ChannelCommunicator, open_channels
+from megatron.zero_bubble.runtime.communicator import TensorSpec
+from megatron.zero_bubble.runtime.executor import Executor
+from megatron.zero_bubble.runtime.in_memory import MadeUpNeighbours
+from megatron.zero_bubble.runtime.profiler import Profiler, measure_edges, memory_meter
+from megatron.zero_bubble.runtime.recorder import OpRecorder, device_clock
+from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
+from megatron.zero_bubble.schedule import OpKind, Placement, generate, lower
+from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts
+
+SECONDS = 2.0
+"""Default time for all passes through all units, beside the time of building them."""
+_MOST_PASSES = 15
+"""Most passes through a unit that are timed."""
+
+
+class Unit(NamedTuple):
+    """A part of a model that is built as a stage of its own."""
+
+    layer: int | None = None
+    """The one layer that it keeps of a model that has one layer of every kind; None for a unit without layers."""
+    embeds: bool = False
+    is_last: bool = False
+    """Whether it has all that follows the layers: multi-token prediction, final norm, output layer and loss."""
+
+
+@dataclass(frozen=True)
+class UnitModels:
+    """Builds the units of a model, and feeds them.
+
+    Attributes:
+        build: makes a unit, split with the given store and wrapped in megatron-core's DDP, for a pipeline of one rank.
+        forward_step: the forward step of the training, as megatron-core takes it.
+        data: an endless iterator over microbatches for `forward_step`.
+        output_shape: shape of the tensor that passes between stages.
+        context_parallel_size: by which megatron-core scales the loss.
+        state_bytes: bytes of the states of a number of parameters, the dense ones and those of experts.
+    """
+
+    build: Callable[[Unit, WeightGradStore], torch.nn.Module]
+    forward_step: Callable[..., Any]
+    data: Iterator[Any]
+    output_shape: tuple[int, ...]
+    context_parallel_size: int
+    state_bytes: Callable[[int, int], float]
+
+
+def keep_unit(model: Any, unit: Unit) -> None:
+    """Drop all layers of a `GPTModel` but the unit's."""
+    layers = model.decoder.layers
+    model.decoder.layers = torch.nn.ModuleList([] if unit.layer is None else [layers[unit.layer]])
+
+
+def measure_model(models: UnitModels, kinds: Sequence[int], seconds: float = SECONDS) -> ModelCosts:
+    """Measure the costs of a model; a collective call of the whole job, with the same result on every rank.
+
+    Every rank measures every unit, all at the same time. Their median counts: ranks that measure the same differ by
+    noise, of which the slowest would have most. Times are in milliseconds, memory in bytes. `time_r` and `memory_r` of
+    a layer are what full recomputation of it would take and restore. Random states are afterwards what they were.
+
+    Args:
+        kinds: for each layer of the model which layer of `Unit.layer` it is like.
+        seconds: time for all passes; each unit is timed at least once, however long that takes.
+    """
+    layers = [Unit(layer=kind) for kind in range(max(kinds) + 1)]
+    units = [Unit(embeds=True), *layers, Unit(is_last=True)]
+    with _undisturbed():
+        measured = [_measure_unit(models, units, index, seconds / len(units)) for index in range(len(units))]
+    everyone: list[list[UnitCosts]] = [measured] * dist.get_world_size()
+    dist.all_gather_object(everyone, measured)
+    embedding, *of_layers, output = (_median(replicas) for replicas in zip(*everyone, strict=True))
+    return ModelCosts(embedding, tuple(of_layers[kind] for kind in kinds), output)
+
+
+def measure_messages(
+    communicator: type[ChannelCommunicator], group: dist.ProcessGroup, spec: TensorSpec, timeout: timedelta
+) -> float:
+    """Measure the milliseconds of one message between neighbours in a pipeline; a collective call of the whole job.
+
+    Of all pairs of neighbours the slowest counts, because a schedule for faster messages waits there at every one.
+    """
+    slowest = torch.zeros(1, device=torch.cuda.current_device())
+    if group.size() > 1:
+        placement = Placement("linear", group.size())
+        channels = open_channels(communicator, group, placement, spec.device, timeout, lambda memory: None)
+        slowest[0] = max(measure_edges(channels, placement, group.rank(), spec).values())
+        channels.close()
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return slowest.item()
+
+
+def _median(measured: Sequence[UnitCosts]) -> UnitCosts:
+    values = {
+        field.name: statistics.median(getattr(costs, field.name) for costs in measured) for field in fields(UnitCosts)
+    }
+    return UnitCosts(**values)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Let units be built and run inside the `with` block as stages of a pipeline of one rank, and undo the traces."""
+    random_states = Restart([])
+    virtual_size = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    parallel_state.set_pipeline_model_parallel_rank(0)
+    parallel_state.set_pipeline_model_parallel_world_size(1)
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(None)
+    yield
+    parallel_state.set_pipeline_model_parallel_rank(None)
+    parallel_state.set_pipeline_model_parallel_world_size(None)
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(virtual_size)
+    random_states.apply()
+
+
+def _losses_of_experts() -> dict[str, Any]:
+    """Return where megatron-core adds up the losses by which experts are balanced."""
+    try:
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+    except ImportError:  # before megatron-core 0.18
+        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+        return get_moe_layer_wise_logging_tracker()
+    return get_moe_metrics_tracker().metrics
+
+
+def _measure_unit(models: UnitModels, units: Sequence[Unit], index: int, seconds: float) -> UnitCosts:
+    """Measure one unit on this rank; a collective call, because ranks that share a unit must pass it equally often."""
+    unit_run = _UnitRun(models, units, index)
+    start = time.perf_counter()
+    unit_run.run()
+    warm = time.perf_counter()
+    unit_run.run_measured(with_memory=True)
+    for _ in range(_agreed_passes(seconds, warm - start, time.perf_counter() - warm)):
+        unit_run.run_measured()
+    costs = unit_run.costs()
+    unit_run.close()
+    del unit_run
+    # megatron-core makes these anew at a model's first forward, in the size of that model.
+    MTPLossLoggingHelper.tracker.clear()
+    _losses_of_experts().clear()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return costs
+
+
+def _agreed_passes(seconds: float, warm_up: float, one_pass: float) -> int:
+    """Return how many passes follow the first measured one, by the slowest rank; a collective call."""
+    slowest = torch.tensor([warm_up, one_pass], device=torch.cuda.current_device())
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    warm_up, one_pass = slowest.tolist()
+    return max(0, min(_MOST_PASSES - 1, math.floor((seconds - warm_up) / one_pass) - 1))
+
+
+class _UnitRun:
+    """Runs one microbatch after another through a unit, and collects what it measures."""
+
+    def __init__(self, models: UnitModels, units: Sequence[Unit], index: int) -> None:
+        self._models, self._unit, self._index = models, units[index], index
+        self._store = WeightGradStore()
+        self._model: Any = models.build(units[index], self._store)
+        self._placement = Placement("linear", len(units))
+        self._executor = Executor(lower(generate("zb-h1", len(units), 1)), index, MadeUpNeighbours(), self._store)
+        self._profiler = Profiler(self._placement, index)
+        self._device = next(self._model.parameters()).device
+        self._config = get_model_config(self._model)
+        self._config.no_sync_func = self._model.no_sync
+
+    def run_measured(self, *, with_memory: bool = False) -> None:
+        recorder = OpRecorder(
+            device_clock(self._device), memory_meter(self._device, self._store) if with_memory else None
+        )
+        self.run(recorder)
+        self._profiler.add(recorder.take())
+
+    def run(self, recorder: OpRecorder | None = None) -> None:
+        """Run F, B and W of one microbatch. It is the first of two, because DDP reduces gradients with the last one."""
+        stage = MegatronStage(
+            forward_step_func=self._models.forward_step,
+            data_iterators=[self._models.data],
+            model_chunks=[self._model],
+            placement=self._placement,
+            rank=self._index,
+            num_microbatches=2,
+            output_shape=self._models.output_shape,
+            cp_group_size=self._models.context_parallel_size,
+            device=self._device,
+        )
+        self._executor.run(stage, recorder)
+        stage.finish()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def costs(self) -> UnitCosts:
+        """Return the medians of all measured passes."""
+        [measured] = self._profiler.costs()
+        times = measured.times
+        kept, waiting = measured.memory[OpKind.F], measured.memory[OpKind.F] + measured.memory[OpKind.B]
+        is_layer = self._unit.layer is not None
+        input_bytes = math.prod(self._models.output_shape) * self._config.pipeline_dtype.itemsize
+        return UnitCosts(
+            time_f=times[OpKind.F],
+            time_b=times[OpKind.B],
+            time_w=times[OpKind.W],
+            memory_f=kept,
+            memory_b=waiting - kept,
+            # All is released then: what is left on a device are messages, which a stage has one of and not every unit.
+            memory_w=-waiting,
+            time_r=times[OpKind.F] if is_layer else 0.0,
+            memory_r=max(0.0, kept - input_bytes) if is_layer else 0.0,
+            state=self._state_bytes(),
+        )
+
+    def close(self) -> None:
+        """Take the model out of DDP, so that it is freed.
+
+        Some modules keep a tensor of the last forward, and through its graph, into which Python's garbage collector
+        does not look, the hooks of DDP.
+        """
+        self._model.module = None
+
+    def _state_bytes(self) -> float:
+        parameters = [parameter for parameter in unwrap_model(self._model).parameters() if parameter.requires_grad]
+        # megatron-core marks the parameters of experts, whose gradients are reduced over fewer ranks.
+        expert = sum(parameter.numel() for parameter in parameters if not getattr(parameter, "allreduce", True))
+        return self._models.state_bytes(sum(parameter.numel() for parameter in parameters) - expert, expert)

@@ -1,0 +1,115 @@
+"""Measures the costs of the model that the flags describe, before it is built."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel.schedules import get_tensor_shapes
+from megatron.core.transformer import TransformerConfig
+
+from megatron.zero_bubble.job.model_states import Parameters, States
+from megatron.zero_bubble.mcore.placement import chunk_groups
+from megatron.zero_bubble.mcore.transformer_engine import defer_weight_gradients
+from megatron.zero_bubble.mcore.unit_costs import SECONDS, Unit, UnitModels, keep_unit, measure_messages, measure_model
+from megatron.zero_bubble.runtime.communicator import TensorSpec, TorchCommunicator
+from megatron.zero_bubble.runtime.host_communicator import HostCommunicator
+from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
+from megatron.zero_bubble.schedule import Placement
+from megatron.zero_bubble.schedule.model_costs import ModelCosts
+from megatron.zero_bubble.training.arguments import Arguments
+from megatron.zero_bubble.training.data import DataConfig
+from megatron.zero_bubble.training.forward_step import make_forward_step
+from megatron.zero_bubble.training.model import build_gpt, transformer_config, wrap_in_ddp
+
+
+def measured_costs(args: Arguments, data_config: DataConfig, seconds: float = SECONDS) -> ModelCosts:
+    """Measure the costs of the model's units and of a message between ranks; a collective call of all ranks.
+
+    It is called inside of `initialized`, whose placement may be any of the job's pipeline ranks, with the size of the
+    vocabulary known. Every rank gets the same result. Costs are those without full recomputation.
+
+    Args:
+        seconds: time for all passes through all units, see `measure_model`.
+    """
+    config = _unit_config(args, Unit())
+    shape = get_tensor_shapes(
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        decoder_seq_length=args.seq_length,
+        config=config,
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+        cp_group=parallel_state.get_context_parallel_group(),
+    )[0]
+    states = States.of(args, zero_stage=int(args.use_distributed_optimizer))
+    replicas = args.data_parallel_size * args.context_parallel_size
+
+    def state_bytes(dense: int, expert: int) -> float:
+        return states.of_rank(Parameters(dense, expert), replicas, args.expert_model_parallel_size)
+
+    units = UnitModels(
+        build=partial(_build, args),
+        forward_step=make_forward_step(data_config, checks_finite=args.checks_finite),
+        data=itertools.repeat(_microbatch(args, data_config)),
+        output_shape=shape,
+        context_parallel_size=args.context_parallel_size,
+        state_bytes=state_bytes,
+    )
+    costs = measure_model(units, kinds=(0,) * args.num_layers, seconds=seconds)
+    message = measure_messages(
+        HostCommunicator if args.zero_bubble_communicator == "host" else TorchCommunicator,
+        parallel_state.get_pipeline_model_parallel_group(),
+        TensorSpec(shape, config.pipeline_dtype, torch.device(torch.cuda.current_device())),
+        timedelta(minutes=args.distributed_timeout_minutes),
+    )
+    return replace(costs, time_comm=message)
+
+
+def _build(args: Arguments, unit: Unit, store: WeightGradStore) -> DistributedDataParallel:
+    config = _unit_config(args, unit)
+    if args.transformer_impl == "transformer_engine":
+        defer_weight_gradients(config)
+    # No communication but that of the forward and backward: replicas neither gather nor reduce.
+    alone = replace(args, use_distributed_optimizer=False, overlap_grad_reduce=False, overlap_param_gather=False)
+    groups = chunk_groups(Placement("linear", 1), 0, 0)
+    model = build_gpt(alone, config, groups, None, embeds=unit.embeds, is_last=unit.is_last)
+    keep_unit(model, unit)
+    [wrapped] = wrap_in_ddp(alone, config, [model], store)
+    return wrapped
+
+
+def _unit_config(args: Arguments, unit: Unit) -> TransformerConfig:
+    """The model's configuration with one layer, for a pipeline of one rank, without full recomputation."""
+    unit_args = replace(
+        args,
+        num_layers=1,
+        mtp_num_layers=args.mtp_num_layers if unit.is_last else None,
+        pipeline_model_parallel_size=1,
+        pipeline_model_parallel_layout=None,
+        decoder_first_pipeline_num_layers=None,
+        decoder_last_pipeline_num_layers=None,
+    )
+    if args.recompute_granularity == "full":
+        unit_args = replace(unit_args, recompute_granularity=None, recompute_method=None, recompute_num_layers=None)
+    return transformer_config(unit_args, 1, None)
+
+
+def _microbatch(args: Arguments, data_config: DataConfig) -> dict[str, torch.Tensor]:
+    """A microbatch of random tokens, as the data loader gives it: for the whole context-parallel group."""
+    sizes = (args.micro_batch_size, args.seq_length)
+    tokens = torch.randint(args.padded_vocab_size, sizes, generator=torch.Generator().manual_seed(0), device="cpu")
+    microbatch = {
+        "tokens": tokens,
+        "labels": tokens,
+        "loss_mask": torch.ones(sizes, device="cpu"),
+        "position_ids": torch.arange(args.seq_length, device="cpu").expand(sizes),
+    }
+    if data_config.create_attention_mask:
+        square = torch.ones(args.micro_batch_size, 1, args.seq_length, args.seq_length, dtype=torch.bool, device="cpu")
+        microbatch["attention_mask"] = square.triu(1)
+    return microbatch
