@@ -64,6 +64,8 @@ def replace_parallel_state(args: Arguments, placement: Placement) -> None:
     groups = dist.distributed_c10d._world.pg_map
     old = [group for group in groups if group != dist.group.WORLD]
     parallel_state.destroy_model_parallel()
+    # megatron-core leaves these, and a rank that is no longer at an end of the model would still reduce embeddings.
+    parallel_state._EMBEDDING_GLOBAL_RANKS = None
     # megatron-core forgets most of its groups, whose threads and communicators would stay.
     for group in old:
         if group in groups:

@@ -1,0 +1,57 @@
+"""Two ranks measure the same costs, and then make megatron-core's state anew for another placement."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron.zero_bubble.cli.trainings import complete_arguments
+from megatron.zero_bubble.schedule import Placement
+from megatron.zero_bubble.training.initialize import initialized, replace_parallel_state
+from megatron.zero_bubble.training.pretrain import make_data_config
+from megatron.zero_bubble.training.unit_models import measured_costs
+from tests.launch import TINY_GPT, run_forked
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the CPU, for which megatron-core is adapted")
+
+
+def num_threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def measure_and_replace(rank: int, num_ranks: int, port: int) -> None:
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+    os.environ.update({name: str(value) for name, value in places.items()})
+    flags = [*TINY_GPT, "--pipeline-model-parallel-size", "2", "--tensor-model-parallel-size", "1"]
+    args = complete_arguments(flags, num_ranks, "test", has_cuda=False)
+    dist.init_process_group("gloo", store=dist.TCPStore("localhost", port), rank=rank, world_size=num_ranks)
+    in_a_v, linear = Placement("v", num_ranks, 2), Placement("linear", num_ranks)
+    with initialized(args, linear):
+        state = torch.get_rng_state()
+        costs = measured_costs(args, make_data_config(args), seconds=0)
+        everyone = [costs] * num_ranks
+        dist.all_gather_object(everyone, costs)
+        assert everyone == [costs] * num_ranks
+        assert costs.time_comm > 0
+        replace_parallel_state(args, linear)
+        assert torch.equal(torch.get_rng_state(), state)
+        threads = num_threads()
+        for _ in range(5):
+            replace_parallel_state(args, in_a_v)
+        assert num_threads() <= threads, (num_threads(), threads)
+        assert parallel_state.get_virtual_pipeline_model_parallel_world_size() == 2
+        assert parallel_state.is_rank_in_embedding_group() == (rank == 0), "both ends of a V are on rank 0"
+        total = torch.ones(1)
+        dist.all_reduce(total, group=parallel_state.get_pipeline_model_parallel_group())
+        assert total == num_ranks
+    dist.destroy_process_group()
+
+
+def test_ranks_agree_on_costs_and_old_groups_leave_no_threads():
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    assert run_forked(2, measure_and_replace, (store.port,), timeout=120) == 0
