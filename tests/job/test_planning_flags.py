@@ -263,3 +263,16 @@ def test_the_block_tells_limits_and_what_operations_need_inside():
     assert "an operation needs" not in describe(quiet)
     assert "memory limit 1.0 MiB" in describe(quiet)
     assert "above the memory limit" in describe(quiet)
+
+
+@pytest.mark.parametrize(
+    ("dropout", "group", "size"),
+    [(("0", "0"), None, None), (("0.1", "0"), None, 2), (("0", "0.1"), None, 2), (("0", "0"), "4", 4)],
+)
+def test_forwards_of_several_chunks_keep_their_order_where_dropout_depends_on_it(dropout, group, size):
+    changes = {
+        **{"--pipeline-model-parallel-size": "2", "--num-virtual-stages-per-pipeline-rank": "2", "--zero-bubble": None},
+        **{"--global-batch-size": "8", "--attention-dropout": dropout[0], "--hidden-dropout": dropout[1]},
+        **({"--microbatch-group-size-per-virtual-pipeline-stage": group} if group else {}),
+    }
+    assert checked_job(changes, world_size=2).plan.group_size == size

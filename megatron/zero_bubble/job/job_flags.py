@@ -49,6 +49,8 @@ class JobFlags(ParallelFlags, ZeroBubbleFlags):
     recompute_num_layers: int | None = None
     fp8: str | None = None
     fp4: str | None = None
+    attention_dropout: float = 0.0
+    hidden_dropout: float = 0.0
     untie_embeddings_and_output_weights: bool = False
     calculate_per_token_loss: bool = False
     log_num_zeros_in_grad: bool = False

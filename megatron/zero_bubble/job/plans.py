@@ -43,9 +43,10 @@ def choose_plan(flags: JobFlags) -> Plan | None:
     with _as_users_mistake(flags, name):
         if not name.startswith(_FILE):
             plan = Plan.named(name, num_ranks, num_chunks)
-            group_size = flags.microbatch_group_size_per_virtual_pipeline_stage
             limit = _limit_before_measuring(flags, plan.placement)
-            return replace(plan, memory_limit=limit, group_size=group_size, recompute=flags.recompute)
+            return replace(
+                plan, memory_limit=limit, group_size=_group_size(flags, plan.placement), recompute=flags.recompute
+            )
         plan = replace(Plan.of(_read(Path(name.removeprefix(_FILE)))), recompute=flags.recompute)
         if plan.given is not None and plan.given.recomputes and flags.recompute is Recompute.NONE:
             raise ScheduleError(
@@ -56,6 +57,18 @@ def choose_plan(flags: JobFlags) -> Plan | None:
         if num_chunks is not None and plan.placement.num_chunks != num_chunks:
             raise ScheduleError(f"the schedule is for {plan.placement.num_chunks} chunks a rank, not {num_chunks}")
         return plan
+
+
+def _group_size(flags: JobFlags, placement: Placement) -> int | None:
+    """The microbatches of a group that passes through a chunk before the next one; None if a planner may choose.
+
+    With dropout the order of the forwards of several chunks decides which random numbers they draw: megatron-core's
+    order stays, with groups of as many microbatches as there are ranks.
+    """
+    given = flags.microbatch_group_size_per_virtual_pipeline_stage
+    if given is None and placement.kind == "interleaved" and (flags.attention_dropout or flags.hidden_dropout):
+        return placement.num_ranks
+    return given
 
 
 def _check_recomputation(flags: JobFlags, name: str) -> None:

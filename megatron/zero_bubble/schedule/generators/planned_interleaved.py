@@ -11,6 +11,7 @@ from megatron.zero_bubble.schedule.generators.interleaved import interleaved_1f1
 from megatron.zero_bubble.schedule.ir import Schedule
 from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation
 from megatron.zero_bubble.schedule.search.event_loop import GapRule, Keeping, PlannedOrders
+from megatron.zero_bubble.schedule.search.grouped import GroupPolicy, alternating_orders, even_groups
 from megatron.zero_bubble.schedule.search.portfolio import Portfolio, best_of, fits
 from megatron.zero_bubble.schedule.search.problem import Order, Problem
 
@@ -18,12 +19,18 @@ BUDGET = 600_000
 """Operations to plan in all candidates together: a second or so."""
 LEAST_CANDIDATES = 12
 """Candidates to try however large the schedule is."""
+SLOPES = (2, 1, 1.5, 0.75, 1.25)
+"""How many F more than the next rank a rank begins with; 2 is Megatron's."""
+
+Groups = tuple[int, ...]
+"""The sizes of the groups in which microbatches pass through the chunks."""
 
 
 def best_interleaved(name: str, group_size: int | None, problem: Problem) -> Schedule:
     """The best of what is planned and of the named interleaved schedules that fit.
 
-    Groups have `group_size` microbatches, by default as many as there are ranks.
+    With a `group_size` the forwards of every rank are in the order of such groups, if that fits; otherwise the sizes of
+    groups are planned, too.
     """
     candidates = []
     if problem.is_feasible:
@@ -32,6 +39,11 @@ def best_interleaved(name: str, group_size: int | None, problem: Problem) -> Sch
         if plan.cost <= problem.bound * (1 + 1e-9):
             return candidates[0]
     candidates += (schedule for schedule in _named(problem, group_size) if fits(schedule, problem))
+    if problem.recompute is Recompute.FULL:
+        inside = _recomputing_inside(problem)
+        if inside.is_feasible:
+            apart = with_recomputation(best_interleaved(name, group_size, inside))
+            candidates += [apart] * fits(apart, problem)
     if not candidates:
         problem.check_feasible()
     return replace(best_of(candidates, problem), name=name)
@@ -48,45 +60,96 @@ def _named(problem: Problem, group_size: int | None) -> Iterator[Schedule]:
                 group_size=group_size,
             )
         except ScheduleError:
-            if group_size is not None:
-                raise
             return
         yield with_recomputation(schedule) if problem.recompute is Recompute.FULL else schedule
 
 
-def plan_interleaved(problem: Problem, group_size: int | None = None) -> PlannedOrders:
-    """The best plan found for several chunks a rank; `group_size` as above."""
-    portfolio = Portfolio(problem.bound, max(BUDGET, LEAST_CANDIDATES * problem.num_ops))
+def _recomputing_inside(problem: Problem) -> Problem:
+    """The same problem with R in B."""
+    return replace(problem, costs=problem.costs.recomputing_in_backward(), recompute=Recompute.NONE)
+
+
+def plan_interleaved(problem: Problem, group_size: int | None = None, budget: int = BUDGET) -> PlannedOrders:
+    """The best plan found for several chunks a rank; `group_size` as above, `budget` as `BUDGET`."""
+    portfolio = Portfolio(problem.bound, max(budget, LEAST_CANDIDATES * problem.num_ops))
     portfolio.in_order(problem, problem.one_by_one())
-    keepings = (Keeping(), Keeping(defers_weights=True))[: 1 + problem.recomputes]
-    for orders, rule, keeping in product(_candidates(problem, group_size), GapRule, keepings):
-        if not portfolio.finished:
-            portfolio.fill(problem, orders, rule, keeping=keeping)
-    if problem.recompute is Recompute.PLANNED:
-        portfolio.drop_into_idle_time(problem)
+    without_overlap = portfolio.cost
+    if group_size is not None:
+        given = range(0, problem.num_microbatches, group_size)
+        _try(portfolio, problem, [tuple(min(group_size, problem.num_microbatches - first) for first in given)])
+    if group_size is None or portfolio.cost == without_overlap:
+        _try(portfolio, problem, _choices_of_groups(problem))
     assert portfolio.best is not None, "one microbatch after the other fits in any limit that is feasible"
     return portfolio.best
 
 
-def _candidates(problem: Problem, group_size: int | None) -> Iterator[list[Order]]:
-    """Orders of F and B, the most promising first."""
-    p, m = problem.num_ranks, problem.num_microbatches
-    # No group is smaller than p, where there are as many: ranks would wait for its first microbatch to come back.
-    num_groups = max(1, m // p)
-    groups = [m // num_groups + (number < m % num_groups) for number in range(num_groups)]
-    if group_size is not None:
-        groups = [min(group_size, m - first) for first in range(0, m, group_size)]
-    before_last_chunk = (problem.placement.num_chunks - 1) * groups[0]
-    for factor in (2, 1):
-        yield [_alternating(problem, rank, groups, before_last_chunk + factor * (p - 1 - rank)) for rank in range(p)]
+def _choices_of_groups(problem: Problem) -> list[Groups]:
+    """Even groups, first those in which ranks hold as much as they may, then ever smaller and larger ones.
+
+    Rank 0 holds (K (v-1) + p) / v M_B with groups of K, where every rank is one F ahead of the next. In less memory than
+    that takes, the best groups are found to be about as large as three quarters of what is held.
+    """
+    p, v, m = problem.num_ranks, problem.placement.num_chunks, problem.num_microbatches
+    held = min(
+        limit / max(1e-9 * limit, sum(problem.footprints[stage].whole for stage in stages))
+        for limit, stages in zip(problem.limits, problem.stages_of, strict=True)
+    )
+    most = min(p, m)
+    size = round(max(1, min(most, max((v * held - p) / (v - 1), 0.75 * held))))
+    step = 1 + size // 8
+    near = (size + sign * number * step for number in range(most) for sign in (-1, 1))
+    sizes = [size, *(other for other in near if 1 <= other <= most), min(m, most + 2)]
+    return list(dict.fromkeys(even_groups(m, size) for size in sizes))
 
 
-def _alternating(problem: Problem, rank: int, groups: Sequence[int], warmup: int) -> Order:
-    """The F and B of these groups of microbatches in turn, after `warmup` F."""
-    size, stages = problem.num_stages, problem.stages_of[rank]
-    forwards = [stage for group in groups for stage in stages for _ in range(group)]
-    backwards = [size + stage for group in groups for stage in reversed(stages) for _ in range(group)]
-    order = forwards[:warmup]
-    for number, backward in enumerate(backwards):
-        order += [*forwards[warmup + number : warmup + number + 1], backward]
-    return order
+def _try(portfolio: Portfolio, problem: Problem, choices: Sequence[Groups]) -> None:
+    """Try plans with these groups, the most promising first."""
+    if problem.recomputes:
+        _try_recomputing(portfolio, problem, choices)
+        return
+    usual = even_groups(problem.num_microbatches, problem.num_ranks)
+    _try_alternating(portfolio, problem, usual if usual in choices else choices[0], SLOPES[:2])
+    enough = portfolio.budget // 2
+    tried = []
+    for groups in choices:
+        if portfolio.finished or (tried and portfolio.budget < enough):
+            break
+        tried.append((portfolio.grouped(problem, GroupPolicy(groups)), groups))
+    for _, groups in sorted(tried)[:2]:
+        _try_rules(portfolio, problem, groups)
+        _try_alternating(portfolio, problem, groups, SLOPES)
+
+
+def _try_rules(portfolio: Portfolio, problem: Problem, groups: Groups) -> None:
+    p = problem.num_ranks
+    before_last_chunk = (problem.placement.num_chunks - 1) * max(groups)
+    leads = [None, *(tuple(before_last_chunk + 1 + round(slope * (p - 1 - r)) for r in range(p)) for slope in (2, 1))]
+    rules = product(leads, (False, True), (GapRule.BALANCED, GapRule.NEVER), (GapRule.ALWAYS, GapRule.BALANCED))
+    for lead, orders_backwards, weights, forwards in rules:
+        if not portfolio.finished:
+            portfolio.grouped(problem, GroupPolicy(groups, lead, weights, forwards, orders_backwards))
+
+
+def _try_alternating(portfolio: Portfolio, problem: Problem, groups: Groups, slopes: Sequence[float]) -> None:
+    keepings = (Keeping(), Keeping(defers_weights=True))[: 1 + problem.recomputes]
+    for slope, rule, keeping in product(slopes, GapRule, keepings):
+        if not portfolio.finished:
+            portfolio.fill(problem, alternating_orders(problem, groups, slope), rule, keeping=keeping)
+
+
+def _try_recomputing(portfolio: Portfolio, problem: Problem, choices: Sequence[Groups]) -> None:
+    """Try the orders of plans without R apart, and F and B in turn."""
+    keeping = replace(problem, costs=problem.costs.keeping_everything(), recompute=Recompute.NONE)
+    for other in (_recomputing_inside(problem), keeping):
+        if other.is_feasible and not portfolio.finished:
+            orders = _without_weights(problem, plan_interleaved(other, budget=BUDGET // 3))
+            for rule, defers in product(GapRule, (False, True)):
+                portfolio.fill(problem, orders, rule, keeping=Keeping(defers))
+    for groups in choices[:3]:
+        _try_alternating(portfolio, problem, groups, SLOPES)
+    if problem.recompute is Recompute.PLANNED:
+        portfolio.drop_into_idle_time(problem)
+
+
+def _without_weights(problem: Problem, plan: PlannedOrders) -> list[Order]:
+    return [[code for code in order if code < 2 * problem.num_stages] for order in plan.orders]

@@ -13,11 +13,12 @@ from megatron.zero_bubble.schedule.recomputation import Recompute, num_recompute
 from megatron.zero_bubble.schedule.search.event_loop import GapRule, Keeping, PlannedOrders
 from megatron.zero_bubble.schedule.search.fill import fill_weights, run_in_order
 from megatron.zero_bubble.schedule.search.greedy import Policy, list_schedule
+from megatron.zero_bubble.schedule.search.grouped import GroupPolicy, plan_in_groups
 from megatron.zero_bubble.schedule.search.problem import Order, Problem, tolerance
 from megatron.zero_bubble.schedule.simulate import simulate
 
 GREEDY_WEIGHT = 3
-"""How much longer `list_schedule` takes for an operation than `fill_weights`."""
+"""How much longer `list_schedule` and `plan_in_groups` take for an operation than `fill_weights`."""
 
 
 class Portfolio:
@@ -64,6 +65,13 @@ class Portfolio:
         """Try a policy; its cost, infinity if it does not work."""
         self.budget -= GREEDY_WEIGHT * problem.num_ops
         plan = list_schedule(problem, policy)
+        self.offer(plan)
+        return plan.cost if plan is not None else float("inf")
+
+    def grouped(self, problem: Problem, policy: GroupPolicy) -> float:
+        """Try a policy for several chunks a rank; its cost, infinity if it does not work."""
+        self.budget -= GREEDY_WEIGHT * problem.num_ops
+        plan = plan_in_groups(problem, policy)
         self.offer(plan)
         return plan.cost if plan is not None else float("inf")
 
