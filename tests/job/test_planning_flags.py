@@ -271,8 +271,12 @@ def test_the_block_tells_limits_and_what_operations_need_inside():
 )
 def test_forwards_of_several_chunks_keep_their_order_where_dropout_depends_on_it(dropout, group, size):
     changes = {
-        **{"--pipeline-model-parallel-size": "2", "--num-virtual-stages-per-pipeline-rank": "2", "--zero-bubble": None},
-        **{"--global-batch-size": "8", "--attention-dropout": dropout[0], "--hidden-dropout": dropout[1]},
-        **({"--microbatch-group-size-per-virtual-pipeline-stage": group} if group else {}),
+        "--pipeline-model-parallel-size": "2",
+        "--num-virtual-stages-per-pipeline-rank": "2",
+        "--microbatch-group-size-per-virtual-pipeline-stage": group or "",
+        "--global-batch-size": "8",
+        "--zero-bubble": None,
+        "--attention-dropout": dropout[0],
+        "--hidden-dropout": dropout[1],
     }
     assert checked_job(changes, world_size=2).plan.group_size == size

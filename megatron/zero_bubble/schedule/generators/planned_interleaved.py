@@ -86,8 +86,8 @@ def plan_interleaved(problem: Problem, group_size: int | None = None, budget: in
 def _choices_of_groups(problem: Problem) -> list[Groups]:
     """Even groups, first those in which ranks hold as much as they may, then ever smaller and larger ones.
 
-    Rank 0 holds (K (v-1) + p) / v M_B with groups of K, where every rank is one F ahead of the next. In less memory than
-    that takes, the best groups are found to be about as large as three quarters of what is held.
+    Rank 0 holds (K (v-1) + p) / v M_B with groups of K, where every rank is one F ahead of the next. In less memory
+    than that takes, the best groups are found to be about as large as three quarters of what is held.
     """
     p, v, m = problem.num_ranks, problem.placement.num_chunks, problem.num_microbatches
     held = min(
@@ -110,7 +110,7 @@ def _try(portfolio: Portfolio, problem: Problem, choices: Sequence[Groups]) -> N
     usual = even_groups(problem.num_microbatches, problem.num_ranks)
     _try_alternating(portfolio, problem, usual if usual in choices else choices[0], SLOPES[:2])
     enough = portfolio.budget // 2
-    tried = []
+    tried: list[tuple[float, Groups]] = []
     for groups in choices:
         if portfolio.finished or (tried and portfolio.budget < enough):
             break
