@@ -29,7 +29,7 @@ def groups() -> Iterator[None]:
 
 def job(*flags: str, plan: Plan | None = PLAN) -> JobSettings:
     given = parse_arguments([*TINY_GPT, "--pipeline-model-parallel-size", "2", *flags])
-    return JobSettings(JobFlags.of(given), plan, PLAN.placement, None)
+    return JobSettings(JobFlags.of(given), plan, PLAN.placement, (2, 2), None)
 
 
 def model(*, is_split: bool) -> list[Any]:

@@ -32,6 +32,9 @@ UNTIED = ("--untie-embeddings-and-output-weights", "--overlap-grad-reduce")
 CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "2")
 UNCLIPPED = ("--pipeline-model-parallel-size", "2", "--clip-grad", "0", "--num-layers", "6")
 """Across placements the order of adding up the norm differs, and nothing else."""
+UNEVEN = ("--decoder-first-pipeline-num-layers", "3")
+DRAWN = ("--keep-initial-weights", "--hidden-dropout", "0.1", "--seed", "7")
+"""Weights and dropout come from random states, and not from the names of the parameters."""
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +51,8 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "base-untied": (None, (*P2, *UNTIED)),
         "zb-2p-untied": ({"schedule": "zb-2p"}, (*P2, *UNTIED)),
         "planned": ({"profile_iters": [1, 2], "timeline": str(folder / "timeline"), "strict": True}, P2),
+        "seeded": ({"schedule": "zb-h1", "seed_by_layer": True}, (*UNCLIPPED, *DRAWN)),
+        "seeded-in-a-v": ({"schedule": "zb-v", "seed_by_layer": True}, (*UNCLIPPED, *CHUNKS, *UNEVEN, *DRAWN)),
         "base-again": (None, P2),
         "base-logged-sometimes": (None, (*SOMETIMES, "--save", plain)),
         "post-validated": (POST_VALIDATION, (*SOMETIMES, "--save", plain)),
@@ -74,7 +79,7 @@ def chunk_logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("chunks")
     trainings = {
         "base-unclipped": (None, UNCLIPPED),
-        "zb-v": ({"schedule": "zb-v"}, (*UNCLIPPED, *CHUNKS, "--decoder-first-pipeline-num-layers", "3")),
+        "zb-v": ({"schedule": "zb-v"}, (*UNCLIPPED, *CHUNKS, *UNEVEN)),
         "base-chunks": (None, (*P2, *CHUNKS)),
         "interleaved-zb": ({"schedule": "interleaved-zb"}, (*P2, *CHUNKS)),
     }
@@ -129,6 +134,12 @@ def test_the_steps_of_any_optimizer_are_undone(optimizer_logs: Path, optimizer: 
 @pytest.mark.exhaustive
 def test_numbers_of_two_chunks_a_rank_are_those_of_the_script_alone(chunk_logs: Path) -> None:
     assert numbers_of(chunk_logs, "interleaved-zb") == numbers_of(chunk_logs, "base-chunks")
+
+
+def test_seeds_of_layers_draw_the_same_in_an_uneven_v(logs: Path) -> None:
+    ours, theirs = (numbers_of(logs, training) for training in ("seeded-in-a-v", "seeded"))
+    assert ours[0:8:2] + ours[8:] == theirs[0:8:2] + theirs[8:]
+    assert len(set(ours)) == len(ours)
 
 
 @pytest.mark.exhaustive

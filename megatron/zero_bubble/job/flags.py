@@ -83,6 +83,10 @@ class ZeroBubbleFlags:
         choices=("snapshot", "inverse"),
     )
     zero_bubble_rollback_on_host: bool = flag("keep the snapshot's copy in host memory", False)
+    zero_bubble_seed_by_layer: bool = flag(
+        "draw each layer's initial weights and dropout from its own seed, wherever it lies; works without a schedule",
+        False,
+    )
     zero_bubble_timeline: str | None = flag("folder for drawings and traces of what every rank did", None)
     zero_bubble_timeline_iters: list[int] | None = flag(
         "FIRST LAST: the iterations to draw (default: the two after the profile)", None, nargs=2

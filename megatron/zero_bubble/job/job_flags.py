@@ -42,6 +42,7 @@ class JobFlags(ParallelFlags, ZeroBubbleFlags):
     train_iters: int | None = None
     """Iterations of the whole training; None if a script counts samples instead."""
     exit_interval: int | None = None
+    seed: int = 1234
     optimizer: str = "adam"
     transformer_impl: str = "local"
     recompute_granularity: str | None = None

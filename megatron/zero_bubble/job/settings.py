@@ -30,6 +30,7 @@ class JobSettings:
         placement: which rank holds which stages.
         partition: the layers of every stage, in model order.
         planning: how costs are measured and used for planning; None if neither is done.
+        is_placement_chosen: whether we choose the placement, so that no number may depend on where a layer lies.
     """
 
     flags: JobFlags
@@ -37,6 +38,12 @@ class JobSettings:
     placement: Placement
     partition: Partition
     planning: PlanningOptions | None
+    is_placement_chosen: bool = False
+
+    @property
+    def seeds_by_layer(self) -> bool:
+        """Whether initial weights and dropout are drawn from seeds of layers and not from seeds of ranks."""
+        return self.is_placement_chosen or self.flags.zero_bubble_seed_by_layer
 
     @property
     def log_rank(self) -> int:

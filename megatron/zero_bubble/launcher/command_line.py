@@ -56,6 +56,11 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
         flags, rest = take_flags(LaunchFlags, _GROUPS, argv)
         flags = translated(flags)
         check_zero_bubble_flags(flags)
+        if flags.zero_bubble_seed_by_layer and not flags.asks_for_schedule:
+            raise ValueError(
+                "--zero-bubble-seed-by-layer needs --zero-bubble or --zero-bubble-schedule, without which the script "
+                "runs untouched"
+            )
     wants_help = any(argument in ("-h", "--help") for argument in rest)
     for argument in rest:
         name = argument.split("=")[0]

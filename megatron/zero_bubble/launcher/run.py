@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from argparse import Namespace
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +30,7 @@ from megatron.zero_bubble.mcore.linear import split_weight_gradients
 from megatron.zero_bubble.mcore.placement import check_layers_built
 from megatron.zero_bubble.mcore.step_settings import refuse_unsplit_recomputation, refuse_unsupported
 from megatron.zero_bubble.mcore.transformer_engine import defer_weight_gradients
+from megatron.zero_bubble.mcore.unit_seeds import drawn_by_unit, initialized_by_unit
 from megatron.zero_bubble.runtime.watchdog import Watchdog
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Infeasible
@@ -62,6 +64,7 @@ class Run:
         placement = self._job.placement
         self._store = WeightGradStore(placement.num_chunks)
         self._chunks: list[torch.nn.Module] = []
+        self._resources = ExitStack()
         self.post_validation = ScriptPostValidation(script, self._job)
         self._forward_backward: ForwardBackward | None = None
         self._timeline: TimelineWriter | None = None
@@ -89,9 +92,12 @@ class Run:
         if self._job.flags.transformer_impl == _TRANSFORMER_ENGINE:
             defer_weight_gradients(call["config"])
         if self.v_placement is not None:
-            self.v_placement.build(call)
-        else:
+            self.v_placement.place(call)
+        by_unit = initialized_by_unit(self._job.flags.seed, is_first_stage=call["pre_process"])
+        with by_unit if self._job.seeds_by_layer else nullcontext():
             call.proceed()
+        if self.v_placement is not None:
+            self.v_placement.add_built(call["self"])
 
     def wrap_in_ddp(self, call: Call) -> None:
         """Hook around the constructor of megatron-core's DDP: split the linear layers of the wrapped chunk."""
@@ -132,6 +138,10 @@ class Run:
             check_layers_built(flags.num_layers, job.placement, self._chunks)
             describe(job, self._chunks)
         describe_places(job, is_megatron_lm=True)
+        if job.seeds_by_layer:
+            with users_mistakes():
+                by_unit = drawn_by_unit(flags.seed, self._chunks, lambda: self._iteration + self.num_steps)
+                self._resources.enter_context(by_unit)
         post_validation = self.post_validation.build(self._chunks) if flags.zero_bubble_post_validation else None
         self._forward_backward = run_plan(job, self._store, self._iteration, post_validation)
         self._timeline = open_timeline(job, self._forward_backward, self._iteration)
@@ -156,6 +166,7 @@ class Run:
 
     def close(self) -> None:
         """Close the watchdog and the channels, which use the process groups. A second call does nothing."""
+        self._resources.close()
         if self._watchdog is not None:
             self._watchdog.close()
             self._watchdog = None

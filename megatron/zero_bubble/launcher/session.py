@@ -91,6 +91,24 @@ class Session:
             ("run_function", "distribute_saved_activations"),
             "runs a block of layers and keeps only its input; R runs the block again, ahead of its backward",
         )
+        yield Needed(
+            "megatron.core.transformer.transformer_layer",
+            "TransformerLayer.__init__",
+            ("config", "layer_number", "pg_collection", "vp_stage"),
+            "builds a layer; with `--zero-bubble-seed-by-layer` the layer's seed is set before",
+        )
+        yield Needed(
+            "megatron.core.transformer.multi_token_prediction",
+            "MultiTokenPredictionLayer.__init__",
+            ("layer_number",),
+            "builds a layer of multi-token prediction; its seed is set before, likewise",
+        )
+        yield Needed(
+            "megatron.core.pipeline_parallel.schedules",
+            "set_current_microbatch",
+            ("model", "microbatch_id"),
+            "tells a layer its microbatch, from which the seed of its dropout follows",
+        )
 
     @property
     def run(self) -> Run:

@@ -26,7 +26,7 @@ class VPlacement:
 
     def __init__(self, placement: Placement, layout: str) -> None:
         self._placement, self._layout = placement, layout
-        self._chunks: list[torch.nn.Module] = []
+        self._chunks: list[Any] = []
         self._running: int | None = None
         """The stage whose forward step runs now; None outside of forward steps."""
 
@@ -49,8 +49,8 @@ class VPlacement:
         call.proceed()
         place_layout(config, self._placement, parallel_state.get_pipeline_model_parallel_rank())
 
-    def build(self, call: Call) -> None:
-        """Hook around the constructor of `GPTModel`: give the chunk the layers, embedding and loss of its stage."""
+    def place(self, call: Call) -> None:
+        """Give the chunk that a call of `GPTModel`'s constructor builds the embedding and the loss of its stage."""
         chunk = call["vp_stage"]
         assert chunk is not None, "the script builds two chunks a rank: checked at its start"
         rank = parallel_state.get_pipeline_model_parallel_rank()
@@ -58,8 +58,10 @@ class VPlacement:
         call["pre_process"] = stage == 0
         call["post_process"] = stage == self._placement.num_stages - 1
         call["pg_collection"] = chunk_groups(self._placement, rank, chunk)
-        call.proceed()
-        self._chunks.append(call["self"])
+
+    def add_built(self, chunk: Any) -> None:
+        """Take a chunk that is built; with the last one, copy what the first and the last stage share."""
+        self._chunks.append(chunk)
         if len(self._chunks) == self._placement.num_chunks:
             copy_tied_embedding(self._chunks)
             self._chunks = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import traceback
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from megatron.zero_bubble.mcore.linear import fuses_accumulation, split_weight_g
 from megatron.zero_bubble.mcore.placed_layout import place_layout
 from megatron.zero_bubble.mcore.placement import chunk_groups, copy_tied_embedding
 from megatron.zero_bubble.mcore.transformer_engine import defer_weight_gradients
+from megatron.zero_bubble.mcore.unit_seeds import initialized_by_unit
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.schedule.errors import one_line
@@ -127,6 +129,8 @@ def build_model(
     placement: Placement,
     store: WeightGradStore | None,
     rank: int | None = None,
+    *,
+    seeds_by_layer: bool = False,
 ) -> list[torch.nn.Module]:
     """A pipeline rank's model chunks, wrapped in megatron-core's DDP.
 
@@ -134,6 +138,7 @@ def build_model(
         placement: which stages each rank holds.
         store: takes the weight gradients that B defers; None does not split the linear layers' backward.
         rank: the pipeline rank, by default this process's; another one if the process stands in for that rank.
+        seeds_by_layer: whether each layer draws its initial weights from a seed of its own.
 
     Raises:
         ValueError: megatron-core refuses the model.
@@ -145,7 +150,11 @@ def build_model(
     if args.zero_bubble_recompute is not None:
         checkpoint_every_layer(config)
     place_layout(config, placement, rank)
-    chunks = [_build_chunk(args, config, placement, rank, chunk) for chunk in range(placement.num_chunks)]
+    chunks: list[torch.nn.Module] = []
+    for chunk, stage in enumerate(placement.stages_of(rank)):
+        by_unit = initialized_by_unit(args.seed, is_first_stage=stage == 0)
+        with by_unit if seeds_by_layer else nullcontext():
+            chunks.append(_build_chunk(args, config, placement, rank, chunk))
     copy_tied_embedding(chunks)
     wrapped = wrap_in_ddp(args, config, chunks, store)
     for chunk in wrapped:

@@ -23,6 +23,7 @@ from megatron.zero_bubble.job.stalls import open_watchdog
 from megatron.zero_bubble.job.start_up import print_rank_0
 from megatron.zero_bubble.mcore.finite import FiniteCheck
 from megatron.zero_bubble.mcore.placement import check_layers_built
+from megatron.zero_bubble.mcore.unit_seeds import drawn_by_unit
 from megatron.zero_bubble.runtime.joint import on_rank
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Infeasible
@@ -98,7 +99,9 @@ def _build_trainer(
     timers = Timers(args.timing_log_level, "minmax") if args.timing_log_level else None
     config = transformer_config(args, placement.num_chunks, timers)
     store = WeightGradStore(placement.num_chunks) if job.plan else None
-    model = build_model(args, config, placement, store)
+    model = build_model(args, config, placement, store, seeds_by_layer=job.seeds_by_layer)
+    if job.seeds_by_layer:
+        resources.enter_context(drawn_by_unit(args.seed, model, lambda: progress.iteration))
     check_layers_built(args.num_layers, placement, model)
     optimizer = build_optimizer(args, model, config)
     scheduler = build_lr_scheduler(args, optimizer)

@@ -23,7 +23,7 @@ def model_provider(pre_process, post_process, vp_stage, pg_collection):
         hidden_size=args.hidden_size,
         num_attention_heads=args.num_attention_heads,
         attention_dropout=0.0,
-        hidden_dropout=0.0,
+        hidden_dropout=args.hidden_dropout,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
         pipeline_dtype=torch.float32,

@@ -36,9 +36,11 @@ def parse_args(argv=None):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--clip-grad", type=float, default=1.0)
     parser.add_argument("--optimizer", default="adamw", choices=("adamw", "adam", "sgd", "adagrad"))
+    parser.add_argument("--hidden-dropout", type=float, default=0.0)
+    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--sgd-momentum", type=float, default=0.9)
     switches = ("untie-embeddings-and-output-weights", "use-distributed-optimizer", "overlap-grad-reduce")
-    for name in (*switches, "exit-signal-handler"):
+    for name in (*switches, "exit-signal-handler", "keep-initial-weights"):
         parser.add_argument(f"--{name}", action="store_true")
     for name in ("save", "load", "recompute-granularity", "recompute-method"):
         parser.add_argument(f"--{name}", default=None)
@@ -72,8 +74,8 @@ def initialize_megatron(argv=None, allow_no_cuda=False):
     args.signals = []
     if args.exit_signal_handler:
         signal.signal(signal.SIGTERM, lambda number, frame: args.signals.append(number))
-    torch.manual_seed(1)
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    torch.manual_seed(args.seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(args.seed)
     init_num_microbatches_calculator(
         args.rank, None, args.global_batch_size, args.micro_batch_size, args.data_parallel_size
     )

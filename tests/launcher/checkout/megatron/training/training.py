@@ -58,7 +58,8 @@ def get_model(model_provider):
             groups,
         )
         chunk.vp_stage = vp_stage
-        initialize_by_name(chunk)
+        if not args.keep_initial_weights:
+            initialize_by_name(chunk)
         model.append(chunk)
     ddp_config = DistributedDataParallelConfig(
         overlap_grad_reduce=args.overlap_grad_reduce,

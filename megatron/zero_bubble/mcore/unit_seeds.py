@@ -1,0 +1,213 @@
+"""Draws a model's initial weights and its dropout from seeds of its units, so that they do not depend on their places.
+
+megatron-core seeds each pipeline rank once. What a layer draws then depends on the rank, and on all that the rank has
+drawn before. Here each unit, which is the embedding, one layer, one layer of multi-token prediction or the output
+layer, has a seed of its own: for its weights, and for the dropout of each microbatch. From that seed tensor-parallel
+and expert-parallel ranks draw the same or different numbers as they do in megatron-core.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.tensor_parallel import random
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
+from megatron.core.utils import get_attr_wrapped_model, get_model_config, get_pg_rank, unwrap_model
+
+_MICROBATCH = "zero-bubble-microbatch"
+"""Name of the running microbatch's seed among the random states that megatron-core tracks.
+
+megatron-core saves and restores these states for recomputation, which therefore draws what the forward has drawn."""
+
+
+_DEFAULT = "default-rng"
+"""megatron-core's name of the state that the device's generator has outside of forks."""
+
+
+class Unit(IntEnum):
+    """Kind of a unit. The numbers are part of the seeds."""
+
+    EMBEDDING = 0
+    LAYER = 1
+    FURTHER = 2
+    """A layer of multi-token prediction."""
+    OUTPUT = 3
+
+
+@contextmanager
+def initialized_by_unit(seed: int, *, is_first_stage: bool) -> Iterator[None]:
+    """Let the units of the one GPT that is built inside the `with` block draw their weights from their own seeds."""
+    before = random._get_all_rng_states()
+    construction = _Construction(seed)
+    # A GPT begins with its embedding. After the last other unit only its output layer draws.
+    construction.begin(Unit.EMBEDDING if is_first_stage else Unit.OUTPUT)
+    try:
+        with (
+            construction.around(TransformerLayer, Unit.LAYER, _layer_number),
+            construction.around(MultiTokenPredictionLayer, Unit.FURTHER, lambda call: call["layer_number"]),
+        ):
+            yield
+    finally:
+        random._set_all_rng_states(*before)
+
+
+class _Construction:
+    """Seeds the units of a model while it is built."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._is_in_unit = False
+
+    def begin(self, unit: Unit, number: int = 0) -> None:
+        seed = _mixed(self._seed, unit, number)
+        torch.manual_seed(seed)
+        random.model_parallel_cuda_manual_seed(seed)
+
+    @contextmanager
+    def around(self, owner: Any, unit: Unit, number_of: Callable[[dict[str, Any]], int]) -> Iterator[None]:
+        """Make the constructor of the class `owner` begin a unit, unless it builds a part of one."""
+        original = owner.__init__
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def construct(*args: Any, **kwargs: Any) -> None:
+            if self._is_in_unit:
+                original(*args, **kwargs)
+                return
+            call = signature.bind(*args, **kwargs)
+            call.apply_defaults()
+            self.begin(unit, number_of(call.arguments))
+            self._is_in_unit = True
+            try:
+                original(*args, **kwargs)
+            finally:
+                self._is_in_unit = False
+            self.begin(Unit.OUTPUT)
+
+        owner.__init__ = construct
+        try:
+            yield
+        finally:
+            owner.__init__ = original
+
+
+def _layer_number(call: dict[str, Any]) -> int:
+    """The number of a layer in the whole model, from the arguments of its constructor, which counts in its stage."""
+    groups = call["pg_collection"]
+    pp_rank = get_pg_rank(groups.pp) if groups is not None else None
+    return call["layer_number"] + get_transformer_layer_offset(call["config"], call["vp_stage"], pp_rank)
+
+
+@contextmanager
+def drawn_by_unit(seed: int, chunks: Sequence[torch.nn.Module], iteration: Callable[[], int]) -> Iterator[None]:
+    """Let each unit draw its dropout of a microbatch from a seed of its own inside the `with` block.
+
+    The seed follows from `seed`, the iteration, the microbatch's number in it, the data-parallel rank and the unit.
+    A model without dropout is left as it is.
+
+    Args:
+        chunks: this rank's GPTs, wrapped or not.
+        iteration: returns the number of the running iteration.
+
+    Raises:
+        ValueError: the random states are tracked by something else than megatron-core's own class.
+    """
+    models = [unwrap_model(chunk) for chunk in chunks]
+    config = get_model_config(models[0])
+    if not _draws(config):
+        yield
+        return
+    if random.is_graph_safe_cuda_rng_tracker(random.get_cuda_rng_tracker()):
+        raise ValueError("dropout by layer needs megatron-core's own tracker of random states: no --te-rng-tracker")
+    replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+
+    def begin_microbatch(model: Any, inputs: Any) -> None:
+        if model.training:
+            _begin(_mixed(seed, iteration(), model.current_microbatch, replica), Unit.EMBEDDING, 0, _DEFAULT)
+
+    def begin_unit(unit: Unit, generator: str, layer: Any, inputs: Any) -> None:
+        if layer.training:
+            microbatch = int(random.get_cuda_rng_tracker().get_states()[_MICROBATCH])
+            _begin(microbatch, unit, layer.layer_number, generator)
+
+    # Under sequence parallelism megatron-core runs the decoder's layers inside a fork of the tensor-parallel state.
+    in_decoder = random._MODEL_PARALLEL_RNG_TRACKER_NAME if config.sequence_parallel else _DEFAULT
+
+    with ExitStack() as hooks:
+        hooks.enter_context(_microbatch_told())
+        for model in models:
+            further = model.mtp.layers if model.mtp_process else ()
+            hooks.callback(model.register_forward_pre_hook(begin_microbatch).remove)
+            for layer in model.decoder.layers:
+                begin = functools.partial(begin_unit, Unit.LAYER, in_decoder)
+                hooks.callback(layer.register_forward_pre_hook(begin).remove)
+            for layer in further:
+                begin = functools.partial(begin_unit, Unit.FURTHER, _DEFAULT)
+                hooks.callback(layer.register_forward_pre_hook(begin).remove)
+        yield
+
+
+def _draws(config: Any) -> bool:
+    """Tell whether a model with this configuration draws random numbers in its forward."""
+    names = ("attention_dropout", "hidden_dropout", "moe_input_jitter_eps")
+    return any(getattr(config, name, None) for name in names)
+
+
+def _begin(microbatch: int, unit: Unit, number: int, current: str) -> None:
+    """Seed the random states for a unit's forward of a microbatch.
+
+    Args:
+        microbatch: the microbatch's seed.
+        current: name of the state that the device's generator has while the unit runs.
+    """
+    states = _states(_mixed(microbatch, unit, number))
+    random._set_cuda_rng_state(states[current])
+    del states[_DEFAULT]
+    tracker = random.get_cuda_rng_tracker()
+    tracker.set_states({**tracker.get_states(), **states, _MICROBATCH: torch.tensor(microbatch)})
+
+
+def _states(seed: int) -> dict[str, torch.Tensor]:
+    """The states, by name, that `model_parallel_cuda_manual_seed(seed)` gives this rank's generators."""
+    seeds = {
+        _DEFAULT: seed,
+        random.get_data_parallel_rng_tracker_name(): seed,
+        random._MODEL_PARALLEL_RNG_TRACKER_NAME: seed + 2718 + parallel_state.get_tensor_model_parallel_rank(),
+        random.get_expert_parallel_rng_tracker_name(): seed
+        + 1024
+        + 100 * parallel_state.get_expert_model_parallel_rank()
+        + parallel_state.get_expert_tensor_parallel_rank(),
+    }
+    generator = torch.Generator(torch.device(torch.cuda.current_device()))
+    return {name: generator.manual_seed(number).get_state() for name, number in seeds.items()}
+
+
+@contextmanager
+def _microbatch_told() -> Iterator[None]:
+    """Let every forward step tell its number to the model as well; megatron-core tells it to the layers alone."""
+    original = schedules.set_current_microbatch
+
+    def tell(model: torch.nn.Module, microbatch_id: int) -> None:
+        original(model, microbatch_id)
+        get_attr_wrapped_model(model, "decoder", return_model_obj=True).current_microbatch = microbatch_id
+
+    schedules.set_current_microbatch = tell
+    try:
+        yield
+    finally:
+        schedules.set_current_microbatch = original
+
+
+def _mixed(*numbers: int) -> int:
+    """A seed of 63 bits that differs, as far as can be, for different numbers, which are not negative."""
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> np.uint64(1))
