@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.num_microbatches_calculator import (
     init_num_microbatches_calculator,
     unset_num_microbatches_calculator,
@@ -20,7 +22,6 @@ from megatron.zero_bubble.mcore.placement import embedding_ranks
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.schedule.errors import one_line
 from megatron.zero_bubble.training.arguments import Arguments
-from megatron.zero_bubble.training.model import seed_everything
 
 
 @contextmanager
@@ -94,4 +95,13 @@ def _initialize_parallel_state(args: Arguments, placement: Placement) -> None:
         get_embedding_ranks=embedding_ranks(placement),
         distributed_timeout_minutes=args.distributed_timeout_minutes,
     )
-    seed_everything(args.seed)
+    _seed_everything(args.seed)
+
+
+def _seed_everything(seed: int) -> None:
+    """Seed all generators as Megatron-LM does, with a different seed for each pipeline rank."""
+    stage_seed = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    random.seed(stage_seed)
+    np.random.seed(stage_seed)
+    torch.manual_seed(stage_seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(stage_seed)

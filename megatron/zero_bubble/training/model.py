@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import random
 import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
@@ -32,15 +30,6 @@ from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.schedule.errors import one_line
 from megatron.zero_bubble.training.arguments import TORCH_BACKENDS, Arguments
-
-
-def seed_everything(seed: int) -> None:
-    """Seed all generators as Megatron-LM does, with a different seed for each pipeline rank."""
-    stage_seed = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
-    random.seed(stage_seed)
-    np.random.seed(stage_seed)
-    torch.manual_seed(stage_seed)
-    tensor_parallel.model_parallel_cuda_manual_seed(stage_seed)
 
 
 def transformer_config(args: Arguments, num_chunks: int, timers: Any) -> TransformerConfig:
