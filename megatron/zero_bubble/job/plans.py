@@ -62,11 +62,12 @@ def choose_plan(flags: JobFlags) -> Plan | None:
 def _group_size(flags: JobFlags, placement: Placement) -> int | None:
     """The microbatches of a group that passes through a chunk before the next one; None if a planner may choose.
 
-    With dropout the order of the forwards of several chunks decides which random numbers they draw: megatron-core's
-    order stays, with groups of as many microbatches as there are ranks.
+    With dropout the order of the forwards of several chunks decides which random numbers they draw, unless layers have
+    seeds of their own: megatron-core's order stays, with groups of as many microbatches as there are ranks.
     """
     given = flags.microbatch_group_size_per_virtual_pipeline_stage
-    if given is None and placement.kind == "interleaved" and (flags.attention_dropout or flags.hidden_dropout):
+    draws = (flags.attention_dropout or flags.hidden_dropout) and not flags.zero_bubble_seed_by_layer
+    if given is None and placement.kind == "interleaved" and draws:
         return placement.num_ranks
     return given
 

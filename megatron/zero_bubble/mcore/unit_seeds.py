@@ -34,7 +34,7 @@ _DEFAULT = "default-rng"
 """megatron-core's name of the state that the device's generator has outside of forks."""
 
 
-class Unit(IntEnum):
+class _UnitKind(IntEnum):
     """Kind of a unit. The numbers are part of the seeds."""
 
     EMBEDDING = 0
@@ -50,11 +50,11 @@ def initialized_by_unit(seed: int, *, is_first_stage: bool) -> Iterator[None]:
     before = random._get_all_rng_states()
     construction = _Construction(seed)
     # A GPT begins with its embedding. After the last other unit only its output layer draws.
-    construction.begin(Unit.EMBEDDING if is_first_stage else Unit.OUTPUT)
+    construction.begin(_UnitKind.EMBEDDING if is_first_stage else _UnitKind.OUTPUT)
     try:
         with (
-            construction.around(TransformerLayer, Unit.LAYER, _layer_number),
-            construction.around(MultiTokenPredictionLayer, Unit.FURTHER, lambda call: call["layer_number"]),
+            construction.around(TransformerLayer, _UnitKind.LAYER, _layer_number),
+            construction.around(MultiTokenPredictionLayer, _UnitKind.FURTHER, lambda call: call["layer_number"]),
         ):
             yield
     finally:
@@ -68,13 +68,13 @@ class _Construction:
         self._seed = seed
         self._is_in_unit = False
 
-    def begin(self, unit: Unit, number: int = 0) -> None:
+    def begin(self, unit: _UnitKind, number: int = 0) -> None:
         seed = _mixed(self._seed, unit, number)
         torch.manual_seed(seed)
         random.model_parallel_cuda_manual_seed(seed)
 
     @contextmanager
-    def around(self, owner: Any, unit: Unit, number_of: Callable[[dict[str, Any]], int]) -> Iterator[None]:
+    def around(self, owner: Any, unit: _UnitKind, number_of: Callable[[dict[str, Any]], int]) -> Iterator[None]:
         """Make the constructor of the class `owner` begin a unit, unless it builds a part of one."""
         original = owner.__init__
         signature = inspect.signature(original)
@@ -92,7 +92,7 @@ class _Construction:
                 original(*args, **kwargs)
             finally:
                 self._is_in_unit = False
-            self.begin(Unit.OUTPUT)
+            self.begin(_UnitKind.OUTPUT)
 
         owner.__init__ = construct
         try:
@@ -133,9 +133,9 @@ def drawn_by_unit(seed: int, chunks: Sequence[torch.nn.Module], iteration: Calla
 
     def begin_microbatch(model: Any, inputs: Any) -> None:
         if model.training:
-            _begin(_mixed(seed, iteration(), model.current_microbatch, replica), Unit.EMBEDDING, 0, _DEFAULT)
+            _begin(_mixed(seed, iteration(), model.current_microbatch, replica), _UnitKind.EMBEDDING, 0, _DEFAULT)
 
-    def begin_unit(unit: Unit, generator: str, layer: Any, inputs: Any) -> None:
+    def begin_unit(unit: _UnitKind, generator: str, layer: Any, inputs: Any) -> None:
         if layer.training:
             microbatch = int(random.get_cuda_rng_tracker().get_states()[_MICROBATCH])
             _begin(microbatch, unit, layer.layer_number, generator)
@@ -149,10 +149,10 @@ def drawn_by_unit(seed: int, chunks: Sequence[torch.nn.Module], iteration: Calla
             further = model.mtp.layers if model.mtp_process else ()
             hooks.callback(model.register_forward_pre_hook(begin_microbatch).remove)
             for layer in model.decoder.layers:
-                begin = functools.partial(begin_unit, Unit.LAYER, in_decoder)
+                begin = functools.partial(begin_unit, _UnitKind.LAYER, in_decoder)
                 hooks.callback(layer.register_forward_pre_hook(begin).remove)
             for layer in further:
-                begin = functools.partial(begin_unit, Unit.FURTHER, _DEFAULT)
+                begin = functools.partial(begin_unit, _UnitKind.FURTHER, _DEFAULT)
                 hooks.callback(layer.register_forward_pre_hook(begin).remove)
         yield
 
@@ -163,7 +163,7 @@ def _draws(config: Any) -> bool:
     return any(getattr(config, name, None) for name in names)
 
 
-def _begin(microbatch: int, unit: Unit, number: int, current: str) -> None:
+def _begin(microbatch: int, unit: _UnitKind, number: int, current: str) -> None:
     """Seed the random states for a unit's forward of a microbatch.
 
     Args:
