@@ -16,15 +16,17 @@ from megatron.core.models.gpt import GPTModel
 from megatron.zero_bubble.cli.check.models import Model
 from megatron.zero_bubble.cli.check.stage_run import MiddleStage
 from megatron.zero_bubble.cli.trainings import complete_arguments, one_process
+from megatron.zero_bubble.job.job_flags import JobFlags
 from megatron.zero_bubble.job.model_states import States
-from megatron.zero_bubble.schedule import OpKind
+from megatron.zero_bubble.schedule import OpKind, Placement
+from megatron.zero_bubble.schedule.formats import Profile
 from megatron.zero_bubble.schedule.model_costs import ModelCosts
 from megatron.zero_bubble.training import unit_models
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.forward_step import make_forward_step
 from megatron.zero_bubble.training.model_size import StageLayers, stage_parameters
 from megatron.zero_bubble.training.pretrain import make_data_config
-from megatron.zero_bubble.training.unit_models import measured_costs
+from megatron.zero_bubble.training.unit_models import measured_costs, profiled_costs
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the CPU, for which megatron-core is adapted")
 
@@ -80,6 +82,14 @@ def test_states_are_those_of_the_built_stages(args):
     assert costs.embedding.state == expected(0, is_first=True)
     assert costs.layers[0].state == expected(1)
     assert costs.output.state == expected(0, is_last=True)
+
+
+def test_costs_from_a_profile_have_the_states_of_the_units(args):
+    costs, placement = measure(args), Placement("linear", 4)
+    measured = Profile(placement, costs.of_stages((2, 2, 2, 2), placement), 0.1, {**JobFlags.of(args).model})
+    fitted = profiled_costs(args, make_data_config(args), measured)
+    assert fitted.states((1, 3, 3, 1), placement) == costs.states((1, 3, 3, 1), placement)
+    assert fitted.layers[0].time_f == pytest.approx(costs.layers[0].time_f)
 
 
 def test_every_unit_is_timed_at_least_once_and_more_often_within_the_time(args, monkeypatch):

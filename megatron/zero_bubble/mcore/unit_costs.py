@@ -88,14 +88,32 @@ def measure_model(models: UnitModels, kinds: Sequence[int], seconds: float = SEC
         kinds: for each layer of the model which layer of `Unit.layer` it is like.
         seconds: time for all passes; each unit is timed at least once, however long that takes.
     """
-    layers = [Unit(layer=kind) for kind in range(max(kinds) + 1)]
-    units = [Unit(embeds=True), *layers, Unit(is_last=True)]
+    units = _units(kinds)
     with _undisturbed():
         measured = [_measure_unit(models, units, index, seconds / len(units)) for index in range(len(units))]
     everyone: list[list[UnitCosts]] = [measured] * dist.get_world_size()
     dist.all_gather_object(everyone, measured)
     embedding, *of_layers, output = (_median(replicas) for replicas in zip(*everyone, strict=True))
     return ModelCosts(embedding, tuple(of_layers[kind] for kind in kinds), output)
+
+
+def count_states(models: UnitModels, kinds: Sequence[int]) -> list[float]:
+    """Build all units to count the bytes of the states of the embedding, of every layer and of the output, in order."""
+    units = _units(kinds)
+    states = []
+    with _undisturbed():
+        for index in range(len(units)):
+            unit_run = _UnitRun(models, units, index)
+            states.append(unit_run.state_bytes())
+            unit_run.close()
+    embedding, *of_layers, output = states
+    return [embedding, *(of_layers[kind] for kind in kinds), output]
+
+
+def _units(kinds: Sequence[int]) -> list[Unit]:
+    """The units that differ, in model order."""
+    layers = [Unit(layer=kind) for kind in range(max(kinds) + 1)]
+    return [Unit(embeds=True), *layers, Unit(is_last=True)]
 
 
 def measure_messages(
@@ -233,7 +251,7 @@ class _UnitRun:
             memory_w=-waiting,
             time_r=times[OpKind.F] if is_layer else 0.0,
             memory_r=max(0.0, kept - input_bytes) if is_layer else 0.0,
-            state=self._state_bytes(),
+            state=self.state_bytes(),
         )
 
     def close(self) -> None:
@@ -244,7 +262,7 @@ class _UnitRun:
         """
         self._model.module = None
 
-    def _state_bytes(self) -> float:
+    def state_bytes(self) -> float:
         parameters = [parameter for parameter in unwrap_model(self._model).parameters() if parameter.requires_grad]
         # megatron-core marks the parameters of experts, whose gradients are reduced over fewer ranks.
         expert = sum(parameter.numel() for parameter in parameters if not getattr(parameter, "allreduce", True))

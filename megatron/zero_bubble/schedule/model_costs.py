@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
 
 from megatron.zero_bubble.schedule.costs import SMALLEST, StageCosts
@@ -84,6 +84,13 @@ class ModelCosts:
         for stage, (begin, end) in enumerate(pairwise(ends)):
             first, last = stage == 0, stage == len(partition) - 1
             yield [*[self.embedding] * first, *self.layers[begin:end], *[self.output] * last]
+
+
+def with_states(costs: ModelCosts, states: Sequence[float]) -> ModelCosts:
+    """The same costs with this memory of the states of the embedding, of every layer and of the output, in order."""
+    units = (costs.embedding, *costs.layers, costs.output)
+    embedding, *layers, output = (replace(unit, state=state) for unit, state in zip(units, states, strict=True))
+    return replace(costs, embedding=embedding, layers=tuple(layers), output=output)
 
 
 def even_partition(num_layers: int, num_stages: int) -> Partition:

@@ -14,18 +14,28 @@ from megatron.core.pipeline_parallel.schedules import get_tensor_shapes
 from megatron.core.transformer import TransformerConfig
 
 from megatron.zero_bubble.job.model_states import Parameters, States
+from megatron.zero_bubble.job.profiled_costs import fit_units
 from megatron.zero_bubble.mcore.placement import chunk_groups
 from megatron.zero_bubble.mcore.transformer_engine import defer_weight_gradients
-from megatron.zero_bubble.mcore.unit_costs import SECONDS, Unit, UnitModels, keep_unit, measure_messages, measure_model
+from megatron.zero_bubble.mcore.unit_costs import (
+    SECONDS,
+    Unit,
+    UnitModels,
+    count_states,
+    keep_unit,
+    measure_messages,
+    measure_model,
+)
 from megatron.zero_bubble.runtime.communicator import TensorSpec, TorchCommunicator
 from megatron.zero_bubble.runtime.host_communicator import HostCommunicator
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Placement
-from megatron.zero_bubble.schedule.model_costs import ModelCosts
+from megatron.zero_bubble.schedule.formats import Profile
+from megatron.zero_bubble.schedule.model_costs import ModelCosts, with_states
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.data import DataConfig
 from megatron.zero_bubble.training.forward_step import make_forward_step
-from megatron.zero_bubble.training.model import build_gpt, transformer_config, wrap_in_ddp
+from megatron.zero_bubble.training.model import build_gpt, parameter_dtype, transformer_config, wrap_in_ddp
 
 
 def measured_costs(args: Arguments, data_config: DataConfig, seconds: float = SECONDS) -> ModelCosts:
@@ -37,22 +47,47 @@ def measured_costs(args: Arguments, data_config: DataConfig, seconds: float = SE
     Args:
         seconds: time for all passes through all units, see `measure_model`.
     """
-    config = _unit_config(args, Unit())
-    shape = get_tensor_shapes(
-        seq_length=args.seq_length,
-        micro_batch_size=args.micro_batch_size,
-        decoder_seq_length=args.seq_length,
-        config=config,
-        tp_group=parallel_state.get_tensor_model_parallel_group(),
-        cp_group=parallel_state.get_context_parallel_group(),
-    )[0]
+    models = _unit_models(args, data_config)
+    costs = measure_model(models, _kinds(args), seconds)
+    message = measure_messages(
+        HostCommunicator if args.zero_bubble_communicator == "host" else TorchCommunicator,
+        parallel_state.get_pipeline_model_parallel_group(),
+        TensorSpec(models.output_shape, parameter_dtype(args), torch.device(torch.cuda.current_device())),
+        timedelta(minutes=args.distributed_timeout_minutes),
+    )
+    return replace(costs, time_comm=message)
+
+
+def profiled_costs(args: Arguments, data_config: DataConfig, profile: Profile) -> ModelCosts:
+    """The costs of the model's units by the profile of an earlier run of it; called like `measured_costs`.
+
+    Raises:
+        ScheduleError: the profile does not tell them.
+    """
+    return with_states(fit_units(profile), count_states(_unit_models(args, data_config), _kinds(args)))
+
+
+def _kinds(args: Arguments) -> list[int]:
+    """The kind of every layer: all are alike."""
+    return [0] * args.num_layers
+
+
+def _unit_models(args: Arguments, data_config: DataConfig) -> UnitModels:
     states = States.of(args, zero_stage=int(args.use_distributed_optimizer))
     replicas = args.data_parallel_size * args.context_parallel_size
 
     def state_bytes(dense: int, expert: int) -> float:
         return states.of_rank(Parameters(dense, expert), replicas, args.expert_model_parallel_size)
 
-    units = UnitModels(
+    [shape] = get_tensor_shapes(
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        decoder_seq_length=args.seq_length,
+        config=_unit_config(args, Unit()),
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+        cp_group=parallel_state.get_context_parallel_group(),
+    )
+    return UnitModels(
         build=partial(_build, args),
         forward_step=make_forward_step(data_config, checks_finite=args.checks_finite),
         data=itertools.repeat(_microbatch(args, data_config)),
@@ -60,14 +95,6 @@ def measured_costs(args: Arguments, data_config: DataConfig, seconds: float = SE
         context_parallel_size=args.context_parallel_size,
         state_bytes=state_bytes,
     )
-    costs = measure_model(units, kinds=(0,) * args.num_layers, seconds=seconds)
-    message = measure_messages(
-        HostCommunicator if args.zero_bubble_communicator == "host" else TorchCommunicator,
-        parallel_state.get_pipeline_model_parallel_group(),
-        TensorSpec(shape, config.pipeline_dtype, torch.device(torch.cuda.current_device())),
-        timedelta(minutes=args.distributed_timeout_minutes),
-    )
-    return replace(costs, time_comm=message)
 
 
 def _build(args: Arguments, unit: Unit, store: WeightGradStore) -> DistributedDataParallel:
