@@ -51,7 +51,7 @@ class PlanningFlags(TableFlags):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PlannedProblem:
     """What came of one problem."""
 
     kind: PlacementKind
@@ -101,7 +101,7 @@ def _costs(generator: random.Random, placement: Placement) -> StageCosts:
     )
 
 
-def outcome(kind: PlacementKind, number: int) -> Outcome:
+def planned_problem(kind: PlacementKind, number: int) -> PlannedProblem:
     """Plan one problem, and compare the plan with the bound and with the named schedules that fit."""
     problem, limit = random_problem(kind, number)
     planned = _cost(problem, "auto", problem.limits)
@@ -109,7 +109,7 @@ def outcome(kind: PlacementKind, number: int) -> Outcome:
     named = min(_cost(problem, name) for name in names)
     beside = None if named == inf else planned / named - 1
     bound = lower_bounds(problem.placement, problem.num_microbatches, problem.costs, problem.limits).span
-    return Outcome(kind, number, limit, planned / bound - 1, beside)
+    return PlannedProblem(kind, number, limit, planned / bound - 1, beside)
 
 
 def _cost(problem: Problem, name: str, limits: Sequence[float] | None = None) -> float:
@@ -130,7 +130,7 @@ def _cost(problem: Problem, name: str, limits: Sequence[float] | None = None) ->
     return float(simulate(schedule, problem.costs).cost) if fits(schedule, problem) else inf
 
 
-def _row(kind: str, limits: str, found: Sequence[Outcome]) -> tuple[str, ...]:
+def _row(kind: str, limits: str, found: Sequence[PlannedProblem]) -> tuple[str, ...]:
     distances = [one.above_bound for one in found]
     beside = [one.beside_named for one in found if one.beside_named is not None]
     nine_tenths = quantiles(distances, n=10, method="inclusive")[-1] if len(distances) > 1 else distances[0]
@@ -151,7 +151,7 @@ def _plan_all(argv: list[str]) -> bool:
     flags = read_flags(PlanningFlags, argv, _PROG, __doc__ or "")
     found, rows = [], []
     for kind in flags.placement or get_args(PlacementKind):
-        own = [outcome(kind, number) for number in range(flags.problems)]
+        own = [planned_problem(kind, number) for number in range(flags.problems)]
         for low, high in RANGES:
             inside = [one for one in own if low <= one.limit < high]
             if inside:

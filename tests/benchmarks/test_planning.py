@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from benchmarks.planning import main, outcome, random_problem
+from benchmarks.planning import main, planned_problem, random_problem
 
 
 @pytest.mark.parametrize("kind", ["linear", "interleaved", "v"])
@@ -19,7 +19,7 @@ def test_a_problem_depends_on_its_number_alone(kind):
 
 @pytest.mark.parametrize(("kind", "number"), [("linear", 0), ("interleaved", 0), ("v", 0)])
 def test_no_plan_is_below_the_bound_or_above_a_named_schedule(kind, number):
-    found = outcome(kind, number)
+    found = planned_problem(kind, number)
     assert found.above_bound >= -1e-9
     assert found.beside_named is None or found.beside_named <= 1e-9
 
