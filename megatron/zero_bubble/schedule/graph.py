@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import NamedTuple
 
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import Deadlock
-from megatron.zero_bubble.schedule.ir import Op, Placement, Schedule
+from megatron.zero_bubble.schedule.ir import MAX_STAGES, Op, Placement, Schedule
 from megatron.zero_bubble.schedule.kinds import KINDS, MESSAGES, Need, OpKind, Place
 
 Node = tuple[OpKind, int, int]
@@ -42,30 +43,46 @@ def nodes_of(placement: Placement, rank: int, op: Op) -> list[Node]:
     return [(result, stage, op.microbatch) for result in KINDS[op.kind].makes]
 
 
+class Source(NamedTuple):
+    """Where the operations of one kind in one stage find something that they need."""
+
+    need: Need
+    stage: int
+    """The stage that makes the result."""
+    is_remote: bool
+    """Whether that stage is on another rank."""
+    edge: int | None
+    """As in `Arrival`; it means something only if the stage is remote."""
+
+
+@lru_cache(maxsize=MAX_STAGES)
+def sources(placement: Placement, kind: OpKind, stage: int) -> tuple[Source, ...]:
+    """Where the operations of `kind` in `stage` find what they need; whatever their microbatch, it is the same."""
+    rank = placement.rank_of(stage)
+    return tuple(
+        Source(need, source, placement.rank_of(source) != rank, min(stage, source) if KINDS[kind].receives else None)
+        for need in KINDS[kind].needs
+        for source in _stages_at(placement, stage, need.place)
+    )
+
+
 def dependencies(schedule: Schedule, rank: int, op: Op) -> list[Node]:
     """The results that have to be there before the compute operation `op` of `rank` can start."""
-    placement = schedule.placement
-    stage = placement.stage_of(rank, op.chunk)
-    nodes = []
-    for need in KINDS[op.kind].needs:
-        microbatch = op.microbatch - need.num_before
-        if microbatch < 0:
-            continue
-        for source in _stages_at(placement, stage, need.place):
-            if not need.is_optional or _is_made(schedule, source, need, microbatch):
-                nodes.append((need.result, source, microbatch))
-    return nodes
+    return [node for _, node in _needed(schedule, rank, op)]
 
 
 def arrivals(schedule: Schedule, rank: int, op: Op) -> list[Arrival]:
     """The results among `dependencies` that other ranks make."""
-    placement = schedule.placement
-    stage = placement.stage_of(rank, op.chunk)
-    found = []
-    for node in dependencies(schedule, rank, op):
-        if placement.rank_of(node[1]) != rank:
-            found.append(Arrival(node, min(stage, node[1]) if KINDS[op.kind].receives else None))
-    return found
+    return [Arrival(node, source.edge) for source, node in _needed(schedule, rank, op) if source.is_remote]
+
+
+def _needed(schedule: Schedule, rank: int, op: Op) -> Iterator[tuple[Source, Node]]:
+    for source in sources(schedule.placement, op.kind, schedule.placement.stage_of(rank, op.chunk)):
+        microbatch = op.microbatch - source.need.num_before
+        if microbatch >= 0 and (
+            not source.need.is_optional or _is_made(schedule, source.stage, source.need, microbatch)
+        ):
+            yield source, (source.need.result, source.stage, microbatch)
 
 
 def _stages_at(placement: Placement, stage: int, place: Place) -> list[int]:

@@ -188,6 +188,8 @@ class Schedule:
 
     def without_communication(self) -> Schedule:
         """The schedule before lowering."""
+        if not self.is_lowered:
+            return self
         return replace(self, ops=tuple(tuple(self.compute_ops(rank)) for rank in range(self.num_ranks)))
 
     def forward_only(self) -> Schedule:

@@ -36,6 +36,8 @@ class OpKind(str, Enum):
     """The state of all gradients is known: the step of the iteration before is confirmed or amended."""
 
     __str__ = str.__str__
+    # Enum's own is slow, and kinds are hashed for every operation.
+    __hash__ = str.__hash__
 
 
 class Place(Enum):

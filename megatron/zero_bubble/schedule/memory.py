@@ -24,11 +24,14 @@ def memory_held(schedule: Schedule, costs: StageCosts, rank: int) -> Iterator[tu
     that of the costs' memory.
     """
     changes = costs.memory()
+    allocates_later = {
+        kind: tuple(later for later in kinds if later in schedule.kinds) for kind, kinds in _ALLOCATES_LATER.items()
+    }
     held: float = 0
     for op in schedule.compute_ops(rank):
         stage = schedule.placement.stage_of(rank, op.chunk)
         change = changes[op.kind][stage]
-        for later in _ALLOCATES_LATER.get(op.kind, ()):
+        for later in allocates_later.get(op.kind, ()):
             if op._replace(kind=later) in schedule.op_sets[rank]:
                 change -= changes[later][stage]
         yield op, held + max(0, change), held + change

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
+from typing import NamedTuple
+
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import ScheduleError
-from megatron.zero_bubble.schedule.graph import Node, arrivals, message_time, nodes_of, replay, send_after
-from megatron.zero_bubble.schedule.ir import Schedule
+from megatron.zero_bubble.schedule.graph import Arrival, message_time, replay, send_after, sources
+from megatron.zero_bubble.schedule.ir import Op, Schedule
+from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
 from megatron.zero_bubble.schedule.streams import HardwareQueues, StreamReplay
 from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline
 
@@ -41,22 +45,132 @@ def simulate(
         lanes_on_streams = StreamReplay(schedule, costs).run(hardware_queues)
         return Timeline(schedule.without_communication(), costs, True, lanes_on_streams, hardware_queues)
     schedule = schedule.without_communication()
-    placement = schedule.placement
-    times = costs.times()
-    ends: dict[Node, float] = {}
-    free: list[float] = [0] * schedule.num_ranks
-    lanes: list[list[TimedOp]] = [[] for _ in schedule.ops]
-    for rank, position in replay(schedule):
-        op = schedule.ops[rank][position]
-        stage = placement.stage_of(rank, op.chunk)
-        start = free[rank]
-        for arrival in arrivals(schedule, rank, op):
-            made, time = ends[arrival.node], arrival.time(costs)
-            overlaps = overlap_communication or arrival.is_reduced
-            start = max(start, made + time) if overlaps else max(start, made) + time
-        end = start + times[op.kind][stage]
-        lanes[rank].append(TimedOp(op, start, end))
-        ends.update(dict.fromkeys(nodes_of(placement, rank, op), end))
-        sending = 0 if overlap_communication else message_time(placement, costs, rank, send_after(placement, rank, op))
-        free[rank] = end + sending
-    return Timeline(schedule, costs, overlap_communication, tuple(tuple(lane) for lane in lanes))
+    lanes = _Simulation(schedule, costs, overlap_communication=overlap_communication).run()
+    return Timeline(schedule, costs, overlap_communication, lanes)
+
+
+class _Wait(NamedTuple):
+    """A result that all operations of one kind in one stage need."""
+
+    slot: int
+    """Where the end of microbatch 0's result is noted, less the `num_before` of the need."""
+    num_before: int
+    is_optional: bool
+    transit: float | None
+    """How long the result is on its way from another rank; None if the rank makes it itself."""
+    occupies: bool
+    """Whether its message occupies the receiver."""
+
+
+class _Step(NamedTuple):
+    """What all operations of one kind in one stage have in common."""
+
+    time: float
+    waits: tuple[_Wait, ...]
+    slots: tuple[int, ...]
+    """Where the ends of microbatch 0's results are noted."""
+    sending: float
+    """How long the message with the result occupies the sender."""
+
+
+class _Simulation:
+    """Runs every rank's operations as far as it can, in turn, until all are done.
+
+    It is `graph.replay` with times. A planner simulates many schedules, so whatever is the same for all microbatches
+    is computed once, and the ends of the results are in one flat list.
+    """
+
+    def __init__(self, schedule: Schedule, costs: StageCosts, *, overlap_communication: bool) -> None:
+        self._schedule = schedule
+        self._costs = costs
+        self._overlaps = overlap_communication
+        self._times = costs.times()
+        facts = [KINDS[kind] for kind in schedule.kinds]
+        results = {result for fact in facts for result in (*fact.makes, *(need.result for need in fact.needs))}
+        self._rows = {result: row for row, result in enumerate(results)}
+        self._width = 1 + max((op.microbatch for ops in schedule.ops for op in ops), default=0)
+        size = len(results) * schedule.num_stages * self._width
+        self._ends: list[float | None] = [None] * size
+        self._is_made = self._optional_results(size)
+
+    def _slot(self, result: OpKind, stage: int) -> int:
+        return (self._rows[result] * self._schedule.num_stages + stage) * self._width
+
+    def _optional_results(self, size: int) -> bytearray:
+        """For every slot, 1 where the schedule has an operation that makes an optional result alone."""
+        placement, is_made = self._schedule.placement, bytearray(size)
+        optional = {need.result for facts in KINDS.values() for need in facts.needs if need.is_optional}
+        for rank, ops in enumerate(self._schedule.ops if optional & self._schedule.kinds else ()):
+            for op in ops:
+                if op.kind in optional:
+                    is_made[self._slot(op.kind, placement.stage_of(rank, op.chunk)) + op.microbatch] = 1
+        return is_made
+
+    def _step(self, rank: int, kind: OpKind, chunk: int) -> _Step:
+        placement, costs = self._schedule.placement, self._costs
+        stage = placement.stage_of(rank, chunk)
+        waits = []
+        for need, source, is_remote, edge in sources(placement, kind, stage):
+            if need.is_optional and need.result not in self._schedule.kinds:
+                continue
+            arrival = Arrival((need.result, source, 0), edge)
+            transit = arrival.time(costs) if is_remote else None
+            occupies = not self._overlaps and not arrival.is_reduced
+            slot = self._slot(need.result, source) - need.num_before
+            waits.append(_Wait(slot, need.num_before, need.is_optional, transit, occupies))
+        slots = tuple(self._slot(result, stage) for result in KINDS[kind].makes)
+        message = None if self._overlaps else send_after(placement, rank, Op(kind, 0, chunk))
+        sending = message_time(placement, costs, rank, message)
+        return _Step(self._times[kind][stage], tuple(waits), slots, sending)
+
+    def run(self) -> tuple[tuple[TimedOp, ...], ...]:
+        """Return the timed operations of every rank. Raises `Deadlock`."""
+        schedule = self._schedule
+        lanes: list[list[TimedOp]] = [[] for _ in schedule.ops]
+        free: list[float] = [0] * schedule.num_ranks
+        steps: list[dict[tuple[OpKind, int], _Step]] = [{} for _ in schedule.ops]
+        blocked: dict[int, list[int]] = {}
+        runnable = deque(range(schedule.num_ranks))
+        while runnable:
+            rank = runnable.popleft()
+            free[rank] = self._run_rank(rank, lanes[rank], free[rank], steps[rank], blocked, runnable)
+        if blocked:
+            deque(replay(schedule), maxlen=0)  # raises Deadlock, with the ranks that wait for each other
+            raise AssertionError(f"schedule {schedule.name} stands still, but has no deadlock")
+        return tuple(map(tuple, lanes))
+
+    def _run_rank(
+        self,
+        rank: int,
+        lane: list[TimedOp],
+        free: float,
+        steps: dict[tuple[OpKind, int], _Step],
+        blocked: dict[int, list[int]],
+        runnable: deque[int],
+    ) -> float:
+        """Run the operations of `rank` until one lacks a result; return when the rank is free then."""
+        ends, is_made, ops = self._ends, self._is_made, self._schedule.ops[rank]
+        for position in range(len(lane), len(ops)):
+            op = ops[position]
+            kind, microbatch, chunk = op
+            step = steps.get((kind, chunk))
+            if step is None:
+                step = steps[kind, chunk] = self._step(rank, kind, chunk)
+            start = free
+            for slot, num_before, is_optional, transit, occupies in step.waits:
+                if microbatch < num_before or (is_optional and not is_made[slot + microbatch]):
+                    continue
+                made = ends[slot + microbatch]
+                if made is None:
+                    blocked.setdefault(slot + microbatch, []).append(rank)
+                    return free
+                if transit is not None:
+                    start = max(start, made) + transit if occupies else max(start, made + transit)
+            end = start + step.time
+            lane.append(TimedOp(op, start, end))
+            for slot in step.slots:
+                ends[slot + microbatch] = end
+                if slot + microbatch in blocked:
+                    runnable.extend(blocked.pop(slot + microbatch))
+            free = end + step.sending
+        return free

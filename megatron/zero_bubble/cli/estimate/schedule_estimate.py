@@ -90,9 +90,10 @@ class Estimate:
     def iteration_ms(self) -> float:
         """Time from one iteration to the next: forward, backward and the reduction, without the optimizer's step."""
         schedule, costs = self.timeline.schedule, self.timeline.costs
+        time = self.timeline.makespan
         if self.job.args.zero_bubble_post_validation and self.job.awaited(schedule.placement) is None:
-            schedule = with_post_validation(schedule, costs)
-        return float(iteration_time(schedule, costs)) + self.reduction_ms
+            time = iteration_time(with_post_validation(schedule, costs), costs)
+        return float(time) + self.reduction_ms
 
     @property
     def tokens_per_second(self) -> float:
