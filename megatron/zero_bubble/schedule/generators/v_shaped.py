@@ -24,6 +24,8 @@ from megatron.zero_bubble.schedule.search.problem import Order, Problem
 
 BUDGET = 600_000
 """Operations to plan in all candidates together."""
+IMPROVING = 300_000
+"""Operations to plan while the best candidates are improved."""
 LEAST_CANDIDATES = 8
 """Candidates to try however large the schedule is."""
 PERIOD = 6
@@ -135,6 +137,7 @@ def _search(problem: Problem) -> PlannedOrders:
                 portfolio.fill(problem, orders, rule, keeping=keeping)
     if problem.recompute is Recompute.PLANNED:
         portfolio.drop_into_idle_time(problem)
+    portfolio.improve(problem, IMPROVING)
     assert portfolio.best is not None, "one microbatch after the other fits in any limit that is feasible"
     return portfolio.best
 

@@ -41,10 +41,11 @@ KEEPS_WHAT_FITS = Keeping()
 
 
 class PlannedOrders(NamedTuple):
-    """Complete orders of all ranks, and the longest span of a rank."""
+    """Complete orders of all ranks, with the time by which they are judged, and that which decides between equals."""
 
     cost: float
     orders: list[Order]
+    tie: float
 
 
 class EventLoop(ABC):
@@ -107,7 +108,9 @@ class EventLoop(ABC):
                 heappush(events, (when, rank))
         if sum(self.done[: 3 * self.num_stages]) < self.problem.num_ops:
             return None
-        return PlannedOrders(max(end - begin for begin, end in zip(self.begin, self.end, strict=True)), self.orders)
+        span = max(end - begin for begin, end in zip(self.begin, self.end, strict=True))
+        cost, tie = self.problem.judged(span, max(self.end) - min(self.begin))
+        return PlannedOrders(cost, self.orders, tie)
 
     def start(self, code: int, rank: int, now: float, events: list[tuple[float, int]]) -> None:
         """Run the operation `code` on `rank`, from `now`."""

@@ -14,11 +14,14 @@ from megatron.zero_bubble.schedule.search.event_loop import GapRule, Keeping, Pl
 from megatron.zero_bubble.schedule.search.fill import fill_weights, run_in_order
 from megatron.zero_bubble.schedule.search.greedy import Policy, list_schedule
 from megatron.zero_bubble.schedule.search.grouped import GroupPolicy, plan_in_groups
+from megatron.zero_bubble.schedule.search.local import improve
 from megatron.zero_bubble.schedule.search.problem import Order, Problem, tolerance
 from megatron.zero_bubble.schedule.simulate import simulate
 
 GREEDY_WEIGHT = 3
 """How much longer `list_schedule` and `plan_in_groups` take for an operation than `fill_weights`."""
+NUM_PLANS = 3
+"""How many of the best plans are kept to be improved."""
 
 
 class Portfolio:
@@ -30,7 +33,13 @@ class Portfolio:
     def __init__(self, bound: float, budget: int) -> None:
         self.bound = bound
         self.budget = budget
-        self.best: PlannedOrders | None = None
+        self.plans: list[PlannedOrders] = []
+        """The best plans so far, from the best on, no two of the same cost."""
+
+    @property
+    def best(self) -> PlannedOrders | None:
+        """The best plan so far, if there is one."""
+        return self.plans[0] if self.plans else None
 
     @property
     def cost(self) -> float:
@@ -43,9 +52,21 @@ class Portfolio:
         return self.budget <= 0 or self.cost <= self.bound * (1 + 1e-9)
 
     def offer(self, plan: PlannedOrders | None) -> None:
-        """Keep `plan` if it is better than the best so far."""
-        if plan is not None and plan.cost < self.cost * (1 - 1e-12):
-            self.best = plan
+        """Keep `plan` if it is among the best so far."""
+        if plan is None:
+            return
+        for place, other in enumerate(self.plans):
+            if abs(plan.cost - other.cost) <= tolerance(other.cost):
+                if plan.tie < other.tie - tolerance(other.tie):
+                    self.plans[place] = plan
+                return
+        self.plans = sorted([*self.plans, plan], key=lambda each: each.cost)[:NUM_PLANS]
+
+    def improve(self, problem: Problem, budget: int) -> None:
+        """Improve the best plans in turn, each by an equal part of `budget`, unless one reaches the bound."""
+        for plan in list(self.plans):
+            if self.cost > self.bound * (1 + 1e-9):
+                self.offer(improve(problem, plan, budget // NUM_PLANS)[0])
 
     def fill(
         self,
@@ -141,7 +162,13 @@ def recomputed_where_needed(problem: Problem, best: Callable[[Problem], Schedule
 
 
 def _cost(schedule: Schedule, problem: Problem) -> float:
-    return simulate(schedule, problem.costs, overlap_communication=problem.overlap_communication).cost
+    return _judged(schedule, problem)[0]
+
+
+def _judged(schedule: Schedule, problem: Problem) -> tuple[float, float]:
+    """The time by which the schedule is judged, and the one that decides between equals."""
+    timeline = simulate(schedule, problem.costs, overlap_communication=problem.overlap_communication)
+    return problem.judged(timeline.cost, timeline.makespan)
 
 
 def fits(schedule: Schedule, problem: Problem) -> bool:
@@ -151,10 +178,8 @@ def fits(schedule: Schedule, problem: Problem) -> bool:
 
 
 def best_of(schedules: Iterable[Schedule], problem: Problem) -> Schedule:
-    """The schedule whose longest span is shortest; of equals the one with the shortest makespan, or the first."""
-    timelines = [
-        simulate(schedule, problem.costs, overlap_communication=problem.overlap_communication) for schedule in schedules
-    ]
-    shortest = min(timeline.cost for timeline in timelines)
-    equals = [timeline for timeline in timelines if timeline.cost <= shortest + tolerance(shortest)]
-    return min(equals, key=lambda timeline: timeline.makespan).schedule
+    """The schedule that takes the shortest time by which the problem judges; of equals by the other, or the first."""
+    judged = [(*_judged(schedule, problem), schedule) for schedule in schedules]
+    shortest = min(cost for cost, _, _ in judged)
+    equals = [(tie, schedule) for cost, tie, schedule in judged if cost <= shortest + tolerance(shortest)]
+    return min(equals, key=lambda equal: equal[0])[1]

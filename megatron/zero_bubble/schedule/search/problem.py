@@ -88,6 +88,19 @@ class Problem:
                 )
 
     @property
+    def is_judged_by_makespan(self) -> bool:
+        """Whether a plan is as good as its makespan is short, and not its longest span.
+
+        An iteration takes the makespan, unless it interlocks with the next. Only where the planner chooses what is
+        recomputed can it shorten one at the cost of the other by much.
+        """
+        return self.recompute is Recompute.PLANNED
+
+    def judged(self, span: float, makespan: float) -> tuple[float, float]:
+        """The time by which a plan is judged, and the other one, which decides between equals."""
+        return (makespan, span) if self.is_judged_by_makespan else (span, makespan)
+
+    @property
     def num_ranks(self) -> int:
         return self.placement.num_ranks
 
