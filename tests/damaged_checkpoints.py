@@ -241,11 +241,12 @@ def main(root: Path, flags: list[str]) -> None:
         build_optimizer,
         transformer_config,
     )
-    from megatron.zero_bubble.training.pretrain import load_tokenizer, with_vocabulary
+    from megatron.zero_bubble.training.pretrain import load_tokenizer
     from megatron.zero_bubble.training.progress import Progress
+    from megatron.zero_bubble.training.vocabulary import with_vocabulary
 
     args, job = complete_and_check(parse_arguments(flags), os.environ, has_cuda=False)
-    args = with_vocabulary(args, load_tokenizer(args))
+    args = with_vocabulary(args, load_tokenizer(args).vocab_size)
     placement, progress = job.placement, Progress(iteration=1)
     with initialized(args, placement):
         config = transformer_config(args, placement.num_chunks, None)

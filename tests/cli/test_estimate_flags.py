@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,6 +74,14 @@ def test_the_attention_that_the_job_runs_is_the_one_estimated(capsys):
     assert fits("--transformer-impl", "transformer_engine")
     assert not fits("--transformer-impl", "transformer_engine", "--attention-backend", "unfused")
     assert not fits("--attention-backend", "local")
+
+
+def test_an_estimate_does_not_load_megatron_core():
+    """Loading it takes longer than the estimate."""
+    command = [*TOOL, "--schedule", "zb-h1", "--", *JOB, "--zero-bubble"]
+    program = f"import sys; from {main.__module__} import main; main({command}); print('megatron.core' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert run.stdout.splitlines()[-1] == "False"
 
 
 def planned(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[Estimate, str]:

@@ -12,8 +12,9 @@ from megatron.zero_bubble.job import plans
 from megatron.zero_bubble.job.plans import check_plan, choose_plan
 from megatron.zero_bubble.training import data_config, size_checks
 from megatron.zero_bubble.training.arguments import Arguments
-from megatron.zero_bubble.training.pretrain import load_tokenizer, make_data_config, with_vocabulary
+from megatron.zero_bubble.training.pretrain import load_tokenizer, make_data_config
 from megatron.zero_bubble.training.size_checks import check_memory
+from megatron.zero_bubble.training.vocabulary import with_vocabulary
 from tests.checked_flags import checked, checked_job
 
 HUGE = str(10**9)
@@ -25,7 +26,7 @@ def all_checks(changes: dict[str, str | None], world_size: int = 4) -> Arguments
     """What `pretrain` checks before any process group exists."""
     args = checked(changes, world_size=world_size)
     tokenizer = load_tokenizer(args)
-    args = with_vocabulary(args, tokenizer)
+    args = with_vocabulary(args, tokenizer.vocab_size)
     check_memory(args)
     make_data_config(args).validate(tokenizer.vocab_size)
     return args

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from megatron.zero_bubble.training.tokenizer import LocalTokenizer, build_tokenizer, padded_vocab_size
+from megatron.zero_bubble.training.tokenizer import LocalTokenizer, build_tokenizer
+from megatron.zero_bubble.training.vocabulary import null_vocab_size, padded_vocab_size
 
 TEXT = "the pipeline waits for the weights, the weights wait for nobody"
 
@@ -90,6 +91,7 @@ def test_caches_know_a_tokenizer_by_its_content_not_by_its_path(tmp_path: Path) 
 
 def test_null_tokenizer_reads_numbers_and_ends_a_document_after_them() -> None:
     tokenizer = build_tokenizer("NullTokenizer", vocab_size=100)
+    assert tokenizer.vocab_size == null_vocab_size(100)
     assert tokenizer.tokenize("5 0 99") == [5, 0, 99]
     assert tokenizer.eod == 100
     assert tokenizer.vocab_size == 101

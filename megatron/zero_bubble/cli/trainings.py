@@ -16,6 +16,8 @@ from megatron.zero_bubble.mcore.cpu import substitute_cuda
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.training.arguments import Arguments, parse_arguments
+from megatron.zero_bubble.training.checks import complete_and_check
+from megatron.zero_bubble.training.vocabulary import null_vocab_size, with_vocabulary
 
 if TYPE_CHECKING:
     from megatron.zero_bubble.job.settings import JobSettings
@@ -37,16 +39,24 @@ def complete_training(
     """
     parsed = parse_arguments(flags, prog)
     environment = {"WORLD_SIZE": str(world_size)}
+    args, job = complete_and_check(parsed, environment, has_cuda, for_this_machine=for_this_machine)
+    return with_vocabulary(args, _vocab_size(args)), job
+
+
+def _vocab_size(args: Arguments) -> int:
+    """The number of tokens of the tokenizer; loading one takes seconds, because that imports megatron-core."""
+    if args.tokenizer_type == "NullTokenizer":
+        assert args.vocab_size is not None
+        return null_vocab_size(args.vocab_size)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # megatron-core warns of what a CPU lacks
         substitution = substitute_cuda()
         # Imported after `substitute_cuda`, because megatron-core looks for a device as it is imported.
-        from megatron.zero_bubble.training.checks import complete_and_check
-        from megatron.zero_bubble.training.pretrain import load_tokenizer, with_vocabulary
+        from megatron.zero_bubble.training.pretrain import load_tokenizer
 
         try:
-            args, job = complete_and_check(parsed, environment, has_cuda, for_this_machine=for_this_machine)
-            return with_vocabulary(args, load_tokenizer(args)), job
+            size: int = load_tokenizer(args).vocab_size
+            return size
         finally:
             substitution.restore()
 

@@ -9,8 +9,8 @@ from megatron.zero_bubble.job.environment import check_environment
 from megatron.zero_bubble.job.flags import check_zero_bubble_flags
 from megatron.zero_bubble.job.job_flags import JobFlags
 from megatron.zero_bubble.job.layers import needed_layout, partition_of_flags
-from megatron.zero_bubble.job.optimizer_step import check_post_validation
 from megatron.zero_bubble.job.plans import check_plan, choose_placement, choose_plan
+from megatron.zero_bubble.job.post_validation_flags import check_post_validation
 from megatron.zero_bubble.job.profiling import check_memory_limit, planning_options
 from megatron.zero_bubble.job.stalls import check_stall_timeout
 from megatron.zero_bubble.mcore.transformer_engine import check_transformer_engine

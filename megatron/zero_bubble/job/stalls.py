@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,9 @@ import torch.distributed as dist
 from megatron.zero_bubble.job.environment import host_name
 from megatron.zero_bubble.job.job_flags import JobFlags
 from megatron.zero_bubble.runtime.watchdog import RankState, Stall, Watchdog
-from megatron.zero_bubble.schedules import ForwardBackward
+
+if TYPE_CHECKING:
+    from megatron.zero_bubble.schedules import ForwardBackward
 
 _SHARE = 0.9
 """Default timeout as a share of the time after which a collective gives up: the watchdog must report first."""

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from megatron.zero_bubble.job.optimizer_step import FLAG, build_post_validation
+from megatron.zero_bubble.job.optimizer_step import build_post_validation
+from megatron.zero_bubble.job.post_validation_flags import FLAG
 from megatron.zero_bubble.job.settings import JobSettings
 from megatron.zero_bubble.launcher.hooks import Call, Hook, Needed
 from megatron.zero_bubble.launcher.mistakes import LauncherError, users_mistakes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,7 +39,8 @@ from megatron.zero_bubble.training.numerics import NumericsLog
 from megatron.zero_bubble.training.progress import Progress, TrainingError
 from megatron.zero_bubble.training.save_lock import lock_folder
 from megatron.zero_bubble.training.size_checks import check_memory
-from megatron.zero_bubble.training.tokenizer import build_tokenizer, padded_vocab_size
+from megatron.zero_bubble.training.tokenizer import build_tokenizer
+from megatron.zero_bubble.training.vocabulary import with_vocabulary
 
 
 def pretrain(args: Arguments, job: JobSettings) -> None:
@@ -51,7 +51,7 @@ def pretrain(args: Arguments, job: JobSettings) -> None:
     """
     data_config = make_data_config(args)
     tokenizer = load_tokenizer(args)
-    args = with_vocabulary(args, tokenizer)
+    args = with_vocabulary(args, tokenizer.vocab_size)
     check_memory(args)
     data_config.validate(tokenizer.vocab_size)
     if args.load:
@@ -80,12 +80,6 @@ def load_tokenizer(args: Arguments) -> MegatronTokenizerBase:
     """The tokenizer that the flags name. Raises `ValueError` if it cannot be read."""
     assert args.tokenizer_type is not None
     return build_tokenizer(args.tokenizer_type, args.tokenizer_model, args.vocab_size, args.vocab_file, args.merge_file)
-
-
-def with_vocabulary(args: Arguments, tokenizer: MegatronTokenizerBase) -> Arguments:
-    """The flags with `padded_vocab_size` set for the tokenizer."""
-    size = padded_vocab_size(tokenizer.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size)
-    return replace(args, padded_vocab_size=size)
 
 
 def _build_trainer(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -121,17 +120,6 @@ def build_tokenizer(
             f"--vocab-size {vocab_size} is ignored: the tokenizer has {tokenizer.vocab_size} tokens", stacklevel=2
         )
     return tokenizer
-
-
-def padded_vocab_size(vocab_size: int, make_vocab_size_divisible_by: int, tensor_model_parallel_size: int) -> int:
-    """`vocab_size` rounded up as Megatron does it: every tensor-parallel rank gets a multiple of the divisor."""
-    multiple = make_vocab_size_divisible_by * tensor_model_parallel_size
-    if vocab_size < 1 or multiple < 1:
-        raise ValueError(
-            f"vocabulary size {vocab_size}, --make-vocab-size-divisible-by {make_vocab_size_divisible_by} and "
-            f"--tensor-model-parallel-size {tensor_model_parallel_size} must be positive"
-        )
-    return math.ceil(vocab_size / multiple) * multiple
 
 
 def _from_tokenizer_json(tokenizer_model: str | None) -> LocalTokenizer:

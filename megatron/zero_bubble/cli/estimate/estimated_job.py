@@ -11,6 +11,7 @@ from megatron.zero_bubble.cli.estimate.cluster import Cluster
 from megatron.zero_bubble.cli.trainings import complete_training
 from megatron.zero_bubble.job.job_flags import JobFlags
 from megatron.zero_bubble.job.model_states import States
+from megatron.zero_bubble.job.post_validation_flags import awaited_by_the_first_stage
 from megatron.zero_bubble.schedule import Placement, ScheduleError
 from megatron.zero_bubble.schedule.formats import Profile, profile_from_json
 from megatron.zero_bubble.training.arguments import Arguments
@@ -45,9 +46,6 @@ class EstimatedJob:
 
     def awaited(self, placement: Placement) -> str | None:
         """Return what keeps iterations from overlapping under post-validation; None if nothing does."""
-        # This import loads megatron-core, so it waits until it is needed.
-        from megatron.zero_bubble.job.optimizer_step import awaited_by_the_first_stage
-
         return awaited_by_the_first_stage(self.flags, placement)
 
 
