@@ -39,8 +39,19 @@ class Session:
             "TransformerConfig.__post_init__",
             (),
             "gives a model in a V the layers of each stage, which megatron-core would number differently",
-            partial(self._in_v, VPlacement.configure),
+            partial(self._in_v, VPlacement.configure_new),
         )
+        for module, function in (
+            ("megatron.core.transformer.transformer_block", "get_num_layers_to_build"),
+            ("megatron.core.transformer.multi_token_prediction", "get_mtp_num_layers_to_build"),
+        ):
+            yield Hook(
+                module,
+                function,
+                ("config",),
+                "does the same for a configuration that the script has made before its process groups",
+                partial(self._in_v, VPlacement.configure),
+            )
         yield Hook(
             "megatron.core.models.gpt.gpt_model",
             "GPTModel.__init__",

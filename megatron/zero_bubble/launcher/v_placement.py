@@ -12,7 +12,8 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron.zero_bubble.launcher.hooks import Call
-from megatron.zero_bubble.mcore.placed_layout import place_layout
+from megatron.zero_bubble.mcore.multi_token import track, tracked_sums
+from megatron.zero_bubble.mcore.placed_layout import PlacedLayout
 from megatron.zero_bubble.mcore.placement import chunk_groups, copy_tied_embedding, embedding_ranks
 from megatron.zero_bubble.schedule import Placement
 
@@ -34,23 +35,34 @@ class VPlacement:
         """Hook around `initialize_model_parallel`: set the ranks that reduce tied embeddings."""
         call["get_embedding_ranks"] = embedding_ranks(self._placement)
 
-    def configure(self, call: Call) -> None:
-        """Hook around `TransformerConfig.__post_init__`: give the pipeline's models the layout of the V's stages.
-
-        megatron-core's other ways to spread layers over ranks are in that layout already.
-        """
+    def configure_new(self, call: Call) -> None:
+        """Hook around `TransformerConfig.__post_init__`: give the pipeline's models the layout of the V's stages."""
         config = call["self"]
-        if config.pipeline_model_parallel_size != self._placement.num_ranks:
-            call.proceed()
-            return
-        config.num_layers_in_first_pipeline_stage = config.num_layers_in_last_pipeline_stage = None
-        config.account_for_embedding_in_pipeline_split = config.account_for_loss_in_pipeline_split = False
-        config.pipeline_model_parallel_layout = self._layout
+        if self._is_of_the_pipeline(config):
+            # megatron-core's other ways to spread layers over ranks are in this layout already.
+            config.num_layers_in_first_pipeline_stage = config.num_layers_in_last_pipeline_stage = None
+            config.account_for_embedding_in_pipeline_split = config.account_for_loss_in_pipeline_split = False
+            config.pipeline_model_parallel_layout = self._layout
         call.proceed()
-        place_layout(config, self._placement, parallel_state.get_pipeline_model_parallel_rank())
+        self._place_layout(config)
+
+    def configure(self, call: Call) -> Any:
+        """Hook around functions that read a layout: give it to a configuration older than the process groups."""
+        self._place_layout(call["config"])
+        return call.proceed()
+
+    def _place_layout(self, config: Any) -> None:
+        if self._is_of_the_pipeline(config):
+            rank = parallel_state.get_pipeline_model_parallel_rank()
+            config.pipeline_model_parallel_layout = PlacedLayout(self._layout, self._placement, rank)
+
+    def _is_of_the_pipeline(self, config: Any) -> bool:
+        is_placed = isinstance(config.pipeline_model_parallel_layout, PlacedLayout)
+        return config.pipeline_model_parallel_size == self._placement.num_ranks and not is_placed
 
     def place(self, call: Call) -> None:
         """Give the chunk that a call of `GPTModel`'s constructor builds the embedding and the loss of its stage."""
+        self._place_layout(call["config"])
         chunk = call["vp_stage"]
         assert chunk is not None, "the script builds two chunks a rank: checked at its start"
         rank = parallel_state.get_pipeline_model_parallel_rank()
@@ -103,16 +115,21 @@ class VPlacement:
     def to_last_rank(self, losses: list[Any]) -> list[Any]:
         """Copy the loss function's results to the last rank, which logs them; a collective call of the pipeline.
 
+        The losses of multi-token prediction, which megatron-core sums in a global, are copied, too.
+
         Args:
             losses: on the rank of the last stage, one entry a microbatch, of tensors and plain values.
         """
         group = parallel_state.get_pipeline_model_parallel_group()
         holder = self._placement.rank_of(self._placement.num_stages - 1)
         # Tensors move to the host first: pickling keeps a tensor's device, which differs between ranks.
-        objects: list[Any] = [_moved(losses, "cpu") if group.rank() == holder else None]
+        results = _moved((losses, tracked_sums()), "cpu") if group.rank() == holder else None
+        objects: list[Any] = [results]
         dist.broadcast_object_list(objects, src=dist.get_global_rank(group, holder), group=group)
         if group.rank() == group.size() - 1:
-            return _moved(objects[0], torch.cuda.current_device())
+            losses, further = _moved(objects[0], torch.cuda.current_device())
+            if further:
+                track(further)
         return losses
 
 

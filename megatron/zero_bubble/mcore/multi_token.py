@@ -28,8 +28,23 @@ def take_losses(num_microbatches: int) -> tuple[float, ...]:
     return tuple(total.tolist())
 
 
+def tracked_sums() -> dict[str, torch.Tensor]:
+    """Return what megatron-core sums over an iteration's microbatches, by its names; nothing on other stages.
+
+    These are the losses, and from megatron-core 0.19 on right and all predictions, too.
+    """
+    tracker = MTPLossLoggingHelper.tracker
+    tensors = {name: value for name, value in tracker.items() if isinstance(value, torch.Tensor)}
+    return {name: value for name, value in tensors.items() if not name.startswith("cumulative")}
+
+
+def track(sums: dict[str, torch.Tensor]) -> None:
+    """Let this rank have the sums of the last stage, for Megatron-LM to average them over replicas and log them."""
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    MTPLossLoggingHelper.tracker.update(**sums, reduce_group=None, avg_group=group)
+
+
 def forget_losses() -> None:
-    """Set the summed losses to zero; called, too, when the forwards of an iteration run again."""
-    sums: torch.Tensor | None = MTPLossLoggingHelper.tracker.get("values")
-    if sums is not None:
+    """Set the sums to zero; called, too, when the forwards of an iteration run again."""
+    for sums in tracked_sums().values():
         sums.zero_()
