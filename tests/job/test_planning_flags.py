@@ -266,10 +266,16 @@ def test_the_block_tells_limits_and_what_operations_need_inside():
 
 
 @pytest.mark.parametrize(
-    ("dropout", "group", "size"),
-    [(("0", "0"), None, None), (("0.1", "0"), None, 2), (("0", "0.1"), None, 2), (("0", "0"), "4", 4)],
+    ("dropout", "group", "size", "more"),
+    [
+        (("0", "0"), None, None, {}),
+        (("0.1", "0"), None, 2, {}),
+        (("0", "0.1"), None, 2, {}),
+        (("0.1", "0.1"), None, None, {"--zero-bubble-seed-by-layer": None}),
+        (("0", "0"), "4", 4, {}),
+    ],
 )
-def test_forwards_of_several_chunks_keep_their_order_where_dropout_depends_on_it(dropout, group, size):
+def test_forwards_of_several_chunks_keep_their_order_where_dropout_depends_on_it(dropout, group, size, more):
     changes = {
         "--pipeline-model-parallel-size": "2",
         "--num-virtual-stages-per-pipeline-rank": "2",
@@ -278,5 +284,6 @@ def test_forwards_of_several_chunks_keep_their_order_where_dropout_depends_on_it
         "--zero-bubble": None,
         "--attention-dropout": dropout[0],
         "--hidden-dropout": dropout[1],
+        **more,
     }
     assert checked_job(changes, world_size=2).plan.group_size == size

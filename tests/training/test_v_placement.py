@@ -34,6 +34,7 @@ MODELS = {
     ),
     "tied-bf16": (("--bf16",), UNEVEN_V),
     "tied-per-token": (("--calculate-per-token-loss",), EVEN_V),
+    "tied-bf16-distributed-optimizer": (("--bf16", "--use-distributed-optimizer"), UNEVEN_V),
     "untied-further-tokens": (
         (
             "--untie-embeddings-and-output-weights",

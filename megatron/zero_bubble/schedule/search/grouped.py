@@ -1,4 +1,4 @@
-"""Plans several interleaved chunks a rank, through which microbatches pass in groups as in Megatron."""
+"""Plans several chunks a rank, through which microbatches pass in groups as in Megatron's interleaved schedule."""
 
 from __future__ import annotations
 

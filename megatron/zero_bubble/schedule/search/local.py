@@ -29,9 +29,14 @@ MOVE_WEIGHT = 0.3
 """How much longer a move takes for an operation than `fill_weights`."""
 
 
-def improve(problem: Problem, plan: PlannedOrders, budget: int) -> tuple[PlannedOrders, int]:
-    """The best plan that moves lead to from `plan`, and what is left of `budget`, which counts operations planned."""
-    search = _LocalSearch(problem, plan)
+def improve(
+    problem: Problem, plan: PlannedOrders, budget: int, *, keeps_forwards: bool = False
+) -> tuple[PlannedOrders, int]:
+    """The best plan that moves lead to from `plan`, and what is left of `budget`, which counts operations planned.
+
+    `keeps_forwards` keeps the order in which a rank runs the forwards of its chunks.
+    """
+    search = _LocalSearch(problem, plan, keeps_forwards=keeps_forwards)
     weight = round(MOVE_WEIGHT * problem.num_ops)
     while budget > 0 and search.can_improve:
         budget -= weight
@@ -48,8 +53,9 @@ class _Move(NamedTuple):
 
 
 class _LocalSearch:
-    def __init__(self, problem: Problem, plan: PlannedOrders) -> None:
+    def __init__(self, problem: Problem, plan: PlannedOrders, *, keeps_forwards: bool) -> None:
         self.problem = problem
+        self.keeps_forwards = keeps_forwards
         self.best = plan
         self.ways = Ways(problem, plan.orders)
         runs = self.ways.evaluate()
@@ -140,6 +146,8 @@ class _LocalSearch:
         """Whether `later`, which comes after `earlier` on the same rank, has to."""
         m, size = self.problem.num_microbatches, self.problem.num_stages
         code, other = earlier // m, later // m
+        if self.keeps_forwards and max(code, other) < size:
+            return True
         is_same_microbatch = code % size == other % size and earlier % m == later % m
         return code == other or is_same_microbatch or self.ways.needed[later] == earlier
 

@@ -62,11 +62,14 @@ class Portfolio:
                 return
         self.plans = sorted([*self.plans, plan], key=lambda each: each.cost)[:NUM_PLANS]
 
-    def improve(self, problem: Problem, budget: int) -> None:
-        """Improve the best plans in turn, each by an equal part of `budget`, unless one reaches the bound."""
+    def improve(self, problem: Problem, budget: int, *, keeps_forwards: bool = False) -> None:
+        """Improve the best plans in turn, each by an equal part of `budget`, unless one reaches the bound.
+
+        `keeps_forwards` keeps the order in which a rank runs the forwards of its chunks.
+        """
         for plan in list(self.plans):
             if self.cost > self.bound * (1 + 1e-9):
-                self.offer(improve(problem, plan, budget // NUM_PLANS)[0])
+                self.offer(improve(problem, plan, budget // NUM_PLANS, keeps_forwards=keeps_forwards)[0])
 
     def fill(
         self,

@@ -1,26 +1,34 @@
-"""Plans an interleaved placement from its costs, at any memory limit."""
+"""Plans several chunks a rank from their costs, at any memory limit; in groups of microbatches, as Megatron's."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 from megatron.zero_bubble.schedule.errors import ScheduleError
 from megatron.zero_bubble.schedule.generators.interleaved import interleaved_1f1b, interleaved_zb
+from megatron.zero_bubble.schedule.generators.v_shaped import zb_v
 from megatron.zero_bubble.schedule.ir import Schedule
 from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation
 from megatron.zero_bubble.schedule.search.event_loop import GapRule, Keeping, PlannedOrders
 from megatron.zero_bubble.schedule.search.grouped import GroupPolicy, alternating_orders, even_groups
-from megatron.zero_bubble.schedule.search.portfolio import Portfolio, best_of, fits
-from megatron.zero_bubble.schedule.search.problem import Order, Problem
+from megatron.zero_bubble.schedule.search.portfolio import Portfolio, best_of, fits, recomputed_where_needed
+from megatron.zero_bubble.schedule.search.problem import Problem
+from megatron.zero_bubble.schedule.simulate import simulate
 
 BUDGET = 600_000
 """Operations to plan in all candidates together: a second or so."""
+IMPROVING = 300_000
+"""Operations to plan while the best candidates are improved."""
 LEAST_CANDIDATES = 12
 """Candidates to try however large the schedule is."""
 SLOPES = (2, 1, 1.5, 0.75, 1.25)
 """How many F more than the next rank a rank begins with; 2 is Megatron's."""
+
+WORTH_GROUPING = 0.02
+"""The distance from the bound above which plans for a V in groups of microbatches are tried, too."""
 
 Groups = tuple[int, ...]
 """The sizes of the groups in which microbatches pass through the chunks."""
@@ -32,21 +40,52 @@ def best_interleaved(name: str, group_size: int | None, problem: Problem) -> Sch
     With a `group_size` the forwards of every rank are in the order of such groups, if that fits; otherwise the sizes of
     groups are planned, too.
     """
-    candidates = []
-    if problem.is_feasible:
-        plan = plan_interleaved(problem, group_size)
-        candidates.append(problem.schedule(name, plan.orders))
-        if plan.cost <= problem.bound * (1 + 1e-9):
-            return candidates[0]
-    candidates += (schedule for schedule in _named(problem, group_size) if fits(schedule, problem))
-    if problem.recompute is Recompute.FULL:
-        inside = _recomputing_inside(problem)
-        if inside.is_feasible:
-            apart = with_recomputation(best_interleaved(name, group_size, inside))
-            candidates += [apart] * fits(apart, problem)
+    candidates = [] if group_size is None else _candidates(name, problem, group_size)
+    candidates = candidates or _candidates(name, problem, None)
     if not candidates:
         problem.check_feasible()
     return replace(best_of(candidates, problem), name=name)
+
+
+def best_v(name: str, problem: Problem) -> Schedule:
+    """The best plan for a V: that of `zb_v`, or one in groups of microbatches, far better in less memory than V-Min."""
+    repeated = zb_v(
+        problem.num_ranks,
+        problem.num_microbatches,
+        costs=problem.costs,
+        memory_limit=problem.limits,
+        overlap_communication=problem.overlap_communication,
+        recompute=problem.recompute,
+    )
+    candidates = [repeated]
+    timeline = simulate(repeated, problem.costs, overlap_communication=problem.overlap_communication)
+    if timeline.cost > problem.bound * (1 + WORTH_GROUPING):
+        candidates.append(recomputed_where_needed(problem, partial(_in_groups, name)))
+    return replace(best_of(candidates, problem), name=name)
+
+
+def _in_groups(name: str, problem: Problem) -> Schedule:
+    problem.check_feasible()
+    return problem.schedule(name, plan_chunks(problem).orders)
+
+
+def plan_chunks(problem: Problem) -> PlannedOrders:
+    """The best plan found for several chunks a rank."""
+    plan = _plan(problem, None)
+    assert plan is not None, "one microbatch after the other fits in any limit that is feasible"
+    return plan
+
+
+def _candidates(name: str, problem: Problem, group_size: int | None) -> list[Schedule]:
+    """What is planned, and the named schedules, as far as they fit; `group_size` as in `best_interleaved`."""
+    plan = _plan(problem, group_size)
+    candidates = [] if plan is None else [problem.schedule(name, plan.orders)]
+    if plan is not None and plan.cost <= problem.bound * (1 + 1e-9):
+        return candidates
+    others = list(_named(problem, group_size))
+    if problem.recompute is Recompute.FULL:
+        others += map(with_recomputation, _candidates(name, _recomputing_inside(problem), group_size))
+    return candidates + [schedule for schedule in others if fits(schedule, problem)]
 
 
 def _named(problem: Problem, group_size: int | None) -> Iterator[Schedule]:
@@ -69,17 +108,18 @@ def _recomputing_inside(problem: Problem) -> Problem:
     return replace(problem, costs=problem.costs.recomputing_in_backward(), recompute=Recompute.NONE)
 
 
-def plan_interleaved(problem: Problem, group_size: int | None = None, budget: int = BUDGET) -> PlannedOrders:
-    """The best plan found for several chunks a rank; `group_size` as above, `budget` as `BUDGET`."""
-    portfolio = Portfolio(problem.bound, max(budget, LEAST_CANDIDATES * problem.num_ops))
-    portfolio.in_order(problem, problem.one_by_one())
-    without_overlap = portfolio.cost
-    if group_size is not None:
+def _plan(problem: Problem, group_size: int | None) -> PlannedOrders | None:
+    """The best plan found, if there is one; `group_size` as in `best_interleaved`."""
+    if not problem.is_feasible:
+        return None
+    portfolio = Portfolio(problem.bound, max(BUDGET, LEAST_CANDIDATES * problem.num_ops))
+    if group_size is None:
+        portfolio.in_order(problem, problem.one_by_one())
+        _try(portfolio, problem, _choices_of_groups(problem))
+    else:
         given = range(0, problem.num_microbatches, group_size)
         _try(portfolio, problem, [tuple(min(group_size, problem.num_microbatches - first) for first in given)])
-    if group_size is None or portfolio.cost == without_overlap:
-        _try(portfolio, problem, _choices_of_groups(problem))
-    assert portfolio.best is not None, "one microbatch after the other fits in any limit that is feasible"
+    portfolio.improve(problem, IMPROVING, keeps_forwards=group_size is not None)
     return portfolio.best
 
 
@@ -141,15 +181,14 @@ def _try_recomputing(portfolio: Portfolio, problem: Problem, choices: Sequence[G
     """Try the orders of plans without R apart, and F and B in turn."""
     keeping = replace(problem, costs=problem.costs.keeping_everything(), recompute=Recompute.NONE)
     for other in (_recomputing_inside(problem), keeping):
+        without = Portfolio(other.bound, BUDGET // 3)
         if other.is_feasible and not portfolio.finished:
-            orders = _without_weights(problem, plan_interleaved(other, budget=BUDGET // 3))
+            _try(without, other, choices)
+        if without.best is not None:
+            orders = [[code for code in order if code < 2 * problem.num_stages] for order in without.best.orders]
             for rule, defers in product(GapRule, (False, True)):
                 portfolio.fill(problem, orders, rule, keeping=Keeping(defers))
     for groups in choices[:3]:
         _try_alternating(portfolio, problem, groups, SLOPES)
     if problem.recompute is Recompute.PLANNED:
         portfolio.drop_into_idle_time(problem)
-
-
-def _without_weights(problem: Problem, plan: PlannedOrders) -> list[Order]:
-    return [[code for code in order if code < 2 * problem.num_stages] for order in plan.orders]

@@ -1,0 +1,167 @@
+"""Plan random problems and measure how far the plans are from the lower bound, and from the named schedules.
+
+    python -m benchmarks.planning                                       200 problems of every placement
+    python -m benchmarks.planning --placement interleaved --problems 20
+
+A problem has 2 to 16 ranks, up to four microbatches a rank, stages whose costs are equal, equal but for the last one,
+or all unequal, and a memory limit from the smallest that works to 3p M_B, where M_B is that of the fullest rank.
+Problems depend on their number alone. Exit status 1 if a plan is worse than a named schedule that fits in its limit.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from math import inf
+from statistics import median, quantiles
+from typing import get_args
+
+from megatron.zero_bubble.cli.flag_values import at_least
+from megatron.zero_bubble.cli.invocation import read_flags, run_command
+from megatron.zero_bubble.cli.output import percent, table
+from megatron.zero_bubble.cli.shared_flags import TableFlags
+from megatron.zero_bubble.job.flag_parser import flag
+from megatron.zero_bubble.schedule import Placement, ScheduleError, StageCosts, generate, simulate
+from megatron.zero_bubble.schedule.bounds import lower_bounds
+from megatron.zero_bubble.schedule.generators import ENTRIES
+from megatron.zero_bubble.schedule.ir import PlacementKind
+from megatron.zero_bubble.schedule.search.portfolio import fits
+from megatron.zero_bubble.schedule.search.problem import Problem
+
+_PROG = "benchmarks.planning"
+RANGES = ((0.0, 0.5), (0.5, 1.0), (1.0, 2.0), (2.0, 3.0))
+"""Memory limits of the rows of the table, in p M_B."""
+HEADS = ("placement", "limit (p M_B)", "problems", "median", "nine tenths", "most", "beside the best named", "worse")
+
+
+@dataclass(frozen=True)
+class PlanningFlags(TableFlags):
+    """the problems"""
+
+    placement: list[PlacementKind] | None = flag(
+        "placement to plan for; repeat for more (default: all)",
+        None,
+        repeat=True,
+        parse=str,
+        choices=get_args(PlacementKind),
+    )
+    problems: int = flag("problems of each placement", 200, parse=at_least(1), metavar="N")
+
+
+@dataclass(frozen=True)
+class PlannedProblem:
+    """What came of one problem."""
+
+    kind: PlacementKind
+    number: int
+    limit: float
+    """In p M_B."""
+    above_bound: float
+    """Fraction by which the plan is longer than the lower bound."""
+    beside_named: float | None
+    """Time of the plan over that of the best named schedule that fits, less 1; None if none fits."""
+
+
+def random_problem(kind: PlacementKind, number: int) -> tuple[Problem, float]:
+    """The problem with this number, and its limit in p M_B."""
+    generator = random.Random(f"{kind} {number}")
+    num_ranks = generator.randint(2, 16)
+    num_chunks = {"linear": 1, "v": 2, "interleaved": generator.randint(2, 4)}[kind]
+    placement = Placement(kind, num_ranks, num_chunks)
+    # Half of the numbers of microbatches are multiples of the ranks, as the named interleaved schedules need.
+    fewest, step = generator.choice(((num_ranks, num_ranks), (num_ranks // 2 + 1, 1)))
+    num_microbatches = generator.randrange(fewest, 4 * num_ranks + 1, step)
+    costs = _costs(generator, placement)
+    fullest = max(sum(costs.memory_f[stage] for stage in placement.stages_of(rank)) for rank in range(num_ranks))
+    multiple = generator.uniform(1, 3 * num_ranks)
+    problem = Problem(placement, num_microbatches, costs, (multiple * fullest,) * num_ranks)
+    return problem, multiple / num_ranks
+
+
+def _costs(generator: random.Random, placement: Placement) -> StageCosts:
+    size = placement.num_stages
+    b, w = generator.uniform(0.8, 1.4), generator.uniform(0.5, 1.1)
+    layers, memory = [1.0] * size, [1.0] * size
+    style = generator.choice(("equal", "last", "unequal"))
+    if style == "last":
+        layers[-1] += generator.uniform(0.2, 2)
+    elif style == "unequal":
+        layers, memory = ([generator.uniform(0.5, 2) for _ in range(size)] for _ in range(2))
+    share, message = generator.uniform(0.2, 0.8), generator.choice((0, 0.05, 0.3))
+    return StageCosts(
+        time_f=tuple(layers),
+        time_b=tuple(b * layer for layer in layers),
+        time_w=tuple(w * layer for layer in layers),
+        time_comm=(message,) * (size - 1),
+        memory_f=tuple(memory),
+        memory_b=tuple(-share * held for held in memory),
+        memory_w=tuple((share - 1) * held for held in memory),
+    )
+
+
+def planned_problem(kind: PlacementKind, number: int) -> PlannedProblem:
+    """Plan one problem, and compare the plan with the bound and with the named schedules that fit."""
+    problem, limit = random_problem(kind, number)
+    planned = _cost(problem, "auto", problem.limits)
+    names = [name for name, one in ENTRIES.items() if one.placement == kind and one.has_own_limit and not one.is_slow]
+    named = min(_cost(problem, name) for name in names)
+    beside = None if named == inf else planned / named - 1
+    bound = lower_bounds(problem.placement, problem.num_microbatches, problem.costs, problem.limits).span
+    return PlannedProblem(kind, number, limit, planned / bound - 1, beside)
+
+
+def _cost(problem: Problem, name: str, limits: Sequence[float] | None = None) -> float:
+    """The longest span of the schedule `name`; infinite if there is none, or it exceeds the problem's limits."""
+    placement = problem.placement
+    try:
+        schedule = generate(
+            name,
+            placement.num_ranks,
+            problem.num_microbatches,
+            costs=problem.costs,
+            num_chunks=placement.num_chunks,
+            placement_kind=placement.kind,
+            memory_limit=limits,
+        )
+    except ScheduleError:  # an interleaved one for a number of microbatches that megatron-core refuses
+        return inf
+    return float(simulate(schedule, problem.costs).cost) if fits(schedule, problem) else inf
+
+
+def _row(kind: str, limits: str, found: Sequence[PlannedProblem]) -> tuple[str, ...]:
+    distances = [one.above_bound for one in found]
+    beside = [one.beside_named for one in found if one.beside_named is not None]
+    nine_tenths = quantiles(distances, n=10, method="inclusive")[-1] if len(distances) > 1 else distances[0]
+    return (
+        *(kind, limits, str(len(found))),
+        *map(percent, (median(distances), nine_tenths, max(distances))),
+        f"{median(beside):+.1%} of {len(beside)}" if beside else "-",
+        str(sum(one > 1e-9 for one in beside)),
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    return run_command(_PROG, lambda: _plan_all(sys.argv[1:] if argv is None else argv))
+
+
+def _plan_all(argv: list[str]) -> bool:
+    """Plan the problems that the flags ask for, print the table, and return whether no plan is worse than a name."""
+    flags = read_flags(PlanningFlags, argv, _PROG, __doc__ or "")
+    found, rows = [], []
+    for kind in flags.placement or get_args(PlacementKind):
+        own = [planned_problem(kind, number) for number in range(flags.problems)]
+        for low, high in RANGES:
+            inside = [one for one in own if low <= one.limit < high]
+            if inside:
+                rows.append(_row(kind, f"{low:g} to {high:g}", inside))
+        rows.append(_row(kind, "all", own))
+        found += own
+        print(f"{kind}: {len(own)} problems planned", file=sys.stderr)
+    flags.deliver([asdict(one) for one in found], table(HEADS, rows, markdown=flags.markdown))
+    return not any(one.beside_named is not None and one.beside_named > 1e-9 for one in found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
