@@ -43,12 +43,12 @@ def variables(script: str, environment: Mapping[str, str]) -> dict[str, list[str
     return {"sizes": words[:4], "flags": words[4:]}
 
 
-def training(model: str, schedule: str) -> Arguments:
+def training(model: str, schedule: str, *more: str) -> Arguments:
     """The complete and checked flags, as the first rank sees them."""
     found = variables("examples/slurm/training.sh", {"MODEL": model, "SCHEDULE": schedule})
     pipeline, micro_batch, microbatches, _ = map(int, found["sizes"])
     batch = ("--global-batch-size", str(micro_batch * microbatches), "--train-iters", "1000")
-    parsed = parse_arguments([*found["flags"], *batch])
+    parsed = parse_arguments([*found["flags"], *batch, *more])
     return complete_and_check(parsed, {"WORLD_SIZE": str(pipeline)}, has_cuda=True)
 
 
@@ -74,6 +74,14 @@ def test_every_schedule_is_accepted_and_embedding_and_loss_take_a_layers_place(m
     assert layers[0] == layers[-1] == layers[1] - 1
     assert set(layers[1:-1]) == {layers[1]}
     assert job.flags.schedule == (None if schedule.startswith("megatron-core") else schedule)
+
+
+@pytest.mark.parametrize(("model", "more"), [("6.2b", ()), ("1.5b", ("--allow-padding-num-layers",))])
+def test_a_v_takes_the_models_too(model, more):
+    args, job = training(model, "zb-v", *more)
+    assert job.placement.kind == "v"
+    assert layers_of_layout(args.pipeline_model_parallel_layout, 8) == job.partition
+    assert (len(job.partition), sum(job.partition)) == (16, args.num_layers)
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -47,7 +47,7 @@ def test_a_stage_without_a_layer_is_refused():
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_megatron_core_reads_the_layout_as_it_was_meant(num_ranks):
-    layers = [2, 3, 3, 2]
+    layers = (2, 3, 3, 2)
     assert layers_of_layout(to_layout(layers), num_ranks) == layers
 
 
@@ -101,6 +101,10 @@ V = {"--zero-bubble-schedule": "zb-v", "--global-batch-size": "16"}
         ({}, None),
         ({"--num-layers": "10", "--allow-padding-num-layers": None}, "Et*1|t*2|t*2|t*1|t*1|t*1|t*1|t*1L"),
         ({"--num-layers": "6", EMBEDDING: None, LOSS: None}, "E|t*1|t*1|t*1|t*1|t*1|t*1|L"),
+        (
+            {"--num-layers": "8", EMBEDDING: None, LOSS: None, "--allow-padding-num-layers": None},
+            "E|t*2|t*2|t*1|t*1|t*1|t*1|L",
+        ),
         ({"--num-layers": "15", FIRST: "2", LAST: "1"}, "Et*2|t*2|t*2|t*2|t*2|t*2|t*2|t*1L"),
         ({LAYOUT: "Et|t|tt|t|t|t|t|L"}, "Et|t|tt|t|t|t|t|L"),
         ({"--mtp-num-layers": "1"}, "Et*1|t*1|t*1|t*1|t*1|t*1|t*1|t*1mL"),

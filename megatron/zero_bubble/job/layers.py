@@ -10,8 +10,8 @@ from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.schedule.errors import one_line
 from megatron.zero_bubble.schedule.model_costs import Partition
 
-_REPEATS = 1000
-"""Repeats that a layout may have even with fewer layers, for example of stages without a layer."""
+_MOST_REPEATS = 10_000
+"""Most repeats of a part of a layout: more than any model has layers."""
 
 
 def partition_of_flags(flags: JobFlags, placement: Placement) -> Partition:
@@ -59,7 +59,7 @@ def _of_layout(flags: JobFlags, layout: str, placement: Placement) -> Partition:
         )
     if sum(layers) != flags.num_layers:
         raise ValueError(f"{given} {sum(layers)} layers, but --num-layers is {flags.num_layers}")
-    return tuple(layers)
+    return layers
 
 
 def _layers_of_ends(flags: JobFlags) -> dict[str, int]:
@@ -101,46 +101,43 @@ def _spread(flags: JobFlags, placement: Placement) -> Partition:
     """The partition into stages as even as the flags allow."""
     stages, layers = placement.num_stages, flags.num_layers
     embedding, loss = flags.account_for_embedding_in_pipeline_split, flags.account_for_loss_in_pipeline_split
-    counted = layers + embedding + loss
-    if counted % stages == 0:
-        return spread_with_ends(counted // stages, stages, embedding=embedding, loss=loss)
-    split = f"{stages} stages that --pipeline-model-parallel-size {placement.num_ranks} and {placement.num_chunks} "
-    split += "model chunks a rank give"
-    if embedding or loss:
+    if (layers + embedding + loss) % stages and not flags.allow_padding_num_layers:
+        counted = f"--num-layers {layers} is"
+        if embedding or loss:
+            counted = (
+                f"--num-layers {layers} and, by --account-for-embedding-in-pipeline-split and "
+                f"--account-for-loss-in-pipeline-split, {embedding + loss} more are"
+            )
         raise ValueError(
-            f"--num-layers {layers} and, by --account-for-embedding-in-pipeline-split and "
-            f"--account-for-loss-in-pipeline-split, {embedding + loss} more are not a multiple of the {split}"
+            f"{counted} not a multiple of the {stages} stages that --pipeline-model-parallel-size "
+            f"{placement.num_ranks} and {placement.num_chunks} model chunks a rank give; --allow-padding-num-layers "
+            "spreads them unevenly"
         )
-    if not flags.allow_padding_num_layers:
-        raise ValueError(
-            f"--num-layers {layers} is not a multiple of the {split}; --allow-padding-num-layers spreads them unevenly"
-        )
-    return spread_layers(layers, stages)
+    return spread_layers(layers, stages, embedding=embedding, loss=loss)
 
 
-def spread_with_ends(per_stage: int, num_stages: int, *, embedding: bool, loss: bool) -> Partition:
-    """Layers of each stage when the embedding and the loss each take the place of one layer."""
-    layers = [per_stage] * num_stages
-    layers[0] -= embedding
-    layers[-1] -= loss
-    return tuple(layers)
-
-
-def spread_layers(num_layers: int, num_stages: int) -> Partition:
+def spread_layers(num_layers: int, num_stages: int, *, embedding: bool = False, loss: bool = False) -> Partition:
     """Layers of each stage, as even as possible.
 
     The stages at the ends have other work: the last stage, with the loss, is the first to get fewer layers, next is
     the first stage, with the embedding, then the others from the end.
 
+    Args:
+        embedding: whether the embedding takes the place of one of the first stage's layers.
+        loss: whether the loss takes the place of one of the last stage's layers.
+
     Raises:
         ValueError: there are fewer layers than stages.
     """
-    if num_layers < num_stages:
+    few, num_more = divmod(num_layers + embedding + loss, num_stages)
+    if few == 0:
         raise ValueError(f"--num-layers {num_layers} is not enough for {num_stages} stages of at least one layer")
-    few, num_more = divmod(num_layers, num_stages)
     by_load = [*range(1, num_stages - 1), *([0] if num_stages > 1 else []), num_stages - 1]
     more = set(by_load[:num_more])
-    return tuple(few + (stage in more) for stage in range(num_stages))
+    layers = [few + (stage in more) for stage in range(num_stages)]
+    layers[0] -= embedding
+    layers[-1] -= loss
+    return tuple(layers)
 
 
 def to_layout(layers: Sequence[int], num_further_tokens: int | None = None) -> str:
@@ -152,13 +149,27 @@ def to_layout(layers: Sequence[int], num_further_tokens: int | None = None) -> s
     return f"E{'|'.join(f't*{count}' if count else '' for count in layers)}{further}L"
 
 
-def layers_of_layout(layout: str, num_ranks: int) -> list[int]:
-    """The number of layers of each stage in a layout of megatron-core, in model order."""
+def layers_of_layout(layout: str, num_ranks: int) -> Partition:
+    """The number of layers of each stage in a layout of megatron-core, in model order.
+
+    Raises:
+        ValueError: megatron-core cannot read the layout.
+    """
     from megatron.core.transformer.enums import LayerType
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-    rows = PipelineParallelLayerLayout(layout, num_ranks).layout
-    return [row[chunk].count(LayerType.decoder) for chunk in range(len(rows[0])) for row in rows]
+    for repeats in re.findall(r"\*(\d+)", layout):
+        # megatron-core expands repeats, so a huge number would fill the memory.
+        if len(repeats) > len(str(_MOST_REPEATS)) or int(repeats) > _MOST_REPEATS:
+            raise ValueError(
+                f"--pipeline-model-parallel-layout {layout} repeats something {repeats} times: at most {_MOST_REPEATS}"
+            )
+    try:
+        rows = PipelineParallelLayerLayout(layout, num_ranks).layout
+    except (AssertionError, ValueError, KeyError) as error:
+        reason = one_line(error)
+        raise ValueError(f"--pipeline-model-parallel-layout {layout}: megatron-core refuses it: {reason}") from error
+    return tuple(row[chunk].count(LayerType.decoder) for chunk in range(len(rows[0])) for row in rows)
 
 
 def chunks_of_flags(flags: JobFlags) -> int | None:
@@ -172,9 +183,10 @@ def chunks_of_flags(flags: JobFlags) -> int | None:
         raise ValueError(
             "give --num-virtual-stages-per-pipeline-rank or --num-layers-per-virtual-pipeline-stage, not both"
         )
-    pipeline = flags.pipeline_model_parallel_size
-    if flags.pipeline_model_parallel_layout is not None:
-        return _chunks_of_layout(flags)
+    pipeline, layout = flags.pipeline_model_parallel_size, flags.pipeline_model_parallel_layout
+    if layout is not None:
+        per_rank = len(layers_of_layout(layout, pipeline)) // pipeline
+        return per_rank if per_rank > 1 else None
     if per_chunk is not None:
         ends = flags.account_for_embedding_in_pipeline_split + flags.account_for_loss_in_pipeline_split
         if not flags.allow_padding_num_layers and (flags.num_layers + ends) % (pipeline * per_chunk) != 0:
@@ -193,25 +205,3 @@ def chunks_of_flags(flags: JobFlags) -> int | None:
             f"stages than --num-layers {flags.num_layers}"
         )
     return per_rank if per_rank is not None and per_rank > 1 else None
-
-
-def _chunks_of_layout(flags: JobFlags) -> int | None:
-    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
-
-    layout, pipeline = flags.pipeline_model_parallel_layout, flags.pipeline_model_parallel_size
-    assert layout is not None
-    most = max(flags.num_layers, _REPEATS)
-    for repeats in re.findall(r"\*(\d+)", layout):
-        # megatron-core expands repeats, so a huge number would fill the memory.
-        if len(repeats) > len(str(most)) or int(repeats) > most:
-            raise ValueError(
-                f"--pipeline-model-parallel-layout {layout} repeats something {repeats} times, but --num-layers is "
-                f"{flags.num_layers}"
-            )
-    try:
-        parsed = PipelineParallelLayerLayout(layout, pipeline)
-    except (AssertionError, ValueError, KeyError) as error:
-        reason = one_line(error)
-        raise ValueError(f"--pipeline-model-parallel-layout {layout}: megatron-core refuses it: {reason}") from error
-    chunks = parsed.virtual_pipeline_model_parallel_size
-    return chunks if chunks > 1 else None
