@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from megatron.zero_bubble.cli.estimate import results
 from megatron.zero_bubble.cli.estimate.arguments import EstimateFlags
 from megatron.zero_bubble.cli.estimate.estimated_job import EstimatedJob, job_of
 from megatron.zero_bubble.cli.estimate.schedule_estimate import Estimate, estimate
@@ -74,6 +76,16 @@ def test_the_attention_that_the_job_runs_is_the_one_estimated(capsys):
     assert fits("--transformer-impl", "transformer_engine")
     assert not fits("--transformer-impl", "transformer_engine", "--attention-backend", "unfused")
     assert not fits("--attention-backend", "local")
+
+
+def test_a_large_job_is_planned_in_several_processes_with_the_same_results(monkeypatch, capsys):
+    command = ["--json", "--schedule", "zb-h1", "--schedule", "zb-v", "--schedule", "auto", "--", *JOB]
+    command += ["--num-layers", "12", "--zero-bubble", "--zero-bubble-post-validation"]
+    in_one = lines_of(capsys, *command)
+    monkeypatch.setattr(results, "SMALL_JOB", 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    assert lines_of(capsys, *command) == in_one
+    assert any("is not a multiple of the 8 stages" in line for line in in_one)
 
 
 def test_an_estimate_does_not_load_megatron_core():

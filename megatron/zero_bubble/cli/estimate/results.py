@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from megatron.zero_bubble.cli.estimate.estimated_job import EstimatedJob
 from megatron.zero_bubble.cli.estimate.schedule_estimate import Estimate, estimate
@@ -12,6 +16,10 @@ from megatron.zero_bubble.job.flags import flag_name
 from megatron.zero_bubble.schedule.generators import ENTRIES, entry_of
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
+T = TypeVar("T")
+
+SMALL_JOB = 1000
+"""Fewer pipeline ranks times microbatches than these are planned in one process."""
 _FULL: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 _PLANNED: dict[str, Any] = {
     "zero_bubble": True,
@@ -71,15 +79,40 @@ def results_of(job: EstimatedJob, chosen: Sequence[str] | None) -> Results:
 
 def _estimates(job: EstimatedJob, names: Sequence[str]) -> tuple[list[Estimate], dict[str, str]]:
     """Return the estimates of the schedules that are possible, and the reasons of those that are not, by name."""
-    found: list[Estimate] = []
-    refused: dict[str, str] = {}
     for name in names:
         entry_of(name)
-        try:
-            found.append(estimate(job, name))
-        except ValueError as error:
-            refused[name] = str(error)
-    return found, refused
+    answers = dict(
+        zip(names, _in_processes(partial(_estimate_or_reason, job), names, _num_processes(job)), strict=True)
+    )
+    found = [answer for answer in answers.values() if isinstance(answer, Estimate)]
+    return found, {name: answer for name, answer in answers.items() if isinstance(answer, str)}
+
+
+def _estimate_or_reason(job: EstimatedJob, name: str) -> Estimate | str:
+    """Return the estimate of a schedule with its times computed, or the reason why it is not possible."""
+    try:
+        one = estimate(job, name)
+    except ValueError as error:
+        return str(error)
+    assert one.iteration_ms > 0, "computed here, not where all estimates come together"
+    return one
+
+
+def _num_processes(job: EstimatedJob) -> int:
+    """Return how many processes plan schedules: one for a small job, which is planned before another could start."""
+    has_fork = "fork" in multiprocessing.get_all_start_methods()
+    if not has_fork or job.args.pipeline_model_parallel_size * job.num_microbatches < SMALL_JOB:
+        return 1
+    return len(os.sched_getaffinity(0))
+
+
+def _in_processes(function: Callable[[str], T], names: Sequence[str], num_processes: int) -> list[T]:
+    """Return `function` of every name, computed in at most `num_processes` processes."""
+    if min(num_processes, len(names)) == 1:
+        return [function(name) for name in names]
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(min(num_processes, len(names)), context) as processes:
+        return list(processes.map(function, names))
 
 
 def _ways_out(job: EstimatedJob, found: Sequence[Estimate]) -> Iterator[WayOut]:
