@@ -1,0 +1,48 @@
+"""The random states of a unit: those that megatron-core would set, and restored after a model is built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from megatron.core.tensor_parallel import random
+from split_layers import one_rank
+
+from megatron.zero_bubble.mcore import unit_seeds
+from megatron.zero_bubble.mcore.unit_seeds import initialized_by_unit
+
+
+@pytest.fixture(scope="module", autouse=True)
+def groups() -> Iterator[None]:
+    with one_rank():
+        yield
+
+
+def test_states_are_those_that_megatron_core_sets():
+    seed = 2**62 + 7
+    random.model_parallel_cuda_manual_seed(seed)
+    expected = {"default-rng": torch.cuda.get_rng_state(), **random.get_cuda_rng_tracker().get_states()}
+    found = unit_seeds._states(seed)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_building_a_model_leaves_the_random_states_as_they_were():
+    random.model_parallel_cuda_manual_seed(1)
+    before = (torch.get_rng_state(), torch.cuda.get_rng_state(), random.get_cuda_rng_tracker().get_states())
+    with initialized_by_unit(5, is_first_stage=True):
+        first = torch.rand(3)
+    with initialized_by_unit(5, is_first_stage=True):
+        assert torch.equal(torch.rand(3), first)
+    with initialized_by_unit(5, is_first_stage=False):
+        assert not torch.equal(torch.rand(3), first)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert torch.equal(torch.cuda.get_rng_state(), before[1])
+    after = random.get_cuda_rng_tracker().get_states()
+    assert all(torch.equal(after[name], state) for name, state in before[2].items())
+
+
+def test_seeds_of_units_differ():
+    numbers = [(seed, unit, number) for seed in range(20) for unit in unit_seeds._UnitKind for number in range(20)]
+    assert len({unit_seeds._mixed(*entry) for entry in numbers}) == len(numbers)
