@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+from megatron.zero_bubble.job.flags import ZeroBubbleFlags
 from megatron.zero_bubble.job.profiling import profile_window, reporter, too_short_to_profile
 from megatron.zero_bubble.job.settings import JobSettings
 from megatron.zero_bubble.job.start_up import print_rank_0
 from megatron.zero_bubble.job.timeline_writer import TimelineWriter
 from megatron.zero_bubble.mcore.post_validation import PostValidation
-from megatron.zero_bubble.runtime.channel_memory import ChannelMemory
+from megatron.zero_bubble.runtime.channel_memory import ChannelCommunicator, ChannelMemory
 from megatron.zero_bubble.runtime.communicator import TorchCommunicator
 from megatron.zero_bubble.runtime.host_communicator import HostCommunicator
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
@@ -38,9 +39,14 @@ def run_plan(
         planning=job.planning,
         report=reporter(flags, print_rank_0),
         post_validation=post_validation,
-        communicator=HostCommunicator if flags.zero_bubble_communicator == "host" else TorchCommunicator,
+        communicator=communicator_of(flags),
         report_channels=_print_channels,
     )
+
+
+def communicator_of(flags: ZeroBubbleFlags) -> type[ChannelCommunicator]:
+    """The class of the channels between stages."""
+    return HostCommunicator if flags.zero_bubble_communicator == "host" else TorchCommunicator
 
 
 def _print_channels(memory: ChannelMemory) -> None:

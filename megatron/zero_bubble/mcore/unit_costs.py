@@ -58,7 +58,7 @@ class UnitModels:
         build: makes a unit, split with the given store and wrapped in megatron-core's DDP, for a pipeline of one rank.
         forward_step: the forward step of the training, as megatron-core takes it.
         data: an endless iterator over microbatches for `forward_step`.
-        output_shape: shape of the tensor that passes between stages.
+        message: the tensor that passes between stages.
         context_parallel_size: by which megatron-core scales the loss.
         state_bytes: bytes of the states of a number of parameters, the dense ones and those of experts.
     """
@@ -66,7 +66,7 @@ class UnitModels:
     build: Callable[[Unit, WeightGradStore], torch.nn.Module]
     forward_step: Callable[..., Any]
     data: Iterator[Any]
-    output_shape: tuple[int, ...]
+    message: TensorSpec
     context_parallel_size: int
     state_bytes: Callable[[int, int], float]
 
@@ -77,8 +77,38 @@ def keep_unit(model: Any, unit: Unit) -> None:
     model.decoder.layers = torch.nn.ModuleList([] if unit.layer is None else [layers[unit.layer]])
 
 
-def measure_model(models: UnitModels, kinds: Sequence[int], seconds: float = SECONDS) -> ModelCosts:
-    """Measure the costs of a model; a collective call of the whole job, with the same result on every rank.
+def random_microbatch(
+    vocabulary: int, micro_batch_size: int, seq_length: int, *, has_mask: bool
+) -> dict[str, torch.Tensor]:
+    """Return a microbatch as data loaders give it, of random tokens and on the host; the same at every call.
+
+    Args:
+        has_mask: whether the data has masks for attention.
+    """
+    sizes = (micro_batch_size, seq_length)
+    tokens = torch.randint(vocabulary, sizes, generator=torch.Generator().manual_seed(0), device="cpu")
+    microbatch = {
+        "tokens": tokens,
+        "labels": tokens,
+        "loss_mask": torch.ones(sizes, device="cpu"),
+        "position_ids": torch.arange(seq_length, device="cpu").expand(sizes),
+    }
+    if has_mask:
+        square = torch.ones(micro_batch_size, 1, seq_length, seq_length, dtype=torch.bool, device="cpu")
+        microbatch["attention_mask"] = square.triu(1)
+    return microbatch
+
+
+def measure_model(
+    models: UnitModels,
+    kinds: Sequence[int],
+    communicator: type[ChannelCommunicator],
+    timeout: timedelta,
+    seconds: float = SECONDS,
+) -> ModelCosts:
+    """Measure the costs of a model's units, and of a message between ranks.
+
+    It is a collective call of the whole job, with the same result on every rank.
 
     Every rank measures every unit, all at the same time. Their median counts: ranks that measure the same differ by
     noise, of which the slowest would have most. Times are in milliseconds, memory in bytes. `time_r` and `memory_r` of
@@ -86,6 +116,8 @@ def measure_model(models: UnitModels, kinds: Sequence[int], seconds: float = SEC
 
     Args:
         kinds: for each layer of the model which layer of `Unit.layer` it is like.
+        communicator: the class of the channels over which a message is measured.
+        timeout: for one message.
         seconds: time for all passes; each unit is timed at least once, however long that takes.
     """
     units = _units(kinds)
@@ -94,7 +126,8 @@ def measure_model(models: UnitModels, kinds: Sequence[int], seconds: float = SEC
     everyone: list[list[UnitCosts]] = [measured] * dist.get_world_size()
     dist.all_gather_object(everyone, measured)
     embedding, *of_layers, output = (_median(replicas) for replicas in zip(*everyone, strict=True))
-    return ModelCosts(embedding, tuple(of_layers[kind] for kind in kinds), output)
+    message = _measure_message(communicator, models.message, timeout)
+    return ModelCosts(embedding, tuple(of_layers[kind] for kind in kinds), output, message)
 
 
 def count_states(models: UnitModels, kinds: Sequence[int]) -> list[float]:
@@ -116,13 +149,12 @@ def _units(kinds: Sequence[int]) -> list[Unit]:
     return [Unit(embeds=True), *layers, Unit(is_last=True)]
 
 
-def measure_messages(
-    communicator: type[ChannelCommunicator], group: dist.ProcessGroup, spec: TensorSpec, timeout: timedelta
-) -> float:
+def _measure_message(communicator: type[ChannelCommunicator], spec: TensorSpec, timeout: timedelta) -> float:
     """Measure the milliseconds of one message between neighbours in a pipeline; a collective call of the whole job.
 
     Of all pairs of neighbours the slowest counts, because a schedule for faster messages waits there at every one.
     """
+    group = parallel_state.get_pipeline_model_parallel_group()
     slowest = torch.zeros(1, device=torch.cuda.current_device())
     if group.size() > 1:
         placement = Placement("linear", group.size())
@@ -225,7 +257,7 @@ class _UnitRun:
             placement=self._placement,
             rank=self._index,
             num_microbatches=2,
-            output_shape=self._models.output_shape,
+            output_shape=self._models.message.shape,
             cp_group_size=self._models.context_parallel_size,
             device=self._device,
         )
@@ -240,7 +272,7 @@ class _UnitRun:
         times = measured.times
         kept, waiting = measured.memory[OpKind.F], measured.memory[OpKind.F] + measured.memory[OpKind.B]
         is_layer = self._unit.layer is not None
-        input_bytes = math.prod(self._models.output_shape) * self._config.pipeline_dtype.itemsize
+        input_bytes = math.prod(self._models.message.shape) * self._models.message.dtype.itemsize
         return UnitCosts(
             time_f=times[OpKind.F],
             time_b=times[OpKind.B],

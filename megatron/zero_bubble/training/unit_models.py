@@ -15,6 +15,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron.zero_bubble.job.model_states import Parameters, States
 from megatron.zero_bubble.job.profiled_costs import fit_units
+from megatron.zero_bubble.job.running import communicator_of
 from megatron.zero_bubble.mcore.placement import chunk_groups
 from megatron.zero_bubble.mcore.transformer_engine import defer_weight_gradients
 from megatron.zero_bubble.mcore.unit_costs import (
@@ -23,11 +24,10 @@ from megatron.zero_bubble.mcore.unit_costs import (
     UnitModels,
     count_states,
     keep_unit,
-    measure_messages,
     measure_model,
+    random_microbatch,
 )
-from megatron.zero_bubble.runtime.communicator import TensorSpec, TorchCommunicator
-from megatron.zero_bubble.runtime.host_communicator import HostCommunicator
+from megatron.zero_bubble.runtime.communicator import TensorSpec
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.schedule.formats import Profile
@@ -47,15 +47,10 @@ def measured_costs(args: Arguments, data_config: DataConfig, seconds: float = SE
     Args:
         seconds: time for all passes through all units, see `measure_model`.
     """
-    models = _unit_models(args, data_config)
-    costs = measure_model(models, _kinds(args), seconds)
-    message = measure_messages(
-        HostCommunicator if args.zero_bubble_communicator == "host" else TorchCommunicator,
-        parallel_state.get_pipeline_model_parallel_group(),
-        TensorSpec(models.output_shape, parameter_dtype(args), torch.device(torch.cuda.current_device())),
-        timedelta(minutes=args.distributed_timeout_minutes),
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    return measure_model(
+        _unit_models(args, data_config), _kinds(args), communicator_of(args), timeout=timeout, seconds=seconds
     )
-    return replace(costs, time_comm=message)
 
 
 def profiled_costs(args: Arguments, data_config: DataConfig, profile: Profile) -> ModelCosts:
@@ -87,11 +82,14 @@ def _unit_models(args: Arguments, data_config: DataConfig) -> UnitModels:
         tp_group=parallel_state.get_tensor_model_parallel_group(),
         cp_group=parallel_state.get_context_parallel_group(),
     )
+    microbatch = random_microbatch(
+        args.padded_vocab_size, args.micro_batch_size, args.seq_length, has_mask=data_config.create_attention_mask
+    )
     return UnitModels(
         build=partial(_build, args),
         forward_step=make_forward_step(data_config, checks_finite=args.checks_finite),
-        data=itertools.repeat(_microbatch(args, data_config)),
-        output_shape=shape,
+        data=itertools.repeat(microbatch),
+        message=TensorSpec(shape, parameter_dtype(args), torch.device(torch.cuda.current_device())),
         context_parallel_size=args.context_parallel_size,
         state_bytes=state_bytes,
     )
@@ -124,19 +122,3 @@ def _unit_config(args: Arguments, unit: Unit) -> TransformerConfig:
     if args.recompute_granularity == "full":
         unit_args = replace(unit_args, recompute_granularity=None, recompute_method=None, recompute_num_layers=None)
     return transformer_config(unit_args, 1, None)
-
-
-def _microbatch(args: Arguments, data_config: DataConfig) -> dict[str, torch.Tensor]:
-    """A microbatch of random tokens, as the data loader gives it: for the whole context-parallel group."""
-    sizes = (args.micro_batch_size, args.seq_length)
-    tokens = torch.randint(args.padded_vocab_size, sizes, generator=torch.Generator().manual_seed(0), device="cpu")
-    microbatch = {
-        "tokens": tokens,
-        "labels": tokens,
-        "loss_mask": torch.ones(sizes, device="cpu"),
-        "position_ids": torch.arange(args.seq_length, device="cpu").expand(sizes),
-    }
-    if data_config.create_attention_mask:
-        square = torch.ones(args.micro_batch_size, 1, args.seq_length, args.seq_length, dtype=torch.bool, device="cpu")
-        microbatch["attention_mask"] = square.triu(1)
-    return microbatch
