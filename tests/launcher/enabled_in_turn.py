@@ -7,13 +7,17 @@ import gc
 import json
 import os
 import sys
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 import megatron.zero_bubble as zb
 from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.launcher.launch import Launch
+from megatron.zero_bubble.launcher.launch import _current as current_launch
 
 
 def main(plan: Path) -> None:
@@ -26,11 +30,13 @@ def main(plan: Path) -> None:
         # Each training in process groups of its own: those of all together would have a thousand threads.
         store = dist.FileStore(str(plan.parent / f"{name}.store"), world_size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        measures = settings is not None and settings.pop("measures", False)
         if settings is None:
             launch = Launch(LaunchFlags(zero_bubble_cpu=True))
         else:
             zb.enable(**settings, cpu=True)
-        with counted_undos() as undone:
+        costs = measured_costs(plan.parent / f"{name}.{rank}.costs") if measures else contextlib.nullcontext()
+        with counted_undos() as undone, costs:
             train(flags, plan.parent / f"{name}.{rank}.txt")
         (plan.parent / f"{name}.{rank}.undone").write_text(str(undone()))
         if settings is None:
@@ -39,6 +45,25 @@ def main(plan: Path) -> None:
             zb.disable()
         gc.collect()  # the model holds some of the groups, and has cycles
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def measured_costs(output: Path) -> Iterator[None]:
+    """Measure the costs of the script's model before the script builds it, and write them to a file."""
+    from megatron.zero_bubble.launcher.hooks import Call, Hook, InstalledHooks
+
+    def measure(call: Call) -> Any:
+        launch = current_launch()
+        assert launch is not None
+        assert launch.session is not None
+        costs = launch.session.run.units.measured_costs(call, seconds=0)
+        output.write_text(json.dumps(asdict(costs)))
+        return call.proceed()
+
+    hook = Hook("megatron.training.training", "setup_model_and_optimizer", (), "", measure)
+    hooks = InstalledHooks([hook], "")
+    yield
+    hooks.restore()
 
 
 def train(flags: list[str], output: Path) -> None:

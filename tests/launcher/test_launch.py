@@ -53,6 +53,8 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "planned": ({"profile_iters": [1, 2], "timeline": str(folder / "timeline"), "strict": True}, P2),
         "seeded": ({"schedule": "zb-h1", "seed_by_layer": True}, (*UNCLIPPED, *DRAWN)),
         "seeded-in-a-v": ({"schedule": "zb-v", "seed_by_layer": True}, (*UNCLIPPED, *CHUNKS, *UNEVEN, *DRAWN)),
+        "measured": ({"schedule": "zb-h1", "measures": True}, (*UNCLIPPED, *DRAWN, *RECOMPUTED)),
+        "not-measured": ({"schedule": "zb-h1"}, (*UNCLIPPED, *DRAWN, *RECOMPUTED)),
         "base-again": (None, P2),
         "base-logged-sometimes": (None, (*SOMETIMES, "--save", plain)),
         "post-validated": (POST_VALIDATION, (*SOMETIMES, "--save", plain)),
@@ -148,6 +150,21 @@ def test_an_uneven_v_gives_the_same_losses(chunk_logs: Path) -> None:
     ours, theirs = (numbers_of(chunk_logs, training) for training in ("zb-v", "base-unclipped"))
     assert ours[0:8:2] + ours[8:] == theirs[0:8:2] + theirs[8:]
     assert [float.fromhex(x) for x in ours[1:8:2]] == pytest.approx([float.fromhex(x) for x in theirs[1:8:2]], rel=1e-6)
+
+
+def test_costs_are_measured_before_the_script_builds_its_model(logs: Path) -> None:
+    """On every rank the same, with the script's own layers, and without a trace in the training's numbers."""
+    costs, others = (json.loads((logs / f"measured.{rank}.costs").read_text()) for rank in range(2))
+    assert costs == others
+    assert len(costs["layers"]) == 6
+    layer = costs["layers"][0]
+    hidden, vocabulary, sequence = 32, 128, 16
+    assert layer["state"] == 16 * (12 * hidden**2 + 13 * hidden), "fp32 with Adam: weight, gradient and two moments"
+    assert costs["embedding"]["state"] == 16 * (vocabulary + sequence) * hidden
+    assert costs["output"]["state"] == 16 * (vocabulary + 2) * hidden, "a copy of the table, and the final norm"
+    assert layer["memory_w"] < 0 < layer["memory_r"] < layer["memory_f"]
+    assert costs["time_comm"] > 0
+    assert numbers_of(logs, "measured") == numbers_of(logs, "not-measured")
 
 
 def test_the_script_is_itself_again_after_disable(logs: Path) -> None:

@@ -28,8 +28,8 @@ class States:
     ZeRO (Rajbhandari et al. 2020): the optimizer's part is divided among the d data-parallel ranks from stage 1 on,
     the gradients from stage 2, the parameters from stage 3; context-parallel ranks count as data-parallel ones. In
     mixed precision a parameter takes 2 bytes, its gradient 2, or 4 where gradients accumulate in fp32, and Adam 12:
-    the fp32 copy and two moments. SGD has one moment, or none without momentum. Post-validation that rolls back from
-    a snapshot on the device keeps the optimizer's part twice.
+    the fp32 copy and two moments. SGD has one moment, or none without momentum; other optimizers count as Adam.
+    Post-validation that rolls back from a snapshot on the device keeps the optimizer's part twice.
     """
 
     parameter: int
@@ -43,7 +43,7 @@ class States:
         """Read Megatron's and our flags from the attributes of `args`."""
         size = element_bytes(args)
         in_fp32 = args.accumulate_allreduce_grads_in_fp32 or args.bf16 or size == 4
-        num_moments = 2 if args.optimizer == "adam" else int(args.sgd_momentum > 0)
+        num_moments = int(args.sgd_momentum > 0) if args.optimizer == "sgd" else 2
         snapshot = args.zero_bubble_post_validation and args.zero_bubble_rollback != "inverse"
         copied = 4 + 4 * num_moments if snapshot and not args.zero_bubble_rollback_on_host else 0
         return cls(size, 4 if in_fp32 else size, (4 if size == 2 else 0) + 4 * num_moments + copied, zero_stage)

@@ -28,6 +28,10 @@ class Call:
     def __setitem__(self, parameter: str, value: Any) -> None:
         self._bound.arguments[parameter] = value
 
+    def get(self, parameter: str) -> Any:
+        """Return an argument, or None if the function has no such parameter."""
+        return self._bound.arguments.get(parameter)
+
     def proceed(self) -> Any:
         """Call the original function with the current arguments, and return its result."""
         return self._original(*self._bound.args, **self._bound.kwargs)

@@ -23,6 +23,7 @@ from megatron.zero_bubble.launcher.hooks import Call
 from megatron.zero_bubble.launcher.mistakes import LauncherError, users_mistakes
 from megatron.zero_bubble.launcher.script_optimizer import ScriptPostValidation
 from megatron.zero_bubble.launcher.script_settings import flags_of, refuse_what_cannot_work
+from megatron.zero_bubble.launcher.script_units import ScriptUnits
 from megatron.zero_bubble.launcher.v_placement import VPlacement
 from megatron.zero_bubble.mcore.checkpoint_results import keep_results_in_process
 from megatron.zero_bubble.mcore.checkpointed_blocks import checkpoint_every_layer
@@ -66,6 +67,7 @@ class Run:
         self._chunks: list[torch.nn.Module] = []
         self._resources = ExitStack()
         self.post_validation = ScriptPostValidation(script, self._job)
+        self.units = ScriptUnits(script, self._job.flags)
         self._forward_backward: ForwardBackward | None = None
         self._timeline: TimelineWriter | None = None
         self._watchdog: Watchdog | None = None
@@ -83,6 +85,9 @@ class Run:
         Raises:
             LauncherError: the configuration has a setting that no zero-bubble schedule supports.
         """
+        if self.units.is_building:
+            self.units.build_chunk(call)
+            return
         if self._job.flags.zero_bubble_recompute is not None:
             checkpoint_every_layer(call["config"])
         with users_mistakes():
@@ -101,6 +106,9 @@ class Run:
 
     def wrap_in_ddp(self, call: Call) -> None:
         """Hook around the constructor of megatron-core's DDP: split the linear layers of the wrapped chunk."""
+        if self.units.is_building:
+            self.units.wrap_in_ddp(call)
+            return
         with users_mistakes():
             split_weight_gradients([call["module"]], self._store)
         # With this setting DDP gives each layer its hook that accumulates and reduces a gradient; W calls the hook.

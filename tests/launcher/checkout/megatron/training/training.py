@@ -34,15 +34,19 @@ from megatron.training.utils import (
 def pretrain(model_provider, forward_step, data_provider, argv=None):
     initialize_megatron(argv)
     args = get_args()
-    model = get_model(model_provider)
+    model, optimizer = setup_model_and_optimizer(model_provider)
     config = get_model_config(model[0])
-    optimizer = get_optimizer(args, model)
     if args.load is not None:
         load_checkpoint(args, model, optimizer)
     train(args, model, config, optimizer, forward_step, data_provider)
     if args.save is not None:
         save_checkpoint(args, model, optimizer)
     evaluate(args, model, forward_step, data_provider)
+
+
+def setup_model_and_optimizer(model_provider):
+    model = get_model(model_provider)
+    return model, get_optimizer(get_args(), model)
 
 
 def get_model(model_provider):

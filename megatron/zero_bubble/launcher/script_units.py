@@ -1,0 +1,273 @@
+"""Measures the costs of a script's model, whose units the script's own code builds, before it builds the model.
+
+The script is let begin to build its model, as a pipeline of one rank. The hooks around `GPTModel` and DDP cut a unit
+out of it, and leave the script's code as soon as the unit is in DDP. That is repeated for every unit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import itertools
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.schedules import get_tensor_shapes
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
+
+from megatron.zero_bubble.job.job_flags import JobFlags
+from megatron.zero_bubble.job.model_states import Parameters, States
+from megatron.zero_bubble.job.profiled_costs import fit_units
+from megatron.zero_bubble.job.running import communicator_of
+from megatron.zero_bubble.launcher.hooks import Call
+from megatron.zero_bubble.launcher.mistakes import LauncherError
+from megatron.zero_bubble.mcore.linear import split_weight_gradients
+from megatron.zero_bubble.mcore.placement import StagePosition
+from megatron.zero_bubble.mcore.transformer_engine import defer_weight_gradients
+from megatron.zero_bubble.mcore.unit_costs import (
+    SECONDS,
+    Unit,
+    UnitModels,
+    count_states,
+    keep_unit,
+    measure_model,
+    random_microbatch,
+)
+from megatron.zero_bubble.runtime.communicator import TensorSpec
+from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
+from megatron.zero_bubble.schedule.formats import Profile
+from megatron.zero_bubble.schedule.model_costs import ModelCosts, with_states
+
+_ONE_RANK = {
+    "pipeline_model_parallel_size": 1,
+    "virtual_pipeline_model_parallel_size": None,
+    "pipeline_model_parallel_layout": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "num_layers_in_first_pipeline_stage": None,
+    "num_layers_in_last_pipeline_stage": None,
+}
+"""Values of the script's arguments, and of megatron-core's configuration, for a pipeline of one rank."""
+_KEEPING_EVERYTHING = {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}
+_PRECISION = {"bf16": False, "fp16": False, "accumulate_allreduce_grads_in_fp32": False, "sgd_momentum": 0.9}
+"""Arguments on which the bytes of states depend, with what scripts without them have."""
+
+
+class _BuildsModel(BaseException):
+    """Leaves the script's code where it begins to build a `GPTModel`, with the arguments of the constructor.
+
+    Like `_HasBuilt` it is no `Exception`, so that the script does not handle it.
+    """
+
+    def __init__(self, arguments: Call) -> None:
+        super().__init__()
+        self.arguments = arguments
+
+
+class _HasBuilt(BaseException):
+    """Leaves the script's code where it has wrapped a model in DDP."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+
+class ScriptUnits:
+    """Builds the units of a script's model in calls of `setup_model_and_optimizer`, which never return.
+
+    Args:
+        script: the script's arguments.
+    """
+
+    def __init__(self, script: Namespace, flags: JobFlags) -> None:
+        self._script, self._flags = script, flags
+        self._unit: Unit | None = None
+        self._store = WeightGradStore()
+        self.is_building = False
+        """Whether a `GPTModel` under construction is not the script's model, but a unit."""
+
+    def measured_costs(self, setup: Call, seconds: float = SECONDS) -> ModelCosts:
+        """Measure the costs of the model that the call `setup` would build; a collective call, see `measure_model`.
+
+        Raises:
+            LauncherError: the costs of this model cannot be measured.
+        """
+        with self._as_one_rank(setup):
+            models, kinds = self._models(setup)
+            timeout = timedelta(minutes=self._flags.distributed_timeout_minutes)
+            return measure_model(models, kinds, communicator_of(self._flags), timeout, seconds)
+
+    def profiled_costs(self, setup: Call, profile: Profile) -> ModelCosts:
+        """The costs of that model by the profile of an earlier run of it, for the same number of ranks or another.
+
+        Raises:
+            ScheduleError: the profile does not tell them.
+            LauncherError: the units of this model cannot be built.
+        """
+        with self._as_one_rank(setup):
+            models, kinds = self._models(setup)
+            return with_states(fit_units(profile, kinds), count_states(models, kinds))
+
+    @contextlib.contextmanager
+    def _as_one_rank(self, setup: Call) -> Iterator[None]:
+        """Let the script's arguments, and a configuration it has made already, describe a pipeline of one rank."""
+        for name in ("fp8", "fp4"):
+            if value := getattr(self._script, name, None):
+                raise LauncherError(
+                    f"--{name}-format {value}: the costs of a model cannot be measured before it is built, because "
+                    "Transformer Engine's scaling remembers every forward"
+                )
+        settings = dict(_ONE_RANK)
+        if getattr(self._script, "recompute_granularity", None) == "full":
+            settings |= _KEEPING_EVERYTHING
+        # From Megatron-LM 0.19 on, scripts make the model's configuration before the process groups.
+        container = setup.get("cfg_container")
+        config = getattr(getattr(container, "model", None), "transformer", None)
+        changed = [(owner, _changed(owner, settings)) for owner in (self._script, config) if owner is not None]
+        self.is_building = True
+        try:
+            yield
+        finally:
+            self.is_building = False
+            for owner, before in changed:
+                vars(owner).update(before)
+
+    def _models(self, setup: Call) -> tuple[UnitModels, list[int]]:
+        """Return what builds and feeds units, and the kind of every layer."""
+        arguments = self._arguments(setup)
+        config, script = arguments["config"], self._script
+        groups = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
+        [shape] = get_tensor_shapes(
+            seq_length=script.seq_length,
+            micro_batch_size=script.micro_batch_size,
+            decoder_seq_length=getattr(script, "decoder_seq_length", None),
+            config=config,
+            tp_group=groups.tp,
+            cp_group=groups.cp,
+        )
+        device = torch.device(torch.cuda.current_device())
+        has_mask = bool(getattr(script, "create_attention_mask_in_dataloader", False))
+        whole = random_microbatch(
+            arguments["vocab_size"], script.micro_batch_size, script.seq_length, has_mask=has_mask
+        )
+        microbatch = get_batch_on_this_cp_rank({name: tensor.to(device) for name, tensor in whole.items()})
+        states = States.of(Namespace(**{**_PRECISION, **vars(script), **vars(self._flags)}), self._zero_stage)
+        replicas = self._flags.data_parallel_size * groups.cp.size()
+        expert_ranks = parallel_state.get_expert_model_parallel_world_size()
+        models = UnitModels(
+            build=lambda unit, store: self._build(setup, unit, store),
+            forward_step=_forward_step,
+            data=itertools.repeat(microbatch),
+            message=TensorSpec(shape, config.pipeline_dtype or torch.float32, device),
+            context_parallel_size=groups.cp.size(),
+            state_bytes=lambda dense, expert: states.of_rank(Parameters(dense, expert), replicas, expert_ranks),
+        )
+        specs = _layer_specs(arguments["transformer_layer_spec"])
+        distinct = _distinct(specs)
+        return models, [distinct.index(spec) for spec in specs] or [0] * script.num_layers
+
+    @property
+    def _zero_stage(self) -> int:
+        return int(bool(getattr(self._script, "use_distributed_optimizer", False)))
+
+    def _arguments(self, setup: Call) -> Call:
+        """Return the arguments with which the script constructs a `GPTModel` of all layers."""
+        try:
+            self._begin(setup)
+        except _BuildsModel as begun:
+            return begun.arguments
+        raise LauncherError("costs are measured of a GPTModel of megatron-core, and the script has built another model")
+
+    def _build(self, setup: Call, unit: Unit, store: WeightGradStore) -> torch.nn.Module:
+        self._unit, self._store = unit, store
+        try:
+            self._begin(setup)
+        except _HasBuilt as built:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()  # scripts make DDP on a stream of its own
+            return built.model
+        finally:
+            self._unit = None
+        raise LauncherError("costs are measured of models in DDP, and the script has built one without")
+
+    def _begin(self, setup: Call) -> None:
+        """Let the script begin to build its model; what it prints would be misleading."""
+        with contextlib.redirect_stdout(io.StringIO()):
+            setup.proceed()
+
+    def build_chunk(self, call: Call) -> None:
+        """Hook around the constructor of `GPTModel` while `is_building`: build the unit that is asked for."""
+        unit = self._unit
+        if unit is None:
+            raise _BuildsModel(call)
+        # The configuration may be the one of the script's model.
+        config = copy.copy(call["config"])
+        config.num_layers = 1
+        if self._flags.transformer_impl == "transformer_engine":
+            defer_weight_gradients(config)
+        if not unit.is_last:
+            config.mtp_num_layers = call["mtp_block_spec"] = None
+        groups = copy.copy(call["pg_collection"] or ProcessGroupCollection.use_mpu_process_groups())
+        groups.pp = StagePosition(0, 1)
+        spec = call["transformer_layer_spec"]
+        if specs := _layer_specs(spec):
+            spec = copy.copy(spec)
+            spec.layer_specs = [_distinct(specs)[unit.layer or 0]]
+        call["config"], call["pg_collection"], call["transformer_layer_spec"] = config, groups, spec
+        call["pre_process"], call["post_process"], call["vp_stage"] = unit.embeds, unit.is_last, None
+        call.proceed()
+        keep_unit(call["self"], unit._replace(layer=None if unit.layer is None else 0))
+
+    def wrap_in_ddp(self, call: Call) -> None:
+        """Hook around the constructor of DDP while `is_building`: split the unit, wrap it and leave the script."""
+        split_weight_gradients([call["module"]], self._store)
+        # No communication but that of the forward and backward: replicas neither gather nor reduce.
+        alone = {"overlap_grad_reduce": False, "overlap_param_gather": False}
+        call["ddp_config"] = replace(call["ddp_config"], delay_wgrad_compute=True, **alone)
+        call.proceed()
+        raise _HasBuilt(call["self"])
+
+
+def _changed(owner: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    """Change the attributes that `owner` has, and return their values before."""
+    before = {name: value for name, value in vars(owner).items() if name in settings}
+    vars(owner).update({name: settings[name] for name in before})
+    return before
+
+
+def _layer_specs(spec: Any) -> list[Any]:
+    """Return the spec of every layer; nothing if one spec is for all layers."""
+    return list(getattr(spec, "layer_specs", []))
+
+
+def _distinct(specs: list[Any]) -> list[Any]:
+    """Return one spec of each kind, in the order in which the kinds first come."""
+    distinct: list[Any] = []
+    for spec in specs:
+        if spec not in distinct:
+            distinct.append(spec)
+    return distinct
+
+
+def _forward_step(data: Iterator[dict[str, torch.Tensor]], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+    batch = next(data)
+    further = {"loss_mask": batch["loss_mask"]} if get_attr_wrapped_model(model, "mtp_process") else {}
+    output = model(
+        batch["tokens"], batch["position_ids"], batch.get("attention_mask"), labels=batch["labels"], **further
+    )
+    return output, _loss
+
+
+def _loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the summed loss of the tokens, and their number."""
+    loss = output.float().sum()
+    return loss, torch.tensor(output.numel(), dtype=torch.int, device=output.device), {"loss": loss.detach()}
