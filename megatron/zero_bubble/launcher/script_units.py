@@ -20,7 +20,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import get_tensor_shapes
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
+from megatron.core.utils import get_attr_wrapped_model
 
 from megatron.zero_bubble.job.job_flags import JobFlags
 from megatron.zero_bubble.job.model_states import Parameters, States
@@ -155,18 +155,18 @@ class ScriptUnits:
             cp_group=groups.cp,
         )
         device = torch.device(torch.cuda.current_device())
-        has_mask = bool(getattr(script, "create_attention_mask_in_dataloader", False))
-        whole = random_microbatch(
-            arguments["vocab_size"], script.micro_batch_size, script.seq_length, has_mask=has_mask
+        # With context parallelism attention is Transformer Engine's, which makes the mask itself.
+        has_mask = groups.cp.size() == 1 and bool(getattr(script, "create_attention_mask_in_dataloader", False))
+        microbatch = random_microbatch(
+            arguments["vocab_size"], script.micro_batch_size, script.seq_length // groups.cp.size(), has_mask=has_mask
         )
-        microbatch = get_batch_on_this_cp_rank({name: tensor.to(device) for name, tensor in whole.items()})
         states = States.of(Namespace(**{**_PRECISION, **vars(script), **vars(self._flags)}), self._zero_stage)
         replicas = self._flags.data_parallel_size * groups.cp.size()
         expert_ranks = parallel_state.get_expert_model_parallel_world_size()
         models = UnitModels(
             build=lambda unit, store: self._build(setup, unit, store),
             forward_step=_forward_step,
-            data=itertools.repeat(microbatch),
+            data=itertools.repeat({name: tensor.to(device) for name, tensor in microbatch.items()}),
             message=TensorSpec(shape, config.pipeline_dtype or torch.float32, device),
             context_parallel_size=groups.cp.size(),
             state_bytes=lambda dense, expert: states.of_rank(Parameters(dense, expert), replicas, expert_ranks),
