@@ -81,9 +81,8 @@ def _estimates(job: EstimatedJob, names: Sequence[str]) -> tuple[list[Estimate],
     """Return the estimates of the schedules that are possible, and the reasons of those that are not, by name."""
     for name in names:
         entry_of(name)
-    answers = dict(
-        zip(names, _in_processes(partial(_estimate_or_reason, job), names, _num_processes(job)), strict=True)
-    )
+    estimates = _in_processes(partial(_estimate_or_reason, job), names, _num_processes(job))
+    answers = dict(zip(names, estimates, strict=True))
     found = [answer for answer in answers.values() if isinstance(answer, Estimate)]
     return found, {name: answer for name, answer in answers.items() if isinstance(answer, str)}
 
@@ -100,8 +99,8 @@ def _estimate_or_reason(job: EstimatedJob, name: str) -> Estimate | str:
 
 def _num_processes(job: EstimatedJob) -> int:
     """Return how many processes plan schedules: one for a small job, which is planned before another could start."""
-    has_fork = "fork" in multiprocessing.get_all_start_methods()
-    if not has_fork or job.args.pipeline_model_parallel_size * job.num_microbatches < SMALL_JOB:
+    is_small = job.args.pipeline_model_parallel_size * job.num_microbatches < SMALL_JOB
+    if is_small or not hasattr(os, "sched_getaffinity"):  # only Linux has it, and forks safely
         return 1
     return len(os.sched_getaffinity(0))
 
