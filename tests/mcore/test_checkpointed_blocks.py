@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 from megatron.zero_bubble.cli.check.one_process_numerics import NUM_MICROBATCHES, make_stage
 from megatron.zero_bubble.cli.check.turns import run_in_turns
 from megatron.zero_bubble.cli.trainings import complete_arguments, one_process, rank_model
-from megatron.zero_bubble.mcore.checkpointed_blocks import checkpoint_every_layer, recomputes_blocks, split_checkpoints
+from megatron.zero_bubble.mcore.checkpointed_blocks import checkpoint_every_layer, split_checkpoints
 from megatron.zero_bubble.mcore.forward_backward import MegatronStage
 from megatron.zero_bubble.mcore.step_settings import refuse_unsplit_recomputation
 from megatron.zero_bubble.runtime.communicator import Communicator
@@ -34,7 +34,7 @@ from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, OpKind, Placement, Schedule, lower
-from megatron.zero_bubble.schedule.recomputation import with_recomputation
+from megatron.zero_bubble.schedule.recomputation import recomputes_blocks, with_recomputation
 from megatron.zero_bubble.schedules import get_forward_backward_func
 from megatron.zero_bubble.training.arguments import Arguments
 from tests.launch import TINY_GPT

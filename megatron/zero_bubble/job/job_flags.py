@@ -12,7 +12,7 @@ from megatron.zero_bubble.job.flags import ParallelFlags, ZeroBubbleFlags, limit
 from megatron.zero_bubble.schedule.formats import Setting
 from megatron.zero_bubble.schedule.generators import ENTRIES
 from megatron.zero_bubble.schedule.memory_limit import MemoryLimit
-from megatron.zero_bubble.schedule.recomputation import Recompute
+from megatron.zero_bubble.schedule.recomputation import Recompute, recomputes_blocks
 
 _MODEL = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
@@ -77,11 +77,10 @@ class JobFlags(ParallelFlags, ZeroBubbleFlags):
 
     @property
     def recompute(self) -> Recompute:
-        """What the schedule recomputes; with fp8 and fp4 B does, because Transformer Engine's checkpoints do."""
+        """What the schedule recomputes."""
         if self.zero_bubble_recompute == Recompute.PLANNED:
             return Recompute.PLANNED
-        splits = self.recompute_granularity == "full" and not self.fp8 and not self.fp4
-        return Recompute.FULL if splits else Recompute.NONE
+        return Recompute.FULL if recomputes_blocks(self) else Recompute.NONE
 
     @property
     def has_own_limit(self) -> bool:

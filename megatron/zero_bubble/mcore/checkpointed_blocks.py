@@ -24,11 +24,6 @@ from torch.utils.checkpoint import detach_variable
 from megatron.zero_bubble.runtime.recomputation_store import ForwardMode, RecomputationStore
 
 
-def recomputes_blocks(config: Any) -> bool:
-    """Tell whether a model with this megatron-core config recomputes blocks of layers that can be split."""
-    return config.recompute_granularity == "full" and not config.fp8 and not getattr(config, "fp4", None)
-
-
 def checkpoint_every_layer(config: Any) -> None:
     """Let a model with this megatron-core config recompute any of its layers, each as a block of its own.
 

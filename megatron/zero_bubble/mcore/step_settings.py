@@ -9,7 +9,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron.zero_bubble.mcore.checkpointed_blocks import recomputes_blocks
+from megatron.zero_bubble.schedule.recomputation import recomputes_blocks
 
 
 def refuse_unsupported(config: Any, chunks: Sequence[torch.nn.Module], adjust_tensor_shapes_fn: Any) -> None:

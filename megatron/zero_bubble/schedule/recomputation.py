@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from enum import Enum
+from typing import Any
 
 from megatron.zero_bubble.schedule.ir import Op, Schedule
 from megatron.zero_bubble.schedule.kinds import BACKWARDS, OpKind
@@ -21,6 +22,17 @@ class Recompute(str, Enum):
     """Only the microbatches for which the memory limit leaves no room."""
 
     __str__ = str.__str__
+
+
+def recomputes_blocks(settings: Any) -> bool:
+    """Tell whether a model recomputes blocks of layers, in full, that can be split off its backward as R.
+
+    With fp8 and fp4 only Transformer Engine's own backward can recompute.
+
+    Args:
+        settings: a job's flags, or megatron-core's config, which has no `fp4` in older versions.
+    """
+    return settings.recompute_granularity == "full" and not settings.fp8 and not getattr(settings, "fp4", None)
 
 
 def with_recomputation(schedule: Schedule) -> Schedule:
