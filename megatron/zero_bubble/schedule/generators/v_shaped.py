@@ -1,25 +1,25 @@
 """ZB-V, V-Half and V-Min: two chunks a rank placed in a V, planned from the real costs (arXiv 2405.15362).
 
-The order of F and B is that of a repeated building block, W goes where it costs least. In a block one
-microbatch goes down the ranks, back up, down with its gradient and up again; how long it rests at each rank of
-each of these four legs sets the life span of its activations, and so the memory.
+The orders of F and B to begin with are those of repeated building blocks and of ranks that run what they prefer; W goes
+where it costs least. The best of them are then improved, operation by operation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain, product
 from operator import add, le
-from statistics import median
 
 from megatron.zero_bubble.schedule.costs import SMALLEST, StageCosts
 from megatron.zero_bubble.schedule.ir import Op, Placement, Schedule
 from megatron.zero_bubble.schedule.kinds import OpKind
 from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation
+from megatron.zero_bubble.schedule.search.blocks import eager_orders, repeated_blocks
 from megatron.zero_bubble.schedule.search.event_loop import GapRule, Keeping, PlannedOrders
 from megatron.zero_bubble.schedule.search.portfolio import Portfolio, best_of, fits, recomputed_where_needed
+from megatron.zero_bubble.schedule.search.preference import Preference
 from megatron.zero_bubble.schedule.search.problem import Order, Problem
 
 BUDGET = 600_000
@@ -28,10 +28,11 @@ IMPROVING = 300_000
 """Operations to plan while the best candidates are improved."""
 LEAST_CANDIDATES = 8
 """Candidates to try however large the schedule is."""
-PERIOD = 6
-"""Slots of a block on one rank, where F, B and W of a chunk take one each."""
-SHARES = (2 / 3, 0.5, 1.0, 0.75)
-"""Shares of the slots that go to a leg down; the rest goes to the leg up that ends the same life span."""
+PREFERENCES = (("B0", "F1", "B1", "F0"), ("F1", "B1", "B0", "F0"), ("B1", "F1", "B0", "F0"), ("B1", "B0", "F1", "F0"))
+"""What the ranks of a V run first."""
+LEADS = ((0.85, 0.5), (0.7, 0), (1, 1), (2, 0))
+"""How many microbatches rank 0 may run ahead, as a share of what it can hold in chunk 0 alone, and how many fewer each
+rank may than the one before it."""
 
 
 def zb_v(
@@ -135,11 +136,23 @@ def _search(problem: Problem) -> PlannedOrders:
         for rule, keeping in product((GapRule.BALANCED, GapRule.ALWAYS, GapRule.NEVER), keepings):
             if not portfolio.finished:
                 portfolio.fill(problem, orders, rule, keeping=keeping)
+    if not problem.recomputes:
+        for preference in _preferences(problem):
+            if not portfolio.finished:
+                portfolio.prefer(problem, preference)
     if problem.recompute is Recompute.PLANNED:
         portfolio.drop_into_idle_time(problem)
     portfolio.improve(problem, IMPROVING)
     assert portfolio.best is not None, "one microbatch after the other fits in any limit that is feasible"
     return portfolio.best
+
+
+def _preferences(problem: Problem) -> Iterator[Preference]:
+    most = 2 * _num_held(problem)
+    for share, slope in LEADS:
+        leads = tuple(max(1, round(most * share - slope * rank)) for rank in range(problem.num_ranks))
+        for kinds in PREFERENCES:
+            yield Preference(kinds, leads)
 
 
 def _keepings(problem: Problem) -> list[Keeping]:
@@ -204,116 +217,12 @@ def _candidates(problem: Problem) -> Iterator[list[Order]]:
     """Orders of F and B, the most promising first."""
     p, held = problem.num_ranks, _num_held(problem)
     if held >= p:
-        yield _eager(problem)
-    yield from _blocks(problem, held)
+        yield eager_orders(problem)
+    yield from repeated_blocks(problem, held)
     if problem.recomputes:
         # The more it holds, the more of it is dropped, or the less room there is for W's.
         for less in (2 * p, p, p / 2 + 1):
             if less < held:
-                yield from _blocks(problem, less)
+                yield from repeated_blocks(problem, less)
     if held < p:
-        yield _eager(problem)
-
-
-def _blocks(problem: Problem, held: float) -> Iterator[list[Order]]:
-    """Orders that repeat a block in which every rank holds so many microbatches."""
-    # A microbatch that rests for h at a rank, on its way down and back up together, is held for 2 p h over
-    # both chunks, each half of M_B: p h / period microbatches. Blocks begin and end off the beat, which
-    # takes the room of one more.
-    # The published delays keep F and B of a block off each other's slots, for legs of one slot and of two.
-    p = problem.num_ranks
-    delays = {0.5: (2 if p % 3 == 0 else 0, 0), 2 / 3: (3 if p % 2 == 0 else 0, 1)}
-    for share in SHARES:
-        for block in (_Block(1, 1, PERIOD), _Block.of(problem)):
-            together = block.period * (held - 1) / p
-            down, down_again = max(block.f, together * share), max(block.b, together * share)
-            rest = (down, max(block.f, together - down_again), down_again, max(block.b, together - down))
-            yield _repeated(problem, block, rest, delays.get(share, (0, 0)))
-
-
-@dataclass(frozen=True)
-class _Block:
-    """What an F and a B of one chunk take, with a message, and after how long a block is repeated."""
-
-    f: float
-    b: float
-    period: float
-
-    @classmethod
-    def of(cls, problem: Problem) -> _Block:
-        """The block at the median costs of the stages."""
-        size, comm = problem.num_stages, median(problem.message or (0,))
-        kinds = [slice(kind * size, (kind + 1) * size) for kind in range(3)]
-        f, b = (median(problem.latency[kind]) + comm for kind in kinds[:2])
-        if problem.recompute is Recompute.FULL:
-            kinds.append(slice(3 * size, 4 * size))
-        return cls(f, b, 2 * sum(median(problem.duration[kind]) for kind in kinds))
-
-
-def _repeated(
-    problem: Problem, block: _Block, rest: tuple[float, float, float, float], delays: tuple[int, int]
-) -> list[Order]:
-    """F and B by the time at which the repeated block has them.
-
-    `rest` is the time from a rank to the next on the four legs: F of chunk 0, F of chunk 1, B of chunk
-    1, B of chunk 0; `delays` are the slots that B of chunk 1 and then B of chunk 0 begin later.
-    """
-    p, size = problem.num_ranks, problem.num_stages
-    down, up, down_again, up_again = rest
-    turn = (p - 1) * down + block.f
-    slot = block.period / PERIOD
-    loss = turn + (p - 1) * up + block.f + delays[0] * slot
-    turn_back = loss + (p - 1) * down_again + block.b + delays[1] * slot
-    orders = []
-    for rank in range(p):
-        first, last = problem.stages_of[rank]
-        starts = (
-            (rank * down, first),
-            (turn + (p - 1 - rank) * up, last),
-            (loss + rank * down_again, size + last),
-            (turn_back + (p - 1 - rank) * up_again, size + first),
-        )
-        times = [(start + block.period * k, code) for k in range(problem.num_microbatches) for start, code in starts]
-        orders.append([code for _, code in sorted(times)])
-    return orders
-
-
-def _eager(problem: Problem) -> list[Order]:
-    """ZB-V: every rank runs what arrives, F of chunk 0 until the first F of chunk 1 comes back, and so on.
-
-    With unit slots the first microbatch comes to chunk 1 of rank r after 2(p - r) - 1 slots there, its
-    gradient 2r slots later, and back to chunk 0 after 2(p - r) more: with as many operations each phase is full.
-    """
-    p, size, m = problem.num_ranks, problem.num_stages, problem.num_microbatches
-    orders = []
-    for rank in range(p):
-        first, last = problem.stages_of[rank]
-        phases = [first] * (2 * (p - rank) - 1) + [last, first] * rank + [last, size + last] * (p - rank)
-        order = _Order(m)
-        for code in phases:
-            order.add(code)
-        while len(order.codes) < 4 * m:
-            for code, needed in ((first, first), (size + first, size + last), (last, first), (size + last, last)):
-                if code == needed or order.count(code) < order.count(needed):
-                    order.add(code)
-        orders.append(order.codes)
-    return orders
-
-
-class _Order:
-    """Collects an order in which no operation comes more often than there are microbatches."""
-
-    def __init__(self, num_microbatches: int) -> None:
-        self.codes: Order = []
-        self._left: dict[int, int] = {}
-        self._num_microbatches = num_microbatches
-
-    def count(self, code: int) -> int:
-        return self._num_microbatches - self._left.get(code, self._num_microbatches)
-
-    def add(self, code: int) -> None:
-        """Append `code`, unless the order holds all of its microbatches."""
-        left = self._left.get(code, self._num_microbatches)
-        if left > 0:
-            self._left[code] = left - 1
-            self.codes.append(code)
+        yield eager_orders(problem)

@@ -6,6 +6,8 @@
 - `greedy`: no order given; for one chunk a rank, every rank decides when it is free.
 - `profiles`: the orders worth trying for one chunk a rank.
 - `dropping`: for one chunk a rank, which microbatches to drop where a memory limit demands it.
+- `blocks`: the orders worth trying for a V.
+- `preference`: no order given; for a V, every free rank runs what it prefers.
 - `ways`: when every operation of complete orders starts, and the critical path.
 - `local`: improves complete orders of any placement by moving one operation at a time.
 - `portfolio`: tries candidates and keeps the best; chooses between whole schedules by simulation.

@@ -204,6 +204,11 @@ class EventLoop(ABC):
         if rank != source:
             heappush(events, (when, rank))
 
+    def next_arrival(self, code: int, now: float) -> float:
+        """When the next operation `code` can start; inf if that is not known yet."""
+        count, arrivals = self.done[code], self.arrivals[code]
+        return max(now, arrivals[count]) if count < len(arrivals) else inf
+
     def span_so_far(self, rank: int, now: float) -> float:
         """What the span of `rank` will be if it never idles again from `now` on."""
         if not self.orders[rank]:

@@ -66,8 +66,3 @@ class _Greedy(EventLoop):
         """Whether the F `code` keeps its activations, if they fit: where its B follows at once, R is no use."""
         size = self.num_stages
         return (code == size - 1 and self.done[code] == self.done[code + size]) or super().will_keep(rank, code)
-
-    def next_arrival(self, code: int, now: float) -> float:
-        """When the next operation `code` can start; inf if that is not known yet."""
-        count, arrivals = self.done[code], self.arrivals[code]
-        return max(now, arrivals[count]) if count < len(arrivals) else inf

@@ -121,11 +121,6 @@ class _InGroups(EventLoop):
         there = [code for code in codes if arrivals[code] <= now]
         return (there[0] if len(there) == 1 else min(there, key=backwards.index)), soonest
 
-    def next_arrival(self, code: int, now: float) -> float:
-        """When the next operation `code` can start; inf if that is not known yet."""
-        count, arrivals = self.done[code], self.arrivals[code]
-        return max(now, arrivals[count]) if count < len(arrivals) else inf
-
     def has_room(self, rank: int, f: int) -> bool:
         """Whether the F `f` fits, and leaves room for all that the oldest microbatch still needs.
 

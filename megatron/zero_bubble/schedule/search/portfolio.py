@@ -15,11 +15,14 @@ from megatron.zero_bubble.schedule.search.fill import fill_weights, run_in_order
 from megatron.zero_bubble.schedule.search.greedy import Policy, list_schedule
 from megatron.zero_bubble.schedule.search.grouped import GroupPolicy, plan_in_groups
 from megatron.zero_bubble.schedule.search.local import improve
+from megatron.zero_bubble.schedule.search.preference import Preference, plan_by_preference
 from megatron.zero_bubble.schedule.search.problem import Order, Problem, tolerance
 from megatron.zero_bubble.schedule.simulate import simulate
 
 GREEDY_WEIGHT = 3
 """How much longer `list_schedule` and `plan_in_groups` take for an operation than `fill_weights`."""
+PREFERENCE_WEIGHT = 2
+"""How much longer `plan_by_preference` takes for an operation."""
 NUM_PLANS = 3
 """How many of the best plans are kept to be improved."""
 
@@ -98,6 +101,11 @@ class Portfolio:
         plan = plan_in_groups(problem, policy)
         self.offer(plan)
         return plan.cost if plan is not None else float("inf")
+
+    def prefer(self, problem: Problem, preference: Preference) -> None:
+        """Try what ranks of a V prefer to run."""
+        self.budget -= PREFERENCE_WEIGHT * problem.num_ops
+        self.offer(plan_by_preference(problem, preference))
 
     def in_order(self, problem: Problem, orders: Sequence[Order]) -> None:
         """Try complete orders."""
