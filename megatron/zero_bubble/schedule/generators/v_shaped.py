@@ -18,6 +18,7 @@ from megatron.zero_bubble.schedule.kinds import OpKind
 from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation
 from megatron.zero_bubble.schedule.search.blocks import eager_orders, repeated_blocks
 from megatron.zero_bubble.schedule.search.event_loop import GapRule, Keeping, PlannedOrders
+from megatron.zero_bubble.schedule.search.fitting import dropped_to_fit
 from megatron.zero_bubble.schedule.search.portfolio import Portfolio, best_of, fits, recomputed_where_needed
 from megatron.zero_bubble.schedule.search.preference import Preference
 from megatron.zero_bubble.schedule.search.problem import Order, Problem
@@ -33,6 +34,8 @@ PREFERENCES = (("B0", "F1", "B1", "F0"), ("F1", "B1", "B0", "F0"), ("B1", "F1", 
 LEADS = ((0.85, 0.5), (0.7, 0), (1, 1), (2, 0))
 """How many microbatches rank 0 may run ahead, as a share of what it can hold in chunk 0 alone, and how many fewer each
 rank may than the one before it."""
+LARGER_LIMITS = (1.1, 1.4, 1.7)
+"""How much more memory a plan takes that keeps everything, of which something is then dropped to make it fit."""
 
 
 def zb_v(
@@ -129,6 +132,12 @@ def _other_rooms(problem: Problem) -> Iterator[Problem]:
 
 
 def _search(problem: Problem) -> PlannedOrders:
+    best = _searched(problem).best
+    assert best is not None, "one microbatch after the other fits in any limit that is feasible"
+    return best
+
+
+def _searched(problem: Problem) -> Portfolio:
     portfolio = Portfolio(problem.bound, max(BUDGET, LEAST_CANDIDATES * problem.num_ops))
     portfolio.in_order(problem, problem.one_by_one())
     keepings = _keepings(problem)
@@ -142,9 +151,21 @@ def _search(problem: Problem) -> PlannedOrders:
                 portfolio.prefer(problem, preference)
     if problem.recompute is Recompute.PLANNED:
         portfolio.drop_into_idle_time(problem)
+        _try_dropping(portfolio, problem)
     portfolio.improve(problem, IMPROVING)
-    assert portfolio.best is not None, "one microbatch after the other fits in any limit that is feasible"
-    return portfolio.best
+    return portfolio
+
+
+def _try_dropping(portfolio: Portfolio, problem: Problem) -> None:
+    """Try the plans that keep everything in more memory, with what has to be dropped to make them fit."""
+    for factor in LARGER_LIMITS:
+        limits = tuple(factor * limit for limit in problem.limits)
+        larger = replace(problem, limits=limits, costs=problem.costs.keeping_everything(), recompute=Recompute.NONE)
+        if larger.is_feasible:
+            for plan in _searched(larger).plans:
+                orders = dropped_to_fit(problem, plan)
+                if orders is not None:
+                    portfolio.in_order(problem, orders)
 
 
 def _preferences(problem: Problem) -> Iterator[Preference]:

@@ -10,5 +10,6 @@
 - `preference`: no order given; for a V, every free rank runs what it prefers.
 - `ways`: when every operation of complete orders starts, and the critical path.
 - `local`: improves complete orders of any placement by moving one operation at a time.
+- `fitting`: drops activations of a plan that keeps everything, until it fits.
 - `portfolio`: tries candidates and keeps the best; chooses between whole schedules by simulation.
 """
