@@ -5,7 +5,9 @@
 
 A problem has 2 to 16 ranks, up to four microbatches a rank, stages whose costs are equal, equal but for the last one,
 or all unequal, and a memory limit from the smallest that works to 3p M_B, where M_B is that of the fullest rank.
-Problems depend on their number alone. Exit status 1 if a plan is worse than a named schedule that fits in its limit.
+Problems depend on their number alone. A plan's time is its longest span, or the makespan of interleaved chunks, by
+which they are planned where iterations do not interlock. Exit status 1 if a plan is worse than a named schedule that
+fits in its limit.
 """
 
 from __future__ import annotations
@@ -24,7 +26,6 @@ from megatron.zero_bubble.cli.output import percent, table
 from megatron.zero_bubble.cli.shared_flags import TableFlags
 from megatron.zero_bubble.job.flag_parser import flag
 from megatron.zero_bubble.schedule import Placement, ScheduleError, StageCosts, generate, simulate
-from megatron.zero_bubble.schedule.bounds import lower_bounds
 from megatron.zero_bubble.schedule.generators import ENTRIES
 from megatron.zero_bubble.schedule.ir import PlacementKind
 from megatron.zero_bubble.schedule.search.portfolio import fits
@@ -76,7 +77,8 @@ def random_problem(kind: PlacementKind, number: int) -> tuple[Problem, float]:
     costs = _costs(generator, placement)
     fullest = max(sum(costs.memory_f[stage] for stage in placement.stages_of(rank)) for rank in range(num_ranks))
     multiple = generator.uniform(1, 3 * num_ranks)
-    problem = Problem(placement, num_microbatches, costs, (multiple * fullest,) * num_ranks)
+    limits = (multiple * fullest,) * num_ranks
+    problem = Problem(placement, num_microbatches, costs, limits, takes_makespan=kind == "interleaved")
     return problem, multiple / num_ranks
 
 
@@ -104,16 +106,15 @@ def _costs(generator: random.Random, placement: Placement) -> StageCosts:
 def planned_problem(kind: PlacementKind, number: int) -> PlannedProblem:
     """Plan one problem, and compare the plan with the bound and with the named schedules that fit."""
     problem, limit = random_problem(kind, number)
-    planned = _cost(problem, "auto", problem.limits)
+    planned = _time(problem, "auto", problem.limits)
     names = [name for name, one in ENTRIES.items() if one.placement == kind and one.has_own_limit and not one.is_slow]
-    named = min(_cost(problem, name) for name in names)
+    named = min(_time(problem, name) for name in names)
     beside = None if named == inf else planned / named - 1
-    bound = lower_bounds(problem.placement, problem.num_microbatches, problem.costs, problem.limits).span
-    return PlannedProblem(kind, number, limit, planned / bound - 1, beside)
+    return PlannedProblem(kind, number, limit, planned / problem.bound - 1, beside)
 
 
-def _cost(problem: Problem, name: str, limits: Sequence[float] | None = None) -> float:
-    """The longest span of the schedule `name`; infinite if there is none, or it exceeds the problem's limits."""
+def _time(problem: Problem, name: str, limits: Sequence[float] | None = None) -> float:
+    """The time of the schedule `name`; infinite if there is none, or it exceeds the problem's limits."""
     placement = problem.placement
     try:
         schedule = generate(
@@ -127,7 +128,8 @@ def _cost(problem: Problem, name: str, limits: Sequence[float] | None = None) ->
         )
     except ScheduleError:  # an interleaved one for a number of microbatches that megatron-core refuses
         return inf
-    return float(simulate(schedule, problem.costs).cost) if fits(schedule, problem) else inf
+    timeline = simulate(schedule, problem.costs)
+    return problem.judged(timeline.cost, timeline.makespan)[0] if fits(schedule, problem) else inf
 
 
 def _row(kind: str, limits: str, found: Sequence[PlannedProblem]) -> tuple[str, ...]:

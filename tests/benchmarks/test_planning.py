@@ -25,7 +25,7 @@ def test_no_plan_is_below_the_bound_or_above_a_named_schedule(kind, number):
 
 
 def test_the_table_has_a_row_for_all_problems(capsys):
-    assert main(["--placement", "interleaved", "--problems", "2"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].split()[:3] == ["interleaved", "all", "2"]
-    assert main(["--placement", "interleaved", "--problems", "2", "--json"]) == 0
-    assert [one["number"] for one in json.loads(capsys.readouterr().out)] == [0, 1]
+    assert main(["--placement", "interleaved", "--problems", "1"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split()[:3] == ["interleaved", "all", "1"]
+    assert main(["--placement", "interleaved", "--problems", "1", "--json"]) == 0
+    assert [one["number"] for one in json.loads(capsys.readouterr().out)] == [0]

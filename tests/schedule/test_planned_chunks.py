@@ -16,9 +16,10 @@ from megatron.zero_bubble.schedule.search.problem import Problem
 NAMED = ("interleaved-1f1b", "interleaved-zb")
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.data(), st.integers(1, 4), st.integers(1, 9), st.integers(2, 4), st.booleans())
-def test_no_named_schedule_that_fits_is_better(data, p, m, v, overlap):
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.integers(1, 4), st.integers(1, 9), st.integers(2, 4), st.booleans(), st.booleans())
+def test_no_named_schedule_that_fits_is_better(data, p, m, v, overlap, interlocks):
+    """By the time that an iteration takes: the longest span if it interlocks with the next, else the makespan."""
     costs = data.draw(wild_costs(p * v))
     limits = [data.draw(st.integers(1, 8 * p)) for _ in range(p)]
     options = {"overlap_communication": overlap}
@@ -31,26 +32,27 @@ def test_no_named_schedule_that_fits_is_better(data, p, m, v, overlap):
         except ScheduleError:  # it does not fit, or megatron-core has none for so many microbatches
             continue
     try:
-        planned = generate("auto", p, m, num_chunks=v, costs=costs, memory_limit=limits, **options)
+        limited = {"memory_limit": limits, "post_validation": interlocks}
+        planned = generate("auto", p, m, num_chunks=v, costs=costs, **limited, **options)
     except Infeasible:
         assert not named
         return
     checked(planned, costs)
     timeline = simulate(planned, costs, **options)
     assert all(peak <= limit * (1 + 1e-9) for peak, limit in zip(timeline.peak_memory, limits, strict=True))
-    for other in named:
-        assert timeline.cost <= other.cost * (1 + 1e-9), other.schedule.name
+    times = [one.cost if interlocks else one.makespan for one in (timeline, *named)]
+    assert times[0] <= min(times) * (1 + 1e-9)
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.data(), st.integers(1, 4), st.integers(1, 6), st.integers(2, 3), st.booleans())
-def test_the_planner_knows_what_its_plans_cost(data, p, m, v, overlap):
+@given(st.data(), st.integers(1, 4), st.integers(1, 6), st.integers(2, 3), st.booleans(), st.booleans())
+def test_the_planner_knows_what_its_plans_cost(data, p, m, v, overlap, takes_makespan):
     placement = Placement("interleaved", p, v)
     costs = data.draw(wild_costs(placement.num_stages))
-    problem = Problem(placement, m, costs, (1000,) * p, overlap)
+    problem = Problem(placement, m, costs, (1000,) * p, overlap, takes_makespan=takes_makespan)
     plan = plan_chunks(problem)
     timeline = simulate(problem.schedule("planned", plan.orders), costs, overlap_communication=overlap)
-    assert plan.cost == timeline.cost
+    assert plan.cost == (timeline.makespan if takes_makespan else timeline.cost)
     assert plan.cost >= problem.bound
 
 

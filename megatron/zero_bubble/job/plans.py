@@ -45,7 +45,11 @@ def choose_plan(flags: JobFlags) -> Plan | None:
             plan = Plan.named(name, num_ranks, num_chunks)
             limit = _limit_before_measuring(flags, plan.placement)
             return replace(
-                plan, memory_limit=limit, group_size=_group_size(flags, plan.placement), recompute=flags.recompute
+                plan,
+                memory_limit=limit,
+                group_size=_group_size(flags, plan.placement),
+                post_validation=flags.zero_bubble_post_validation and flags.untie_embeddings_and_output_weights,
+                recompute=flags.recompute,
             )
         plan = replace(Plan.of(_read(Path(name.removeprefix(_FILE)))), recompute=flags.recompute)
         if plan.given is not None and plan.given.recomputes and flags.recompute is Recompute.NONE:

@@ -23,7 +23,7 @@ class Plan:
     Attributes:
         name: of the generator, or of the given schedule.
         placement: of all schedules of the plan.
-        costs, memory_limit, group_size, recompute: as `generate` takes them.
+        costs, memory_limit, group_size, recompute, post_validation: as `generate` takes them.
         given: the only schedule of a plan that was read from a file. It serves one number of microbatches.
     """
 
@@ -34,6 +34,7 @@ class Plan:
     group_size: int | None = None
     given: Schedule | None = None
     recompute: Recompute = Recompute.NONE
+    post_validation: bool = False
     shared: Mapping[int, Schedule] = field(default_factory=dict, repr=False, compare=False)
     """Schedules, by number of microbatches, that one rank has made and all have been told."""
     _made: dict[int, Schedule] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -93,6 +94,7 @@ class Plan:
                 costs=self.costs,
                 memory_limit=self.memory_limit,
                 group_size=self.group_size,
+                post_validation=self.post_validation,
                 recompute=self.recompute,
             )
         if num_microbatches != self.given.num_microbatches:

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.zero_bubble.cli.schedule.arguments import SimulationFlags, SourceFlags
 from megatron.zero_bubble.cli.schedule.rank_costs import stage_costs
-from megatron.zero_bubble.cli.shared_flags import CostFlags, ScheduleFlags
+from megatron.zero_bubble.cli.shared_flags import CostFlags, PostValidationFlags, ScheduleFlags
 from megatron.zero_bubble.schedule import (
     HardwareQueues,
     Op,
@@ -126,7 +126,9 @@ class ScheduleFigures:
         return None if op is None else operation_name(op, self.schedule.num_microbatches, self.steps)
 
 
-def make_schedule(flags: ScheduleFlags, name: str, limit: Sequence[float] | None) -> tuple[Schedule, float]:
+def make_schedule(
+    flags: ScheduleFlags, name: str, limit: Sequence[float] | None, *, post_validation: bool = False
+) -> tuple[Schedule, float]:
     """Generate the schedule `name` from the flags under `limit` (in M_B); return it and the seconds that took."""
     placement = placement_for(name, flags.pipeline_size, flags.num_chunks, flags.placement)
     costs = stage_costs(flags, placement)
@@ -144,6 +146,7 @@ def make_schedule(flags: ScheduleFlags, name: str, limit: Sequence[float] | None
         memory_limit=limit[0] if limit is not None and len(limit) == 1 else limit,
         group_size=flags.microbatch_group_size,
         overlap_communication=flags.overlap_communication,
+        post_validation=post_validation,
         recompute=flags.recomputation,
     )
     return schedule, time.perf_counter() - begin
@@ -170,7 +173,8 @@ def source(flags: SourceFlags) -> tuple[Schedule, float]:
     if flags.input is not None:
         return read_schedule(flags.input), 0.0
     assert flags.schedule is not None
-    return make_schedule(flags, flags.schedule, flags.memory_limit)
+    interlocks = isinstance(flags, PostValidationFlags) and flags.post_validation
+    return make_schedule(flags, flags.schedule, flags.memory_limit, post_validation=interlocks)
 
 
 def figures_of_all(
@@ -204,7 +208,7 @@ def figures_of_all(
             placement = placement_for(name, own.pipeline_size, own.num_chunks, own.placement)
             if placement.kind != "interleaved":
                 own = replace(own, microbatch_group_size=None)
-            made = make_schedule(own, name, limit)
+            made = make_schedule(own, name, limit, post_validation=post_validation)
             found.append(simulated_figures(own, *made, post_validation=post_validation, queues=queues))
         except ScheduleError as error:
             refusal = error

@@ -43,8 +43,8 @@ class Entry:
     function: Callable[..., Schedule]
     options: frozenset[str] = frozenset()
     """The keywords of `generate` that `function` takes, always all of them: `costs`, `num_chunks`, `memory_limit`
-    (one a rank, or None), `group_size`, `overlap_communication`, `recompute`; or `placement`, of any kind. One that
-    does not take `recompute` makes a schedule without R, from costs whose B has the time of R."""
+    (one a rank, or None), `group_size`, `overlap_communication`, `post_validation`, `recompute`; or `placement`, of any
+    kind. One that does not take `recompute` makes a schedule without R, from costs whose B has the time of R."""
     is_slow: bool = False
     """Whether it takes seconds to minutes: no command makes it unless it is named."""
     has_own_limit: bool = True
@@ -110,7 +110,7 @@ _ENTRIES = (
         "linear",
         1,
         auto,
-        _PLANNED | {"placement", "group_size"},
+        _PLANNED | {"placement", "group_size", "post_validation"},
         has_own_limit=False,
     ),
     Entry(
@@ -199,6 +199,7 @@ def generate(
     memory_limit: MemoryLimit | None = None,
     group_size: int | None = None,
     overlap_communication: bool = True,
+    post_validation: bool = False,
     recompute: Recompute = Recompute.NONE,
 ) -> Schedule:
     """The schedule `name` for `num_ranks` pipeline ranks and `num_microbatches` microbatches, without communication.
@@ -208,7 +209,7 @@ def generate(
     may hold at once, for all ranks or one a rank, in the unit of the costs' memory, `group_size` how many microbatches
     an interleaved schedule takes through a chunk before it goes on to the next (the number of ranks by default, or what
     is planned), `overlap_communication` whether ranks compute while messages are on their way, as in `simulate`,
-    `recompute` which microbatches have an R.
+    `post_validation` whether iterations will interlock, `recompute` which microbatches have an R.
 
     Raises `UnknownSchedule`; `Infeasible` if no schedule of this kind fits under the memory limit;
     `ScheduleError` for anything else that is wrong, in one line.
@@ -242,6 +243,7 @@ def generate(
         "memory_limit": limits,
         "group_size": group_size,
         "overlap_communication": overlap_communication,
+        "post_validation": post_validation,
         "recompute": recompute,
     }
     schedule = entry.function(num_ranks, num_microbatches, **{key: available[key] for key in sorted(entry.options)})

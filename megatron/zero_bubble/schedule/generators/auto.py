@@ -49,6 +49,7 @@ def auto(
     memory_limit: Sequence[float] | None = None,
     group_size: int | None = None,
     overlap_communication: bool = True,
+    post_validation: bool = False,
     recompute: Recompute = Recompute.NONE,
 ) -> Schedule:
     """The best schedule found for these costs within `memory_limit` (one a rank; by default 2p M_B, as ZB-2p).
@@ -56,8 +57,8 @@ def auto(
     `placement` is linear by default: with one chunk a rank it searches over the number of F before the first B of every
     rank, and over rules for the gaps; see `search`. The larger the limit the shorter the span: what a lower limit
     allows is tried too, in steps of p/8 M_B. Never worse than GPipe, 1F1B, ZB-H1 and ZB-H2 where they fit. For several
-    chunks see `best_interleaved`, for a V `best_v`. Where only what has no room is recomputed, nothing is without a
-    limit. Raises `Infeasible` with the smallest limit that works.
+    interleaved chunks see `best_interleaved`, for a V `best_v`. Where only what has no room is recomputed, nothing is
+    without a limit. Raises `Infeasible` with the smallest limit that works.
     """
     placement = placement or Placement("linear", num_ranks)
     limits = tuple(memory_limit or _default_limits(placement, costs, recompute))
@@ -67,6 +68,7 @@ def auto(
     if placement.kind == "linear":
         return recomputed_where_needed(problem, partial(_best, "auto"))
     if placement.kind == "interleaved":
+        problem = replace(problem, takes_makespan=not post_validation)
         return recomputed_where_needed(problem, partial(best_interleaved, "auto", group_size))
     return best_v("auto", problem)
 

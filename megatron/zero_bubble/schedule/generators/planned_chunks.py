@@ -37,6 +37,7 @@ Groups = tuple[int, ...]
 def best_interleaved(name: str, group_size: int | None, problem: Problem) -> Schedule:
     """The best of what is planned and of the named interleaved schedules that fit.
 
+    Where iterations do not interlock, the best one has the shortest makespan, and not the shortest span.
     With a `group_size` the forwards of every rank are in the order of such groups, if that fits; otherwise the sizes of
     groups are planned, too.
     """

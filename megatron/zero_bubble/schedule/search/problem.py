@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from operator import add
 
 from megatron.zero_bubble.schedule.bounds import lower_bounds
@@ -56,7 +57,7 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Problem:
-    """Order F, B and W of every stage and microbatch so that the longest span of a rank is short.
+    """Order F, B and W of every stage and microbatch so that the longest span of a rank, or the makespan, is short.
 
     `limits` is the memory that the operations of each rank may hold, in the unit of the costs;
     `overlap_communication` is as in `simulate`; `recompute` says which microbatches have an R.
@@ -68,6 +69,8 @@ class Problem:
     limits: tuple[float, ...]
     overlap_communication: bool = True
     recompute: Recompute = Recompute.NONE
+    takes_makespan: bool = False
+    """Whether an iteration is known to take the makespan, because it does not interlock with the next."""
 
     @property
     def is_feasible(self) -> bool:
@@ -91,10 +94,10 @@ class Problem:
     def is_judged_by_makespan(self) -> bool:
         """Whether a plan is as good as its makespan is short, and not its longest span.
 
-        An iteration takes the makespan, unless it interlocks with the next. Only where the planner chooses what is
-        recomputed can it shorten one at the cost of the other by much.
+        An iteration takes the makespan, unless it interlocks with the next. Only with interleaved chunks, and where the
+        planner chooses what is recomputed, can it shorten one at the cost of the other by much.
         """
-        return self.recompute is Recompute.PLANNED
+        return self.recompute is Recompute.PLANNED or self.takes_makespan
 
     def judged(self, span: float, makespan: float) -> tuple[float, float]:
         """The time by which a plan is judged, and the other one, which decides between equals."""
@@ -194,13 +197,16 @@ class Problem:
 
     @cached_property
     def bound(self) -> float:
-        """A lower bound on the longest span of a rank.
+        """A lower bound on the longest span of a rank, or on the makespan if an iteration takes that.
 
         A rank's span has all of its messages but the one before its first F: its last operation, a W, sends nothing.
         """
         known = lower_bounds(self.placement, self.num_microbatches, self.costs, self.limits, self.recompute).span
         if self.recompute is Recompute.FULL:
             return known
+        if self.takes_makespan:
+            ways = accumulate(map(add, self.latency, self.message), initial=0.0)
+            return max(known, *map(add, self.work, ways))
         firsts = (self.receiving[stages[0]] for stages in self.stages_of)
         return max(known, *(work - first for work, first in zip(self.work, firsts, strict=True)))
 
