@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from megatron.zero_bubble.launcher.command_line import (
     parse_command_line,
 )
 from megatron.zero_bubble.launcher.mistakes import LauncherError
+from tests.launch import ROOT
 
 
 @pytest.fixture
@@ -124,3 +127,17 @@ def test_enable_takes_the_flags_by_name():
     assert flags_from_keywords(None, False, {"v_schedule": True}).zero_bubble_schedule == "zb-v"
     with pytest.raises(LauncherError, match=r"'memory'.*memory_limit"):
         flags_from_keywords("zb-h1", False, {"memory": "1.5"})
+
+
+def test_looking_ahead_does_not_load_megatron_core():
+    """It is loaded after the substitutions for a machine without CUDA, which it reads when it is imported."""
+    arguments = ["--num-layers", "4", "--pipeline-model-parallel-size", "2", "--micro-batch-size", "1"]
+    arguments += ["--pipeline-model-parallel-layout", "Et|t|t|tL"]
+    program = (
+        "import sys; from megatron.zero_bubble.launcher.command_line import LaunchFlags; "
+        "from megatron.zero_bubble.launcher.foresight import check_script_arguments; "
+        f"check_script_arguments(LaunchFlags(zero_bubble_schedule='zb-v'), {arguments}, {{'WORLD_SIZE': '2'}}); "
+        "print('megatron.core' in sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert run.stdout.splitlines()[-1] == "False"

@@ -49,7 +49,8 @@ def check_script_arguments(flags: LaunchFlags, arguments: Sequence[str], environ
         shape, _ = take_flags(_ShapeFlags, (ParallelFlags, _SizeFlags), arguments)
         world_size = int(environment.get("WORLD_SIZE", "1"))
         check_num_ranks(shape, world_size)
-        if shape.num_layers is None or shape.micro_batch_size is None:
+        # Reading a layout imports megatron-core, which `Launch` first prepares for a machine without CUDA.
+        if shape.num_layers is None or shape.micro_batch_size is None or shape.pipeline_model_parallel_layout:
             return
         ranks = shape.tensor_model_parallel_size * shape.pipeline_model_parallel_size * shape.context_parallel_size
         step = shape.micro_batch_size * (world_size // ranks)
