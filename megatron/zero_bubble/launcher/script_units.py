@@ -29,17 +29,10 @@ from megatron.zero_bubble.job.running import communicator_of
 from megatron.zero_bubble.launcher.hooks import Call
 from megatron.zero_bubble.launcher.mistakes import LauncherError
 from megatron.zero_bubble.mcore.linear import split_weight_gradients
+from megatron.zero_bubble.mcore.model_units import Unit, UnitModels, keep_unit, random_microbatch
 from megatron.zero_bubble.mcore.placement import StagePosition
 from megatron.zero_bubble.mcore.transformer_engine import defer_weight_gradients
-from megatron.zero_bubble.mcore.unit_costs import (
-    SECONDS,
-    Unit,
-    UnitModels,
-    count_states,
-    keep_unit,
-    measure_model,
-    random_microbatch,
-)
+from megatron.zero_bubble.mcore.unit_costs import SECONDS, count_states, measure_model
 from megatron.zero_bubble.runtime.communicator import TensorSpec
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule.formats import Profile

@@ -10,11 +10,11 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron.zero_bubble.mcore.forward_backward import MegatronStage
+from megatron.zero_bubble.mcore.model_units import Unit, UnitModels
 from megatron.zero_bubble.mcore.restart import Restart
 from megatron.zero_bubble.runtime.channel_memory import ChannelCommunicator, open_channels
 from megatron.zero_bubble.runtime.communicator import TensorSpec
@@ -35,68 +36,9 @@ from megatron.zero_bubble.schedule import OpKind, Placement, generate, lower
 from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts
 
 SECONDS = 2.0
-"""Default time for all passes through all units, beside the time of building them."""
+"""Default time for building all units and all passes through them."""
 _MOST_PASSES = 15
 """Most passes through a unit that are timed."""
-
-
-class Unit(NamedTuple):
-    """A part of a model that is built as a stage of its own."""
-
-    layer: int | None = None
-    """The one layer that it keeps of a model that has one layer of every kind; None for a unit without layers."""
-    embeds: bool = False
-    is_last: bool = False
-    """Whether it has all that follows the layers: multi-token prediction, final norm, output layer and loss."""
-
-
-@dataclass(frozen=True)
-class UnitModels:
-    """Builds the units of a model, and feeds them.
-
-    Attributes:
-        build: makes a unit, split with the given store and wrapped in megatron-core's DDP, for a pipeline of one rank.
-        forward_step: the forward step of the training, as megatron-core takes it.
-        data: an endless iterator over microbatches for `forward_step`.
-        message: the tensor that passes between stages.
-        context_parallel_size: by which megatron-core scales the loss.
-        state_bytes: bytes of the states of a number of parameters, the dense ones and those of experts.
-    """
-
-    build: Callable[[Unit, WeightGradStore], torch.nn.Module]
-    forward_step: Callable[..., Any]
-    data: Iterator[Any]
-    message: TensorSpec
-    context_parallel_size: int
-    state_bytes: Callable[[int, int], float]
-
-
-def keep_unit(model: Any, unit: Unit) -> None:
-    """Drop all layers of a `GPTModel` but the unit's."""
-    layers = model.decoder.layers
-    model.decoder.layers = torch.nn.ModuleList([] if unit.layer is None else [layers[unit.layer]])
-
-
-def random_microbatch(
-    vocabulary: int, micro_batch_size: int, seq_length: int, *, has_mask: bool
-) -> dict[str, torch.Tensor]:
-    """Return a microbatch as data loaders give it, of random tokens and on the host; the same at every call.
-
-    Args:
-        has_mask: whether the data has masks for attention.
-    """
-    sizes = (micro_batch_size, seq_length)
-    tokens = torch.randint(vocabulary, sizes, generator=torch.Generator().manual_seed(0), device="cpu")
-    microbatch = {
-        "tokens": tokens,
-        "labels": tokens,
-        "loss_mask": torch.ones(sizes, device="cpu"),
-        "position_ids": torch.arange(seq_length, device="cpu").expand(sizes),
-    }
-    if has_mask:
-        square = torch.ones(micro_batch_size, 1, seq_length, seq_length, dtype=torch.bool, device="cpu")
-        microbatch["attention_mask"] = square.triu(1)
-    return microbatch
 
 
 def measure_model(
@@ -118,11 +60,13 @@ def measure_model(
         kinds: for each layer of the model which layer of `Unit.layer` it is like.
         communicator: the class of the channels over which a message is measured.
         timeout: for one message.
-        seconds: time for all passes; each unit is timed at least once, however long that takes.
+        seconds: time for all units; each is timed at least once, however long that takes.
     """
-    units = _units(kinds)
+    units, measured, end = _units(kinds), [], time.perf_counter() + seconds
     with _undisturbed():
-        measured = [_measure_unit(models, units, index, seconds / len(units)) for index in range(len(units))]
+        for index in range(len(units)):
+            share = (end - time.perf_counter()) / (len(units) - index)
+            measured.append(_measure_unit(models, units, index, share))
     everyone: list[list[UnitCosts]] = [measured] * dist.get_world_size()
     dist.all_gather_object(everyone, measured)
     embedding, *of_layers, output = (_median(replicas) for replicas in zip(*everyone, strict=True))
@@ -185,6 +129,7 @@ def _undisturbed() -> Iterator[None]:
     parallel_state.set_pipeline_model_parallel_world_size(None)
     parallel_state.set_virtual_pipeline_model_parallel_world_size(virtual_size)
     random_states.apply()
+    _free()
 
 
 def _losses_of_experts() -> dict[str, Any]:
@@ -200,12 +145,13 @@ def _losses_of_experts() -> dict[str, Any]:
 
 def _measure_unit(models: UnitModels, units: Sequence[Unit], index: int, seconds: float) -> UnitCosts:
     """Measure one unit on this rank; a collective call, because ranks that share a unit must pass it equally often."""
+    end = time.perf_counter() + seconds
     unit_run = _UnitRun(models, units, index)
-    start = time.perf_counter()
     unit_run.run()
-    warm = time.perf_counter()
+    start = time.perf_counter()
     unit_run.run_measured(with_memory=True)
-    for _ in range(_agreed_passes(seconds, warm - start, time.perf_counter() - warm)):
+    now = time.perf_counter()
+    for _ in range(_agreed_passes((end - now) / (now - start))):
         unit_run.run_measured()
     costs = unit_run.costs()
     unit_run.close()
@@ -213,18 +159,23 @@ def _measure_unit(models: UnitModels, units: Sequence[Unit], index: int, seconds
     # megatron-core makes these anew at a model's first forward, in the size of that model.
     MTPLossLoggingHelper.tracker.clear()
     _losses_of_experts().clear()
-    gc.collect()
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+        _free()
     return costs
 
 
-def _agreed_passes(seconds: float, warm_up: float, one_pass: float) -> int:
-    """Return how many passes follow the first measured one, by the slowest rank; a collective call."""
-    slowest = torch.tensor([warm_up, one_pass], device=torch.cuda.current_device())
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    warm_up, one_pass = slowest.tolist()
-    return max(0, min(_MOST_PASSES - 1, math.floor((seconds - warm_up) / one_pass) - 1))
+def _agreed_passes(fitting: float) -> int:
+    """Return how many more passes all ranks run; a collective call. `fitting` is how many this rank has time for."""
+    passes = torch.tensor(max(0, min(_MOST_PASSES - 1, math.floor(fitting))), device=torch.cuda.current_device())
+    dist.all_reduce(passes, op=dist.ReduceOp.MIN)
+    return int(passes.item())
+
+
+def _free() -> None:
+    """Free the memory of models that are no longer used."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 class _UnitRun:

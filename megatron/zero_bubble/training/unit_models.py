@@ -16,17 +16,10 @@ from megatron.core.transformer import TransformerConfig
 from megatron.zero_bubble.job.model_states import Parameters, States
 from megatron.zero_bubble.job.profiled_costs import fit_units
 from megatron.zero_bubble.job.running import communicator_of
+from megatron.zero_bubble.mcore.model_units import Unit, UnitModels, keep_unit, random_microbatch
 from megatron.zero_bubble.mcore.placement import chunk_groups
 from megatron.zero_bubble.mcore.transformer_engine import defer_weight_gradients
-from megatron.zero_bubble.mcore.unit_costs import (
-    SECONDS,
-    Unit,
-    UnitModels,
-    count_states,
-    keep_unit,
-    measure_model,
-    random_microbatch,
-)
+from megatron.zero_bubble.mcore.unit_costs import SECONDS, count_states, measure_model
 from megatron.zero_bubble.runtime.communicator import TensorSpec
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Placement
@@ -45,7 +38,7 @@ def measured_costs(args: Arguments, data_config: DataConfig, seconds: float = SE
     vocabulary known. Every rank gets the same result. Costs are those without full recomputation.
 
     Args:
-        seconds: time for all passes through all units, see `measure_model`.
+        seconds: time for all units, see `measure_model`.
     """
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     return measure_model(

@@ -1,0 +1,71 @@
+"""The units of a model: the embedding, each layer, and all that follows the layers; how they are built and fed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron.zero_bubble.runtime.communicator import TensorSpec
+from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
+
+
+class Unit(NamedTuple):
+    """A part of a model that is built as a stage of its own."""
+
+    layer: int | None = None
+    """The one layer that it keeps of a model that has one layer of every kind; None for a unit without layers."""
+    embeds: bool = False
+    is_last: bool = False
+    """Whether it has all that follows the layers: multi-token prediction, final norm, output layer and loss."""
+
+
+@dataclass(frozen=True)
+class UnitModels:
+    """Builds the units of a model, and feeds them.
+
+    Attributes:
+        build: makes a unit, split with the given store and wrapped in megatron-core's DDP, for a pipeline of one rank.
+        forward_step: the forward step of the training, as megatron-core takes it.
+        data: an endless iterator over microbatches for `forward_step`.
+        message: the tensor that passes between stages.
+        context_parallel_size: by which megatron-core scales the loss.
+        state_bytes: bytes of the states of a number of parameters, the dense ones and those of experts.
+    """
+
+    build: Callable[[Unit, WeightGradStore], torch.nn.Module]
+    forward_step: Callable[..., Any]
+    data: Iterator[Any]
+    message: TensorSpec
+    context_parallel_size: int
+    state_bytes: Callable[[int, int], float]
+
+
+def keep_unit(model: Any, unit: Unit) -> None:
+    """Drop all layers of a `GPTModel` but the unit's."""
+    layers = model.decoder.layers
+    model.decoder.layers = torch.nn.ModuleList([] if unit.layer is None else [layers[unit.layer]])
+
+
+def random_microbatch(
+    vocabulary: int, micro_batch_size: int, seq_length: int, *, has_mask: bool
+) -> dict[str, torch.Tensor]:
+    """Return a microbatch as data loaders give it, of random tokens and on the host; the same at every call.
+
+    Args:
+        has_mask: whether the data has masks for attention.
+    """
+    sizes = (micro_batch_size, seq_length)
+    tokens = torch.randint(vocabulary, sizes, generator=torch.Generator().manual_seed(0), device="cpu")
+    microbatch = {
+        "tokens": tokens,
+        "labels": tokens,
+        "loss_mask": torch.ones(sizes, device="cpu"),
+        "position_ids": torch.arange(seq_length, device="cpu").expand(sizes),
+    }
+    if has_mask:
+        square = torch.ones(micro_batch_size, 1, seq_length, seq_length, dtype=torch.bool, device="cpu")
+        microbatch["attention_mask"] = square.triu(1)
+    return microbatch
