@@ -22,11 +22,13 @@ COMMON = [
 SEEDED = [*COMMON, "--zero-bubble-seed-by-layer"]
 V = ("--zero-bubble-schedule", "zb-v", "--pipeline-model-parallel-layout", "Et|tt|t|L")
 RECOMPUTED = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers")
+CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "2")
 RUNS = {
     "linear": (),
     "uneven-linear": ("--zero-bubble-schedule", "zb-h1", "--decoder-first-pipeline-num-layers", "3"),
     "v": V,
-    "interleaved": ("--zero-bubble-schedule", "interleaved-zb", "--num-virtual-stages-per-pipeline-rank", "2"),
+    "interleaved": CHUNKS,
+    "interleaved-zb": ("--zero-bubble-schedule", "interleaved-zb", *CHUNKS),
     "recomputed-by-megatron-core": (*RECOMPUTED, "2"),
     "recomputed-in-a-v": (*V, *RECOMPUTED, "1"),
 }
