@@ -85,13 +85,3 @@ def test_forwards_keep_the_order_of_given_groups_where_that_fits(group_size):
         generate("auto", 4, 12, memory_limit=2, **{**options, **other}) for other in ({}, {"group_size": None})
     )
     assert planned == free
-
-
-def test_a_v_in_less_memory_than_v_mins_goes_in_groups():
-    """It takes 190.8; the repeated blocks, which are made for more memory, took 314.7."""
-    costs = StageCosts.uniform(16, 1, 1, 0.8, 0.05, 0.5, -0.25, -0.25)
-    options = {"costs": costs, "memory_limit": 2.5, "placement_kind": "v"}
-    repeated, planned = (simulate(generate(name, 8, 16, **options), costs) for name in ("zb-v", "auto"))
-    assert max(planned.peak_memory) <= 2.5
-    assert planned.cost < 200
-    assert planned.cost <= repeated.cost

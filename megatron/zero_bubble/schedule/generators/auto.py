@@ -11,7 +11,8 @@ from megatron.zero_bubble.schedule.bounds import lower_bounds
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.generators.gpipe import gpipe
 from megatron.zero_bubble.schedule.generators.one_f_one_b import one_f_one_b
-from megatron.zero_bubble.schedule.generators.planned_chunks import best_interleaved, best_v
+from megatron.zero_bubble.schedule.generators.planned_chunks import best_interleaved
+from megatron.zero_bubble.schedule.generators.v_shaped import zb_v
 from megatron.zero_bubble.schedule.generators.zb_h1 import zb_h1
 from megatron.zero_bubble.schedule.generators.zb_h2 import zb_h2
 from megatron.zero_bubble.schedule.ir import Placement, Schedule
@@ -57,7 +58,7 @@ def auto(
     `placement` is linear by default: with one chunk a rank it searches over the number of F before the first B of every
     rank, and over rules for the gaps; see `search`. The larger the limit the shorter the span: what a lower limit
     allows is tried too, in steps of p/8 M_B. Never worse than GPipe, 1F1B, ZB-H1 and ZB-H2 where they fit. For several
-    interleaved chunks see `best_interleaved`, for a V `best_v`. Where only what has no room is recomputed, nothing is
+    interleaved chunks see `best_interleaved`, for a V `zb_v`. Where only what has no room is recomputed, nothing is
     without a limit. Raises `Infeasible` with the smallest limit that works.
     """
     placement = placement or Placement("linear", num_ranks)
@@ -70,7 +71,15 @@ def auto(
     if placement.kind == "interleaved":
         problem = replace(problem, takes_makespan=not post_validation)
         return recomputed_where_needed(problem, partial(best_interleaved, "auto", group_size))
-    return best_v("auto", problem)
+    in_a_v = zb_v(
+        num_ranks,
+        num_microbatches,
+        costs=costs,
+        memory_limit=limits,
+        overlap_communication=overlap_communication,
+        recompute=recompute,
+    )
+    return replace(in_a_v, name="auto")
 
 
 def _default_limits(placement: Placement, costs: StageCosts, recompute: Recompute) -> list[float]:

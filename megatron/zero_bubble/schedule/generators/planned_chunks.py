@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import product
 
 from megatron.zero_bubble.schedule.errors import ScheduleError
 from megatron.zero_bubble.schedule.generators.interleaved import interleaved_1f1b, interleaved_zb
-from megatron.zero_bubble.schedule.generators.v_shaped import zb_v
 from megatron.zero_bubble.schedule.ir import Schedule
 from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation
 from megatron.zero_bubble.schedule.search.event_loop import GapRule, Keeping, PlannedOrders
 from megatron.zero_bubble.schedule.search.grouped import GroupPolicy, alternating_orders, even_groups
-from megatron.zero_bubble.schedule.search.portfolio import Portfolio, best_of, fits, recomputed_where_needed
+from megatron.zero_bubble.schedule.search.portfolio import Portfolio, best_of, fits
 from megatron.zero_bubble.schedule.search.problem import Problem
-from megatron.zero_bubble.schedule.simulate import simulate
 
 BUDGET = 600_000
 """Operations to plan in all candidates together: a second or so."""
@@ -26,9 +23,6 @@ LEAST_CANDIDATES = 12
 """Candidates to try however large the schedule is."""
 SLOPES = (2, 1, 1.5, 0.75, 1.25)
 """How many F more than the next rank a rank begins with; 2 is Megatron's."""
-
-WORTH_GROUPING = 0.02
-"""The distance from the bound above which plans for a V in groups of microbatches are tried, too."""
 
 Groups = tuple[int, ...]
 """The sizes of the groups in which microbatches pass through the chunks."""
@@ -46,28 +40,6 @@ def best_interleaved(name: str, group_size: int | None, problem: Problem) -> Sch
     if not candidates:
         problem.check_feasible()
     return replace(best_of(candidates, problem), name=name)
-
-
-def best_v(name: str, problem: Problem) -> Schedule:
-    """The best plan for a V: that of `zb_v`, or one in groups of microbatches, far better in less memory than V-Min."""
-    repeated = zb_v(
-        problem.num_ranks,
-        problem.num_microbatches,
-        costs=problem.costs,
-        memory_limit=problem.limits,
-        overlap_communication=problem.overlap_communication,
-        recompute=problem.recompute,
-    )
-    candidates = [repeated]
-    timeline = simulate(repeated, problem.costs, overlap_communication=problem.overlap_communication)
-    if timeline.cost > problem.bound * (1 + WORTH_GROUPING):
-        candidates.append(recomputed_where_needed(problem, partial(_in_groups, name)))
-    return replace(best_of(candidates, problem), name=name)
-
-
-def _in_groups(name: str, problem: Problem) -> Schedule:
-    problem.check_feasible()
-    return problem.schedule(name, plan_chunks(problem).orders)
 
 
 def plan_chunks(problem: Problem) -> PlannedOrders:
