@@ -21,6 +21,7 @@ from megatron.zero_bubble.job.timeline_writer import TimelineWriter
 from megatron.zero_bubble.launcher.command_line import PROGRAM, LaunchFlags
 from megatron.zero_bubble.launcher.hooks import Call
 from megatron.zero_bubble.launcher.mistakes import LauncherError, users_mistakes
+from megatron.zero_bubble.launcher.script_layouts import ScriptLayouts
 from megatron.zero_bubble.launcher.script_optimizer import ScriptPostValidation
 from megatron.zero_bubble.launcher.script_settings import flags_of, refuse_what_cannot_work
 from megatron.zero_bubble.launcher.script_units import ScriptUnits
@@ -76,8 +77,10 @@ class Run:
         self._num_microbatches = 0
         self.num_steps = 0
         """Training steps done."""
-        layout = to_layout(self._job.partition, self._job.flags.mtp_num_layers)
-        self.v_placement = VPlacement(placement, layout) if placement.kind == "v" else None
+        self.v_placement = VPlacement(placement) if placement.kind == "v" else None
+        self.layouts: ScriptLayouts | None = None
+        if placement.kind == "v" or self._job.is_placement_chosen:
+            self.layouts = ScriptLayouts(placement, to_layout(self._job.partition, self._job.flags.mtp_num_layers))
 
     def build_chunk(self, call: Call) -> None:
         """Hook around the constructor of `GPTModel`: check its configuration, and build the chunk of its stage.
@@ -96,6 +99,8 @@ class Run:
                 refuse_unsplit_recomputation(call["config"])
         if self._job.flags.transformer_impl == _TRANSFORMER_ENGINE:
             defer_weight_gradients(call["config"])
+        if self.layouts is not None:
+            self.layouts.place(call["config"])
         if self.v_placement is not None:
             self.v_placement.place(call)
         by_unit = initialized_by_unit(self._job.flags.seed, is_first_stage=call["pre_process"])

@@ -10,6 +10,7 @@ from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.launcher.hooks import Call, Hook, Needed
 from megatron.zero_bubble.launcher.mistakes import LauncherError
 from megatron.zero_bubble.launcher.run import Run
+from megatron.zero_bubble.launcher.script_layouts import ScriptLayouts
 from megatron.zero_bubble.launcher.script_optimizer import needed_for_post_validation, post_validation_hooks
 from megatron.zero_bubble.launcher.v_placement import VPlacement
 
@@ -38,8 +39,8 @@ class Session:
             "megatron.core.transformer.transformer_config",
             "TransformerConfig.__post_init__",
             (),
-            "gives a model in a V the layers of each stage, which megatron-core would number differently",
-            partial(self._in_v, VPlacement.configure_new),
+            "gives a model in a V, or whose placement is chosen, the layers of each stage",
+            partial(self._with_layouts, ScriptLayouts.configure_new),
         )
         for module, function in (
             ("megatron.core.transformer.transformer_block", "get_num_layers_to_build"),
@@ -50,7 +51,7 @@ class Session:
                 function,
                 ("config",),
                 "does the same for a configuration that the script has made before its process groups",
-                partial(self._in_v, VPlacement.configure),
+                partial(self._with_layouts, ScriptLayouts.configure),
             )
         yield Hook(
             "megatron.core.models.gpt.gpt_model",
@@ -142,6 +143,10 @@ class Session:
         if self._run.v_placement is not None:
             self._run.v_placement.set_embedding_ranks(call)
         return call.proceed()
+
+    def _with_layouts(self, handle: Callable[[ScriptLayouts, Call], Any], call: Call) -> Any:
+        layouts = self._run.layouts if self._run is not None else None
+        return call.proceed() if layouts is None else handle(layouts, call)
 
     def _in_v(self, handle: Callable[[VPlacement, Call], Any], call: Call) -> Any:
         placement = self._run.v_placement if self._run is not None else None

@@ -13,7 +13,6 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from megatron.zero_bubble.launcher.hooks import Call
 from megatron.zero_bubble.mcore.multi_token import track, tracked_sums
-from megatron.zero_bubble.mcore.placed_layout import PlacedLayout
 from megatron.zero_bubble.mcore.placement import chunk_groups, copy_tied_embedding, embedding_ranks
 from megatron.zero_bubble.schedule import Placement
 
@@ -25,8 +24,8 @@ class VPlacement:
     rank, which logs them.
     """
 
-    def __init__(self, placement: Placement, layout: str) -> None:
-        self._placement, self._layout = placement, layout
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
         self._chunks: list[Any] = []
         self._running: int | None = None
         """The stage whose forward step runs now; None outside of forward steps."""
@@ -35,34 +34,8 @@ class VPlacement:
         """Hook around `initialize_model_parallel`: set the ranks that reduce tied embeddings."""
         call["get_embedding_ranks"] = embedding_ranks(self._placement)
 
-    def configure_new(self, call: Call) -> None:
-        """Hook around `TransformerConfig.__post_init__`: give the pipeline's models the layout of the V's stages."""
-        config = call["self"]
-        if self._is_of_the_pipeline(config):
-            # megatron-core's other ways to spread layers over ranks are in this layout already.
-            config.num_layers_in_first_pipeline_stage = config.num_layers_in_last_pipeline_stage = None
-            config.account_for_embedding_in_pipeline_split = config.account_for_loss_in_pipeline_split = False
-            config.pipeline_model_parallel_layout = self._layout
-        call.proceed()
-        self._place_layout(config)
-
-    def configure(self, call: Call) -> Any:
-        """Hook around functions that read a layout: give it to a configuration older than the process groups."""
-        self._place_layout(call["config"])
-        return call.proceed()
-
-    def _place_layout(self, config: Any) -> None:
-        if self._is_of_the_pipeline(config):
-            rank = parallel_state.get_pipeline_model_parallel_rank()
-            config.pipeline_model_parallel_layout = PlacedLayout(self._layout, self._placement, rank)
-
-    def _is_of_the_pipeline(self, config: Any) -> bool:
-        is_placed = isinstance(config.pipeline_model_parallel_layout, PlacedLayout)
-        return config.pipeline_model_parallel_size == self._placement.num_ranks and not is_placed
-
     def place(self, call: Call) -> None:
         """Give the chunk that a call of `GPTModel`'s constructor builds the embedding and the loss of its stage."""
-        self._place_layout(call["config"])
         chunk = call["vp_stage"]
         assert chunk is not None, "the script builds two chunks a rank: checked at its start"
         rank = parallel_state.get_pipeline_model_parallel_rank()
