@@ -181,7 +181,28 @@ class _Rank:
         all_w = self.num_microbatches * sum(costs.time_w[s] for s in self.stages)
         room = self.available - costs.memory_f[self.first]
         waiting = self._most(room, [(costs.time_w[s], costs.memory_f[s] + costs.memory_b[s]) for s in self.stages])
-        return f_and_b + max(0, all_w - costs.time_w[self.first] - waiting) + max(self.idle, self.recomputation)
+        by_work = f_and_b + max(0, all_w - costs.time_w[self.first] - waiting) + max(self.idle, self.recomputation)
+        return max(by_work, self.window_of_last_f)
+
+    @property
+    def window_of_last_f(self) -> float:
+        """Least time from the start of the first F to the end of the last B, by way of the last F.
+
+        That F needs all B and W before it without which memory has no room for it; then its microbatch goes through the
+        last stage and back. Nothing is claimed with recomputation.
+        """
+        costs, last = self.path.costs, self.stages[-1]
+        if self.path.recompute is not Recompute.NONE:
+            return 0
+        rates = [
+            max(-costs.memory_b[s] / costs.time_b[s], costs.memory_f[s] / (costs.time_b[s] + costs.time_w[s]))
+            for s in self.stages
+        ]
+        to_release = self.num_microbatches * sum(costs.memory_f[s] for s in self.stages) - self.available
+        making_room = to_release / max(rates) if to_release > 0 and max(rates) > 0 else 0
+        all_f = self.num_microbatches * sum(costs.time_f[s] for s in self.stages)
+        way_back = self.path.turn(last) + costs.time_b[last] + self.path.backward(last, self.first)
+        return all_f + making_room + way_back + (0 if self.all_fit else self.idle_before_b)
 
     @cached_property
     def idle(self) -> float:
@@ -189,9 +210,13 @@ class _Rank:
 
         Unless all microbatches fit at once, the last F comes after the first B, and the waits for the two add up.
         """
+        return max(self.idle_before_b, self.idle_after_f) if self.all_fit else self.idle_before_b + self.idle_after_f
+
+    @property
+    def all_fit(self) -> bool:
+        """Whether memory has room for all microbatches at once."""
         whole = sum(self.path.held[s] for s in self.stages)
-        all_fit = self.num_microbatches * whole <= self.available * (1 + 1e-9)
-        return max(self.idle_before_b, self.idle_after_f) if all_fit else self.idle_before_b + self.idle_after_f
+        return self.num_microbatches * whole <= self.available * (1 + 1e-9)
 
     @property
     def idle_before_b(self) -> float:
