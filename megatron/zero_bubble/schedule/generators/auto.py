@@ -172,6 +172,7 @@ def plan_linear(problem: Problem, budget: int = BUDGET) -> PlannedOrders:
     else:
         _try_levels(portfolio, problem)
         _try_equal_stages(portfolio, problem)
+    portfolio.improve(problem, budget // 4)
     assert portfolio.best is not None, "one microbatch after the other fits in any limit that is feasible"
     return portfolio.best
 

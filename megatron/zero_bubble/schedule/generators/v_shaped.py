@@ -27,6 +27,8 @@ BUDGET = 600_000
 """Operations to plan in all candidates together."""
 IMPROVING = 300_000
 """Operations to plan while the best candidates are improved."""
+LEAST_IMPROVING = 25
+"""How often all operations are planned then, however large the schedule is."""
 LEAST_CANDIDATES = 8
 """Candidates to try however large the schedule is."""
 PREFERENCES = (("B0", "F1", "B1", "F0"), ("F1", "B1", "B0", "F0"), ("B1", "F1", "B0", "F0"), ("B1", "B0", "F1", "F0"))
@@ -152,7 +154,7 @@ def _searched(problem: Problem) -> Portfolio:
     if problem.recompute is Recompute.PLANNED:
         portfolio.drop_into_idle_time(problem)
         _try_dropping(portfolio, problem)
-    portfolio.improve(problem, IMPROVING)
+    portfolio.improve(problem, max(IMPROVING, LEAST_IMPROVING * problem.num_ops))
     return portfolio
 
 

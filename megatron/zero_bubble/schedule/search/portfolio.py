@@ -55,24 +55,23 @@ class Portfolio:
         return self.budget <= 0 or self.cost <= self.bound * (1 + 1e-9)
 
     def offer(self, plan: PlannedOrders | None) -> None:
-        """Keep `plan` if it is among the best so far."""
-        if plan is None:
+        """Keep `plan` if it is among the best so far; of equals the first stays."""
+        if plan is None or any(abs(plan.cost - other.cost) <= tolerance(other.cost) for other in self.plans):
             return
-        for place, other in enumerate(self.plans):
-            if abs(plan.cost - other.cost) <= tolerance(other.cost):
-                if plan.tie < other.tie - tolerance(other.tie):
-                    self.plans[place] = plan
-                return
         self.plans = sorted([*self.plans, plan], key=lambda each: each.cost)[:NUM_PLANS]
 
     def improve(self, problem: Problem, budget: int, *, keeps_forwards: bool = False) -> None:
-        """Improve the best plans in turn, each by an equal part of `budget`, unless one reaches the bound.
+        """Improve the best plans in turn, with equal parts of `budget`, until one reaches the bound.
 
         `keeps_forwards` keeps the order in which a rank runs the forwards of its chunks.
         """
-        for plan in list(self.plans):
+        for number, plan in enumerate(list(self.plans)):
             if self.cost > self.bound * (1 + 1e-9):
-                self.offer(improve(problem, plan, budget // NUM_PLANS, keeps_forwards=keeps_forwards)[0])
+                share = budget // (NUM_PLANS - number)
+                better, left = improve(problem, plan, share, keeps_forwards=keeps_forwards)
+                budget -= share - left
+                self.plans.remove(plan)
+                self.offer(better)
 
     def fill(
         self,
