@@ -21,6 +21,7 @@ from megatron.zero_bubble.training.initialize import initialized
 from megatron.zero_bubble.training.logging import TrainingLog
 from megatron.zero_bubble.training.loop import Trainer
 from megatron.zero_bubble.training.model import build_lr_scheduler, build_model, build_optimizer, transformer_config
+from megatron.zero_bubble.training.numerics import NumericsLog
 from megatron.zero_bubble.training.pretrain import load_tokenizer, make_data_config, open_data, with_vocabulary
 from megatron.zero_bubble.training.progress import Progress
 
@@ -57,6 +58,7 @@ def train(name: str, flags: Sequence[str], prog: str) -> None:
             *open_data(args, progress, data_config, tokenizer, model, resources),
             Checkpointer(args, progress, model, optimizer, scheduler),
             TrainingLog(args, progress, [], log_rank),
+            NumericsLog(args.log_numerics, progress.iteration, log_rank) if args.log_numerics else None,
         )
         trainer.train()
 

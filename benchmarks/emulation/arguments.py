@@ -17,6 +17,9 @@ from megatron.zero_bubble.cli.shared_flags import (
 from megatron.zero_bubble.job.flag_parser import flag
 from megatron.zero_bubble.schedule.lower import RECEIVE_AHEAD
 
+ACTIVATION_BYTES = 65536
+"""Size of an emulated message between stages, by default."""
+
 
 @dataclass(frozen=True)
 class EmulationFlags(ScheduleFlags, LimitFlags, PostValidationFlags, TableFlags):
@@ -27,7 +30,9 @@ class EmulationFlags(ScheduleFlags, LimitFlags, PostValidationFlags, TableFlags)
     )
     peers: bool = flag("run torch.distributed.pipelining's schedules as well", False)
     steps: int = flag("measured steps of each schedule", 5, parse=at_least(1), metavar="N")
-    activation_bytes: int = flag("size of a message between stages", 65536, parse=at_least(16), metavar="BYTES")
+    activation_bytes: int = flag(
+        "size of a message between stages", ACTIVATION_BYTES, parse=at_least(16), metavar="BYTES"
+    )
     receive_ahead: int = flag(
         "compute operations between posting a receive and using it", RECEIVE_AHEAD, parse=at_least(0), metavar="N"
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.emulation.arguments import EmulationFlags
+from benchmarks.emulation.arguments import ACTIVATION_BYTES, EmulationFlags
 from benchmarks.emulation.peers import ONE_CHUNK, Peer, peer_placements
 from benchmarks.emulation.ranks import Records, run_job
 from benchmarks.emulation.reduction import ReductionCosts
@@ -143,6 +143,26 @@ def emulate(flags: EmulationFlags) -> list[Result]:
         for plan in plans
     ]
     return ours + list(_peer_results(peers, records))
+
+
+def run_plans(plans: Sequence[Timeline], steps: int) -> list[Result]:
+    """Run the schedules of `plans`, each with its own costs and a name of its own, `steps` times in turns."""
+    longest = max(float(plan.makespan) for plan in plans)
+    job = EmulatedJob(
+        num_ranks=plans[0].schedule.num_ranks,
+        schedules=tuple((lower(plan.schedule, costs=plan.costs), plan.costs) for plan in plans),
+        peers=(),
+        steps=steps,
+        activation_bytes=ACTIVATION_BYTES,
+        timeout=timedelta(seconds=60, milliseconds=3 * longest),
+        directory=Path(),
+    )
+    records = run_job(job)
+    names = [plan.schedule.name for plan in plans]
+    return [
+        Result(name, plan, records.steps[name], None, records.edges[name])
+        for name, plan in zip(names, plans, strict=True)
+    ]
 
 
 def make_job(flags: EmulationFlags, plans: Sequence[Timeline], longest: float) -> EmulatedJob:

@@ -10,7 +10,7 @@ import pytest
 from megatron.zero_bubble.job.profiling import planning_options, too_short_to_profile
 from megatron.zero_bubble.schedule import Placement
 from tests.checked_flags import checked, checked_job
-from tests.job.test_planning_flags import PLANNED, profile_of, refusal
+from tests.job.test_planning_flags import KEPT, PLANNED, profile_of, refusal
 
 UNMEASURED = {"--zero-bubble-profile-iters": "0 0"}
 
@@ -31,11 +31,15 @@ def test_a_flag_that_needs_costs_is_refused_where_none_are_measured(name: str, v
     checked({**PLANNED, name: value}, **cuda)
     checked({**PLANNED, **UNMEASURED, "--zero-bubble-profile-input": file, name: value}, **cuda)
     with pytest.raises(ValueError, match=r"^[^\n]+$") as error:
-        checked({**PLANNED, **UNMEASURED, name: value}, **cuda)
+        checked({**PLANNED, **KEPT, **UNMEASURED, name: value}, **cuda)
     assert str(error.value) == (
         f"{name} {value} needs measured costs, and --zero-bubble-profile-iters 0 0 measures none: "
         "give another START END, or --zero-bubble-profile-input FILE"
     )
+
+
+def test_a_chosen_layout_brings_the_costs_that_bytes_need():
+    checked({**PLANNED, **UNMEASURED, "--zero-bubble-memory-limit": "40GiB"})
 
 
 def test_a_multiple_of_the_peak_needs_no_costs():

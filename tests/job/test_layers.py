@@ -56,7 +56,7 @@ def test_megatron_core_reads_the_layout_as_it_was_meant(num_ranks):
     [
         ({}, None),
         ({"--num-layers": "10"}, "Et*2|t*3|t*3|t*2L"),
-        ({"--num-layers": "10", "--zero-bubble": None}, "Et*2|t*3|t*3|t*2L"),
+        ({"--num-layers": "10", "--zero-bubble": None, "--zero-bubble-keep-layout": None}, "Et*2|t*3|t*3|t*2L"),
         ({"--num-layers": "9", "--num-virtual-stages-per-pipeline-rank": "2"}, "Et*1|t*2|t*1|t*1|t*1|t*1|t*1|t*1L"),
         ({"--num-layers": "7", "--num-layers-per-virtual-pipeline-stage": "2"}, "Et*2|t*2|t*2|t*1L"),
     ],
@@ -187,7 +187,7 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
         "base": UNEVEN,
         "zb-h1": [*UNEVEN, "--zero-bubble-schedule", "zb-h1"],
         "base-chunks": [*UNEVEN, *CHUNKS],
-        "interleaved-zb": [*UNEVEN, *CHUNKS, "--zero-bubble"],
+        "interleaved-zb": [*UNEVEN, *CHUNKS, "--zero-bubble", "--zero-bubble-keep-layout"],
         "base-ends": [*UNEVEN, *ENDS],
         "ends": [*UNEVEN, *ENDS, "--zero-bubble"],
         "first": [*UNEVEN, FIRST, "3", "--zero-bubble"],

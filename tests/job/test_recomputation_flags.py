@@ -94,6 +94,7 @@ def test_a_file_without_recomputations_gets_them(tmp_path: Path):
 
 def test_costs_without_those_of_r_plan_no_recomputation(tmp_path: Path):
     file = profile_of({}, tmp_path / "profile.json")
-    assert refusal({**BY_SCHEDULE, "--zero-bubble-profile-input": file}).endswith(
+    kept = {**BY_SCHEDULE, "--zero-bubble-keep-layout": None}
+    assert refusal({**kept, "--zero-bubble-profile-input": file}).endswith(
         "the profile was measured with zero_bubble_recompute None, this run has planned"
     )

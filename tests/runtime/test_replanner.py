@@ -182,7 +182,7 @@ def test_a_limit_that_nothing_fits_under_is_an_error_that_names_the_smallest():
 
 @pytest.mark.parametrize(("inside", "room"), [((), 450.0), ((130.0,), 320.0)])
 def test_auto_takes_what_is_free_less_what_an_operation_needs_inside(monkeypatch, inside, room):
-    monkeypatch.setattr(replanner, "_free_bytes", lambda device: 500)
+    monkeypatch.setattr(replanner, "least_free_bytes", lambda device: 500)
     run = Run(profile=replace(GIVEN, inside=inside), memory_limit=MemoryLimit())
     run.steps(1, m=8)
     assert run.reports[0].memory_limit == (room,)
@@ -190,7 +190,7 @@ def test_auto_takes_what_is_free_less_what_an_operation_needs_inside(monkeypatch
 
 
 def test_auto_where_an_operation_leaves_no_room_names_what_works(monkeypatch):
-    monkeypatch.setattr(replanner, "_free_bytes", lambda device: 500)
+    monkeypatch.setattr(replanner, "least_free_bytes", lambda device: 500)
     run = Run(profile=replace(GIVEN, inside=(480.0,)), memory_limit=MemoryLimit())
     with pytest.raises(ScheduleError, match=r"limit of 450 bytes: the smallest that works is 580$"):
         run.steps(1)
@@ -239,8 +239,8 @@ def test_drift_leaves_memory_messages_and_model_as_they_were():
 
 
 def test_a_limit_keeps_room_for_what_an_operation_needs_inside():
-    assert limits_of_ranks(555, (200.0, 8.0)) == (355.0, 547.0)
-    assert limits_of_ranks(150, (200.0, 8.0)) == (1.0, 142.0), "no room on the first rank"
+    assert limits_of_ranks((555, 600), (200.0, 8.0)) == (355.0, 592.0)
+    assert limits_of_ranks((150, 150), (200.0, 8.0)) == (1.0, 142.0), "no room on the first rank"
 
 
 RECOMPUTED = replace(Plan.named("1f1b", 1), recompute=Recompute.FULL)

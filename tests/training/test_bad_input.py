@@ -57,7 +57,8 @@ def test_a_limit_in_bytes_under_the_smallest_possible(tmp_path: Path) -> None:
     costs = StageCosts.uniform(2, memory_f=2000, memory_b=-500, memory_w=-1500)
     file = tmp_path / "profile.json"
     file.write_text(profile_to_json(Profile(Placement("linear", 2), costs, 0.0, job.flags.model)))
-    (line,) = errors_of(*BASE, "--zero-bubble-profile-input", str(file), "--zero-bubble-memory-limit", "1KB")
+    kept = (*BASE, "--zero-bubble-keep-layout")
+    (line,) = errors_of(*kept, "--zero-bubble-profile-input", str(file), "--zero-bubble-memory-limit", "1KB")
     assert line == (
         "--zero-bubble-memory-limit 1KB: schedule auto does not fit in the memory limit of 1000 bytes: "
         "the smallest that works is 2000"

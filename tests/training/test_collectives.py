@@ -26,10 +26,10 @@ DATA = (
 )
 TRAININGS = {
     "dp2-zb-2p": (*DATA, "--zero-bubble-schedule", "zb-2p"),
-    "dp2-planned": (*DATA, "--zero-bubble"),
+    "dp2-planned": (*DATA, "--zero-bubble", "--zero-bubble-keep-layout"),
     "dp2-zb-v": (*DATA, "--zero-bubble-schedule", "zb-v"),
     "tp2-zb-2p": (*TENSOR, "--zero-bubble-schedule", "zb-2p"),
-    "tp2-planned": (*TENSOR, "--zero-bubble"),
+    "tp2-planned": (*TENSOR, "--zero-bubble", "--zero-bubble-keep-layout"),
     "tp2-post-validation": (*TENSOR, "--zero-bubble-schedule", "zb-2p", "--zero-bubble-post-validation"),
 }
 

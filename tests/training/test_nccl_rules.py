@@ -15,7 +15,14 @@ FP16 = ("--fp16", "--initial-loss-scale", "65536", "--hysteresis", "1", "--loss-
 CASES = {
     "zb-h1": ("--zero-bubble-schedule", "zb-h1"),
     "planned, interleaved": (
-        *("--zero-bubble", "--num-layers", "4", "--num-layers-per-virtual-pipeline-stage", "1"),
+        *(
+            "--zero-bubble",
+            "--zero-bubble-keep-layout",
+            "--num-layers",
+            "4",
+            "--num-layers-per-virtual-pipeline-stage",
+            "1",
+        ),
         *("--zero-bubble-profile-iters", "2", "4", "--attention-dropout", "0", "--hidden-dropout", "0"),
     ),
     "a V, steps rolled back": (

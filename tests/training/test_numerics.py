@@ -17,7 +17,7 @@ SCHEDULES = ("gpipe", "1f1b", "zb-h1", "zb-h2")
 PRECISIONS = {"fp32": (), "bf16": ("--bf16",)}
 MICROBATCHES = (4, 8)
 PLANNED = {
-    "auto": ("--zero-bubble",),
+    "auto": ("--zero-bubble", "--zero-bubble-keep-layout"),
     "zb-1p": ("--zero-bubble-schedule", "zb-1p"),
     # From equal costs: at those that it measures, the solver takes its time.
     "optimal": ("--zero-bubble-schedule", "optimal", "--zero-bubble-profile-iters", "0", "0"),
@@ -72,7 +72,7 @@ def training_flags(p: int) -> dict[str, list[str]]:
         trainings[schedule] = flags(p, 8, "--num-virtual-stages-per-pipeline-rank", "2", *ours, "--num-layers", "8")
     for model, model_flags in MODELS.items():
         trainings[f"base-{model}"] = flags(p, 4, *model_flags)
-        trainings[f"planned-{model}"] = flags(p, 4, *model_flags, "--zero-bubble")
+        trainings[f"planned-{model}"] = flags(p, 4, *model_flags, "--zero-bubble", "--zero-bubble-keep-layout")
     return trainings
 
 

@@ -14,6 +14,7 @@ from megatron.zero_bubble.schedule.formats import costs_from_text, profile_from_
 from tests.launch import TINY_GPT, run_trainings
 
 PIPELINE = [*TINY_GPT, "--pipeline-model-parallel-size", "2", "--clip-grad", "0.5"]
+PLANNED = ("--zero-bubble", "--zero-bubble-keep-layout")
 WINDOW_END, LOOK, LAST = 4, 20, 22
 """Iterations: the last profiled one, the one after which drift is looked for, the last one."""
 DRAWN = (6, 7)
@@ -55,15 +56,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     trainings = {
         "base": long,
         "planned": [
-            *(*long, "--zero-bubble", "--zero-bubble-profile-iters", "2", str(WINDOW_END)),
+            *(*long, *PLANNED, "--zero-bubble-profile-iters", "2", str(WINDOW_END)),
             *("--zero-bubble-profile-output", profile, "--zero-bubble-replan-threshold", "1e-9"),
             *("--zero-bubble-timeline", str(folder / "timeline"), "--zero-bubble-timeline-iters", *map(str, DRAWN)),
         ],
         "from-profile": [
-            *(*long, "--zero-bubble", "--zero-bubble-profile-input", profile, "--zero-bubble-memory-limit", "1.5"),
+            *(*long, *PLANNED, "--zero-bubble-profile-input", profile, "--zero-bubble-memory-limit", "1.5"),
         ],
         "base-ramp": [*PIPELINE, *RAMP],
-        "ramp": [*PIPELINE, *RAMP, "--zero-bubble", "--zero-bubble-profile-iters", "1", "2"],
+        "ramp": [*PIPELINE, *RAMP, *PLANNED, "--zero-bubble-profile-iters", "1", "2"],
     }
     return Runs(folder, run_trainings(2, trainings, folder))
 
@@ -81,7 +82,7 @@ def test_a_batch_that_grows_changes_no_number(runs: Runs) -> None:
 @pytest.mark.parametrize("name", UNEVEN)
 def test_uneven_stages_compute_what_megatron_cores_do(tmp_path: Path, name: str) -> None:
     uneven = [*PIPELINE, "--global-batch-size", "4", "--train-iters", "8", *UNEVEN[name]]
-    runs = Runs(tmp_path, run_trainings(2, {"base": uneven, "planned": [*uneven, "--zero-bubble"]}, tmp_path))
+    runs = Runs(tmp_path, run_trainings(2, {"base": uneven, "planned": [*uneven, *PLANNED]}, tmp_path))
     assert runs.numerics("planned") == runs.numerics("base")
     assert runs.plans("planned")
 

@@ -21,7 +21,14 @@ def checkpointed(method: str, num_layers: int) -> tuple[str, ...]:
 
 EVERY_LAYER = checkpointed("uniform", 1)
 COMMON = (*TINY_GPT, "--pipeline-model-parallel-size", "2", "--global-batch-size", "8", "--clip-grad", "0.05")
-BY_SCHEDULE = ("--zero-bubble", "--zero-bubble-recompute", "planned", "--zero-bubble-memory-limit", "0.7")
+BY_SCHEDULE = (
+    "--zero-bubble",
+    "--zero-bubble-keep-layout",
+    "--zero-bubble-recompute",
+    "planned",
+    "--zero-bubble-memory-limit",
+    "0.7",
+)
 TENSOR_PARALLEL = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 EXPERTS = ("--num-experts", "4", "--moe-aux-loss-coeff", "0.01", "--disable-bias-linear")
 CHUNKS = ("--num-layers", "8", "--num-virtual-stages-per-pipeline-rank", "2")
@@ -49,7 +56,7 @@ RUNS = {
     "1f1b": ("--zero-bubble-schedule", "1f1b"),
     "zb-h1": ("--zero-bubble-schedule", "zb-h1"),
     "zb-2p": ("--zero-bubble-schedule", "zb-2p"),
-    "auto": ("--zero-bubble",),
+    "auto": ("--zero-bubble", "--zero-bubble-keep-layout"),
     "post-validation": ("--zero-bubble-schedule", "zb-2p", "--zero-bubble-post-validation"),
     "planned": BY_SCHEDULE,
 }

@@ -49,9 +49,21 @@ class ParallelFlags:
 class ZeroBubbleFlags:
     """Zero bubble."""
 
-    zero_bubble: bool = flag("run the schedule that is planned from measured times", False)
+    zero_bubble: bool = flag(
+        "choose layers, chunks and placement of the ranks, and run the schedule planned for them", False
+    )
     zero_bubble_schedule: str | None = flag(
-        "schedule to run: a name of docs/schedules.md, or file:PATH of one that zero-bubble schedule wrote", None
+        "schedule to run on the layout that Megatron's flags ask for: a name of docs/schedules.md, or file:PATH of one "
+        "that zero-bubble schedule wrote",
+        None,
+    )
+    zero_bubble_keep_layout: bool = flag(
+        "leave layers, chunks and placement as Megatron's flags have them, and plan only the order", False
+    )
+    zero_bubble_placement: str | None = flag(
+        "where a rank's chunks lie: linear (one), interleaved or v (default: what is fastest)",
+        None,
+        choices=("linear", "interleaved", "v"),
     )
     zero_bubble_strict: bool = flag("refuse a model with a weight whose gradient cannot be deferred", False)
     zero_bubble_memory_limit: str | None = flag(
@@ -140,6 +152,7 @@ def _check_owners(flags: ZeroBubbleFlags) -> None:
     of_a_schedule = (
         *("memory_limit", "profile_iters", "profile_output", "profile_input", "timeline", "timeline_iters"),
         *("strict", "timeout", "post_validation", "replan_threshold", "communicator", "recompute"),
+        *("keep_layout", "placement"),
     )
     for name in of_a_schedule:
         # A threshold is 0 by default, which equals False.

@@ -23,6 +23,11 @@ _MODEL = (
     *("recompute_granularity", "recompute_method", "recompute_num_layers", "zero_bubble_recompute"),
 )
 """Names of the flags on which the costs of a stage depend."""
+LAYOUT_SETTINGS = (
+    *("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+    "zero_bubble_recompute",
+)
+"""Those of them that the choice of a layout decides."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 from megatron.zero_bubble.job.aliases import pending_backwards
 from megatron.zero_bubble.job.flags import flag_name, limit_flag
@@ -14,7 +15,7 @@ from megatron.zero_bubble.job.job_flags import JobFlags
 from megatron.zero_bubble.schedule import Infeasible, Placement, Schedule, ScheduleError, simulate
 from megatron.zero_bubble.schedule.formats import schedule_from_text
 from megatron.zero_bubble.schedule.generators import default_costs
-from megatron.zero_bubble.schedule.ir import MAX_OPERATIONS
+from megatron.zero_bubble.schedule.ir import MAX_OPERATIONS, PlacementKind
 from megatron.zero_bubble.schedule.memory_limit import MemoryLimit
 from megatron.zero_bubble.schedule.plan import Plan
 from megatron.zero_bubble.schedule.recomputation import Recompute
@@ -42,7 +43,8 @@ def choose_plan(flags: JobFlags) -> Plan | None:
     _check_recomputation(flags, name)
     with _as_users_mistake(flags, name):
         if not name.startswith(_FILE):
-            plan = Plan.named(name, num_ranks, num_chunks)
+            kind = cast("PlacementKind | None", flags.zero_bubble_placement)
+            plan = Plan.named(name, num_ranks, num_chunks, kind)
             limit = _limit_before_measuring(flags, plan.placement)
             return replace(
                 plan,

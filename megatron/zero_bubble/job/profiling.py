@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 
 from megatron.zero_bubble.job.aliases import DEFAULT_WINDOW
 from megatron.zero_bubble.job.files import write_file
 from megatron.zero_bubble.job.flags import limit_flag
-from megatron.zero_bubble.job.job_flags import JobFlags
+from megatron.zero_bubble.job.job_flags import LAYOUT_SETTINGS, JobFlags
 from megatron.zero_bubble.runtime.replanner import PlanningOptions, Report
 from megatron.zero_bubble.schedule import Placement, ScheduleError, StageCosts
 from megatron.zero_bubble.schedule.formats import Profile, profile_from_json, profile_to_json
@@ -41,16 +42,23 @@ def profile_window(flags: JobFlags) -> tuple[int, int] | None:
     return (first, last) if last > 0 else None
 
 
-def planning_options(flags: JobFlags, placement: Placement) -> PlanningOptions | None:
+def planning_options(
+    flags: JobFlags, placement: Placement, *, knows_costs: bool = False, profile: Profile | None = None
+) -> PlanningOptions | None:
     """How this job profiles and plans; None if it does neither.
+
+    Args:
+        knows_costs: whether the layout is chosen by costs of layers, which also make the first plan.
+        profile: in that case the given profile, if it is of the chosen layout.
 
     Raises:
         ValueError: a flag needs measured costs and there are none, or the given profile does not fit the job.
     """
     window, limit = profile_window(flags), flags.memory_limit
-    profile = _read_profile(flags, placement)
+    if not knows_costs:
+        profile = _profile_of_layout(flags, placement)
     if profile is None:
-        _check_measured(flags, window, limit)
+        _check_measured(flags, window, None if knows_costs else limit)
         if window is None:
             return None
     first, last = window or (0, 0)
@@ -65,7 +73,11 @@ def planning_options(flags: JobFlags, placement: Placement) -> PlanningOptions |
 
 
 def _check_measured(flags: JobFlags, window: tuple[int, int] | None, limit: MemoryLimit | None) -> None:
-    """Raise `ValueError` for flags that need measured costs if other flags prevent that costs are measured."""
+    """Raise `ValueError` for flags that need measured costs if other flags prevent that costs are measured.
+
+    Args:
+        limit: the memory limit, if it needs them.
+    """
     output, threshold = flags.zero_bubble_profile_output, flags.zero_bubble_replan_threshold
     output_flag = f"--zero-bubble-profile-output {output}"
     if window is not None:
@@ -102,15 +114,36 @@ def too_short_to_profile(flags: JobFlags, iteration: int) -> str | None:
     )
 
 
-def _read_profile(flags: JobFlags, placement: Placement) -> Profile | None:
+def _profile_of_layout(flags: JobFlags, placement: Placement) -> Profile | None:
+    """The given profile, which must be of the job's model and layout; None if none is given."""
+    profile = given_profile(flags)
+    if profile is not None:
+        with _as_mistake_in_profile(flags):
+            profile.check_fits(placement, flags.model, flags.recompute)
+    return profile
+
+
+def given_profile(flags: JobFlags) -> Profile | None:
+    """The profile of `--zero-bubble-profile-input`, which may be of another layout; None if none is given.
+
+    Raises:
+        ValueError: it cannot be read, or is of another model.
+    """
     if flags.zero_bubble_profile_input is None:
         return None
-    try:
+    with _as_mistake_in_profile(flags):
         profile = profile_from_json(Path(flags.zero_bubble_profile_input).read_text(encoding="utf-8"))
-        profile.check_fits(placement, flags.model, flags.recompute)
+        model = {name: value for name, value in flags.model.items() if name not in LAYOUT_SETTINGS}
+        profile.check_fits(profile.placement, model)
+    return profile
+
+
+@contextmanager
+def _as_mistake_in_profile(flags: JobFlags) -> Iterator[None]:
+    try:
+        yield
     except (OSError, UnicodeDecodeError, ScheduleError) as error:
         raise ValueError(f"--zero-bubble-profile-input {flags.zero_bubble_profile_input}: {error}") from error
-    return profile
 
 
 def reporter(flags: JobFlags, say: Callable[[str], None]) -> Callable[[Report], None]:

@@ -8,16 +8,20 @@ from dataclasses import dataclass, replace
 from megatron.zero_bubble.job.environment import check_environment
 from megatron.zero_bubble.job.flags import check_zero_bubble_flags
 from megatron.zero_bubble.job.job_flags import JobFlags
-from megatron.zero_bubble.job.layers import needed_layout, partition_of_flags
+from megatron.zero_bubble.job.layers import chunks_of_flags, needed_layout, partition_of_flags, spread_layers
+from megatron.zero_bubble.job.layout_choice import ChosenLayout, is_layout_open
 from megatron.zero_bubble.job.plans import check_plan, choose_placement, choose_plan
 from megatron.zero_bubble.job.post_validation_flags import check_post_validation
-from megatron.zero_bubble.job.profiling import check_memory_limit, planning_options
+from megatron.zero_bubble.job.profiled_costs import partition_of_profile
+from megatron.zero_bubble.job.profiling import check_memory_limit, given_profile, planning_options
 from megatron.zero_bubble.job.stalls import check_stall_timeout
 from megatron.zero_bubble.mcore.transformer_engine import check_transformer_engine
 from megatron.zero_bubble.runtime.replanner import PlanningOptions
 from megatron.zero_bubble.schedule import Placement
+from megatron.zero_bubble.schedule.formats import Profile
 from megatron.zero_bubble.schedule.model_costs import Partition
 from megatron.zero_bubble.schedule.plan import Plan
+from megatron.zero_bubble.schedule.recomputation import Recompute
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,7 @@ class JobSettings:
         placement: which rank holds which stages.
         partition: the layers of every stage, in model order.
         planning: how costs are measured and used for planning; None if neither is done.
-        is_placement_chosen: whether we choose the placement, so that no number may depend on where a layer lies.
+        is_layout_open: whether partition, placement or chunks are still to be chosen, by `with_layout`.
     """
 
     flags: JobFlags
@@ -38,12 +42,7 @@ class JobSettings:
     placement: Placement
     partition: Partition
     planning: PlanningOptions | None
-    is_placement_chosen: bool = False
-
-    @property
-    def seeds_by_layer(self) -> bool:
-        """Whether initial weights and dropout are drawn from seeds of layers and not from seeds of ranks."""
-        return self.is_placement_chosen or self.flags.zero_bubble_seed_by_layer
+    is_layout_open: bool = False
 
     @property
     def log_rank(self) -> int:
@@ -55,10 +54,21 @@ class JobSettings:
         return (self.placement.rank_of(self.placement.num_stages - 1) + 1) * ranks_per_stage - 1
 
 
-def job_settings(flags: JobFlags, environment: Mapping[str, str], has_cuda: bool) -> JobSettings:
+def job_settings(
+    flags: JobFlags,
+    environment: Mapping[str, str],
+    has_cuda: bool,
+    *,
+    chooses_layout: bool = False,
+    knows_costs: bool = False,
+) -> JobSettings:
     """Choose the plan and the placement of stages, and check the flags.
 
     Every rank gets the same result without communication.
+
+    Args:
+        chooses_layout: whether the caller chooses what the flags leave open of the layout, before a model is built.
+        knows_costs: whether the layout of the flags was chosen by costs, with which the caller plans.
 
     Raises:
         ValueError: the first flag or setting that cannot work, in one line.
@@ -66,15 +76,48 @@ def job_settings(flags: JobFlags, environment: Mapping[str, str], has_cuda: bool
     check_zero_bubble_flags(flags)
     plan = choose_plan(flags)
     placement = choose_placement(flags, plan)
-    partition = partition_of_flags(flags, placement)
-    flags = replace(flags, pipeline_model_parallel_layout=needed_layout(flags, placement, partition))
+    is_open = chooses_layout and is_layout_open(flags)
+    if is_open:
+        partition = spread_layers(flags.num_layers, placement.num_stages)
+    else:
+        partition = partition_of_flags(flags, placement)
+        flags = replace(flags, pipeline_model_parallel_layout=needed_layout(flags, placement, partition))
     check_plan(flags, plan)
     check_memory_limit(flags, has_cuda)
     check_post_validation(flags)
-    planning = planning_options(flags, placement) if plan is not None else None
+    planning = None
+    if plan is not None:
+        profile = given_profile(flags) if is_open else None
+        planning = planning_options(flags, placement, knows_costs=is_open or knows_costs, profile=profile)
     check_stall_timeout(flags)
     check_environment(flags, environment, has_cuda)
-    return JobSettings(flags, plan, placement, partition, planning)
+    return JobSettings(flags, plan, placement, partition, planning, is_open)
+
+
+def with_layout(job: JobSettings, choice: ChosenLayout, environment: Mapping[str, str], has_cuda: bool) -> JobSettings:
+    """The settings of a job whose layout was open, with the chosen one and a plan from the costs that it has.
+
+    Raises:
+        ValueError: a flag does not work with that layout.
+    """
+    flags = replace(job.flags, **choice.flags)
+    flags = replace(flags, model_chunks=chunks_of_flags(flags))
+    settings = job_settings(flags, environment, has_cuda, knows_costs=choice.costs is not None)
+    if choice.costs is None or settings.plan is None:
+        return settings
+    profile = given_profile(flags)
+    if profile is not None and not _is_of_layout(profile, settings):
+        profile = None
+    planning = planning_options(settings.flags, settings.placement, knows_costs=True, profile=profile)
+    if planning is not None:
+        planning = replace(planning, limits=choice.limits)
+    return replace(settings, plan=settings.plan.with_costs(choice.costs, choice.limits), planning=planning)
+
+
+def _is_of_layout(profile: Profile, settings: JobSettings) -> bool:
+    """Whether a profile was measured with the job's placement, partition and recomputation."""
+    same_places = (profile.placement, partition_of_profile(profile)) == (settings.placement, settings.partition)
+    return same_places and any(profile.costs.time_r) == (settings.flags.recompute is not Recompute.NONE)
 
 
 def check_implementation(flags: JobFlags) -> None:

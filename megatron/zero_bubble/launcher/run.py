@@ -104,7 +104,7 @@ class Run:
         if self.v_placement is not None:
             self.v_placement.place(call)
         by_unit = initialized_by_unit(self._job.flags.seed, is_first_stage=call["pre_process"])
-        with by_unit if self._job.seeds_by_layer else nullcontext():
+        with by_unit if self._job.flags.zero_bubble_seed_by_layer else nullcontext():
             call.proceed()
         if self.v_placement is not None:
             self.v_placement.add_built(call["self"])
@@ -151,7 +151,7 @@ class Run:
             check_layers_built(flags.num_layers, job.placement, self._chunks)
             describe(job, self._chunks)
         describe_places(job, is_megatron_lm=True)
-        if job.seeds_by_layer:
+        if job.flags.zero_bubble_seed_by_layer:
             with users_mistakes():
                 by_unit = drawn_by_unit(flags.seed, self._chunks, lambda: self._iteration + self.num_steps)
                 self._resources.enter_context(by_unit)

@@ -61,6 +61,8 @@ class PlanningOptions:
         memory_limit: None for the schedule's own.
         profile: costs to plan with before the first step.
         threshold: relative change of a stage's time that starts planning again; 0 for never.
+        limits: bytes that the operations of every rank may need, where its layout was chosen under that limit; they
+            come before `memory_limit`.
     """
 
     first_step: int
@@ -69,6 +71,7 @@ class PlanningOptions:
     memory_limit: MemoryLimit | None = None
     profile: Profile | None = None
     threshold: float = 0.0
+    limits: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -173,7 +176,7 @@ class Replanner:
         """Make and report the plan from the present profile; return None if the run goes on with the one it has."""
         profile = self._profile
         assert profile is not None
-        in_bytes = self._limit_in_bytes(profile, num_microbatches)
+        in_bytes = self._limits_in_bytes(profile, num_microbatches)
         limit = None if in_bytes is None else limits_of_ranks(in_bytes, profile.inside_ranks)
         plan = self._plan.with_costs(profile.costs, limit) if self._plan.adapts else self._plan
         try:
@@ -183,7 +186,7 @@ class Replanner:
                 raise
             smallest = math.ceil(error.smallest_limit + max(profile.inside_ranks))
             raise Infeasible(
-                f"schedule {self._plan.name} does not fit in the memory limit of {in_bytes:.0f} bytes: "
+                f"schedule {self._plan.name} does not fit in the memory limit of {min(in_bytes):.0f} bytes: "
                 f"the smallest that works is {smallest}",
                 smallest,
             ) from error
@@ -210,33 +213,36 @@ class Replanner:
         self._planned_for = set()
         return self._decide(num_microbatches)
 
-    def _limit_in_bytes(self, profile: Profile, num_microbatches: int) -> float | None:
+    def _limits_in_bytes(self, profile: Profile, num_microbatches: int) -> tuple[float, ...] | None:
+        """Return for every rank the bytes that its operations may need; None for the schedule's own limit."""
         limit = self._options.memory_limit
-        if limit is None:
-            return None
+        if self._options.limits is not None or limit is None:
+            return self._options.limits
         free = None
         if limit.is_auto:
-            available = torch.tensor([_free_bytes(self._device) * MARGIN], device=self._device)
-            dist.all_reduce(available, op=dist.ReduceOp.MIN)
-            free = int(available.item())
-        return limit.in_bytes(
+            free = int(MARGIN * least_free_bytes(self._device))
+        in_bytes = limit.in_bytes(
             profile.placement, profile.costs, num_microbatches, free, profile.inside_ranks, self._plan.recompute
         )
+        return (in_bytes,) * profile.placement.num_ranks
 
 
-def limits_of_ranks(in_bytes: float, inside: Sequence[float]) -> tuple[float, ...]:
-    """Return for every rank the bytes that its operations may leave behind under a memory limit of `in_bytes`.
+def limits_of_ranks(in_bytes: Sequence[float], inside: Sequence[float]) -> tuple[float, ...]:
+    """Return for every rank the bytes that its operations may leave behind under its memory limit in `in_bytes`.
 
     Each rank reserves what a single operation needs while it runs (`inside`), such as logits and attention scores.
     """
     # At least 1 byte, so that planning fails with an error that names the smallest limit that works.
-    return tuple(max(1.0, in_bytes - needed) for needed in inside)
+    return tuple(max(1.0, limit - needed) for limit, needed in zip(in_bytes, inside, strict=True))
 
 
-def _free_bytes(device: torch.device) -> int:
-    """Return the bytes that the device could give to activations; called between two steps, when none are alive."""
+def least_free_bytes(device: torch.device) -> float:
+    """Return the bytes that the fullest device of the job could still give; a collective call of the whole job."""
     free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    available = torch.tensor([float(free + unused)], dtype=torch.float64, device=device)
+    dist.all_reduce(available, op=dist.ReduceOp.MIN)
+    return available.item()
 
 
 def _largest_change(old: StageCosts, new: StageCosts) -> float:

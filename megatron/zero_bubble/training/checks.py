@@ -52,7 +52,8 @@ def complete_and_check(
     _check_training(args)
     if for_this_machine:
         check_memory(args)
-    job = job_settings(replace(flags, model_chunks=chunks_of_flags(flags)), environment, has_cuda)
+    flags = replace(flags, model_chunks=chunks_of_flags(flags))
+    job = job_settings(flags, environment, has_cuda, chooses_layout=True)
     args = replace(args, pipeline_model_parallel_layout=job.flags.pipeline_model_parallel_layout)
     _check_data(args)
     if for_this_machine:

@@ -32,6 +32,7 @@ from megatron.zero_bubble.training.checkpoint_files import latest_iteration
 from megatron.zero_bubble.training.data import DataConfig, build_data_iterator, build_datasets, reads_data
 from megatron.zero_bubble.training.forward_step import DataIterator
 from megatron.zero_bubble.training.initialize import initialized
+from megatron.zero_bubble.training.layout import settle_layout
 from megatron.zero_bubble.training.logging import TrainingLog, open_writers
 from megatron.zero_bubble.training.loop import Trainer
 from megatron.zero_bubble.training.model import build_lr_scheduler, build_model, build_optimizer, transformer_config
@@ -59,6 +60,7 @@ def pretrain(args: Arguments, job: JobSettings) -> None:
     with initialized(args, job.placement), ExitStack() as resources:
         if args.save:
             on_rank(0, lambda: _hold_folder(str(args.save), resources))
+        args, job = settle_layout(args, job, data_config)
         trainer = _build_trainer(args, job, data_config, tokenizer, resources)
         try:
             trainer.train()
@@ -93,8 +95,8 @@ def _build_trainer(
     timers = Timers(args.timing_log_level, "minmax") if args.timing_log_level else None
     config = transformer_config(args, placement.num_chunks, timers)
     store = WeightGradStore(placement.num_chunks) if job.plan else None
-    model = build_model(args, config, placement, store, seeds_by_layer=job.seeds_by_layer)
-    if job.seeds_by_layer:
+    model = build_model(args, config, placement, store, seeds_by_layer=job.flags.zero_bubble_seed_by_layer)
+    if job.flags.zero_bubble_seed_by_layer:
         resources.enter_context(drawn_by_unit(args.seed, model, lambda: progress.iteration))
     check_layers_built(args.num_layers, placement, model)
     optimizer = build_optimizer(args, model, config)

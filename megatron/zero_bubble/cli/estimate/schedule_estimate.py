@@ -144,7 +144,7 @@ def estimate(job: EstimatedJob, name: str) -> Estimate:
     held = rank_parameters(args, placement)
     states = tuple(job.states.of_rank(one, job.replicas, args.expert_model_parallel_size) for one in held)
     limit = _activation_limit(job, costs, placement, max(states)) if not entry_of(name).has_own_limit else None
-    limits = None if limit is None else limits_of_ranks(limit, _inside(job))
+    limits = None if limit is None else limits_of_ranks((limit,) * placement.num_ranks, _inside(job))
     plan = partial(
         generate,
         name,

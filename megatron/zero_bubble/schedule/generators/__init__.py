@@ -24,6 +24,7 @@ from megatron.zero_bubble.schedule.generators.zb_h2 import zb_h2
 from megatron.zero_bubble.schedule.ir import Placement, PlacementKind, Schedule, check_size
 from megatron.zero_bubble.schedule.memory import peak_memory
 from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation
+from megatron.zero_bubble.schedule.search.problem import BUDGET
 
 MemoryLimit = float | Sequence[float]
 """One limit for all ranks, or one a rank, in the unit of the costs' memory."""
@@ -110,7 +111,7 @@ _ENTRIES = (
         "linear",
         1,
         auto,
-        _PLANNED | {"placement", "group_size", "post_validation"},
+        _PLANNED | {"placement", "group_size", "post_validation", "budget"},
         has_own_limit=False,
     ),
     Entry(
@@ -201,6 +202,7 @@ def generate(
     overlap_communication: bool = True,
     post_validation: bool = False,
     recompute: Recompute = Recompute.NONE,
+    budget: int = BUDGET,
 ) -> Schedule:
     """The schedule `name` for `num_ranks` pipeline ranks and `num_microbatches` microbatches, without communication.
 
@@ -209,7 +211,8 @@ def generate(
     may hold at once, for all ranks or one a rank, in the unit of the costs' memory, `group_size` how many microbatches
     an interleaved schedule takes through a chunk before it goes on to the next (the number of ranks by default, or what
     is planned), `overlap_communication` whether ranks compute while messages are on their way, as in `simulate`,
-    `post_validation` whether iterations will interlock, `recompute` which microbatches have an R.
+    `post_validation` whether iterations will interlock, `recompute` which microbatches have an R, `budget` how many
+    operations `auto` may plan in all its candidates.
 
     Raises `UnknownSchedule`; `Infeasible` if no schedule of this kind fits under the memory limit;
     `ScheduleError` for anything else that is wrong, in one line.
@@ -245,6 +248,7 @@ def generate(
         "overlap_communication": overlap_communication,
         "post_validation": post_validation,
         "recompute": recompute,
+        "budget": budget,
     }
     schedule = entry.function(num_ranks, num_microbatches, **{key: available[key] for key in sorted(entry.options)})
     if gets_recomputed:

@@ -12,7 +12,7 @@ from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.generators.gpipe import gpipe
 from megatron.zero_bubble.schedule.generators.one_f_one_b import one_f_one_b
 from megatron.zero_bubble.schedule.generators.planned_chunks import best_interleaved
-from megatron.zero_bubble.schedule.generators.v_shaped import zb_v
+from megatron.zero_bubble.schedule.generators.v_shaped import best_in_v
 from megatron.zero_bubble.schedule.generators.zb_h1 import zb_h1
 from megatron.zero_bubble.schedule.generators.zb_h2 import zb_h2
 from megatron.zero_bubble.schedule.ir import Placement, Schedule
@@ -21,7 +21,7 @@ from megatron.zero_bubble.schedule.search.dropping import try_dropping
 from megatron.zero_bubble.schedule.search.event_loop import GapRule, Keeping, PlannedOrders
 from megatron.zero_bubble.schedule.search.greedy import Policy
 from megatron.zero_bubble.schedule.search.portfolio import Portfolio, best_of, fits, recomputed_where_needed
-from megatron.zero_bubble.schedule.search.problem import Problem
+from megatron.zero_bubble.schedule.search.problem import BUDGET, Problem
 from megatron.zero_bubble.schedule.search.profiles import (
     Profile,
     alternating_orders,
@@ -31,8 +31,6 @@ from megatron.zero_bubble.schedule.search.profiles import (
     sloped_caps,
 )
 
-BUDGET = 600_000
-"""Operations to plan in all candidates together: a second or so."""
 LEAST_CANDIDATES = 12
 """Candidates to try however large the schedule is."""
 SIMPLE = (one_f_one_b, zb_h1, zb_h2, gpipe)
@@ -52,34 +50,27 @@ def auto(
     overlap_communication: bool = True,
     post_validation: bool = False,
     recompute: Recompute = Recompute.NONE,
+    budget: int = BUDGET,
 ) -> Schedule:
     """The best schedule found for these costs within `memory_limit` (one a rank; by default 2p M_B, as ZB-2p).
 
     `placement` is linear by default: with one chunk a rank it searches over the number of F before the first B of every
     rank, and over rules for the gaps; see `search`. The larger the limit the shorter the span: what a lower limit
     allows is tried too, in steps of p/8 M_B. Never worse than GPipe, 1F1B, ZB-H1 and ZB-H2 where they fit. For several
-    interleaved chunks see `best_interleaved`, for a V `zb_v`. Where only what has no room is recomputed, nothing is
-    without a limit. Raises `Infeasible` with the smallest limit that works.
+    interleaved chunks see `best_interleaved`, for a V `best_in_v`; `budget` is as in `Problem`. Where only what has no
+    room is recomputed, nothing is without a limit. Raises `Infeasible` with the smallest limit that works.
     """
     placement = placement or Placement("linear", num_ranks)
     limits = tuple(memory_limit or _default_limits(placement, costs, recompute))
     if memory_limit is None and recompute is Recompute.PLANNED:
         recompute = Recompute.NONE
-    problem = Problem(placement, num_microbatches, costs, limits, overlap_communication, recompute)
+    problem = Problem(placement, num_microbatches, costs, limits, overlap_communication, recompute, budget=budget)
     if placement.kind == "linear":
         return recomputed_where_needed(problem, partial(_best, "auto"))
     if placement.kind == "interleaved":
         problem = replace(problem, takes_makespan=not post_validation)
         return recomputed_where_needed(problem, partial(best_interleaved, "auto", group_size))
-    in_a_v = zb_v(
-        num_ranks,
-        num_microbatches,
-        costs=costs,
-        memory_limit=limits,
-        overlap_communication=overlap_communication,
-        recompute=recompute,
-    )
-    return replace(in_a_v, name="auto")
+    return recomputed_where_needed(problem, partial(best_in_v, "auto"))
 
 
 def _default_limits(placement: Placement, costs: StageCosts, recompute: Recompute) -> list[float]:
@@ -162,9 +153,9 @@ def _bound(problem: Problem) -> float:
     ).span
 
 
-def plan_linear(problem: Problem, budget: int = BUDGET) -> PlannedOrders:
-    """The best plan found for one chunk a rank; `budget` as `BUDGET`."""
-    portfolio = Portfolio(problem.bound, max(budget, LEAST_CANDIDATES * problem.num_ops))
+def plan_linear(problem: Problem) -> PlannedOrders:
+    """The best plan found for one chunk a rank."""
+    portfolio = Portfolio(problem.bound, max(problem.budget, LEAST_CANDIDATES * problem.num_ops))
     portfolio.in_order(problem, problem.one_by_one())
     if problem.recompute is Recompute.PLANNED:
         try_dropping(portfolio, problem)
@@ -281,7 +272,7 @@ def _try_equal_stages(portfolio: Portfolio, problem: Problem) -> None:
         if any(limit < least for limit, least in zip(limits, problem.smallest_limits, strict=True)):
             continue
         equal = replace(problem, costs=costs, limits=limits)
-        portfolio.in_order(problem, plan_linear(equal, BUDGET // 2).orders)
+        portfolio.in_order(problem, plan_linear(replace(equal, budget=problem.budget // 2)).orders)
 
 
 def _h1_profile(problem: Problem) -> Profile:

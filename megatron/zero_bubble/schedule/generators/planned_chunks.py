@@ -15,10 +15,8 @@ from megatron.zero_bubble.schedule.search.grouped import GroupPolicy, alternatin
 from megatron.zero_bubble.schedule.search.portfolio import Portfolio, best_of, fits
 from megatron.zero_bubble.schedule.search.problem import Problem
 
-BUDGET = 600_000
-"""Operations to plan in all candidates together: a second or so."""
-IMPROVING = 300_000
-"""Operations to plan while the best candidates are improved."""
+IMPROVING = 0.5
+"""Operations to plan while the best candidates are improved, where those of all candidates together are 1."""
 LEAST_CANDIDATES = 12
 """Candidates to try however large the schedule is."""
 SLOPES = (2, 1, 1.5, 0.75, 1.25)
@@ -85,14 +83,14 @@ def _plan(problem: Problem, group_size: int | None) -> PlannedOrders | None:
     """The best plan found, if there is one; `group_size` as in `best_interleaved`."""
     if not problem.is_feasible:
         return None
-    portfolio = Portfolio(problem.bound, max(BUDGET, LEAST_CANDIDATES * problem.num_ops))
+    portfolio = Portfolio(problem.bound, max(problem.budget, LEAST_CANDIDATES * problem.num_ops))
     if group_size is None:
         portfolio.in_order(problem, problem.one_by_one())
         _try(portfolio, problem, _choices_of_groups(problem))
     else:
         given = range(0, problem.num_microbatches, group_size)
         _try(portfolio, problem, [tuple(min(group_size, problem.num_microbatches - first) for first in given)])
-    portfolio.improve(problem, IMPROVING, keeps_forwards=group_size is not None)
+    portfolio.improve(problem, int(IMPROVING * problem.budget), keeps_forwards=group_size is not None)
     return portfolio.best
 
 
@@ -154,7 +152,7 @@ def _try_recomputing(portfolio: Portfolio, problem: Problem, choices: Sequence[G
     """Try the orders of plans without R apart, and F and B in turn."""
     keeping = replace(problem, costs=problem.costs.keeping_everything(), recompute=Recompute.NONE)
     for other in (_recomputing_inside(problem), keeping):
-        without = Portfolio(other.bound, BUDGET // 3)
+        without = Portfolio(other.bound, problem.budget // 3)
         if other.is_feasible and not portfolio.finished:
             _try(without, other, choices)
         if without.best is not None:

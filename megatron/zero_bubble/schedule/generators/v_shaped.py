@@ -23,12 +23,10 @@ from megatron.zero_bubble.schedule.search.portfolio import Portfolio, best_of, f
 from megatron.zero_bubble.schedule.search.preference import Preference
 from megatron.zero_bubble.schedule.search.problem import Order, Problem
 
-BUDGET = 600_000
-"""Operations to plan in all candidates together."""
-IMPROVING = 300_000
-"""Operations to plan while the best candidates are improved."""
+IMPROVING = 0.5
+"""Operations to plan while the best candidates are improved, where those of all candidates together are 1."""
 LEAST_IMPROVING = 25
-"""How often all operations are planned then, however large the schedule is."""
+"""How often all operations are planned then, however large the schedule is, unless there is no budget at all."""
 LEAST_CANDIDATES = 8
 """Candidates to try however large the schedule is."""
 PREFERENCES = (("B0", "F1", "B1", "F0"), ("F1", "B1", "B0", "F0"), ("B1", "F1", "B0", "F0"), ("B1", "B0", "F1", "F0"))
@@ -53,7 +51,7 @@ def zb_v(
     placement = Placement("v", num_ranks, 2)
     limits = tuple(memory_limit or _room_for(num_ranks, placement, costs, recompute))
     problem = Problem(placement, num_microbatches, costs, limits, overlap_communication, recompute)
-    return recomputed_where_needed(problem, partial(_best, "zb-v"))
+    return recomputed_where_needed(problem, partial(best_in_v, "zb-v"))
 
 
 def v_half(
@@ -69,7 +67,7 @@ def v_half(
     placement = Placement("v", num_ranks, 2)
     limits = tuple(memory_limit or _room_for(num_ranks / 2 + 1, placement, costs, recompute))
     problem = Problem(placement, num_microbatches, costs, limits, overlap_communication, recompute)
-    return recomputed_where_needed(problem, partial(_best, "v-half"))
+    return recomputed_where_needed(problem, partial(best_in_v, "v-half"))
 
 
 def v_min(
@@ -85,7 +83,7 @@ def v_min(
     placement = Placement("v", num_ranks, 2)
     limits = tuple(memory_limit or _room_for(num_ranks / 3 + 1, placement, costs, recompute))
     problem = Problem(placement, num_microbatches, costs, limits, overlap_communication, recompute)
-    return recomputed_where_needed(problem, partial(_best, "v-min"))
+    return recomputed_where_needed(problem, partial(best_in_v, "v-min"))
 
 
 def _room_for(
@@ -104,7 +102,7 @@ def _room_for(
     return tuple(rooms)
 
 
-def _best(name: str, problem: Problem) -> Schedule:
+def best_in_v(name: str, problem: Problem) -> Schedule:
     """The best plan within the limits, among them plans in the default memory of the other V schedules, if less."""
     problem.check_feasible()
     plan = _search(problem)
@@ -118,7 +116,7 @@ def _best(name: str, problem: Problem) -> Schedule:
     if problem.recompute is Recompute.FULL:
         inside = replace(problem, costs=problem.costs.recomputing_in_backward(), recompute=Recompute.NONE)
         if inside.is_feasible:
-            apart = with_recomputation(_best(name, inside))
+            apart = with_recomputation(best_in_v(name, inside))
             candidates += [apart] * fits(apart, problem)
     return best_of(candidates, problem) if len(candidates) > 1 else candidates[0]
 
@@ -140,7 +138,7 @@ def _search(problem: Problem) -> PlannedOrders:
 
 
 def _searched(problem: Problem) -> Portfolio:
-    portfolio = Portfolio(problem.bound, max(BUDGET, LEAST_CANDIDATES * problem.num_ops))
+    portfolio = Portfolio(problem.bound, max(problem.budget, LEAST_CANDIDATES * problem.num_ops))
     portfolio.in_order(problem, problem.one_by_one())
     keepings = _keepings(problem)
     for orders in _candidates(problem):
@@ -154,7 +152,8 @@ def _searched(problem: Problem) -> Portfolio:
     if problem.recompute is Recompute.PLANNED:
         portfolio.drop_into_idle_time(problem)
         _try_dropping(portfolio, problem)
-    portfolio.improve(problem, max(IMPROVING, LEAST_IMPROVING * problem.num_ops))
+    if problem.budget > 0:
+        portfolio.improve(problem, max(int(IMPROVING * problem.budget), LEAST_IMPROVING * problem.num_ops))
     return portfolio
 
 

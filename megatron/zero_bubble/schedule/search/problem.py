@@ -15,6 +15,9 @@ from megatron.zero_bubble.schedule.ir import Op, Placement, Schedule
 from megatron.zero_bubble.schedule.kinds import OpKind
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
+BUDGET = 600_000
+"""Operations to plan in all candidates together, by default: a second or so."""
+
 Order = list[int]
 """Operations of one rank as codes, in microbatch order a stage.
 
@@ -60,7 +63,8 @@ class Problem:
     """Order F, B and W of every stage and microbatch so that the longest span of a rank, or the makespan, is short.
 
     `limits` is the memory that the operations of each rank may hold, in the unit of the costs;
-    `overlap_communication` is as in `simulate`; `recompute` says which microbatches have an R.
+    `overlap_communication` is as in `simulate`; `recompute` says which microbatches have an R; `budget` is how many
+    operations a planner may plan in all candidates together, though it tries a few candidates of any size.
     """
 
     placement: Placement
@@ -71,6 +75,7 @@ class Problem:
     recompute: Recompute = Recompute.NONE
     takes_makespan: bool = False
     """Whether an iteration is known to take the makespan, because it does not interlock with the next."""
+    budget: int = BUDGET
 
     @property
     def is_feasible(self) -> bool:

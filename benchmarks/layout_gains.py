@@ -1,0 +1,112 @@
+"""Measure what the choice of a layout brings, in real runs with emulated compute.
+
+    python -m benchmarks.layout_gains --pipeline-size 8 --num-microbatches 32 --num-layers 32 --output-layers 2
+    python -m benchmarks.layout_gains --pipeline-size 8 --num-microbatches 32 --num-layers 32 --output-layers 5.7
+
+A layer takes --time-f, --time-b and --time-w milliseconds. The output layer with the loss takes --output-layers times a
+layer's F for each of its F, B and W: 1.96 for an 8B model with a vocabulary of 128k, 5.7 for a width of 3072 with 256k.
+The memory limit is what 1F1B takes on its fullest rank with the even split. Four schedules or more take turns, as in
+`benchmarks.emulate`: 1F1B and `auto` with the even split, `auto` with the best split of whole layers over one stage a
+rank, and the chosen layout with its runners-up. The last columns compare with `auto` and with 1F1B on the even split.
+
+A mistake in the flags ends with one line and exit status 2.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from benchmarks.emulation.emulated_results import Result, run_plans
+from megatron.zero_bubble.cli.flag_values import at_least, positive
+from megatron.zero_bubble.cli.invocation import read_flags, run_command
+from megatron.zero_bubble.cli.output import percent, table
+from megatron.zero_bubble.cli.shared_flags import TableFlags
+from megatron.zero_bubble.job.flag_parser import flag
+from megatron.zero_bubble.job.layout_table import layers_words, placement_words
+from megatron.zero_bubble.schedule import Placement, Timeline
+from megatron.zero_bubble.schedule.layouts import Layout, LayoutPlan, LayoutProblem, all_placements, search_layouts
+from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts, even_partition
+
+_PROG = "benchmarks.layout_gains"
+_HEADS = ("layout", "measured (ms)", "simulated", "above simulated", "idle", "to auto, even", "to 1F1B, even")
+
+
+@dataclass(frozen=True)
+class LayoutFlags(TableFlags):
+    """the model and the run"""
+
+    pipeline_size: int = flag("pipeline ranks", parse=at_least(2), metavar="P")
+    num_microbatches: int = flag("microbatches of an iteration", parse=at_least(1), metavar="M")
+    num_layers: int = flag("layers, a multiple of the ranks", parse=at_least(2), metavar="L")
+    output_layers: float = flag("how long the output takes, in layers", parse=positive, metavar="N")
+    time_f: float = flag("milliseconds of a layer's forward", 5.0, parse=positive, metavar="MS")
+    time_b: float = flag("milliseconds of the gradient of its input", 5.0, parse=positive, metavar="MS")
+    time_w: float = flag("milliseconds of the gradient of its weights", 4.0, parse=positive, metavar="MS")
+    time_comm: float = flag("milliseconds that a plan takes for a message", 0.25, parse=positive, metavar="MS")
+    steps: int = flag("measured steps of each layout", 5, parse=at_least(1), metavar="N")
+
+
+def model_of(flags: LayoutFlags) -> ModelCosts:
+    """Return the costs of the units; memory is in activations of a layer."""
+    layer = UnitCosts(flags.time_f, flags.time_b, flags.time_w, memory_f=1, memory_b=-0.5, memory_w=-0.5)
+    time = flags.output_layers * flags.time_f
+    output = UnitCosts(time, time, time, memory_f=0.5, memory_b=-0.2, memory_w=-0.3)
+    embedding = UnitCosts(0.01 * flags.time_f, 0, 0.01 * flags.time_f)
+    return ModelCosts(embedding, (layer,) * flags.num_layers, output, flags.time_comm)
+
+
+def plans_of(flags: LayoutFlags) -> Iterator[tuple[str, LayoutPlan]]:
+    """Yield the layouts that take turns, each with its name. Raises `ScheduleError` if the layers do not divide."""
+    size, linear = flags.pipeline_size, Placement("linear", flags.pipeline_size)
+    even = Layout(linear, even_partition(flags.num_layers, size))
+    problem = LayoutProblem(model_of(flags), size, flags.num_microbatches, placements=all_placements(size))
+    baseline = problem.plan(even, "1f1b")
+    problem = replace(problem, capacity=baseline.memory)
+    yield "1F1B, even split", baseline
+    yield "auto, even split", problem.plan(even)
+    chosen, *others = search_layouts(problem)
+    if chosen.layout.placement != linear:
+        [best, *_] = search_layouts(replace(problem, placements=(linear,)))
+        yield f"auto, best linear split: {layers_words(best.layout)}", best
+    for word, plan in (("chosen", chosen), *(("runner-up", other) for other in others)):
+        yield f"{word}: {placement_words(plan.layout)}: {layers_words(plan.layout)}", plan
+
+
+def main(argv: list[str] | None = None) -> int:
+    return run_command(_PROG, lambda: _measure(sys.argv[1:] if argv is None else argv))
+
+
+def _measure(argv: list[str]) -> None:
+    flags = read_flags(LayoutFlags, argv, _PROG, __doc__ or "")
+    timelines = [_named(name, plan.timeline) for name, plan in plans_of(flags)]
+    total = (1 + flags.steps) * sum(float(timeline.makespan) for timeline in timelines) / 1e3
+    print(f"{len(timelines)} layouts, {flags.steps} steps each: about {total:.0f} s", file=sys.stderr)
+    results = run_plans(timelines, flags.steps)
+    flags.deliver([result.as_json() for result in results], layouts_table(results, markdown=flags.markdown))
+
+
+def _named(name: str, timeline: Timeline) -> Timeline:
+    return replace(timeline, schedule=replace(timeline.schedule, name=name))
+
+
+def layouts_table(results: Sequence[Result], *, markdown: bool = False) -> str:
+    one_f_one_b, even = results[0].measured, results[1].measured
+    rows = [
+        (
+            result.name,
+            f"{result.measured:.1f}",
+            f"{result.simulated:.1f}",
+            f"{100 * (result.measured / result.simulated - 1):+.1f}%",
+            percent(result.timeline.idle.total),
+            f"{even / result.measured:.3f}",
+            f"{one_f_one_b / result.measured:.3f}",
+        )
+        for result in results
+    ]
+    return table(_HEADS, rows, markdown=markdown)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

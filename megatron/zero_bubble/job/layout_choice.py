@@ -1,0 +1,175 @@
+"""Chooses the layout that a job's flags leave open, from the costs of the model's units."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil
+from typing import Any, cast
+
+from megatron.zero_bubble.job.flags import limit_flag
+from megatron.zero_bubble.job.job_flags import JobFlags
+from megatron.zero_bubble.job.layers import spread_layers, to_layout
+from megatron.zero_bubble.runtime.replanner import MARGIN
+from megatron.zero_bubble.schedule import Infeasible, Placement, ScheduleError, StageCosts
+from megatron.zero_bubble.schedule.generators import placement_for
+from megatron.zero_bubble.schedule.ir import PlacementKind
+from megatron.zero_bubble.schedule.layouts import (
+    Layout,
+    LayoutPlan,
+    LayoutProblem,
+    all_placements,
+    search_layouts,
+)
+from megatron.zero_bubble.schedule.memory_limit import MemoryLimit
+from megatron.zero_bubble.schedule.model_costs import ModelCosts
+from megatron.zero_bubble.schedule.recomputation import Recompute
+
+_PARTITION_FLAGS = (
+    *("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+)
+"""Flags that say how many layers a stage has."""
+_RECOMPUTE_FLAGS = ("recompute_granularity", "recompute_method", "recompute_num_layers", "zero_bubble_recompute")
+
+
+@dataclass(frozen=True)
+class ChosenLayout:
+    """A layout as a job takes it over.
+
+    Attributes:
+        flags: the flags, by name, that fix it.
+        costs, limits: of its stages, and the bytes that activations may take on every rank, as planned with; None for
+            a layout that was not planned with costs.
+    """
+
+    flags: Mapping[str, Any]
+    costs: StageCosts | None = None
+    limits: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
+class LayoutChoice:
+    """The layouts that a search found, and Megatron's split for comparison."""
+
+    plans: tuple[LayoutPlan, ...]
+    """The chosen layout first, then the others from the shortest predicted time to the longest."""
+    megatrons: tuple[LayoutPlan, ...]
+    """Megatron's split, with the job's schedule and with 1F1B; empty where it does not fit."""
+
+    @property
+    def chosen(self) -> LayoutPlan:
+        return self.plans[0]
+
+
+def is_layout_open(flags: JobFlags) -> bool:
+    """Whether the flags leave partition, placement or chunks to the search; who names a schedule chooses these, too."""
+    if not flags.zero_bubble or flags.zero_bubble_schedule is not None or flags.zero_bubble_keep_layout:
+        return False
+    return not any(getattr(flags, name) for name in _PARTITION_FLAGS)
+
+
+def choose_layout(flags: JobFlags, model: ModelCosts, free_bytes: float | None) -> LayoutChoice:
+    """Search the layouts that the flags leave open, for the job's largest number of microbatches.
+
+    Args:
+        free_bytes: what a device has free before the model is built; None if nothing limits it.
+
+    Raises:
+        ValueError: no layout fits, or (as `ScheduleError`) there are fewer layers than ranks.
+    """
+    baseline = _megatrons_layout(flags)
+    problem = _problem(flags, model, baseline, free_bytes)
+    try:
+        plans = search_layouts(problem)
+    except Infeasible as error:
+        raise ValueError(
+            f"{limit_flag(flags)}: no layout of the layers fits: the fullest rank needs at least "
+            f"{ceil(error.smallest_limit)} bytes for activations"
+        ) from error
+    megatrons = []
+    for schedule in (problem.schedule, "1f1b" if baseline.placement.kind == "linear" else "interleaved-1f1b"):
+        try:
+            megatrons.append(problem.plan(baseline, schedule))
+        except ScheduleError:
+            continue
+    return LayoutChoice(tuple(plans), tuple(megatrons))
+
+
+def flags_of_layout(flags: JobFlags, layout: Layout) -> Mapping[str, Any]:
+    """The flags, by name, that fix `layout` in a job with these flags."""
+    chosen: dict[str, Any] = {
+        "pipeline_model_parallel_layout": to_layout(layout.partition, flags.mtp_num_layers),
+        "num_layers_per_virtual_pipeline_stage": None,
+        "num_virtual_stages_per_pipeline_rank": None,
+        "zero_bubble_placement": layout.placement.kind,
+        "zero_bubble_seed_by_layer": True,
+    }
+    if layout.recompute is Recompute.PLANNED:
+        chosen["zero_bubble_recompute"] = str(Recompute.PLANNED)
+    return chosen
+
+
+def _problem(flags: JobFlags, model: ModelCosts, baseline: Layout, free_bytes: float | None) -> LayoutProblem:
+    """What is searched: all that the flags leave open, within the memory limit that they set."""
+    name = flags.schedule
+    assert name is not None
+    capacity, activations = None if free_bytes is None else MARGIN * free_bytes, None
+    limit = flags.memory_limit
+    if limit is not None and limit.num_bytes is not None:
+        activations = float(limit.num_bytes)
+    elif limit is not None and limit.multiple is not None:
+        peak = _peak(flags, model, baseline, limit)
+        capacity = peak if capacity is None else min(capacity, peak)
+    return LayoutProblem(
+        model,
+        flags.pipeline_model_parallel_size,
+        flags.most_microbatches,
+        schedule=name,
+        placements=_placements(flags, name),
+        recomputes=_recomputes(flags),
+        capacity=capacity,
+        activations=activations,
+        group_size=flags.microbatch_group_size_per_virtual_pipeline_stage,
+    )
+
+
+def _peak(flags: JobFlags, model: ModelCosts, baseline: Layout, limit: MemoryLimit) -> float:
+    """The bytes of states, and as many times those of activations as the limit says, where 1F1B takes most of both.
+
+    The limit is a multiple of the activations of 1F1B, or of interleaved 1F1B, with Megatron's split.
+    """
+    assert limit.multiple is not None
+    num_ranks, num_microbatches = flags.pipeline_model_parallel_size, flags.most_microbatches
+    problem = LayoutProblem(model, num_ranks, num_microbatches)
+    if limit.is_interleaved and num_microbatches >= num_ranks:
+        plan = problem.plan(baseline, "interleaved-1f1b")
+    else:
+        ranks = map(baseline.placement.stages_of, range(num_ranks))
+        partition = tuple(sum(baseline.partition[stage] for stage in stages) for stages in ranks)
+        plan = problem.plan(Layout(Placement("linear", num_ranks), partition, baseline.recompute), "1f1b")
+    held = zip(plan.states, plan.timeline.peak_memory, strict=True)
+    return max(state + limit.multiple * activations for state, activations in held)
+
+
+def _megatrons_layout(flags: JobFlags) -> Layout:
+    """The layout of Megatron's flags: as many layers on every stage, or as evenly as they can be spread."""
+    chunks = flags.model_chunks or 1
+    placement = Placement("linear" if chunks == 1 else "interleaved", flags.pipeline_model_parallel_size, chunks)
+    return Layout(placement, spread_layers(flags.num_layers, placement.num_stages), flags.recompute)
+
+
+def _placements(flags: JobFlags, name: str) -> tuple[Placement, ...]:
+    """The placements that the flags leave to choose from."""
+    num_ranks, kind = flags.pipeline_model_parallel_size, cast("PlacementKind | None", flags.zero_bubble_placement)
+    if flags.model_chunks is not None:
+        return (placement_for(name, num_ranks, flags.model_chunks, kind),)
+    return tuple(one for one in all_placements(num_ranks) if kind is None or one.kind == kind)
+
+
+def _recomputes(flags: JobFlags) -> tuple[Recompute, ...]:
+    """What the flags allow to recompute; if no flag says it, what has no room in the memory limit as well."""
+    is_given = any(getattr(flags, name) is not None for name in _RECOMPUTE_FLAGS)
+    if is_given or flags.fp8 or flags.fp4:
+        return (flags.recompute,)
+    return (Recompute.NONE, Recompute.PLANNED)

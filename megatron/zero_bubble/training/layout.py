@@ -1,0 +1,85 @@
+"""Chooses the layout of a training whose flags leave it open, before the model is built."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from megatron.zero_bubble.job.layout_choice import ChosenLayout, choose_layout, flags_of_layout
+from megatron.zero_bubble.job.layout_table import layout_lines
+from megatron.zero_bubble.job.profiling import given_profile
+from megatron.zero_bubble.job.settings import JobSettings, with_layout
+from megatron.zero_bubble.job.start_up import print_rank_0
+from megatron.zero_bubble.mcore.checkpoint_reading import read_common
+from megatron.zero_bubble.runtime.joint import on_rank
+from megatron.zero_bubble.runtime.replanner import least_free_bytes
+from megatron.zero_bubble.schedule.model_costs import ModelCosts
+from megatron.zero_bubble.training.arguments import Arguments
+from megatron.zero_bubble.training.checkpoint_files import checkpoint_folder, latest_iteration
+from megatron.zero_bubble.training.data import DataConfig
+from megatron.zero_bubble.training.initialize import replace_parallel_state
+from megatron.zero_bubble.training.unit_models import measured_costs, profiled_costs
+
+
+def settle_layout(args: Arguments, job: JobSettings, data_config: DataConfig) -> tuple[Arguments, JobSettings]:
+    """Choose what the flags leave open of the layout, and make the process groups for it; a collective call.
+
+    It is called inside of `initialized`, before anything is built. A job that goes on from a checkpoint keeps the
+    layout that was chosen for it, so that it continues with the same numbers.
+
+    Raises:
+        ValueError: no layout fits in the memory, or a flag does not work with the chosen one.
+    """
+    if not job.is_layout_open:
+        return args, job
+    choice = _saved_choice(args)
+    if choice is None:
+        profile = given_profile(job.flags)
+        costs = profiled_costs(args, data_config, profile) if profile else measured_costs(args, data_config)
+        choice = _new_choice(job, costs)
+    else:
+        print_rank_0(f" > layout: that of the checkpoint in --load {args.load}")
+    job = with_layout(job, choice, os.environ, torch.cuda.is_available())
+    chosen = {**choice.flags, "pipeline_model_parallel_layout": job.flags.pipeline_model_parallel_layout}
+    args = replace(args, **chosen)
+    replace_parallel_state(args, job.placement)
+    return args, job
+
+
+def _new_choice(job: JobSettings, costs: ModelCosts) -> ChosenLayout:
+    """Search for the best layout on rank 0, print what it found, and tell all ranks."""
+    device = torch.device(torch.cuda.current_device())
+    free_bytes = least_free_bytes(device) if device.type == "cuda" else None
+
+    def choose() -> ChosenLayout:
+        found = choose_layout(job.flags, costs, free_bytes)
+        plan = found.chosen
+        chosen = ChosenLayout(flags_of_layout(job.flags, plan.layout), plan.timeline.costs, plan.limits)
+        for line in layout_lines(found, chosen.flags):
+            print(line, flush=True)
+        return chosen
+
+    return on_rank(0, choose)
+
+
+def _saved_choice(args: Arguments) -> ChosenLayout | None:
+    """The layout that was chosen for the job whose checkpoint this one loads; None for a new job or other ranks."""
+    if not args.load or args.finetune:
+        return None
+    folder = checkpoint_folder(args.load, on_rank(0, lambda: latest_iteration(str(args.load))))
+    saved: Namespace = on_rank(0, lambda: read_common(folder))["args"]
+    names: dict[str, Any] = {
+        name: getattr(saved, name, None)
+        for name in ("zero_bubble_placement", "pipeline_model_parallel_layout", "zero_bubble_recompute")
+    }
+    names["zero_bubble_seed_by_layer"] = True
+    same = all(getattr(saved, name, None) == getattr(args, name) for name in _RANKS)
+    return ChosenLayout(names) if same and names["zero_bubble_placement"] is not None else None
+
+
+_RANKS = ("pipeline_model_parallel_size", "num_layers")
+"""Flags that must be the same for a saved layout to be kept."""

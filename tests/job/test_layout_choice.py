@@ -1,0 +1,103 @@
+"""What a job's flags leave open of its layout, and what is chosen."""
+
+import pytest
+
+from megatron.zero_bubble.job.job_flags import JobFlags
+from megatron.zero_bubble.job.layers import chunks_of_flags
+from megatron.zero_bubble.job.layout_choice import choose_layout, flags_of_layout, is_layout_open
+from megatron.zero_bubble.job.layout_table import layers_words, layout_lines
+from megatron.zero_bubble.schedule import Placement
+from megatron.zero_bubble.schedule.layouts import Layout
+from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts
+from megatron.zero_bubble.schedule.recomputation import Recompute
+
+MIB = 2.0**20
+LAYER = UnitCosts(1, 1, 0.8, memory_f=MIB, memory_b=-0.5 * MIB, memory_w=-0.5 * MIB, time_r=1, memory_r=0.9 * MIB)
+OUTPUT = UnitCosts(3, 3, 3, memory_f=0.5 * MIB, memory_b=-0.2 * MIB, memory_w=-0.3 * MIB, state=4 * MIB)
+MODEL = ModelCosts(UnitCosts(0.01, 0, 0.01, state=4 * MIB), (LAYER,) * 8, OUTPUT, 0.05)
+
+
+def flags(**given: object) -> JobFlags:
+    known = {"pipeline_model_parallel_size": 4, "num_layers": 8, "global_batch_size": 16, "world_size": 4}
+    made = JobFlags(**{"zero_bubble": True, **known, **given})
+    return JobFlags(**{**vars(made), "model_chunks": chunks_of_flags(made)})
+
+
+def test_a_layout_is_open_unless_a_flag_says_it() -> None:
+    assert is_layout_open(flags())
+    assert is_layout_open(flags(num_virtual_stages_per_pipeline_rank=2))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"zero_bubble": False},
+        {"zero_bubble_keep_layout": True},
+        {"zero_bubble_schedule": "zb-h1"},
+        {"pipeline_model_parallel_layout": "Et*2|t*2|t*2|t*2L"},
+        {"decoder_last_pipeline_num_layers": 1},
+        {"account_for_loss_in_pipeline_split": True, "num_layers": 7},
+    ],
+    ids=lambda given: next(iter(given)),
+)
+def test_flags_that_fix_the_layout(given: dict[str, object]) -> None:
+    assert not is_layout_open(flags(**given))
+
+
+def test_the_output_gets_a_stage_with_fewer_layers_and_megatrons_split_is_beside_it() -> None:
+    found = choose_layout(flags(zero_bubble_placement="linear"), MODEL, None)
+    assert found.chosen.layout == Layout(Placement("linear", 4), (2, 3, 3, 0))
+    assert [plan.timeline.schedule.name for plan in found.megatrons] == ["auto", "1f1b"]
+    assert {plan.layout.partition for plan in found.megatrons} == {(2, 2, 2, 2)}
+
+
+def test_by_default_no_rank_needs_more_than_the_fullest_of_1f1b_with_megatrons_split() -> None:
+    found = choose_layout(flags(), MODEL, None)
+    [_, one_f_one_b] = found.megatrons
+    assert all(plan.memory <= one_f_one_b.memory * (1 + 1e-9) for plan in found.plans)
+
+
+def test_what_flags_fix_is_not_searched() -> None:
+    kinds = {
+        plan.layout.placement
+        for plan in choose_layout(flags(num_virtual_stages_per_pipeline_rank=2), MODEL, None).plans
+    }
+    assert kinds == {Placement("interleaved", 4, 2)}
+    kinds = {plan.layout.placement for plan in choose_layout(flags(zero_bubble_placement="v"), MODEL, None).plans}
+    assert kinds == {Placement("v", 4, 2)}
+    full = choose_layout(flags(recompute_granularity="full", zero_bubble_placement="linear"), MODEL, None)
+    assert {plan.layout.recompute for plan in full.plans} == {Recompute.FULL}
+
+
+def test_what_fits_nowhere_is_one_line_that_names_the_flag() -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"^--zero-bubble-memory-limit 1KiB: no layout of the layers fits: .* needs at least \d+ bytes",
+    ):
+        choose_layout(flags(zero_bubble_memory_limit="1KiB"), MODEL, None)
+
+
+def test_the_chosen_layout_as_flags_makes_the_same_layout_again() -> None:
+    layout = Layout(Placement("v", 4, 2), (0, 1, 1, 2, 1, 1, 2, 0))
+    chosen = flags_of_layout(flags(), layout)
+    again = flags(**chosen)
+    assert again.model_chunks == 2
+    assert again.zero_bubble_placement == "v"
+    assert chosen["pipeline_model_parallel_layout"] == "E|t*1|t*1|t*2|t*1|t*1|t*2|L"
+
+
+def test_the_table_says_what_was_gained_and_which_flags_repeat_it() -> None:
+    found = choose_layout(flags(zero_bubble_placement="linear"), MODEL, None)
+    lines = list(layout_lines(found, flags_of_layout(flags(), found.chosen.layout)))
+    assert lines[0] == " > layout chosen from the costs of single layers, for 4 ranks and 16 microbatches"
+    assert "2 3x2 0" in lines[2]
+    assert "Megatron's split" in lines[3]
+    assert lines[-1].endswith(
+        "--pipeline-model-parallel-layout 'Et*2|t*3|t*3|L' --zero-bubble-placement linear --zero-bubble-seed-by-layer"
+    )
+    times = found.megatrons[0].time / found.chosen.time
+    assert f"     {times:.3f} times as fast as Megatron's split with auto" in lines
+
+
+def test_equal_stages_are_counted() -> None:
+    assert layers_words(Layout(Placement("linear", 5), (4, 5, 5, 5, 2))) == "4 5x3 2"

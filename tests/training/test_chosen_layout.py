@@ -1,0 +1,70 @@
+"""Trainings whose layout is chosen: what they print, and that they compute what megatron-core does on that layout."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.launch import TINY_GPT, run_trainings
+
+FLAGS = [
+    *TINY_GPT,
+    *("--pipeline-model-parallel-size", "2", "--global-batch-size", "8", "--train-iters", "8"),
+    *("--vocab-size", "4000", "--num-layers", "5"),
+]
+"""An output as long as several layers, and a number of layers that two stages do not divide."""
+
+
+@dataclass(frozen=True)
+class Runs:
+    folder: Path
+    printed: dict[str, str]
+
+    def numerics(self, name: str) -> bytes:
+        return (self.folder / f"{name}.jsonl").read_bytes()
+
+    def layout(self, name: str) -> list[str]:
+        """The flags that the job prints to repeat its layout."""
+        [line] = re.findall(r"^     the same layout in another run: (.*)$", self.printed[name], re.MULTILINE)
+        return shlex.split(line)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    folder = tmp_path_factory.mktemp("chosen")
+    chosen = {
+        "any": [*FLAGS, "--zero-bubble"],
+        "linear": [*FLAGS, "--zero-bubble", "--zero-bubble-placement", "linear"],
+    }
+    return Runs(folder, run_trainings(2, chosen, folder))
+
+
+def test_a_table_shows_the_choice_and_megatrons_split_and_the_first_steps_run_the_plan(runs: Runs) -> None:
+    printed = runs.printed["any"]
+    assert re.search(
+        r"^ > layout chosen from the costs of single layers, for 2 ranks and 8 microbatches$", printed, re.M
+    )
+    assert re.search(r"^     chosen  ", printed, re.M)
+    assert len(re.findall(r"^     Megatron's split  ", printed, re.M)) == 2
+    assert re.search(r"^     [\d.]+ times as fast as Megatron's split with 1f1b$", printed, re.M)
+    assert printed.index("layout chosen") < printed.index(" iteration ")
+    assert " > zero-bubble plan; times measured up to step 6" in printed
+
+
+def test_a_placement_that_is_asked_for_is_chosen(runs: Runs) -> None:
+    assert runs.layout("linear")[2:] == ["--zero-bubble-placement", "linear", "--zero-bubble-seed-by-layer"]
+
+
+def test_the_printed_flags_give_the_numbers_of_megatron_cores_schedule(runs: Runs) -> None:
+    layout = runs.layout("linear")
+    same = {
+        "ours": [*FLAGS, *layout, "--zero-bubble"],
+        "megatron": [*FLAGS, *layout[:2], "--zero-bubble-seed-by-layer"],
+    }
+    again = Runs(runs.folder, run_trainings(2, same, runs.folder))
+    assert "layout chosen" not in again.printed["ours"]
+    assert again.numerics("ours") == again.numerics("megatron") == runs.numerics("linear")
