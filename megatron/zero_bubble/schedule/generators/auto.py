@@ -163,7 +163,7 @@ def plan_linear(problem: Problem) -> PlannedOrders:
     else:
         _try_levels(portfolio, problem)
         _try_equal_stages(portfolio, problem)
-    portfolio.improve(problem, budget // 4)
+    portfolio.improve(problem, problem.budget // 4)
     assert portfolio.best is not None, "one microbatch after the other fits in any limit that is feasible"
     return portfolio.best
 
