@@ -79,7 +79,7 @@ class Run:
         """Training steps done."""
         self.v_placement = VPlacement(placement) if placement.kind == "v" else None
         self.layouts: ScriptLayouts | None = None
-        if placement.kind == "v" or self._job.is_placement_chosen:
+        if placement.kind == "v":
             self.layouts = ScriptLayouts(placement, to_layout(self._job.partition, self._job.flags.mtp_num_layers))
 
     def build_chunk(self, call: Call) -> None:
