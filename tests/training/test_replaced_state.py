@@ -12,6 +12,8 @@ from megatron.core import parallel_state
 
 from megatron.zero_bubble.cli.trainings import complete_arguments
 from megatron.zero_bubble.schedule import Placement
+from megatron.zero_bubble.schedule.model_costs import ModelCosts
+from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.initialize import initialized, replace_parallel_state
 from megatron.zero_bubble.training.pretrain import make_data_config
 from megatron.zero_bubble.training.unit_models import measured_costs
@@ -20,24 +22,33 @@ from tests.launch import TINY_GPT, run_forked
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the CPU, for which megatron-core is adapted")
 
 
+GPT = (*TINY_GPT, "--micro-batch-size", "2")
+TENSOR_PARALLEL = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
+
+
 def num_threads() -> int:
     return len(list(Path("/proc/self/task").iterdir()))
+
+
+def agreed_costs(args: Arguments) -> ModelCosts:
+    costs = measured_costs(args, make_data_config(args), seconds=0)
+    everyone = [costs] * args.world_size
+    dist.all_gather_object(everyone, costs)
+    assert everyone == [costs] * args.world_size
+    return costs
 
 
 def measure_and_replace(rank: int, num_ranks: int, port: int) -> None:
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
     os.environ.update({name: str(value) for name, value in places.items()})
-    flags = [*TINY_GPT, "--pipeline-model-parallel-size", "2", "--tensor-model-parallel-size", "1"]
-    args = complete_arguments(flags, num_ranks, "test", has_cuda=False)
+    args = complete_arguments([*GPT, "--pipeline-model-parallel-size", "2"], num_ranks, "test", has_cuda=False)
+    divided = complete_arguments([*GPT, *TENSOR_PARALLEL], num_ranks, "test", has_cuda=False)
     dist.init_process_group("gloo", store=dist.TCPStore("localhost", port), rank=rank, world_size=num_ranks)
     in_a_v, linear = Placement("v", num_ranks, 2), Placement("linear", num_ranks)
     with initialized(args, linear):
         state = torch.get_rng_state()
-        costs = measured_costs(args, make_data_config(args), seconds=0)
-        everyone = [costs] * num_ranks
-        dist.all_gather_object(everyone, costs)
-        assert everyone == [costs] * num_ranks
-        assert costs.time_comm > 0
+        whole = agreed_costs(args)
+        assert whole.time_comm > 0
         replace_parallel_state(args, linear)
         assert torch.equal(torch.get_rng_state(), state)
         threads = num_threads()
@@ -49,6 +60,13 @@ def measure_and_replace(rank: int, num_ranks: int, port: int) -> None:
         total = torch.ones(1)
         dist.all_reduce(total, group=parallel_state.get_pipeline_model_parallel_group())
         assert total == num_ranks
+    with initialized(divided, Placement("linear", 1)):
+        costs = agreed_costs(divided)
+        assert costs.time_comm == 0
+        layer_input = args.seq_length * args.micro_batch_size * args.hidden_size * 4
+        assert whole.layers[0].memory_f - whole.layers[0].memory_r == layer_input
+        assert costs.layers[0].memory_f - costs.layers[0].memory_r == layer_input / 2
+        assert costs.layers[0].state < whole.layers[0].state
     dist.destroy_process_group()
 
 

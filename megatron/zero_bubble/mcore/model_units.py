@@ -63,7 +63,7 @@ def random_microbatch(
         "tokens": tokens,
         "labels": tokens,
         "loss_mask": torch.ones(sizes, device="cpu"),
-        "position_ids": torch.arange(seq_length, device="cpu").expand(sizes),
+        "position_ids": torch.arange(seq_length, device="cpu").repeat(micro_batch_size, 1),
     }
     if has_mask:
         square = torch.ones(micro_batch_size, 1, seq_length, seq_length, dtype=torch.bool, device="cpu")
