@@ -89,14 +89,15 @@ def test_the_chosen_layout_as_flags_makes_the_same_layout_again() -> None:
 def test_the_table_says_what_was_gained_and_which_flags_repeat_it() -> None:
     found = choose_layout(flags(zero_bubble_placement="linear"), MODEL, None)
     lines = list(layout_lines(found, flags_of_layout(flags(), found.chosen.layout)))
-    assert lines[0] == " > layout chosen from the costs of single layers, for 4 ranks and 16 microbatches"
-    assert "2 3x2 0" in lines[2]
-    assert "Megatron's split" in lines[3]
+    assert lines[0] == " > layout chosen for 4 ranks and 16 microbatches"
+    assert "8 layers 1.00 + 1.00 + 0.80 each; embedding 0.01 + 0.00 + 0.01; output 3.00 + 3.00 + 3.00" in lines[1]
+    assert lines[3].split()[:5] == ["chosen:", "linear", "2", "3x2", "0"]
+    assert lines[4].startswith("     Megatron's split, auto  2x4 ")
     assert lines[-1].endswith(
         "--pipeline-model-parallel-layout 'Et*2|t*3|t*3|L' --zero-bubble-placement linear --zero-bubble-seed-by-layer"
     )
     times = found.megatrons[0].time / found.chosen.time
-    assert f"     {times:.3f} times as fast as Megatron's split with auto" in lines
+    assert lines[-2].startswith(f"     as fast as, with Megatron's split: {times:.3f} times auto, ")
 
 
 def test_equal_stages_are_counted() -> None:

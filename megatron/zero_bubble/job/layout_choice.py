@@ -56,6 +56,7 @@ class LayoutChoice:
     """The chosen layout first, then the others from the shortest predicted time to the longest."""
     megatrons: tuple[LayoutPlan, ...]
     """Megatron's split, with the job's schedule and with 1F1B; empty where it does not fit."""
+    model: ModelCosts
 
     @property
     def chosen(self) -> LayoutPlan:
@@ -93,7 +94,7 @@ def choose_layout(flags: JobFlags, model: ModelCosts, free_bytes: float | None) 
             megatrons.append(problem.plan(baseline, schedule))
         except ScheduleError:
             continue
-    return LayoutChoice(tuple(plans), tuple(megatrons))
+    return LayoutChoice(tuple(plans), tuple(megatrons), model)
 
 
 def flags_of_layout(flags: JobFlags, layout: Layout) -> Mapping[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 from megatron.zero_bubble.job.flags import flag_name
 from megatron.zero_bubble.job.layout_choice import LayoutChoice
 from megatron.zero_bubble.schedule.layouts import Layout, LayoutPlan
+from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 
@@ -20,35 +21,42 @@ def layout_lines(choice: LayoutChoice, flags: Mapping[str, Any]) -> Iterator[str
         flags: the flags, by name, that fix the chosen layout.
     """
     chosen = choice.chosen
-    yield (
-        f" > layout chosen from the costs of single layers, for {chosen.timeline.schedule.num_ranks} ranks and "
-        f"{chosen.timeline.schedule.num_microbatches} microbatches"
-    )
-    rows = [("chosen", chosen), *(("", plan) for plan in choice.plans[1:])]
-    rows += [("Megatron's split", plan) for plan in choice.megatrons]
-    described = [_cells(name, plan) for name, plan in rows]
-    heads = ("", "placement", "schedule", "layers of each stage", "time (ms)", "bubble", "idle", "fullest rank (MiB)")
+    schedule = chosen.timeline.schedule
+    yield f" > layout chosen for {schedule.num_ranks} ranks and {schedule.num_microbatches} microbatches"
+    yield f"     F + B + W of a microbatch (ms): {'; '.join(_unit_words(choice.model))}"
+    rows = [("chosen: ", chosen), *(("", plan) for plan in choice.plans[1:])]
+    described = [(name + placement_words(plan.layout), *_cells(plan)) for name, plan in rows]
+    described += [(f"Megatron's split, {plan.timeline.schedule.name}", *_cells(plan)) for plan in choice.megatrons]
+    heads = ("", "layers of each stage", "time (ms)", "bubble", "idle", "fullest rank (MiB)")
     widths = [max(map(len, column)) for column in zip(heads, *described, strict=True)]
     for cells in (heads, *described):
-        padded = (
-            cell.ljust(width) if index < 4 else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        )
-        yield f"     {'  '.join(padded)}".rstrip()
-    for plan in choice.megatrons:
-        yield (
-            f"     {plan.time / chosen.time:.3f} times as fast as Megatron's split with {plan.timeline.schedule.name}"
-        )
+        names = (cell.ljust(width) for cell, width in zip(cells[:2], widths[:2], strict=True))
+        figures = (cell.rjust(width) for cell, width in zip(cells[2:], widths[2:], strict=True))
+        yield f"     {'  '.join((*names, *figures))}"
+    gains = (f"{plan.time / chosen.time:.3f} times {plan.timeline.schedule.name}" for plan in choice.megatrons)
+    if choice.megatrons:
+        yield f"     as fast as, with Megatron's split: {', '.join(gains)}"
     given = " ".join(_given(name, value) for name, value in flags.items() if value is not None)
     yield f"     the same layout in another run: {given}"
 
 
-def _cells(name: str, plan: LayoutPlan) -> tuple[str, ...]:
+def _unit_words(model: ModelCosts) -> Iterator[str]:
+    """What each kind of unit takes; layers that cost the same are one kind."""
+    for layer in dict.fromkeys(model.layers):
+        yield f"{model.layers.count(layer)} layers {_times(layer)} each"
+    yield f"embedding {_times(model.embedding)}"
+    yield f"output {_times(model.output)}"
+    yield f"a message {model.time_comm:.2f}"
+
+
+def _times(unit: UnitCosts) -> str:
+    return " + ".join(f"{time:.2f}" for time in (unit.time_f, unit.time_b, unit.time_w))
+
+
+def _cells(plan: LayoutPlan) -> tuple[str, ...]:
+    """The columns after the name."""
     timeline = plan.timeline
     return (
-        name,
-        placement_words(plan.layout),
-        timeline.schedule.name,
         layers_words(plan.layout),
         f"{plan.time:.1f}",
         f"{timeline.bubble_rate:.2%}",
