@@ -7,6 +7,7 @@ the executor runs between made-up neighbours. So F, B and W are those of a train
 from __future__ import annotations
 
 import gc
+import importlib
 import math
 import statistics
 import time
@@ -14,11 +15,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from datetime import timedelta
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.utils import get_model_config, unwrap_model
 
@@ -134,13 +137,9 @@ def _undisturbed() -> Iterator[None]:
 
 def _losses_of_experts() -> dict[str, Any]:
     """Return where megatron-core adds up the losses by which experts are balanced."""
-    try:
-        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
-    except ImportError:  # before megatron-core 0.18
-        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
-
-        return get_moe_layer_wise_logging_tracker()
-    return get_moe_metrics_tracker().metrics
+    if find_spec(f"{moe_utils.__package__}.moe_logging") is None:  # before megatron-core 0.18
+        return moe_utils.get_moe_layer_wise_logging_tracker()
+    return importlib.import_module(f"{moe_utils.__package__}.moe_logging").get_moe_metrics_tracker().metrics
 
 
 def _measure_unit(models: UnitModels, units: Sequence[Unit], index: int, seconds: float) -> UnitCosts:
