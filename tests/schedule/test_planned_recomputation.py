@@ -128,6 +128,18 @@ def test_in_a_part_of_the_memory_planned_is_faster_than_keeping_and_than_droppin
     assert 0 < num_recomputed(planned.schedule) < num_recomputed(full.schedule)
 
 
+@pytest.mark.parametrize("multiple", [0.6, 0.8])
+def test_in_a_v_planned_takes_a_shorter_iteration_than_keeping_and_than_dropping_everything(multiple):
+    costs = StageCosts.uniform(8, 9.25, 9.05, 4.65, 0.3, 0.5, -0.25, -0.25, time_r=9, memory_r=15 / 32)
+    kept, full, planned = (
+        checked(generate("zb-v", 4, 8, costs=costs, memory_limit=4 * multiple, recompute=recompute), costs)
+        for recompute in Recompute
+    )
+    assert max(planned.peak_memory) <= 4 * multiple
+    assert planned.makespan < 0.98 * min(kept.makespan, full.makespan)
+    assert 0 < num_recomputed(planned.schedule) < num_recomputed(full.schedule)
+
+
 @pytest.mark.parametrize("name", ["auto", "zb-v"])
 def test_nothing_is_recomputed_where_everything_fits(name):
     costs = default_costs(placement_for(name, 4), PLANNED)

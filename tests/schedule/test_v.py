@@ -19,6 +19,7 @@ from megatron.zero_bubble.schedule import (
     simulate,
     validate,
 )
+from megatron.zero_bubble.schedule.bounds import lower_bounds
 
 LIMITS = {"zb-v": lambda p: p, "v-half": lambda p: p / 2 + 1, "v-min": lambda p: p / 3 + 1}
 
@@ -38,6 +39,23 @@ def test_zb_v_beats_zb_1p_by_a_wide_margin_in_the_same_memory(row):
     timeline = simulate(generate("zb-v", p, m, costs=costs), costs)
     assert timeline.bubble_rate < 0.5 * row["bubble_rate"]["zb-1p"]
     assert max(timeline.peak_memory) <= p
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row["num_stages"] < 32], ids=row_id)
+def test_no_schedule_of_a_v_in_the_same_memory_has_less_bubble_at_published_times(row):
+    check_reaches_bound(row["num_stages"], row["num_microbatches"], halves(row_costs(row)))
+
+
+@pytest.mark.parametrize("m", [72, 96, 192])
+def test_nor_has_any_on_24_ranks(m):
+    """The layers of the paper's 14.6B model on 24 ranks instead of 16."""
+    check_reaches_bound(24, m, StageCosts.uniform(48, 3.77, 3.75, 2.7, 0.38, 0.5, -0.25, -0.25))
+
+
+def check_reaches_bound(p: int, m: int, costs: StageCosts) -> None:
+    timeline = simulate(generate("zb-v", p, m, costs=costs), costs)
+    assert max(timeline.peak_memory) <= p
+    assert timeline.cost == pytest.approx(lower_bounds(Placement("v", p, 2), m, costs, p).span)
 
 
 @pytest.mark.parametrize("p", [1, 2, 4, 8, 16])
