@@ -8,7 +8,7 @@ from __future__ import annotations
 import resource
 import signal
 import sys
-from itertools import count, repeat
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,10 @@ def plant(kind: str, rank: int, number: int) -> None:
 
     get_batch, batches = forward_step.get_batch, count(1)
 
-    def get_batch_or_fail(data: Any, *args: Any, **options: Any) -> Any:
-        # The costs of layers are measured with one microbatch, repeated.
-        if not isinstance(data, repeat) and next(batches) == number and dist.get_rank() == rank:
+    def get_batch_or_fail(*args: Any, **options: Any) -> Any:
+        if next(batches) == number and dist.get_rank() == rank:
             KINDS[kind]()
-        return get_batch(data, *args, **options)
+        return get_batch(*args, **options)
 
     forward_step.get_batch = get_batch_or_fail
 

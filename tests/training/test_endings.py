@@ -65,7 +65,10 @@ def start(corpus: Path, tmp_path: Path) -> Iterator:
     jobs: list[Job] = []
 
     def start_job(*more: str, fault: str = "") -> Job:
-        script = (str(FAILING), f"{FAULT}{fault}") if fault else (str(PRETRAIN),)
+        script: tuple[str, ...] = (str(PRETRAIN),)
+        if fault:
+            # It is planted at a microbatch of a rank with one stage: a rank with two may read each of them twice.
+            script, more = (str(FAILING), f"{FAULT}{fault}"), (*more, "--zero-bubble-keep-layout")
         jobs.append(Job(torchrun(2, *script, *flags(corpus, tmp_path, *more)), tmp_path))
         return jobs[-1]
 
