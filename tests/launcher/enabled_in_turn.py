@@ -38,6 +38,8 @@ def main(plan: Path) -> None:
         costs = measured_costs(plan.parent / f"{name}.{rank}.costs") if measures else contextlib.nullcontext()
         with counted_undos() as undone, costs:
             train(flags, plan.parent / f"{name}.{rank}.txt")
+        if settings is not None:
+            (plan.parent / f"{name}.{rank}.layers").write_text(json.dumps(layers_built()))
         (plan.parent / f"{name}.{rank}.undone").write_text(str(undone()))
         if settings is None:
             launch.close()
@@ -45,6 +47,14 @@ def main(plan: Path) -> None:
             zb.disable()
         gc.collect()  # the model holds some of the groups, and has cycles
         dist.destroy_process_group()
+
+
+def layers_built() -> list[int]:
+    """The layers of each chunk that the script's last model has on this rank."""
+    launch = current_launch()
+    assert launch is not None
+    assert launch.session is not None
+    return [len(chunk.module.decoder.layers) for chunk in launch.session.run._chunks]
 
 
 @contextlib.contextmanager

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.zero_bubble.job.layers import layers_of_layout
+from megatron.zero_bubble.schedule import Placement
 from tests.launch import ROOT, run
 
 CHECKOUT = ROOT / "tests" / "launcher" / "checkout"
@@ -47,10 +49,15 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "base": (None, P2),
         "zb-h1": ({"schedule": "zb-h1"}, P2),
         "recomputed": ({"schedule": "zb-2p"}, (*P2, *RECOMPUTED)),
-        "recomputed-where-needed": ({"recompute": "planned", "memory_limit": "0.7"}, P2),
+        "recomputed-where-needed": ({"keep_layout": True, "recompute": "planned", "memory_limit": "0.7"}, P2),
         "base-untied": (None, (*P2, *UNTIED)),
         "zb-2p-untied": ({"schedule": "zb-2p"}, (*P2, *UNTIED)),
-        "planned": ({"profile_iters": [1, 2], "timeline": str(folder / "timeline"), "strict": True}, P2),
+        "chosen": ({}, (*UNCLIPPED, *DRAWN)),
+        "chosen-v": ({"placement": "v"}, (*UNCLIPPED, *DRAWN)),
+        "planned": (
+            {"keep_layout": True, "profile_iters": [1, 2], "timeline": str(folder / "timeline"), "strict": True},
+            P2,
+        ),
         "seeded": ({"schedule": "zb-h1", "seed_by_layer": True}, (*UNCLIPPED, *DRAWN)),
         "seeded-in-a-v": ({"schedule": "zb-v", "seed_by_layer": True}, (*UNCLIPPED, *CHUNKS, *UNEVEN, *DRAWN)),
         "measured": ({"schedule": "zb-h1", "measures": True}, (*UNCLIPPED, *DRAWN, *RECOMPUTED)),
@@ -61,6 +68,7 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "saved-by-ours": ({"schedule": "zb-h1"}, (*P2, *first, "--save", ours)),
         "resumed-by-theirs": (None, (*P2, *rest, "--load", ours)),
         "saved-by-theirs": (None, (*P2, *first, "--save", theirs)),
+        "resumed-with-layout": ({}, (*P2, *rest, "--load", theirs)),
         "resumed-by-ours": ({"schedule": "zb-h1"}, (*P2, *rest, "--load", theirs)),
     }
     for name in (ours, theirs, plain):
@@ -165,6 +173,34 @@ def test_costs_are_measured_before_the_script_builds_its_model(logs: Path) -> No
     assert layer["memory_w"] < 0 < layer["memory_r"] < layer["memory_f"]
     assert costs["time_comm"] > 0
     assert numbers_of(logs, "measured") == numbers_of(logs, "not-measured")
+
+
+@pytest.mark.parametrize("training", ["chosen", "chosen-v"])
+def test_the_layout_is_chosen_and_built_with_the_same_losses(logs: Path, training: str) -> None:
+    """Losses do not depend on the layout, because the choice gives every layer a seed of its own."""
+    said = (logs / f"{training}.0.txt").read_text()
+    assert re.search(r"^ > layout chosen .*2 ranks and 4 microbatches$", said, re.M)
+    assert re.search(r"^     Megatron's split, 1f1b  ", said, re.M)
+    [flags] = re.findall(r"^     the same layout in another run: (.*)$", said, re.M)
+    layout, placement = re.findall(r"layout '?(\S+?)'? --zero-bubble-placement (\w+) --zero-bubble-seed", flags)[0]
+    stages = layers_of_layout(layout, 2)
+    places = Placement(placement, 2, len(stages) // 2)
+    for rank in range(2):
+        built = json.loads((logs / f"{training}.{rank}.layers").read_text())
+        assert built == [stages[stage] for stage in places.stages_of(rank)]
+    assert training == "chosen" or placement == "v"
+    losses, same = (
+        re.findall(r"loss(?: value)?: (\S+)", (logs / f"{name}.1.txt").read_text()) for name in (training, "seeded")
+    )
+    assert losses == same
+    assert len(losses) == 5
+
+
+def test_a_checkpoint_of_one_layout_keeps_megatrons(logs: Path) -> None:
+    said = (logs / "resumed-with-layout.0.txt").read_text()
+    assert " > layout: Megatron's, because the checkpoint in --load" in said
+    assert "layout chosen" not in said
+    assert numbers_of(logs, "resumed-with-layout") == numbers_of(logs, "resumed-by-ours")
 
 
 def test_the_script_is_itself_again_after_disable(logs: Path) -> None:

@@ -15,15 +15,16 @@ from megatron.zero_bubble.job.description import describe, describe_places
 from megatron.zero_bubble.job.flags import limit_flag
 from megatron.zero_bubble.job.layers import to_layout
 from megatron.zero_bubble.job.running import idle_fields, idle_scalars, open_timeline, run_plan
-from megatron.zero_bubble.job.settings import check_implementation, job_settings
+from megatron.zero_bubble.job.settings import JobSettings, check_implementation, job_settings
 from megatron.zero_bubble.job.stalls import open_watchdog
 from megatron.zero_bubble.job.timeline_writer import TimelineWriter
 from megatron.zero_bubble.launcher.command_line import PROGRAM, LaunchFlags
 from megatron.zero_bubble.launcher.hooks import Call
 from megatron.zero_bubble.launcher.mistakes import LauncherError, users_mistakes
+from megatron.zero_bubble.launcher.script_choice import build_layout, megatrons_layout, settle_layout
 from megatron.zero_bubble.launcher.script_layouts import ScriptLayouts
 from megatron.zero_bubble.launcher.script_optimizer import ScriptPostValidation
-from megatron.zero_bubble.launcher.script_settings import flags_of, refuse_what_cannot_work
+from megatron.zero_bubble.launcher.script_settings import check_chunks, flags_of, refuse_what_cannot_work
 from megatron.zero_bubble.launcher.script_units import ScriptUnits
 from megatron.zero_bubble.launcher.v_placement import VPlacement
 from megatron.zero_bubble.mcore.checkpoint_results import keep_results_in_process
@@ -59,16 +60,14 @@ class Run:
         with users_mistakes():
             job_flags = flags_of(script, flags)
             refuse_what_cannot_work(script, job_flags)
-            self._job = job_settings(job_flags, os.environ, has_cuda)
-            check_implementation(self._job.flags)
+            job = job_settings(job_flags, os.environ, has_cuda, chooses_layout=True)
+            if not job.is_layout_open:
+                check_chunks(script, job.flags, job.placement)
+            check_implementation(job.flags)
         if not getattr(script, "async_save", False):
             keep_results_in_process()
-        placement = self._job.placement
-        self._store = WeightGradStore(placement.num_chunks)
         self._chunks: list[torch.nn.Module] = []
         self._resources = ExitStack()
-        self.post_validation = ScriptPostValidation(script, self._job)
-        self.units = ScriptUnits(script, self._job.flags)
         self._forward_backward: ForwardBackward | None = None
         self._timeline: TimelineWriter | None = None
         self._watchdog: Watchdog | None = None
@@ -77,10 +76,41 @@ class Run:
         self._num_microbatches = 0
         self.num_steps = 0
         """Training steps done."""
-        self.v_placement = VPlacement(placement) if placement.kind == "v" else None
+        self.v_placement: VPlacement | None = None
         self.layouts: ScriptLayouts | None = None
-        if placement.kind == "v":
-            self.layouts = ScriptLayouts(placement, to_layout(self._job.partition, self._job.flags.mtp_num_layers))
+        self.units = ScriptUnits(script, job.flags)
+        self._take(job)
+
+    def _take(self, job: JobSettings, *, is_chosen: bool = False) -> None:
+        """Take settings over, before anything is built; if their layout is open, another call follows.
+
+        Args:
+            is_chosen: whether the layout is not that of the script's own arguments.
+        """
+        self._job, placement = job, job.placement
+        self._store = WeightGradStore(placement.num_chunks)
+        self.post_validation = ScriptPostValidation(self._script, job)
+        if job.is_layout_open:
+            return
+        self.v_placement = VPlacement(placement) if placement.kind == "v" else None
+        if is_chosen or placement.kind == "v":
+            self.layouts = ScriptLayouts(placement, to_layout(job.partition, job.flags.mtp_num_layers))
+
+    def set_up_model(self, call: Call) -> Any:
+        """Hook around `setup_model_and_optimizer`: choose the layout if it is open, and let the script build it."""
+        if self._job.is_layout_open and not self.units.is_building:
+            job = settle_layout(self._script, self._job, self.units, call)
+            self._take(job, is_chosen=not job.flags.zero_bubble_keep_layout)
+            if not job.flags.zero_bubble_keep_layout:
+                assert self.layouts is not None
+                build_layout(self._script, call, job, self.layouts)
+        return call.proceed()
+
+    def _keep_layout(self) -> None:
+        """Keep Megatron's layout if the script builds a model before another was chosen."""
+        if self._job.is_layout_open:
+            reason = "the script builds its model without Megatron-LM's setup_model_and_optimizer"
+            self._take(megatrons_layout(self._script, self._job, reason))
 
     def build_chunk(self, call: Call) -> None:
         """Hook around the constructor of `GPTModel`: check its configuration, and build the chunk of its stage.
@@ -91,6 +121,7 @@ class Run:
         if self.units.is_building:
             self.units.build_chunk(call)
             return
+        self._keep_layout()
         if self._job.flags.zero_bubble_recompute is not None:
             checkpoint_every_layer(call["config"])
         with users_mistakes():
@@ -114,6 +145,7 @@ class Run:
         if self.units.is_building:
             self.units.wrap_in_ddp(call)
             return
+        self._keep_layout()
         with users_mistakes():
             split_weight_gradients([call["module"]], self._store)
         # With this setting DDP gives each layer its hook that accumulates and reduces a gradient; W calls the hook.

@@ -10,6 +10,7 @@ from megatron.zero_bubble.job.job_flags import JobFlags
 from megatron.zero_bubble.job.plans import choose_placement, choose_plan
 from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.launcher.mistakes import LauncherError
+from megatron.zero_bubble.schedule import Placement
 
 _REFUSED = {
     "use_torch_fsdp2": "it shards gradients, but W accumulates whole ones",
@@ -69,6 +70,14 @@ def refuse_what_cannot_work(script: Namespace, flags: JobFlags) -> None:
                 f"--{name}-format {getattr(script, name)} works with --zero-bubble-schedule {flags.schedule} only "
                 "if --disable-bias-linear is given: Transformer Engine loses the gradients of biases if W is deferred"
             )
+
+
+def check_chunks(script: Namespace, flags: JobFlags, placement: Placement) -> None:
+    """Check that a script builds as many model chunks a rank as the placement has.
+
+    Raises:
+        LauncherError: it builds another number.
+    """
     built = script.virtual_pipeline_model_parallel_size or 1
     if placement.num_chunks != built:
         raise LauncherError(

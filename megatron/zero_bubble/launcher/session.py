@@ -36,6 +36,13 @@ class Session:
             self._begin,
         )
         yield Hook(
+            "megatron.training.training",
+            "setup_model_and_optimizer",
+            ("model_provider_func",),
+            "chooses the layout under `--zero-bubble`, before the script builds its model",
+            lambda call: self.run.set_up_model(call),
+        )
+        yield Hook(
             "megatron.core.transformer.transformer_config",
             "TransformerConfig.__post_init__",
             (),

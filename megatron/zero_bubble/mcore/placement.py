@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model, unwrap_model
@@ -60,6 +61,26 @@ def embedding_ranks(placement: Placement) -> Callable[[list[int], int | None], l
         return [ranks[first]]
 
     return only_the_first
+
+
+def replace_embedding_groups(placement: Placement) -> None:
+    """Make the groups that reduce tied embeddings anew for `placement`, where they differ; a collective call.
+
+    It is called after `initialize_model_parallel` for a placement that has the first and the last stage on different
+    ranks, and before anything is built.
+    """
+    choose = embedding_ranks(placement)
+    if choose is None:
+        return
+    own = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+    pipelines: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(pipelines, own)
+    parallel_state._EMBEDDING_GROUP = parallel_state._EMBEDDING_GLOBAL_RANKS = None
+    for pipeline in sorted({tuple(ranks) for ranks in pipelines}):
+        ranks = choose(list(pipeline), None)
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            parallel_state._EMBEDDING_GROUP, parallel_state._EMBEDDING_GLOBAL_RANKS = group, ranks
 
 
 def copy_tied_embedding(chunks: Sequence[torch.nn.Module]) -> None:

@@ -9,15 +9,13 @@ from typing import Any
 
 import torch
 
-from megatron.zero_bubble.job.layout_choice import ChosenLayout, choose_layout, flags_of_layout
-from megatron.zero_bubble.job.layout_table import layout_lines
+from megatron.zero_bubble.job.layout_choice import ChosenLayout
+from megatron.zero_bubble.job.layout_search import new_choice
 from megatron.zero_bubble.job.profiling import given_profile
 from megatron.zero_bubble.job.settings import JobSettings, with_layout
 from megatron.zero_bubble.job.start_up import print_rank_0
 from megatron.zero_bubble.mcore.checkpoint_reading import read_common
 from megatron.zero_bubble.runtime.joint import on_rank
-from megatron.zero_bubble.runtime.replanner import least_free_bytes
-from megatron.zero_bubble.schedule.model_costs import ModelCosts
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.checkpoint_files import checkpoint_folder, latest_iteration
 from megatron.zero_bubble.training.data import DataConfig
@@ -40,7 +38,7 @@ def settle_layout(args: Arguments, job: JobSettings, data_config: DataConfig) ->
     if choice is None:
         profile = given_profile(job.flags)
         costs = profiled_costs(args, data_config, profile) if profile else measured_costs(args, data_config)
-        choice = _new_choice(job, costs)
+        choice = new_choice(job, costs)
     else:
         print_rank_0(f" > layout: that of the checkpoint in --load {args.load}")
     job = with_layout(job, choice, os.environ, torch.cuda.is_available())
@@ -48,22 +46,6 @@ def settle_layout(args: Arguments, job: JobSettings, data_config: DataConfig) ->
     args = replace(args, **chosen)
     replace_parallel_state(args, job.placement)
     return args, job
-
-
-def _new_choice(job: JobSettings, costs: ModelCosts) -> ChosenLayout:
-    """Search for the best layout on rank 0, print what it found, and tell all ranks."""
-    device = torch.device(torch.cuda.current_device())
-    free_bytes = least_free_bytes(device) if device.type == "cuda" else None
-
-    def choose() -> ChosenLayout:
-        found = choose_layout(job.flags, costs, free_bytes)
-        plan = found.chosen
-        chosen = ChosenLayout(flags_of_layout(job.flags, plan.layout), plan.timeline.costs, plan.limits)
-        for line in layout_lines(found, chosen.flags):
-            print(line, flush=True)
-        return chosen
-
-    return on_rank(0, choose)
 
 
 def _saved_choice(args: Arguments) -> ChosenLayout | None:

@@ -12,6 +12,7 @@ def checkpoint_of(args, folder):
 
 def save_checkpoint(args, model, optimizer):
     states = [chunk.state_dict() for chunk in unwrap_model(model)]
+    Path(args.save, "latest_checkpointed_iteration.txt").write_text(str(args.iteration))
     torch.save((args.iteration, states, optimizer.state_dict()), checkpoint_of(args, args.save))
 
 

@@ -44,8 +44,8 @@ def pretrain(model_provider, forward_step, data_provider, argv=None):
     evaluate(args, model, forward_step, data_provider)
 
 
-def setup_model_and_optimizer(model_provider):
-    model = get_model(model_provider)
+def setup_model_and_optimizer(model_provider_func):
+    model = get_model(model_provider_func)
     return model, get_optimizer(get_args(), model)
 
 

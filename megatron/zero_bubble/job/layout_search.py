@@ -1,0 +1,32 @@
+"""Searches the layout of a job on one rank, prints what was found, and tells all ranks."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron.zero_bubble.job.layout_choice import ChosenLayout, choose_layout, flags_of_layout
+from megatron.zero_bubble.job.layout_table import layout_lines
+from megatron.zero_bubble.job.settings import JobSettings
+from megatron.zero_bubble.runtime.joint import on_rank
+from megatron.zero_bubble.runtime.replanner import least_free_bytes
+from megatron.zero_bubble.schedule.model_costs import ModelCosts
+
+
+def new_choice(job: JobSettings, costs: ModelCosts) -> ChosenLayout:
+    """Search for the best layout on rank 0, print what it found, and tell all ranks; a collective call.
+
+    Raises:
+        ValueError: no layout fits in the memory; raised on all ranks.
+    """
+    device = torch.device(torch.cuda.current_device())
+    free_bytes = least_free_bytes(device) if device.type == "cuda" else None
+
+    def choose() -> ChosenLayout:
+        found = choose_layout(job.flags, costs, free_bytes)
+        plan = found.chosen
+        chosen = ChosenLayout(flags_of_layout(job.flags, plan.layout), plan.timeline.costs, plan.limits)
+        for line in layout_lines(found, chosen.flags):
+            print(line, flush=True)
+        return chosen
+
+    return on_rank(0, choose)

@@ -1,0 +1,111 @@
+"""Chooses the layout of a script's model before the script builds it, and makes the script build the chosen one."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state
+
+from megatron.zero_bubble.job.layout_search import new_choice
+from megatron.zero_bubble.job.profiling import given_profile
+from megatron.zero_bubble.job.settings import JobSettings, job_settings, with_layout
+from megatron.zero_bubble.job.start_up import print_rank_0
+from megatron.zero_bubble.launcher.hooks import Call
+from megatron.zero_bubble.launcher.mistakes import LauncherError, users_mistakes
+from megatron.zero_bubble.launcher.script_layouts import ScriptLayouts
+from megatron.zero_bubble.launcher.script_settings import check_chunks
+from megatron.zero_bubble.launcher.script_units import ScriptUnits
+from megatron.zero_bubble.mcore.placement import replace_embedding_groups
+
+_KEEPS_MEGATRONS = (
+    *("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
+    *("hybrid_layer_pattern", "hybrid_override_pattern", "is_hybrid_model", "yaml_cfg", "moe_use_upcycling"),
+)
+"""Arguments of scripts whose models megatron-core does not build from a layout, or not from the arguments alone."""
+_RESHARDED = "torch_dist"
+_TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def settle_layout(script: Namespace, job: JobSettings, units: ScriptUnits, setup: Call) -> JobSettings:
+    """Choose what the flags leave open of the layout, before the call `setup` builds the model; a collective call.
+
+    Megatron's layout stays, with `zero_bubble_keep_layout` in the flags, where the script's model needs it or its costs
+    cannot be measured.
+
+    Raises:
+        LauncherError: no layout fits in the memory, or a flag does not work with the chosen one.
+    """
+    if (reason := _reason_to_keep(script)) is not None:
+        return megatrons_layout(script, job, reason)
+    if not _builds_chunks(setup):
+        job = replace(job, flags=replace(job.flags, zero_bubble_placement="linear"))
+    with users_mistakes():
+        profile = given_profile(job.flags)
+        try:
+            costs = units.profiled_costs(setup, profile) if profile else units.measured_costs(setup)
+        except LauncherError as error:
+            return megatrons_layout(script, job, str(error))
+        return with_layout(job, new_choice(job, costs), os.environ, torch.cuda.is_available())
+
+
+def megatrons_layout(script: Namespace, job: JobSettings, reason: str) -> JobSettings:
+    """Settings with Megatron's layout for a job whose layout was open, for a reason that is printed; a collective call.
+
+    Raises:
+        LauncherError: a flag does not work with Megatron's layout.
+    """
+    print_rank_0(f" > layout: Megatron's, because {reason}")
+    with users_mistakes():
+        flags = replace(job.flags, zero_bubble_keep_layout=True)
+        job = job_settings(flags, os.environ, torch.cuda.is_available())
+        check_chunks(script, job.flags, job.placement)
+    replace_embedding_groups(job.placement)
+    return job
+
+
+def build_layout(script: Namespace, setup: Call, job: JobSettings, layouts: ScriptLayouts) -> None:
+    """Make the call `setup` build the layout of `job`, after the process groups were made; a collective call."""
+    placement = job.placement
+    num_chunks = placement.num_chunks if placement.num_chunks > 1 else None
+    script.pipeline_model_parallel_layout = job.flags.pipeline_model_parallel_layout
+    script.num_layers_per_virtual_pipeline_stage = script.num_virtual_stages_per_pipeline_rank = None
+    script.virtual_pipeline_model_parallel_size = num_chunks
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(num_chunks)
+    parallel_state.set_virtual_pipeline_model_parallel_rank(None if num_chunks is None else 0)
+    replace_embedding_groups(placement)
+    # From Megatron-LM 0.19 on, scripts make the model's configuration and collect the groups before.
+    groups = setup.get("pg_collection")
+    if groups is not None:
+        groups.embd = parallel_state.get_embedding_group(check_initialized=False)
+    config = getattr(getattr(setup.get("cfg_container"), "model", None), "transformer", None)
+    if config is not None:
+        config.virtual_pipeline_model_parallel_size = num_chunks
+        layouts.place(config)
+
+
+def _reason_to_keep(script: Namespace) -> str | None:
+    """Why the model of a script needs Megatron's layout; None if another may be chosen."""
+    for name in _KEEPS_MEGATRONS:
+        if getattr(script, name, None):
+            return f"with --{name.replace('_', '-')} no other is known to work"
+    for name in ("load", "pretrained_checkpoint"):
+        folder, kind = getattr(script, name, None), getattr(script, "ckpt_format", "torch")
+        if folder and kind != _RESHARDED and Path(folder, _TRACKER).is_file():
+            return (
+                f"the checkpoint in --{name.replace('_', '-')} {folder} fits no other unless it is in torch_dist format"
+            )
+    return None
+
+
+def _builds_chunks(setup: Call) -> bool:
+    """Whether the script can build several model chunks a rank: what builds a chunk must be told which one."""
+    provider = setup["model_provider_func"]
+    if provider is None or getattr(setup.get("cfg_container"), "model", None) is not None:
+        return True
+    parameters = inspect.signature(provider).parameters.values()
+    return any(one.name == "vp_stage" or one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
