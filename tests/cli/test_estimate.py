@@ -246,7 +246,7 @@ def test_the_table_names_every_schedule_and_the_refused_ones(capsys):
     assert "\nzb-v: --num-layers 6 is not a multiple of the 4 stages" in output
     assert "zb-h1, rank 1" in output
     assert "bytes a parameter: 4 + 4 for its gradient + 8 for Adam" in output
-    totals = model_flops(job(*flags, tool=["--world-size", "2"]))
+    totals = model_flops(job(*flags, tool=["--world-size", "2"]), Placement("linear", 2))
     assert f"1 : {totals.b / totals.f:.3f} : {totals.w / totals.f:.3f}" in output
 
 

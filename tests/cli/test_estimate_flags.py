@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,6 +26,7 @@ TOOL = ["--world-size", "4"]
 JOB = ["--num-layers", "8", "--hidden-size", "1024", "--num-attention-heads", "16", "--seq-length", "1024", "--bf16"]
 JOB += ["--micro-batch-size", "2", "--global-batch-size", "32", "--vocab-size", "1000"]
 JOB += ["--pipeline-model-parallel-size", "4", "--untie-embeddings-and-output-weights"]
+RECOMPUTED = ["--recompute-num-layers", "1"]
 LIMIT = "--zero-bubble-memory-limit"
 
 
@@ -192,3 +195,44 @@ def test_a_schedule_that_cannot_be_is_a_line_if_others_are_shown_and_an_error_if
     assert "error: --schedule zb-v: --num-layers 12 is not a multiple of the 8 stages" in capsys.readouterr().err
     assert main([*TOOL, "--schedule", "1f1b", "--schedule", "zb-h9", "--", *odd]) == 2
     assert "zb-h9" in capsys.readouterr().err
+
+
+def layout_of(capsys: pytest.CaptureFixture[str], *command: str) -> dict[str, Any]:
+    assert main([*TOOL, "--json", "--schedule", "auto", *command]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_layout_is_the_one_that_a_training_would_choose_and_its_flags_give_the_same_estimate(capsys):
+    output = lines_of(capsys, "--schedule", "auto", "--", *JOB, "--zero-bubble", LIMIT, "auto")
+    start = next(k for k, line in enumerate(output) if line.startswith(" > layout chosen for 4 ranks and 16 "))
+    assert any(line.startswith("     chosen: ") for line in output[start:])
+    assert "the same layout in another run: --pipeline-model-parallel-layout " in output[-1]
+    layout = layout_of(capsys, "--", *JOB, "--zero-bubble", LIMIT, "auto")["layout"]
+    assert layout["flags"] == output[-1].split("another run: ")[1]
+    # Units add up to what stages are estimated to need.
+    [row] = layout_of(capsys, "--", *JOB, "--zero-bubble", LIMIT, "auto", *shlex.split(layout["flags"]))["schedules"]
+    assert row["state_bytes"] == pytest.approx(layout["state_bytes"])
+    assert row["imbalance"] == pytest.approx(layout["imbalance"], abs=0.02)
+    assert row["iteration_ms"] == pytest.approx(layout["iteration_ms"], rel=0.02)
+    assert layout_of(capsys, "--", *JOB)["layout"] is None
+
+
+def test_the_search_of_a_large_job_needs_a_named_schedule(capsys, monkeypatch):
+    monkeypatch.setattr(results, "SEARCHED_JOB", 1)
+    output = lines_of(capsys, "--", *JOB, "--zero-bubble")
+    assert not any("layout chosen" in line for line in output)
+    assert any(line.startswith("layout: the search takes long") for line in output)
+    assert any("layout chosen" in line for line in lines_of(capsys, "--schedule", "auto", "--", *JOB, "--zero-bubble"))
+
+
+def test_where_no_schedule_is_possible_or_fits_the_layout_is_the_way_out(capsys):
+    tight = room_for("1f1b", "--recompute-granularity", "full", "--recompute-method", "uniform", *RECOMPUTED)
+    output = lines_of(capsys, *tight, "--schedule", "1f1b", "--", *JOB, "--zero-bubble")
+    [line] = [line for line in output if line.startswith("nothing fits, but with --pipeline-model-parallel-layout ")]
+    assert "--zero-bubble-recompute planned auto does (" in line
+    odd = [*JOB, "--num-layers", "30", "--zero-bubble"]
+    answer = layout_of(capsys, "--", *odd)
+    assert answer["schedules"] == []
+    assert "--num-layers 30 is not a multiple of the" in answer["refused"]["auto"]
+    assert sum(answer["layout"]["partition"]) == 30
+    assert min(answer["parameters_per_rank"]) > 0

@@ -10,7 +10,8 @@ left out. Times are numbers of operations divided by the speed that layers reach
 measured times (--profile). Memory is the sum of parameters, gradients and the optimizer's states, sharded as
 --zero-stage says, of the activations at the peak of the simulated schedule, and of --reserved-memory. The table shows
 the rank that needs most; a schedule fits if that rank does, and where none does, lines below the table say what
-recomputation would bring. `auto` is planned under --zero-bubble-memory-limit, and a
+recomputation would bring. Where the training's flags leave the layout of its layers to --zero-bubble, a second table
+shows the one that it would choose, and the flags that fix it. `auto` is planned under --zero-bubble-memory-limit, and a
 line below the table shows that limit in GiB.
 
 Activations are counted tensor by tensor, those of attention as the kernel keeps them that the job's flags choose on a

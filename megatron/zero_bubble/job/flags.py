@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.zero_bubble.job.aliases import check_window, pending_backwards
 from megatron.zero_bubble.job.flag_parser import flag
@@ -169,3 +172,9 @@ def limit_flag(flags: ZeroBubbleFlags) -> str:
     text = flags.zero_bubble_memory_limit or "1 (the default)"
     pending = pending_backwards(text)
     return f"--zero-bubble-memory-limit {text}" if pending is None else f"--zero-bubble-max-pending-backward {pending}"
+
+
+def flags_text(flags: Mapping[str, Any]) -> str:
+    """Flags, by name, as they are written on a command line; those that are None are left out."""
+    given = {flag_name(name): value for name, value in flags.items() if value is not None}
+    return " ".join(name if value is True else f"{name} {shlex.quote(str(value))}" for name, value in given.items())

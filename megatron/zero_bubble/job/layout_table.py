@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import Any
 
-from megatron.zero_bubble.job.flags import flag_name
+from megatron.zero_bubble.job.flags import flags_text
 from megatron.zero_bubble.job.layout_choice import LayoutChoice
 from megatron.zero_bubble.schedule.layouts import Layout, LayoutPlan
 from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts
@@ -36,8 +35,7 @@ def layout_lines(choice: LayoutChoice, flags: Mapping[str, Any]) -> Iterator[str
     gains = (f"{plan.time / chosen.time:.3f} times {plan.timeline.schedule.name}" for plan in choice.megatrons)
     if choice.megatrons:
         yield f"     as fast as, with Megatron's split: {', '.join(gains)}"
-    given = " ".join(_given(name, value) for name, value in flags.items() if value is not None)
-    yield f"     the same layout in another run: {given}"
+    yield f"     the same layout in another run: {flags_text(flags)}"
 
 
 def _unit_words(model: ModelCosts) -> Iterator[str]:
@@ -81,8 +79,3 @@ def layers_words(layout: Layout) -> str:
     """The layers of every stage in model order; `4x3` are three stages of four layers."""
     runs = ((count, len(list(stages))) for count, stages in groupby(layout.partition))
     return " ".join(str(count) if times == 1 else f"{count}x{times}" for count, times in runs)
-
-
-def _given(name: str, value: object) -> str:
-    """A flag as the user writes it."""
-    return flag_name(name) if value is True else f"{flag_name(name)} {shlex.quote(str(value))}"

@@ -19,9 +19,10 @@ def as_json(results: Results) -> dict[str, Any]:
     args, states = job.args, job.states
     assert args.global_batch_size is not None
     baseline = _baseline(found)
-    flops = model_flops(job)
+    shown, placement = results.shown
+    flops = model_flops(shown, placement)
     return {
-        "parameters_per_rank": [sum(held) for held in _parameters(job)],
+        "parameters_per_rank": [sum(held) for held in rank_parameters(shown.args, placement)],
         "bytes_a_parameter": states.bytes_a_parameter(job.replicas),
         "zero_stage": states.zero_stage,
         "num_microbatches": job.num_microbatches,
@@ -29,6 +30,7 @@ def as_json(results: Results) -> dict[str, Any]:
         "flops_of_a_microbatch": flops._asdict(),
         "device_memory_bytes": job.cluster.memory,
         "schedules": [one.as_json(baseline) for one in found],
+        "layout": None if results.layout is None else results.layout.as_json(),
         "refused": results.refused,
         "ways_out": [way.as_json() for way in results.ways_out],
         "notes": notes(results),
@@ -36,16 +38,14 @@ def as_json(results: Results) -> dict[str, Any]:
 
 
 def as_text(results: Results, *, per_rank: bool, markdown: bool) -> str:
-    parts = [_head(results.job), _schedules(results.found, markdown=markdown)]
+    parts = [_head(*results.shown), *([_schedules(results.found, markdown=markdown)] if results.found else [])]
     if per_rank:
         parts.append(_ranks(results.found, markdown=markdown))
     parts += [f"{note}\n" for note in notes(results)]
     parts += [f"{name}: {reason}\n" for name, reason in results.refused.items()]
+    if results.layout is not None:
+        parts.append("".join(f"{line}\n" for line in results.layout.lines()))
     return "\n".join(parts)
-
-
-def _parameters(job: EstimatedJob) -> list[Any]:
-    return rank_parameters(job.args, Placement("linear", job.args.pipeline_model_parallel_size))
 
 
 def _baseline(found: list[Estimate]) -> Estimate | None:
@@ -54,11 +54,11 @@ def _baseline(found: list[Estimate]) -> Estimate | None:
     return ours and (recomputing_in_backward(ours) if ours.timeline.schedule.recomputes else ours)
 
 
-def _head(job: EstimatedJob) -> str:
+def _head(job: EstimatedJob, placement: Placement) -> str:
     args, cluster, states = job.args, job.cluster, job.states
     assert args.global_batch_size is not None
-    counts = [sum(held) for held in _parameters(job)]
-    flops = model_flops(job)
+    counts = [sum(held) for held in rank_parameters(args, placement)]
+    flops = model_flops(job, placement)
     costs = "measured (--profile)" if job.profile is not None else f"{cluster.flops / 1e12:.4g} TFLOP/s in the layers"
     waiting = (
         "steps before the norm of all gradients is known"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from megatron.zero_bubble.cli.estimate.arguments import EstimateFlags
 from megatron.zero_bubble.cli.estimate.cluster import Cluster
@@ -43,6 +44,10 @@ class EstimatedJob:
     def replicas(self) -> int:
         """Number of ranks with the same parameters, which reduce gradients together and divide states by ZeRO."""
         return self.args.data_parallel_size * self.args.context_parallel_size
+
+    def with_flags(self, changed: Mapping[str, Any]) -> EstimatedJob:
+        """Return the job with other values of these flags of its training, by name."""
+        return replace(self, args=replace(self.args, **changed), flags=replace(self.flags, **changed))
 
     def awaited(self, placement: Placement) -> str | None:
         """Return what keeps iterations from overlapping under post-validation; None if nothing does."""

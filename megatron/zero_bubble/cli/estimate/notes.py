@@ -18,9 +18,9 @@ def notes(results: Results) -> list[str]:
 
 
 def _ways_out(results: Results) -> Iterator[str]:
-    if any(one.fits for one in results.found):
+    if not results.found or any(one.fits for one in results.found):
         return
-    if results.job.profile is not None:
+    if results.job.profile is not None and results.layout is None:
         yield "nothing fits; a profile does not say what recomputation would take: leave out --profile to estimate it"
     for way in results.ways_out:
         name, needed = way.best.timeline.schedule.name, way.best.memory_text

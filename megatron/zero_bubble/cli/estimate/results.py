@@ -1,4 +1,4 @@
-"""Estimates all schedules of a job and, where none of them fits, what recomputation would do."""
+"""Estimates all schedules of a job, its layout and, where no schedule fits, what would."""
 
 from __future__ import annotations
 
@@ -6,20 +6,28 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 from megatron.zero_bubble.cli.estimate.estimated_job import EstimatedJob
+from megatron.zero_bubble.cli.estimate.layout_estimate import LayoutEstimate, estimate_layout
 from megatron.zero_bubble.cli.estimate.schedule_estimate import Estimate, estimate
-from megatron.zero_bubble.job.flags import flag_name
+from megatron.zero_bubble.job.flags import flags_text
+from megatron.zero_bubble.job.layout_choice import is_layout_open
+from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.schedule.generators import ENTRIES, entry_of
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 T = TypeVar("T")
 
+_LAYOUT = "layout"
+"""Stands for the search of the layout beside names of schedules."""
+
 SMALL_JOB = 1000
 """Fewer pipeline ranks times microbatches than these are planned in one process."""
+SEARCHED_JOB = 4000
+"""Most pipeline ranks times microbatches of which the layout is searched where the user names no schedule."""
 _FULL: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 _PLANNED: dict[str, Any] = {
     "zero_bubble": True,
@@ -32,10 +40,10 @@ _WITHOUT: dict[str, Any] = {**dict.fromkeys(_FULL), "zero_bubble_recompute": Non
 
 @dataclass(frozen=True)
 class WayOut:
-    """What becomes of a job of which nothing fits if it recomputes activations."""
+    """What becomes of a job of which nothing fits if it has another layout or recomputes activations."""
 
     flags: str
-    """The flags that the job would be given, in place of its own for recomputation."""
+    """The flags that the job would be given, in place of its own for layout or recomputation."""
     best: Estimate
     """The fastest schedule that then fits, or, if none does, the one that needs the least memory."""
     reference_ms: float
@@ -58,33 +66,62 @@ class Results:
     job: EstimatedJob
     found: list[Estimate]
     refused: dict[str, str]
-    """By schedule that is not possible, the reason."""
+    """By schedule that is not possible, the reason; under `layout`, why no layout is."""
     ways_out: list[WayOut]
-    """Where nothing fits, what recomputation does; otherwise empty."""
+    """Where nothing fits, what another layout or recomputation does; otherwise empty."""
+    layout: LayoutEstimate | None = None
+    """The layout that the training would choose; None if its flags fix one, or none is possible."""
+
+    @property
+    def shown(self) -> tuple[EstimatedJob, Placement]:
+        """The job whose parameters and operations are shown, and its placement: with Megatron's split if it has one."""
+        if self.layout is None or self.found:
+            return self.job, Placement("linear", self.job.args.pipeline_model_parallel_size)
+        return self.layout.estimate.job, self.layout.choice.chosen.layout.placement
 
 
 def results_of(job: EstimatedJob, chosen: Sequence[str] | None) -> Results:
-    """Estimate the schedules `chosen`, or all that are planned quickly.
+    """Estimate the schedules `chosen`, or all that are planned quickly, and the layout if the flags leave it open.
 
     Raises:
-        ValueError: a schedule does not exist, or none of them is possible.
+        ValueError: a schedule does not exist, or nothing is possible.
     """
     names = chosen or [name for name, entry in ENTRIES.items() if not entry.is_slow]
-    found, refused = _estimates(job, names)
-    if not found:
+    is_searched = is_layout_open(job.flags) and (_is_searched_quickly(job) or chosen is not None)
+    found, refused, layout = _estimates(job, names, is_searched=is_searched)
+    if is_layout_open(job.flags) and not is_searched:
+        refused[_LAYOUT] = (
+            "the search takes long for a job of this size: name a schedule to have it, as --schedule auto"
+        )
+    if not found and layout is None:
         reasons = {reason: name for name, reason in reversed(refused.items())}
         raise ValueError("; ".join(f"--schedule {name}: {reason}" for reason, name in reversed(reasons.items())))
-    return Results(job, found, refused, list(_ways_out(job, found)))
+    return Results(job, found, refused, list(_ways_out(job, found, layout)), layout)
 
 
-def _estimates(job: EstimatedJob, names: Sequence[str]) -> tuple[list[Estimate], dict[str, str]]:
-    """Return the estimates of the schedules that are possible, and the reasons of those that are not, by name."""
+def _estimates(
+    job: EstimatedJob, names: Sequence[str], *, is_searched: bool
+) -> tuple[list[Estimate], dict[str, str], LayoutEstimate | None]:
+    """Return the estimates of what is possible, the reasons by name of what is not, and the layout if `is_searched`."""
     for name in names:
         entry_of(name)
-    estimates = _in_processes(partial(_estimate_or_reason, job), names, _num_processes(job))
-    answers = dict(zip(names, estimates, strict=True))
+    # The layout comes first, because its search takes longer than any schedule.
+    tasks = [*([_LAYOUT] if is_searched else []), *names]
+    answers = dict(zip(tasks, _in_processes(partial(_answer, job), tasks, _num_processes(job)), strict=True))
     found = [answer for answer in answers.values() if isinstance(answer, Estimate)]
-    return found, {name: answer for name, answer in answers.items() if isinstance(answer, str)}
+    refused = {name: answer for name, answer in answers.items() if isinstance(answer, str)}
+    layout = answers.get(_LAYOUT)
+    return found, refused, layout if isinstance(layout, LayoutEstimate) else None
+
+
+def _answer(job: EstimatedJob, task: str) -> Estimate | LayoutEstimate | str:
+    """Return the estimate of the schedule or of the layout, or the reason why it is not possible."""
+    if task != _LAYOUT:
+        return _estimate_or_reason(job, task)
+    try:
+        return estimate_layout(job)
+    except ValueError as error:
+        return str(error)
 
 
 def _estimate_or_reason(job: EstimatedJob, name: str) -> Estimate | str:
@@ -95,6 +132,11 @@ def _estimate_or_reason(job: EstimatedJob, name: str) -> Estimate | str:
         return str(error)
     assert one.iteration_ms > 0, "computed here, not where all estimates come together"
     return one
+
+
+def _is_searched_quickly(job: EstimatedJob) -> bool:
+    """Return whether the search of the layout takes no longer than the estimates of all schedules."""
+    return job.args.pipeline_model_parallel_size * job.num_microbatches <= SEARCHED_JOB
 
 
 def _num_processes(job: EstimatedJob) -> int:
@@ -114,11 +156,16 @@ def _in_processes(function: Callable[[str], T], names: Sequence[str], num_proces
         return list(processes.map(function, names))
 
 
-def _ways_out(job: EstimatedJob, found: Sequence[Estimate]) -> Iterator[WayOut]:
-    # A profile measures no recomputation that its run did not have.
-    if job.profile is not None or any(one.fits for one in found):
+def _ways_out(job: EstimatedJob, found: Sequence[Estimate], layout: LayoutEstimate | None) -> Iterator[WayOut]:
+    if not found or any(one.fits for one in found):
         return
     reference = min(one.iteration_ms for one in found)
+    if layout is not None:
+        yield WayOut(flags_text(layout.flags), layout.estimate, reference)
+        return
+    # A profile measures no recomputation that its run did not have.
+    if job.profile is not None:
+        return
     names = [one.timeline.schedule.name for one in found]
     if job.flags.recompute is not Recompute.FULL:
         yield from _way_out(job, _FULL, names, reference)
@@ -130,16 +177,12 @@ def _way_out(
     job: EstimatedJob, flags: Mapping[str, Any], names: Sequence[str], reference_ms: float
 ) -> Iterator[WayOut]:
     """Yield what `flags` bring in place of the job's own for recomputation, if any schedule is then possible."""
-    changed = {**_WITHOUT, **flags}
-    other = replace(job, args=replace(job.args, **changed), flags=replace(job.flags, **changed))
-    estimates, _ = _estimates(other, names)
+    other = job.with_flags({**_WITHOUT, **flags})
+    is_searched = is_layout_open(other.flags) and _is_searched_quickly(other)
+    estimates, _, layout = _estimates(other, names, is_searched=is_searched)
+    estimates += [] if layout is None else [layout.estimate]
     fitting = [one for one in estimates if one.fits]
     if fitting:
-        yield WayOut(_written(flags), min(fitting, key=lambda one: one.iteration_ms), reference_ms)
+        yield WayOut(flags_text(flags), min(fitting, key=lambda one: one.iteration_ms), reference_ms)
     elif estimates:
-        yield WayOut(_written(flags), min(estimates, key=lambda one: max(one.total_bytes)), reference_ms)
-
-
-def _written(flags: Mapping[str, Any]) -> str:
-    """Return flags as they are written on a command line."""
-    return " ".join(flag_name(name) if value is True else f"{flag_name(name)} {value}" for name, value in flags.items())
+        yield WayOut(flags_text(flags), min(estimates, key=lambda one: max(one.total_bytes)), reference_ms)

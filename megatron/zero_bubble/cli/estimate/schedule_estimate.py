@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, cast
 
 from megatron.zero_bubble.cli.estimate.cluster import rank_parameters, stages_of
 from megatron.zero_bubble.cli.estimate.estimated_job import EstimatedJob
@@ -24,9 +24,12 @@ from megatron.zero_bubble.schedule import (
 )
 from megatron.zero_bubble.schedule.formats import Profile
 from megatron.zero_bubble.schedule.generators import entry_of
+from megatron.zero_bubble.schedule.ir import PlacementKind
 from megatron.zero_bubble.schedule.memory_limit import MemoryLimit
+from megatron.zero_bubble.schedule.model_costs import UnitCosts
 from megatron.zero_bubble.schedule.recomputation import Recompute, without_recomputation
 from megatron.zero_bubble.training.flops import flops_per_iteration
+from megatron.zero_bubble.training.model_size import StageLayers, stage_parameters
 from megatron.zero_bubble.training.stage_size import Flops, stage_activations, stage_flops
 
 _SHORTEST = 1e-3
@@ -138,8 +141,7 @@ def estimate(job: EstimatedJob, name: str) -> Estimate:
         ValueError: the layers cannot be cut for it, or (as `ScheduleError`) it is not possible at these sizes.
     """
     args = job.args
-    chunks = (job.num_chunks or job.flags.model_chunks) if entry_of(name).takes_num_chunks else None
-    placement = placement_for(name, args.pipeline_model_parallel_size, chunks)
+    placement = _placement_of(job, name)
     costs = stage_costs(job, placement)
     held = rank_parameters(args, placement)
     states = tuple(job.states.of_rank(one, job.replicas, args.expert_model_parallel_size) for one in held)
@@ -164,6 +166,14 @@ def estimate(job: EstimatedJob, name: str) -> Estimate:
         # The device is too small for any plan: the one that needs the least says how much too small.
         schedule = plan(memory_limit=error.smallest_limit)
     return Estimate(job, simulate(schedule, costs), states, limit)
+
+
+def _placement_of(job: EstimatedJob, name: str) -> Placement:
+    """Return the placement of the schedule `name`; one for any placement takes that of the job's flags."""
+    entry, flags, num_ranks = entry_of(name), job.flags, job.args.pipeline_model_parallel_size
+    if entry.takes_placement and flags.zero_bubble_placement is not None:
+        return placement_for(name, num_ranks, flags.model_chunks, cast("PlacementKind", flags.zero_bubble_placement))
+    return placement_for(name, num_ranks, (job.num_chunks or flags.model_chunks) if entry.takes_num_chunks else None)
 
 
 def gib(num_bytes: float) -> str:
@@ -204,29 +214,46 @@ def stage_costs(job: EstimatedJob, placement: Placement) -> StageCosts:
     """
     if job.profile is not None:
         return _from_profile(job.profile, placement)
-    stages, args = stages_of(job.args, placement), job.args
-    flops = [stage_flops(args, stage) for stage in stages]
-    held = [stage_activations(args, stage) for stage in stages]
-    message = element_bytes(args) * args.micro_batch_size * args.seq_length * args.hidden_size
-    share = args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
+    stages = [unit_costs(job, stage) for stage in stages_of(job.args, placement)]
     turns = [placement.rank_of(s) == placement.rank_of(s + 1) for s in range(len(stages) - 1)]
-
-    def milliseconds(letter: str) -> tuple[float, ...]:
-        # A stage with the embedding alone computes next to nothing, but a cost must be above zero.
-        return tuple(max(_SHORTEST, 1e3 * getattr(one, letter) / job.cluster.flops) for one in flops)
-
     costs = StageCosts(
-        time_f=milliseconds("f"),
-        time_b=milliseconds("b"),
-        time_w=milliseconds("w"),
-        time_comm=tuple(0.0 if turn else job.cluster.message_ms(message / share) for turn in turns),
-        memory_f=tuple(one.after_f for one in held),
-        memory_b=tuple(one.after_b - one.after_f for one in held),
-        memory_w=tuple(-one.after_b for one in held),
-        time_r=tuple(1e3 * one.r / job.cluster.flops for one in flops),
-        memory_r=tuple(one.restored for one in held),
+        # A stage with the embedding alone computes next to nothing, but a cost must be above zero.
+        time_f=tuple(max(_SHORTEST, stage.time_f) for stage in stages),
+        time_b=tuple(max(_SHORTEST, stage.time_b) for stage in stages),
+        time_w=tuple(max(_SHORTEST, stage.time_w) for stage in stages),
+        time_comm=tuple(0.0 if turn else message_ms(job) for turn in turns),
+        memory_f=tuple(stage.memory_f for stage in stages),
+        memory_b=tuple(stage.memory_b for stage in stages),
+        memory_w=tuple(stage.memory_w for stage in stages),
+        time_r=tuple(stage.time_r for stage in stages),
+        memory_r=tuple(stage.memory_r for stage in stages),
     )
     return costs if job.flags.recompute is not Recompute.NONE else costs.recomputing_in_backward()
+
+
+def unit_costs(job: EstimatedJob, stage: StageLayers) -> UnitCosts:
+    """Return the costs of a part of the model in milliseconds and bytes, from its operations and tensors."""
+    args, operations_a_ms = job.args, job.cluster.flops / 1e3
+    flops, held = stage_flops(args, stage), stage_activations(args, stage)
+    return UnitCosts(
+        time_f=flops.f / operations_a_ms,
+        time_b=flops.b / operations_a_ms,
+        time_w=flops.w / operations_a_ms,
+        memory_f=held.after_f,
+        memory_b=held.after_b - held.after_f,
+        memory_w=-held.after_b,
+        time_r=flops.r / operations_a_ms,
+        memory_r=held.restored,
+        state=job.states.of_rank(stage_parameters(args, stage), job.replicas, args.expert_model_parallel_size),
+    )
+
+
+def message_ms(job: EstimatedJob) -> float:
+    """Return the time of the message of one microbatch between two pipeline ranks."""
+    args = job.args
+    message = element_bytes(args) * args.micro_batch_size * args.seq_length * args.hidden_size
+    share = args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
+    return job.cluster.message_ms(message / share)
 
 
 def _from_profile(profile: Profile, placement: Placement) -> StageCosts:
@@ -239,8 +266,8 @@ def _from_profile(profile: Profile, placement: Placement) -> StageCosts:
     )
 
 
-def model_flops(job: EstimatedJob) -> Flops:
+def model_flops(job: EstimatedJob, placement: Placement) -> Flops:
     """Return the operations of F, B, W and R of one microbatch, all stages together, on one tensor-parallel rank."""
-    stages = stages_of(job.args, Placement("linear", job.args.pipeline_model_parallel_size))
+    stages = stages_of(job.args, placement)
     each = [stage_flops(job.args, stage) for stage in stages]
     return Flops(*(sum(values) for values in zip(*each, strict=True)))
