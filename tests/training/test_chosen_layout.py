@@ -37,7 +37,7 @@ class Runs:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("chosen")
     chosen = {
-        "any": [*FLAGS, "--zero-bubble"],
+        "any": [*FLAGS, "--zero-bubble", "--save", str(folder / "checkpoints"), "--save-interval", "4"],
         "linear": [*FLAGS, "--zero-bubble", "--zero-bubble-placement", "linear"],
     }
     return Runs(folder, run_trainings(2, chosen, folder))
@@ -51,6 +51,14 @@ def test_a_table_shows_the_choice_and_megatrons_split_and_the_first_steps_run_th
     assert re.search(r"^     as fast as, with Megatron's split: [\d.]+ times auto, [\d.]+ times 1f1b$", printed, re.M)
     assert printed.index("layout chosen") < printed.index(" iteration ")
     assert " > zero-bubble plan; times measured up to step 6" in printed
+
+
+def test_a_job_that_goes_on_keeps_its_layout_and_its_numbers(runs: Runs) -> None:
+    (runs.folder / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("4")
+    load = {"resumed": [*FLAGS, "--zero-bubble", "--load", str(runs.folder / "checkpoints")]}
+    again = Runs(runs.folder, run_trainings(2, load, runs.folder))
+    assert f" > layout: that of the checkpoint in --load {runs.folder / 'checkpoints'}" in again.printed["resumed"]
+    assert again.numerics("resumed").splitlines() == runs.numerics("any").splitlines()[4:]
 
 
 def test_a_placement_that_is_asked_for_is_chosen(runs: Runs) -> None:
