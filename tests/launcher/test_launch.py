@@ -43,7 +43,7 @@ DRAWN = ("--keep-initial-weights", "--hidden-dropout", "0.1", "--seed", "7")
 def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One file of log lines a training; those without settings ran with megatron-core's own schedule."""
     folder = tmp_path_factory.mktemp("launcher")
-    ours, theirs, plain = (str(folder / name) for name in ("ours", "theirs", "plain"))
+    ours, theirs, plain, chosen = (str(folder / name) for name in ("ours", "theirs", "plain", "chosen"))
     first, rest = ("--train-iters", "2"), ("--train-iters", "4")
     trainings = {
         "base": (None, P2),
@@ -54,6 +54,8 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "zb-2p-untied": ({"schedule": "zb-2p"}, (*P2, *UNTIED)),
         "chosen": ({}, (*UNCLIPPED, *DRAWN)),
         "chosen-v": ({"placement": "v"}, (*UNCLIPPED, *DRAWN)),
+        "saved-in-a-v": ({"placement": "v"}, (*UNCLIPPED, *DRAWN, *first, "--save", chosen)),
+        "resumed-in-it": ({}, (*UNCLIPPED, *DRAWN, *rest, "--load", chosen)),
         "planned": (
             {"keep_layout": True, "profile_iters": [1, 2], "timeline": str(folder / "timeline"), "strict": True},
             P2,
@@ -71,7 +73,7 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "resumed-with-layout": ({}, (*P2, *rest, "--load", theirs)),
         "resumed-by-ours": ({"schedule": "zb-h1"}, (*P2, *rest, "--load", theirs)),
     }
-    for name in (ours, theirs, plain):
+    for name in (ours, theirs, plain, chosen):
         Path(name).mkdir()
     run_in_turn(trainings, folder)
     return folder
@@ -194,6 +196,16 @@ def test_the_layout_is_chosen_and_built_with_the_same_losses(logs: Path, trainin
     )
     assert losses == same
     assert len(losses) == 5
+
+
+def test_a_job_keeps_the_layout_that_was_chosen_for_its_checkpoint(logs: Path) -> None:
+    said = (logs / "resumed-in-it.0.txt").read_text()
+    assert " > layout: that of the checkpoint in --load" in said
+    for rank in range(2):
+        built = [(logs / f"{name}.{rank}.layers").read_text() for name in ("saved-in-a-v", "resumed-in-it")]
+        assert built[0] == built[1]
+        assert len(json.loads(built[0])) == 2
+    assert len(numbers_of(logs, "resumed-in-it")) > 2
 
 
 def test_a_checkpoint_of_one_layout_keeps_megatrons(logs: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
@@ -30,6 +31,8 @@ _PARTITION_FLAGS = (
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
 )
 """Flags that say how many layers a stage has."""
+SAVED_NAMES = ("pipeline_model_parallel_layout", "zero_bubble_placement", "zero_bubble_recompute")
+"""Arguments in a checkpoint that say which layout was chosen."""
 _RECOMPUTE_FLAGS = ("recompute_granularity", "recompute_method", "recompute_num_layers", "zero_bubble_recompute")
 
 
@@ -109,6 +112,22 @@ def flags_of_layout(flags: JobFlags, layout: Layout) -> Mapping[str, Any]:
     if layout.recompute is Recompute.PLANNED:
         chosen["zero_bubble_recompute"] = str(Recompute.PLANNED)
     return chosen
+
+
+def saved_choice(saved: Namespace, flags: JobFlags) -> ChosenLayout | None:
+    """The layout that was chosen for the job which saved its arguments in a checkpoint.
+
+    None if no layout was chosen for it, or if it had other pipeline ranks or layers than a job with `flags`.
+    """
+    chosen: dict[str, Any] = {name: getattr(saved, name, None) for name in SAVED_NAMES}
+    same = all(getattr(saved, name, None) == getattr(flags, name) for name in _KEPT_WITH)
+    if not same or chosen["zero_bubble_placement"] is None:
+        return None
+    return ChosenLayout({**chosen, "zero_bubble_seed_by_layer": True})
+
+
+_KEPT_WITH = ("pipeline_model_parallel_size", "num_layers")
+"""Flags that must be the same for a saved layout to be kept."""
 
 
 def _problem(flags: JobFlags, model: ModelCosts, baseline: Layout, free_bytes: float | None) -> LayoutProblem:

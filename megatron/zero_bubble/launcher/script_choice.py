@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import inspect
+import io
 import os
 from argparse import Namespace
 from dataclasses import replace
@@ -11,6 +14,7 @@ from pathlib import Path
 import torch
 from megatron.core import parallel_state
 
+from megatron.zero_bubble.job.layout_choice import SAVED_NAMES, ChosenLayout, saved_choice
 from megatron.zero_bubble.job.layout_search import new_choice
 from megatron.zero_bubble.job.profiling import given_profile
 from megatron.zero_bubble.job.settings import JobSettings, job_settings, with_layout
@@ -21,6 +25,7 @@ from megatron.zero_bubble.launcher.script_layouts import ScriptLayouts
 from megatron.zero_bubble.launcher.script_settings import check_chunks
 from megatron.zero_bubble.launcher.script_units import ScriptUnits
 from megatron.zero_bubble.mcore.placement import replace_embedding_groups
+from megatron.zero_bubble.runtime.joint import jointly
 
 _KEEPS_MEGATRONS = (
     *("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
@@ -34,12 +39,17 @@ _TRACKER = "latest_checkpointed_iteration.txt"
 def settle_layout(script: Namespace, job: JobSettings, units: ScriptUnits, setup: Call) -> JobSettings:
     """Choose what the flags leave open of the layout, before the call `setup` builds the model; a collective call.
 
-    Megatron's layout stays, with `zero_bubble_keep_layout` in the flags, where the script's model needs it or its costs
-    cannot be measured.
+    A job that goes on from a checkpoint keeps the layout that was chosen for it. Megatron's layout stays, with
+    `zero_bubble_keep_layout` in the flags, where the script's model needs it or its costs cannot be measured.
 
     Raises:
         LauncherError: no layout fits in the memory, or a flag does not work with the chosen one.
     """
+    choice = _saved_choice(script, job)
+    if choice is not None:
+        print_rank_0(f" > layout: that of the checkpoint in --load {script.load}")
+        with users_mistakes():
+            return with_layout(job, choice, os.environ, torch.cuda.is_available())
     if (reason := _reason_to_keep(script)) is not None:
         return megatrons_layout(script, job, reason)
     if not _builds_chunks(setup):
@@ -71,8 +81,9 @@ def megatrons_layout(script: Namespace, job: JobSettings, reason: str) -> JobSet
 def build_layout(script: Namespace, setup: Call, job: JobSettings, layouts: ScriptLayouts) -> None:
     """Make the call `setup` build the layout of `job`, after the process groups were made; a collective call."""
     placement = job.placement
+    for name in SAVED_NAMES:
+        setattr(script, name, getattr(job.flags, name))
     num_chunks = placement.num_chunks if placement.num_chunks > 1 else None
-    script.pipeline_model_parallel_layout = job.flags.pipeline_model_parallel_layout
     script.num_layers_per_virtual_pipeline_stage = script.num_virtual_stages_per_pipeline_rank = None
     script.virtual_pipeline_model_parallel_size = num_chunks
     parallel_state.set_virtual_pipeline_model_parallel_world_size(num_chunks)
@@ -86,6 +97,24 @@ def build_layout(script: Namespace, setup: Call, job: JobSettings, layouts: Scri
     if config is not None:
         config.virtual_pipeline_model_parallel_size = num_chunks
         layouts.place(config)
+
+
+def _saved_choice(script: Namespace, job: JobSettings) -> ChosenLayout | None:
+    """The layout that was chosen for the job whose checkpoint the script loads; None for a new job or other ranks."""
+    load = getattr(script, "load", None)
+    if not load or getattr(script, "finetune", False) or not Path(load, _TRACKER).is_file():
+        return None
+
+    def read() -> ChosenLayout | None:
+        from megatron.training.checkpointing import load_args_from_checkpoint
+
+        # Ranks communicate in it. It changes the arguments that it is given, and returns those of the checkpoint beside
+        # them, if it has some.
+        with contextlib.redirect_stdout(io.StringIO()):
+            result = load_args_from_checkpoint(copy.copy(script))
+        return saved_choice(result[1], job.flags) if isinstance(result, tuple) else None
+
+    return jointly(read)
 
 
 def _reason_to_keep(script: Namespace) -> str | None:

@@ -105,6 +105,12 @@ class Session:
         if self.flags.zero_bubble_post_validation:
             yield from needed_for_post_validation()
         yield Needed(
+            "megatron.training.checkpointing",
+            "load_args_from_checkpoint",
+            ("args",),
+            "reads the arguments in a checkpoint, with the layout that was chosen for its job",
+        )
+        yield Needed(
             "megatron.core.tensor_parallel.random",
             "CheckpointFunction.forward",
             ("run_function", "distribute_saved_activations"),

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from dataclasses import replace
-from typing import Any
 
 import torch
 
-from megatron.zero_bubble.job.layout_choice import ChosenLayout
+from megatron.zero_bubble.job.job_flags import JobFlags
+from megatron.zero_bubble.job.layout_choice import ChosenLayout, saved_choice
 from megatron.zero_bubble.job.layout_search import new_choice
 from megatron.zero_bubble.job.profiling import given_profile
 from megatron.zero_bubble.job.settings import JobSettings, with_layout
@@ -34,7 +34,7 @@ def settle_layout(args: Arguments, job: JobSettings, data_config: DataConfig) ->
     """
     if not job.is_layout_open:
         return args, job
-    choice = _saved_choice(args)
+    choice = _saved_choice(args, job.flags)
     if choice is None:
         profile = given_profile(job.flags)
         costs = profiled_costs(args, data_config, profile) if profile else measured_costs(args, data_config)
@@ -48,20 +48,10 @@ def settle_layout(args: Arguments, job: JobSettings, data_config: DataConfig) ->
     return args, job
 
 
-def _saved_choice(args: Arguments) -> ChosenLayout | None:
+def _saved_choice(args: Arguments, job_flags: JobFlags) -> ChosenLayout | None:
     """The layout that was chosen for the job whose checkpoint this one loads; None for a new job or other ranks."""
     if not args.load or args.finetune:
         return None
     folder = checkpoint_folder(args.load, on_rank(0, lambda: latest_iteration(str(args.load))))
     saved: Namespace = on_rank(0, lambda: read_common(folder))["args"]
-    names: dict[str, Any] = {
-        name: getattr(saved, name, None)
-        for name in ("zero_bubble_placement", "pipeline_model_parallel_layout", "zero_bubble_recompute")
-    }
-    names["zero_bubble_seed_by_layer"] = True
-    same = all(getattr(saved, name, None) == getattr(args, name) for name in _RANKS)
-    return ChosenLayout(names) if same and names["zero_bubble_placement"] is not None else None
-
-
-_RANKS = ("pipeline_model_parallel_size", "num_layers")
-"""Flags that must be the same for a saved layout to be kept."""
+    return saved_choice(saved, job_flags)
