@@ -48,8 +48,12 @@ class Job:
 
     def ranks(self) -> list[psutil.Process]:
         """The launcher's children, in the order of ranks."""
-        children = [p for p in self.processes() if p.ppid() == self.launcher.pid and "RANK" in p.environ()]
-        return sorted(children, key=lambda process: int(process.environ()["RANK"]))
+        children: dict[int, psutil.Process] = {}
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error, OSError, KeyError):  # it may end meanwhile
+                if process.ppid() == self.launcher.pid:
+                    children[int(process.environ()["RANK"])] = process
+        return [children[rank] for rank in sorted(children)]
 
     def wait_until(self, condition: Callable[[], bool], timeout: float = 120.0) -> None:
         """Return once `condition` holds or the job has ended."""

@@ -30,6 +30,8 @@ MOST_MOVES = 6
 """Further partitions that are planned for a placement, unless it has many operations."""
 MOVED_OPERATIONS = 20_000
 """Operations that the plans of further partitions have together, if that allows more than one."""
+MUCH_BUBBLE = 0.25
+"""Bubble rate of the best layout from which on all placements are also tried with the next way to recompute."""
 WORTH_RECOMPUTING = 0.05
 """Bubble rate from which on recomputation is tried although everything has room."""
 SIMPLER = 1.02
@@ -80,7 +82,7 @@ class LayoutProblem:
     Attributes:
         schedule: name of the schedule that is planned for a layout, for any placement among them.
         placements: those to choose from.
-        recomputes: what may be recomputed. All but the first are tried only with the best layouts of the first.
+        recomputes: what may be recomputed. All but the first are tried only where the best layout has a bubble.
         partition: the layers of every stage, if they are fixed.
         capacity: memory of a rank for its states and activations, in the unit of the costs; None for no limit.
         activations: memory of a rank for its activations alone; None for no limit.
@@ -153,9 +155,9 @@ def search_layouts(problem: LayoutProblem) -> list[LayoutPlan]:
     refused: list[ScheduleError] = []
     for recompute in problem.recomputes:
         tried = [_start(quick, placement, recompute) for placement in problem.placements]
-        plans = [plan for plan in tried if isinstance(plan, LayoutPlan)]
+        plans += (plan for plan in tried if isinstance(plan, LayoutPlan))
         refused += (error for error in tried if isinstance(error, ScheduleError))
-        if plans:
+        if plans and min(plans, key=_time).timeline.bubble_rate < MUCH_BUBBLE:
             break
     if not plans:
         infeasible = [error for error in refused if isinstance(error, Infeasible)]
