@@ -61,7 +61,7 @@ def test_the_registry_is_consistent_and_cannot_be_changed():
         assert entry.name == name
         assert "\n" not in entry.summary
         options = {"costs", "num_chunks", "memory_limit", "group_size", "overlap_communication", "recompute"}
-        assert entry.options <= options | {"placement", "post_validation"}
+        assert entry.options <= options | {"placement", "post_validation", "budget"}
     with pytest.raises(TypeError):
         ENTRIES["mine"] = entry_of("1f1b")
 

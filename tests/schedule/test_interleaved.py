@@ -104,7 +104,7 @@ def test_splitting_w_costs_no_memory():
     [
         (4, 6, {}, "6 microbatches in groups of 4 leave a last group of 2"),
         (4, 2, {}, "needs at least 4 microbatches"),
-        (4, 8, {"num_chunks": 1}, "at least 2 chunks a rank, got 1"),
+        (4, 8, {"num_chunks": 1}, "at least 2 chunks a rank to interleave them, got 1"),
         (4, 8, {"group_size": 3}, r"groups of 4 \(the ranks\) to 8 \(the microbatches\), got 3"),
         (4, 8, {"group_size": 9}, r"groups of 4 \(the ranks\) to 8 \(the microbatches\), got 9"),
         (4, 8, {"group_size": 5}, "8 microbatches in groups of 5 leave a last group of 3"),

@@ -27,9 +27,11 @@ INTERLEAVED = {
     "base-chunks": (),
     "interleaved-1f1b": ("--zero-bubble-schedule", "interleaved-1f1b"),
     "interleaved-zb": ("--zero-bubble-schedule", "interleaved-zb"),
-    "auto-chunks": ("--zero-bubble",),
+    "auto-chunks": ("--zero-bubble", "--zero-bubble-keep-layout"),
     "base-no-dropout": NO_DROPOUT,
-    "auto-no-dropout": (*NO_DROPOUT, "--zero-bubble", "--zero-bubble-memory-limit", "0.7"),
+    "auto-no-dropout": (
+        *(*NO_DROPOUT, "--zero-bubble", "--zero-bubble-keep-layout", "--zero-bubble-memory-limit", "0.7"),
+    ),
 }
 CLIPPED = ("--clip-grad", "0.05")
 """The gradient norm is above this in every iteration: the whole model depends on the norm's last bit."""
