@@ -24,7 +24,7 @@ COLLECTIVES = (
 Call = tuple[tuple[int, ...], str, tuple[int, ...]]
 """(global ranks of the group, collective, elements of each tensor)."""
 IN_VALIDATION = " in VALIDATE"
-"""What follows the name of a collective that is started while a step is validated within the schedule."""
+"""Suffix of the name of a collective that is started while the schedule validates a step."""
 
 
 @contextmanager

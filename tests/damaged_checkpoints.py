@@ -107,19 +107,19 @@ def evil(folder: Path) -> list[Evil]:
 
 
 def evil_bytes(folder: Path) -> list[torch.Tensor]:
-    """As Transformer Engine keeps the state of FP8, which it unpickles by itself."""
+    """A pickle that runs code, in bytes as Transformer Engine keeps the state of FP8, which it unpickles itself."""
     return [torch.frombuffer(bytearray(pickle.dumps(Evil(marker_of(folder)))), dtype=torch.uint8)]
 
 
 def evil_file(folder: Path) -> list[io.BytesIO]:
-    """As it was kept before Transformer Engine 2."""
+    """The same in a file in memory, as Transformer Engine kept the state of FP8 before its version 2."""
     file = io.BytesIO()
     torch.save(evil(folder), file)
     return [file]
 
 
 def renamed(part: str) -> Callable[[Path], None]:
-    """The part of another model."""
+    """Damage that puts the part of another model into a checkpoint."""
 
     def rename(folder: Path) -> None:
         metadata = pickle.loads((folder / ".metadata").read_bytes())
@@ -192,7 +192,7 @@ def failing(owner: Any, name: str) -> Iterator[None]:
 
 
 def disk_faults() -> dict[str, Any]:
-    """By name: what makes saving fail. Rank 1 alone, or both, write too much; or rank 0 finds the disk full."""
+    """The faults that make saving fail, by name: rank 1 or both write too much, or rank 0 finds the disk full."""
     from megatron.core.dist_checkpointing import serialization
     from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync

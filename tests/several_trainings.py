@@ -22,10 +22,10 @@ SPOIL = "spoil:"
 RULES = "nccl:"
 """`nccl:SEED` among the flags: this training keeps NCCL's rules."""
 WARM_UP = "warm-up"
-"""Among the flags: every stage computes once before the first step, as it does on a GPU."""
+"""`warm-up` among the flags: every stage computes once before the first step, as it does on a GPU."""
 
 COLLECTIVES = "collectives"
-"""Among the flags: each rank writes the collectives that it starts to `NAME.RANK.calls`."""
+"""`collectives` among the flags: each rank writes the collectives that it starts to `NAME.RANK.calls`."""
 
 
 def take(flags: list[str], prefix: str) -> list[str]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 
 WEIGHT = "decoder.layers.0.mlp.linear_fc1.weight"
-"""Of the chunk whose forward step it is."""
+"""The parameter that is spoiled, in the chunk whose forward step runs."""
 
 
 def spoil(what: str, model: Any, output: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ LAYERS = ("schedule", "runtime", "mcore", "schedules", "job", "training", "launc
 BESIDE = {"launcher": ("training",)}
 """Layers that do not import each other, whichever stands first."""
 ALLOWED = {"schedule": (), "runtime": ("torch",)}
-"""What else of these two a layer may import; the others may import both."""
+"""Which of torch and megatron.core these layers may import; all other layers may import both."""
 
 
 def imports_of(path: Path, package: str) -> set[str]:

@@ -23,7 +23,7 @@ PAPER = {
 }
 """Zero Bubble Pipeline Parallelism (ICLR 2024), Table 3."""
 CHUNKS = {"1.5B": 3, "6.2B": 4, "14.6B": 3, "28.3B": 2}
-"""Of its interleaved schedules."""
+"""Chunks a rank of each model's interleaved schedules."""
 MODELS = [name.lower() for name in PAPER]
 ONE_CHUNK = ["megatron-core", "1f1b", "zb-h1", "zb-h2", "zb-1p", "zb-2p", "auto"]
 SEVERAL_CHUNKS = ["megatron-core-interleaved", "interleaved-1f1b", "interleaved-zb"]

@@ -40,11 +40,11 @@ PRESENT = (
         "psutil",
     ),
 )
-"""What a container with torch has; megatron-core is brought, and nothing of ours or of `[dev]` is installed."""
+"""The packages of a container with torch. It has nothing of ours or of `[dev]`; megatron-core is brought to it."""
 
 
 def run_in_a_container(folder: Path, *flags: str) -> tuple[int, dict[str, Any], str]:
-    """From a clone, by the interpreter alone with these packages: status, what was found, and what was printed."""
+    """Run the check from a clone with the packages of a container; return its status, its JSON and its output."""
     installed = Path(sysconfig.get_paths()["purelib"])
     if not (installed / "torch").exists():
         installed = Path(torch.__file__).parents[1]
@@ -74,13 +74,13 @@ def run_in_a_container(folder: Path, *flags: str) -> tuple[int, dict[str, Any], 
 
 
 def verdicts(found: dict[str, Any]) -> dict[tuple[str, str], str]:
-    """By backend and training."""
+    """The verdict on each training, by its backend and its name."""
     trainings = found["ranks"]["trainings"]
     return {(one["backend"], f"{one['layout']}: {one['cell']}"): one["verdict"] for one in trainings}
 
 
 def test_ranks_over_gloo_and_through_host_memory_equal_megatron_core(tmp_path):
-    """One layout, from a clone where nothing of ours is installed."""
+    """One layout is checked, from a clone where nothing of ours is installed."""
     status, found, printed = run_in_a_container(tmp_path, "--cell", "interleaved-zb")
     layout = "PP4, two chunks a rank"
     expected = {f"{layout}: {REFERENCE}": "reference", f"{layout}: interleaved-zb": "equal"}

@@ -81,7 +81,7 @@ def test_tensor_parallel_ranks_share_matrices_and_column_biases():
 
 @pytest.mark.parametrize("model", MODELS)
 def test_operations_are_those_of_the_log_line(model):
-    """Which counts half of the attention's products, for a causal mask; unfused attention computes all of them."""
+    """The log line counts half of the attention's products, for a causal mask; unfused attention computes all."""
     args = arguments("--global-batch-size", "8", "--attention-backend", "unfused", *MODELS[model])
     stages = stages_of(args, Placement("linear", 2))
     computed = 4 * sum(stage_flops(args, stage).total for stage in stages)
@@ -163,7 +163,7 @@ def job(*flags: str, tool: list[str] = TOOL) -> EstimatedJob:
 
 
 def paper_job(name: str) -> EstimatedJob:
-    """What examples/estimate_paper.sh asks for."""
+    """The job that examples/estimate_paper.sh estimates."""
     size = PAPER[name]["model"]
     p, batch = size["pipeline"], size["micro_batch"]
     flags = ["--num-layers", size["layers"], "--hidden-size", size["hidden"], "--num-attention-heads", size["heads"]]

@@ -131,7 +131,7 @@ def test_collectives_on_copies_equal_those_on_the_tensors(tmp_path: Path) -> Non
 
 
 def test_tensors_of_another_device_are_left_alone(monkeypatch) -> None:
-    """Where ranks share a GPU, what is on the host goes to gloo as it is."""
+    """A tensor on the host goes to gloo as it is, where tensors on the GPU are copied first."""
     calls = []
     monkeypatch.setattr(dist.ProcessGroup, "broadcast", lambda group, *arguments: calls.append(arguments))
     undo = stage_collectives("cuda")

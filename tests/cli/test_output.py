@@ -29,7 +29,7 @@ def full(tmp_path: Path) -> Path:
 
 
 def run(*words: object, **options: object) -> tuple[int, str]:
-    """(exit status, errors)"""
+    """Run the command; return its exit status and what it wrote to stderr."""
     result = subprocess.run([*TOOL, *map(str, words)], stderr=subprocess.PIPE, text=True, check=False, **options)
     return result.returncode, result.stderr
 

@@ -68,7 +68,7 @@ def run(installed: Path, *command: str, cwd: Path) -> subprocess.CompletedProces
 
 
 def entry_point(installed: Path) -> tuple[str, ...]:
-    """What the console script `zero-bubble` does, from the metadata that an installer reads."""
+    """Arguments of python that run what the wheel's metadata says of the console script `zero-bubble`."""
     [file] = installed.glob("*.dist-info/entry_points.txt")
     _, target = next(line for line in file.read_text().splitlines() if line.startswith("zero-bubble")).split(" = ")
     module, function = target.split(":")

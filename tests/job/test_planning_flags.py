@@ -19,12 +19,12 @@ from tests.checked_flags import checked, checked_job
 
 PLANNED = {"--zero-bubble": None, "--global-batch-size": "16"}
 KEPT: dict[str, str | None] = {"--zero-bubble-keep-layout": None}
-"""Without this flag a profile of another layout is used, to choose one."""
+"""Keeps the layout: without this flag a profile of another layout is not refused, but used to choose a layout."""
 SCHEDULE = generate("zb-h1", 4, 8)
 
 
 def refusal(changes: dict[str, str | None]) -> str:
-    """What the user is told: one line."""
+    """The one line with which these flags are refused."""
     with pytest.raises(ValueError, match=r"^[^\n]+$") as error:
         checked({**PLANNED, **changes})
     return str(error.value)
@@ -70,7 +70,7 @@ def test_a_profile_of_another_run_is_refused(changes, difference, tmp_path: Path
 
 
 def test_megatron_lm_leaves_one_group_where_keys_are_not_grouped():
-    """Under the launcher; ours says as many as heads: a profile made by one is of use to the other."""
+    """Megatron-LM's arguments say one group there and ours as many as heads; profiles of both describe one model."""
     ours = checked(PLANNED)
     theirs = replace(ours, num_query_groups=1)
     assert not ours.group_query_attention

@@ -71,7 +71,7 @@ def flags(*more: str) -> Arguments:
 
 
 def test_the_watchdog_speaks_before_a_collective_gives_up() -> None:
-    """Its word is worth more: that of a collective names an address."""
+    """The watchdog names the operation that hangs; the timeout of a collective names only an address."""
     assert stall_timeout(flags()) == 540.0
     assert stall_timeout(flags("--distributed-timeout-minutes", "1")) == 54.0
     check_stall_timeout(flags("--zero-bubble-timeout", "599"))

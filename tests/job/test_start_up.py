@@ -67,7 +67,7 @@ def test_a_rank_alone_ends_in_order(monkeypatch, capsys):
 
 
 def test_torchrun_finds_the_line(monkeypatch, tmp_path: Path, capsys):
-    """In the file that it reads, in the form in which it prints it; and earlier than the ends of the other ranks."""
+    """The line is in the file that torchrun reads, in the form that it prints, dated before the other ranks' ends."""
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
     now = int(time.time())

@@ -32,7 +32,7 @@ from megatron.zero_bubble.launcher.session import Session, cpu_hooks
 ROOT = Path(__file__).parents[2]
 RECORD = Path(__file__).with_suffix(".json")
 Functions = dict[str, "list[str] | None"]
-"""By full name: the parameters, None where there is no such function."""
+"""The parameters of functions by full name; None where a version has no such function."""
 
 
 class Source:
@@ -124,7 +124,7 @@ def _is_megatron(module: str) -> bool:
 
 
 def imported() -> set[str]:
-    """What the launcher, and all of ours that it imports, takes from megatron-core by name."""
+    """The names that the launcher, and all of ours that it imports, takes from megatron-core."""
     names: set[str] = set()
     ours, seen = ["megatron.zero_bubble.launcher.main"], set()
     while ours:

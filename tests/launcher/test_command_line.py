@@ -130,7 +130,7 @@ def test_enable_takes_the_flags_by_name():
 
 
 def test_looking_ahead_does_not_load_megatron_core():
-    """It is loaded after the substitutions for a machine without CUDA, which it reads when it is imported."""
+    """megatron-core must be imported after the substitutions for a machine without CUDA, which it reads then."""
     arguments = ["--num-layers", "4", "--pipeline-model-parallel-size", "2", "--micro-batch-size", "1"]
     arguments += ["--pipeline-model-parallel-layout", "Et|t|t|tL"]
     program = (

@@ -156,14 +156,14 @@ def test_seeds_of_layers_draw_the_same_in_an_uneven_v(logs: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_an_uneven_v_gives_the_same_losses(chunk_logs: Path) -> None:
-    """On the last rank, which logs them, although the first holds them; norms are added up in another order."""
+    """The last rank logs the losses that the first computes; norms differ because they are summed in another order."""
     ours, theirs = (numbers_of(chunk_logs, training) for training in ("zb-v", "base-unclipped"))
     assert ours[0:8:2] + ours[8:] == theirs[0:8:2] + theirs[8:]
     assert [float.fromhex(x) for x in ours[1:8:2]] == pytest.approx([float.fromhex(x) for x in theirs[1:8:2]], rel=1e-6)
 
 
 def test_costs_are_measured_before_the_script_builds_its_model(logs: Path) -> None:
-    """On every rank the same, with the script's own layers, and without a trace in the training's numbers."""
+    """Every rank has the same costs, of the script's own layers, and the training's numbers do not change."""
     costs, others = (json.loads((logs / f"measured.{rank}.costs").read_text()) for rank in range(2))
     assert costs == others
     assert len(costs["layers"]) == 6

@@ -33,7 +33,7 @@ def test_every_supported_version_is_recorded_and_no_other():
 
 @pytest.mark.parametrize("version", FUNCTIONS)
 def test_a_version_has_every_function_of_the_tables_with_its_parameters(version: str):
-    """One that is not recorded: `megatron_functions.py` says how to record it."""
+    """Where this fails for a function that is not recorded, `megatron_functions.py` says how to record it."""
     recorded = FUNCTIONS[version]
     assert recorded.keys() == {needed.target for needed in tables()}
     for needed in tables():
@@ -46,7 +46,7 @@ def test_a_version_has_every_function_of_the_tables_with_its_parameters(version:
 
 
 def test_every_version_has_everything_that_is_imported():
-    """Only modules that something is imported from are recorded: `megatron_functions.py` says how to record others."""
+    """Where this fails for a module that is not recorded, `megatron_functions.py` says how to record it."""
     names = [name.rpartition(".")[::2] for name in sorted(imported())]
     assert [module for module, _ in names if module not in COMMON] == []
     assert [f"{module}.{name}" for module, name in names if name not in COMMON[module]] == []

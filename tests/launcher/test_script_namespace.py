@@ -62,7 +62,7 @@ def test_both_are_found(checkout: Path, tmp_path: Path, is_package: bool) -> Non
 
 
 def test_our_package_is_found_from_its_own_folder(checkout: Path) -> None:
-    """Where the working directory was the only way to it, as in a clone that is not installed."""
+    """A clone that is not installed is importable only because it is the working directory; that must do."""
     core, *_, ours, _ = launch(checkout / "pretrain.py", ROOT)
     assert core.startswith(str(checkout))
     assert ours.startswith(str(ROOT))

@@ -44,7 +44,7 @@ class _Linear(torch.autograd.Function):
 
 
 class DeferringLinear(torch.nn.Module):
-    """Its output comes with a bias that is added elsewhere, as Megatron's wrappers have it."""
+    """A linear layer that can defer its W; like Megatron's wrappers it returns its output and its bias apart."""
 
     def __init__(
         self, input_size: int, output_size: int, *, delay_wgrad_compute: bool, fuse_wgrad_accumulation: bool

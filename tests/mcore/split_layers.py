@@ -85,7 +85,7 @@ def gradients_of(model: torch.nn.Module, data: list[tuple[torch.Tensor, torch.Te
 
 
 def assert_equal(ours: Gradients, expected: Gradients) -> None:
-    """Bit for bit."""
+    """Assert that both hold the same gradients, bit for bit."""
     assert ours.keys() == expected.keys()
     for name, gradient in expected.items():
         if gradient is None:

@@ -62,7 +62,7 @@ def run(module: torch.nn.Module, num_groups: int, mask: torch.Tensor | None) -> 
 
 
 def documents() -> torch.Tensor:
-    """As of --reset-attention-mask: the second sequence of the batch begins anew at its fifth token."""
+    """A mask like that of --reset-attention-mask: a new document begins at the fifth token of the second sequence."""
     mask = torch.ones(BATCH, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
     mask[1, 0, 4:, :4] = True
     return mask
@@ -132,7 +132,7 @@ def test_with_apex_on_a_gpu_its_kernel_accumulates_gradients_unless_a_flag_says_
 
 
 def trainer(*flags: str, has_cuda: bool = False) -> tuple[Arguments, TransformerConfig]:
-    """What `pretrain_gpt.py` makes of these flags on a machine with or without CUDA."""
+    """The arguments and the model configuration that `pretrain_gpt.py` makes of these flags, with or without CUDA."""
     parsed = parse_arguments([*TINY_GPT, "--num-layers", "2", *flags])
     args, _ = complete_and_check(parsed, {}, has_cuda, for_this_machine=False)
     args = replace(args, padded_vocab_size=128)

@@ -27,7 +27,7 @@ from tests.evil_pickle import Evil
 
 
 def description(*, file: str = "__0_0.distcp") -> Metadata:
-    """What torch and megatron-core describe a checkpoint of one tensor and one object by."""
+    """The metadata that torch and megatron-core write for a checkpoint of one tensor and one object."""
     place, size = MetadataIndex("weight", torch.Size([0, 0])), torch.Size([2, 3])
     tensor = TensorStorageMetadata(
         TensorProperties(dtype=torch.bfloat16), size, [ChunkStorageMetadata(torch.Size([0, 0]), size)]
@@ -145,7 +145,7 @@ def test_arrays_of_either_numpy_are_read(tmp_path, name):
 
 @pytest.mark.parametrize("is_zip", [True, False])
 def test_what_is_common_cannot_run_code(tmp_path, monkeypatch, is_zip):
-    """Not even where the environment tells torch to trust files."""
+    """It is refused even where the environment tells torch to trust files."""
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     save_common(tmp_path, {**COMMON, "evil": Evil(tmp_path / "marker")}, _use_new_zipfile_serialization=is_zip)
     assert refusal(read_common, tmp_path) == (

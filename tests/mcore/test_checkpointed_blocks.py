@@ -190,7 +190,7 @@ def test_r_gathers_what_tensor_parallel_ranks_have_kept_their_parts_of():
 
 
 def test_an_input_that_was_divided_is_whole_again_after_r():
-    """Also where hooks pack what is saved, as those that measure memory do."""
+    """The test installs hooks that pack saved tensors, because measuring memory on a CPU does so too."""
     hidden, gradient = torch.rand(2, 1, 4, requires_grad=True), torch.rand(2, 1, 4)
     expected = torch.autograd.grad(hidden.sin(), hidden, gradient)[0]
     store = RecomputationStore()

@@ -62,7 +62,7 @@ def test_outside_of_deferring_a_split_layer_runs_the_fused_backward(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_layer_that_is_used_twice_has_one_gradient_a_microbatch(dtype):
-    """As the output layer under multi-token prediction."""
+    """A layer is used twice where multi-token prediction shares the output layer."""
     store, model = WeightGradStore(), Layers(dtype, num_uses=2)
     split_weight_gradients([model], store)
     expected = run_fused(Layers(dtype, num_uses=2), dtype)
@@ -158,7 +158,7 @@ class Gathering:
 
 
 def test_with_sequence_parallelism_the_next_layers_input_is_gathered_while_this_one_multiplies(monkeypatch):
-    """A group of one rank stands for the tensor-parallel ranks: what it gathers is what was kept."""
+    """The gather among tensor-parallel ranks is faked in one process: it gives back what this rank kept."""
     calls: list[str] = []
 
     def gather(whole, kept, group, async_op):
@@ -179,7 +179,7 @@ def test_with_sequence_parallelism_the_next_layers_input_is_gathered_while_this_
     for layer in layers:
         layer.column.sequence_parallel, layer.column.allreduce_dgrad = True, False
     assert_equal(run_split(model, store), run_fused(torch.nn.Sequential(Layers(), Layers())))
-    # Of a row-parallel layer, which comes first, nothing has to be gathered.
+    # The row-parallel layer of each pair multiplies first, and its input needs no gather.
     assert calls == ["gather", "multiplied", "wait", "multiplied"] * 2 * MICROBATCHES
 
 

@@ -43,7 +43,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def main_grads(dtype: torch.dtype, *, fp32_main_grad: bool, fuses: bool, run: str) -> dict[str, torch.Tensor]:
-    """Of layers in DDP, with apex (`fuses`) or without."""
+    """The `main_grad` of every parameter after one step of layers in DDP, with apex (`fuses`) or without it."""
     store, model = WeightGradStore(), Layers(dtype)
     for layer in (model.column, model.row):
         layer.gradient_accumulation_fusion = fuses

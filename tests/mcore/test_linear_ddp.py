@@ -54,7 +54,7 @@ class Trained:
         return recording
 
     def step(self, *operations: str) -> dict[str, torch.Tensor]:
-        """One step of these operations; the gradients at its end."""
+        """Run these operations as one step and return the gradients at its end."""
         self.events.clear()
         self.ddp.zero_grad_buffer()
         data, grad_sync = microbatches(self.dtype), GradSync(self.ddp.no_sync, 1)
@@ -114,7 +114,7 @@ def test_main_grad_is_that_of_autograd_in_every_order(dtype, num_uses, overlap, 
 
 @pytest.mark.parametrize("order", ORDERS, ids=" ".join)
 def test_a_bucket_is_reduced_as_soon_as_its_last_gradient_is_there(order):
-    """At the W of the last microbatch: never at its B, nor at the W of an earlier one that runs after that B."""
+    """Its reduction starts at the W of the last microbatch, not at that microbatch's B or at an earlier one's W."""
     trained = Trained(torch.float32, is_split=True, overlap=True)
     assert len(trained.ddp.bucket_groups) > 1
     trained.step(*order)
@@ -179,7 +179,7 @@ def test_a_model_that_is_wrapped_already_is_refused():
 
 
 def test_ddp_that_would_lose_what_w_brings_is_refused():
-    """It takes a gradient when autograd comes by, in B: that of a W after the last B would stay behind."""
+    """Without `delay_wgrad_compute` DDP reduces gradients in B, so that it would miss a W that runs later."""
     model = Layers(torch.float32)
     split_weight_gradients([model], WeightGradStore())
     config = get_model_config(model)

@@ -105,7 +105,7 @@ def job(request: pytest.FixtureRequest) -> Iterator[Arguments]:
 
 
 def peaks(schedule: Schedule, *, until: str) -> tuple[float, ...]:
-    """Of the simulated microbatches that are alive on each rank from F until B, or until W."""
+    """The most microbatches alive at once on each rank in the simulation; one lives from its F to its B or its W."""
     b, w = (-1, 0) if until == "B" else (0, -1)
     costs = StageCosts.uniform(schedule.num_stages, memory_f=1, memory_b=b, memory_w=w)
     return tuple(simulate(schedule, costs).peak_memory)

@@ -32,9 +32,9 @@ from megatron.zero_bubble.schedule import Placement
 CPU = torch.device("cpu")
 NAN = float("nan")
 PACES = (0.02, 0.3, 5.0)
-"""How likely a message is to be delivered next, where a rank that can go on has 1."""
+"""Chances of a message to be delivered next, relative to the chance 1 of each rank that can continue."""
 LATE = (0, 1, 5, 50)
-"""How often a sender that asks hears that its message is under way, when it has gone."""
+"""Numbers of times that a sender is told that a delivered message is still under way."""
 
 
 class Fault(Exception):
@@ -118,7 +118,7 @@ class SimulatedNccl:
         return result
 
     def _end(self, error: BaseException) -> None:
-        """Nobody goes on: the first error is the one to tell."""
+        """Stop all ranks, and keep the first error to raise it."""
         if self._error is None:
             self._error = error
             for turn in self._turns:
@@ -174,7 +174,7 @@ class _Channel:
 
 
 class _Group:
-    """One rank's end of a channel, with the interface of torch.distributed's backends."""
+    """A rank's end of a channel, with the interface of torch.distributed's backends."""
 
     def __init__(self, channel: _Channel, rank: int) -> None:
         self._channel, self._rank = channel, rank
@@ -196,7 +196,7 @@ class _Group:
 
 
 class SentMemory:
-    """Where the values of a message are. It does not keep that memory alive."""
+    """The memory that holds the values of a message. It is not kept alive, so that its release can be noticed."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._storage = weakref.ref(tensor.untyped_storage())
@@ -221,7 +221,7 @@ class _Send:
         self._num_late = channel.network.random.choice(LATE)
 
     def read(self) -> torch.Tensor:
-        """What is delivered."""
+        """Deliver the message: return the values that its memory holds now."""
         self._is_delivered = True
         values, is_there = self._memory.read()
         if not is_there:

@@ -45,7 +45,7 @@ def test_channels_are_the_ordered_pairs_of_ranks_that_hold_neighbouring_stages(p
 
 
 def rounds_to_open(placement: Placement) -> int:
-    """How many channels open one after the other, when both ends of each go through their own in order."""
+    """Rounds in which all channels open, where a rank opens one channel a round, in order."""
     busy_until = [0] * placement.num_ranks
     for ends in channels(placement):
         both = max(busy_until[rank] for rank in ends) + 1
@@ -66,7 +66,7 @@ def over_gloo(placement: Placement, rank: int, timeout: float = 60.0) -> TorchCo
 
 
 def job(rank: int, num_ranks: int, store: str) -> None:
-    """One process of the job; an assertion that fails in it fails the test."""
+    """Run one process of the job; an assertion that fails in it fails the test."""
     torch.set_num_threads(1)
     timeout = timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=timeout)
@@ -100,7 +100,7 @@ def a_part_of_a_tensor_is_sent_as_its_values(communicator: TorchCommunicator, ra
 
 
 def a_sent_tensor_may_lose_its_storage(communicator: TorchCommunicator, rank: int) -> None:
-    """As megatron-core does with a stage's output: the message keeps the values until it has arrived."""
+    """A message keeps its values until it has arrived, although megatron-core frees a stage's output before that."""
     if rank == 0:
         output = message(0, 1, 5)
         send = communicator.send(output, 1)

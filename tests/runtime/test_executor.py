@@ -50,7 +50,7 @@ def name_of(schedule: Schedule) -> str:
 
 
 def assert_equal(ours: Problem, reference: Problem) -> None:
-    """Bit for bit."""
+    """Assert that losses and gradients are equal, bit for bit."""
     assert ours.losses.keys() == reference.losses.keys()
     assert all(torch.equal(ours.losses[m], reference.losses[m]) for m in reference.losses)
     for gradient, expected in zip(ours.gradients(), reference.gradients(), strict=True):

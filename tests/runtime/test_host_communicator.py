@@ -19,7 +19,7 @@ from tests.runtime.test_communicator import CPU, SPEC, exchange, message
 
 @pytest.fixture
 def both_ends() -> Iterator[list[HostCommunicator]]:
-    """Of a pipeline of two ranks in this process; the channels meet through the store."""
+    """The communicators of both ranks of a pipeline in this one process, which meet through a store in memory."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     ends: dict[int, HostCommunicator] = {}
 

@@ -8,7 +8,7 @@ from megatron.zero_bubble.schedule import Op, OpKind
 
 
 def run_step(observer: StepObserver, clock: FakeClock, step: int, *pauses: float) -> None:
-    """One operation of a second for each pause, which comes before it."""
+    """Observe a step of one operation for each pause: the pause passes first, then the operation takes a second."""
     recorder = observer.start(step)
     for microbatch, pause in enumerate(pauses):
         clock.now += pause
@@ -112,7 +112,7 @@ class SlowDevice(FakeClock):
 
 
 def test_between_two_steps_nothing_waits_for_the_gpu():
-    """What it did is read after the first operation of the next step for which it is done with the last one."""
+    """The times of a step are read during the next one, as soon as the device has finished the step."""
     clock = SlowDevice()
     observer, seen = StepObserver(clock), []
     observer.sinks.append(lambda step, ops: seen.append((step, len(ops))))

@@ -32,7 +32,7 @@ def test_times_are_medians_in_milliseconds_and_memory_medians_in_bytes():
 
 
 def test_of_what_operations_need_inside_the_most_counts():
-    """It is the most over F, B and W, over steps and over replicas, for each stage by itself."""
+    """A stage's memory inside operations is the most over its F, B and W, over steps and over replicas."""
     placement = Placement("v", 2, 2)
 
     def measured(rank: int, *inside: int) -> tuple[list[ChunkCosts], dict]:

@@ -104,10 +104,10 @@ def test_the_clock_of_a_cpu_is_the_hosts():
 
 
 class Event:
-    """CUDA's: the time between two is a float32 of milliseconds."""
+    """A stand-in for CUDA's events: the time between two is a float32 of milliseconds."""
 
     now = 0.0
-    """What the device's clock shows."""
+    """The time of the device, in seconds."""
 
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
@@ -149,7 +149,7 @@ def test_a_step_spans_its_operations_and_waiting_is_no_work():
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-h2", "interleaved-1f1b"])
 def test_the_idle_share_is_that_of_simulate(name):
-    """Also where stages differ: what the schedule wastes and what the split of layers does are told apart."""
+    """The stages are uneven, so that bubble rate and imbalance are compared apart."""
     schedule = generate(name, 4, 8)
     stages = schedule.num_stages
     costs = StageCosts(

@@ -20,7 +20,7 @@ SEEDS = range(5)
 
 
 def run_pair(seed: int, source, destination) -> list:
-    """One step of two ranks, each of which gets its communicator."""
+    """Run one function on each of two ranks, with that rank's communicator, and return what both return."""
     network = SimulatedNccl(2, seed)
     ends = network.communicators(PAIR)
     return network.run([partial(source, ends[0]), partial(destination, ends[1])])

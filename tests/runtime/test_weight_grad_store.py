@@ -15,7 +15,7 @@ class Tensor:
 
 
 def backward(store: WeightGradStore, microbatch: int, *weight_grads, chunk: int = 0) -> None:
-    """What the executor and the layers do in one B."""
+    """Do what the executor and the layers do in one B."""
     with store.deferring():
         for weight_grad in weight_grads:
             store.put(weight_grad)
@@ -59,7 +59,7 @@ def test_pop_by_parameter_runs_all_microbatches_of_one_parameter_before_the_next
 
 
 def test_each_w_is_started_before_the_one_before_it_runs(ran):
-    """So that what it waits for, an exchange with other ranks, is under way meanwhile."""
+    """The exchange with other ranks that a W waits for then runs beside the W before it."""
     store = WeightGradStore()
     for microbatch in (0, 1, 2):
         with store.deferring():

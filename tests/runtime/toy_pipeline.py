@@ -21,7 +21,7 @@ from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, OpKind, Placement, Schedule
 
 WIDTH, BATCH, LAYERS = 8, 3, 2
-"""Of a message, in a microbatch, in a stage."""
+"""The width of a message, the samples of a microbatch, and the layers of a stage."""
 
 
 class SplitLinear(torch.autograd.Function):
@@ -124,7 +124,7 @@ class Problem:
         return [weight.grad for stage in self.weights for weight in stage]
 
     def run_by_autograd(self) -> None:
-        """One process, one microbatch after the other, torch's own linear layer and autograd."""
+        """Run the microbatches one after the other in this process, by torch's own linear layer and autograd."""
         for microbatch, x in enumerate(self.data):
             for weights in self.weights:
                 x = run_stage(linear, weights, x, weights is self.weights[-1])
@@ -133,12 +133,12 @@ class Problem:
 
 
 class Network(Protocol):
-    """What joins the ranks of a pipeline."""
+    """Gives the ranks of a pipeline their communicators, and runs them."""
 
     def communicators(self, placement: Placement) -> Sequence[Communicator]: ...
 
     def run(self, functions: Sequence[Callable[[], None]]) -> object:
-        """Run the function of each rank in a thread of its own; raises what one raised."""
+        """Run the function of each rank in a thread of its own; an exception of one is raised again."""
         ...
 
 
@@ -176,7 +176,7 @@ class Pipeline:
         self.stages.append(stage)
 
     def run(self, recorders: Sequence[OpRecorder | None] = ()) -> None:
-        """One step."""
+        """Run one step on all ranks."""
         ranks = zip_longest(self.executors, self.stages, recorders)
         self.network.run([partial(executor.run, stage, recorder) for executor, stage, recorder in ranks])
 

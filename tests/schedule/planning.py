@@ -46,7 +46,7 @@ def random_costs(draw: st.DrawFn, num_stages: int) -> StageCosts:
 
 @st.composite
 def wild_costs(draw: st.DrawFn, num_stages: int) -> StageCosts:
-    """As `random_costs`, but some times are a thousand times the others, some stages hold nothing, and B may add."""
+    """Draws costs with times a thousand times as long as others, stages that hold nothing, and B's that add memory."""
     times = st.one_of(st.integers(1, 6), st.sampled_from([1000, 6000]))
 
     def each(values: st.SearchStrategy[int], count: int = num_stages) -> list[int]:

@@ -124,7 +124,7 @@ def runs(schedule: Schedule) -> bool:
 
 
 Launch = tuple[int, int]
-"""(rank, position)."""
+"""The rank of an operation, and its position there."""
 
 
 def starts_on_streams(schedule: Schedule, costs: StageCosts, *, one_queue: bool) -> dict[Launch, float]:

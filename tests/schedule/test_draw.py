@@ -83,7 +83,7 @@ def test_drawings_of_one_width_and_duration_have_one_scale():
 
 
 def test_a_timeline_may_begin_late():
-    """As one that was measured does."""
+    """A measured timeline begins late."""
     early = timeline_of()
     lanes = tuple(
         tuple(timed._replace(start=timed.start + 100, end=timed.end + 100) for timed in lane) for lane in early.lanes

@@ -47,7 +47,7 @@ def test_one_microbatch_after_the_other_becomes_a_pipeline():
 
 @pytest.mark.parametrize(("held", "before", "after"), [(5, 117, 115), (6, 117, 110)])
 def test_a_v_between_the_named_limits_uses_the_memory_that_it_has(held, before, after):
-    """Without the search both plans take 117: a block's slots stay empty while the pipeline fills and drains."""
+    """Without the search both plans take 117: slots of a block stay empty while the pipeline fills and drains."""
     costs = StageCosts.uniform(16, memory_f=0.5, memory_b=-0.25, memory_w=-0.25)
     timeline = checked(generate("zb-v", 8, 16, costs=costs, memory_limit=held), costs)
     assert timeline.cost <= after < before

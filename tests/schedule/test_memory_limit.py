@@ -81,7 +81,7 @@ def test_a_limit_in_bytes_of_measured_costs():
 
 
 def test_a_limit_before_anything_is_measured():
-    """In M_B, where 1F1B needs one for every rank, and no more than there are microbatches."""
+    """Until costs are measured a limit is in M_B, of which 1F1B needs min(p, m)."""
     ranks = Placement("linear", 4)
     assert MemoryLimit(multiple=1.5).in_unit_costs(ranks, 8) == 6.0
     assert MemoryLimit(multiple=1.5).in_unit_costs(ranks, 2) == 3.0

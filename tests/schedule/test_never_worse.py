@@ -77,7 +77,7 @@ def test_planners_know_what_their_plans_cost(data, kind, p, m, overlap):
 
 
 def test_messages_that_occupy_ranks_are_planned_for():
-    """As if they overlapped, these plans were 1.24 and 1.05 times as long as 1F1B."""
+    """Plans that took these messages for overlapping were 1.24 and 1.05 times as long as 1F1B."""
     costs = StageCosts.uniform(8, 1, 2, 0.001, 5)
     span = {
         name: simulate(

@@ -19,7 +19,7 @@ NAMED = ("interleaved-1f1b", "interleaved-zb")
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.integers(1, 4), st.integers(1, 9), st.integers(2, 4), st.booleans(), st.booleans())
 def test_no_named_schedule_that_fits_is_better(data, p, m, v, overlap, interlocks):
-    """By the time that an iteration takes: the longest span if it interlocks with the next, else the makespan."""
+    """Plans are compared by what an iteration takes: the longest span if iterations interlock, else the makespan."""
     costs = data.draw(wild_costs(p * v))
     limits = [data.draw(st.integers(1, 8 * p)) for _ in range(p)]
     options = {"overlap_communication": overlap}

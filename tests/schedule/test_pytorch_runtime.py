@@ -62,7 +62,7 @@ def train(rank: int, num_ranks: int, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def gradients(tmp_path_factory) -> list[dict[str, list[list[torch.Tensor | None]]]]:
-    """For every rank, its gradients by schedule, layer and parameter."""
+    """The gradients that each rank computed: for each schedule a list of layers, each a list of parameters."""
     folder = tmp_path_factory.mktemp("pytorch")
     size = ["--pipeline-size", str(RANKS), "--num-microbatches", str(MICROBATCHES)]
     for name in SCHEDULES:

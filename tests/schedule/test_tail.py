@@ -63,7 +63,7 @@ def test_a_fused_backward_leaves_no_tail():
 @settings(max_examples=60, deadline=None)
 @given(schedules())
 def test_nothing_but_the_order_of_the_last_gradients_changes(schedule):
-    """Valid, as long and as large as before, the same after lowering, and the same when done twice."""
+    """The schedule stays valid, as long and as large; lowering commutes with it, and a second time changes nothing."""
     reordered = reorder_tail(schedule)
     validate(reordered)
     validate(lower(reordered))
@@ -101,7 +101,7 @@ def hidden(name: str, *, reordered: bool, num_buckets: int = 10) -> Fraction:
 
 
 def test_the_reduction_is_hidden_behind_the_tail():
-    """Of ten buckets all but one; in microbatch order, what of them the very last W covers."""
+    """Parameter by parameter nine of ten buckets are hidden; in microbatch order only what the very last W covers."""
     for name in ("zb-h2", "zb-2p"):
         assert hidden(name, reordered=False) == Fraction(3, 10)
         assert hidden(name, reordered=True) == Fraction(9, 10)

@@ -113,11 +113,11 @@ OFFSETS = {
     "v-min": lambda p, s, d: (s, 2 * p - 1 - s, 2 * p + d + s, 4 * p + d - s - 1),
     "v-half": lambda p, s, d: (2 * s, 3 * p - s - 2, 3 * p + d + 2 * s - 1, 6 * p + d - s - 2),
 }
-"""Of F0, F1, B1, B0 on rank s, in unit slots of a period of six (arXiv 2405.15362)."""
+"""The published starts of F0, F1, B1 and B0 on rank s of p, in slots of a period of six (arXiv 2405.15362)."""
 
 
 def published_pattern(name: str, p: int, m: int) -> Schedule:
-    """The block repeated, each W in the first free slot after its B."""
+    """The schedule of the paper: its block repeated m times, with each W in the first free slot after its B."""
     delay = {"v-min": 2 if p % 3 == 0 else 0, "v-half": 3 if p % 2 == 0 else 0}[name]
     kinds = ((OpKind.F, 0), (OpKind.F, 1), (OpKind.B, 1), (OpKind.B, 0))
     ranks = []

@@ -168,7 +168,7 @@ class Cluster:
         return [f"--{name}={self.folder}/munge.{name}" for name in names]
 
     def _start(self, *command: str, name: str | None = None) -> None:
-        """In a mount namespace in which the nodes' names are known."""
+        """Start a daemon in a mount namespace whose /etc/hosts knows the nodes' names."""
         script = f'mount --bind {self.folder}/hosts /etc/hosts && exec "$@"'
         with open(self.folder / f"{name or command[0]}.out", "ab") as output:
             self._daemons[name or command[0]] = subprocess.Popen(
@@ -194,7 +194,7 @@ class Job:
 
     @property
     def fields(self) -> dict[str, str]:
-        """What `scontrol show job` says."""
+        """The fields that `scontrol show job` prints of the job."""
         words = self._cluster.run("scontrol", "--oneliner", "show", "job", self.number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
@@ -222,7 +222,7 @@ def _is_below(process: psutil.Process, ancestor: int) -> bool:
 
 
 def _free_ports(count: int) -> Iterable[int]:
-    """So many in a row."""
+    """Find consecutive free ports."""
     while True:
         with socket.socket() as first:
             first.bind(("127.0.0.1", 0))

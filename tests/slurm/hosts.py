@@ -81,7 +81,7 @@ class Host:
             )
 
     def remove(self) -> None:
-        """And whatever still runs there."""
+        """Remove the host, and kill what still runs there."""
         running = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True, check=False)
         for process in running.stdout.split():
             with contextlib.suppress(ProcessLookupError):

@@ -53,13 +53,13 @@ def pretrain(cluster: Cluster, folder: Path, *flags: str, **variables: str) -> J
 
 
 def iterations(folder: Path) -> int:
-    """That the training has done, by its numerics."""
+    """The number of iterations that the training has done so far, by the lines of its numerics file."""
     numerics = folder / "numerics"
     return numerics.read_text().count("\n") if numerics.exists() else 0
 
 
 def finish(job: Job, folder: Path) -> str:
-    """Wait for the end, which is a good one; what the job printed."""
+    """Wait until the job has ended, assert that it completed, and return what it printed."""
     state = job.wait_for("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT", timeout=400)
     output = (folder / "output").read_text()
     assert state == "COMPLETED", output

@@ -52,7 +52,7 @@ def test_missing_data(tmp_path: Path) -> None:
 
 
 def test_a_limit_in_bytes_under_the_smallest_possible(tmp_path: Path) -> None:
-    """What bytes allow is known when there are measured costs, here before the first iteration."""
+    """A limit in bytes can be checked once costs are measured: here they come from a profile."""
     _, job = complete_and_check(parse_arguments(BASE), {"WORLD_SIZE": "2"}, has_cuda=False)
     costs = StageCosts.uniform(2, memory_f=2000, memory_b=-500, memory_w=-1500)
     file = tmp_path / "profile.json"
@@ -67,7 +67,7 @@ def test_a_limit_in_bytes_under_the_smallest_possible(tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_a_full_disk_under_the_log_of_numbers() -> None:
-    """Only the rank with the loss writes, after the first iteration; all of them end."""
+    """All ranks end, although only the rank with the loss writes the file."""
     result = run(2, PRETRAIN, *BASE, "--log-numerics", "/dev/full")
     assert result.returncode != 0
     (line,) = re.findall(r"^pretrain_gpt\.py: error: (.*)", result.stderr, flags=re.MULTILINE)
@@ -76,7 +76,7 @@ def test_a_full_disk_under_the_log_of_numbers() -> None:
 
 @pytest.mark.exhaustive
 def test_a_port_that_is_in_use() -> None:
-    """Where no torchrun stands between, as under `srun`: rank 0 opens the port."""
+    """Rank 0 opens the port itself where no torchrun starts it, as under `srun`."""
     with socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True) as server:
         port = str(server.getsockname()[1])
         rank_0 = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}

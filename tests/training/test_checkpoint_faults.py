@@ -53,7 +53,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def output(root: Path) -> str:
-    """What the ranks of one job print, which try everything."""
+    """The output of a job of two ranks that tries every damage and every fault."""
     result = run(2, ROOT / "tests" / "damaged_checkpoints.py", str(root), *FLAGS, timeout=240)
     assert result.returncode == 0, result.stderr[-6000:]
     return result.stdout

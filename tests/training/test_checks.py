@@ -70,7 +70,7 @@ def test_schedules_with_one_chunk_a_rank_can_be_chosen(name):
     ],
 )
 def test_zero_bubble_plans_for_as_many_chunks_as_megatrons_flags_make(changes, kind, chunks):
-    """In the memory of megatron-core's own schedule, unless told otherwise."""
+    """By default the plan has the memory of megatron-core's own schedule with as many chunks."""
     job = checked_job({"--zero-bubble": None, "--global-batch-size": "16", **changes})
     assert job.plan.name == "auto"
     assert job.plan.placement == Placement(kind, job.plan.placement.num_ranks, chunks)

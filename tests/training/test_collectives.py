@@ -39,7 +39,7 @@ QUICK = ("dp2-planned", "tp2-post-validation")
 
 @pytest.fixture(scope="module")
 def trainings(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
-    """On four ranks, each of which writes down its collectives."""
+    """Trainings on four ranks, each of which writes down its collectives."""
     flags = {name: [*COMMON, *more] for name, more in TRAININGS.items()}
     return Trainings(4, flags, tmp_path_factory.mktemp("collectives"), together=QUICK)
 

@@ -266,7 +266,7 @@ def test_attention_can_stop_at_the_end_of_a_document(prefix: str) -> None:
 
 
 def test_data_that_is_used_up_is_no_mistake_of_the_command_line(prefix: str) -> None:
-    """That would have been told before: tests/training/test_data_rest.py."""
+    """It is an error of the program: flags that ask for too much are refused earlier (`test_data_rest.py`)."""
     settings = config(data_path=[prefix], train_iters=1)
     iterator = build_data_iterator(build(settings).train, settings, 10**6, 0, 1)
     with pytest.raises(RuntimeError, match="the data ended"):
@@ -312,4 +312,4 @@ def _rank_of_two(rank: int, settings: DataConfig, store: str, output: str) -> No
 
 
 KEY_ORDER = ("tokens", "labels", "attention_mask", "loss_mask", "position_ids")
-"""Of a GPTDataset's sample."""
+"""The keys of a GPTDataset's sample, in its order."""

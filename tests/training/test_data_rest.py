@@ -28,7 +28,7 @@ def used_by(run: DataConfig, iteration: int) -> tuple[int, int]:
 
 
 def refusal(resumed: DataConfig, iteration: int, used: tuple[int, int]) -> str:
-    """What the user is told where the data is just what was asked for: one line."""
+    """The one line that refuses to resume, where the data has just the samples that the run asked for."""
     with pytest.raises(ValueError, match=r"^[^\n]+$") as error:
         resumed.check_rest(resumed.num_samples, iteration, used)
     return str(error.value)

@@ -79,7 +79,7 @@ def start(corpus: Path, tmp_path: Path) -> Iterator:
 
 @WITH_AND_WITHOUT
 def test_a_training_that_is_done(start, tmp_path: Path, more) -> None:
-    """Its loaders may not outlive it, whatever else still refers to them: post-validation, or a handler of signals."""
+    """Its data loaders end with it, although post-validation or a signal handler may still refer to them."""
     job = start(*HANDLER, *more)
     job.wait_until(lambda: "validated checkpoint" in job.output or latest(tmp_path) == 8)
     assert job.end(SECONDS)[:2] == (0, []), job.errors
@@ -162,7 +162,7 @@ def test_a_signal_ends_a_job_that_was_not_asked_to_save(start, tmp_path: Path, n
 
 @pytest.mark.exhaustive
 def test_torchrun_itself_is_killed(start, tmp_path: Path) -> None:
-    """Its ranks would train on, unseen. They are told to stop, and save as they do then."""
+    """The ranks of a killed torchrun are told to stop, and save as at SIGTERM; they would train on unseen."""
     job = start(*HANDLER, "--train-iters", "100000", "--save-interval", "100000")
     job.wait_for_iteration(5)
     job.launcher.kill()
@@ -173,7 +173,7 @@ def test_torchrun_itself_is_killed(start, tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("times", [2, 20])
 def test_killed_at_random_moments(start, tmp_path: Path, times: int) -> None:
-    """Also while it starts and while it saves; the numbers are in the end those of a run that never stopped."""
+    """A job that is killed repeatedly, also while it starts or saves, has the numbers of one that never stopped."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     # Two jobs are compared, which must have the same layout.
     dropout = ("--train-iters", "60", "--save-interval", "1", "--zero-bubble-keep-layout", *POST_VALIDATION)

@@ -88,7 +88,7 @@ TOGETHER = (*QUICK, "unused weight", "evaluation, trained on")
 
 
 class Ends:
-    """What trainings on two ranks, and on four of which two are replicas, print and save. Each runs when asked for."""
+    """Output and checkpoints of trainings on two ranks, and on four with two replicas. Each runs when asked for."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -170,7 +170,7 @@ def test_a_perplexity_is_never_finite_where_its_loss_is_not(ends: Ends, training
 
 @pytest.mark.exhaustive
 def test_a_loss_scale_that_adapts_skips_the_step(ends: Ends) -> None:
-    """As in Megatron-LM, the check is off there."""
+    """Under an adapting loss scale nothing checks for finite values, as in Megatron-LM."""
     text = ends.printed("fp16, the scale adapts")
     skipped = dict(re.findall(r"\] iteration +(\d+)/.* number of skipped iterations: +(\d+)", text))
     assert skipped == {"1": "0", "2": "0", "3": "0", "4": "0", "5": "1", "6": "0"}

@@ -45,7 +45,7 @@ TOGETHER += ["one-token", "zb-h1-untied"]
 
 @pytest.fixture(scope="module")
 def trainings(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
-    """On two ranks; those that begin with `base` use megatron-core's own schedule."""
+    """Trainings on two ranks; those named `base-*` run megatron-core's own schedule."""
     flags: dict[str, Sequence[str]] = {f"base-{model}": [*COMMON, *more] for model, more in MODELS.items()}
     for model, schedule in CASES:
         flags[f"{schedule}-{model}"] = [*COMMON, *MODELS[model], *(SCHEDULES | INTERLEAVED)[schedule]]

@@ -80,7 +80,7 @@ def training_flags(p: int) -> dict[str, list[str]]:
 
 @pytest.fixture(scope="module")
 def numerics(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Trainings]:
-    """By the number of pipeline ranks."""
+    """Trainings by the number of pipeline ranks."""
     return {
         p: Trainings(p, training_flags(p), tmp_path_factory.mktemp("numerics"), together=TOGETHER if p == 2 else ())
         for p in (2, 4)
@@ -127,7 +127,7 @@ def test_interleaved_schedules_equal_megatron_cores(numerics: dict[int, Training
     "model", [pytest.param(model, marks=() if model in QUICK_MODELS else pytest.mark.exhaustive) for model in MODELS]
 )
 def test_other_models_equal_megatron_core(numerics: dict[int, Trainings], model: str) -> None:
-    """On two ranks, with a schedule that is planned in the middle of the run."""
+    """Each model trains on two ranks, with a schedule that is planned in the middle of the run."""
     numerics[2].run(f"planned-{model}", f"base-{model}")
     assert numerics[2].numerics(f"planned-{model}") == numerics[2].numerics(f"base-{model}")
 

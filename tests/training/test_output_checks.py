@@ -77,7 +77,7 @@ def test_a_file_without_a_folder_and_a_folder_instead_of_a_file(name: str, tmp_p
 
 
 def test_saving_is_refused_where_megatron_core_cannot_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its writer stands still otherwise."""
+    """Without psutil megatron-core's writer of checkpoints would hang."""
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "psutil" else find_spec(name))
     assert refusal("--save", tmp_path).endswith("only where the package psutil is installed")

@@ -39,12 +39,12 @@ class Runs:
         return (self.folder / f"{name}.jsonl").read_bytes()
 
     def log_lines(self, name: str) -> dict[int, str]:
-        """By iteration."""
+        """The log lines of a training, by iteration."""
         found = re.finditer(r"^ \[.*?\] iteration +(\d+)/.*$", self.printed[name], re.MULTILINE)
         return {int(match[1]): match[0] for match in found}
 
     def plans(self, name: str) -> list[str]:
-        """The blocks, each said when a plan is made."""
+        """The blocks that a training prints, one for each plan that it makes."""
         return re.findall(r"^ > zero-bubble plan; .*\n(?:     .*\n)+", self.printed[name], re.MULTILINE)
 
 
@@ -130,7 +130,7 @@ def test_a_profile_saves_the_profiling(runs: Runs) -> None:
 
 
 def test_each_number_of_microbatches_has_a_plan(runs: Runs) -> None:
-    """Only the first is measured: the others are planned from its costs when their first step comes."""
+    """Only the first number is measured; the others are planned from its costs, before their first step."""
     printed = runs.printed["ramp"]
     planned = re.findall(r"schedule auto \(planned\) for (\d) microbatches", printed)
     assert planned == ["2", "4", "6"]

@@ -86,7 +86,7 @@ def flags(num_ranks: int, *more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def trainings(tmp_path_factory: pytest.TempPathFactory) -> dict[object, Trainings]:
-    """By layout: every case with the step at the end and, as `.post`, with post-validation."""
+    """Trainings by layout: each case runs with the step at the end and, as `CASE.post`, with post-validation."""
     jobs: dict[object, Trainings] = {}
     for layout, (num_ranks, cases) in LAYOUTS.items():
         plan = {}

@@ -36,7 +36,7 @@ def train(folder: Path, death: str, *more: str) -> int:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("more", [(), RECOMPUTED], ids=["", "recomputed"])
 def test_killed_in_a_step_before_its_validation_and_in_a_rollback(tmp_path: Path, more: tuple[str, ...]) -> None:
-    """One run dies three times, at another place each time, and is resumed from its last checkpoint each time."""
+    """A run is killed at three places in turn, and resumed from its last checkpoint each time."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     whole.mkdir()
     cut.mkdir()

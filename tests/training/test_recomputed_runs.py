@@ -88,7 +88,7 @@ def training_flags(models: dict[str, tuple[str, ...]]) -> dict[str, list[str]]:
 
 @pytest.fixture(scope="module")
 def trainings(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Trainings]:
-    """By the number of ranks; `base-*` are megatron-core's own, `kept-*` without recomputation."""
+    """Trainings by the number of ranks; `base-*` run megatron-core's schedule, `kept-*` recompute nothing."""
     ranks = {2: MODELS, 4: ON_FOUR_RANKS}
     return {n: Trainings(n, training_flags(models), tmp_path_factory.mktemp("runs")) for n, models in ranks.items()}
 

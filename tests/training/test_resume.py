@@ -90,7 +90,7 @@ def test_killed_and_resumed_equals_uninterrupted(uninterrupted: Path, tmp_path: 
 
 @pytest.mark.exhaustive
 def test_a_half_written_checkpoint_is_not_picked_up(uninterrupted: Path, tmp_path: Path) -> None:
-    """As after a crash while iteration 30 was written: what is there of it has another name, the tracker names 20."""
+    """The folder is as after a crash in the save of iteration 30: its files have another name, the tracker says 20."""
     shutil.copytree(uninterrupted / "checkpoints", tmp_path / "checkpoints")
     half = tmp_path / "checkpoints" / "iter_0000030.incomplete"
     (tmp_path / "checkpoints" / "iter_0000030").rename(half)

@@ -80,7 +80,7 @@ GPT_175B = {
 
 
 def test_what_people_train_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On 64 devices of 80 GiB, with an index of 9 GiB."""
+    """GPT-175B is accepted on 64 devices of 80 GiB, where its index takes 9 GiB, and refused on devices of 8 GiB."""
     monkeypatch.setattr(size_checks, "_memory", lambda: (80 * 2**30, "a device"))
     monkeypatch.setattr(data_config, "host_memory", lambda: 80 * 2**30)
     args = all_checks(GPT_175B, world_size=64)

@@ -37,7 +37,7 @@ IN_MAKE_TEST = ("overlap",)
 
 @pytest.fixture(scope="module")
 def trainings(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
-    """On two pipelines of two ranks; those that begin with `warm` compute before their first step."""
+    """Trainings on two pipelines of two ranks; those named `warm-*` compute before their first step."""
     flags = {}
     for model, more in MODELS.items():
         flags[model] = [*COMMON, *more]
@@ -57,7 +57,7 @@ def test_numbers_are_those_without(trainings: Trainings, model: str) -> None:
 
 @pytest.mark.exhaustive
 def test_further_losses_are_those_without(trainings: Trainings) -> None:
-    """They are added up in one place of the process, and printed."""
+    """The losses of further tokens, which a process adds up in one place, do not count the warm-up."""
     lines = [
         [line.split("|") for line in trainings.printed(name).splitlines() if "lm loss" in line]
         for name in ("further-tokens", "warm-further-tokens")
