@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 
 from megatron.zero_bubble.schedule.costs import LARGEST, StageCosts
 from megatron.zero_bubble.schedule.errors import Infeasible, ScheduleError, UnknownSchedule
-from megatron.zero_bubble.schedule.generators.auto import auto, zb_1p, zb_2p
+from megatron.zero_bubble.schedule.generators.auto import auto, in_multiple_of_1f1b
 from megatron.zero_bubble.schedule.generators.gpipe import gpipe
 from megatron.zero_bubble.schedule.generators.interleaved import interleaved_1f1b, interleaved_zb
 from megatron.zero_bubble.schedule.generators.one_f_one_b import one_f_one_b
 from megatron.zero_bubble.schedule.generators.optimal import optimal
-from megatron.zero_bubble.schedule.generators.v_shaped import v_half, v_min, zb_v
+from megatron.zero_bubble.schedule.generators.v_shaped import in_v
 from megatron.zero_bubble.schedule.generators.zb_h1 import zb_h1
 from megatron.zero_bubble.schedule.generators.zb_h2 import zb_h2
 from megatron.zero_bubble.schedule.ir import Placement, PlacementKind, Schedule, check_size
@@ -94,7 +95,7 @@ _ENTRIES = (
         "planned from the costs in 1F1B's memory, p M_B",
         "linear",
         1,
-        zb_1p,
+        partial(in_multiple_of_1f1b, "zb-1p", 1),
         _PLANNED_IN_OWN_LIMIT,
     ),
     Entry(
@@ -102,7 +103,7 @@ _ENTRIES = (
         "planned from the costs in 2p M_B: bubble close to zero",
         "linear",
         1,
-        zb_2p,
+        partial(in_multiple_of_1f1b, "zb-2p", 2),
         _PLANNED_IN_OWN_LIMIT,
     ),
     Entry(
@@ -123,13 +124,13 @@ _ENTRIES = (
         _PLANNED,
         is_slow=True,
     ),
-    Entry("zb-v", "placed in a V: no bubble where F = B = W, memory p M_B", "v", 2, zb_v, _PLANNED),
+    Entry("zb-v", "placed in a V: no bubble where F = B = W, memory p M_B", "v", 2, partial(in_v, "zb-v"), _PLANNED),
     Entry(
         "v-half",
         "placed in a V: about half of 1F1B's bubble where F = B = W, memory (p/2 + 1) M_B",
         "v",
         2,
-        v_half,
+        partial(in_v, "v-half"),
         _PLANNED,
     ),
     Entry(
@@ -137,7 +138,7 @@ _ENTRIES = (
         "placed in a V, for memory: about two thirds of 1F1B's bubble where F = B = W, memory (p/3 + 1) M_B",
         "v",
         2,
-        v_min,
+        partial(in_v, "v-min"),
         _PLANNED,
     ),
     Entry(

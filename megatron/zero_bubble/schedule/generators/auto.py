@@ -79,7 +79,9 @@ def _default_limits(placement: Placement, costs: StageCosts, recompute: Recomput
     return [sum(of_stages[stage] for stage in placement.stages_of(rank)) for rank in range(placement.num_ranks)]
 
 
-def zb_1p(
+def in_multiple_of_1f1b(
+    name: str,
+    factor: int,
     num_ranks: int,
     num_microbatches: int,
     *,
@@ -87,26 +89,14 @@ def zb_1p(
     overlap_communication: bool = True,
     recompute: Recompute = Recompute.NONE,
 ) -> Schedule:
-    """The automatic scheduler in the memory of 1F1B: p M_B on every rank, in its own M_B."""
-    limits = multiple_of_p(costs, num_ranks, 1, recompute)
+    """The automatic scheduler in `factor` times the memory of 1F1B, p M_B on every rank, in its own M_B.
+
+    In twice that memory the bubble can be close to zero.
+    """
+    limits = multiple_of_p(costs, num_ranks, factor, recompute)
     placement = Placement("linear", num_ranks)
     problem = Problem(placement, num_microbatches, costs, limits, overlap_communication, recompute)
-    return recomputed_where_needed(problem, partial(_best, "zb-1p"))
-
-
-def zb_2p(
-    num_ranks: int,
-    num_microbatches: int,
-    *,
-    costs: StageCosts,
-    overlap_communication: bool = True,
-    recompute: Recompute = Recompute.NONE,
-) -> Schedule:
-    """The automatic scheduler in twice the memory of 1F1B, 2p M_B, where the bubble can be close to zero."""
-    limits = multiple_of_p(costs, num_ranks, 2, recompute)
-    placement = Placement("linear", num_ranks)
-    problem = Problem(placement, num_microbatches, costs, limits, overlap_communication, recompute)
-    return recomputed_where_needed(problem, partial(_best, "zb-2p"))
+    return recomputed_where_needed(problem, partial(_best, name))
 
 
 def multiple_of_p(

@@ -80,11 +80,11 @@ def optimal(
     placement = Placement("linear", num_ranks)
     problem = Problem(placement, num_microbatches, costs, limits, overlap_communication, recompute)
     is_full = recompute is Recompute.FULL
-    without_r = costs.recomputing_in_backward() if is_full else costs.keeping_everything()
+    without_r = problem.recomputing_in_backward() if is_full else problem.keeping_everything()
     options: dict[str, Any] = {"memory_limit": limits, "overlap_communication": overlap_communication}
     candidates = [auto(num_ranks, num_microbatches, costs=costs, recompute=recompute, **options)]
-    if replace(problem, costs=without_r, recompute=Recompute.NONE).is_feasible:
-        solved = solve(num_ranks, num_microbatches, costs=without_r, **options).schedule
+    if without_r.is_feasible:
+        solved = solve(num_ranks, num_microbatches, costs=without_r.costs, **options).schedule
         candidates.append(with_recomputation(solved) if is_full else solved)
     candidates = [schedule for schedule in candidates if fits(schedule, problem)]
     return replace(best_of(candidates, problem), name="optimal")

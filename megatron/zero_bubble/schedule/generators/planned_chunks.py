@@ -12,11 +12,9 @@ from megatron.zero_bubble.schedule.ir import Schedule
 from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation
 from megatron.zero_bubble.schedule.search.event_loop import GapRule, Keeping, PlannedOrders
 from megatron.zero_bubble.schedule.search.grouped import GroupPolicy, alternating_orders, even_groups
-from megatron.zero_bubble.schedule.search.portfolio import Portfolio, best_of, fits
+from megatron.zero_bubble.schedule.search.portfolio import IMPROVING, Portfolio, best_of, fits
 from megatron.zero_bubble.schedule.search.problem import Problem
 
-IMPROVING = 0.5
-"""Operations to plan while the best candidates are improved, where those of all candidates together are 1."""
 LEAST_CANDIDATES = 12
 """Candidates to try however large the schedule is."""
 SLOPES = (2, 1, 1.5, 0.75, 1.25)
@@ -40,22 +38,15 @@ def best_interleaved(name: str, group_size: int | None, problem: Problem) -> Sch
     return replace(best_of(candidates, problem), name=name)
 
 
-def plan_chunks(problem: Problem) -> PlannedOrders:
-    """The best plan found for several chunks a rank."""
-    plan = _plan(problem, None)
-    assert plan is not None, "one microbatch after the other fits in any limit that is feasible"
-    return plan
-
-
 def _candidates(name: str, problem: Problem, group_size: int | None) -> list[Schedule]:
     """What is planned, and the named schedules, as far as they fit; `group_size` as in `best_interleaved`."""
-    plan = _plan(problem, group_size)
+    plan = plan_chunks(problem, group_size)
     candidates = [] if plan is None else [problem.schedule(name, plan.orders)]
     if plan is not None and plan.cost <= problem.bound * (1 + 1e-9):
         return candidates
     others = list(_named(problem, group_size))
     if problem.recompute is Recompute.FULL:
-        others += map(with_recomputation, _candidates(name, _recomputing_inside(problem), group_size))
+        others += map(with_recomputation, _candidates(name, problem.recomputing_in_backward(), group_size))
     return candidates + [schedule for schedule in others if fits(schedule, problem)]
 
 
@@ -74,12 +65,7 @@ def _named(problem: Problem, group_size: int | None) -> Iterator[Schedule]:
         yield with_recomputation(schedule) if problem.recompute is Recompute.FULL else schedule
 
 
-def _recomputing_inside(problem: Problem) -> Problem:
-    """The same problem with R in B."""
-    return replace(problem, costs=problem.costs.recomputing_in_backward(), recompute=Recompute.NONE)
-
-
-def _plan(problem: Problem, group_size: int | None) -> PlannedOrders | None:
+def plan_chunks(problem: Problem, group_size: int | None) -> PlannedOrders | None:
     """The best plan found, if there is one; `group_size` as in `best_interleaved`."""
     if not problem.is_feasible:
         return None
@@ -150,8 +136,7 @@ def _try_alternating(portfolio: Portfolio, problem: Problem, groups: Groups, slo
 
 def _try_recomputing(portfolio: Portfolio, problem: Problem, choices: Sequence[Groups]) -> None:
     """Try the orders of plans without R apart, and F and B in turn."""
-    keeping = replace(problem, costs=problem.costs.keeping_everything(), recompute=Recompute.NONE)
-    for other in (_recomputing_inside(problem), keeping):
+    for other in (problem.recomputing_in_backward(), problem.keeping_everything()):
         without = Portfolio(other.bound, problem.budget // 3)
         if other.is_feasible and not portfolio.finished:
             _try(without, other, choices)

@@ -6,11 +6,12 @@ where it costs least. The best of them are then improved, operation by operation
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, product
 from operator import add, le
+from types import MappingProxyType
 
 from megatron.zero_bubble.schedule.costs import SMALLEST, StageCosts
 from megatron.zero_bubble.schedule.ir import Op, Placement, Schedule
@@ -19,14 +20,18 @@ from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomput
 from megatron.zero_bubble.schedule.search.blocks import eager_orders, repeated_blocks
 from megatron.zero_bubble.schedule.search.event_loop import GapRule, Keeping, PlannedOrders
 from megatron.zero_bubble.schedule.search.fitting import dropped_to_fit
-from megatron.zero_bubble.schedule.search.portfolio import Portfolio, best_of, fits, recomputed_where_needed
+from megatron.zero_bubble.schedule.search.portfolio import IMPROVING, Portfolio, best_of, fits, recomputed_where_needed
 from megatron.zero_bubble.schedule.search.preference import Preference
 from megatron.zero_bubble.schedule.search.problem import Order, Problem
 
-IMPROVING = 0.5
-"""Operations to plan while the best candidates are improved, where those of all candidates together are 1."""
+NUM_HELD: Mapping[str, Callable[[int], float]] = MappingProxyType(
+    {"zb-v": lambda p: p, "v-half": lambda p: p / 2 + 1, "v-min": lambda p: p / 3 + 1}
+)
+"""Schedule -> how many microbatches each of p ranks holds in the schedule's own memory. With F = B = W, ZB-V then has
+no bubble, V-Half about half of 1F1B's, and V-Min about two thirds."""
 LEAST_IMPROVING = 25
-"""How often all operations are planned then, however large the schedule is, unless there is no budget at all."""
+"""How often all operations are planned while the best plans are improved, however large the schedule is, unless there
+is no budget at all."""
 LEAST_CANDIDATES = 8
 """Candidates to try however large the schedule is."""
 PREFERENCES = (("B0", "F1", "B1", "F0"), ("F1", "B1", "B0", "F0"), ("B1", "F1", "B0", "F0"), ("B1", "B0", "F1", "F0"))
@@ -38,7 +43,8 @@ LARGER_LIMITS = (1.1, 1.4, 1.7)
 """How much more memory a plan takes that keeps everything, of which something is then dropped to make it fit."""
 
 
-def zb_v(
+def in_v(
+    name: str,
     num_ranks: int,
     num_microbatches: int,
     *,
@@ -47,48 +53,14 @@ def zb_v(
     overlap_communication: bool = True,
     recompute: Recompute = Recompute.NONE,
 ) -> Schedule:
-    """No bubble where F = B = W, in 1F1B's memory: p M_B on every rank, unless told otherwise."""
+    """The schedule of `NUM_HELD` with this name, in its own memory unless told otherwise (one limit a rank)."""
     placement = Placement("v", num_ranks, 2)
-    limits = tuple(memory_limit or _room_for(num_ranks, placement, costs, recompute))
+    limits = tuple(memory_limit or _room_for(NUM_HELD[name](num_ranks), placement, costs, recompute))
     problem = Problem(placement, num_microbatches, costs, limits, overlap_communication, recompute)
-    return recomputed_where_needed(problem, partial(best_in_v, "zb-v"))
+    return recomputed_where_needed(problem, partial(best_in_v, name))
 
 
-def v_half(
-    num_ranks: int,
-    num_microbatches: int,
-    *,
-    costs: StageCosts,
-    memory_limit: Sequence[float] | None = None,
-    overlap_communication: bool = True,
-    recompute: Recompute = Recompute.NONE,
-) -> Schedule:
-    """About half of 1F1B's bubble where F = B = W, in p/2 + 1 M_B on every rank, unless told otherwise."""
-    placement = Placement("v", num_ranks, 2)
-    limits = tuple(memory_limit or _room_for(num_ranks / 2 + 1, placement, costs, recompute))
-    problem = Problem(placement, num_microbatches, costs, limits, overlap_communication, recompute)
-    return recomputed_where_needed(problem, partial(best_in_v, "v-half"))
-
-
-def v_min(
-    num_ranks: int,
-    num_microbatches: int,
-    *,
-    costs: StageCosts,
-    memory_limit: Sequence[float] | None = None,
-    overlap_communication: bool = True,
-    recompute: Recompute = Recompute.NONE,
-) -> Schedule:
-    """About two thirds of 1F1B's bubble where F = B = W, in p/3 + 1 M_B on every rank, unless told otherwise."""
-    placement = Placement("v", num_ranks, 2)
-    limits = tuple(memory_limit or _room_for(num_ranks / 3 + 1, placement, costs, recompute))
-    problem = Problem(placement, num_microbatches, costs, limits, overlap_communication, recompute)
-    return recomputed_where_needed(problem, partial(best_in_v, "v-min"))
-
-
-def _room_for(
-    num_held: float, placement: Placement, costs: StageCosts, recompute: Recompute = Recompute.NONE
-) -> tuple[float, ...]:
+def _room_for(num_held: float, placement: Placement, costs: StageCosts, recompute: Recompute) -> tuple[float, ...]:
     """Rank -> the memory of `num_held` microbatches on both of its chunks.
 
     With full recomputation they lack what R makes again, but for one.
@@ -114,7 +86,7 @@ def best_in_v(name: str, problem: Problem) -> Schedule:
         together = (_back_to_back(name, room) for room in (problem, *rooms))
         candidates += (schedule for schedule in together if schedule is not None)
     if problem.recompute is Recompute.FULL:
-        inside = replace(problem, costs=problem.costs.recomputing_in_backward(), recompute=Recompute.NONE)
+        inside = problem.recomputing_in_backward()
         if inside.is_feasible:
             apart = with_recomputation(best_in_v(name, inside))
             candidates += [apart] * fits(apart, problem)
@@ -123,9 +95,9 @@ def best_in_v(name: str, problem: Problem) -> Schedule:
 
 def _other_rooms(problem: Problem) -> Iterator[Problem]:
     """The problem in the memory that ZB-V, V-Half and V-Min have by default, where that is less and enough."""
-    p = problem.num_ranks
-    for num_held in (p, p / 2 + 1, p / 3 + 1):
-        room = replace(problem, limits=_room_for(num_held, problem.placement, problem.costs, problem.recompute))
+    for num_held in NUM_HELD.values():
+        limits = _room_for(num_held(problem.num_ranks), problem.placement, problem.costs, problem.recompute)
+        room = replace(problem, limits=limits)
         is_less = all(map(le, room.limits, problem.limits)) and room.limits != problem.limits
         if is_less and room.is_feasible:
             yield room
@@ -161,7 +133,7 @@ def _try_dropping(portfolio: Portfolio, problem: Problem) -> None:
     """Try the plans that keep everything in more memory, with what has to be dropped to make them fit."""
     for factor in LARGER_LIMITS:
         limits = tuple(factor * limit for limit in problem.limits)
-        larger = replace(problem, limits=limits, costs=problem.costs.keeping_everything(), recompute=Recompute.NONE)
+        larger = replace(problem.keeping_everything(), limits=limits)
         if larger.is_feasible:
             for plan in _searched(larger).plans:
                 orders = dropped_to_fit(problem, plan)

@@ -60,10 +60,9 @@ def _possible_drops(ways: Ways, rank: int) -> Iterator[_Drop]:
     """All that can be dropped: where B follows F at once, R would make again what is still there."""
     problem, lane = ways.problem, ways.lanes[rank]
     m, size = problem.num_microbatches, problem.num_stages
-    positions = {op: position for position, op in enumerate(lane)}
-    for op in lane:
+    for position, op in enumerate(lane):
         if op < size * m:
-            drop = _Drop(positions[op], positions[op + size * m], problem.footprints[op // m].restored)
+            drop = _Drop(position, ways.position[op + size * m], problem.footprints[op // m].restored)
             if drop.b > drop.f + 1 and drop.room > 0:
                 yield drop
 

@@ -90,8 +90,7 @@ class _LocalSearch:
         self.is_stuck = True
 
     def _apply(self, move: _Move) -> None:
-        lane = self.ways.lanes[move.rank]
-        lane.insert(move.target, lane.pop(move.source))
+        self.ways.move(*move)
         self.held[move.rank] = self._held(move.rank)
 
     def _held(self, rank: int) -> list[float]:

@@ -25,6 +25,8 @@ PREFERENCE_WEIGHT = 2
 """How much longer `plan_by_preference` takes for an operation."""
 NUM_PLANS = 3
 """How many of the best plans are kept to be improved."""
+IMPROVING = 0.5
+"""Operations to plan while the best plans are improved, where those of all candidates together are 1."""
 
 
 class Portfolio:
@@ -82,34 +84,29 @@ class Portfolio:
         keeping: Keeping | None = None,
     ) -> float:
         """Try an order of F and B; its cost, infinity if it does not work."""
-        self.budget -= problem.num_ops
-        plan = fill_weights(problem, orders, rule, target, keeping)
-        self.offer(plan)
-        return plan.cost if plan is not None else float("inf")
+        return self._take(fill_weights(problem, orders, rule, target, keeping), problem.num_ops)
 
     def greedy(self, problem: Problem, policy: Policy) -> float:
         """Try a policy; its cost, infinity if it does not work."""
-        self.budget -= GREEDY_WEIGHT * problem.num_ops
-        plan = list_schedule(problem, policy)
-        self.offer(plan)
-        return plan.cost if plan is not None else float("inf")
+        return self._take(list_schedule(problem, policy), GREEDY_WEIGHT * problem.num_ops)
 
     def grouped(self, problem: Problem, policy: GroupPolicy) -> float:
         """Try a policy for several chunks a rank; its cost, infinity if it does not work."""
-        self.budget -= GREEDY_WEIGHT * problem.num_ops
-        plan = plan_in_groups(problem, policy)
-        self.offer(plan)
-        return plan.cost if plan is not None else float("inf")
+        return self._take(plan_in_groups(problem, policy), GREEDY_WEIGHT * problem.num_ops)
 
     def prefer(self, problem: Problem, preference: Preference) -> None:
         """Try what ranks of a V prefer to run."""
-        self.budget -= PREFERENCE_WEIGHT * problem.num_ops
-        self.offer(plan_by_preference(problem, preference))
+        self._take(plan_by_preference(problem, preference), PREFERENCE_WEIGHT * problem.num_ops)
 
     def in_order(self, problem: Problem, orders: Sequence[Order]) -> None:
         """Try complete orders."""
-        self.budget -= problem.num_ops
-        self.offer(run_in_order(problem, orders))
+        self._take(run_in_order(problem, orders), problem.num_ops)
+
+    def _take(self, plan: PlannedOrders | None, price: int) -> float:
+        """Offer a plan that took `price` of the budget; its cost, infinity without a plan."""
+        self.budget -= price
+        self.offer(plan)
+        return plan.cost if plan is not None else float("inf")
 
     def drop_into_idle_time(self, problem: Problem) -> None:
         """Drop, in the best plan, what R can restore while a rank idles, so that more of the rest is kept."""
@@ -150,7 +147,7 @@ def recomputed_where_needed(problem: Problem, best: Callable[[Problem], Schedule
     """
     if problem.recompute is not Recompute.PLANNED:
         return best(problem)
-    keeping = replace(problem, costs=problem.costs.keeping_everything(), recompute=Recompute.NONE)
+    keeping = problem.keeping_everything()
     everything = tuple(
         max(limit, problem.num_microbatches * sum(problem.footprints[stage].whole for stage in stages))
         for limit, stages in zip(problem.limits, problem.stages_of, strict=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from operator import add
@@ -108,6 +108,14 @@ class Problem:
         """The time by which a plan is judged, and the other one, which decides between equals."""
         return (makespan, span) if self.is_judged_by_makespan else (span, makespan)
 
+    def keeping_everything(self) -> Problem:
+        """The same problem without R: every F keeps what its backward needs."""
+        return replace(self, costs=self.costs.keeping_everything(), recompute=Recompute.NONE)
+
+    def recomputing_in_backward(self) -> Problem:
+        """The same problem without R: every B recomputes what its F did not keep."""
+        return replace(self, costs=self.costs.recomputing_in_backward(), recompute=Recompute.NONE)
+
     @property
     def num_ranks(self) -> int:
         return self.placement.num_ranks
@@ -134,10 +142,7 @@ class Problem:
     @cached_property
     def stages_of(self) -> tuple[tuple[int, ...], ...]:
         """Rank -> its stages in model order."""
-        return tuple(
-            tuple(self.placement.stage_of(rank, chunk) for chunk in range(self.placement.num_chunks))
-            for rank in range(self.num_ranks)
-        )
+        return tuple(map(self.placement.stages_of, range(self.num_ranks)))
 
     @cached_property
     def message(self) -> tuple[float, ...]:

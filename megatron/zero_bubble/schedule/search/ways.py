@@ -51,6 +51,8 @@ class Ways:
                     self._link(f, b, 0)
         self.lanes = [self._numbers(order) for order in orders]
         """Rank -> its operations in order."""
+        self.position = {op: position for lane in self.lanes for position, op in enumerate(lane)}
+        """Operation -> its place in the order of its rank."""
         self.start = [0.0] * len(codes)
         self.end = [0.0] * len(codes)
         """Operation -> when its result is there."""
@@ -83,6 +85,13 @@ class Ways:
                 self.allocation[number] = self.problem.allocation[code]
             lane.append(number)
         return lane
+
+    def move(self, rank: int, source: int, target: int) -> None:
+        """Take the operation at position `source` of the order of `rank` to position `target`."""
+        lane = self.lanes[rank]
+        lane.insert(target, lane.pop(source))
+        for position in range(min(source, target), max(source, target) + 1):
+            self.position[lane[position]] = position
 
     def orders(self) -> list[Order]:
         m, size = self.num_microbatches, self.problem.num_stages
@@ -170,7 +179,7 @@ class Ways:
             if source < 0:
                 return
             rank = self.rank_of[source]
-            position = last = self.lanes[rank].index(source)
+            position = last = self.position[source]
 
     def longest_through(self, rank: int, low: int, part: Sequence[int]) -> float:
         """The longest way through the operations of `part`, if `rank` ran them in this order from position `low` on.
