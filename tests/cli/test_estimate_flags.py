@@ -99,6 +99,15 @@ def test_an_estimate_does_not_load_megatron_core():
     assert run.stdout.splitlines()[-1] == "False"
 
 
+@pytest.mark.exhaustive  # it loads megatron-core in another process
+def test_an_estimate_that_loads_megatron_core_prints_none_of_its_warnings():
+    command = [*TOOL, "--schedule", "zb-h1", "--", *JOB, "--account-for-loss-in-pipeline-split", "--num-layers", "15"]
+    program = f"import sys; from {main.__module__} import main; main({command}); print('megatron.core' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert run.stdout.splitlines()[-1] == "True"
+    assert run.stderr == ""
+
+
 def planned(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[Estimate, str]:
     """The schedule `auto`, and the line about it."""
     assert main([*TOOL, "--json", "--schedule", "auto", "--", *JOB, *flags]) == 0

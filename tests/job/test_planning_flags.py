@@ -253,17 +253,18 @@ def test_the_block_tells_what_r_takes_and_restores_where_anything_is_recomputed(
         assert len(block[1]) == len(block[2]) == len(block[3])
 
 
-def test_the_block_tells_limits_and_what_operations_need_inside():
-    costs = StageCosts.uniform(2, memory_f=2**20, memory_b=-(2**19), memory_w=-(2**19))
-    profile = Profile(Placement("linear", 2), costs, 0.0, {}, inside=(0.0, 2.0**21))
-    plan = Plan.named("auto", 2).with_costs(costs, (8.0 * 2**20, 6.0 * 2**20))
-    block = describe(Report(Prediction(profile, plan.schedule(4)), True, (8.0 * 2**20, 6.0 * 2**20), 6))
-    assert "schedule auto (planned) for 4 microbatches, memory limit 8.0 6.0 MiB" in block
-    assert "temporary memory of operations on each rank, not in these peaks (MiB): 0.0, 2.0" in block
+def test_the_block_tells_the_limit_of_each_rank_and_what_operations_need_inside():
+    costs = StageCosts.uniform(3, memory_f=2**20, memory_b=-(2**19), memory_w=-(2**19))
+    profile = Profile(Placement("linear", 3), costs, 0.0, {}, inside=(0.0, 2.0**21, 0.0))
+    limits = (8.0 * 2**20, 6.0 * 2**20, 8.0 * 2**20)
+    plan = Plan.named("auto", 3).with_costs(costs, limits)
+    block = describe(Report(Prediction(profile, plan.schedule(4)), True, limits, 6))
+    assert "schedule auto (planned) for 4 microbatches, memory limit 8.0 6.0 8.0 MiB" in block
+    assert "temporary memory of operations on each rank, not in these peaks (MiB): 0.0, 2.0, 0.0" in block
     assert "above the memory limit" not in block
-    quiet = Report(Prediction(replace(profile, inside=()), plan.schedule(4)), False, (2.0**20, 2.0**20), 6)
-    assert "an operation needs" not in describe(quiet)
-    assert "memory limit 1.0 MiB" in describe(quiet)
+    quiet = Report(Prediction(replace(profile, inside=()), plan.schedule(4)), False, (2.0**20,) * 3, 6)
+    assert "temporary memory" not in describe(quiet)
+    assert "memory limit 1.0 MiB" in describe(quiet), "equal limits are told once"
     assert "above the memory limit" in describe(quiet)
 
 

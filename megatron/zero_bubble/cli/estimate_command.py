@@ -25,6 +25,7 @@ A mistake ends with one line and exit status 2.
 from __future__ import annotations
 
 import sys
+import warnings
 
 from megatron.zero_bubble.cli.estimate.arguments import EstimateFlags
 from megatron.zero_bubble.cli.invocation import read_flags, run_command
@@ -41,5 +42,7 @@ def _run(argv: list[str]) -> None:
     from megatron.zero_bubble.cli.estimate.estimated_job import job_of
     from megatron.zero_bubble.cli.estimate.results import results_of
 
+    # megatron-core warns of GPU packages that are not installed; an estimate does not use them.
+    warnings.filterwarnings("ignore", category=UserWarning)
     results = results_of(job_of(flags), flags.schedule)
     flags.deliver(as_json(results), as_text(results, per_rank=flags.per_rank, markdown=flags.markdown))

@@ -171,7 +171,8 @@ def describe(report: Report) -> str:
     lines += _costs_table(costs, placement)
     made = "planned" if report.is_new_plan else "kept"
     limits = report.memory_limit or ()
-    limit = f", memory limit {' '.join(f'{_mib(one):.1f}' for one in dict.fromkeys(limits))} MiB" if limits else ""
+    of_ranks = limits[:1] if len(set(limits)) == 1 else limits
+    limit = f", memory limit {' '.join(f'{_mib(one):.1f}' for one in of_ranks)} MiB" if limits else ""
     lines.append(f"     schedule {schedule.name} ({made}) for {schedule.num_microbatches} microbatches{limit}")
     lines.append(
         f"     predicted: {prediction.idle}, {prediction.milliseconds:.1f} ms, "
