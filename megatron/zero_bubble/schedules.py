@@ -41,14 +41,13 @@ from megatron.zero_bubble.runtime.observer import StepObserver
 from megatron.zero_bubble.runtime.profiler import measure_edges, memory_meter
 from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
 from megatron.zero_bubble.runtime.recorder import OpRecorder, StepTime, device_clock, idle_share
-from megatron.zero_bubble.runtime.replanner import PlanningOptions, Replanner, Report, plan_on_first_rank
+from megatron.zero_bubble.runtime.replanner import PlanningOptions, Replanner, Report
+from megatron.zero_bubble.runtime.running_plan import RunningPlan
 from megatron.zero_bubble.runtime.watchdog import Position
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Idle, Schedule, ScheduleError
 from megatron.zero_bubble.schedule.formats import Profile
-from megatron.zero_bubble.schedule.generators import default_costs
-from megatron.zero_bubble.schedule.plan import Plan, prepare
-from megatron.zero_bubble.schedule.prediction import Prediction
+from megatron.zero_bubble.schedule.plan import Plan
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.schedule.step_ops import num_forwards_before_validation
 
@@ -117,12 +116,10 @@ class ForwardBackward:
             raise ScheduleError(
                 f"schedule {plan.name} has {chunks} chunks a rank, the WeightGradStore {store.num_chunks}"
             )
-        self._plan = plan
         self._store = store
         # Where the schedule has no R, B recomputes what the model's configuration says.
         self._recomputation_store = None if plan.recompute is Recompute.NONE else RecomputationStore()
         self._post_validation = post_validation
-        self._executors: dict[tuple[int, bool], Executor] = {}
         self._open_channels = partial(
             open_channels, communicator, device=_device(), timeout=timeout, report=report_channels
         )
@@ -133,28 +130,25 @@ class ForwardBackward:
         self._is_to_warm_up = _device().type == "cuda" if warms_up is None else warms_up
         self._last_executor: Executor | None = None
         self._is_in_step = False
-        self._next_plan: Plan | None = None
-        self._predictions: dict[int, Prediction] = {}
         self.observer = StepObserver(device_clock(_device()))
-        self._replanner: Replanner | None = None
+        replanner = None
         if planning is not None:
-            self._replanner = Replanner(
-                plan, planning, self._rank, self.observer, self._measure_edges, report, _device()
-            )
+            replanner = Replanner(plan, planning, self._rank, self.observer, self._measure_edges, report, _device())
+        self._running = RunningPlan(plan, replanner, self._make_executor, post_validation=post_validation is not None)
 
     @property
     def plan(self) -> Plan:
         """The plan that schedules are made from at present."""
-        return self._plan
+        return self._running.plan
 
     @property
     def profile(self) -> Profile | None:
         """The measured costs that the present plan was made from; None before the run is profiled."""
-        return self._replanner.profile if self._replanner is not None else None
+        return self._running.profile
 
     def schedule(self, num_microbatches: int) -> Schedule:
         """Return the schedule of a training step, as it runs at present."""
-        return self._executors[num_microbatches, False].schedule
+        return self._running.schedule(num_microbatches)
 
     def position(self) -> Position | None:
         """Return where this rank is in a step, None between two steps; a `Watchdog` calls it from another thread."""
@@ -179,13 +173,7 @@ class ForwardBackward:
 
     def predicted_idle(self, num_microbatches: int) -> Idle | None:
         """Return the idle share of the present schedule, simulated at measured costs; None before there are any."""
-        if self.profile is None:
-            return None
-        prediction = self._predictions.get(num_microbatches)
-        if prediction is None or prediction.profile is not self.profile:
-            prediction = Prediction(self.profile, self.schedule(num_microbatches))
-            self._predictions[num_microbatches] = prediction
-        return prediction.idle
+        return self._running.predicted_idle(num_microbatches)
 
     def __call__(
         self,
@@ -223,12 +211,16 @@ class ForwardBackward:
         if self._recomputation_store is not None:
             refuse_unsplit_recomputation(config)
         groups = pg_collection or default_groups()
-        if self._replanner is not None and not forward_only:
-            self._next_plan = self._replanner.before_step(num_microbatches) or self._next_plan
-            self._go_on_with_next_plan()
         if forward_only:
             self.settle()
-        executor = self._executor(groups.pp, num_microbatches, forward_only, overlaps_reduction(chunks, groups))
+        else:
+            self._running.before_step(num_microbatches)
+        executor = self._running.executor(
+            groups.pp,
+            num_microbatches,
+            forward_only=forward_only,
+            overlaps_reduction=overlaps_reduction(chunks, groups),
+        )
         shapes = mcore.get_tensor_shapes(
             seq_length=seq_length,
             micro_batch_size=micro_batch_size,
@@ -259,8 +251,8 @@ class ForwardBackward:
             self._is_to_warm_up = False
             warm_up(stage, self._store, groups)
         self._run(executor, stage)
-        if self._replanner is not None and not forward_only:
-            self._next_plan = self._replanner.after_step(self._num_steps, num_microbatches)
+        if not forward_only:
+            self._running.after_step(self._num_steps, num_microbatches)
         return stage.forward_data_store
 
     def _run(self, executor: Executor, stage: MegatronStage) -> None:
@@ -297,58 +289,30 @@ class ForwardBackward:
         if self._communicator is not None:
             self._communicator.close()
             self._communicator = None
-        self._executors = {}
+        self._running.drop_executors()
 
     def _start_recording(self) -> OpRecorder:
         self._num_steps += 1
-        meter = None
-        if self._replanner is not None and self._replanner.measures_memory(self._num_steps):
-            meter = memory_meter(_device(), self._store)
+        meter = memory_meter(_device(), self._store) if self._running.measures_memory(self._num_steps) else None
         return self.observer.start(self._num_steps, meter)
-
-    def _go_on_with_next_plan(self) -> None:
-        """Replace the plan by the next one. A step starts so, because until then reports are about the last step."""
-        if self._next_plan is not None:
-            assert self._next_plan.placement == self._plan.placement, "the model's layers stay where they are"
-            self._plan, self._next_plan = self._next_plan, None
-            self._executors, self._predictions = {}, {}
 
     def _measure_edges(self) -> dict[int, float]:
         assert self._communicator is not None
         assert self._spec is not None
-        return measure_edges(self._communicator, self._plan.placement, self._rank, self._spec)
+        return measure_edges(self._communicator, self.plan.placement, self._rank, self._spec)
 
-    def _executor(
-        self, pp_group: dist.ProcessGroup, num_microbatches: int, forward_only: bool, overlaps_reduction: bool
-    ) -> Executor:
-        key = (num_microbatches, forward_only)
-        if key not in self._executors:
-            if not self._plan.is_shared(num_microbatches):
-                self._plan = plan_on_first_rank(self._plan, num_microbatches)
-            planned = self._plan.schedule(num_microbatches)
-            assert planned.num_ranks == pp_group.size(), "a plan for another pipeline size"
-            if self._replanner is not None:
-                planned = self._replanner.to_measure(planned)
-            schedule = prepare(
-                planned,
-                self.profile.costs
-                if self.profile is not None
-                else default_costs(planned.placement, self._plan.recompute),
-                forward_only=forward_only,
-                orders_tail=overlaps_reduction,
-                post_validation=self._post_validation is not None,
-            )
-            if self._communicator is None:
-                self._communicator = self._open_channels(group=pp_group, placement=schedule.placement)
-            self._executors[key] = Executor(
-                schedule,
-                pp_group.rank(),
-                self._communicator,
-                self._store,
-                self._recomputation_store,
-                tail_by_parameter=overlaps_reduction,
-            )
-        return self._executors[key]
+    def _make_executor(self, schedule: Schedule, group: dist.ProcessGroup, *, tail_by_parameter: bool) -> Executor:
+        assert schedule.num_ranks == group.size(), "a plan for another pipeline size"
+        if self._communicator is None:
+            self._communicator = self._open_channels(group=group, placement=schedule.placement)
+        return Executor(
+            schedule,
+            group.rank(),
+            self._communicator,
+            self._store,
+            self._recomputation_store,
+            tail_by_parameter=tail_by_parameter,
+        )
 
 
 def _device() -> torch.device:

@@ -43,14 +43,6 @@ def check_optimizer(optimizer: MegatronOptimizer) -> None:
             raise ValueError("grad_norm_skip_threshold is not supported: the norm is known only after the step")
 
 
-def gradients_of_norm(optimizer: MegatronOptimizer) -> list[torch.Tensor]:
-    """Return this rank's gradients that megatron-core includes in the global norm."""
-    # megatron-core has the first name up to 0.18 and the second from 0.19 on.
-    names = ("get_main_grads_for_grad_norm", "get_grads_for_grad_norm")
-    gradients = next(getattr(optimizer, name) for name in names if hasattr(optimizer, name))
-    return gradients()
-
-
 def allocate_states(optimizer: MegatronOptimizer) -> None:
     """Create, for every parameter without optimizer state, the state that its first step would create.
 

@@ -18,14 +18,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, clip_grads
+from megatron.core.optimizer import MegatronOptimizer, clip_grads
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.core.utils import get_model_config
 
-from megatron.zero_bubble.mcore.optimizer import gradients_of_norm, parts
+from megatron.zero_bubble.mcore.gradient_norm import Norm, norm_groups, norm_of_all, squared_norm
+from megatron.zero_bubble.mcore.optimizer import parts
 from megatron.zero_bubble.mcore.rollback import Rollback
 
-_Norm = float | torch.Tensor
 _SCHEDULED = ("lr", "weight_decay")
 """The settings of parameter groups that a scheduler changes from step to step."""
 
@@ -110,7 +110,7 @@ class PostValidation:
         """Take the optimizer's step, unless this stage's own gradients show that it would be wrong."""
         assert self._pending is None, "the last step has to be validated first"
         found = self._prepare_gradients()
-        norms = [(_squared_norm(optimizers), group) for optimizers, group in self._norm_groups()]
+        norms = [(squared_norm(optimizers), group) for optimizers, group in norm_groups(self._optimizer)]
         has_stepped = not self._is_wrong(found, [norm for norm, _ in norms])
         self._pending = _Pending(
             has_stepped,
@@ -140,7 +140,7 @@ class PostValidation:
             return False
         pending, self._pending = self._pending, None
         found = [bool(reduction.wait()[0] > 0) for reduction in pending.found_inf]
-        norm = None if any(found) else self._norm(pending)
+        norm = None if any(found) else norm_of_all([reduction.wait() for reduction in pending.squared_norms])
         self.check_norm(None if norm is None else float(norm))
         with self._as_in_the_step(pending):
             was_wrong = self._amend(pending, found, norm)
@@ -155,7 +155,7 @@ class PostValidation:
         )
         return was_wrong
 
-    def _amend(self, pending: _Pending, found: list[bool], norm: _Norm | None) -> bool:
+    def _amend(self, pending: _Pending, found: list[bool], norm: Norm | None) -> bool:
         """Replace the step that was taken by the right one; return whether they differ on any rank."""
         if any(found):
             self._skip(pending, found)
@@ -196,12 +196,6 @@ class PostValidation:
             found.append((flag, optimizer))
         return found
 
-    def _norm_groups(self) -> list[tuple[list[MegatronOptimizer], dist.ProcessGroup]]:
-        """Return, for each norm that megatron-core computes, the optimizers in it and the group it is reduced over."""
-        if isinstance(self._optimizer, ChainedOptimizer) and self._optimizer.grads_states_parallel_group_is_shared():
-            return [(self._optimizers, self._optimizer.get_grad_stats_parallel_group())]
-        return [([optimizer], optimizer.get_grad_stats_parallel_group()) for optimizer in self._optimizers]
-
     def _is_wrong(self, found: list[tuple[torch.Tensor, MixedPrecisionOptimizer]], norms: list[torch.Tensor]) -> bool:
         """Tell whether this stage's gradients alone show that a step would be wrong; its ranks agree on the answer."""
         zero = torch.zeros(1, device=norms[0].device)
@@ -210,21 +204,14 @@ class PostValidation:
         if group.size() > 1 and self._optimizer.config.use_distributed_optimizer:
             # The ranks of a stage exchange parameters in a step, so either all of them step or none.
             dist.all_reduce(state, group=group)
-        inf, squared_norm = state.tolist()
-        return inf > 0 or not math.isfinite(squared_norm) or self._clips(squared_norm**0.5)
+        inf, squared = state.tolist()
+        return inf > 0 or not math.isfinite(squared) or self._clips(squared**0.5)
 
     def _reduce_found(self, flag: torch.Tensor, has_stepped: bool, optimizer: MixedPrecisionOptimizer) -> _Reduction:
         both = torch.cat([flag, torch.full_like(flag, float(has_stepped))])
         return _reduce(both, dist.ReduceOp.MAX, optimizer.get_grad_stats_parallel_group())
 
-    def _norm(self, pending: _Pending) -> _Norm:
-        """Return the norm of all gradients as megatron-core's `step` does: the root of the groups' summed squares."""
-        norms = [_root(reduction.wait()) for reduction in pending.squared_norms]
-        if len(norms) == 1:
-            return norms[0]
-        return math.sqrt(sum(norm**2 for norm in norms))
-
-    def _clips(self, norm: _Norm | None) -> bool:
+    def _clips(self, norm: Norm | None) -> bool:
         """Tell whether megatron-core's clipping changes gradients of this norm; a NaN norm changes none."""
         return norm is not None and self._clip > 0.0 and bool(self._clip / (norm + 1.0e-6) < 1.0)
 
@@ -236,7 +223,7 @@ class PostValidation:
             scaler.load_state_dict(before)
             scaler.update(is_found)
 
-    def _clip_and_step(self, pending: _Pending, norm: _Norm | None) -> None:
+    def _clip_and_step(self, pending: _Pending, norm: Norm | None) -> None:
         if pending.has_stepped:
             self._rollback.undo()
         else:
@@ -283,27 +270,6 @@ class PostValidation:
     def _scalers(self) -> list[Any]:
         scalers = (getattr(optimizer, "grad_scaler", None) for optimizer in self._optimizers)
         return [scaler for scaler in scalers if scaler is not None]
-
-
-def _squared_norm(optimizers: Sequence[MegatronOptimizer]) -> torch.Tensor:
-    """Return this rank's term of the squared global norm, computed as megatron-core does; one element, fp32."""
-    gradients = [gradient for optimizer in optimizers for gradient in gradients_of_norm(optimizer)]
-    device = torch.cuda.current_device()
-    if not gradients:
-        return torch.zeros(1, dtype=torch.float, device=device)
-    overflow = torch.zeros(1, dtype=torch.int, device=device)
-    norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, overflow, [gradients], False)
-    return norm**2.0
-
-
-def _root(squared_norm: torch.Tensor) -> _Norm:
-    """Return the square root, computed as megatron-core does, so that the norm is bitwise the same.
-
-    megatron-core from 0.17 on keeps the norm as a tensor if Transformer Engine has a kernel that scales by a tensor.
-    """
-    if getattr(clip_grads, "multi_tensor_scale_tensor_impl", None) is not None:
-        return squared_norm.pow(0.5)
-    return squared_norm.item() ** 0.5
 
 
 def _reduce(value: torch.Tensor, op: Any, group: dist.ProcessGroup) -> _Reduction:

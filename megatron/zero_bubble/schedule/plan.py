@@ -123,7 +123,7 @@ def prepare(
     """The schedule as ranks run it: with messages, and valid. Messages that it has already stay in their places.
 
     Args:
-        costs: decide where receives and VALIDATE stand; None for equal ones.
+        costs: decide where receives and VALIDATE stand; None for `default_costs`.
         forward_only: leave out all but the forwards, for an evaluation; the options below then have no effect.
         orders_tail: run the last W's of every rank parameter by parameter, so that each gradient is complete early and
             is reduced while the others are computed.
@@ -132,12 +132,13 @@ def prepare(
     Raises:
         InvalidSchedule: the ranks could not run it to its end.
     """
+    costs = costs or default_costs(schedule.placement, Recompute.FULL if schedule.recomputes else Recompute.NONE)
     if forward_only:
         schedule = schedule.forward_only()
     elif orders_tail:
         schedule = reorder_tail(schedule)
     if post_validation and not forward_only:
-        schedule = with_post_validation(schedule, costs or default_costs(schedule.placement))
+        schedule = with_post_validation(schedule, costs)
     prepared = schedule if schedule.is_lowered else lower(schedule, costs=costs)
     validate(prepared)
     return prepared

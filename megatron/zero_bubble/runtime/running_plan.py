@@ -1,0 +1,107 @@
+"""The plan that a run follows at present, and the executors of its schedules."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch.distributed as dist
+
+from megatron.zero_bubble.runtime.executor import Executor
+from megatron.zero_bubble.runtime.replanner import Replanner, plan_on_first_rank
+from megatron.zero_bubble.schedule import Idle, Schedule
+from megatron.zero_bubble.schedule.formats import Profile
+from megatron.zero_bubble.schedule.plan import Plan, prepare
+from megatron.zero_bubble.schedule.prediction import Prediction
+
+
+class MakeExecutor(Protocol):
+    """Makes the executor of a schedule for this rank of a pipeline's group."""
+
+    def __call__(self, schedule: Schedule, group: dist.ProcessGroup, *, tail_by_parameter: bool) -> Executor: ...
+
+
+class RunningPlan:
+    """The plan of a run, which may be replaced between two steps, with one executor for each of its schedules.
+
+    Args:
+        plan: the plan that the run starts with.
+        replanner: decides which plan follows; None keeps the plan.
+        post_validation: whether the schedules take the optimizer's steps.
+    """
+
+    def __init__(
+        self, plan: Plan, replanner: Replanner | None, make_executor: MakeExecutor, *, post_validation: bool
+    ) -> None:
+        self.plan = plan
+        self._replanner = replanner
+        self._make_executor = make_executor
+        self._post_validation = post_validation
+        self._next_plan: Plan | None = None
+        self._executors: dict[tuple[int, bool], Executor] = {}
+        self._predictions: dict[int, Prediction] = {}
+
+    @property
+    def profile(self) -> Profile | None:
+        """The measured costs that the plan was made from; None before the run is profiled."""
+        return self._replanner.profile if self._replanner is not None else None
+
+    def before_step(self, num_microbatches: int) -> None:
+        """Replace the plan by the next one, if there is one; a collective call before every training step.
+
+        A plan that was made after a step is taken up only here, because until then reports are about that step.
+        """
+        if self._replanner is None:
+            return
+        next_plan = self._replanner.before_step(num_microbatches) or self._next_plan
+        if next_plan is not None:
+            assert next_plan.placement == self.plan.placement, "the model's layers stay where they are"
+            self.plan, self._next_plan = next_plan, None
+            self._predictions = {}
+            self.drop_executors()
+
+    def after_step(self, step: int, num_microbatches: int) -> None:
+        """Let the replanner decide on the next plan; a collective call after every training step."""
+        if self._replanner is not None:
+            self._next_plan = self._replanner.after_step(step, num_microbatches)
+
+    def measures_memory(self, step: int) -> bool:
+        return self._replanner is not None and self._replanner.measures_memory(step)
+
+    def executor(
+        self, group: dist.ProcessGroup, num_microbatches: int, *, forward_only: bool, overlaps_reduction: bool
+    ) -> Executor:
+        """Return the executor of a training step or an evaluation; a collective call where it is not made yet."""
+        key = (num_microbatches, forward_only)
+        if key not in self._executors:
+            if not self.plan.is_shared(num_microbatches):
+                self.plan = plan_on_first_rank(self.plan, num_microbatches)
+            planned = self.plan.schedule(num_microbatches)
+            if self._replanner is not None:
+                planned = self._replanner.to_measure(planned)
+            schedule = prepare(
+                planned,
+                self.profile.costs if self.profile is not None else self.plan.costs,
+                forward_only=forward_only,
+                orders_tail=overlaps_reduction,
+                post_validation=self._post_validation,
+            )
+            self._executors[key] = self._make_executor(schedule, group, tail_by_parameter=overlaps_reduction)
+        return self._executors[key]
+
+    def drop_executors(self) -> None:
+        """Forget all executors, which keep the channels."""
+        self._executors = {}
+
+    def schedule(self, num_microbatches: int) -> Schedule:
+        """Return the schedule of a training step, as it runs at present."""
+        return self._executors[num_microbatches, False].schedule
+
+    def predicted_idle(self, num_microbatches: int) -> Idle | None:
+        """Return the idle share of the present schedule, simulated at measured costs; None before there are any."""
+        if self.profile is None:
+            return None
+        prediction = self._predictions.get(num_microbatches)
+        if prediction is None or prediction.profile is not self.profile:
+            prediction = Prediction(self.profile, self.schedule(num_microbatches))
+            self._predictions[num_microbatches] = prediction
+        return prediction.idle
