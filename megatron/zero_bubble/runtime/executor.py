@@ -8,17 +8,20 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
 
 from megatron.zero_bubble.runtime.communicator import Communicator, PendingReceive, PendingSend
+from megatron.zero_bubble.runtime.exchange_lane import ExchangeLane, PendingExchange
 from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
 from megatron.zero_bubble.runtime.recorder import OpRecorder
-from megatron.zero_bubble.runtime.stage import Stage, SteppingStage
+from megatron.zero_bubble.runtime.stage import Stage, SteppingStage, VocabularyStage
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, OpKind, Schedule
-from megatron.zero_bubble.schedule.kinds import BACKWARDS, COMMUNICATION
+from megatron.zero_bubble.schedule.graph import exchange_before
+from megatron.zero_bubble.schedule.kinds import BACKWARDS, COLLECTIVES, COMMUNICATION, KINDS, VOCABULARY
 from megatron.zero_bubble.schedule.step_ops import before_validation, stale_receives
 from megatron.zero_bubble.schedule.tail import run_together
 
@@ -85,6 +88,7 @@ class Executor:
         weight_grad_store: where the stage's layers put the weight gradients that B defers.
         recomputation_store: where the stage's layers put the forwards that R runs again; needed for a schedule with R.
         tail_by_parameter: whether the W's at the end of the rank run parameter by parameter (see `schedule.tail`).
+        exchange_lane: where collectives run; needed for a schedule with operations on vocabulary shards.
     """
 
     def __init__(
@@ -96,6 +100,7 @@ class Executor:
         recomputation_store: RecomputationStore | None = None,
         *,
         tail_by_parameter: bool = False,
+        exchange_lane: ExchangeLane | None = None,
     ) -> None:
         self.schedule = schedule
         self.rank = rank
@@ -114,6 +119,8 @@ class Executor:
         self._incoming: dict[_Key, PendingReceive] = {}
         self._outgoing: dict[_Key, torch.Tensor] = {}
         self._sends: deque[PendingSend] = deque()
+        self._exchange_lane = exchange_lane
+        self._exchanges: dict[Op, PendingExchange] = {}
         self._recorder: OpRecorder | None = None
         self._position = 0
         self._begun = -1
@@ -131,6 +138,8 @@ class Executor:
             OpKind.RECV_BACKWARD: self._receive,
             OpKind.STEP: self._step,
             OpKind.VALIDATE: self._validate,
+            **dict.fromkeys(VOCABULARY, self._on_shard),
+            **dict.fromkeys(COLLECTIVES, self._exchange),
         }
 
     def run(self, stage: Stage, recorder: OpRecorder | None = None) -> None:
@@ -148,6 +157,7 @@ class Executor:
         for send in self._sends:
             send.wait()
         self._sends.clear()
+        self._finish_exchanges()
         self._check_nothing_left()
 
     def _run(self, stage: Stage, steps: Sequence[_Step]) -> None:
@@ -189,6 +199,7 @@ class Executor:
             input_tensor = self._incoming.pop((True, op.chunk, op.microbatch)).wait()
             if self._runs_backward:
                 input_tensor.requires_grad_()
+        self._await_exchange(op)
         self._begin(op)
         drops = (op.chunk, op.microbatch) in self._recomputed
         with self._recomputation.forward(op.chunk, op.microbatch, drops=drops):
@@ -197,6 +208,30 @@ class Executor:
             self._activations[op.chunk, op.microbatch] = (input_tensor, output)
         if self._stages[op.chunk] + 1 < self.schedule.num_stages:
             self._hand_on(stage, op, output, is_forward=True)
+
+    def _on_shard(self, stage: Stage, op: Op) -> None:
+        self._await_exchange(op)
+        self._begin(op)
+        if KINDS[op.kind].adds_gradient:
+            stage.before_gradients(op)
+        cast(VocabularyStage, stage).run_on_shard(op)
+
+    def _exchange(self, stage: Stage, op: Op) -> None:
+        assert self._exchange_lane is not None
+        exchange = partial(cast(VocabularyStage, stage).exchange, op)
+        self._exchanges[op] = self._exchange_lane.submit(exchange)
+
+    def _await_exchange(self, op: Op) -> None:
+        """Wait for the collective that brings `op` its input, if one does."""
+        exchange = exchange_before(self.schedule, self.rank, op)
+        if exchange is not None:
+            self._exchanges.pop(exchange).wait()
+
+    def _finish_exchanges(self) -> None:
+        """Wait for the collectives whose result nothing on this rank waits for."""
+        for exchange in self._exchanges.values():
+            exchange.wait()
+        self._exchanges.clear()
 
     def _recompute(self, stage: Stage, op: Op) -> None:
         self._begin(op)
@@ -247,6 +282,7 @@ class Executor:
             for message in self._incoming.values():
                 message.wait()
             self._incoming.clear()
+            self._finish_exchanges()
             self._activations.clear()
             self._recomputation.clear()
             stage.restart()

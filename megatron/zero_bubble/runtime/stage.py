@@ -68,3 +68,24 @@ class SteppingStage(Stage, Protocol):
     def restart(self) -> None:
         """Undo the forwards of this step, which are run again on the same data in the same order."""
         ...
+
+
+class VocabularyStage(Stage, Protocol):
+    """A stage whose rank also has a vocabulary shard, for schedules with operations on shards.
+
+    The forward of the first stage embeds what E and EMBEDDED have made, and the backward of the last stage starts from
+    the gradient that L has made. The stage keeps what one operation leaves for another, by microbatch.
+    """
+
+    def run_on_shard(self, op: Op) -> None:
+        """Run an E, EW, S, L or T of this rank, whose inputs are there."""
+        ...
+
+    def exchange(self, op: Op) -> None:
+        """Take part in a collective of all ranks, such as HIDDEN.
+
+        It is called on a lane of its own, beside the computation (see `ExchangeLane`): on a GPU inside a stream
+        that has waited for the operations before it, on a CPU in a thread. It makes no tensor that a computation
+        uses: operations on the shard make the buffers.
+        """
+        ...

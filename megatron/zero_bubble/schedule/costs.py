@@ -14,8 +14,10 @@ from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
 
 SMALLEST, LARGEST = 1e-50, 1e50
 """Smallest and largest cost other than zero: sums over any schedule, and ratios of costs, stay finite."""
-OPTIONAL = ("time_r", "memory_r")
-"""The fields of `StageCosts` that are zeros unless given, because most models recompute nothing."""
+VOCABULARY_COSTS = ("time_e", "time_ew", "time_s", "time_t", "memory_s", "memory_t")
+"""The fields of `StageCosts` that are costs of the operations on a rank's vocabulary shard."""
+OPTIONAL = ("time_r", "memory_r", *VOCABULARY_COSTS)
+"""The fields of `StageCosts` that are zeros unless given: most models recompute nothing, and shard no vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,9 @@ class StageCosts:
 
     `memory_f` is what F holds if it keeps everything. Where a schedule has an R for a microbatch, its F holds
     `memory_r` less, and R allocates that; R takes `time_r`. Both are zeros by default: nothing can be recomputed.
+
+    The operations E, EW, S and T on the vocabulary shard of a rank take `time_e`, `time_ew`, `time_s` and `time_t` of
+    the rank's first chunk; those of its other chunks are zeros. S allocates `memory_s`, and T changes it by `memory_t`.
     """
 
     time_f: tuple[float, ...]
@@ -42,6 +47,12 @@ class StageCosts:
     memory_w: tuple[float, ...]
     time_r: tuple[float, ...] = ()
     memory_r: tuple[float, ...] = ()
+    time_e: tuple[float, ...] = ()
+    time_ew: tuple[float, ...] = ()
+    time_s: tuple[float, ...] = ()
+    time_t: tuple[float, ...] = ()
+    memory_s: tuple[float, ...] = ()
+    memory_t: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         num_stages = len(self.time_f)
@@ -62,7 +73,7 @@ class StageCosts:
     def _check(name: str, value: float) -> None:
         if isinstance(value, float) and not math.isfinite(value):
             raise ScheduleError(f"{name} must be finite numbers, got {value}")
-        if name in ("time_comm", *OPTIONAL) and value < 0:
+        if name in ("time_comm", *OPTIONAL) and name != "memory_t" and value < 0:
             raise ScheduleError(f"{name} must not be negative, got {value}")
         if name in ("time_f", "time_b", "time_w") and value <= 0:
             raise ScheduleError(f"{name} must be above zero, got {value}")
@@ -117,8 +128,9 @@ class StageCosts:
         return {kind: self._sum(facts.memory) for kind, facts in KINDS.items() if facts.message is None}
 
     def work(self, stage: int) -> float:
-        """Time of F, B and W of one microbatch on `stage`."""
-        return self.time_f[stage] + self.time_b[stage] + self.time_w[stage]
+        """Time of F, B and W of one microbatch on `stage`, and of the vocabulary shard that its rank counts with it."""
+        work = self.time_f[stage] + self.time_b[stage] + self.time_w[stage]
+        return work + self.time_e[stage] + self.time_ew[stage] + self.time_s[stage] + self.time_t[stage]
 
     def recomputing_in_backward(self) -> StageCosts:
         """The costs of a schedule without R whose every backward recomputes what its F did not keep."""
@@ -130,6 +142,16 @@ class StageCosts:
             time_r=(),
             memory_r=(),
         )
+
+    @property
+    def has_vocabulary(self) -> bool:
+        """Whether every rank has a vocabulary shard, whose operations take time of their own."""
+        return any(self.time_s)
+
+    def with_vocabulary_in_weight_gradients(self) -> StageCosts:
+        """The costs of a schedule without operations on vocabulary shards, whose every W takes their time as well."""
+        work = zip(self.time_w, self.time_e, self.time_ew, self.time_s, self.time_t, strict=True)
+        return replace(self, time_w=tuple(map(sum, work)), **dict.fromkeys(VOCABULARY_COSTS, ()))
 
     def keeping_everything(self) -> StageCosts:
         """The costs of a schedule without R: every F keeps what its backward needs."""
@@ -149,6 +171,9 @@ class StageCosts:
             for field in fields(self)
             if field.name != "time_comm"
         }
+        for name in VOCABULARY_COSTS:
+            per_rank = getattr(self, name)[: placement.num_ranks]
+            per_stage[name] = (*per_rank, *[0] * (placement.num_stages - placement.num_ranks))
         comm = []
         for here, there in pairwise(ranks):
             is_edge = abs(here - there) == 1

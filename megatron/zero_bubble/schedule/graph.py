@@ -14,7 +14,7 @@ from typing import NamedTuple
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import Deadlock
 from megatron.zero_bubble.schedule.ir import MAX_STAGES, Op, Placement, Schedule
-from megatron.zero_bubble.schedule.kinds import KINDS, MESSAGES, Need, OpKind, Place
+from megatron.zero_bubble.schedule.kinds import COLLECTIVES, KINDS, MESSAGES, Need, OpKind, Place
 
 Node = tuple[OpKind, int, int]
 """(result, stage, microbatch): what an operation makes. Results are named as in `KindFacts.makes`."""
@@ -60,9 +60,13 @@ def sources(placement: Placement, kind: OpKind, stage: int) -> tuple[Source, ...
     """Where the operations of `kind` in `stage` find what they need; whatever their microbatch, it is the same."""
     rank = placement.rank_of(stage)
     return tuple(
-        Source(need, source, placement.rank_of(source) != rank, min(stage, source) if KINDS[kind].receives else None)
+        Source(
+            need, source, placement.rank_of(source) != rank, min(stage, source) if need.place in _NEIGHBOURS else None
+        )
         for need in KINDS[kind].needs
+        if need.only_at is None or stage in _stages_at(placement, stage, need.only_at)
         for source in _stages_at(placement, stage, need.place)
+        if (need.result, source) != (kind, stage)
     )
 
 
@@ -85,12 +89,26 @@ def _needed(schedule: Schedule, rank: int, op: Op) -> Iterator[tuple[Source, Nod
             yield source, (source.need.result, source.stage, microbatch)
 
 
+_NEIGHBOURS = {Place.SAME_STAGE: 0, Place.STAGE_BEFORE: -1, Place.STAGE_AFTER: 1}
+"""Places that are so many stages after an operation's own."""
+
+
 def _stages_at(placement: Placement, stage: int, place: Place) -> list[int]:
     """The stages at `place`, seen from `stage`. A rank is named by the stage of its first chunk."""
+    if place in _NEIGHBOURS:
+        source = stage + _NEIGHBOURS[place]
+        return [source] if 0 <= source < placement.num_stages else []
     if place is Place.ALL_RANKS:
         return [placement.stage_of(rank) for rank in range(placement.num_ranks)]
-    source = stage + {Place.SAME_STAGE: 0, Place.STAGE_BEFORE: -1, Place.STAGE_AFTER: 1}[place]
-    return [source] if 0 <= source < placement.num_stages else []
+    last = placement.num_stages - 1
+    return [
+        {
+            Place.FIRST_STAGE: 0,
+            Place.LAST_STAGE: last,
+            Place.FIRST_RANK: placement.stage_of(placement.rank_of(0)),
+            Place.LAST_RANK: placement.stage_of(placement.rank_of(last)),
+        }[place]
+    ]
 
 
 def _is_made(schedule: Schedule, stage: int, need: Need, microbatch: int) -> bool:
@@ -125,6 +143,28 @@ def other_end(placement: Placement, rank: int, send: Op) -> tuple[int, Op]:
     message = MESSAGES[send.kind]
     target = placement.stage_of(rank, send.chunk) + message.neighbour
     return placement.rank_of(target), Op(message.other_end, send.microbatch, placement.chunk_of(target))
+
+
+def exchange_before(schedule: Schedule, rank: int, op: Op) -> Op | None:
+    """The collective that brings the compute operation `op` of `rank` its input, if one does."""
+    for kind, collective in COLLECTIVES.items() if schedule.is_vocabulary_parallel else ():
+        if collective.user is op.kind and _is_at(schedule.placement, rank, op, collective.users):
+            made_here = collective.maker is op.kind and _is_at(schedule.placement, rank, op, collective.makers)
+            return None if made_here else Op(kind, op.microbatch)
+    return None
+
+
+def exchange_after(schedule: Schedule, rank: int, op: Op) -> Op | None:
+    """The collective that carries the result of the compute operation `op` of `rank` to other ranks, if one does."""
+    for kind, collective in COLLECTIVES.items() if schedule.is_vocabulary_parallel else ():
+        if collective.maker in KINDS[op.kind].makes and _is_at(schedule.placement, rank, op, collective.makers):
+            return Op(kind, op.microbatch)
+    return None
+
+
+def _is_at(placement: Placement, rank: int, op: Op, place: Place) -> bool:
+    stage = placement.stage_of(rank, op.chunk)
+    return stage in _stages_at(placement, stage, place)
 
 
 def message_time(placement: Placement, costs: StageCosts, rank: int, message: Op | None) -> float:

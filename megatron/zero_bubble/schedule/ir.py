@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from megatron.zero_bubble.schedule.errors import ScheduleError
-from megatron.zero_bubble.schedule.kinds import COMMUNICATION, MESSAGES, POST_VALIDATION, OpKind
+from megatron.zero_bubble.schedule.kinds import COMMUNICATION, FORWARDS, MESSAGES, POST_VALIDATION, VOCABULARY, OpKind
 
 PlacementKind = Literal["linear", "interleaved", "v"]
 MAX_STAGES = 4096
@@ -168,6 +168,11 @@ class Schedule:
         return OpKind.R in self.kinds
 
     @property
+    def is_vocabulary_parallel(self) -> bool:
+        """Whether embedding and output layer are spread over all ranks, whose shards run operations of their own."""
+        return not self.kinds.isdisjoint(VOCABULARY)
+
+    @property
     def has_post_validation(self) -> bool:
         """Whether the ranks step before the state of all gradients is known, and validate later."""
         return not self.kinds.isdisjoint(POST_VALIDATION)
@@ -194,7 +199,8 @@ class Schedule:
 
     def forward_only(self) -> Schedule:
         """The forwards alone, in the same order: what evaluation runs."""
-        forwards = tuple(tuple(op for op in ops if op.kind is OpKind.F) for ops in self.ops)
+        runs = FORWARDS - {OpKind.R}
+        forwards = tuple(tuple(op for op in ops if op.kind in runs) for ops in self.ops)
         return replace(self, name=f"{self.name} (forward only)", ops=forwards)
 
     def excerpt(self, rank: int, position: int, radius: int = 6) -> str:

@@ -26,10 +26,32 @@ class OpKind(str, Enum):
     """Backward, both gradients in one operation, as autograd computes them."""
     R = "R"
     """Recomputation: the forward once more, for a backward whose activations F did not keep."""
+    E = "E"
+    """Embedding: looks the tokens up in this rank's vocabulary shard. The first rank reads the microbatch in it."""
+    EW = "EW"
+    """Weight gradient of the embedding's rows in this rank's vocabulary shard."""
+    S = "S"
+    """Output layer on this rank's vocabulary shard: softmax over its rows, and their part of the input gradient."""
+    L = "L"
+    """Loss of one microbatch, from the softmax of all ranks. Only the last rank has it."""
+    T = "T"
+    """Weight gradient of the output layer's rows in this rank's vocabulary shard: what nobody waits for."""
     SEND_FORWARD = "SEND_FORWARD"
     RECV_FORWARD = "RECV_FORWARD"
     SEND_BACKWARD = "SEND_BACKWARD"
     RECV_BACKWARD = "RECV_BACKWARD"
+    TOKENS = "TOKENS"
+    """The first rank's tokens go to all ranks."""
+    EMBEDDED = "EMBEDDED"
+    """The looked-up rows of all ranks are summed on the first rank."""
+    HIDDEN = "HIDDEN"
+    """The last stage's output and the labels go to all ranks."""
+    SOFTMAX = "SOFTMAX"
+    """Softmax and loss are combined on all ranks, and the input gradient is summed on the last rank."""
+    LOSS_GRAD = "LOSS_GRAD"
+    """The gradient of the loss, one number a token, goes to all ranks."""
+    EMBEDDED_GRAD = "EMBEDDED_GRAD"
+    """The gradient of the first stage's input goes to all ranks."""
     STEP = "STEP"
     """The optimizer's step of this rank, before the state of all gradients is known."""
     VALIDATE = "VALIDATE"
@@ -46,6 +68,12 @@ class Place(Enum):
     SAME_STAGE = "same stage"
     STAGE_BEFORE = "stage before"
     STAGE_AFTER = "stage after"
+    FIRST_STAGE = "first stage"
+    LAST_STAGE = "last stage"
+    FIRST_RANK = "first rank"
+    """The rank of the first stage."""
+    LAST_RANK = "last rank"
+    """The rank of the last stage; in a V it is the first rank."""
     ALL_RANKS = "all ranks"
     """On every rank: the results are reduced in the background, and no rank sends or receives."""
 
@@ -59,6 +87,8 @@ class Need(NamedTuple):
     """By how many the result's microbatch (for STEP: iteration) comes before the operation's own."""
     is_optional: bool = False
     """The operation waits only where the schedule has an operation that makes the result."""
+    only_at: Place | None = None
+    """The first or the last stage, if the operations of other stages do not wait for it."""
 
 
 class Message(NamedTuple):
@@ -68,6 +98,18 @@ class Message(NamedTuple):
     neighbour: int
     """The stage at the other end, counted from this one: 1 or -1."""
     other_end: OpKind
+
+
+class Collective(NamedTuple):
+    """What all ranks exchange at once: one rank gives to all, or all give to one.
+
+    Every rank has the operation, and all ranks have their collectives in one order.
+    """
+
+    maker: OpKind
+    makers: Place
+    user: OpKind
+    users: Place
 
 
 @dataclass(frozen=True)
@@ -82,7 +124,9 @@ class KindFacts:
     sends: OpKind | None = None
     """The message that carries its result to another rank."""
     message: Message | None = None
-    """Set for communication alone."""
+    """Set for communication between two stages alone."""
+    collective: Collective | None = None
+    """Set for communication between all ranks alone."""
     time: tuple[str, ...] = ()
     """The fields of `StageCosts` whose sum is its time; without any it takes none."""
     memory: tuple[str, ...] = ()
@@ -92,7 +136,11 @@ class KindFacts:
     waiting: str = ""
     """The field of `Bubble` that counts the time a rank waits for its inputs."""
     in_order: str = ""
-    """The plural of its result, where every stage must make it once for each microbatch, in microbatch order."""
+    """The plural of its result, where it must be made once for each microbatch, in microbatch order."""
+    runs_on: Place = Place.SAME_STAGE
+    """Where it runs: in every stage, or once on each rank or on the last one, as an operation of chunk 0."""
+    adds_gradient: bool = False
+    """Whether it computes gradients. What does not can be run again."""
     is_per_iteration: bool = False
     """It runs once a rank and iteration, and the number in its name is the iteration's."""
     colour: str = ""
@@ -108,9 +156,11 @@ _BACKWARD = KindFacts(
         Need(OpKind.F, Place.SAME_STAGE),
         Need(OpKind.R, Place.SAME_STAGE, is_optional=True),
         Need(OpKind.B, Place.STAGE_AFTER),
+        Need(OpKind.L, Place.LAST_RANK, is_optional=True, only_at=Place.LAST_STAGE),
     ),
     receives=OpKind.RECV_BACKWARD,
     sends=OpKind.SEND_BACKWARD,
+    adds_gradient=True,
     waiting="waiting_for_backward",
 )
 """What the operations that make the gradient of a stage's input have in common."""
@@ -119,7 +169,10 @@ KINDS: Mapping[OpKind, KindFacts] = MappingProxyType(
     {
         OpKind.F: KindFacts(
             makes=(OpKind.F,),
-            needs=(Need(OpKind.F, Place.STAGE_BEFORE),),
+            needs=(
+                Need(OpKind.F, Place.STAGE_BEFORE),
+                Need(OpKind.E, Place.ALL_RANKS, is_optional=True, only_at=Place.FIRST_STAGE),
+            ),
             receives=OpKind.RECV_FORWARD,
             sends=OpKind.SEND_FORWARD,
             time=("time_f",),
@@ -147,6 +200,7 @@ KINDS: Mapping[OpKind, KindFacts] = MappingProxyType(
             memory=("memory_w",),
             waiting="waiting_for_backward",
             in_order="gradients of weights",
+            adds_gradient=True,
             colour="#009e73",
             meaning="W weight gradient",
             pytorch="W",
@@ -170,10 +224,81 @@ KINDS: Mapping[OpKind, KindFacts] = MappingProxyType(
             colour="#f0e442",
             meaning="R recomputation",
         ),
+        OpKind.E: KindFacts(
+            makes=(OpKind.E,),
+            needs=(Need(OpKind.E, Place.FIRST_RANK),),
+            time=("time_e",),
+            waiting="waiting_for_forward",
+            in_order="embeddings",
+            runs_on=Place.ALL_RANKS,
+            colour="#999999",
+            meaning="E embedding",
+        ),
+        OpKind.EW: KindFacts(
+            makes=(OpKind.EW,),
+            needs=(Need(OpKind.B, Place.FIRST_STAGE),),
+            time=("time_ew",),
+            waiting="waiting_for_backward",
+            in_order="gradients of the embedding",
+            runs_on=Place.ALL_RANKS,
+            adds_gradient=True,
+            colour="#666666",
+            meaning="EW embedding weight gradient",
+        ),
+        OpKind.S: KindFacts(
+            makes=(OpKind.S,),
+            needs=(Need(OpKind.F, Place.LAST_STAGE),),
+            time=("time_s",),
+            memory=("memory_s",),
+            waiting="waiting_for_forward",
+            in_order="softmaxes",
+            runs_on=Place.ALL_RANKS,
+            colour="#0072b2",
+            meaning="S output layer's softmax",
+        ),
+        OpKind.L: KindFacts(
+            makes=(OpKind.L,),
+            needs=(Need(OpKind.S, Place.ALL_RANKS),),
+            waiting="waiting_for_backward",
+            in_order="losses",
+            runs_on=Place.LAST_RANK,
+            colour="#ffffff",
+            meaning="L loss",
+        ),
+        OpKind.T: KindFacts(
+            makes=(OpKind.T,),
+            needs=(Need(OpKind.S, Place.SAME_STAGE), Need(OpKind.L, Place.LAST_RANK)),
+            time=("time_t",),
+            memory=("memory_t",),
+            waiting="waiting_for_backward",
+            in_order="gradients of the output layer",
+            runs_on=Place.ALL_RANKS,
+            adds_gradient=True,
+            colour="#006d4f",
+            meaning="T output layer's weight gradient",
+        ),
         OpKind.SEND_FORWARD: KindFacts(message=Message(True, 1, OpKind.RECV_FORWARD), pytorch="SEND_F"),
         OpKind.RECV_FORWARD: KindFacts(message=Message(False, -1, OpKind.SEND_FORWARD), pytorch="RECV_F"),
         OpKind.SEND_BACKWARD: KindFacts(message=Message(True, -1, OpKind.RECV_BACKWARD), pytorch="SEND_B"),
         OpKind.RECV_BACKWARD: KindFacts(message=Message(False, 1, OpKind.SEND_BACKWARD), pytorch="RECV_B"),
+        OpKind.TOKENS: KindFacts(
+            collective=Collective(OpKind.E, Place.FIRST_RANK, OpKind.E, Place.ALL_RANKS),
+        ),
+        OpKind.EMBEDDED: KindFacts(
+            collective=Collective(OpKind.E, Place.ALL_RANKS, OpKind.F, Place.FIRST_STAGE),
+        ),
+        OpKind.HIDDEN: KindFacts(
+            collective=Collective(OpKind.F, Place.LAST_STAGE, OpKind.S, Place.ALL_RANKS),
+        ),
+        OpKind.SOFTMAX: KindFacts(
+            collective=Collective(OpKind.S, Place.ALL_RANKS, OpKind.L, Place.LAST_RANK),
+        ),
+        OpKind.LOSS_GRAD: KindFacts(
+            collective=Collective(OpKind.L, Place.LAST_RANK, OpKind.T, Place.ALL_RANKS),
+        ),
+        OpKind.EMBEDDED_GRAD: KindFacts(
+            collective=Collective(OpKind.B, Place.FIRST_STAGE, OpKind.EW, Place.ALL_RANKS),
+        ),
         OpKind.STEP: KindFacts(
             makes=(OpKind.STEP,),
             waiting="waiting_for_backward",
@@ -198,14 +323,17 @@ MESSAGES: Mapping[OpKind, Message] = MappingProxyType(
 )
 SENDS = frozenset(kind for kind, message in MESSAGES.items() if message.is_send)
 RECEIVES = frozenset(kind for kind, message in MESSAGES.items() if not message.is_send)
-COMMUNICATION = SENDS | RECEIVES
+COLLECTIVES: Mapping[OpKind, Collective] = MappingProxyType(
+    {kind: facts.collective for kind, facts in KINDS.items() if facts.collective is not None}
+)
+COMMUNICATION = SENDS | RECEIVES | frozenset(COLLECTIVES)
+VOCABULARY = frozenset(kind for kind, facts in KINDS.items() if facts.makes and facts.runs_on is not Place.SAME_STAGE)
+"""The computations on vocabulary shards, which `with_vocabulary` adds."""
 POST_VALIDATION = frozenset(kind for kind, facts in KINDS.items() if facts.is_per_iteration)
 """The operations that `with_post_validation` adds."""
 FORWARDS = frozenset(
-    kind
-    for kind, facts in KINDS.items()
-    if facts.makes and not facts.is_per_iteration and not {OpKind.B, OpKind.W} & set(facts.makes)
+    kind for kind, facts in KINDS.items() if facts.makes and not facts.is_per_iteration and not facts.adds_gradient
 )
-"""The computations that add nothing to a gradient, so that they can be run again: F and R."""
+"""The computations that add nothing to a gradient, so that they can be run again, such as F and R."""
 BACKWARDS = frozenset(kind for kind, facts in KINDS.items() if OpKind.B in facts.makes)
 """The operations that produce the gradient of a stage's input."""

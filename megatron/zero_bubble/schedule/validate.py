@@ -7,7 +7,16 @@ from collections import defaultdict, deque
 from megatron.zero_bubble.schedule.errors import InvalidSchedule
 from megatron.zero_bubble.schedule.graph import dependencies, other_end, receive_before, replay, send_after
 from megatron.zero_bubble.schedule.ir import Op, Schedule
-from megatron.zero_bubble.schedule.kinds import COMMUNICATION, KINDS, RECEIVES, SENDS, OpKind
+from megatron.zero_bubble.schedule.kinds import (
+    COMMUNICATION,
+    FORWARDS,
+    KINDS,
+    RECEIVES,
+    SENDS,
+    VOCABULARY,
+    OpKind,
+    Place,
+)
 from megatron.zero_bubble.schedule.step_ops import check_post_validation
 from megatron.zero_bubble.schedule.streams import check_streams
 
@@ -19,7 +28,8 @@ def validate(schedule: Schedule) -> None:
     """Raise `InvalidSchedule` or `Deadlock`, in one line that names rank and operation, unless all of this holds:
 
     - Complete: every stage runs every microbatch once: F, and either BW or both B and W; or no
-      backward at all (a forward-only schedule).
+      backward at all (a forward-only schedule). Where the vocabulary is spread over the ranks, so does every rank
+      E, S, T and EW, and the last one L.
     - In microbatch order on every stage: F; the gradients of inputs (B, BW); the gradients of weights
       (W, BW). Sums of gradients depend on the last, bit for bit.
     - What an operation needs from its own rank stands before it.
@@ -69,7 +79,7 @@ def _positions(schedule: Schedule, rank: int) -> dict[Op, int]:
 
 
 _IN_ORDER = tuple(kind for kind, facts in KINDS.items() if facts.in_order)
-"""The results that every stage makes once for each microbatch, in microbatch order."""
+"""The results that are made once for each microbatch, in microbatch order."""
 
 
 def _makers(result: OpKind) -> tuple[OpKind, ...]:
@@ -82,10 +92,9 @@ _MAKERS = {result: _makers(result) for result in KINDS}
 
 
 def _check_complete(schedule: Schedule, positions: _Positions) -> None:
-    is_forward_only = schedule.kinds - COMMUNICATION == {OpKind.F}
-    results = [OpKind.F] if is_forward_only else _IN_ORDER
     for rank, here in enumerate(positions):
         for chunk in range(schedule.num_chunks):
+            results = _expected(schedule, rank, chunk)
             for microbatch in range(schedule.num_microbatches):
                 for result in results:
                     ops = [op for kind in _MAKERS[result] if (op := Op(kind, microbatch, chunk)) in here]
@@ -93,6 +102,24 @@ def _check_complete(schedule: Schedule, positions: _Positions) -> None:
                         raise _fail(schedule, f"rank {rank} lacks {Op(result, microbatch, chunk)}")
                     if len(ops) > 1:
                         raise _fail(schedule, f"rank {rank} runs {ops[0]} and also {ops[1]}")
+            for op in here:
+                if op.chunk == chunk and op.kind in VOCABULARY and op.kind not in results:
+                    raise _fail(schedule, f"rank {rank} runs {op}, which has no place there")
+
+
+def _expected(schedule: Schedule, rank: int, chunk: int) -> list[OpKind]:
+    """The results that `chunk` of `rank` has to make for every microbatch."""
+    placement = schedule.placement
+    places = {Place.SAME_STAGE}
+    if schedule.is_vocabulary_parallel and chunk == 0:
+        is_last = rank == placement.rank_of(placement.num_stages - 1)
+        places |= {Place.ALL_RANKS, *[Place.LAST_RANK] * is_last}
+    is_forward_only = schedule.kinds <= FORWARDS | COMMUNICATION
+    return [
+        result
+        for result in _IN_ORDER
+        if KINDS[result].runs_on in places and not (is_forward_only and KINDS[result].adds_gradient)
+    ]
 
 
 def _check_order(schedule: Schedule) -> None:
