@@ -26,8 +26,8 @@ UNMEASURED = {"--zero-bubble-profile-iters": "0 0"}
     ],
 )
 def test_a_flag_that_needs_costs_is_refused_where_none_are_measured(name: str, value: str, tmp_path: Path):
-    file = profile_of({}, tmp_path / "profile.json")
     cuda = {"has_cuda": True}
+    file = profile_of({}, tmp_path / "profile.json", **cuda)
     checked({**PLANNED, name: value}, **cuda)
     checked({**PLANNED, **UNMEASURED, "--zero-bubble-profile-input": file, name: value}, **cuda)
     with pytest.raises(ValueError, match=r"^[^\n]+$") as error:

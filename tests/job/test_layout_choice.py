@@ -1,10 +1,12 @@
 """What a job's flags leave open of its layout, and what is chosen."""
 
+from argparse import Namespace
+
 import pytest
 
 from megatron.zero_bubble.job.job_flags import JobFlags
 from megatron.zero_bubble.job.layers import chunks_of_flags
-from megatron.zero_bubble.job.layout_choice import choose_layout, flags_of_layout, is_layout_open
+from megatron.zero_bubble.job.layout_choice import choose_layout, flags_of_layout, is_layout_open, saved_choice
 from megatron.zero_bubble.job.layout_table import layers_words, layout_lines
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.schedule.layouts import Layout
@@ -84,6 +86,38 @@ def test_the_chosen_layout_as_flags_makes_the_same_layout_again() -> None:
     assert again.model_chunks == 2
     assert again.zero_bubble_placement == "v"
     assert chosen["pipeline_model_parallel_layout"] == "E|t*1|t*1|t*2|t*1|t*1|t*2|L"
+
+
+def saved(**changed: object) -> Namespace:
+    """The arguments in the checkpoint of a job whose layout was chosen."""
+    chosen = flags_of_layout(flags(), Layout(Placement("v", 4, 2), (0, 1, 1, 2, 1, 1, 2, 0)))
+    return Namespace(**{**vars(flags()), **chosen, **changed})
+
+
+def test_a_job_that_goes_on_keeps_the_layout_and_the_seeds_that_were_saved() -> None:
+    for by_layer in (True, False):
+        choice = saved_choice(saved(zero_bubble_seed_by_layer=by_layer), flags())
+        assert choice is not None
+        again = flags(**choice.flags)
+        assert again.model_chunks == 2
+        assert again.zero_bubble_placement == "v"
+        assert again.zero_bubble_seed_by_layer is by_layer
+
+
+@pytest.mark.parametrize(
+    ("changed", "given"),
+    [
+        ({"num_layers": 9}, {}),
+        ({"pipeline_model_parallel_size": 2}, {}),
+        ({"zero_bubble_placement": None}, {}),
+        ({}, {"zero_bubble_placement": "linear"}),
+        ({}, {"zero_bubble_recompute": "planned"}),
+        ({"zero_bubble_seed_by_layer": False}, {"zero_bubble_seed_by_layer": True}),
+    ],
+)
+def test_a_saved_layout_is_not_kept_by_another_job(changed: dict[str, object], given: dict[str, object]) -> None:
+    assert saved_choice(saved(), flags()) is not None
+    assert saved_choice(saved(**changed), flags(**given)) is None
 
 
 def test_the_table_says_what_was_gained_and_which_flags_repeat_it() -> None:

@@ -30,9 +30,10 @@ def refusal(changes: dict[str, str | None]) -> str:
     return str(error.value)
 
 
-def profile_of(changes: dict[str, str | None], path: Path) -> str:
+def profile_of(changes: dict[str, str | None], path: Path, *, has_cuda: bool = False) -> str:
     """A file with the profile of a run with these changes."""
-    job = checked_job({**PLANNED, **changes}, world_size=int(changes.get("--pipeline-model-parallel-size") or 4))
+    num_ranks = int(changes.get("--pipeline-model-parallel-size") or 4)
+    job = checked_job({**PLANNED, **changes}, world_size=num_ranks, has_cuda=has_cuda)
     profile = Profile(job.placement, StageCosts.uniform(job.placement.num_stages), 0.0, job.flags.model)
     path.write_text(profile_to_json(profile))
     return str(path)
@@ -56,6 +57,7 @@ def test_a_profile_of_the_same_run_is_planned_with(tmp_path: Path):
         ({"--hidden-size": "128"}, "hidden_size 128, this run has 64"),
         ({"--num-layers": "4"}, "num_layers 4, this run has 8"),
         ({"--bf16": None}, "bf16 True, this run has False"),
+        ({"--attention-backend": "flash"}, "attention_backend flash, this run has local"),
         ({"--micro-batch-size": "1"}, "micro_batch_size 1, this run has 2"),
         (
             {"--pipeline-model-parallel-layout": "Ettt|tt|tt|tL"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from enum import Enum
 from functools import cached_property
 from typing import Any
 
@@ -14,20 +15,26 @@ from megatron.zero_bubble.schedule.generators import ENTRIES
 from megatron.zero_bubble.schedule.memory_limit import MemoryLimit
 from megatron.zero_bubble.schedule.recomputation import Recompute, recomputes_blocks
 
+_PARTITION = (
+    *("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+)
+RECOMPUTATION = ("recompute_granularity", "recompute_method", "recompute_num_layers")
+"""Names of Megatron's flags that say what is recomputed."""
 _MODEL = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
     *("seq_length", "micro_batch_size", "bf16", "fp16", "swiglu", "num_experts", "mtp_num_layers"),
-    *("moe_router_topk", "moe_grouped_gemm", "transformer_impl"),
+    *("moe_router_topk", "moe_grouped_gemm", "transformer_impl", "attention_backend"),
     *("tensor_model_parallel_size", "expert_model_parallel_size", "context_parallel_size", "sequence_parallel"),
-    *("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
-    *("recompute_granularity", "recompute_method", "recompute_num_layers", "zero_bubble_recompute"),
+    *(*_PARTITION, *RECOMPUTATION, "zero_bubble_recompute"),
 )
 """Names of the flags on which the costs of a stage depend."""
-LAYOUT_SETTINGS = (
-    *("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
-    "zero_bubble_recompute",
-)
+LAYOUT_SETTINGS = (*_PARTITION, "zero_bubble_recompute")
 """Those of them that the choice of a layout decides."""
+
+
+def keeping_everything(settings: object) -> dict[str, Any]:
+    """What to change in the flags of a job so that it keeps what full recomputation would drop; empty without it."""
+    return dict.fromkeys(RECOMPUTATION) if getattr(settings, "recompute_granularity", None) == "full" else {}
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,9 @@ class JobFlags(ParallelFlags, ZeroBubbleFlags):
         model = {name: getattr(source, name, None) for name in _MODEL}
         if not getattr(source, "group_query_attention", False):
             model["num_query_groups"] = model["num_attention_heads"]  # Megatron-LM's arguments leave a 1 there
+        if isinstance(model["attention_backend"], Enum):  # Megatron-LM's, where local layers have but one attention
+            is_local = model["transformer_impl"] == "local"
+            model["attention_backend"] = "local" if is_local else model["attention_backend"].name
         return cls(**{**given, "given_model": model, **known})
 
     @property

@@ -20,7 +20,9 @@ def partition_of_flags(flags: JobFlags, placement: Placement) -> Partition:
     Raises:
         ValueError: flags contradict each other, or do not add up to `--num-layers`; the message names them.
     """
-    _check_one_source(flags)
+    sources = partition_sources(flags)
+    if len(sources) > 1:
+        raise ValueError(f"{sources[0]} and {sources[-1]} both say how many layers a stage has: give one of them")
     if flags.pipeline_model_parallel_layout is not None:
         return _of_layout(flags, flags.pipeline_model_parallel_layout, placement)
     return _of_ends(flags, placement) if _layers_of_ends(flags) else _spread(flags, placement)
@@ -37,16 +39,15 @@ def needed_layout(flags: JobFlags, placement: Placement, partition: Partition) -
     return None if is_default else to_layout(partition, flags.mtp_num_layers)
 
 
-def _check_one_source(flags: JobFlags) -> None:
-    """Raise `ValueError` if several flags say how many layers a stage has."""
-    layout, ends = flags.pipeline_model_parallel_layout, list(_layers_of_ends(flags))
-    sources = [ends] if ends else []
+def partition_sources(flags: JobFlags) -> list[str]:
+    """The flags that say how many layers a stage has; of those that belong together, the first."""
+    layout = flags.pipeline_model_parallel_layout
+    sources = list(_layers_of_ends(flags))[:1]
     if layout is not None:
-        sources.append([f"--pipeline-model-parallel-layout {layout}"])
+        sources.append(f"--pipeline-model-parallel-layout {layout}")
     if flags.account_for_embedding_in_pipeline_split or flags.account_for_loss_in_pipeline_split:
-        sources.append(["--account-for-embedding-in-pipeline-split or --account-for-loss-in-pipeline-split"])
-    if len(sources) > 1:
-        raise ValueError(f"{sources[0][0]} and {sources[-1][0]} both say how many layers a stage has: give one of them")
+        sources.append("--account-for-embedding-in-pipeline-split or --account-for-loss-in-pipeline-split")
+    return sources
 
 
 def _of_layout(flags: JobFlags, layout: str, placement: Placement) -> Partition:

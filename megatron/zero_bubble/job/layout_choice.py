@@ -9,8 +9,8 @@ from math import ceil
 from typing import Any, cast
 
 from megatron.zero_bubble.job.flags import limit_flag
-from megatron.zero_bubble.job.job_flags import JobFlags
-from megatron.zero_bubble.job.layers import spread_layers, to_layout
+from megatron.zero_bubble.job.job_flags import RECOMPUTATION, JobFlags
+from megatron.zero_bubble.job.layers import partition_sources, spread_layers, to_layout
 from megatron.zero_bubble.runtime.replanner import MARGIN
 from megatron.zero_bubble.schedule import Infeasible, Placement, ScheduleError, StageCosts
 from megatron.zero_bubble.schedule.generators import placement_for
@@ -26,14 +26,12 @@ from megatron.zero_bubble.schedule.memory_limit import MemoryLimit
 from megatron.zero_bubble.schedule.model_costs import ModelCosts
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
-_PARTITION_FLAGS = (
-    *("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
-    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+SAVED_NAMES = (
+    *("pipeline_model_parallel_layout", "zero_bubble_placement", "zero_bubble_recompute", "zero_bubble_seed_by_layer"),
 )
-"""Flags that say how many layers a stage has."""
-SAVED_NAMES = ("pipeline_model_parallel_layout", "zero_bubble_placement", "zero_bubble_recompute")
 """Arguments in a checkpoint that say which layout was chosen."""
-_RECOMPUTE_FLAGS = ("recompute_granularity", "recompute_method", "recompute_num_layers", "zero_bubble_recompute")
+_KEPT_WITH = ("pipeline_model_parallel_size", "num_layers")
+"""Flags that must be the same for a saved layout to be kept."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ def is_layout_open(flags: JobFlags) -> bool:
     """Whether the flags leave partition, placement or chunks to the search; who names a schedule chooses these, too."""
     if not flags.zero_bubble or flags.zero_bubble_schedule is not None or flags.zero_bubble_keep_layout:
         return False
-    return not any(getattr(flags, name) for name in _PARTITION_FLAGS)
+    return not partition_sources(flags)
 
 
 def choose_layout(flags: JobFlags, model: ModelCosts, free_bytes: float | None) -> LayoutChoice:
@@ -117,17 +115,13 @@ def flags_of_layout(flags: JobFlags, layout: Layout) -> Mapping[str, Any]:
 def saved_choice(saved: Namespace, flags: JobFlags) -> ChosenLayout | None:
     """The layout that was chosen for the job which saved its arguments in a checkpoint.
 
-    None if no layout was chosen for it, or if it had other pipeline ranks or layers than a job with `flags`.
+    None if no layout was chosen for it, if it had other pipeline ranks or layers than a job with `flags`, or if these
+    flags ask for another one.
     """
-    chosen: dict[str, Any] = {name: getattr(saved, name, None) for name in SAVED_NAMES}
+    chosen = {name: getattr(saved, name, None) for name in SAVED_NAMES}
     same = all(getattr(saved, name, None) == getattr(flags, name) for name in _KEPT_WITH)
-    if not same or chosen["zero_bubble_placement"] is None:
-        return None
-    return ChosenLayout({**chosen, "zero_bubble_seed_by_layer": True})
-
-
-_KEPT_WITH = ("pipeline_model_parallel_size", "num_layers")
-"""Flags that must be the same for a saved layout to be kept."""
+    allowed = all(getattr(flags, name) in (None, False, value) for name, value in chosen.items())
+    return ChosenLayout(chosen) if same and allowed and chosen["zero_bubble_placement"] is not None else None
 
 
 def _problem(flags: JobFlags, model: ModelCosts, baseline: Layout, free_bytes: float | None) -> LayoutProblem:
@@ -189,7 +183,7 @@ def _placements(flags: JobFlags, name: str) -> tuple[Placement, ...]:
 
 def _recomputes(flags: JobFlags) -> tuple[Recompute, ...]:
     """What the flags allow to recompute; if no flag says it, what has no room in the memory limit as well."""
-    is_given = any(getattr(flags, name) is not None for name in _RECOMPUTE_FLAGS)
+    is_given = any(getattr(flags, name) is not None for name in (*RECOMPUTATION, "zero_bubble_recompute"))
     if is_given or flags.fp8 or flags.fp4:
         return (flags.recompute,)
     return (Recompute.NONE, Recompute.PLANNED)

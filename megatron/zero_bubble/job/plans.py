@@ -11,7 +11,7 @@ from typing import cast
 
 from megatron.zero_bubble.job.aliases import pending_backwards
 from megatron.zero_bubble.job.flags import flag_name, limit_flag
-from megatron.zero_bubble.job.job_flags import JobFlags
+from megatron.zero_bubble.job.job_flags import RECOMPUTATION, JobFlags
 from megatron.zero_bubble.schedule import Infeasible, Placement, Schedule, ScheduleError, simulate
 from megatron.zero_bubble.schedule.formats import schedule_from_text
 from megatron.zero_bubble.schedule.generators import default_costs
@@ -83,7 +83,7 @@ def _check_recomputation(flags: JobFlags, name: str) -> None:
     if flags.recompute is not Recompute.PLANNED:
         return
     given = f"{flag_name('zero_bubble_recompute')} {flags.zero_bubble_recompute}"
-    for field in ("recompute_granularity", "recompute_method", "recompute_num_layers"):
+    for field in RECOMPUTATION:
         value = getattr(flags, field)
         if value is not None:
             raise ValueError(f"{given} leaves to the schedule what is recomputed: leave out {flag_name(field)} {value}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,9 +16,6 @@ from megatron.zero_bubble.schedule import ScheduleError
 from megatron.zero_bubble.schedule.formats import Profile
 from megatron.zero_bubble.schedule.model_costs import ModelCosts, Partition, UnitCosts
 
-_LAYERS = ("num_layers", "pipeline_model_parallel_layout")
-_ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
-
 
 def partition_of_profile(profile: Profile) -> Partition:
     """The layers of every stage of the run that was profiled.
@@ -26,10 +23,10 @@ def partition_of_profile(profile: Profile) -> Partition:
     Raises:
         ValueError: the settings that the profile names do not fit its placement.
     """
-    # A job turns the numbers of the first and the last stage into a layout where megatron-core needs one.
-    has_layout = profile.model.get("pipeline_model_parallel_layout") is not None
-    given: dict[str, Any] = {name: profile.model.get(name) for name in (*_LAYERS, *(() if has_layout else _ENDS))}
-    flags = JobFlags(pipeline_model_parallel_size=profile.placement.num_ranks, **given)
+    flags = JobFlags.of(SimpleNamespace(**profile.model), pipeline_model_parallel_size=profile.placement.num_ranks)
+    if flags.pipeline_model_parallel_layout is not None:
+        # A job turns the numbers of the first and the last stage into a layout where megatron-core needs one.
+        flags = replace(flags, decoder_first_pipeline_num_layers=None, decoder_last_pipeline_num_layers=None)
     return partition_of_flags(flags, profile.placement)
 
 

@@ -82,7 +82,8 @@ def job_settings(
     else:
         partition = partition_of_flags(flags, placement)
         flags = replace(flags, pipeline_model_parallel_layout=needed_layout(flags, placement, partition))
-    check_plan(flags, plan)
+    if not knows_costs:
+        check_plan(flags, plan)
     check_memory_limit(flags, has_cuda)
     check_post_validation(flags)
     planning = None

@@ -22,7 +22,7 @@ from megatron.core.pipeline_parallel.schedules import get_tensor_shapes
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model
 
-from megatron.zero_bubble.job.job_flags import JobFlags
+from megatron.zero_bubble.job.job_flags import JobFlags, keeping_everything
 from megatron.zero_bubble.job.model_states import Parameters, States
 from megatron.zero_bubble.job.profiled_costs import fit_units
 from megatron.zero_bubble.job.running import communicator_of
@@ -50,7 +50,6 @@ _ONE_RANK = {
     "num_layers_in_last_pipeline_stage": None,
 }
 """Values of the script's arguments, and of megatron-core's configuration, for a pipeline of one rank."""
-_KEEPING_EVERYTHING = {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}
 _PRECISION = {"bf16": False, "fp16": False, "accumulate_allreduce_grads_in_fp32": False, "sgd_momentum": 0.9}
 """Arguments on which the bytes of states depend, with what scripts without them have."""
 
@@ -119,9 +118,7 @@ class ScriptUnits:
                     f"--{name}-format {value}: the costs of a model cannot be measured before it is built, because "
                     "Transformer Engine's scaling remembers every forward"
                 )
-        settings = dict(_ONE_RANK)
-        if getattr(self._script, "recompute_granularity", None) == "full":
-            settings |= _KEEPING_EVERYTHING
+        settings = {**_ONE_RANK, **keeping_everything(self._script)}
         # From Megatron-LM 0.19 on, scripts make the model's configuration before the process groups.
         container = setup.get("cfg_container")
         config = getattr(getattr(container, "model", None), "transformer", None)

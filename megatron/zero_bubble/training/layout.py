@@ -42,8 +42,7 @@ def settle_layout(args: Arguments, job: JobSettings, data_config: DataConfig) ->
     else:
         print_rank_0(f" > layout: that of the checkpoint in --load {args.load}")
     job = with_layout(job, choice, os.environ, torch.cuda.is_available())
-    chosen = {**choice.flags, "pipeline_model_parallel_layout": job.flags.pipeline_model_parallel_layout}
-    args = replace(args, **chosen)
+    args = replace(args, **choice.flags)
     replace_parallel_state(args, job.placement)
     return args, job
 

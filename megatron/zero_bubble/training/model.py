@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -32,6 +32,17 @@ from megatron.zero_bubble.schedule.errors import one_line
 from megatron.zero_bubble.training.arguments import TORCH_BACKENDS, Arguments
 
 
+@contextmanager
+def _as_users_mistake(*refusals: type[Exception]) -> Iterator[None]:
+    """Turn megatron-core's refusal into a `ValueError` with its reason in one line, or else the failed line of code."""
+    try:
+        yield
+    except refusals as error:
+        reason = one_line(error) or traceback.extract_tb(error.__traceback__)[-1].line
+        raise ValueError(f"megatron-core refuses this model: {reason}") from error
+
+
+@_as_users_mistake(AssertionError, ValueError)
 def transformer_config(args: Arguments, num_chunks: int, timers: Any) -> TransformerConfig:
     """megatron-core's model configuration; settings without a flag keep Megatron-LM's default for local layers.
 
@@ -44,65 +55,56 @@ def transformer_config(args: Arguments, num_chunks: int, timers: Any) -> Transfo
     attention = {}
     if args.transformer_impl == "transformer_engine":
         attention["attention_backend"] = AttnBackend[args.attention_backend]
-    try:
-        return TransformerConfig(
-            num_layers=args.num_layers,
-            hidden_size=args.hidden_size,
-            num_attention_heads=args.num_attention_heads,
-            num_query_groups=args.num_query_groups,
-            kv_channels=args.kv_channels,
-            ffn_hidden_size=args.ffn_hidden_size,
-            attention_dropout=args.attention_dropout,
-            hidden_dropout=args.hidden_dropout,
-            normalization=args.normalization,
-            layernorm_epsilon=args.norm_epsilon,
-            add_bias_linear=not args.disable_bias_linear,
-            init_method_std=args.init_method_std,
-            tensor_model_parallel_size=args.tensor_model_parallel_size,
-            mtp_num_layers=args.mtp_num_layers,
-            mtp_loss_scaling_factor=args.mtp_loss_scaling_factor,
-            num_moe_experts=args.num_experts,
-            moe_router_topk=args.moe_router_topk,
-            moe_aux_loss_coeff=args.moe_aux_loss_coeff,
-            moe_grouped_gemm=args.moe_grouped_gemm,
-            moe_token_dispatcher_type=args.moe_token_dispatcher_type,
-            context_parallel_size=args.context_parallel_size,
-            expert_model_parallel_size=args.expert_model_parallel_size,
-            sequence_parallel=args.sequence_parallel,
-            pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-            virtual_pipeline_model_parallel_size=num_chunks if num_chunks > 1 else None,
-            microbatch_group_size_per_vp_stage=args.microbatch_group_size_per_virtual_pipeline_stage,
-            pipeline_model_parallel_layout=args.pipeline_model_parallel_layout,
-            bf16=args.bf16,
-            fp16=args.fp16,
-            calculate_per_token_loss=args.calculate_per_token_loss,
-            recompute_granularity=args.recompute_granularity,
-            recompute_method=args.recompute_method,
-            recompute_num_layers=args.recompute_num_layers,
-            params_dtype=dtype,
-            pipeline_dtype=dtype,
-            attention_softmax_in_fp32=True,
-            use_cpu_initialization=not torch.cuda.is_available(),
-            # This fusion is a CUDA kernel; on a CPU it compiles for minutes and gains nothing.
-            bias_dropout_fusion=torch.cuda.is_available(),
-            masked_softmax_fusion=False,
-            persist_layer_norm=False,
-            gradient_accumulation_fusion=fuses_accumulation() and not args.no_gradient_accumulation_fusion,
-            deallocate_pipeline_outputs=True,
-            batch_p2p_comm=False,
-            overlap_p2p_comm=False,
-            timers=timers,
-            **attention,
-            **gated,
-        )
-    except (AssertionError, ValueError) as error:
-        raise _refused(error) from error
-
-
-def _refused(error: Exception) -> ValueError:
-    """An error with megatron-core's reason in one line, or with the failed line of code if it gives no reason."""
-    reason = one_line(error) or traceback.extract_tb(error.__traceback__)[-1].line
-    return ValueError(f"megatron-core refuses this model: {reason}")
+    return TransformerConfig(
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        num_query_groups=args.num_query_groups,
+        kv_channels=args.kv_channels,
+        ffn_hidden_size=args.ffn_hidden_size,
+        attention_dropout=args.attention_dropout,
+        hidden_dropout=args.hidden_dropout,
+        normalization=args.normalization,
+        layernorm_epsilon=args.norm_epsilon,
+        add_bias_linear=not args.disable_bias_linear,
+        init_method_std=args.init_method_std,
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        mtp_num_layers=args.mtp_num_layers,
+        mtp_loss_scaling_factor=args.mtp_loss_scaling_factor,
+        num_moe_experts=args.num_experts,
+        moe_router_topk=args.moe_router_topk,
+        moe_aux_loss_coeff=args.moe_aux_loss_coeff,
+        moe_grouped_gemm=args.moe_grouped_gemm,
+        moe_token_dispatcher_type=args.moe_token_dispatcher_type,
+        context_parallel_size=args.context_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        sequence_parallel=args.sequence_parallel,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=num_chunks if num_chunks > 1 else None,
+        microbatch_group_size_per_vp_stage=args.microbatch_group_size_per_virtual_pipeline_stage,
+        pipeline_model_parallel_layout=args.pipeline_model_parallel_layout,
+        bf16=args.bf16,
+        fp16=args.fp16,
+        calculate_per_token_loss=args.calculate_per_token_loss,
+        recompute_granularity=args.recompute_granularity,
+        recompute_method=args.recompute_method,
+        recompute_num_layers=args.recompute_num_layers,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        attention_softmax_in_fp32=True,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        # This fusion is a CUDA kernel; on a CPU it compiles for minutes and gains nothing.
+        bias_dropout_fusion=torch.cuda.is_available(),
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=fuses_accumulation() and not args.no_gradient_accumulation_fusion,
+        deallocate_pipeline_outputs=True,
+        batch_p2p_comm=False,
+        overlap_p2p_comm=False,
+        timers=timers,
+        **attention,
+        **gated,
+    )
 
 
 def parameter_dtype(args: Arguments) -> torch.dtype:
@@ -178,6 +180,7 @@ def _build_chunk(
     return build_gpt(args, config, groups, vp_stage, embeds=stage == 0, is_last=is_last)
 
 
+@_as_users_mistake(AssertionError, ValueError, ImportError, NotImplementedError)
 def build_gpt(
     args: Arguments,
     config: TransformerConfig,
@@ -192,20 +195,6 @@ def build_gpt(
     Raises:
         ValueError: megatron-core refuses the model.
     """
-    try:
-        return _build_gpt(args, config, groups, vp_stage, embeds, is_last)
-    except (AssertionError, ValueError, ImportError, NotImplementedError) as error:
-        raise _refused(error) from error
-
-
-def _build_gpt(
-    args: Arguments,
-    config: TransformerConfig,
-    groups: ProcessGroupCollection,
-    vp_stage: int | None,
-    embeds: bool,
-    is_last: bool,
-) -> GPTModel:
     layer = layer_spec(config, args.transformer_impl, uses_torch_attention=args.attention_backend in TORCH_BACKENDS)
     model = GPTModel(
         config=config,

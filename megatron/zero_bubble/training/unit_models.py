@@ -13,6 +13,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel.schedules import get_tensor_shapes
 from megatron.core.transformer import TransformerConfig
 
+from megatron.zero_bubble.job.job_flags import keeping_everything
 from megatron.zero_bubble.job.model_states import Parameters, States
 from megatron.zero_bubble.job.profiled_costs import fit_units
 from megatron.zero_bubble.job.running import communicator_of
@@ -108,10 +109,6 @@ def _unit_config(args: Arguments, unit: Unit) -> TransformerConfig:
         num_layers=1,
         mtp_num_layers=args.mtp_num_layers if unit.is_last else None,
         pipeline_model_parallel_size=1,
-        pipeline_model_parallel_layout=None,
-        decoder_first_pipeline_num_layers=None,
-        decoder_last_pipeline_num_layers=None,
+        **keeping_everything(args),
     )
-    if args.recompute_granularity == "full":
-        unit_args = replace(unit_args, recompute_granularity=None, recompute_method=None, recompute_num_layers=None)
     return transformer_config(unit_args, 1, None)

@@ -9,6 +9,7 @@ from typing import Any
 from megatron.zero_bubble.cli.estimate.estimated_job import EstimatedJob
 from megatron.zero_bubble.cli.estimate.schedule_estimate import Estimate, message_ms, unit_costs
 from megatron.zero_bubble.job.flags import flags_text
+from megatron.zero_bubble.job.job_flags import keeping_everything
 from megatron.zero_bubble.job.layout_choice import LayoutChoice, choose_layout, flags_of_layout
 from megatron.zero_bubble.job.layout_table import layout_lines
 from megatron.zero_bubble.job.profiled_costs import fit_units
@@ -59,10 +60,8 @@ def model_costs(job: EstimatedJob) -> ModelCosts:
 
     R is what it would be if every layer were recomputed by itself; F and B are those without full recomputation.
     """
-    args = replace(job.args, zero_bubble_recompute=Recompute.PLANNED.value)
-    if args.recompute_granularity == "full":
-        args = replace(args, recompute_granularity=None, recompute_method=None, recompute_num_layers=None)
-    recomputing = replace(job, args=args)
+    planned = {**keeping_everything(job.args), "zero_bubble_recompute": Recompute.PLANNED.value}
+    recomputing = replace(job, args=replace(job.args, **planned))
     embedding = unit_costs(recomputing, StageLayers(0, is_first=True, is_last=False))
     layer = unit_costs(recomputing, StageLayers(1, is_first=False, is_last=False))
     output = unit_costs(recomputing, StageLayers(0, is_first=False, is_last=True))
