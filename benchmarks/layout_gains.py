@@ -82,7 +82,7 @@ def _measure(argv: list[str]) -> None:
     flags = read_flags(LayoutFlags, argv, _PROG, __doc__ or "")
     timelines = [_named(name, plan.timeline) for name, plan in plans_of(flags)]
     total = (1 + flags.steps) * sum(float(timeline.makespan) for timeline in timelines) / 1e3
-    print(f"{len(timelines)} layouts, {flags.steps} steps each: about {total:.0f} s", file=sys.stderr)
+    print(f"layouts: {len(timelines)}, steps of each: {flags.steps}, about {total:.0f} s", file=sys.stderr)
     results = run_plans(timelines, flags.steps)
     flags.deliver([result.as_json() for result in results], layouts_table(results, markdown=flags.markdown))
 

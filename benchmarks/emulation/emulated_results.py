@@ -128,7 +128,7 @@ def emulate(flags: EmulationFlags) -> list[Result]:
     longest = max([float(plan.makespan) for plan in plans] + [_one_after_the_other(peer) for peer in peers])
     job = replace(make_job(flags, plans, longest), peers=peers, reduction=costs, tails_by_parameter=by_parameter)
     total = (1 + job.steps) * (sum(float(plan.makespan) for plan in plans) + len(peers) * longest) / 1e3
-    print(f"{len(plans) + len(peers)} schedules, {job.steps} steps each: about {total:.0f} s", file=sys.stderr)
+    print(f"schedules: {len(plans) + len(peers)}, steps of each: {job.steps}, about {total:.0f} s", file=sys.stderr)
     records = run_job(job)
     for name, reason in records.refused.items():
         print(f"{name} left out: {reason}", file=sys.stderr)

@@ -64,7 +64,7 @@ def emulate_iterations(flags: EmulationFlags) -> list[IterationResult]:
     longest = max(float(plan.makespan) for plan in plans) * (FILL + FOLLOWING)
     job = replace(make_job(flags, both, longest), iterations=FILL + FOLLOWING)
     total = (1 + job.steps * job.iterations) * sum(float(plan.makespan) for plan in both) / 1e3
-    print(f"{len(plans)} schedules, twice {job.steps} turns of each: about {total:.0f} s", file=sys.stderr)
+    print(f"schedules: {len(plans)}, turns of each with and without: {job.steps}, about {total:.0f} s", file=sys.stderr)
     return list(_results(plans, validated, run_job(job)))
 
 
