@@ -75,7 +75,7 @@ class DeferringLinear(torch.nn.Module):
 
 
 class DeferringLayers(torch.nn.Module):
-    """Two of them, with the weights of `split_layers.Layers`; optionally recomputed in backward."""
+    """Two deferring layers with the weights of `split_layers.Layers`; optionally recomputed in backward."""
 
     def __init__(
         self, *, delay_wgrad_compute: bool = True, fuse_wgrad_accumulation: bool = False, recompute: bool = False

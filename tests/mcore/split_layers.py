@@ -103,7 +103,7 @@ def run_fused(model: torch.nn.Module, dtype: torch.dtype = torch.float32) -> Gra
 
 
 def run_split(model: torch.nn.Module, store: WeightGradStore, dtype: torch.dtype = torch.float32) -> Gradients:
-    """All B, then all W: as late as a W can be."""
+    """Run all B's, then all W's, so that each W is as late as it can be; return the gradients."""
     data = microbatches(dtype)
     for m, (x, gradient) in enumerate(data):
         with store.deferring():

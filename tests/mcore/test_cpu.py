@@ -23,7 +23,7 @@ def snapshot() -> list[dict[str, object]]:
 
 @pytest.fixture
 def pristine() -> list[dict[str, object]]:
-    """Before the test: tests before it may have used megatron-core, which keeps state in its modules."""
+    """What the modules held before the test. Earlier tests may have left state of megatron-core in them."""
     return snapshot()
 
 
@@ -154,7 +154,7 @@ class TestWhatMegatronCoreAsksOfCuda:
         assert torch.equal(dropout(torch.ones(64)), first), "it seeds all devices"
 
     def test_other_draws_move_the_cpu_s_generator_alone(self):
-        """A loader draws from it when it is opened: a run that is resumed opens one more."""
+        """A data loader draws from the CPU's generator, and a resumed run opens one more; dropout must not notice."""
         dropout, samples = torch.nn.Dropout(), torch.utils.data.DataLoader(range(4))
         torch.manual_seed(3)
         drawn = torch.rand(4)
@@ -190,7 +190,7 @@ class TestWhatMegatronCoreAsksOfCuda:
         assert torch.equal(torch.get_rng_state(), before)
 
     def test_megatron_cores_tracker_forks_it(self, caplog):
-        """Inside everything is drawn from the fork, for weights are not initialised in modules' calls."""
+        """Inside the fork all draws come from it, because weights are initialised outside of modules' calls."""
         from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
         tracker, dropout = CudaRNGStatesTracker(), torch.nn.Dropout()

@@ -42,7 +42,7 @@ class Kept:
 
 
 class CountingStore(WeightGradStore):
-    """Knows of every tensor that a W holds which microbatch it is of."""
+    """A store that remembers the microbatch of every tensor that a W holds."""
 
     def __init__(self, num_chunks: int) -> None:
         super().__init__(num_chunks)
@@ -56,7 +56,7 @@ class CountingStore(WeightGradStore):
 
 
 class CountingStage:
-    """A `MegatronStage` that counts, before every operation, the microbatches something is kept of."""
+    """A `MegatronStage` that counts, before every operation, the microbatches of which tensors are kept."""
 
     def __init__(self, stage: MegatronStage, store: CountingStore) -> None:
         self._stage, self._store = stage, store
@@ -130,7 +130,7 @@ def test_a_real_stage_keeps_what_the_simulator_says(job: Arguments, name: str, n
 
 
 class CountingRecorder:
-    """Counts, after every operation, the microbatches whose layers autograd keeps something of."""
+    """A recorder that counts, after every operation, the microbatches of which autograd keeps tensors of layers."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
         self._of = (0, 0)

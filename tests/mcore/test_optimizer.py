@@ -35,7 +35,7 @@ def test_the_gradients_of_the_norm_have_a_function_of_either_name():
 
 
 def test_the_root_is_taken_as_the_version_does(monkeypatch):
-    """Since 0.17 with Transformer Engine on the device in fp32, else on the host, which rounds differently."""
+    """Since 0.17, and with Transformer Engine, the device takes the root; else the host, which rounds differently."""
     squared = torch.tensor([2.0])
     assert _root(squared) == 2.0**0.5
     monkeypatch.setattr(clip_grads, "multi_tensor_scale_tensor_impl", print, raising=False)

@@ -14,7 +14,7 @@ SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Stands in for apex's and Transformer Engine's: their states, `step` as a number in the parameter group."""
+    """A stand-in for the Adam of apex and Transformer Engine, which keep `step` as a number in the parameter group."""
 
     adam_w_mode = 1
 
@@ -37,7 +37,7 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 class Odd(torch.optim.Optimizer):
-    """Keeps what torch's optimizers do not: None, numbers, lists, tensors that are replaced or dropped, settings."""
+    """An optimizer whose state is odd: None, numbers, lists, tensors that are replaced or dropped, settings."""
 
     def __init__(self, parameters):
         super().__init__(parameters, {"lr": 0.1, "weight_decay": 0.0, "last_norm": None, "seen": torch.zeros(1)})
@@ -99,14 +99,14 @@ def state_of(optimizer: torch.optim.Optimizer) -> list:
 
 
 def assert_same(a, b) -> None:
-    """Bit for bit, and with the same keys in all dictionaries."""
+    """Assert that both are equal, bit for bit, with the same keys in all dictionaries."""
     torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("steps_before", [0, 1, 5])
 def test_a_snapshot_restores_every_bit(kind, steps_before):
-    """The very first step too, before which most have no state."""
+    """The first step is undone as well, before which most optimizers have no state."""
     optimizer = make(kind)
     rollback = Snapshot([optimizer])
     for seed in range(steps_before):
@@ -144,7 +144,7 @@ def test_training_goes_on_from_a_rollback_as_if_nothing_had_been(kind):
 
 
 def test_the_settings_that_come_back_are_those_of_the_step():
-    """A scheduler moves the learning rate between one step and the next, also after the copying has begun."""
+    """Undoing a step restores the learning rate that the step had, even if it changed after the copying began."""
     optimizer = make("SGD")
     rollback = Snapshot([optimizer])
     set_gradients(optimizer, 0)
@@ -173,7 +173,7 @@ def test_the_buffers_of_a_snapshot_are_made_once():
 @pytest.mark.parametrize("kind", ["AdamW", "fused"])
 @pytest.mark.parametrize("steps_before", [0, 1, 20])
 def test_the_inverse_is_exact_up_to_rounding(kind, steps_before):
-    """Parameters to 1e-6 of their size, moments to 1e-5 of the gradient's: what the documentation states."""
+    """Parameters agree to 1e-6 of their size and moments to 1e-5 of the gradient's, as the documentation states."""
     optimizer = make(kind)
     rollback = Inverse([optimizer])
     for seed in range(steps_before):

@@ -136,7 +136,7 @@ def a_pipeline_of_some_of_the_ranks(rank: int) -> None:
 
 
 def a_dead_rank_ends_the_wait(communicator: TorchCommunicator, rank: int) -> None:
-    """Long before the timeout."""
+    """A wait for a dead rank ends long before the timeout."""
     if rank == 1:
         os._exit(0)
     started = time.monotonic()
@@ -153,7 +153,7 @@ def test_torch_channels_between_processes(num_ranks: int, tmp_path: Path):
 
 
 def test_a_message_that_nobody_sends_ends_the_wait_after_the_timeout():
-    """Both ranks in one process: their channels meet through the store."""
+    """Both ranks are in this process, where their channels meet through a store in memory."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         placement = Placement("linear", 2)

@@ -156,7 +156,7 @@ def test_a_result_that_is_not_sent_is_an_error():
 
 
 class Late:
-    """A send that is done when told so."""
+    """A send that is done once the test says so."""
 
     def __init__(self) -> None:
         self.done = self.waited = False

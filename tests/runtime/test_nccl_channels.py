@@ -23,7 +23,7 @@ from tests.runtime.messages import CPU
 
 
 def test_a_nccl_channel_has_a_name_a_high_priority_and_few_blocks(monkeypatch):
-    """torch of this machine has no NCCL: a stand-in shows what it would be asked for."""
+    """A stand-in for NCCL shows the options that it gets, because torch for CPUs has none."""
     made = []
 
     class ProcessGroupNCCL:
@@ -50,7 +50,7 @@ def test_a_nccl_channel_has_a_name_a_high_priority_and_few_blocks(monkeypatch):
 
 
 class Gpu:
-    """A GPU that computes nothing until somebody waits for it, and the group of two behind a channel of it."""
+    """A GPU that computes nothing until somebody waits for it, with the process group of one of its channels."""
 
     def __init__(self) -> None:
         self.posted = self.reached = 0
@@ -79,7 +79,7 @@ class Gpu:
 
 
 def test_a_process_is_only_some_messages_ahead_of_its_gpu(monkeypatch):
-    """Then what has been sent is released in time: here the middle rank of a step of forty microbatches."""
+    """A bound on messages under way releases sent tensors in time, here on the middle of three ranks."""
     schedule = lower(generate("1f1b", 3, 40))
     gpu, waiting = Gpu(), []
 

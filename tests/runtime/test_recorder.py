@@ -23,7 +23,7 @@ F0, B0 = Op(OpKind.F, 0), Op(OpKind.B, 0)
 
 
 class FakeClock:
-    """Counts marks; a mark becomes ten times its number, and only when it is asked for."""
+    """A clock that counts its marks; the time of a mark is ten times its number, and is read only when asked for."""
 
     def __init__(self) -> None:
         self.marks = 0

@@ -24,7 +24,7 @@ class Optimizer:
         self.lock = threading.Lock()
 
     def step(self, stages: list[int], iteration: int) -> None:
-        """Each stage steps by itself, and too far if its step is to be amended."""
+        """Move the weights of these stages, ten times too far in an iteration whose step is to be amended."""
         self._move(stages, -LR * (10.0 if iteration in self.wrong else 1.0))
 
     def amend(self, stages: list[int], iteration: int) -> bool:
@@ -107,7 +107,7 @@ def post_validated(name: str, p: int, m: int):
 @pytest.mark.parametrize("name", names())
 @pytest.mark.parametrize(("p", "m", "seed"), [(2, 4, 0), (3, 6, 1), (4, 8, 2), (4, 8, 3)])
 def test_training_is_that_of_right_steps(name, p, m, seed, wrong):
-    """Losses and weights bit for bit, whichever steps were wrong at first; the ranks follow no common clock."""
+    """Losses and weights are equal bit for bit, whichever steps were wrong at first."""
     schedule = post_validated(name, p, m)
     pipeline = with_optimizer(over_nccl(schedule, seed), wrong)
     reference, losses = train_in_order(schedule.num_stages, m, iterations=3)
@@ -136,7 +136,7 @@ def test_only_what_stands_before_validation_runs_again():
 
 
 def test_where_a_gpu_is_while_it_runs_them_again():
-    """The process has launched all; the device comes by the operations before VALIDATE twice."""
+    """The process has launched everything, while the device passes the operations before VALIDATE twice."""
     schedule, device = post_validated("zb-2p", 4, 8), FakeDevice()
     pipeline = with_optimizer(on_threads(schedule), wrong={0})
     pipeline.run()

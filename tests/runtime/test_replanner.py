@@ -47,7 +47,7 @@ class Run:
         self.edges_measured_at: list[int] = []
         self.step = 0
         self.new_plans: list[int] = []
-        """Steps that the first began with a new plan."""
+        """The steps that the first rank began with a new plan."""
         self.replanner = Replanner(
             self.plan,
             PlanningOptions(**{"first_step": 2, "last_step": 3, "model": MODEL, **options}),
@@ -168,7 +168,7 @@ def test_the_memory_limit_is_turned_into_bytes(limit, in_bytes):
 
 @pytest.mark.parametrize(("limit", "room"), [(MemoryLimit(multiple=1.5), 165.0), (MemoryLimit(num_bytes=700), 670.0)])
 def test_every_limit_includes_what_an_operation_needs_inside(limit, room):
-    """1F1B needs that, too: 1.5 times its peak are 1.5 times 100 and 30."""
+    """The peak of 1F1B includes memory inside operations: a limit of 1.5 is 1.5 times 100 and 30 bytes."""
     run = Run(profile=replace(GIVEN, inside=(30.0,)), memory_limit=limit)
     run.steps(1)
     assert run.reports[0].memory_limit == (room,)

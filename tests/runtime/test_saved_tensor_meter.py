@@ -16,7 +16,7 @@ FLOAT = 4
 
 
 def held_by(forward) -> int:
-    """What the meter says that F of microbatch 0 leaves behind."""
+    """The bytes that F of microbatch 0 leaves behind, as the meter measures them."""
     meter = SavedTensorMeter(WeightGradStore())
     meter.begin(Op(F, 0))
     output = forward()

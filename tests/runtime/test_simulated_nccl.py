@@ -149,12 +149,12 @@ def test_a_missing_wait_is_found(monkeypatch, seed):
 
 
 def dropped_sends(monkeypatch) -> None:
-    """The executor forgets its sends, done or not."""
+    """Make the executor forget its sends, done or not."""
     monkeypatch.setattr(Executor, "_drop_finished_sends", lambda self: self._sends.clear())
 
 
 def messages_that_are_not_held(monkeypatch) -> None:
-    """Between the stage's release of its output and the delivery nobody has the values."""
+    """Make pending sends hold nothing, so that a stage that frees its output loses the values of its message."""
     pending = communicator._TorchSend
     monkeypatch.setattr(communicator, "_TorchSend", lambda work, message: pending(work, torch.empty(0)))
 
@@ -174,7 +174,7 @@ def test_a_release_before_the_message_has_gone_is_found(monkeypatch, plant, seed
     ("rank", "kind"), [(0, OpKind.SEND_FORWARD), (1, OpKind.SEND_FORWARD), (2, OpKind.SEND_BACKWARD)]
 )
 def test_a_swapped_order_is_found(monkeypatch, seed, rank, kind):
-    """The network cannot know which message is which: the numbers tell."""
+    """The network cannot tell messages apart, so the fault shows in the values that arrive."""
     send = Executor._send
 
     def send_second_first(self, stage, op):

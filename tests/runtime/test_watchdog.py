@@ -103,7 +103,7 @@ def test_a_rank_that_hangs_in_f_is_named_and_so_is_what_the_others_wait_for(watc
 
 
 def test_ranks_that_move_raise_no_alarm(watch):
-    """However slowly: each look finds another operation."""
+    """A rank that is slow but finds another operation at each look does not hang."""
     watched, looks, enough = watch(1), iter(range(10**9)), threading.Event()
 
     def position() -> Position:

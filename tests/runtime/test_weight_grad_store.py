@@ -98,7 +98,7 @@ def test_each_chunk_is_a_queue_of_its_own(ran):
 
 
 def test_a_b_without_linear_layers_still_has_its_w():
-    """An embedding's stage, say: the schedule has a W for it, which finds nothing to do."""
+    """The schedule has a W for every stage, and that of a stage with only an embedding has nothing to do."""
     store = WeightGradStore()
     backward(store, 0)
     assert store.pending() == [(0, 0)]

@@ -109,7 +109,7 @@ class ToyStage:
 
 
 class Problem:
-    """Weights of every stage, data of every microbatch; gradients and losses end up here."""
+    """The weights of every stage and the data of every microbatch; a run puts gradients and losses here."""
 
     def __init__(self, num_stages: int, num_microbatches: int) -> None:
         generator = torch.Generator().manual_seed(7)
@@ -187,14 +187,14 @@ def on_threads(schedule: Schedule, timeout: float = 10.0) -> Pipeline:
 
 
 def over_nccl(schedule: Schedule, seed: int = 0, *, tail_by_parameter: bool = False) -> Pipeline:
-    """Over NCCL's rules; a step that breaks one raises `Fault`."""
+    """A pipeline over a network with NCCL's rules; a step that breaks one raises `Fault`."""
     problem = Problem(schedule.num_stages, schedule.num_microbatches)
     network = SimulatedNccl(schedule.num_ranks, seed)
     return Pipeline(schedule, problem, network, tail_by_parameter=tail_by_parameter)
 
 
 class FakeClock(HostClock):
-    """The test says what time it is."""
+    """A clock whose time the test sets."""
 
     def __init__(self) -> None:
         self.now = 0.0

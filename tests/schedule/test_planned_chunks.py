@@ -75,7 +75,7 @@ def forwards(schedule, rank):
 
 @pytest.mark.parametrize("group_size", [4, 6])
 def test_forwards_keep_the_order_of_given_groups_where_that_fits(group_size):
-    """Dropout draws the same numbers as in megatron-core's schedule then."""
+    """In the order of megatron-core's groups dropout draws the numbers that it draws there."""
     costs = StageCosts.uniform(8, 1, 1, 0.7, 0.5, 0.5, -0.25, -0.25)
     options = {"num_chunks": 2, "costs": costs, "group_size": group_size}
     named = generate("interleaved-1f1b", 4, 12, num_chunks=2, group_size=group_size)

@@ -44,7 +44,7 @@ def test_the_peak_of_1f1b_is_that_of_1f1b_with_the_same_recomputation(data, p, m
 
 
 def test_a_multiple_before_anything_is_measured():
-    """Four ranks hold 4 inputs of a sixteenth and one microbatch that is restored."""
+    """1F1B with full recomputation holds four inputs, each a sixteenth of M_B, and one microbatch that is restored."""
     assert MemoryLimit(multiple=2).in_unit_costs(Placement("linear", 4), 8, FULL) == 2 * (4 / 16 + 15 / 16)
     assert MemoryLimit(multiple=2).in_unit_costs(Placement("linear", 4), 8, Recompute.PLANNED) == 8
 
@@ -54,7 +54,7 @@ def test_a_multiple_before_anything_is_measured():
     [("1f1b", 92, 83), ("zb-h1", 78, 70), ("zb-h2", 71, 64), ("zb-1p", 92, 76), ("zb-2p", 92, 73)],
 )
 def test_r_of_its_own_gives_back_the_bubble_that_it_takes_inside_b(name, inside, apart):
-    """16 microbatches. ZB-1p and ZB-2p are in the memory of 1F1B, which ZB-H1 and ZB-H2 exceed by their waiting W's."""
+    """An R apart takes no longer than stated, where ZB-1p and ZB-2p keep to the memory of 1F1B and ZB-H1 does not."""
     in_backward = EQUAL.recomputing_in_backward()
     assert simulate(generate(name, 8, 16, costs=in_backward), in_backward).cost == inside
     assert checked(generate(name, 8, 16, costs=EQUAL, recompute=FULL), EQUAL).cost <= apart

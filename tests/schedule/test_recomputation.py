@@ -50,7 +50,7 @@ def test_every_schedule_can_recompute_everything(name):
 
 
 def test_the_bubble_of_zb_h1_does_not_grow_with_r():
-    """(p-1)(F+B-W) instead of (p-1)(F+R+B-W): capabilities of 8 ranks and 16 or 32 microbatches, F = R = B = W."""
+    """With R apart the bubble is (p-1)(F+B-W) instead of (p-1)(F+R+B-W), here with F = R = B = W on 8 ranks."""
     costs = StageCosts.uniform(8, time_r=1)
     for name, m, inside, apart in (("1f1b", 16, 28, 21), ("zb-h1", 16, 14, 7), ("zb-h1", 32, 14, 7)):
         plain = generate(name, 8, m)

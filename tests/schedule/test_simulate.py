@@ -84,7 +84,7 @@ def test_starts_and_ends_of_a_small_case():
 
 
 def test_idle_says_what_a_stage_that_is_too_long_costs_the_other_ranks():
-    """The last of two ranks has a head of 8k tokens: it hardly waits, and so the first one does."""
+    """The last of two ranks is longer, because it has the output layer: it hardly waits, but the first one does."""
     work = (670, 819)
     first, last = (Fraction(one, 8 * 3) for one in work)
     costs = StageCosts(*((first, last),) * 3, (0,), (1, 1), (-1, -1), (0, 0))

@@ -31,7 +31,7 @@ from megatron.zero_bubble.schedule.step_ops import (
 
 STEP, VALIDATE = Op(OpKind.STEP, 0), Op(OpKind.VALIDATE, 0)
 PARALLELOGRAMS = ("zb-h2", "zb-2p", "zb-v")
-"""Their ranks end one after the other, as they begin."""
+"""Schedules whose ranks end one after the other, as they begin."""
 TRAPEZOIDS = ("gpipe", "1f1b", "zb-h1", "interleaved-1f1b", "v-half")
 
 

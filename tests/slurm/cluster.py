@@ -128,7 +128,7 @@ class Cluster:
         self._start("slurmd", "-D", "-N", node, name=node)
 
     def kill_node(self, node: str) -> None:
-        """Everything of the node at once, as when its power fails."""
+        """Kill all processes of the node at once, as when its power fails."""
         victims = [process for process in self.processes() if _variable(process, "SLURMD_NODENAME") == node]
         victims += [p for p in self.processes() if p.name() == "slurmstepd" and _is_below(p, self._daemons[node].pid)]
         daemon = psutil.Process(self._daemons[node].pid)
@@ -138,7 +138,7 @@ class Cluster:
         self._daemons.pop(node).wait()
 
     def processes(self) -> list[psutil.Process]:
-        """Everything that runs with this cluster's configuration in its environment: daemons, jobs, and their like."""
+        """All processes with this cluster's configuration in their environment: daemons and jobs."""
         configuration = self.environment["SLURM_CONF"]
         return [process for process in psutil.process_iter() if _variable(process, "SLURM_CONF") == configuration]
 

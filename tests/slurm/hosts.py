@@ -36,7 +36,7 @@ def missing(*qdiscs: str) -> str | None:
 
 
 def _try(*command: str) -> str | None:
-    """None, or what the command complained of."""
+    """Run a command; return its complaint if it fails, else None."""
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     return None if result.returncode == 0 else (result.stderr.strip() or f"status {result.returncode}")
 
@@ -69,7 +69,7 @@ class Host:
         _do("ip", "netns", "exec", self.name, *command)
 
     def start(self, command: list[str], environment: Mapping[str, str], output: Path) -> subprocess.Popen[bytes]:
-        """Run there, under the host's name."""
+        """Start a command on this host, under the host's name."""
         script = f'hostname {self.name} && exec "$@"'
         with open(output, "wb") as file:
             return subprocess.Popen(
@@ -93,7 +93,7 @@ class Host:
 
 
 class TwoHosts:
-    """Used as a context; on leaving it both hosts and the cable are gone.
+    """Two hosts joined by a cable, for the time of a `with` block.
 
     Args:
         qdisc: what `tc` puts on both ends of the cable, `tbf rate 40mbit burst 16kb latency 1s` for example.

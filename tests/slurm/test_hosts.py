@@ -16,7 +16,7 @@ MESSAGE_BITS = SEQUENCE * HIDDEN * 4 * 8
 MEGABITS = 40
 RATE = f"tbf rate {MEGABITS}mbit burst 16kb latency 2s"
 AT_THIS_RATE = MESSAGE_BITS / (MEGABITS * 1e6) * 1000.0
-"""Milliseconds of one message, without headers."""
+"""Milliseconds that one message takes at this rate, without headers."""
 DELAY = 60.0
 FLAGS = [
     *("--num-layers", "4", "--hidden-size", str(HIDDEN), "--num-attention-heads", "4", "--seq-length", str(SEQUENCE)),

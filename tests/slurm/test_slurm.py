@@ -82,7 +82,7 @@ def test_a_job_trains_across_both_nodes(cluster: Cluster, tmp_path: Path) -> Non
 
 
 def test_a_job_that_is_interrupted_saves_and_goes_on_bit_for_bit(cluster: Cluster, tmp_path: Path) -> None:
-    """Preempted by a job of higher priority, and then warned, as before its time limit."""
+    """The job is preempted by one of higher priority, and later warned as before its time limit."""
     interrupted, uninterrupted = tmp_path / "interrupted", tmp_path / "uninterrupted"
     job = pretrain(cluster, interrupted, SCHEDULE="zb-2p")
     cluster.wait_until(lambda: iterations(interrupted) >= 10, "ten iterations")
