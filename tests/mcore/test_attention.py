@@ -88,7 +88,7 @@ def test_dropout_is_active_in_training_alone():
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_dropout_draws_from_the_generator_that_megatron_core_s_draws_from(sequence_parallel):
-    """Without sequence parallelism attention switches to the tensor-parallel rank's generator; with it that is current."""
+    """Attention switches to the tensor-parallel rank's generator, unless sequence parallelism has done so before."""
     tracker = tensor_parallel.get_cuda_rng_tracker()
 
     def moved(kind: type[DotProductAttention]) -> tuple[bool, bool]:
