@@ -11,8 +11,12 @@ from megatron.zero_bubble.cli.flag_values import at_least, numbers
 from megatron.zero_bubble.cli.output import deliver
 from megatron.zero_bubble.job.flag_parser import flag
 from megatron.zero_bubble.schedule import StageCosts
+from megatron.zero_bubble.schedule.costs import VOCABULARY_COSTS
 from megatron.zero_bubble.schedule.ir import PlacementKind
 from megatron.zero_bubble.schedule.recomputation import Recompute
+
+COSTS_OF_FLAGS = tuple(field.name for field in fields(StageCosts) if field.name not in VOCABULARY_COSTS)
+"""The fields of `StageCosts` that have a flag; costs of vocabulary shards come from a file alone."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,7 @@ class CostFlags(CommandFlags):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in (field.name for field in fields(StageCosts)):
+        for name in COSTS_OF_FLAGS:
             if self.costs is not None and getattr(self, name) is not None:
                 raise ValueError(f"argument --{name.replace('_', '-')}: not allowed with --costs")
 
@@ -119,7 +123,7 @@ class CostFlags(CommandFlags):
     @property
     def has_times(self) -> bool:
         """Whether the flags give times, which are then in the user's own unit."""
-        names = ("costs", *(field.name for field in fields(StageCosts) if field.name.startswith("time_")))
+        names = ("costs", *(name for name in COSTS_OF_FLAGS if name.startswith("time_")))
         return any(getattr(self, name) is not None for name in names)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
-from megatron.zero_bubble.cli.shared_flags import CostFlags
+from megatron.zero_bubble.cli.shared_flags import COSTS_OF_FLAGS, CostFlags
 from megatron.zero_bubble.schedule import Placement, ScheduleError, StageCosts
 from megatron.zero_bubble.schedule.costs import SMALLEST
 from megatron.zero_bubble.schedule.formats import costs_from_text
@@ -55,7 +55,7 @@ def read_costs(path: Path) -> StageCosts:
 
 def _costs_of_ranks(flags: CostFlags, num_ranks: int) -> StageCosts:
     values: dict[str, tuple[float, ...]] = {}
-    for name in (field.name for field in fields(StageCosts)):
+    for name in COSTS_OF_FLAGS:
         given: Sequence[float] | None = getattr(flags, name)
         length = num_ranks - 1 if name == "time_comm" else num_ranks
         if given is None and name in _PARTS_OF_F:
