@@ -15,6 +15,7 @@ from megatron.zero_bubble.launcher.command_line import (
     help_text,
     parse_command_line,
 )
+from megatron.zero_bubble.launcher.foresight import check_script_arguments
 from megatron.zero_bubble.launcher.mistakes import LauncherError
 from tests.launch import ROOT
 
@@ -127,6 +128,15 @@ def test_enable_takes_the_flags_by_name():
     assert flags_from_keywords(None, False, {"v_schedule": True}).zero_bubble_schedule == "zb-v"
     with pytest.raises(LauncherError, match=r"'memory'.*memory_limit"):
         flags_from_keywords("zb-h1", False, {"memory": "1.5"})
+
+
+def test_layers_that_the_ranks_do_not_divide_are_refused_only_where_no_layout_is_chosen():
+    arguments = ["--num-layers", "7", "--pipeline-model-parallel-size", "2", "--micro-batch-size", "1"]
+    environment = {"WORLD_SIZE": "2"}
+    check_script_arguments(LaunchFlags(zero_bubble=True), arguments, environment)
+    for fixed in ({"zero_bubble": True, "zero_bubble_keep_layout": True}, {"zero_bubble_schedule": "zb-h1"}):
+        with pytest.raises(LauncherError, match=r"--num-layers 7 is not a multiple .* --allow-padding-num-layers"):
+            check_script_arguments(LaunchFlags(**fixed), arguments, environment)
 
 
 def test_looking_ahead_does_not_load_megatron_core():

@@ -34,6 +34,8 @@ UNTIED = ("--untie-embeddings-and-output-weights", "--overlap-grad-reduce")
 CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "2")
 UNCLIPPED = ("--pipeline-model-parallel-size", "2", "--clip-grad", "0", "--num-layers", "6")
 """Across placements the order of adding up the norm differs, and nothing else."""
+ODD = (*UNCLIPPED, "--num-layers", "7")
+"""Layers that the ranks do not divide, which Megatron-LM takes only with a layout."""
 UNEVEN = ("--decoder-first-pipeline-num-layers", "3")
 DRAWN = ("--keep-initial-weights", "--hidden-dropout", "0.1", "--seed", "7")
 """Weights and dropout come from random states, and not from the names of the parameters."""
@@ -54,8 +56,8 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "zb-2p-untied": ({"schedule": "zb-2p"}, (*P2, *UNTIED)),
         "chosen": ({}, (*UNCLIPPED, *DRAWN)),
         "chosen-v": ({"placement": "v"}, (*UNCLIPPED, *DRAWN)),
-        "saved-in-a-v": ({"placement": "v"}, (*UNCLIPPED, *DRAWN, *first, "--save", chosen)),
-        "resumed-in-it": ({}, (*UNCLIPPED, *DRAWN, *rest, "--load", chosen)),
+        "saved-in-a-v": ({"placement": "v"}, (*ODD, *DRAWN, *first, "--save", chosen)),
+        "resumed-in-it": ({}, (*ODD, *DRAWN, *rest, "--load", chosen)),
         "planned": (
             {"keep_layout": True, "profile_iters": [1, 2], "timeline": str(folder / "timeline"), "strict": True},
             P2,
@@ -205,6 +207,8 @@ def test_a_job_keeps_the_layout_that_was_chosen_for_its_checkpoint(logs: Path) -
         built = [(logs / f"{name}.{rank}.layers").read_text() for name in ("saved-in-a-v", "resumed-in-it")]
         assert built[0] == built[1]
         assert len(json.loads(built[0])) == 2
+    built = [json.loads((logs / f"resumed-in-it.{rank}.layers").read_text()) for rank in range(2)]
+    assert sum(map(sum, built)) == 7
     assert len(numbers_of(logs, "resumed-in-it")) > 2
 
 

@@ -10,6 +10,7 @@ from megatron.zero_bubble.job.environment import check_num_ranks
 from megatron.zero_bubble.job.flag_parser import flag, take_flags
 from megatron.zero_bubble.job.flags import ParallelFlags
 from megatron.zero_bubble.job.layers import chunks_of_flags, partition_of_flags
+from megatron.zero_bubble.job.layout_choice import is_layout_open
 from megatron.zero_bubble.job.plans import choose_placement, choose_plan
 from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.launcher.mistakes import users_mistakes
@@ -54,7 +55,7 @@ def check_script_arguments(flags: LaunchFlags, arguments: Sequence[str], environ
             return
         ranks = shape.tensor_model_parallel_size * shape.pipeline_model_parallel_size * shape.context_parallel_size
         step = shape.micro_batch_size * (world_size // ranks)
-        given = Namespace(**vars(shape), virtual_pipeline_model_parallel_size=None)
+        given = Namespace(**vars(shape))
         known = {
             "world_size": world_size,
             "data_parallel_size": world_size // ranks,
@@ -63,4 +64,6 @@ def check_script_arguments(flags: LaunchFlags, arguments: Sequence[str], environ
         job = flags_of(given, flags, **known)
         if job.global_batch_size % step == 0:
             job = replace(job, model_chunks=chunks_of_flags(job))
+            if is_layout_open(job):
+                return
             partition_of_flags(job, choose_placement(job, choose_plan(job)))

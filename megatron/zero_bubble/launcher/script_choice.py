@@ -10,19 +10,23 @@ import os
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
 
-from megatron.zero_bubble.job.layout_choice import SAVED_NAMES, ChosenLayout, saved_choice
+from megatron.zero_bubble.job.flags import flag_name
+from megatron.zero_bubble.job.layers import spread_layers, to_layout
+from megatron.zero_bubble.job.layout_choice import SAVED_NAMES, ChosenLayout, is_layout_open, saved_choice
 from megatron.zero_bubble.job.layout_search import new_choice
 from megatron.zero_bubble.job.profiling import given_profile
 from megatron.zero_bubble.job.settings import JobSettings, job_settings, with_layout
 from megatron.zero_bubble.job.start_up import print_rank_0
+from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.launcher.hooks import Call
 from megatron.zero_bubble.launcher.mistakes import LauncherError, users_mistakes
 from megatron.zero_bubble.launcher.script_layouts import ScriptLayouts
-from megatron.zero_bubble.launcher.script_settings import check_chunks
+from megatron.zero_bubble.launcher.script_settings import check_chunks, flags_of
 from megatron.zero_bubble.launcher.script_units import ScriptUnits
 from megatron.zero_bubble.mcore.placement import replace_embedding_groups
 from megatron.zero_bubble.runtime.joint import jointly
@@ -34,6 +38,34 @@ _KEEPS_MEGATRONS = (
 """Arguments of scripts whose models megatron-core does not build from a layout, or not from the arguments alone."""
 _RESHARDED = "torch_dist"
 _TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def validate_arguments(flags: LaunchFlags, call: Call) -> Any:
+    """Hook around `validate_args`: while the layout is open, let the layers be of any number.
+
+    Megatron-LM refuses layers that the ranks do not divide unless a layout spreads them. Hence it is given one while it
+    validates the arguments.
+    """
+    script = call["args"]
+    layout = _even_layout(script, flags)
+    if layout is None:
+        return call.proceed()
+    script.pipeline_model_parallel_layout = layout
+    result = call.proceed()
+    script.pipeline_model_parallel_layout = None
+    return result
+
+
+def _even_layout(script: Namespace, flags: LaunchFlags) -> str | None:
+    """The most even layout for layers that the ranks do not divide; None if they do, or another flag spreads them."""
+    with users_mistakes():
+        job = flags_of(script, flags)
+        has_chunks = job.num_layers_per_virtual_pipeline_stage or job.num_virtual_stages_per_pipeline_rank
+        if has_chunks or not job.num_layers or not is_layout_open(job):
+            return None
+        if _other_source(script) is not None or job.num_layers % job.pipeline_model_parallel_size == 0:
+            return None
+        return to_layout(spread_layers(job.num_layers, job.pipeline_model_parallel_size), job.mtp_num_layers)
 
 
 def settle_layout(script: Namespace, job: JobSettings, units: ScriptUnits, setup: Call) -> JobSettings:
@@ -119,16 +151,18 @@ def _saved_choice(script: Namespace, job: JobSettings) -> ChosenLayout | None:
 
 def _reason_to_keep(script: Namespace) -> str | None:
     """Why the model of a script needs Megatron's layout; None if another may be chosen."""
-    for name in _KEEPS_MEGATRONS:
-        if getattr(script, name, None):
-            return f"with --{name.replace('_', '-')} no other is known to work"
+    if (name := _other_source(script)) is not None:
+        return f"with {flag_name(name)} no other is known to work"
     for name in ("load", "pretrained_checkpoint"):
         folder, kind = getattr(script, name, None), getattr(script, "ckpt_format", "torch")
         if folder and kind != _RESHARDED and Path(folder, _TRACKER).is_file():
-            return (
-                f"the checkpoint in --{name.replace('_', '-')} {folder} fits no other unless it is in torch_dist format"
-            )
+            return f"the checkpoint in {flag_name(name)} {folder} fits no other unless it is in torch_dist format"
     return None
+
+
+def _other_source(script: Namespace) -> str | None:
+    """The argument of the script, if any, for which megatron-core does not build the model from a layout."""
+    return next((name for name in _KEEPS_MEGATRONS if getattr(script, name, None)), None)
 
 
 def _builds_chunks(setup: Call) -> bool:

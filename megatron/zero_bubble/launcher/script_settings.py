@@ -6,6 +6,7 @@ from argparse import Namespace
 from dataclasses import fields
 from typing import Any
 
+from megatron.zero_bubble.job.flags import flag_name
 from megatron.zero_bubble.job.job_flags import JobFlags
 from megatron.zero_bubble.job.plans import choose_placement, choose_plan
 from megatron.zero_bubble.launcher.command_line import LaunchFlags
@@ -31,10 +32,11 @@ _REFUSED_IN_V = {
 
 
 def flags_of(script: Namespace, flags: LaunchFlags, **known: Any) -> JobFlags:
-    """The job's flags from a script's parsed and validated arguments and the launcher's flags.
+    """The job's flags from a script's arguments and the launcher's flags.
 
     Args:
-        script: the result of Megatron-LM's `get_args()`. Names that it lacks get the defaults of `JobFlags`.
+        script: the result of Megatron-LM's `get_args()`, or arguments that are not validated yet. Names that it lacks
+            get the defaults of `JobFlags`.
         known: values that replace those of the script.
     """
     layout = getattr(script, "pipeline_model_parallel_layout", None)
@@ -42,7 +44,7 @@ def flags_of(script: Namespace, flags: LaunchFlags, **known: Any) -> JobFlags:
     ours = {entry.name: getattr(flags, entry.name) for entry in fields(JobFlags) if hasattr(flags, entry.name)}
     in_its_words = {
         "pipeline_model_parallel_layout": str(layout) if layout is not None else None,
-        "model_chunks": script.virtual_pipeline_model_parallel_size,
+        "model_chunks": getattr(script, "virtual_pipeline_model_parallel_size", None),
         "microbatch_group_size_per_virtual_pipeline_stage": getattr(script, "microbatch_group_size_per_vp_stage", None),
         "rampup_batch_size": [int(size) for size in ramp] if ramp is not None else None,
     }
@@ -60,7 +62,7 @@ def refuse_what_cannot_work(script: Namespace, flags: JobFlags) -> None:
     for name, reason in refused.items():
         value = getattr(script, name, None)
         if value:
-            flag = f"--{name.replace('_', '-')}" + (f" {value}" if value is not True else "")
+            flag = flag_name(name) + (f" {value}" if value is not True else "")
             raise LauncherError(f"{flag} does not work with --zero-bubble-schedule {flags.schedule}: {reason}")
     if getattr(script, "cuda_graph_impl", "none") != "none":
         raise LauncherError(f"--cuda-graph-impl {script.cuda_graph_impl} records B and W in one graph: leave it out")

@@ -10,6 +10,7 @@ from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.launcher.hooks import Call, Hook, Needed
 from megatron.zero_bubble.launcher.mistakes import LauncherError
 from megatron.zero_bubble.launcher.run import Run
+from megatron.zero_bubble.launcher.script_choice import validate_arguments
 from megatron.zero_bubble.launcher.script_layouts import ScriptLayouts
 from megatron.zero_bubble.launcher.script_optimizer import needed_for_post_validation, post_validation_hooks
 from megatron.zero_bubble.launcher.v_placement import VPlacement
@@ -27,6 +28,13 @@ class Session:
 
         The hooks for a V placement are installed under every schedule, and do nothing without a V.
         """
+        yield Hook(
+            "megatron.training.arguments",
+            "validate_args",
+            ("args",),
+            "lets layers under `--zero-bubble` be of a number that the ranks do not divide",
+            partial(validate_arguments, self.flags),
+        )
         state = "megatron.core.parallel_state"
         yield Hook(
             state,

@@ -34,7 +34,7 @@ _PLANNED: dict[str, Any] = {
     "zero_bubble_memory_limit": "auto",
     "zero_bubble_recompute": Recompute.PLANNED.value,
 }
-_WITHOUT: dict[str, Any] = {**dict.fromkeys(_FULL), "zero_bubble_recompute": None}
+_WITHOUT: dict[str, Any] = dict.fromkeys((*_FULL, "zero_bubble_recompute"))
 """The flags of recomputation in a job that recomputes nothing."""
 
 
