@@ -8,7 +8,7 @@ import pytest
 from planning import uneven
 
 from megatron.zero_bubble.schedule import Placement, StageCosts, generate, simulate
-from megatron.zero_bubble.schedule.memory_limit import MemoryLimit, interleaved_peak, one_f_one_b_peak
+from megatron.zero_bubble.schedule.memory_limit import MemoryLimit, interleaved_peaks, one_f_one_b_peaks
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 GIB = 2**30
@@ -54,21 +54,21 @@ def test_the_peak_of_1f1b_is_that_of_simulate(p, m):
     placement = Placement("linear", p)
     costs = uneven(placement)
     simulated = simulate(generate("1f1b", p, m), costs).peak_memory
-    assert one_f_one_b_peak(placement, costs, m) == pytest.approx(max(simulated))
+    assert one_f_one_b_peaks(placement, costs, m) == pytest.approx(simulated)
 
 
 def test_the_peak_of_1f1b_counts_all_chunks_of_a_rank():
     """What 1F1B would take with the same layers on every rank, as one stage each."""
     placement = Placement("v", 2, 2)
     costs = replace(uneven(placement), memory_f=(1.0, 10.0, 100.0, 1000.0))
-    assert one_f_one_b_peak(placement, costs, 8) == max(2 * 1001.0, 1 * 110.0)
+    assert one_f_one_b_peaks(placement, costs, 8) == (2 * 1001.0, 1 * 110.0)
 
 
 def test_the_peak_of_1f1b_includes_what_an_operation_of_that_rank_needs_inside():
     costs = StageCosts.uniform(2, memory_f=100.0)
-    placement = Placement("linear", 2)
-    assert one_f_one_b_peak(placement, costs, 8, (30.0, 0.0)) == 230.0
-    assert one_f_one_b_peak(placement, costs, 8, (0.0, 130.0)) == 230.0, "the last rank holds one microbatch"
+    limit, placement = MemoryLimit(multiple=1.0), Placement("linear", 2)
+    assert limit.in_bytes(placement, costs, 8, None, (30.0, 0.0)) == 230.0
+    assert limit.in_bytes(placement, costs, 8, None, (0.0, 130.0)) == 230.0, "the last rank holds one microbatch"
 
 
 def test_a_limit_in_bytes_of_measured_costs():
@@ -93,10 +93,11 @@ def test_a_limit_before_anything_is_measured():
 def test_the_peak_of_interleaved_1f1b_is_that_of_simulate(p, m, v):
     placement = Placement("interleaved", p, v)
     costs = uneven(placement)
-    peak = max(simulate(generate("interleaved-1f1b", p, m, num_chunks=v), costs).peak_memory)
-    assert interleaved_peak(placement, costs, m) == peak
-    assert MemoryLimit(multiple=1.5, is_interleaved=True).in_bytes(placement, costs, m, None) == 1.5 * peak
-    assert interleaved_peak(placement, costs, m, (7.0,) * p) == peak + 7.0
+    peaks = simulate(generate("interleaved-1f1b", p, m, num_chunks=v), costs).peak_memory
+    limit = MemoryLimit(multiple=1.5, is_interleaved=True)
+    assert interleaved_peaks(placement, costs, m) == peaks
+    assert limit.in_bytes(placement, costs, m, None) == 1.5 * max(peaks)
+    assert limit.in_bytes(placement, costs, m, None, (7.0,) * p) == 1.5 * (max(peaks) + 7.0)
 
 
 def test_the_peak_of_interleaved_1f1b_in_whole_ranks():

@@ -13,7 +13,7 @@ from megatron.zero_bubble.schedule import Infeasible, Placement, StageCosts, gen
 from megatron.zero_bubble.schedule.bounds import lower_bounds
 from megatron.zero_bubble.schedule.generators import default_costs
 from megatron.zero_bubble.schedule.generators.auto import multiple_of_p
-from megatron.zero_bubble.schedule.memory_limit import MemoryLimit, one_f_one_b_peak
+from megatron.zero_bubble.schedule.memory_limit import MemoryLimit, one_f_one_b_peaks
 from megatron.zero_bubble.schedule.recomputation import Recompute, num_recomputed, with_recomputation
 
 FULL, PLANNED = Recompute.FULL, Recompute.PLANNED
@@ -38,7 +38,7 @@ def fits(timeline, limits):
 def test_the_peak_of_1f1b_is_that_of_1f1b_with_the_same_recomputation(data, p, m):
     costs = data.draw(costs_with_r(p))
     peaks = simulate(generate("1f1b", p, m, recompute=FULL), costs).peak_memory
-    assert one_f_one_b_peak(Placement("linear", p), costs, m, recompute=FULL) == max(peaks)
+    assert one_f_one_b_peaks(Placement("linear", p), costs, m, FULL) == peaks
     assert all(peak <= limit for peak, limit in zip(peaks, multiple_of_p(costs, p, 1, FULL), strict=True))
     assert multiple_of_p(costs, p, 2, FULL) == tuple(2 * limit for limit in multiple_of_p(costs, p, 1, FULL))
 
@@ -118,7 +118,7 @@ PUBLISHED = StageCosts.uniform(8, 18.5, 18.1, 9.3, 0.6, time_r=18, memory_r=15 /
 @pytest.mark.parametrize(("costs", "m"), [(EQUAL, 16), (PUBLISHED, 24)], ids=["equal", "published"])
 @pytest.mark.parametrize("multiple", [0.6, 0.8])
 def test_in_a_part_of_the_memory_planned_is_faster_than_keeping_and_than_dropping_everything(costs, m, multiple):
-    limit = multiple * one_f_one_b_peak(Placement("linear", 8), costs, m)
+    limit = multiple * max(one_f_one_b_peaks(Placement("linear", 8), costs, m))
     kept, full, planned = (
         checked(generate("auto", 8, m, costs=costs, memory_limit=limit, recompute=recompute), costs)
         for recompute in Recompute

@@ -45,7 +45,7 @@ def test_costs_are_read_from_a_profile_and_from_costs_alone():
         ("", "not JSON: "),
         ("[]", 'expected a JSON object with "format": "megatron-zero-bubble profile"'),
         (costs_to_json(COSTS), 'expected a JSON object with "format": "megatron-zero-bubble profile"'),
-        (document(version=2), "version 2 of the format is unknown: this release reads 1"),
+        (document(version=2), "version 2 of the format is unknown: this release reads versions 1 to 1"),
         (document(placement={"kind": "linear"}), "the megatron-zero-bubble profile is damaged: "),
         (document(placement={"kind": "ring", "num_ranks": 2}), "the megatron-zero-bubble profile is damaged: "),
         (document(noise="much"), "the megatron-zero-bubble profile is damaged: "),

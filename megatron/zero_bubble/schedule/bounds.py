@@ -103,17 +103,13 @@ class _Path:
         """Stage -> what a microbatch holds at least from the start of F to the start of B."""
         if recompute is not Recompute.NONE:
             self.held = tuple(map(sub, costs.memory_f, costs.memory_r))
-        size = placement.num_stages
-        edges = range(size - 1)
-        crosses = [placement.rank_of(s) != placement.rank_of(s + 1) for s in edges]
-        message = [costs.time_comm[s] if crosses[s] else 0 for s in edges] + [0]
         self.starts_f: list[float] = [0]
         """Stage -> earliest start of F of a microbatch, after that of stage 0."""
         self.ends_b: list[float] = [0]
         """Stage -> least time from the end of its B to the end of that of stage 0."""
-        for s in edges:
-            self.starts_f.append(self.starts_f[-1] + costs.time_f[s] + message[s])
-            self.ends_b.append(self.ends_b[-1] + costs.time_b[s] + message[s])
+        for s, message in enumerate(costs.messages(placement)):
+            self.starts_f.append(self.starts_f[-1] + costs.time_f[s] + message)
+            self.ends_b.append(self.ends_b[-1] + costs.time_b[s] + message)
 
     def forward(self, a: int, k: int) -> float:
         """Least time from the start of F on stage a to its start on a later stage k."""
@@ -146,8 +142,7 @@ class _Rank:
 
     @cached_property
     def stages(self) -> tuple[int, ...]:
-        placement = self.path.placement
-        return tuple(placement.stage_of(self.rank, chunk) for chunk in range(placement.num_chunks))
+        return self.path.placement.stages_of(self.rank)
 
     @property
     def first(self) -> int:

@@ -132,6 +132,13 @@ class StageCosts:
         work = self.time_f[stage] + self.time_b[stage] + self.time_w[stage]
         return work + self.time_e[stage] + self.time_ew[stage] + self.time_s[stage] + self.time_t[stage]
 
+    def messages(self, placement: Placement) -> tuple[float, ...]:
+        """Edge -> time of a message between stage s and s + 1; none is sent where both are on one rank."""
+        ranks = [placement.rank_of(stage) for stage in range(placement.num_stages)]
+        return tuple(
+            0 if here == there else time for time, (here, there) in zip(self.time_comm, pairwise(ranks), strict=True)
+        )
+
     def recomputing_in_backward(self) -> StageCosts:
         """The costs of a schedule without R whose every backward recomputes what its F did not keep."""
         return replace(
@@ -182,11 +189,8 @@ class StageCosts:
 
     def whole_ranks(self, placement: Placement) -> StageCosts:
         """The costs of the model cut into one stage a rank, each as long as the chunks that the rank has here."""
-        stages = [placement.stages_of(rank) for rank in range(placement.num_ranks)]
         per_rank = {
-            field.name: tuple(sum(getattr(self, field.name)[stage] for stage in chunks) for chunks in stages)
-            for field in fields(self)
-            if field.name != "time_comm"
+            field.name: placement.sums(getattr(self, field.name)) for field in fields(self) if field.name != "time_comm"
         }
         return replace(self, **per_rank, time_comm=self.time_comm[: placement.num_ranks - 1])
 

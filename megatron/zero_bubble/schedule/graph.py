@@ -6,13 +6,11 @@ it receives and sends is in the table `KINDS`; this module finds the stages and 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
 from megatron.zero_bubble.schedule.costs import StageCosts
-from megatron.zero_bubble.schedule.errors import Deadlock
 from megatron.zero_bubble.schedule.ir import MAX_STAGES, Op, Placement, Schedule
 from megatron.zero_bubble.schedule.kinds import COLLECTIVES, KINDS, MESSAGES, Need, OpKind, Place
 
@@ -173,47 +171,6 @@ def message_time(placement: Placement, costs: StageCosts, rank: int, message: Op
         return 0
     stage = placement.stage_of(rank, message.chunk)
     return costs.time_comm[min(stage, stage + MESSAGES[message.kind].neighbour)]
-
-
-def replay(schedule: Schedule) -> Iterator[tuple[int, int]]:
-    """Yield the (rank, position) of every operation in an order that respects all dependencies.
-
-    Every rank runs its operations in order; an operation that lacks an input blocks its rank. A result counts as
-    available on all ranks once it is computed; `streams` replays a lowered schedule with its messages.
-    Takes time linear in the number of operations. Raises `Deadlock` when all unfinished ranks are blocked.
-    """
-    done: set[Node] = set()
-    blocked: dict[Node, list[int]] = {}
-    next_position = [0] * schedule.num_ranks
-    runnable = deque(range(schedule.num_ranks))
-    while runnable:
-        rank = runnable.popleft()
-        ops = schedule.ops[rank]
-        while next_position[rank] < len(ops):
-            op = ops[next_position[rank]]
-            missing = next((node for node in dependencies(schedule, rank, op) if node not in done), None)
-            if missing is not None:
-                blocked.setdefault(missing, []).append(rank)
-                break
-            yield rank, next_position[rank]
-            next_position[rank] += 1
-            for node in nodes_of(schedule.placement, rank, op):
-                done.add(node)
-                runnable.extend(blocked.pop(node, ()))
-    if blocked:
-        raise Deadlock(_explain(schedule, blocked, next_position))
-
-
-def _explain(schedule: Schedule, blocked: dict[Node, list[int]], next_position: list[int]) -> str:
-    """One line with the ranks that wait for each other."""
-    waits_for = {rank: node for node, ranks in blocked.items() for rank in ranks}
-    steps = []
-    for rank in circle({rank: schedule.placement.rank_of(node[1]) for rank, node in waits_for.items()}):
-        kind, stage, microbatch = waits_for[rank]
-        at = schedule.ops[rank][next_position[rank]]
-        owner = schedule.placement.rank_of(stage)
-        steps.append(f"rank {rank} at {at} waits for {kind}{microbatch} of stage {stage} on rank {owner}")
-    return f"schedule {schedule.name} deadlocks: {'; '.join(steps)}"
 
 
 def circle(waits_for: Mapping[int, int]) -> list[int]:

@@ -7,12 +7,12 @@ times and no idle slots: a bubble is what `simulate` finds, not something that i
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from megatron.zero_bubble.schedule.errors import ScheduleError
+from megatron.zero_bubble.schedule.errors import InvalidSchedule, ScheduleError
 from megatron.zero_bubble.schedule.kinds import COMMUNICATION, FORWARDS, MESSAGES, POST_VALIDATION, VOCABULARY, OpKind
 
 PlacementKind = Literal["linear", "interleaved", "v"]
@@ -100,6 +100,10 @@ class Placement:
         """The stages of `rank`, by chunk."""
         return tuple(self.stage_of(rank, chunk) for chunk in range(self.num_chunks))
 
+    def sums(self, values: Sequence[float]) -> tuple[float, ...]:
+        """Rank -> the sum of the values that its stages have."""
+        return tuple(sum(values[stage] for stage in self.stages_of(rank)) for rank in range(self.num_ranks))
+
     def peer_of(self, rank: int, op: Op) -> int:
         """The rank at the other end of the communication operation `op` of `rank`.
 
@@ -139,6 +143,10 @@ class Schedule:
                 f"schedule {self.name}: operations for {len(self.ops)} ranks, "
                 f"but the placement has {self.placement.num_ranks}"
             )
+
+    def invalid(self, problem: str) -> InvalidSchedule:
+        """The error that the schedule has this problem."""
+        return InvalidSchedule(f"schedule {self.name}: {problem}")
 
     @property
     def num_ranks(self) -> int:

@@ -239,14 +239,13 @@ def _even(problem: LayoutProblem, layout: Layout) -> LayoutPlan | None:
 
 def _recomputing(problem: LayoutProblem, plans: Sequence[LayoutPlan]) -> Iterator[LayoutPlan]:
     """The best layout with the other ways to recompute, where that makes its schedule shorter."""
-    best = sorted(plans, key=_time)[:1]
-    for plan in best:
-        if plan.timeline.bubble_rate < WORTH_RECOMPUTING:
-            continue
-        for recompute in problem.recomputes[problem.recomputes.index(plan.layout.recompute) + 1 :]:
-            other = _planned(problem, replace(plan.layout, recompute=recompute))
-            if isinstance(other, LayoutPlan) and other.time < plan.time * (1 - 1e-9):
-                yield other
+    best = min(plans, key=_time)
+    if best.timeline.bubble_rate < WORTH_RECOMPUTING:
+        return
+    for recompute in problem.recomputes[problem.recomputes.index(best.layout.recompute) + 1 :]:
+        other = _planned(problem, replace(best.layout, recompute=recompute))
+        if isinstance(other, LayoutPlan) and other.time < best.time * (1 - 1e-9):
+            yield other
 
 
 def _in_order(plans: Iterable[LayoutPlan]) -> list[LayoutPlan]:

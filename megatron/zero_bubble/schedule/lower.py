@@ -12,7 +12,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from megatron.zero_bubble.schedule.costs import StageCosts
-from megatron.zero_bubble.schedule.errors import Deadlock, InvalidSchedule, ScheduleError
+from megatron.zero_bubble.schedule.errors import Deadlock, ScheduleError
 from megatron.zero_bubble.schedule.graph import message_time, other_end, receive_before, send_after
 from megatron.zero_bubble.schedule.ir import Op, Schedule
 from megatron.zero_bubble.schedule.kinds import OpKind
@@ -106,9 +106,7 @@ def _channels(schedule: Schedule, costs: StageCosts) -> list[_Channel]:
             destination, receive = other_end(placement, source, send)
             consumer = consumers[destination].pop(receive, None)
             if consumer is None:
-                raise InvalidSchedule(
-                    f"schedule {schedule.name}: rank {source} makes {op}, but rank {destination} never uses it"
-                )
+                raise schedule.invalid(f"rank {source} makes {op}, but rank {destination} never uses it")
             time = message_time(placement, costs, source, send)
             messages[source, destination].append(_Message(send, maker, receive, consumer, time))
     _check_all_made(schedule, consumers)
@@ -118,8 +116,8 @@ def _channels(schedule: Schedule, costs: StageCosts) -> list[_Channel]:
 def _check_all_made(schedule: Schedule, unmatched: list[dict[Op, int]]) -> None:
     for rank, receives in enumerate(unmatched):
         for receive, position in receives.items():
-            raise InvalidSchedule(
-                f"schedule {schedule.name}: rank {rank} needs {receive} for {schedule.ops[rank][position]}, "
+            raise schedule.invalid(
+                f"rank {rank} needs {receive} for {schedule.ops[rank][position]}, "
                 f"but rank {schedule.placement.peer_of(rank, receive)} never makes it"
             )
 

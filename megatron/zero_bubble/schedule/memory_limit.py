@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import add
 
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.generators import default_costs
@@ -54,7 +55,7 @@ class MemoryLimit:
         if self.multiple is None:
             return None
         costs = default_costs(placement, recompute)
-        return self.multiple * self._peak(placement)(placement, costs, num_microbatches, recompute=recompute)
+        return self.multiple * max(self._peaks(placement)(placement, costs, num_microbatches, recompute))
 
     def in_bytes(
         self,
@@ -72,15 +73,16 @@ class MemoryLimit:
             inside: for every rank, the most that an operation needs while it runs; zeros by default.
         """
         if self.multiple is not None:
-            return self.multiple * self._peak(placement)(placement, costs, num_microbatches, inside, recompute)
+            peaks = self._peaks(placement)(placement, costs, num_microbatches, recompute)
+            return self.multiple * max(map(add, peaks, inside or (0,) * len(peaks)))
         if self.num_bytes is not None:
             return self.num_bytes
         assert free_bytes is not None
         return free_bytes
 
-    def _peak(self, placement: Placement) -> Callable[..., float]:
-        """What computes the peak of which the limit is a multiple."""
-        return interleaved_peak if self.is_interleaved and placement.num_chunks > 1 else one_f_one_b_peak
+    def _peaks(self, placement: Placement) -> Callable[..., tuple[float, ...]]:
+        """What computes the peaks of all ranks; the limit is a multiple of the largest."""
+        return interleaved_peaks if self.is_interleaved and placement.num_chunks > 1 else one_f_one_b_peaks
 
 
 def _positive(number: str, text: str) -> float:
@@ -93,39 +95,29 @@ def _positive(number: str, text: str) -> float:
     return value
 
 
-def one_f_one_b_peak(
-    placement: Placement,
-    costs: StageCosts,
-    num_microbatches: int,
-    inside: Sequence[float] = (),
-    recompute: Recompute = Recompute.NONE,
-) -> float:
-    """The peak of 1F1B's fullest rank: rank r holds min(m, p - r) microbatches of all of its chunks.
+def one_f_one_b_peaks(
+    placement: Placement, costs: StageCosts, num_microbatches: int, recompute: Recompute = Recompute.NONE
+) -> tuple[float, ...]:
+    """The peaks of 1F1B's ranks: rank r holds min(m, p - r) microbatches of all of its chunks.
 
     The oldest of them can hold more in its backward than it did since its forward. With full recomputation 1F1B
     recomputes too: they lack what R makes again, except the oldest, which has had its R. Where only what has no room
-    is recomputed, the limit is a multiple of what 1F1B takes if it keeps everything. `inside` is what an operation of
-    each rank needs while it runs, zeros by default.
+    is recomputed, the limit is a multiple of what 1F1B takes if it keeps everything.
     """
-    p, chunks = placement.num_ranks, range(placement.num_chunks)
     peaks = []
-    for rank in range(p):
-        stages = [placement.stage_of(rank, chunk) for chunk in chunks]
-        held = min(num_microbatches, p - rank) * sum(costs.memory_f[stage] for stage in stages)
+    for rank in range(placement.num_ranks):
+        stages, num_held = placement.stages_of(rank), min(num_microbatches, placement.num_ranks - rank)
+        held = num_held * sum(costs.memory_f[stage] for stage in stages)
         if recompute is Recompute.FULL:
-            held -= (min(num_microbatches, p - rank) - 1) * sum(costs.memory_r[stage] for stage in stages)
-        peaks.append(held + max(0, *(costs.memory_b[stage] for stage in stages)) + (inside[rank] if inside else 0))
-    return max(peaks)
+            held -= (num_held - 1) * sum(costs.memory_r[stage] for stage in stages)
+        peaks.append(held + max(0, *(costs.memory_b[stage] for stage in stages)))
+    return tuple(peaks)
 
 
-def interleaved_peak(
-    placement: Placement,
-    costs: StageCosts,
-    num_microbatches: int,
-    inside: Sequence[float] = (),
-    recompute: Recompute = Recompute.NONE,
-) -> float:
-    """The peak of the fullest rank of interleaved 1F1B, for the chunks of `placement`; arguments as above.
+def interleaved_peaks(
+    placement: Placement, costs: StageCosts, num_microbatches: int, recompute: Recompute = Recompute.NONE
+) -> tuple[float, ...]:
+    """The peaks of interleaved 1F1B's ranks, for the chunks of `placement`.
 
     The microbatches are rounded up to a multiple of the ranks, which megatron-core needs.
     """
@@ -133,6 +125,4 @@ def interleaved_peak(
     # After three groups of p microbatches what ranks hold repeats itself.
     num_groups = min(3, -(-num_microbatches // p))
     schedule = interleaved_1f1b(p, num_groups * p, num_chunks=placement.num_chunks)
-    if recompute is Recompute.FULL:
-        schedule = with_recomputation(schedule)
-    return max(peak + needed for peak, needed in zip(peak_memory(schedule, costs), inside or (0,) * p, strict=True))
+    return peak_memory(with_recomputation(schedule) if recompute is Recompute.FULL else schedule, costs)

@@ -75,8 +75,7 @@ class ModelCosts:
 
     def states(self, partition: Partition, placement: Placement) -> tuple[float, ...]:
         """Rank -> memory of the parameters, gradients and optimizer states of its stages."""
-        stages = [sum(unit.state for unit in units) for units in self._units(partition)]
-        return tuple(sum(stages[stage] for stage in placement.stages_of(rank)) for rank in range(placement.num_ranks))
+        return placement.sums([sum(unit.state for unit in units) for units in self._units(partition)])
 
     def _units(self, partition: Sequence[int]) -> Iterator[list[UnitCosts]]:
         """The units of every stage."""

@@ -6,8 +6,8 @@ from collections import deque
 from typing import NamedTuple
 
 from megatron.zero_bubble.schedule.costs import StageCosts
-from megatron.zero_bubble.schedule.errors import ScheduleError
-from megatron.zero_bubble.schedule.graph import Arrival, message_time, replay, send_after, sources
+from megatron.zero_bubble.schedule.errors import Deadlock, ScheduleError
+from megatron.zero_bubble.schedule.graph import Arrival, circle, message_time, send_after, sources
 from megatron.zero_bubble.schedule.ir import Op, Schedule
 from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
 from megatron.zero_bubble.schedule.streams import HardwareQueues, StreamReplay
@@ -76,8 +76,8 @@ class _Step(NamedTuple):
 class _Simulation:
     """Runs every rank's operations as far as it can, in turn, until all are done.
 
-    It is `graph.replay` with times. A planner simulates many schedules, so whatever is the same for all microbatches
-    is computed once, and the ends of the results are in one flat list.
+    A planner simulates many schedules, so whatever is the same for all microbatches is computed once, and the ends of
+    the results are in one flat list.
     """
 
     def __init__(self, schedule: Schedule, costs: StageCosts, *, overlap_communication: bool) -> None:
@@ -135,9 +135,24 @@ class _Simulation:
             rank = runnable.popleft()
             free[rank] = self._run_rank(rank, lanes[rank], free[rank], steps[rank], blocked, runnable)
         if blocked:
-            deque(replay(schedule), maxlen=0)  # raises Deadlock, with the ranks that wait for each other
-            raise AssertionError(f"schedule {schedule.name} stands still, but has no deadlock")
+            raise Deadlock(self._explain(blocked, lanes))
         return tuple(map(tuple, lanes))
+
+    def _explain(self, blocked: dict[int, list[int]], lanes: list[list[TimedOp]]) -> str:
+        """One line with the ranks that wait for each other."""
+        schedule, results = self._schedule, list(self._rows)
+        waits_for: dict[int, tuple[OpKind, int, int]] = {}
+        for slot, ranks in blocked.items():
+            row, microbatch = divmod(slot, self._width)
+            row, stage = divmod(row, schedule.num_stages)
+            waits_for.update(dict.fromkeys(ranks, (results[row], stage, microbatch)))
+        owners = {rank: schedule.placement.rank_of(stage) for rank, (_, stage, _) in waits_for.items()}
+        steps = []
+        for rank in circle(owners):
+            result, stage, microbatch = waits_for[rank]
+            at = schedule.ops[rank][len(lanes[rank])]
+            steps.append(f"rank {rank} at {at} waits for {result}{microbatch} of stage {stage} on rank {owners[rank]}")
+        return f"schedule {schedule.name} deadlocks: {'; '.join(steps)}"
 
     def _run_rank(
         self,

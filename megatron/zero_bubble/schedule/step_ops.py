@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from megatron.zero_bubble.schedule.costs import StageCosts
-from megatron.zero_bubble.schedule.errors import InvalidSchedule
 from megatron.zero_bubble.schedule.graph import other_end
 from megatron.zero_bubble.schedule.ir import Op, Schedule
 from megatron.zero_bubble.schedule.kinds import FORWARDS, POST_VALIDATION, RECEIVES, SENDS, OpKind
@@ -165,29 +164,26 @@ def check_post_validation(schedule: Schedule) -> None:
         ops = tuple(schedule.compute_ops(rank))
         for op in ops:
             if op.kind in POST_VALIDATION and op not in (_STEP, _VALIDATE):
-                raise InvalidSchedule(
-                    f"schedule {schedule.name}: rank {rank} runs {op}: an iteration has {_STEP} and {_VALIDATE} only"
-                )
+                raise schedule.invalid(f"rank {rank} runs {op}: an iteration has {_STEP} and {_VALIDATE} only")
         for op in (_STEP, _VALIDATE):
             if ops.count(op) != 1:
                 times = ops.count(op)
-                raise InvalidSchedule(f"schedule {schedule.name}: rank {rank} runs {op} {times} times, not once")
+                raise schedule.invalid(f"rank {rank} runs {op} {times} times, not once")
         if ops[-1] != _STEP:
-            raise InvalidSchedule(f"schedule {schedule.name}: rank {rank} runs {ops[-1]} after {_STEP}")
+            raise schedule.invalid(f"rank {rank} runs {ops[-1]} after {_STEP}")
         for op in ops[: ops.index(_VALIDATE)]:
             if op.kind not in FORWARDS:
-                raise InvalidSchedule(f"schedule {schedule.name}: rank {rank} runs {op} before {_VALIDATE}")
+                raise schedule.invalid(f"rank {rank} runs {op} before {_VALIDATE}")
             early.add((placement.stage_of(rank, op.chunk), op.microbatch))
     for stage, microbatch in sorted(early):
         if stage > 0 and (stage - 1, microbatch) not in early:
-            raise InvalidSchedule(
-                f"schedule {schedule.name}: stage {stage} runs F{microbatch} before {_VALIDATE}, "
-                f"but stage {stage - 1} runs its own after it"
+            raise schedule.invalid(
+                f"stage {stage} runs F{microbatch} before {_VALIDATE}, but stage {stage - 1} runs its own after it"
             )
     for rank in range(schedule.num_ranks):
         received = {op for op in before_validation(schedule, rank) if op.kind in RECEIVES}
         for receive in sorted(received.difference(_sent_before_validation(schedule, rank))):
-            raise InvalidSchedule(
-                f"schedule {schedule.name}: rank {rank} runs {receive} before {_VALIDATE}, "
+            raise schedule.invalid(
+                f"rank {rank} runs {receive} before {_VALIDATE}, "
                 f"but rank {schedule.placement.peer_of(rank, receive)} sends that message after its own"
             )

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from megatron.zero_bubble.schedule.costs import StageCosts
-from megatron.zero_bubble.schedule.errors import Deadlock, InvalidSchedule
+from megatron.zero_bubble.schedule.errors import Deadlock
 from megatron.zero_bubble.schedule.graph import circle, message_time, receive_before
 from megatron.zero_bubble.schedule.ir import Op, Schedule
 from megatron.zero_bubble.schedule.kinds import COMMUNICATION, SENDS, OpKind
@@ -205,10 +205,7 @@ class _Host:
             return _Launch(op, True, time, (), None)
         message = self._unused.pop(Op(input_kind, op.microbatch, op.chunk), None)
         if message is None:
-            raise InvalidSchedule(
-                f"schedule {self._schedule.name}: rank {self._rank} lacks "
-                f"{Op(input_kind, op.microbatch, op.chunk)} for {op}"
-            )
+            raise self._schedule.invalid(f"rank {self._rank} lacks {Op(input_kind, op.microbatch, op.chunk)} for {op}")
         return _Launch(op, True, time, (message,), None)
 
     def _step(self, op: Op) -> Iterator[_Launch]:

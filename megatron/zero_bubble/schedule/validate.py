@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 
+from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import InvalidSchedule
-from megatron.zero_bubble.schedule.graph import dependencies, other_end, receive_before, replay, send_after
+from megatron.zero_bubble.schedule.graph import dependencies, other_end, receive_before, send_after
 from megatron.zero_bubble.schedule.ir import Op, Schedule
 from megatron.zero_bubble.schedule.kinds import (
     COMMUNICATION,
@@ -17,6 +18,7 @@ from megatron.zero_bubble.schedule.kinds import (
     OpKind,
     Place,
 )
+from megatron.zero_bubble.schedule.simulate import simulate
 from megatron.zero_bubble.schedule.step_ops import check_post_validation
 from megatron.zero_bubble.schedule.streams import check_streams
 
@@ -55,25 +57,19 @@ def validate(schedule: Schedule) -> None:
     if schedule.is_lowered:
         check_streams(schedule)
     else:
-        for _ in replay(schedule):
-            pass
-
-
-def _fail(schedule: Schedule, problem: str) -> InvalidSchedule:
-    return InvalidSchedule(f"schedule {schedule.name}: {problem}")
+        simulate(schedule, StageCosts.uniform(schedule.num_stages))
 
 
 def _positions(schedule: Schedule, rank: int) -> dict[Op, int]:
     positions: dict[Op, int] = {}
     for position, op in enumerate(schedule.ops[rank]):
         if not 0 <= op.microbatch < schedule.num_microbatches or not 0 <= op.chunk < schedule.num_chunks:
-            raise _fail(
-                schedule,
+            raise schedule.invalid(
                 f"rank {rank} runs {op}, but there are {schedule.num_microbatches} microbatches "
                 f"and {schedule.num_chunks} chunks",
             )
         if op in positions:
-            raise _fail(schedule, f"rank {rank} runs {op} twice")
+            raise schedule.invalid(f"rank {rank} runs {op} twice")
         positions[op] = position
     return positions
 
@@ -99,12 +95,12 @@ def _check_complete(schedule: Schedule, positions: _Positions) -> None:
                 for result in results:
                     ops = [op for kind in _MAKERS[result] if (op := Op(kind, microbatch, chunk)) in here]
                     if not ops:
-                        raise _fail(schedule, f"rank {rank} lacks {Op(result, microbatch, chunk)}")
+                        raise schedule.invalid(f"rank {rank} lacks {Op(result, microbatch, chunk)}")
                     if len(ops) > 1:
-                        raise _fail(schedule, f"rank {rank} runs {ops[0]} and also {ops[1]}")
+                        raise schedule.invalid(f"rank {rank} runs {ops[0]} and also {ops[1]}")
             for op in here:
                 if op.chunk == chunk and op.kind in VOCABULARY and op.kind not in results:
-                    raise _fail(schedule, f"rank {rank} runs {op}, which has no place there")
+                    raise schedule.invalid(f"rank {rank} runs {op}, which has no place there")
 
 
 def _expected(schedule: Schedule, rank: int, chunk: int) -> list[OpKind]:
@@ -130,8 +126,8 @@ def _check_order(schedule: Schedule) -> None:
                 what = KINDS[result].in_order
                 before = last.get((result, op.chunk))
                 if what and before is not None and before.microbatch > op.microbatch:
-                    raise _fail(
-                        schedule, f"rank {rank} runs {op} after {before}: {what} of a stage go in microbatch order"
+                    raise schedule.invalid(
+                        f"rank {rank} runs {op} after {before}: {what} of a stage go in microbatch order"
                     )
                 last[result, op.chunk] = op
 
@@ -149,9 +145,9 @@ def _check_own_rank(schedule: Schedule, positions: _Positions) -> None:
                 makers = [Op(kind, microbatch, placement.chunk_of(stage)) for kind in _MAKERS[result]]
                 needed = next((maker for maker in makers if maker in here), None)
                 if needed is None:
-                    raise _fail(schedule, f"rank {rank} lacks {makers[-1]} for {op}")
+                    raise schedule.invalid(f"rank {rank} lacks {makers[-1]} for {op}")
                 if here[needed] > position:
-                    raise _fail(schedule, f"rank {rank} runs {op} before {needed}, which it needs")
+                    raise schedule.invalid(f"rank {rank} runs {op} before {needed}, which it needs")
 
 
 def _check_messages(schedule: Schedule, positions: _Positions) -> None:
@@ -165,14 +161,14 @@ def _check_messages(schedule: Schedule, positions: _Positions) -> None:
             receive, send = receive_before(placement, rank, op), send_after(placement, rank, op)
             for message in (receive, send):
                 if message is not None and message not in here:
-                    raise _fail(schedule, f"rank {rank} lacks {message} for {op}")
+                    raise schedule.invalid(f"rank {rank} lacks {message} for {op}")
                 unused.discard(message)
             if receive is not None and here[receive] > position:
-                raise _fail(schedule, f"rank {rank} runs {op} before {receive}, which it needs")
+                raise schedule.invalid(f"rank {rank} runs {op} before {receive}, which it needs")
             if send is not None and here[send] < position:
-                raise _fail(schedule, f"rank {rank} runs {send} before {op}, which makes the tensor")
+                raise schedule.invalid(f"rank {rank} runs {send} before {op}, which makes the tensor")
         if unused:
-            raise _fail(schedule, f"rank {rank} runs {min(unused)}, but no such message enters or leaves it")
+            raise schedule.invalid(f"rank {rank} runs {min(unused)}, but no such message enters or leaves it")
 
 
 def _check_channels(schedule: Schedule) -> None:
@@ -190,8 +186,7 @@ def _check_channels(schedule: Schedule) -> None:
             destination, expected = other_end(placement, source, send)
             receive = received[source, destination].popleft()
             if receive != expected:
-                raise _fail(
-                    schedule,
+                raise schedule.invalid(
                     f"rank {source} runs {send} where rank {destination} runs {receive}: "
                     f"the messages of a channel must have the same order at both ends",
                 )

@@ -65,10 +65,14 @@ def line(x1: float, y1: float, x2: float, y2: float, stroke: str = FAINT) -> str
     return f'<path d="M{number(x1)} {number(y1)}L{number(x2)} {number(y2)}" stroke="{stroke}" fill="none"/>'
 
 
-def path(points: Iterable[tuple[float, float]], stroke: str, title: str = "", width: float = 1.5) -> str:
-    d = "M" + "L".join(f"{number(x)} {number(y)}" for x, y in points)
-    inner = f"<title>{clean(title)}</title>" if title else ""
-    return f'<path d="{d}" stroke="{stroke}" stroke-width="{number(width)}" fill="none">{inner}</path>'
+def path(points: Iterable[tuple[float, float]], stroke: str, title: str, width: float) -> str:
+    inner = f"<title>{clean(title)}</title>"
+    return f'<path d="{corners(points)}" stroke="{stroke}" stroke-width="{number(width)}" fill="none">{inner}</path>'
+
+
+def corners(points: Iterable[tuple[float, float]]) -> str:
+    """The `d` of a path along straight lines."""
+    return "M" + "L".join(f"{number(x)} {number(y)}" for x, y in points)
 
 
 def ticks(largest: float, count: int) -> list[float]:

@@ -8,7 +8,18 @@ from math import hypot
 
 from megatron.zero_bubble.schedule.analysis import BUBBLE_WORDS, Bubble, bubbles, critical_path, messages
 from megatron.zero_bubble.schedule.draw import palette
-from megatron.zero_bubble.schedule.draw.canvas import LABEL_INKS, LANE, PAPER, STRONG, figure, label, number, rect, text
+from megatron.zero_bubble.schedule.draw.canvas import (
+    LABEL_INKS,
+    LANE,
+    PAPER,
+    STRONG,
+    corners,
+    figure,
+    label,
+    number,
+    rect,
+    text,
+)
 from megatron.zero_bubble.schedule.draw.drawing import LEFT, Drawing
 from megatron.zero_bubble.schedule.kinds import KINDS, POST_VALIDATION
 from megatron.zero_bubble.schedule.memory import memory_held
@@ -105,7 +116,7 @@ def _critical_path(drawing: Drawing) -> Iterator[str]:
         y = drawing.lane_top(rank) + drawing.lane_height - 2.5
         points += [(drawing.x(start), y), (drawing.x(end), y)]
     if points:
-        yield from _on_everything("p", "M" + "L".join(f"{number(x)} {number(y)}" for x, y in points))
+        yield from _on_everything("p", corners(points))
 
 
 def _messages(drawing: Drawing) -> Iterator[str]:

@@ -104,9 +104,8 @@ def _idle_curve(what: Drawing) -> Iterator[str]:
     points = _points(what, 0, idle_ranks_over_time(what.timeline), what.num_lanes)
     if points:
         bottom = what.curve_top(0) + CURVE_HEIGHT
-        corners = [(points[0][0], bottom), *points, (points[-1][0], bottom)]
-        d = "L".join(f"{number(x)} {number(y)}" for x, y in corners)
-        yield f'<path d="M{d}Z" fill="#d55e00" fill-opacity="0.55"/>'
+        area = canvas.corners([(points[0][0], bottom), *points, (points[-1][0], bottom)])
+        yield f'<path d="{area}Z" fill="#d55e00" fill-opacity="0.55"/>'
 
 
 def _memory_curve(what: Drawing) -> Iterator[str]:

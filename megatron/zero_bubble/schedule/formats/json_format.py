@@ -88,7 +88,17 @@ def costs_from_json(text: str) -> StageCosts:
 
 
 def _document(text: str, wanted: str, keys: set[str], optional: frozenset[str] = frozenset()) -> dict[str, Any]:
-    """The parsed text, if it is an object of the wanted format, of a version that is known, with these keys."""
+    """The parsed text, if it is an object of the wanted format with these keys. Raises `ScheduleError`."""
+    document = parsed(text, wanted)
+    found = set(document) - {"format", "version"} - optional
+    if found != keys:
+        problem = f"lacks {min(keys - found)}" if keys - found else f"has the unknown key {min(found - keys)}"
+        raise ScheduleError(f"the {wanted} {problem}")
+    return document
+
+
+def parsed(text: str, wanted: str) -> dict[str, Any]:
+    """The parsed text, if it is an object of the wanted format, of a version that is known. Raises `ScheduleError`."""
     try:
         document = json.loads(text)
     except ValueError as error:
@@ -100,8 +110,4 @@ def _document(text: str, wanted: str, keys: set[str], optional: frozenset[str] =
     version = document.get("version")
     if type(version) is not int or not 1 <= version <= VERSION:
         raise ScheduleError(f"version {version!r} of the format is unknown: this release reads versions 1 to {VERSION}")
-    found = set(document) - {"format", "version"} - optional
-    if found != keys:
-        problem = f"lacks {min(keys - found)}" if keys - found else f"has the unknown key {min(found - keys)}"
-        raise ScheduleError(f"the {wanted} {problem}")
     return document

@@ -9,12 +9,11 @@ from dataclasses import asdict, dataclass
 
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import ScheduleError
-from megatron.zero_bubble.schedule.formats.json_format import costs_from_json, costs_to_json
+from megatron.zero_bubble.schedule.formats.json_format import VERSION, costs_from_json, costs_to_json, parsed
 from megatron.zero_bubble.schedule.ir import Placement
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 _FORMAT = "megatron-zero-bubble profile"
-_VERSION = 1
 
 Setting = int | float | str | bool | None
 """A value that JSON knows."""
@@ -65,7 +64,7 @@ def profile_to_json(profile: Profile) -> str:
     """One object; `costs` in it is what `costs_to_json` writes."""
     document = {
         "format": _FORMAT,
-        "version": _VERSION,
+        "version": VERSION,
         "placement": asdict(profile.placement),
         "model": dict(profile.model),
         "noise": profile.noise,
@@ -83,16 +82,7 @@ def is_profile(text: str) -> bool:
 
 def profile_from_json(text: str) -> Profile:
     """What `profile_to_json` wrote. Raises `ScheduleError` for anything else."""
-    try:
-        document = json.loads(text)
-    except ValueError as error:
-        raise ScheduleError(f"not JSON: {error}") from None
-    if not isinstance(document, dict) or document.get("format") != _FORMAT:
-        raise ScheduleError(f'expected a JSON object with "format": "{_FORMAT}"')
-    if document.get("version") != _VERSION:
-        raise ScheduleError(
-            f"version {document.get('version')!r} of the format is unknown: this release reads {_VERSION}"
-        )
+    document = parsed(text, _FORMAT)
     try:
         placement = Placement(**document["placement"])
         costs = costs_from_json(json.dumps(document["costs"]))

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from statistics import median
 
-from megatron.zero_bubble.schedule.bounds import lower_bounds
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.generators.gpipe import gpipe
 from megatron.zero_bubble.schedule.generators.one_f_one_b import one_f_one_b
@@ -73,10 +72,9 @@ def auto(
     return recomputed_where_needed(problem, partial(best_in_v, "auto"))
 
 
-def _default_limits(placement: Placement, costs: StageCosts, recompute: Recompute) -> list[float]:
+def _default_limits(placement: Placement, costs: StageCosts, recompute: Recompute) -> tuple[float, ...]:
     """Rank -> 2p M_B, where M_B is what one microbatch holds in all stages of the rank."""
-    of_stages = multiple_of_p(costs, placement.num_ranks, 2, recompute)
-    return [sum(of_stages[stage] for stage in placement.stages_of(rank)) for rank in range(placement.num_ranks)]
+    return placement.sums(multiple_of_p(costs, placement.num_ranks, 2, recompute))
 
 
 def in_multiple_of_1f1b(
@@ -125,7 +123,7 @@ def _best(name: str, problem: Problem) -> Schedule:
     if problem.is_feasible:
         plan = plan_linear(problem)
         candidates.append(problem.schedule(name, plan.orders))
-        if plan.cost <= _bound(problem) * (1 + 1e-9):
+        if plan.cost <= problem.bound_if_fused * (1 + 1e-9):
             return candidates[0]
     simple = [generator(problem.num_ranks, problem.num_microbatches) for generator in SIMPLE]
     if problem.recompute is Recompute.FULL:
@@ -134,13 +132,6 @@ def _best(name: str, problem: Problem) -> Schedule:
     if not candidates:
         problem.check_feasible()
     return replace(best_of(candidates, problem), name=name)
-
-
-def _bound(problem: Problem) -> float:
-    """No schedule for the problem, of whatever kind, is better than this."""
-    return lower_bounds(
-        problem.placement, problem.num_microbatches, problem.costs, problem.limits, problem.recompute
-    ).span
 
 
 def plan_linear(problem: Problem) -> PlannedOrders:
@@ -195,7 +186,7 @@ def _try_level(portfolio: Portfolio, problem: Problem) -> None:
 
 
 def _try_profiles(portfolio: Portfolio, problem: Problem) -> None:
-    keepings = (Keeping(), Keeping(defers_weights=True))[: 1 + problem.recomputes]
+    keepings = Keeping.choices(problem)
     tried: list[tuple[float, Profile, int]] = []
     for profile in profiles(problem):
         for number, keeping in enumerate(keepings):

@@ -87,9 +87,10 @@ def _choices_of_groups(problem: Problem) -> list[Groups]:
     than that takes, the best groups are found to be about as large as three quarters of what is held.
     """
     p, v, m = problem.num_ranks, problem.placement.num_chunks, problem.num_microbatches
+    wholes = [footprint.whole for footprint in problem.footprints]
     held = min(
-        limit / max(1e-9 * limit, sum(problem.footprints[stage].whole for stage in stages))
-        for limit, stages in zip(problem.limits, problem.stages_of, strict=True)
+        limit / max(1e-9 * limit, whole)
+        for limit, whole in zip(problem.limits, problem.placement.sums(wholes), strict=True)
     )
     most = min(p, m)
     size = round(max(1, min(most, max((v * held - p) / (v - 1), 0.75 * held))))
@@ -128,8 +129,7 @@ def _try_rules(portfolio: Portfolio, problem: Problem, groups: Groups) -> None:
 
 
 def _try_alternating(portfolio: Portfolio, problem: Problem, groups: Groups, slopes: Sequence[float]) -> None:
-    keepings = (Keeping(), Keeping(defers_weights=True))[: 1 + problem.recomputes]
-    for slope, rule, keeping in product(slopes, GapRule, keepings):
+    for slope, rule, keeping in product(slopes, GapRule, Keeping.choices(problem)):
         if not portfolio.finished:
             portfolio.fill(problem, alternating_orders(problem, groups, slope), rule, keeping=keeping)
 
@@ -141,7 +141,7 @@ def _try_recomputing(portfolio: Portfolio, problem: Problem, choices: Sequence[G
         if other.is_feasible and not portfolio.finished:
             _try(without, other, choices)
         if without.best is not None:
-            orders = [[code for code in order if code < 2 * problem.num_stages] for order in without.best.orders]
+            orders = problem.f_and_b(without.best.orders)
             for rule, defers in product(GapRule, (False, True)):
                 portfolio.fill(problem, orders, rule, keeping=Keeping(defers))
     for groups in choices[:3]:

@@ -186,12 +186,12 @@ def _and_its_w(op: Op) -> tuple[Op, ...]:
 
 def _whole(placement: Placement, costs: StageCosts, rank: int) -> float:
     """M_B of a rank: what one microbatch holds on both of its chunks."""
-    return sum(costs.memory_f[placement.stage_of(rank, chunk)] for chunk in range(placement.num_chunks))
+    return sum(costs.memory_f[stage] for stage in placement.stages_of(rank))
 
 
 def _added(placement: Placement, costs: StageCosts, rank: int) -> list[float]:
     """Chunk -> what B adds: with activation recomputation a microbatch holds more after its B than before it."""
-    return [max(0, costs.memory_b[placement.stage_of(rank, chunk)]) for chunk in range(placement.num_chunks)]
+    return [max(0, costs.memory_b[stage]) for stage in placement.stages_of(rank)]
 
 
 def _num_held(problem: Problem) -> float:

@@ -36,6 +36,11 @@ class Keeping:
     last: int = 0
     """How many may be dropped at the end, if not all."""
 
+    @classmethod
+    def choices(cls, problem: Problem) -> tuple[Keeping, ...]:
+        """The rules that drop only what does not fit: one where nothing is recomputed, two elsewhere."""
+        return (cls(), cls(defers_weights=True))[: 1 + problem.recomputes]
+
 
 KEEPS_WHAT_FITS = Keeping()
 
@@ -56,7 +61,7 @@ class EventLoop(ABC):
     operations, times the logarithm of the number of ranks.
     """
 
-    def __init__(self, problem: Problem, target: float, keeping: Keeping) -> None:
+    def __init__(self, problem: Problem, target: float = 0, keeping: Keeping = KEEPS_WHAT_FITS) -> None:
         size = problem.num_stages
         ranks = problem.num_ranks
         self.problem = problem

@@ -6,12 +6,12 @@ from collections import deque
 from collections.abc import Sequence
 from math import inf
 
-from megatron.zero_bubble.schedule.search.event_loop import KEEPS_WHAT_FITS, EventLoop, GapRule, Keeping, PlannedOrders
+from megatron.zero_bubble.schedule.search.event_loop import EventLoop, GapRule, Keeping, PlannedOrders
 from megatron.zero_bubble.schedule.search.problem import Order, Problem
 
 
 def fill_weights(
-    problem: Problem, orders: Sequence[Order], rule: GapRule, target: float = 0, keeping: Keeping | None = None
+    problem: Problem, orders: Sequence[Order], rule: GapRule, target: float, keeping: Keeping
 ) -> PlannedOrders | None:
     """The plan that runs F and B in the given order, and W in between.
 
@@ -20,7 +20,7 @@ def fill_weights(
     has no W to run, its next B goes first. R runs as soon as its B is the rank's next operation of the order, or in
     a gap before the F that precedes it. None if the ranks then wait for each other for ever.
     """
-    return _Filling(problem, orders, rule, target, keeping or KEEPS_WHAT_FITS).run()
+    return _Filling(problem, orders, rule, target, keeping).run()
 
 
 class _Filling(EventLoop):
@@ -108,7 +108,7 @@ def run_in_order(problem: Problem, orders: Sequence[Order]) -> PlannedOrders | N
 
 class _InOrder(EventLoop):
     def __init__(self, problem: Problem, orders: Sequence[Order]) -> None:
-        super().__init__(problem, 0, KEEPS_WHAT_FITS)
+        super().__init__(problem)
         self.given = orders
 
     def choose(self, rank: int, now: float) -> tuple[int, float]:
@@ -119,6 +119,5 @@ class _InOrder(EventLoop):
         f_or_b = code % (4 * self.num_stages)
         if f_or_b >= 2 * self.num_stages:
             return code, now
-        arrivals = self.arrivals[f_or_b]
-        ready = arrivals[self.done[f_or_b]] if self.done[f_or_b] < len(arrivals) else inf
+        ready = self.next_arrival(f_or_b, now)
         return (code, now) if ready <= now else (-1, ready)

@@ -32,7 +32,7 @@ def list_schedule(problem: Problem, policy: Policy) -> PlannedOrders | None:
 
 class _Greedy(EventLoop):
     def __init__(self, problem: Problem, policy: Policy) -> None:
-        super().__init__(problem, 0, policy.keeping)
+        super().__init__(problem, keeping=policy.keeping)
         assert problem.num_stages == problem.num_ranks, "a rank has one F, one B and one W to choose from"
         self.policy = policy
         self.caps = policy.caps or (self.num_microbatches,) * problem.num_ranks

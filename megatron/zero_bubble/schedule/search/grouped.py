@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from megatron.zero_bubble.schedule.search.event_loop import KEEPS_WHAT_FITS, EventLoop, GapRule, PlannedOrders
+from megatron.zero_bubble.schedule.search.event_loop import EventLoop, GapRule, PlannedOrders
 from megatron.zero_bubble.schedule.search.problem import Order, Problem
 
 
@@ -66,7 +66,7 @@ def plan_in_groups(problem: Problem, policy: GroupPolicy) -> PlannedOrders | Non
 
 class _InGroups(EventLoop):
     def __init__(self, problem: Problem, policy: GroupPolicy) -> None:
-        super().__init__(problem, 0, KEEPS_WHAT_FITS)
+        super().__init__(problem)
         assert not problem.recomputes, "R has no place among these rules"
         self.policy = policy
         num_ops = problem.num_microbatches * problem.placement.num_chunks

@@ -35,7 +35,7 @@ class Balance:
         self.placement = placement
         self.num_microbatches = num_microbatches
         self.room = room
-        self.stages_of = [tuple(placement.stages_of(rank)) for rank in range(placement.num_ranks)]
+        self.stages_of = [placement.stages_of(rank) for rank in range(placement.num_ranks)]
         full, any_r = recompute is Recompute.FULL, recompute is not Recompute.NONE
         self._work = _Sums(model, lambda unit: unit.time_f + unit.time_b + unit.time_w + full * unit.time_r)
         self._forward = _Sums(model, lambda unit: unit.time_f)

@@ -10,7 +10,7 @@ from megatron.zero_bubble.schedule.ir import Schedule
 from megatron.zero_bubble.schedule.kinds import OpKind
 from megatron.zero_bubble.schedule.memory import peak_memory
 from megatron.zero_bubble.schedule.recomputation import Recompute, num_recomputed
-from megatron.zero_bubble.schedule.search.event_loop import GapRule, Keeping, PlannedOrders
+from megatron.zero_bubble.schedule.search.event_loop import KEEPS_WHAT_FITS, GapRule, Keeping, PlannedOrders
 from megatron.zero_bubble.schedule.search.fill import fill_weights, run_in_order
 from megatron.zero_bubble.schedule.search.greedy import Policy, list_schedule
 from megatron.zero_bubble.schedule.search.grouped import GroupPolicy, plan_in_groups
@@ -81,7 +81,7 @@ class Portfolio:
         orders: Sequence[Order],
         rule: GapRule,
         target: float = 0,
-        keeping: Keeping | None = None,
+        keeping: Keeping = KEEPS_WHAT_FITS,
     ) -> float:
         """Try an order of F and B; its cost, infinity if it does not work."""
         return self._take(fill_weights(problem, orders, rule, target, keeping), problem.num_ops)
@@ -112,11 +112,9 @@ class Portfolio:
         """Drop, in the best plan, what R can restore while a rank idles, so that more of the rest is kept."""
         drops: frozenset[tuple[int, int]] = frozenset()
         while self.best is not None and not self.finished:
-            before, size = self.cost, problem.num_stages
+            before = self.cost
             found = drops | _restored_for_nothing(problem, self.best)
-            orders = [
-                [code % (4 * size) for code in order if code % (4 * size) < 2 * size] for order in self.best.orders
-            ]
+            orders = problem.f_and_b(self.best.orders)
             for rule, defers in product((GapRule.BALANCED, GapRule.ALWAYS), (False, True)):
                 self.fill(problem, orders, rule, keeping=Keeping(defers, found))
             if found == drops or self.cost >= before * (1 - 1e-9):
@@ -148,10 +146,8 @@ def recomputed_where_needed(problem: Problem, best: Callable[[Problem], Schedule
     if problem.recompute is not Recompute.PLANNED:
         return best(problem)
     keeping = problem.keeping_everything()
-    everything = tuple(
-        max(limit, problem.num_microbatches * sum(problem.footprints[stage].whole for stage in stages))
-        for limit, stages in zip(problem.limits, problem.stages_of, strict=True)
-    )
+    held = problem.placement.sums([footprint.whole for footprint in problem.footprints])
+    everything = tuple(map(max, problem.limits, (problem.num_microbatches * whole for whole in held)))
     candidates = []
     if keeping.is_feasible:
         candidates.append(best(keeping))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-from megatron.zero_bubble.schedule.search.event_loop import KEEPS_WHAT_FITS, EventLoop, GapRule, PlannedOrders
+from megatron.zero_bubble.schedule.search.event_loop import EventLoop, GapRule, PlannedOrders
 from megatron.zero_bubble.schedule.search.problem import Problem
 
 
@@ -26,7 +26,7 @@ def plan_by_preference(problem: Problem, preference: Preference) -> PlannedOrder
 
 class _Preferring(EventLoop):
     def __init__(self, problem: Problem, preference: Preference) -> None:
-        super().__init__(problem, 0, KEEPS_WHAT_FITS)
+        super().__init__(problem)
         assert not problem.recomputes, "R has no place among these rules"
         assert problem.placement.num_chunks == 2, "the kinds are those of two chunks"
         self.preference = preference

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -175,9 +175,7 @@ class Problem:
 
     @cached_property
     def _messages(self) -> tuple[float, ...]:
-        """Edge -> time of a message between stage s and s + 1; none is sent where both are on one rank."""
-        edges = range(self.num_stages - 1)
-        return tuple(0 if self.rank_of[s] == self.rank_of[s + 1] else self.costs.time_comm[s] for s in edges)
+        return self.costs.messages(self.placement)
 
     @cached_property
     def footprints(self) -> tuple[Footprint, ...]:
@@ -206,12 +204,17 @@ class Problem:
         return tuple(self.num_microbatches * sum(each[s] for s in stages) for stages in self.stages_of)
 
     @cached_property
+    def bound_if_fused(self) -> float:
+        """A lower bound on the longest span of a rank, also for schedules that fuse B and W."""
+        return lower_bounds(self.placement, self.num_microbatches, self.costs, self.limits, self.recompute).span
+
+    @cached_property
     def bound(self) -> float:
         """A lower bound on the longest span of a rank, or on the makespan if an iteration takes that.
 
         A rank's span has all of its messages but the one before its first F: its last operation, a W, sends nothing.
         """
-        known = lower_bounds(self.placement, self.num_microbatches, self.costs, self.limits, self.recompute).span
+        known = self.bound_if_fused
         if self.recompute is Recompute.FULL:
             return known
         if self.takes_makespan:
@@ -261,27 +264,35 @@ class Problem:
 
     def schedule(self, name: str, orders: Sequence[Order]) -> Schedule:
         """The orders as a schedule."""
-        kinds = (OpKind.F, OpKind.B, OpKind.W, OpKind.R)
+        kinds = (OpKind.F, OpKind.B, OpKind.W, OpKind.R, OpKind.F)
         size = self.num_stages
-        what = [(kinds[code // size], self.placement.chunk_of(code % size)) for code in range(4 * size)]
+        what = [(kinds[code // size], self.placement.chunk_of(code % size)) for code in range(5 * size)]
+        ranks = (
+            tuple(Op(what[code][0], microbatch, what[code][1]) for code, microbatch in self.microbatches(order))
+            for order in orders
+        )
+        return Schedule(name, self.placement, self.num_microbatches, tuple(ranks))
+
+    def microbatches(self, order: Order) -> Iterator[tuple[int, int]]:
+        """(code, microbatch) of every operation of an order."""
+        size = self.num_stages
         counts = [0] * (3 * size)
         dropped: list[list[int]] = [[] for _ in range(size)]
-        ranks: list[tuple[Op, ...]] = []
-        for order in orders:
-            ops = []
-            for code in order:
-                if code >= 4 * size:
-                    code -= 4 * size
-                    dropped[code].append(counts[code])
-                kind, chunk = what[code]
-                if kind is OpKind.R:
-                    microbatch = dropped[code - 3 * size].pop(0)
-                else:
-                    microbatch = counts[code]
-                    counts[code] += 1
-                ops.append(Op(kind, microbatch, chunk))
-            ranks.append(tuple(ops))
-        return Schedule(name, self.placement, self.num_microbatches, tuple(ranks))
+        """Stage -> the microbatches that are dropped and have had no R yet."""
+        for code in order:
+            if 3 * size <= code < 4 * size:
+                yield code, dropped[code - 3 * size].pop(0)
+                continue
+            kept = code % (4 * size)
+            if code >= 4 * size:
+                dropped[kept].append(counts[kept])
+            yield code, counts[kept]
+            counts[kept] += 1
+
+    def f_and_b(self, orders: Sequence[Order]) -> list[Order]:
+        """The F, all of which keep their activations, and the B of complete orders."""
+        size = self.num_stages
+        return [[code % (4 * size) for code in order if code % (4 * size) < 2 * size] for order in orders]
 
 
 def tolerance(amount: float) -> float:

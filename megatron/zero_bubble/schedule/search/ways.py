@@ -67,20 +67,11 @@ class Ways:
         self.needed[target], self.user[source], self.way[target] = source, target, way
 
     def _numbers(self, order: Order) -> list[int]:
-        size, m = self.problem.num_stages, self.num_microbatches
-        counts = [0] * (3 * size)
-        restored: list[list[int]] = [[] for _ in range(size)]
-        """Stage -> the microbatches that are dropped and have had no R yet."""
+        size = self.problem.num_stages
         lane = []
-        for code in order:
-            kept = code % (4 * size)
-            if kept < 3 * size:
-                number = kept * m + counts[kept]
-                counts[kept] += 1
-            else:
-                number = kept * m + restored[kept - 3 * size].pop(0)
+        for code, microbatch in self.problem.microbatches(order):
+            number = code % (4 * size) * self.num_microbatches + microbatch
             if code >= 4 * size:
-                restored[kept].append(number - kept * m)
                 self.dropped.add(number)
                 self.allocation[number] = self.problem.allocation[code]
             lane.append(number)
