@@ -145,7 +145,7 @@ class Schedule:
             )
 
     def invalid(self, problem: str) -> InvalidSchedule:
-        """The error that the schedule has this problem."""
+        """An error that names the schedule and its problem."""
         return InvalidSchedule(f"schedule {self.name}: {problem}")
 
     @property
