@@ -155,6 +155,13 @@ class StageCosts:
         """Whether every rank has a vocabulary shard, whose operations take time of their own."""
         return any(self.time_s)
 
+    def with_shards(self, placement: Placement, shard: Mapping[str, float]) -> StageCosts:
+        """The same costs with those of `VOCABULARY_COSTS` for the vocabulary shard of every rank, alike on all."""
+        others = (0,) * (placement.num_stages - placement.num_ranks)
+        return replace(
+            self, **{name: (shard.get(name, 0),) * placement.num_ranks + others for name in VOCABULARY_COSTS}
+        )
+
     def with_vocabulary_in_weight_gradients(self) -> StageCosts:
         """The costs of a schedule without operations on vocabulary shards, whose every W takes their time as well."""
         work = zip(self.time_w, self.time_e, self.time_ew, self.time_s, self.time_t, strict=True)

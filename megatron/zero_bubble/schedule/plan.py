@@ -23,7 +23,7 @@ class Plan:
     Attributes:
         name: of the generator, or of the given schedule.
         placement: of all schedules of the plan.
-        costs, memory_limit, group_size, recompute, post_validation: as `generate` takes them.
+        costs, memory_limit, group_size, recompute, post_validation, vocabulary_parallel: as `generate` takes them.
         given: the only schedule of a plan that was read from a file. It serves one number of microbatches.
     """
 
@@ -35,6 +35,7 @@ class Plan:
     given: Schedule | None = None
     recompute: Recompute = Recompute.NONE
     post_validation: bool = False
+    vocabulary_parallel: bool = False
     shared: Mapping[int, Schedule] = field(default_factory=dict, repr=False, compare=False)
     """Schedules, by number of microbatches, that one rank has made and all have been told."""
     _made: dict[int, Schedule] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -96,12 +97,18 @@ class Plan:
                 group_size=self.group_size,
                 post_validation=self.post_validation,
                 recompute=self.recompute,
+                vocabulary_parallel=self.vocabulary_parallel,
             )
         if num_microbatches != self.given.num_microbatches:
             raise ScheduleError(
                 f"schedule {self.name} is for {self.given.num_microbatches} microbatches, not for {num_microbatches}"
             )
         schedule = self.given
+        if schedule.is_vocabulary_parallel is not self.vocabulary_parallel:
+            has, model = ("no ", "is") if self.vocabulary_parallel else ("", "is not")
+            raise ScheduleError(
+                f"schedule {self.name} has {has}operations on vocabulary shards, but the model {model} vocabulary parallel"
+            )
         if schedule.has_post_validation:
             validate(schedule)
             schedule = without_post_validation(schedule)

@@ -20,6 +20,7 @@ from megatron.zero_bubble.schedule.generators.interleaved import interleaved_1f1
 from megatron.zero_bubble.schedule.generators.one_f_one_b import one_f_one_b
 from megatron.zero_bubble.schedule.generators.optimal import optimal
 from megatron.zero_bubble.schedule.generators.v_shaped import in_v
+from megatron.zero_bubble.schedule.generators.vocabulary import best_with_vocabulary
 from megatron.zero_bubble.schedule.generators.zb_h1 import zb_h1
 from megatron.zero_bubble.schedule.generators.zb_h2 import zb_h2
 from megatron.zero_bubble.schedule.ir import Placement, PlacementKind, Schedule, check_size
@@ -203,6 +204,7 @@ def generate(
     overlap_communication: bool = True,
     post_validation: bool = False,
     recompute: Recompute = Recompute.NONE,
+    vocabulary_parallel: bool = False,
     budget: int = BUDGET,
 ) -> Schedule:
     """The schedule `name` for `num_ranks` pipeline ranks and `num_microbatches` microbatches, without communication.
@@ -212,8 +214,9 @@ def generate(
     may hold at once, for all ranks or one a rank, in the unit of the costs' memory, `group_size` how many microbatches
     an interleaved schedule takes through a chunk before it goes on to the next (the number of ranks by default, or what
     is planned), `overlap_communication` whether ranks compute while messages are on their way, as in `simulate`,
-    `post_validation` whether iterations will interlock, `recompute` which microbatches have an R, `budget` how many
-    operations `auto` may plan in all its candidates.
+    `post_validation` whether iterations will interlock, `recompute` which microbatches have an R,
+    `vocabulary_parallel` whether embedding and output layer are spread over all ranks, `budget` how many operations
+    `auto` may plan in all its candidates.
 
     Raises `UnknownSchedule`; `Infeasible` if no schedule of this kind fits under the memory limit;
     `ScheduleError` for anything else that is wrong, in one line.
@@ -233,27 +236,31 @@ def generate(
             f"but the costs are for {costs.num_stages}"
         )
     limits = None if memory_limit is None else _limit_per_rank(memory_limit, num_ranks)
-    costs = costs or default_costs(placement, recompute)
+    costs = costs or default_costs(placement, recompute, vocabulary_parallel=vocabulary_parallel)
     if recompute is Recompute.NONE:
         costs = costs.keeping_everything()
     if recompute is Recompute.PLANNED and not entry.plans_recomputation:
         able = ", ".join(name for name, one in ENTRIES.items() if one.plans_recomputation)
         raise ScheduleError(f"schedule {name} does not plan recomputation: choose one of {able}")
     gets_recomputed = recompute is Recompute.FULL and not entry.plans_recomputation
+    without_shards = costs.with_vocabulary_in_weight_gradients() if vocabulary_parallel else costs
     available = {
-        "costs": costs.recomputing_in_backward() if gets_recomputed else costs,
+        "costs": without_shards.recomputing_in_backward() if gets_recomputed else without_shards,
         "num_chunks": placement.num_chunks,
         "placement": placement,
-        "memory_limit": limits,
         "group_size": group_size,
         "overlap_communication": overlap_communication,
         "post_validation": post_validation,
         "recompute": recompute,
         "budget": budget,
     }
-    schedule = entry.function(num_ranks, num_microbatches, **{key: available[key] for key in sorted(entry.options)})
-    if gets_recomputed:
-        schedule = with_recomputation(schedule)
+
+    def make(limits: tuple[float, ...] | None) -> Schedule:
+        options = {key: value for key, value in (*available.items(), ("memory_limit", limits)) if key in entry.options}
+        schedule = entry.function(num_ranks, num_microbatches, **options)
+        return with_recomputation(schedule) if gets_recomputed else schedule
+
+    schedule = best_with_vocabulary(make, placement, costs, limits) if vocabulary_parallel else make(limits)
     if limits is not None:
         _check_memory(schedule, costs, limits)
     return schedule
@@ -264,16 +271,24 @@ DROPPED = 15 / 16
 a token and hidden unit (Korthikanti et al. 2022, arXiv 2205.05198)."""
 
 
-def default_costs(placement: Placement, recompute: Recompute = Recompute.NONE) -> StageCosts:
+SHARD_TIMES = {"time_e": 0.02, "time_ew": 0.02, "time_s": 0.2, "time_t": 0.1}
+"""The times of a rank's vocabulary shard by default, where the F of a stage is 1: on eight ranks with one layer each, an
+output layer of 0.8 layers."""
+
+
+def default_costs(
+    placement: Placement, recompute: Recompute = Recompute.NONE, *, vocabulary_parallel: bool = False
+) -> StageCosts:
     """F, B and W of one time unit a stage, no communication, and memory in M_B: 1 for all chunks of a rank together.
 
-    R takes as long as F, where anything is recomputed.
+    R takes as long as F, where anything is recomputed, and vocabulary shards take `SHARD_TIMES`, where there are any.
     """
     chunks = placement.num_chunks
     costs = StageCosts.uniform(placement.num_stages, 1, 1, 1, 0, 1 / chunks, -0.5 / chunks, -0.5 / chunks)
-    if recompute is Recompute.NONE:
-        return costs
-    return replace(costs, time_r=costs.time_f, memory_r=tuple(DROPPED * memory for memory in costs.memory_f))
+    if recompute is not Recompute.NONE:
+        restored = tuple(DROPPED * memory for memory in costs.memory_f)
+        costs = replace(costs, time_r=costs.time_f, memory_r=restored)
+    return costs.with_shards(placement, SHARD_TIMES) if vocabulary_parallel else costs
 
 
 def _limit_per_rank(memory_limit: MemoryLimit, num_ranks: int) -> tuple[float, ...]:

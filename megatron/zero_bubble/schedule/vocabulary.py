@@ -1,0 +1,104 @@
+"""The pass that spreads embedding and output layer over all ranks, and adds what they run on their vocabulary shards.
+
+Every rank holds the same number of rows of both weights ("Balancing Pipeline Parallelism with Vocabulary
+Parallelism", arXiv 2411.05288, algorithm 2). The last stage's backward then waits until all ranks have run S, so that
+all backwards come later: a delay of the time that one microbatch takes of a rank holds one microbatch more in flight,
+and leaves the rhythm of the schedule as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megatron.zero_bubble.schedule.costs import StageCosts
+from megatron.zero_bubble.schedule.ir import Op, Schedule
+from megatron.zero_bubble.schedule.kinds import BACKWARDS, KINDS, VOCABULARY, OpKind
+from megatron.zero_bubble.schedule.simulate import simulate
+
+LEAD = 2
+"""How many microbatches before its use an embedding is looked up, so that no rank waits for it."""
+
+
+def interval(schedule: Schedule, costs: StageCosts) -> float:
+    """The time that one microbatch takes of the busiest rank."""
+    stages = map(schedule.placement.stages_of, range(schedule.num_ranks))
+    return max(sum(map(costs.work, own)) for own in stages)
+
+
+def shortest_delay(costs: StageCosts) -> float:
+    """The time between the last stage's F and its B that no order avoids: two collectives, and S between them."""
+    return 2 * max(costs.time_comm, default=0) + max(costs.time_s)
+
+
+def with_vocabulary(schedule: Schedule, costs: StageCosts, delay: float) -> Schedule:
+    """The same schedule, without communication, with E, S, L, T and EW, and with all backwards and W's `delay` later.
+
+    Forwards keep their times, of a simulation in which W takes the time of the shards' operations as well. S runs as
+    soon as the output of the last stage is there, E some microbatches before F needs it, and T and EW with the W of
+    their microbatch. Operations are put in the order of those times.
+
+    Args:
+        delay: at least `shortest_delay(costs)`, or the order may be one that no rank can run to its end.
+    """
+    schedule = without_vocabulary(schedule)
+    times = _Times(schedule, costs, delay)
+    ranks = (tuple(op for *_, op in sorted(times.of_rank(rank))) for rank in range(schedule.num_ranks))
+    return replace(schedule, ops=tuple(ranks))
+
+
+def without_vocabulary(schedule: Schedule) -> Schedule:
+    """The same schedule, without communication and without operations on vocabulary shards."""
+    ranks = (schedule.compute_ops(rank) for rank in range(schedule.num_ranks))
+    return replace(schedule, ops=tuple(tuple(op for op in ops if op.kind not in VOCABULARY) for ops in ranks))
+
+
+_Timed = tuple[float, int, int, Op]
+"""When an operation is to start, and what decides between those that start at the same time."""
+
+
+class _Times:
+    """When every operation is to start."""
+
+    def __init__(self, schedule: Schedule, costs: StageCosts, delay: float) -> None:
+        self.schedule, self.costs = schedule, costs
+        timeline = simulate(schedule, costs.with_vocabulary_in_weight_gradients())
+        self._starts = [
+            {timed.op: timed.start + delay * (timed.op.kind is not OpKind.F) for timed in lane}
+            for lane in timeline.lanes
+        ]
+        """Rank -> when each of its operations in its stages starts."""
+
+    def of_rank(self, rank: int) -> Iterator[_Timed]:
+        """All operations of `rank`; of those with equal times the one comes first that another rank waits for."""
+        order = [OpKind.E, OpKind.S, OpKind.L, *(kind for kind in KINDS if kind not in VOCABULARY), OpKind.T, OpKind.EW]
+        starts = {**self._starts[rank], **self._of_shard(rank)}
+        return ((start, order.index(op.kind), op.microbatch, op) for op, start in starts.items())
+
+    def _of_shard(self, rank: int) -> dict[Op, float]:
+        """When each operation on the shard of `rank` is to start."""
+        placement, costs = self.schedule.placement, self.costs
+        last_stage = placement.num_stages - 1
+        last_rank, last_chunk = placement.rank_of(last_stage), placement.chunk_of(last_stage)
+        message = max(costs.time_comm, default=0)
+        lead = LEAD * interval(self.schedule, costs)
+        starts: dict[Op, float] = {}
+        for microbatch in range(self.schedule.num_microbatches):
+            embedded = self._starts[placement.rank_of(0)][Op(OpKind.F, microbatch)]
+            starts[Op(OpKind.E, microbatch)] = embedded - lead
+            output = self._starts[last_rank][Op(OpKind.F, microbatch, last_chunk)] + costs.time_f[last_stage]
+            starts[Op(OpKind.S, microbatch)] = output + message
+            loss = output + shortest_delay(costs)
+            if rank == last_rank:
+                starts[Op(OpKind.L, microbatch)] = loss
+            weights = self._start(rank, microbatch, OpKind.W)
+            starts[Op(OpKind.T, microbatch)] = max(weights, loss + message)
+            gradient = self._start(placement.rank_of(0), microbatch, OpKind.B) + costs.time_b[0] + costs.time_w[0]
+            starts[Op(OpKind.EW, microbatch)] = max(weights, gradient + message)
+        return starts
+
+    def _start(self, rank: int, microbatch: int, result: OpKind) -> float:
+        """When chunk 0 of `rank` makes `result`, B or W, of `microbatch`."""
+        kinds = (result, *(kind for kind in BACKWARDS if result in KINDS[kind].makes))
+        ops = (Op(kind, microbatch) for kind in kinds)
+        return next(self._starts[rank][op] for op in ops if op in self._starts[rank])
