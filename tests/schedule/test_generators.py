@@ -16,7 +16,8 @@ from megatron.zero_bubble.schedule import (
     simulate,
     validate,
 )
-from megatron.zero_bubble.schedule.generators import ENTRIES, default_costs, entry_of
+from megatron.zero_bubble.schedule.default_costs import default_costs
+from megatron.zero_bubble.schedule.generators import ENTRIES, entry_of
 from megatron.zero_bubble.schedule.ir import Placement
 from megatron.zero_bubble.schedule.plan import Plan
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from planning import checked, wild_costs
 
 from megatron.zero_bubble.schedule import Infeasible, OpKind, Placement, ScheduleError, StageCosts, generate, simulate
-from megatron.zero_bubble.schedule.generators import default_costs
+from megatron.zero_bubble.schedule.default_costs import default_costs
 from megatron.zero_bubble.schedule.generators.planned_chunks import plan_chunks
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.schedule.search.problem import Problem

@@ -11,7 +11,7 @@ from planning import checked, random_costs
 
 from megatron.zero_bubble.schedule import Infeasible, Placement, StageCosts, generate, placement_for, simulate
 from megatron.zero_bubble.schedule.bounds import lower_bounds
-from megatron.zero_bubble.schedule.generators import default_costs
+from megatron.zero_bubble.schedule.default_costs import default_costs
 from megatron.zero_bubble.schedule.generators.auto import multiple_of_p
 from megatron.zero_bubble.schedule.memory_limit import MemoryLimit, one_f_one_b_peaks
 from megatron.zero_bubble.schedule.recomputation import Recompute, num_recomputed, with_recomputation

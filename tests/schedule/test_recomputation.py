@@ -20,8 +20,9 @@ from megatron.zero_bubble.schedule import (
     simulate,
     validate,
 )
+from megatron.zero_bubble.schedule.default_costs import default_costs
 from megatron.zero_bubble.schedule.formats import costs_from_json, costs_to_json
-from megatron.zero_bubble.schedule.generators import ENTRIES, default_costs
+from megatron.zero_bubble.schedule.generators import ENTRIES
 from megatron.zero_bubble.schedule.memory import peak_memory
 from megatron.zero_bubble.schedule.plan import Plan
 from megatron.zero_bubble.schedule.recomputation import (

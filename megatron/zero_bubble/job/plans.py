@@ -13,8 +13,8 @@ from megatron.zero_bubble.job.aliases import pending_backwards
 from megatron.zero_bubble.job.flags import flag_name, limit_flag
 from megatron.zero_bubble.job.job_flags import RECOMPUTATION, JobFlags
 from megatron.zero_bubble.schedule import Infeasible, Placement, Schedule, ScheduleError, simulate
+from megatron.zero_bubble.schedule.default_costs import default_costs
 from megatron.zero_bubble.schedule.formats import schedule_from_text
-from megatron.zero_bubble.schedule.generators import default_costs
 from megatron.zero_bubble.schedule.ir import MAX_OPERATIONS, PlacementKind
 from megatron.zero_bubble.schedule.memory_limit import MemoryLimit
 from megatron.zero_bubble.schedule.plan import Plan

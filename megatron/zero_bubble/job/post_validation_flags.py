@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron.zero_bubble.job.job_flags import JobFlags
 from megatron.zero_bubble.schedule import Placement, iteration_time, with_post_validation
-from megatron.zero_bubble.schedule.generators import default_costs
+from megatron.zero_bubble.schedule.default_costs import default_costs
 from megatron.zero_bubble.schedule.plan import Plan
 
 FLAG = "--zero-bubble-post-validation"

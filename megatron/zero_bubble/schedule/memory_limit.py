@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from operator import add
 
 from megatron.zero_bubble.schedule.costs import StageCosts
-from megatron.zero_bubble.schedule.generators import default_costs
+from megatron.zero_bubble.schedule.default_costs import default_costs
 from megatron.zero_bubble.schedule.generators.interleaved import interleaved_1f1b
 from megatron.zero_bubble.schedule.ir import Placement
 from megatron.zero_bubble.schedule.memory import peak_memory

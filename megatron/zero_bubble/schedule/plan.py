@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron.zero_bubble.schedule.costs import StageCosts
+from megatron.zero_bubble.schedule.default_costs import default_costs
 from megatron.zero_bubble.schedule.errors import ScheduleError
-from megatron.zero_bubble.schedule.generators import default_costs, entry_of, generate, placement_for
+from megatron.zero_bubble.schedule.generators import entry_of, generate, placement_for
 from megatron.zero_bubble.schedule.ir import Placement, PlacementKind, Schedule
 from megatron.zero_bubble.schedule.lower import lower
 from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation
@@ -107,7 +108,8 @@ class Plan:
         if schedule.is_vocabulary_parallel is not self.vocabulary_parallel:
             has, model = ("no ", "is") if self.vocabulary_parallel else ("", "is not")
             raise ScheduleError(
-                f"schedule {self.name} has {has}operations on vocabulary shards, but the model {model} vocabulary parallel"
+                f"schedule {self.name} has {has}operations on vocabulary shards, but the model {model} "
+                "vocabulary parallel"
             )
         if schedule.has_post_validation:
             validate(schedule)

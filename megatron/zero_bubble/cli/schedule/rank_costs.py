@@ -9,8 +9,8 @@ from pathlib import Path
 from megatron.zero_bubble.cli.shared_flags import COSTS_OF_FLAGS, CostFlags
 from megatron.zero_bubble.schedule import Placement, ScheduleError, StageCosts
 from megatron.zero_bubble.schedule.costs import SMALLEST
+from megatron.zero_bubble.schedule.default_costs import DROPPED
 from megatron.zero_bubble.schedule.formats import costs_from_text
-from megatron.zero_bubble.schedule.generators import DROPPED
 
 _DEFAULTS = {"time_comm": 0, "memory_f": 1, "memory_b": -0.5, "memory_w": -0.5}
 _PARTS_OF_F = {"time_r": ("time_f", 1), "memory_r": ("memory_f", DROPPED)}

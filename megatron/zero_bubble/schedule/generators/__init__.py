@@ -13,6 +13,7 @@ from functools import partial
 from types import MappingProxyType
 
 from megatron.zero_bubble.schedule.costs import LARGEST, StageCosts
+from megatron.zero_bubble.schedule.default_costs import default_costs
 from megatron.zero_bubble.schedule.errors import Infeasible, ScheduleError, UnknownSchedule
 from megatron.zero_bubble.schedule.generators.auto import auto, in_multiple_of_1f1b
 from megatron.zero_bubble.schedule.generators.gpipe import gpipe
@@ -264,31 +265,6 @@ def generate(
     if limits is not None:
         _check_memory(schedule, costs, limits)
     return schedule
-
-
-DROPPED = 15 / 16
-"""The part of a layer's activations that full recomputation drops, by default: all but the layer's input, 2 of 34 bytes
-a token and hidden unit (Korthikanti et al. 2022, arXiv 2205.05198)."""
-
-
-SHARD_TIMES = {"time_e": 0.02, "time_ew": 0.02, "time_s": 0.2, "time_t": 0.1}
-"""The times of a rank's vocabulary shard by default, where the F of a stage is 1: on eight ranks with one layer each, an
-output layer of 0.8 layers."""
-
-
-def default_costs(
-    placement: Placement, recompute: Recompute = Recompute.NONE, *, vocabulary_parallel: bool = False
-) -> StageCosts:
-    """F, B and W of one time unit a stage, no communication, and memory in M_B: 1 for all chunks of a rank together.
-
-    R takes as long as F, where anything is recomputed, and vocabulary shards take `SHARD_TIMES`, where there are any.
-    """
-    chunks = placement.num_chunks
-    costs = StageCosts.uniform(placement.num_stages, 1, 1, 1, 0, 1 / chunks, -0.5 / chunks, -0.5 / chunks)
-    if recompute is not Recompute.NONE:
-        restored = tuple(DROPPED * memory for memory in costs.memory_f)
-        costs = replace(costs, time_r=costs.time_f, memory_r=restored)
-    return costs.with_shards(placement, SHARD_TIMES) if vocabulary_parallel else costs
 
 
 def _limit_per_rank(memory_limit: MemoryLimit, num_ranks: int) -> tuple[float, ...]:
