@@ -8,7 +8,7 @@ entry in `ENTRIES`. The entry's `options` say which of the keywords of `generate
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
@@ -20,8 +20,8 @@ from megatron.zero_bubble.schedule.generators.gpipe import gpipe
 from megatron.zero_bubble.schedule.generators.interleaved import interleaved_1f1b, interleaved_zb
 from megatron.zero_bubble.schedule.generators.one_f_one_b import one_f_one_b
 from megatron.zero_bubble.schedule.generators.optimal import optimal
+from megatron.zero_bubble.schedule.generators.sharded import best_with_vocabulary
 from megatron.zero_bubble.schedule.generators.v_shaped import in_v
-from megatron.zero_bubble.schedule.generators.vocabulary import best_with_vocabulary
 from megatron.zero_bubble.schedule.generators.zb_h1 import zb_h1
 from megatron.zero_bubble.schedule.generators.zb_h2 import zb_h2
 from megatron.zero_bubble.schedule.ir import Placement, PlacementKind, Schedule, check_size

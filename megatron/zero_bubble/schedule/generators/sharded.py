@@ -11,8 +11,8 @@ from megatron.zero_bubble.schedule.errors import Infeasible
 from megatron.zero_bubble.schedule.ir import Placement, Schedule
 from megatron.zero_bubble.schedule.memory import peak_memory
 from megatron.zero_bubble.schedule.search.gaps import fill_gaps
+from megatron.zero_bubble.schedule.shard_ops import interval, shortest_delay, with_vocabulary
 from megatron.zero_bubble.schedule.simulate import simulate
-from megatron.zero_bubble.schedule.vocabulary import interval, shortest_delay, with_vocabulary
 
 Limits = tuple[float, ...]
 RESERVES = (1, 0.5, 0)

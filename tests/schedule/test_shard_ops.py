@@ -25,7 +25,7 @@ from megatron.zero_bubble.schedule.memory import peak_memory
 from megatron.zero_bubble.schedule.plan import Plan
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.schedule.search.gaps import fill_gaps
-from megatron.zero_bubble.schedule.vocabulary import shortest_delay, with_vocabulary, without_vocabulary
+from megatron.zero_bubble.schedule.shard_ops import shortest_delay, with_vocabulary, without_vocabulary
 
 QUICK = [name for name in names() if not ENTRIES[name].is_slow]
 
