@@ -231,7 +231,7 @@ KINDS: Mapping[OpKind, KindFacts] = MappingProxyType(
             waiting="waiting_for_forward",
             in_order="embeddings",
             runs_on=Place.ALL_RANKS,
-            colour="#999999",
+            colour="#cccccc",
             meaning="E embedding",
         ),
         OpKind.EW: KindFacts(
@@ -274,7 +274,7 @@ KINDS: Mapping[OpKind, KindFacts] = MappingProxyType(
             in_order="gradients of the output layer",
             runs_on=Place.ALL_RANKS,
             adds_gradient=True,
-            colour="#006d4f",
+            colour="#6666ff",
             meaning="T output layer's weight gradient",
         ),
         OpKind.SEND_FORWARD: KindFacts(message=Message(True, 1, OpKind.RECV_FORWARD), pytorch="SEND_F"),
