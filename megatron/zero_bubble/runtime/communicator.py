@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from megatron.zero_bubble.runtime.process_group import Membership, connect
 from megatron.zero_bubble.schedule import Placement
 
 
@@ -75,8 +76,6 @@ def channels(placement: Placement) -> list[tuple[int, int]]:
 
 _SOURCE, _DESTINATION = 0, 1
 """Ranks of the sender and the receiver within a channel's group."""
-MAX_BLOCKS = 4
-"""Most thread blocks that a message occupies on a GPU. A receive holds them from when it is posted until it arrives."""
 
 
 @dataclass(frozen=True)
@@ -108,32 +107,8 @@ class PairGroup(Protocol):
 
 
 def connect_pair(end: ChannelEnd) -> Any:
-    """Create one channel's backend, a `ProcessGroupNCCL` or `ProcessGroupGloo`; its ends meet in the job's store.
-
-    `dist.new_group` cannot be used, because every rank of the job would have to call it for every pair. With
-    `use_local_synchronization` only the members call it, but it names the group by how many groups the caller is a
-    member of. That number differs between the ends of a channel, which would wait for each other for ever.
-    """
-    store = dist.PrefixStore(end.name, dist.distributed_c10d._get_default_store())
-    # Both ends count their groups of this name, so that a second communicator does not read the first one's keys.
-    generation = store.add(f"generation of {end.rank}", 1)
-    store = dist.PrefixStore(str(generation), store)
-    if end.device.type == "cuda":
-        return dist.ProcessGroupNCCL(store, end.rank, 2, _nccl_options(end))
-    return dist.ProcessGroupGloo(store, end.rank, 2, end.timeout)
-
-
-def _nccl_options(end: ChannelEnd) -> Any:
-    """Return NCCL options with priority over computing, because the other rank waits, and few thread blocks.
-
-    The flight recorder shows the channel by the group's name and ranks.
-    """
-    options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = end.timeout
-    options.config.max_ctas = MAX_BLOCKS
-    options.group_name = end.name
-    options.global_ranks_in_group = [end.source, end.destination]
-    return options
+    """Create one channel's backend, which only its two members take part in."""
+    return connect(Membership(end.name, (end.source, end.destination), end.rank, end.device, end.timeout))
 
 
 class Mark(Protocol):

@@ -1,0 +1,184 @@
+"""Exchanges tensors among all ranks of a group at once.
+
+All ranks of a group call the same collectives in the same order. A call blocks its thread on a CPU, and on a GPU the
+current stream, so collectives that should run beside the computation are called inside an `ExchangeLane`.
+
+`TorchCollectives` runs on torch.distributed, `InMemoryCollectives` between threads of one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron.zero_bubble.runtime.communicator import TensorSpec
+from megatron.zero_bubble.runtime.in_memory import InMemoryNetwork
+from megatron.zero_bubble.runtime.process_group import Membership, connect
+
+
+class Collectives(Protocol):
+    """One rank's part in the collectives of its group. All tensors are contiguous and made by the caller."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's index in the group."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """The number of ranks in the group."""
+        ...
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        """Fill `tensor` on all ranks with the values that it has on rank `root`."""
+        ...
+
+    def gather_all(self, tensor: torch.Tensor, gathered: torch.Tensor) -> None:
+        """Fill `gathered[r]` on all ranks with `tensor` of rank r."""
+        ...
+
+    def sum_to(self, tensor: torch.Tensor, root: int) -> None:
+        """Replace `tensor` on rank `root` by the sum over all ranks, and leave it as it is on the others.
+
+        On a CPU the sum is made in the order of the ranks, so that its bits can be told beforehand.
+        """
+        ...
+
+    def scatter(self, parts: Sequence[torch.Tensor] | None, part: torch.Tensor, root: int) -> None:
+        """Fill `part` on rank r with `parts[r]` of rank `root`; the others have no `parts`."""
+        ...
+
+    def close(self) -> None:
+        """Leave the group; no collective may be under way."""
+        ...
+
+
+class TorchCollectives:
+    """Collectives over torch.distributed, in a process group of their own that only its members create.
+
+    Args:
+        members: global ranks of the group, the same on each of them.
+        rank: this process's index in `members`.
+        device: where tensors live.
+        timeout: after which a collective fails if a rank does not take part.
+    """
+
+    def __init__(self, members: Sequence[int], rank: int, device: torch.device, timeout: timedelta) -> None:
+        name = f"megatron.zero_bubble/collectives of {','.join(map(str, members))}"
+        self._group = connect(Membership(name, tuple(members), rank, device, timeout))
+        self._rank, self._size = rank, len(members)
+        self._reduces = device.type == "cuda"
+        self._open(device)
+
+    def _open(self, device: torch.device) -> None:
+        """Run each collective once, because NCCL connects ranks at first use, and that not in the middle of a step."""
+        mine = torch.full((1,), float(self._rank), device=device)
+        everyone = torch.empty(self._size, 1, device=device)
+        self.gather_all(mine, everyone)
+        assert everyone.flatten().tolist() == list(range(self._size)), "two groups of collectives are crossed"
+        for root in range(self._size):
+            self.scatter(everyone.unbind() if self._rank == root else None, mine, root)
+            self.broadcast(everyone, root)
+            self.sum_to(mine.clone(), root)
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        self._group.broadcast([tensor], options).wait()
+
+    def gather_all(self, tensor: torch.Tensor, gathered: torch.Tensor) -> None:
+        # Flat, because gloo wants the two to have equally many dimensions.
+        self._group._allgather_base(gathered.view(-1), tensor.view(-1)).wait()
+
+    def sum_to(self, tensor: torch.Tensor, root: int) -> None:
+        if self._reduces:
+            options = dist.ReduceOptions()
+            options.rootRank, options.rootTensor = root, 0
+            self._group.reduce([tensor], options).wait()
+            return
+        gather = dist.GatherOptions()
+        gather.rootRank = root
+        is_root = self._rank == root
+        parts = [torch.empty_like(tensor) for _ in range(self._size)] if is_root else []
+        self._group.gather([parts] if is_root else [], [tensor], gather).wait()
+        if is_root:
+            _sum_in_order(parts, tensor)
+
+    def scatter(self, parts: Sequence[torch.Tensor] | None, part: torch.Tensor, root: int) -> None:
+        options = dist.ScatterOptions()
+        options.rootRank = root
+        self._group.scatter([part], [] if parts is None else [list(parts)], options).wait()
+
+    def close(self) -> None:
+        self._group.shutdown()
+
+
+class InMemoryCollectives:
+    """Collectives between threads of one process.
+
+    Args:
+        network: the channels of the group; nothing else may use them.
+        rank: this thread's index in the group.
+        size: the number of ranks in the group.
+    """
+
+    def __init__(self, network: InMemoryNetwork, rank: int, size: int) -> None:
+        self._end = network.communicator(rank)
+        self._rank, self._size = rank, size
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        if self._rank == root:
+            self._send_all([tensor] * self._size)
+        tensor.detach().copy_(self._receive(tensor, root))
+
+    def gather_all(self, tensor: torch.Tensor, gathered: torch.Tensor) -> None:
+        self._send_all([tensor] * self._size)
+        for source, part in enumerate(gathered):
+            part.copy_(self._receive(tensor, source))
+
+    def sum_to(self, tensor: torch.Tensor, root: int) -> None:
+        self._end.send(tensor, root)
+        if self._rank == root:
+            _sum_in_order([self._receive(tensor, source) for source in range(self._size)], tensor)
+
+    def scatter(self, parts: Sequence[torch.Tensor] | None, part: torch.Tensor, root: int) -> None:
+        if parts is not None:
+            self._send_all(parts)
+        part.copy_(self._receive(part, root))
+
+    def close(self) -> None:
+        return
+
+    def _send_all(self, tensors: Sequence[torch.Tensor]) -> None:
+        for destination, tensor in enumerate(tensors):
+            self._end.send(tensor, destination)
+
+    def _receive(self, like: torch.Tensor, source: int) -> torch.Tensor:
+        return self._end.receive(source, TensorSpec(tuple(like.shape), like.dtype, like.device)).wait()
+
+
+def _sum_in_order(parts: Sequence[torch.Tensor], result: torch.Tensor) -> None:
+    """Fill `result` with the first part plus the second plus the third and so on."""
+    result.copy_(parts[0])
+    for part in parts[1:]:
+        result += part
