@@ -61,7 +61,7 @@ def infinite_gradients(faults: set[tuple[int, ...]]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def warmed_up() -> Iterator[None]:
-    """Switch it on, and say that it has run."""
+    """Switch the warm-up of stages on, and print a line when it has run."""
     from megatron.zero_bubble import schedules
     from megatron.zero_bubble.job import running
     from megatron.zero_bubble.job.start_up import print_rank_0

@@ -109,7 +109,7 @@ def test_schedules_load_without_torch():
 
 
 def test_relative_imports_are_resolved(tmp_path):
-    """The parser that the tests above trust."""
+    """`imports_of`, which the tests above rely on, resolves relative imports."""
     source = tmp_path / "file.py"
     source.write_text("from . import a\nfrom ..runtime import b\ndef f():\n    import torch.nn\n")
     assert imports_of(source, f"{PACKAGE}.schedule") == {

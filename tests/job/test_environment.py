@@ -150,7 +150,7 @@ def test_a_rank_takes_its_place_among_the_devices_that_it_sees():
     ],
 )
 def test_no_device_where_one_is_expected_is_refused(monkeypatch, tmp_path, environment, node, sign):
-    """Else the rank would train on the CPU, over gloo, and wait for others that use NCCL."""
+    """Such a rank would train on the CPU over gloo, and wait for others that use NCCL."""
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     if node is not None:
@@ -161,7 +161,7 @@ def test_no_device_where_one_is_expected_is_refused(monkeypatch, tmp_path, envir
 
 
 def test_a_device_is_not_missed_where_none_is_wanted(monkeypatch):
-    """Neither with torch for the CPU, nor where the user asks for gloo; through the trainer's own check."""
+    """Nothing is refused with torch for the CPU, or where the user asks for gloo."""
     model = ("--mock-data", "--vocab-size", "100")
     environment = {"CUDA_VISIBLE_DEVICES": "0", "WORLD_SIZE": "4"}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -60,7 +60,7 @@ def test_what_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, 
 
 
 def test_the_new_text_is_on_disk_before_it_takes_the_old_ones_place(tmp_path, monkeypatch):
-    """Else a power failure could leave an empty file under the name."""
+    """The text is synced first, because a power failure could otherwise leave an empty file under the name."""
     calls = []
     real_fsync, real_replace = os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda file: (calls.append("fsync"), real_fsync(file)))
@@ -110,7 +110,7 @@ def test_a_fifo_is_written_through(tmp_path):
 
 
 def test_an_open_file_of_this_process_is_continued(tmp_path):
-    """Opened anew by the name of its descriptor it would be overwritten from its beginning."""
+    """`/dev/fd/N` names an open file, which must be continued and not overwritten from its beginning."""
     path = tmp_path / "out"
     code = "import sys; from megatron.zero_bubble.job.files import write_file\n"
     code += "for path in sys.argv[1:]: write_file(path, 'b')"

@@ -26,7 +26,7 @@ sys.exit(report("pretrain_gpt.py", ValueError("--lr is missing")))
 
 
 def test_rank_0_of_several_tells_and_is_gone_whatever_its_interpreter_has_to_clear_up():
-    """The others wait for torchrun to see it end."""
+    """Rank 0 ends at once, because the other ranks wait until torchrun sees it end."""
     of_two = environment() | {"RANK": "0", "WORLD_SIZE": "2"}
     result = subprocess.run(
         [sys.executable, "-c", SLOW_TO_END], env=of_two, capture_output=True, text=True, timeout=50, check=False
@@ -37,7 +37,7 @@ def test_rank_0_of_several_tells_and_is_gone_whatever_its_interpreter_has_to_cle
 
 
 def test_another_rank_tells_when_rank_0_had_its_time(monkeypatch, capsys):
-    """SIGTERM, which ends it until then, does so although a trainer had taken it for a request to save."""
+    """While it waits SIGTERM ends it, even where a trainer had made SIGTERM a request to save."""
     waited = []
 
     def sleep(seconds: float) -> None:
@@ -112,7 +112,7 @@ sys.exit(run_program("program", body))
     ],
 )
 def test_a_worker_that_ignores_sigterm_ends_with_its_program(end: str, status: int):
-    """Python would wait for it at its exit; a killed program would leave it behind."""
+    """Without help Python would wait for the worker at its exit, and a killed program would leave it behind."""
     script = LEAVES_A_WORKER.format(end=end)
     result = subprocess.run(
         [sys.executable, "-c", script], env=environment(), capture_output=True, text=True, timeout=50, check=False

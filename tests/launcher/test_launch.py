@@ -139,7 +139,7 @@ def test_numbers_are_those_of_the_script_alone(logs: Path, training: str, same: 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_the_steps_of_any_optimizer_are_undone(optimizer_logs: Path, optimizer: str) -> None:
-    """Clipped by a norm that no rank's own gradients have, so that a step is taken and undone."""
+    """Gradients are clipped by a norm that no rank's own gradients have, so that a step is taken and undone."""
     name = f"post-validated-{optimizer}"
     assert numbers_of(optimizer_logs, name) == numbers_of(optimizer_logs, f"base-{optimizer}")
     assert sum(int((optimizer_logs / f"{name}.{rank}.undone").read_text()) for rank in range(2)) > 0

@@ -51,7 +51,7 @@ def test_a_script_that_is_done(start, more) -> None:
 
 @pytest.mark.exhaustive
 def test_an_error_in_the_script(start, tmp_path: Path) -> None:
-    """The traceback keeps the loader, whose workers do not end by SIGTERM."""
+    """The loader's workers end too, although the traceback keeps the loader and SIGTERM does not end them."""
     checkout = tmp_path / "checkout"
     shutil.copytree(SCRIPT.parent, checkout)
     fault = 'batch = next(data_iterator)\n        assert get_args().rank == 0, "a planted error"'

@@ -51,7 +51,7 @@ def _do(*command: str) -> None:
 
 
 class Host:
-    """One end of the cable."""
+    """One of the two hosts, at its end of the cable."""
 
     def __init__(self, name: str, address: str) -> None:
         self.name, self.address = name, address

@@ -33,7 +33,7 @@ def refusal(action, *arguments) -> str:
 
 
 def complete_folder(root: Path, iteration: int, text: str = "{}") -> Path:
-    """What the ranks have written when the checkpoint of `iteration` is to be named."""
+    """Make the folder of a checkpoint as the ranks leave it before it gets its name."""
     folder = begin_folder(root, iteration)
     (folder / "metadata.json").write_text(text)
     return folder
@@ -146,7 +146,7 @@ def test_a_checkpoint_has_its_name_when_it_is_complete(tmp_path):
 
 
 def test_everything_is_on_the_disk_before_the_name_is(tmp_path, monkeypatch):
-    """Else a power failure could leave the name of a checkpoint whose files are empty."""
+    """Files are synced first, because a power failure could otherwise leave a named checkpoint of empty files."""
     complete_folder(tmp_path, 100)
     calls: list[str] = []
     real_fsync, real_rename, real_replace = os.fsync, os.rename, os.replace

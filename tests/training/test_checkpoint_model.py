@@ -20,7 +20,7 @@ def saved_by_us(args: Arguments) -> Namespace:
 
 
 def saved_by_megatron(args: Arguments) -> Namespace:
-    """Megatron-LM leaves the number of groups at its default where heads share nothing."""
+    """The arguments in a checkpoint of Megatron-LM: without shared heads its number of groups is 1."""
     groups = args.num_query_groups if args.group_query_attention else 1
     return Namespace(**{**asdict(args), "num_query_groups": groups})
 

@@ -58,7 +58,7 @@ def test_the_checkpoints_schedule_goes_on(trainings: Trainings, name: str) -> No
 
 @ways("flags", "flags, as Megatron-LM spells it", "flags, a new optimizer")
 def test_the_flags_schedule_takes_its_place(trainings: Trainings, name: str) -> None:
-    """megatron-core would go on with the bounds that the optimizer's state brings back."""
+    """The flags' bounds hold, although the optimizer's state brings back those of the checkpoint."""
     assert rates(trainings, name) == pytest.approx({3: 1e-3 + 4e-3 * 5 / 8, 4: 1e-3 + 4e-3 * 4 / 8})
 
 

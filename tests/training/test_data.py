@@ -166,7 +166,7 @@ def test_the_seed_orders_the_data(prefix: str) -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_reading_data_leaves_the_global_random_state_alone(prefix: str, num_workers: int) -> None:
-    """Dropout draws from it: ranks that read and ranks that do not must not come apart."""
+    """Dropout draws from that state, which must stay the same on ranks that read data and on those that do not."""
     before = torch.get_rng_state()
     microbatches(config(data_path=[prefix], num_workers=num_workers), 3)
     assert torch.equal(torch.get_rng_state(), before)

@@ -106,7 +106,7 @@ def test_a_training_that_stops_early_saves(start, tmp_path: Path, flag, more) ->
     ids=["first", "last"],
 )
 def test_an_error_on_a_rank(start, tmp_path: Path, rank: int, more) -> None:
-    """The others wait for a message of the rank, and with a handler they do not end by SIGTERM."""
+    """The other ranks end too, although they wait for a message and a handler may keep SIGTERM from ending them."""
     job = start(*more, "--train-iters", "100000", fault=f"error@{rank}@18")
     job.wait_until(lambda: "a planted error" in job.errors)
     assert job.end(SECONDS)[:2] == (1, []), job.errors
@@ -118,7 +118,7 @@ def test_an_error_on_a_rank(start, tmp_path: Path, rank: int, more) -> None:
 @pytest.mark.exhaustive
 @WITH_AND_WITHOUT
 def test_a_full_disk(start, tmp_path: Path, more) -> None:
-    """The last complete checkpoint stays the latest."""
+    """All ranks end, and the last complete checkpoint stays the latest."""
     job = start(*more, "--train-iters", "100000", fault="full disk@1@14")
     job.wait_until(lambda: "cannot be saved" in job.errors)
     assert job.end(SECONDS)[:2] == (1, []), job.errors

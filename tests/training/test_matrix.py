@@ -71,7 +71,7 @@ def trainings(folder: Path, flags: tuple[str, ...]) -> dict[str, list[str]]:
     ],
 )
 def cell(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trainings:
-    """One cell's trainings."""
+    """The trainings of one combination of layout, embeddings and precision."""
     layout, embeddings, precision = request.param
     folder = tmp_path_factory.mktemp("cell")
     num_ranks, flags = LAYOUTS[layout]
@@ -82,7 +82,7 @@ def cell(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(autouse=True)
 def one_rank() -> Iterator[None]:
-    """megatron-core reads checkpoints in a job only."""
+    """A process group of this one process, without which megatron-core reads no checkpoint."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

@@ -111,14 +111,14 @@ def test_every_schedule_equals_megatron_core(
     ],
 )
 def test_planned_schedules_equal_megatron_cores(numerics: dict[int, Trainings], p: int, schedule: str) -> None:
-    """Planned in the middle of the run, but for the optimal one."""
+    """Each schedule is planned in the middle of the run, except the optimal one."""
     assert numerics[p].numerics(schedule) == numerics[p].numerics("base-fp32-8")
 
 
 @RANKS
 @pytest.mark.parametrize("schedule", [name for name in INTERLEAVED if not name.startswith("base")])
 def test_interleaved_schedules_equal_megatron_cores(numerics: dict[int, Trainings], p: int, schedule: str) -> None:
-    """Two model chunks a rank, with dropout. Without it `auto` has an order of forwards of its own."""
+    """Ranks have two chunks, with dropout. Without dropout `auto` chooses its own order of forwards."""
     base = "base-no-dropout" if schedule == "auto-no-dropout" else "base-chunks"
     assert numerics[p].numerics(schedule) == numerics[p].numerics(base)
 

@@ -88,7 +88,7 @@ def test_uneven_stages_compute_what_megatron_cores_do(tmp_path: Path, name: str)
 
 
 def test_the_block_says_times_schedule_and_prediction(runs: Runs) -> None:
-    """After the window, and once more when the times have drifted."""
+    """A block is printed after the profiled iterations, and once more when the times have drifted."""
     number = r"+(-?[\d.]+)"
     first, again = runs.plans("planned")
     assert re.match(rf" > zero-bubble plan; times measured up to step {WINDOW_END}, spread [\d.]+%\n", first)
@@ -104,7 +104,7 @@ def test_the_block_says_times_schedule_and_prediction(runs: Runs) -> None:
 
 
 def test_the_log_line_ends_with_the_measured_and_the_predicted_bubble(runs: Runs) -> None:
-    """Prediction begins with the profile."""
+    """Log lines have a prediction from the end of the profile on."""
     measured = r"\| number of nan iterations: +0 \|"
     measured += f" idle: {PERCENT} \\| imbalance: {PERCENT} \\| bubble rate: {PERCENT} \\|"
     lines = runs.log_lines("planned")

@@ -121,7 +121,7 @@ def test_the_numbers_are_those_of_a_step_that_waits(
 
 @pytest.mark.exhaustive
 def test_the_cases_are_what_they_say(trainings: dict[object, Trainings]) -> None:
-    """Clipping in all, some and no iterations; skipped steps where an Inf was put, and no other."""
+    """The cases clip in all, some and no iterations, and skip the steps in which an Inf was put, and no other."""
 
     def norms(case: str) -> list[float | None]:
         values = [line["grad_norm"] for line in lines_of(trainings[2].numerics(case))]

@@ -43,7 +43,7 @@ class Holder:
         self.pid, self.child = map(int, self.process.stdout.readline().split())
 
     def kill(self) -> None:
-        """Leave the child behind."""
+        """Kill the process, and leave its child behind."""
         self.process.kill()
         self.process.wait()
 
@@ -83,7 +83,7 @@ def test_a_job_that_is_ending_is_waited_for(tmp_path, holder):
 
 
 def test_a_killed_job_does_not_keep_the_next_one_out(tmp_path, holder):
-    """Although a child of it lives on, with every file that it had open."""
+    """The lock is free although a child of the killed process lives on, with all files that were open."""
     holder.kill()
     os.kill(holder.child, 0)
     lock(tmp_path / "checkpoints").close()

@@ -23,7 +23,7 @@ LAYOUT = "--pipeline-model-parallel-layout"
 
 
 def all_checks(changes: dict[str, str | None], world_size: int = 4) -> Arguments:
-    """What `pretrain` checks before any process group exists."""
+    """Run the checks that `pretrain` runs before any process group exists, and return the arguments."""
     args = checked(changes, world_size=world_size)
     tokenizer = load_tokenizer(args)
     args = with_vocabulary(args, tokenizer.vocab_size)

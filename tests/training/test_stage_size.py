@@ -51,7 +51,7 @@ def arguments(flags: str, world_size: int = 2, *, has_cuda: bool = True):
     ],
 )
 def test_a_layer_keeps_what_is_computed_with_every_attention(flags, kernel):
-    """Beside it there are tokens, positions, rotations and the norms' statistics, which do not grow with the width."""
+    """A real layer keeps a little more: tokens, positions, rotations and statistics, whatever its width."""
     args = arguments(f"{flags} {NO_DROPOUT}", has_cuda=False)
     assert attention_kernel(args) is kernel
     computed = stage_activations(args, StageLayers(1, is_first=True, is_last=False)).after_f

@@ -100,7 +100,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(autouse=True)
 def one_rank() -> Iterator[None]:
-    """megatron-core reads checkpoints in a job only."""
+    """A process group of this one process, without which megatron-core reads no checkpoint."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
