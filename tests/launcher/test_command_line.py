@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
+from argparse import Namespace
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -16,7 +19,9 @@ from megatron.zero_bubble.launcher.command_line import (
     parse_command_line,
 )
 from megatron.zero_bubble.launcher.foresight import check_script_arguments
+from megatron.zero_bubble.launcher.hooks import Call
 from megatron.zero_bubble.launcher.mistakes import LauncherError
+from megatron.zero_bubble.launcher.script_choice import validate_arguments
 from tests.launch import ROOT
 
 
@@ -102,18 +107,36 @@ def test_a_schedule_of_several_chunks_makes_the_script_build_them(schedule, give
     assert complete_script_arguments(LaunchFlags(zero_bubble_schedule=schedule), given) == [*given, *added]
 
 
-def test_padding_becomes_a_layout():
-    flags = LaunchFlags(zero_bubble_schedule="zb-h1", allow_padding_num_layers=True)
-    layout = ["--pipeline-model-parallel-layout", "Et*2|t*3|t*3|t*2L"]
-    assert complete_script_arguments(flags, P4) == [*P4, *layout]
-    again = ("--num-layers=4", *P4)
-    assert complete_script_arguments(flags, again) == [*again, *layout], "the last of a flag counts"
-    even = ("--num-layers", "8", *P4[2:])
-    assert complete_script_arguments(flags, even) == list(even)
-    chunked = complete_script_arguments(flags, (*P4, *RANK_2))
-    assert chunked == [*P4, layout[0], "Et*1|t*2|t*2|t*1|t*1|t*1|t*1|t*1L"], "Megatron-LM takes one of the two flags"
+def validated(flags: LaunchFlags, **given: object) -> tuple[Namespace, Namespace]:
+    """The script's arguments, of 10 layers on 4 ranks, as Megatron-LM validates them, and afterwards."""
+    names = ("pipeline_model_parallel_layout", "num_virtual_stages_per_pipeline_rank")
+    script = Namespace(**{**dict.fromkeys(names), "num_layers": 10, "pipeline_model_parallel_size": 4, **given})
+    seen: list[Namespace] = []
+    validate = lambda args: seen.append(copy.copy(args))  # noqa: E731
+    validate_arguments(flags, Call(validate, signature(validate).bind(script)))
+    return seen[0], script
+
+
+def test_padding_becomes_a_layout_of_the_script():
+    padded = LaunchFlags(zero_bubble_schedule="zb-h1", allow_padding_num_layers=True)
+    seen, after = validated(padded)
+    assert seen == after
+    assert seen.pipeline_model_parallel_layout == "Et*2|t*3|t*3|t*2L"
+    chunked, after = validated(padded, num_virtual_stages_per_pipeline_rank=2)
+    assert chunked == after
+    assert chunked.pipeline_model_parallel_layout == "Et*1|t*2|t*2|t*1|t*1|t*1|t*1|t*1L"
+    assert chunked.num_virtual_stages_per_pipeline_rank is None, "Megatron-LM takes one of the two flags"
+    for flags, given in ((padded, {"num_layers": 8}), (LaunchFlags(zero_bubble_schedule="zb-h1"), {})):
+        assert validated(flags, **given)[0].pipeline_model_parallel_layout is None
     with pytest.raises(LauncherError, match="--num-layers 3"):
-        complete_script_arguments(flags, ("--num-layers", "3", *P4[2:]))
+        validated(padded, num_layers=3)
+
+
+def test_an_open_layout_is_one_only_while_the_script_validates_it():
+    seen, after = validated(LaunchFlags(zero_bubble=True), num_virtual_stages_per_pipeline_rank=2, mtp_num_layers=1)
+    assert seen.pipeline_model_parallel_layout == "Et*1|t*2|t*2|t*1|t*1|t*1|t*1|t*1mL"
+    assert after.pipeline_model_parallel_layout is None
+    assert after.num_virtual_stages_per_pipeline_rank == 2
 
 
 def test_enable_takes_the_flags_by_name():

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, get_args
 from megatron.zero_bubble.cli.flag_values import at_least, numbers
 from megatron.zero_bubble.cli.output import deliver
 from megatron.zero_bubble.job.flag_parser import flag
+from megatron.zero_bubble.job.flags import flag_name
 from megatron.zero_bubble.schedule import StageCosts
 from megatron.zero_bubble.schedule.costs import VOCABULARY_COSTS
 from megatron.zero_bubble.schedule.ir import PlacementKind
@@ -114,7 +115,7 @@ class CostFlags(CommandFlags):
         super().__post_init__()
         for name in COSTS_OF_FLAGS:
             if self.costs is not None and getattr(self, name) is not None:
-                raise ValueError(f"argument --{name.replace('_', '-')}: not allowed with --costs")
+                raise ValueError(f"argument {flag_name(name)}: not allowed with --costs")
 
     @property
     def overlap_communication(self) -> bool:

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.zero_bubble.job.aliases import AliasFlags, translated
-from megatron.zero_bubble.job.flag_parser import FlagParser, flag, make_parser, take_flags
+from megatron.zero_bubble.job.flag_parser import flag, make_parser, take_flags
 from megatron.zero_bubble.job.flags import ZeroBubbleFlags, check_zero_bubble_flags
-from megatron.zero_bubble.job.layers import spread_layers, to_layout
 from megatron.zero_bubble.launcher.mistakes import LauncherError, users_mistakes
 from megatron.zero_bubble.schedule.generators import ENTRIES
 
@@ -85,46 +84,13 @@ def help_text() -> str:
 def complete_script_arguments(flags: LaunchFlags, arguments: Sequence[str]) -> list[str]:
     """The script's arguments, with the Megatron-LM flags added that the launcher's flags imply.
 
-    A schedule with several model chunks a rank adds the flag for that number unless the script has one;
-    `--allow-padding-num-layers` becomes a layout.
-
-    Raises:
-        LauncherError: the layers cannot be spread over the stages.
+    A schedule with several model chunks a rank adds the flag for that number unless the script has one.
     """
-    completed = list(arguments)
     given = {argument.split("=")[0] for argument in arguments}
     entry = ENTRIES.get(flags.zero_bubble_schedule or "")
-    if entry is not None and entry.num_chunks > 1 and not given.intersection((*_CHUNKS, _LAYOUT)):
-        completed += [_CHUNKS[1], str(entry.num_chunks)]
-    if flags.allow_padding_num_layers and _LAYOUT not in given:
-        completed = _with_layout(completed)
-    return completed
-
-
-def _with_layout(arguments: list[str]) -> list[str]:
-    """The arguments with a layout for `--allow-padding-num-layers`, if the stages do not divide the layers."""
-    given, _ = _take_numbers(arguments, "--num-layers", "--pipeline-model-parallel-size", _CHUNKS[0])
-    chunks, rest = _take_numbers(arguments, _CHUNKS[1])
-    num_layers, num_ranks, per_chunk = given.values()
-    if num_layers is None or num_ranks is None or per_chunk is not None:
-        return arguments
-    num_stages = num_ranks * (chunks[_CHUNKS[1]] or 1)
-    if num_layers % num_stages == 0:
-        return arguments
-    with users_mistakes():
-        layout = to_layout(spread_layers(num_layers, num_stages))
-    # The number of chunks is dropped: Megatron-LM accepts either that flag or a layout.
-    return [*rest, _LAYOUT, layout]
-
-
-def _take_numbers(arguments: Sequence[str], *names: str) -> tuple[dict[str, int | None], list[str]]:
-    """The integer value of each flag in `names`, the last if repeated, and the arguments without these flags."""
-    parser = FlagParser(add_help=False, allow_abbrev=False)
-    for name in names:
-        parser.add_argument(name, dest=name, type=int)
-    with users_mistakes():
-        taken, rest = parser.parse_known_args(arguments)
-    return vars(taken), rest
+    if entry is None or entry.num_chunks == 1 or given.intersection((*_CHUNKS, _LAYOUT)):
+        return list(arguments)
+    return [*arguments, _CHUNKS[1], str(entry.num_chunks)]
 
 
 def flags_from_keywords(schedule: str | None, cpu: bool, settings: Mapping[str, Any]) -> LaunchFlags:

@@ -16,6 +16,7 @@ import torch
 from megatron.core import parallel_state
 
 from megatron.zero_bubble.job.flags import flag_name
+from megatron.zero_bubble.job.job_flags import JobFlags
 from megatron.zero_bubble.job.layers import spread_layers, to_layout
 from megatron.zero_bubble.job.layout_choice import SAVED_NAMES, ChosenLayout, is_layout_open, saved_choice
 from megatron.zero_bubble.job.layout_search import new_choice
@@ -41,31 +42,36 @@ _TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def validate_arguments(flags: LaunchFlags, call: Call) -> Any:
-    """Hook around `validate_args`: while the layout is open, let the layers be of any number.
+    """Hook around `validate_args`: allow uneven stages while the layout is open, or by `--allow-padding-num-layers`.
 
-    Megatron-LM refuses layers that the ranks do not divide unless a layout spreads them. Hence it is given one while it
-    validates the arguments.
+    Megatron-LM refuses layers that the stages do not divide unless a layout spreads them. Hence it is given one, in
+    place of the number of chunks; if the layout is open, only while it validates the arguments.
     """
     script = call["args"]
-    layout = _even_layout(script, flags)
+    with users_mistakes():
+        job = flags_of(script, flags)
+        layout = _even_layout(script, job)
     if layout is None:
         return call.proceed()
-    script.pipeline_model_parallel_layout = layout
+    given = {"pipeline_model_parallel_layout": layout, "num_virtual_stages_per_pipeline_rank": None}
+    before = {name: getattr(script, name, None) for name in given}
+    vars(script).update(given)
     result = call.proceed()
-    script.pipeline_model_parallel_layout = None
+    if is_layout_open(job):
+        vars(script).update(before)
     return result
 
 
-def _even_layout(script: Namespace, flags: LaunchFlags) -> str | None:
-    """The most even layout for layers that the ranks do not divide; None if they do, or another flag spreads them."""
-    with users_mistakes():
-        job = flags_of(script, flags)
-        has_chunks = job.num_layers_per_virtual_pipeline_stage or job.num_virtual_stages_per_pipeline_rank
-        if has_chunks or not job.num_layers or not is_layout_open(job):
-            return None
-        if _other_source(script) is not None or job.num_layers % job.pipeline_model_parallel_size == 0:
-            return None
-        return to_layout(spread_layers(job.num_layers, job.pipeline_model_parallel_size), job.mtp_num_layers)
+def _even_layout(script: Namespace, job: JobFlags) -> str | None:
+    """The most even layout for layers that the stages do not divide; None if they do, or must."""
+    if not (is_layout_open(job) or job.allow_padding_num_layers) or _other_source(script) is not None:
+        return None
+    if not job.num_layers or job.num_layers_per_virtual_pipeline_stage or job.pipeline_model_parallel_layout:
+        return None
+    num_stages = job.pipeline_model_parallel_size * (job.num_virtual_stages_per_pipeline_rank or 1)
+    if job.num_layers % num_stages == 0:
+        return None
+    return to_layout(spread_layers(job.num_layers, num_stages), job.mtp_num_layers)
 
 
 def settle_layout(script: Namespace, job: JobSettings, units: ScriptUnits, setup: Call) -> JobSettings:

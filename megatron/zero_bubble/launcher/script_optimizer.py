@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from megatron.zero_bubble.job.flags import flag_name
 from megatron.zero_bubble.job.optimizer_step import build_post_validation
 from megatron.zero_bubble.job.post_validation_flags import FLAG
 from megatron.zero_bubble.job.settings import JobSettings
@@ -50,7 +51,7 @@ class ScriptPostValidation:
     def __init__(self, script: Namespace, job: JobSettings) -> None:
         for name, reason in _REFUSED.items():
             if job.flags.zero_bubble_post_validation and getattr(script, name, None):
-                raise LauncherError(f"{FLAG} does not work with --{name.replace('_', '-')}: {reason}")
+                raise LauncherError(f"{FLAG} does not work with {flag_name(name)}: {reason}")
         self._script = script
         self._job = job
         self._optimizer: Any = None

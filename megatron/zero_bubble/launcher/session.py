@@ -32,7 +32,7 @@ class Session:
             "megatron.training.arguments",
             "validate_args",
             ("args",),
-            "lets layers under `--zero-bubble` be of a number that the ranks do not divide",
+            "allows layers that the stages do not divide, under `--zero-bubble` and with `--allow-padding-num-layers`",
             partial(validate_arguments, self.flags),
         )
         state = "megatron.core.parallel_state"

@@ -49,7 +49,7 @@ def measure_model(
     kinds: Sequence[int],
     communicator: type[ChannelCommunicator],
     timeout: timedelta,
-    seconds: float = SECONDS,
+    seconds: float,
 ) -> ModelCosts:
     """Measure the costs of a model's units, and of a message between ranks.
 

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.zero_bubble.job.flags import flag_name
 from megatron.zero_bubble.training.arguments import Arguments
 
 _MODEL_SHAPE = (
@@ -34,9 +35,7 @@ def check_model_shape(args: Arguments, saved: argparse.Namespace) -> None:
     pairs["num_query_groups"] = (args.num_query_groups, _saved_query_groups(saved))
     for name, (ours, theirs) in pairs.items():
         if theirs is not None and theirs != ours:
-            raise ValueError(
-                f"--{name.replace('_', '-')} {ours}: the checkpoint in --load {args.load} was saved with {theirs}"
-            )
+            raise ValueError(f"{flag_name(name)} {ours}: the checkpoint in --load {args.load} was saved with {theirs}")
 
 
 def _saved_query_groups(saved: argparse.Namespace) -> int | None:
@@ -56,7 +55,7 @@ def check_optimizer(args: Arguments, saved: argparse.Namespace) -> None:
     for name in _OPTIMIZER_SETTINGS[args.optimizer]:
         value, was = getattr(args, name), getattr(saved, name, None)
         if was is not None and was != value:
-            flag = f"--{name.replace('_', '-')}"
+            flag = flag_name(name)
             raise ValueError(
                 f"{flag} {value}: the optimizer's state in --load {args.load} was saved with {was} and keeps "
                 f"that: give {flag} {was}, or --no-load-optim"

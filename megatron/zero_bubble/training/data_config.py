@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 
+from megatron.zero_bubble.job.flags import flag_name
 from megatron.zero_bubble.training.data_files import (
     SPLITS,
     Blend,
@@ -64,10 +65,10 @@ class DataConfig:
         """
         for name in ("seq_length", "micro_batch_size", "global_batch_size", "eval_interval"):
             if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1 (got {getattr(self, name)})")
+                raise ValueError(f"{flag_name(name)} must be at least 1 (got {getattr(self, name)})")
         for name in ("train_iters", "eval_iters", "num_workers"):
             if getattr(self, name) < 0:
-                raise ValueError(f"--{name.replace('_', '-')} must not be negative (got {getattr(self, name)})")
+                raise ValueError(f"{flag_name(name)} must not be negative (got {getattr(self, name)})")
         if self.dataloader_type not in DATALOADER_TYPES:
             raise ValueError(f"--dataloader-type {self.dataloader_type} is not one of {', '.join(DATALOADER_TYPES)}")
         if self.reset_attention_mask and not self.create_attention_mask:

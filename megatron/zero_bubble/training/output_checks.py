@@ -7,6 +7,7 @@ import os
 import tempfile
 from pathlib import Path
 
+from megatron.zero_bubble.job.flags import flag_name
 from megatron.zero_bubble.training.arguments import Arguments
 
 _FOLDERS = ("save", "tensorboard_dir", "zero_bubble_timeline")
@@ -34,17 +35,17 @@ def check_output(args: Arguments) -> None:
         if folder is not None:
             existing = _nearest_existing(Path(folder))
             if not existing.is_dir():
-                raise ValueError(f"{_flag(name)} {folder}: {existing} is not a folder")
-            _check_writable(f"{_flag(name)} {folder}", existing)
+                raise ValueError(f"{flag_name(name)} {folder}: {existing} is not a folder")
+            _check_writable(f"{flag_name(name)} {folder}", existing)
     for name in _FILES:
         value = getattr(args, name)
         if value is not None:
             file = Path(value).absolute()
             if not file.parent.is_dir():
-                raise ValueError(f"{_flag(name)} {value}: its folder does not exist")
+                raise ValueError(f"{flag_name(name)} {value}: its folder does not exist")
             if file.is_dir():
-                raise ValueError(f"{_flag(name)} {value} is a folder; name a file")
-            _check_writable(f"{_flag(name)} {value}", _nearest_existing(file))
+                raise ValueError(f"{flag_name(name)} {value} is a folder; name a file")
+            _check_writable(f"{flag_name(name)} {value}", _nearest_existing(file))
 
 
 def _nearest_existing(path: Path) -> Path:
@@ -63,7 +64,3 @@ def _check_writable(flag: str, place: Path) -> None:
         os.rmdir(tempfile.mkdtemp(prefix=".writable-", dir=place))
     except OSError as error:
         raise ValueError(f"{flag}: nothing can be made in {place} ({error.strerror}): choose another place") from error
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"

@@ -126,8 +126,8 @@ def preprocess(
     inputs: Sequence[str],
     output_prefix: str,
     spec: EncodeSpec,
-    workers: int = 1,
-    report: Callable[[EncodingProgress], None] = lambda progress: None,
+    workers: int,
+    report: Callable[[EncodingProgress], None],
 ) -> list[str]:
     """Tokenise JSON-lines files (plain or .gz; glob patterns) and write OUTPUT_PREFIX_KEY_document.bin and .idx.
 

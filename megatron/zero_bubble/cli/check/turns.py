@@ -19,17 +19,17 @@ from megatron.zero_bubble.runtime.in_memory import InMemoryNetwork
 
 Result = TypeVar("Result")
 
+_TIMEOUT = 300.0
+"""Seconds that a rank waits for a message."""
 
-def run_in_turns(num_ranks: int, run: Callable[[int, Communicator], Result], *, timeout: float = 300.0) -> list[Result]:
+
+def run_in_turns(num_ranks: int, run: Callable[[int, Communicator], Result]) -> list[Result]:
     """Call `run(rank, communicator)` for every rank and return the results.
-
-    Args:
-        timeout: seconds that a rank waits for a message.
 
     Raises:
         BaseException: the first that a rank raised; the other ranks end as soon as they wait for a message.
     """
-    network, turn = InMemoryNetwork(num_ranks, timeout), threading.Lock()
+    network, turn = InMemoryNetwork(num_ranks, _TIMEOUT), threading.Lock()
 
     def take_part(rank: int) -> Result:
         with turn:

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.zero_bubble.cli.flag_values import at_least, positive
 from megatron.zero_bubble.cli.shared_flags import (
-    CommandFlags,
+    CostFlags,
     FileFlags,
     LimitFlags,
     PostValidationFlags,
@@ -17,6 +17,7 @@ from megatron.zero_bubble.cli.shared_flags import (
     TableFlags,
 )
 from megatron.zero_bubble.job.flag_parser import flag
+from megatron.zero_bubble.job.flags import flag_name
 from megatron.zero_bubble.schedule import HardwareQueues, names
 from megatron.zero_bubble.schedule.draw.drawing import MAX_WIDTH
 from megatron.zero_bubble.schedule.lower import RECEIVE_AHEAD
@@ -54,13 +55,13 @@ class SourceFlags(ScheduleFlags, LimitFlags):
         for name in _NOT_WITH_INPUT:
             is_given = getattr(self, name) is not None
             if self.input is not None and is_given:
-                raise ValueError(f"argument {_spelled(name)}: not allowed with --input, whose schedule decides it")
+                raise ValueError(f"argument {flag_name(name)}: not allowed with --input, whose schedule decides it")
             if self.input is None and not is_given and name in ("pipeline_size", "num_microbatches"):
-                raise ValueError(f"argument {_spelled(name)} is required with --schedule")
+                raise ValueError(f"argument {flag_name(name)} is required with --schedule")
 
 
 @dataclass(frozen=True)
-class QueueFlags(CommandFlags):
+class QueueFlags(CostFlags):
     """the device"""
 
     hardware_queues: str | None = flag(
@@ -69,6 +70,13 @@ class QueueFlags(CommandFlags):
         None,
         choices=[queues.value for queues in HardwareQueues],
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.hardware_queues is not None and self.no_overlap_communication:
+            raise ValueError(
+                "argument --hardware-queues: not allowed with --no-overlap-communication: messages on streams overlap"
+            )
 
     @property
     def queues(self) -> HardwareQueues | None:
@@ -85,10 +93,6 @@ class SimulationFlags(SourceFlags, QueueFlags, PostValidationFlags):
         parse=at_least(1),
         metavar="N",
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        refuse_queues_without_overlap(self.hardware_queues, self.no_overlap_communication)
 
 
 @dataclass(frozen=True)
@@ -126,10 +130,6 @@ class CompareFlags(ScheduleFlags, LimitFlags, QueueFlags, PostValidationFlags, T
     schedule: list[str] | None = flag(
         "schedule to compare; repeat for more (default: all)", None, repeat=True, metavar="NAME"
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        refuse_queues_without_overlap(self.hardware_queues, self.no_overlap_communication)
 
 
 @dataclass(frozen=True)
@@ -181,15 +181,3 @@ class CurveFlags(ScheduleFlags, ResultFlags):
         if self.from_ is not None:
             return self.from_
         return 0.5 if self.recomputation is Recompute.NONE else 0.125
-
-
-def refuse_queues_without_overlap(hardware_queues: str | None, no_overlap_communication: bool) -> None:
-    """Raise `ValueError` if the flags contradict each other."""
-    if hardware_queues is not None and no_overlap_communication:
-        raise ValueError(
-            "argument --hardware-queues: not allowed with --no-overlap-communication: messages on streams overlap"
-        )
-
-
-def _spelled(name: str) -> str:
-    return f"--{name.replace('_', '-')}"

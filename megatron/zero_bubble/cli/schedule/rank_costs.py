@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from megatron.zero_bubble.cli.shared_flags import COSTS_OF_FLAGS, CostFlags
+from megatron.zero_bubble.job.flags import flag_name
 from megatron.zero_bubble.schedule import Placement, ScheduleError, StageCosts
 from megatron.zero_bubble.schedule.costs import SMALLEST
 from megatron.zero_bubble.schedule.default_costs import DROPPED
@@ -63,8 +64,6 @@ def _costs_of_ranks(flags: CostFlags, num_ranks: int) -> StageCosts:
             given = [max(0, value * part) for value in values[of_f]]
         entries = (_DEFAULTS.get(name, flags.default_time),) if given is None else tuple(given)
         if len(entries) not in (1, length):
-            raise ScheduleError(
-                f"argument --{name.replace('_', '-')}: expected 1 number or {length}, got {len(entries)}"
-            )
+            raise ScheduleError(f"argument {flag_name(name)}: expected 1 number or {length}, got {len(entries)}")
         values[name] = entries * length if len(entries) == 1 else entries
     return StageCosts(**values)
