@@ -1,0 +1,174 @@
+"""Computes the embedding and the softmax of the output layer on one shard of the vocabulary, without communication.
+
+The rows of the output weights W are cut into shards W_d. With the hidden states X and the labels of n tokens a shard
+first computes
+
+    Y_d = X W_d^T,   m_d = rowmax(Y_d),   s_d = rowsum(exp(Y_d - m_d)),   P_d = exp(Y_d - m_d) / s_d
+
+and z_d, the label's logit if the label is one of its rows, else 0. From the m_d, s_d and z_d of all shards follow
+
+    M = max m_d,   S = sum s_d exp(m_d - M),   Z = sum z_d,   loss l = log S + M - Z,   alpha_d = s_d exp(m_d - M) / S.
+
+With g = dLoss/dl of each token, and G_d, which is 1 in the label's row of the shard that has it and 0 elsewhere,
+
+    dX = g sum_d (alpha_d P_d - G_d) W_d,   dW_d = (g (alpha_d P_d - G_d))^T X.
+
+This is Algorithm 2 of the paper on vocabulary parallelism (arXiv 2411.05288): the product with W_d needs no other
+shard, so one exchange is enough. Here it is written as
+
+    alpha_d P_d - G_d = alpha_d D_d + (alpha_d - 1) G_d   with   D_d = P_d - G_d,
+
+and D_d W_d is multiplied. Where the model is sure of a label, alpha_d P_d is almost G_d, and in 16 bits most of their
+difference would be rounded away; both terms of the other form are then small.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+_SCALES = {torch.float16: 1024.0}
+"""Factor of D_d by the type it is kept in: most probabilities are smaller than fp16's smallest normal number, 6e-5."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one shard: the numbers of its tokens in the vocabulary."""
+
+    first: int
+    count: int
+
+    def locate(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the row of every token in this shard, and whether it is there; if not, the row is any of the shard.
+
+        The rows of others are spread, because a GPU adds up many gradients of one row one after the other.
+        """
+        row = tokens - self.first
+        return torch.remainder(row, self.count), (row >= 0) & (row < self.count)
+
+
+def statistics_type(weight: torch.Tensor) -> torch.dtype:
+    """The type of the softmax's statistics and of sums over shards: fp32, unless the weights are more precise."""
+    return torch.promote_types(weight.dtype, torch.float32)
+
+
+@dataclass
+class ShardSoftmax:
+    """The softmax of n tokens on one shard. Tensors but `statistics` are None in an evaluation.
+
+    Attributes:
+        statistics: [3, n], m_d, s_d and z_d, in `statistics_type`.
+        rows: [n], the label's row in this shard.
+        is_own: [n], whether the label is in this shard.
+        difference: [n, rows of the shard], D_d times `scale`, in the type of the weights.
+        product: [n, hidden], the product of `difference` and the weights; None once the input gradient is made.
+        label_weights: [n, hidden], the weights of the label's row, zeros where another shard has it; likewise.
+        scale: the factor of D_d.
+    """
+
+    statistics: torch.Tensor
+    rows: torch.Tensor
+    is_own: torch.Tensor
+    difference: torch.Tensor | None = None
+    product: torch.Tensor | None = None
+    label_weights: torch.Tensor | None = None
+    scale: float = 1.0
+
+    def take_input_gradient(self, alpha: torch.Tensor) -> torch.Tensor:
+        """Return this shard's term of dX for g = 1, in `statistics_type` [n, hidden]; what only it needs is dropped."""
+        assert self.product is not None
+        assert self.label_weights is not None
+        gradient = self.product.to(alpha.dtype).mul_((alpha / self.scale).unsqueeze(1))
+        gradient += self.label_weights.to(alpha.dtype).mul_((alpha - 1).unsqueeze(1))
+        self.product = self.label_weights = None
+        return gradient
+
+    def logits_gradient(self, alpha: torch.Tensor, loss_gradient: torch.Tensor) -> torch.Tensor:
+        """Return g (alpha_d P_d - G_d), [n, rows of the shard] in the type of the weights; dW_d is it, transposed, X.
+
+        Args:
+            alpha: [n], in `statistics_type`.
+            loss_gradient: [n], g in `statistics_type`.
+        """
+        assert self.difference is not None
+        gradient = self.difference.to(alpha.dtype) * (loss_gradient * alpha / self.scale).unsqueeze(1)
+        at_labels = loss_gradient * (alpha - 1) * self.is_own
+        gradient[torch.arange(len(self.rows), device=gradient.device), self.rows] += at_labels
+        return gradient.to(self.difference.dtype)
+
+
+def softmax(
+    weight: torch.Tensor, rows: Rows, hidden: torch.Tensor, labels: torch.Tensor, *, with_gradients: bool = True
+) -> ShardSoftmax:
+    """Compute the softmax of a shard, and what the gradients need of it.
+
+    The logits are made in the type of the weights and used in `statistics_type`, as megatron-core does.
+
+    Args:
+        weight: [rows of the shard, hidden].
+        hidden: [n, hidden], X in the type of the weights.
+        labels: [n], numbers of tokens.
+    """
+    local, is_own = rows.locate(labels)
+    each = torch.arange(len(labels), device=labels.device)
+    logits = (hidden @ weight.t()).to(statistics_type(weight))
+    maximum = logits.amax(dim=1)
+    label_logit = logits[each, local] * is_own
+    exponentials = logits.sub_(maximum.unsqueeze(1)).exp_()
+    total = exponentials.sum(dim=1)
+    result = ShardSoftmax(torch.stack([maximum, total, label_logit]), local, is_own)
+    if with_gradients:
+        result.scale = _SCALES.get(weight.dtype, 1.0)
+        difference = exponentials.div_(total.unsqueeze(1))
+        difference[each, local] -= is_own.to(difference.dtype)
+        result.difference = difference.mul_(result.scale).to(weight.dtype)
+        result.product = result.difference @ weight
+        result.label_weights = weight[local] * is_own.unsqueeze(1)
+    return result
+
+
+def combine(statistics: torch.Tensor, shard: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the loss of every token, and alpha of one shard, both [n].
+
+    Sums over shards are made in their order, so that bits do not depend on who makes them.
+
+    Args:
+        statistics: [shards, 3, n], those of all shards.
+    """
+    maxima, totals, label_logits = statistics.unbind(dim=1)
+    maximum = maxima.amax(dim=0)
+    shares = totals * (maxima - maximum).exp()
+    total = _sum_in_order(shares)
+    # The label's logit less the maximum is what megatron-core subtracts, too.
+    loss = total.log() - (_sum_in_order(label_logits) - maximum)
+    return loss, shares[shard] / total
+
+
+def _sum_in_order(terms: torch.Tensor) -> torch.Tensor:
+    total = terms[0].clone()
+    for term in terms[1:]:
+        total += term
+    return total
+
+
+def look_up(weight: torch.Tensor, rows: Rows, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the embedding of every token in this shard, and zeros for those of other shards: [*tokens.shape, hidden].
+
+    Summed over shards this is the whole embedding, exactly, because all terms but one are zeros.
+    """
+    local, is_own = rows.locate(tokens)
+    return weight[local] * is_own.unsqueeze(-1)
+
+
+def add_embedding_gradient(total: torch.Tensor, rows: Rows, tokens: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Add the gradient of every token's embedding to its row, if this shard has it; equal on every run.
+
+    Args:
+        total: [rows of the shard, hidden], any floating type.
+        gradient: [*tokens.shape, hidden], any floating type.
+    """
+    local, is_own = rows.locate(tokens.reshape(-1))
+    own = gradient.reshape(-1, gradient.shape[-1]).to(total.dtype) * is_own.unsqueeze(1)
+    # Unlike `index_add_` it adds in a fixed order on a GPU, too.
+    total.index_put_((local,), own, accumulate=True)
