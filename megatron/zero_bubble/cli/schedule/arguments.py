@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.zero_bubble.cli.flag_values import at_least, positive
 from megatron.zero_bubble.cli.shared_flags import (
-    CostFlags,
+    CommandFlags,
     FileFlags,
     LimitFlags,
     PostValidationFlags,
@@ -61,7 +61,7 @@ class SourceFlags(ScheduleFlags, LimitFlags):
 
 
 @dataclass(frozen=True)
-class QueueFlags(CostFlags):
+class QueueFlags(CommandFlags):
     """the device"""
 
     hardware_queues: str | None = flag(
@@ -73,7 +73,8 @@ class QueueFlags(CostFlags):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.hardware_queues is not None and self.no_overlap_communication:
+        # A flag of the costs, which every command with this one has.
+        if self.hardware_queues is not None and getattr(self, "no_overlap_communication", False):
             raise ValueError(
                 "argument --hardware-queues: not allowed with --no-overlap-communication: messages on streams overlap"
             )
