@@ -28,7 +28,7 @@ from megatron.zero_bubble.launcher.hooks import Call
 from megatron.zero_bubble.launcher.mistakes import LauncherError, users_mistakes
 from megatron.zero_bubble.launcher.script_layouts import ScriptLayouts
 from megatron.zero_bubble.launcher.script_settings import check_chunks, flags_of
-from megatron.zero_bubble.launcher.script_units import ScriptUnits
+from megatron.zero_bubble.launcher.script_units import ScriptUnits, change_settings
 from megatron.zero_bubble.mcore.placement import replace_embedding_groups
 from megatron.zero_bubble.runtime.joint import jointly
 
@@ -54,8 +54,7 @@ def validate_arguments(flags: LaunchFlags, call: Call) -> Any:
     if layout is None:
         return call.proceed()
     given = {"pipeline_model_parallel_layout": layout, "num_virtual_stages_per_pipeline_rank": None}
-    before = {name: getattr(script, name, None) for name in given}
-    vars(script).update(given)
+    before = change_settings(script, given)
     result = call.proceed()
     if is_layout_open(job):
         vars(script).update(before)

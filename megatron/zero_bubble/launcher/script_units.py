@@ -122,7 +122,7 @@ class ScriptUnits:
         # From Megatron-LM 0.19 on, scripts make the model's configuration before the process groups.
         container = setup.get("cfg_container")
         config = getattr(getattr(container, "model", None), "transformer", None)
-        changed = [(owner, _changed(owner, settings)) for owner in (self._script, config) if owner is not None]
+        changed = [(owner, change_settings(owner, settings)) for owner in (self._script, config) if owner is not None]
         self.is_building = True
         try:
             yield
@@ -227,7 +227,7 @@ class ScriptUnits:
         raise _HasBuilt(call["self"])
 
 
-def _changed(owner: Any, settings: dict[str, Any]) -> dict[str, Any]:
+def change_settings(owner: Any, settings: dict[str, Any]) -> dict[str, Any]:
     """Change the attributes that `owner` has, and return their values before."""
     before = {name: value for name, value in vars(owner).items() if name in settings}
     vars(owner).update({name: settings[name] for name in before})
