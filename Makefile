@@ -50,7 +50,7 @@ test-slurm: $(INSTALLED)
 # A container has its own torch, which knows the device: .venv is used if it is there, and made only where there is none.
 gpu-check:
 	@[ -e $(INSTALLED) ] || $(PYTHON) -c 'import torch' 2>/dev/null || $(MAKE) $(INSTALLED)
-	$$([ -e $(INSTALLED) ] && echo $(BIN)/python || echo $(PYTHON)) -m megatron.zero_bubble.cli check $(FLAGS)
+	@$$([ -e $(INSTALLED) ] && echo $(BIN)/python || echo $(PYTHON)) -m megatron.zero_bubble.cli check $(FLAGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
