@@ -226,12 +226,25 @@ def test_the_layout_is_the_one_that_a_training_would_choose_and_its_flags_give_t
     assert layout_of(capsys, "--", *JOB)["layout"] is None
 
 
-def test_the_search_of_a_large_job_needs_a_named_schedule(capsys, monkeypatch):
-    monkeypatch.setattr(results, "SEARCHED_JOB", 1)
-    output = lines_of(capsys, "--", *JOB, "--zero-bubble")
-    assert not any("layout chosen" in line for line in output)
-    assert any(line.startswith("layout: the search takes long") for line in output)
-    assert any("layout chosen" in line for line in lines_of(capsys, "--schedule", "auto", "--", *JOB, "--zero-bubble"))
+def test_a_large_job_is_planned_quickly_unless_a_schedule_is_named(capsys, monkeypatch):
+    monkeypatch.setattr(results, "LARGE_JOB", 1)
+    flags = ["--", *JOB, "--global-batch-size", "96", "--zero-bubble", LIMIT, "auto"]
+
+    def answer(*named: str) -> dict[str, Any]:
+        assert main([*TOOL, "--json", *named, *flags]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    quick, full = answer(), answer("--schedule", "zb-1p", "--schedule", "zb-v")
+    line = "planned with little effort: --schedule NAME plans a large job as its training will"
+    assert any(note.startswith(line) for note in quick["notes"])
+    assert not any("little effort" in note for note in full["notes"])
+    rows = {row["schedule"]: row for row in quick["schedules"]}
+    for row in [*full["schedules"], full["layout"]]:
+        other = quick["layout"] if row is full["layout"] else rows[row["schedule"]]
+        assert other["iteration_ms"] == pytest.approx(row["iteration_ms"], rel=0.02)
+        assert other["bubble_rate"] == pytest.approx(row["bubble_rate"], abs=0.02)
+    output = lines_of(capsys, *flags)
+    assert any(line.startswith(" > layout chosen for 4 ranks and 48 microbatches") for line in output)
 
 
 def test_where_no_schedule_is_possible_or_fits_the_layout_is_the_way_out(capsys):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any, cast
 
@@ -25,6 +25,7 @@ from megatron.zero_bubble.schedule.layouts import (
 from megatron.zero_bubble.schedule.memory_limit import MemoryLimit
 from megatron.zero_bubble.schedule.model_costs import ModelCosts
 from megatron.zero_bubble.schedule.recomputation import Recompute
+from megatron.zero_bubble.schedule.search.problem import QUICK_BUDGET
 
 SAVED_NAMES = (
     *("pipeline_model_parallel_layout", "zero_bubble_placement", "zero_bubble_recompute", "zero_bubble_seed_by_layer"),
@@ -71,17 +72,22 @@ def is_layout_open(flags: JobFlags) -> bool:
     return not partition_sources(flags)
 
 
-def choose_layout(flags: JobFlags, model: ModelCosts, free_bytes: float | None) -> LayoutChoice:
+def choose_layout(
+    flags: JobFlags, model: ModelCosts, free_bytes: float | None, *, is_quick: bool = False
+) -> LayoutChoice:
     """Search the layouts that the flags leave open, for the job's largest number of microbatches.
 
     Args:
         free_bytes: what a device has free before the model is built; None if nothing limits it.
+        is_quick: plan with little effort.
 
     Raises:
         ValueError: no layout fits, or (as `ScheduleError`) there are fewer layers than ranks.
     """
     baseline = _megatrons_layout(flags)
     problem = _problem(flags, model, baseline, free_bytes)
+    if is_quick:
+        problem = replace(problem, budget=QUICK_BUDGET)
     try:
         plans = search_layouts(problem)
     except Infeasible as error:

@@ -208,7 +208,7 @@ def _improved(problem: LayoutProblem, best: LayoutPlan) -> LayoutPlan:
     """The best of some partitions that moving single layers gives; the even one if that is as good."""
     placement, recompute = best.layout.placement, best.layout.recompute
     balance = _balance(problem, placement, recompute)
-    even = _even(problem, best.layout)
+    even = best if len(set(best.layout.partition)) == 1 else _even(problem, best.layout)
     operations = 3 * placement.num_stages * problem.num_microbatches
     moves = max(1, min(MOST_MOVES, MOVED_OPERATIONS // operations))
     seen = {best.layout.partition}
@@ -225,11 +225,16 @@ def _improved(problem: LayoutProblem, best: LayoutPlan) -> LayoutPlan:
 
 
 def _even(problem: LayoutProblem, layout: Layout) -> LayoutPlan | None:
-    """The plan with as many layers on every stage; None if that cannot be, or could not be as short as the layout's."""
+    """The plan with as many layers on every stage.
+
+    None if that cannot be, could not be as short as the layout's, or is the layout itself.
+    """
     num_layers, num_stages = len(problem.model.layers), layout.placement.num_stages
     if num_layers % num_stages:
         return None
     partition = even_partition(num_layers, num_stages)
+    if partition == layout.partition:
+        return None
     balance = _balance(problem, layout.placement, layout.recompute)
     if balance.estimate(partition) > balance.estimate(layout.partition) * PROMISING_EVEN:
         return None

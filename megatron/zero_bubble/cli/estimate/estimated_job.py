@@ -35,6 +35,8 @@ class EstimatedJob:
     """Measured costs; if None, costs are computed from operations and bytes."""
     num_chunks: int | None = None
     """Model chunks a rank for schedules that let the user choose; if None, the flags or the schedule decide."""
+    is_quick: bool = False
+    """Whether schedules are planned with little effort."""
 
     @property
     def num_microbatches(self) -> int:

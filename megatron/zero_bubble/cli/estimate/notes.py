@@ -14,7 +14,13 @@ _WHAT_IS_LEFT = "nine tenths of the free memory of the fullest rank"
 
 def notes(results: Results) -> list[str]:
     job, found = results.job, results.found
-    return [*_ways_out(results), *_limits(job, found), *_recomputation(found), *_post_validation(job, found)]
+    return [
+        *_ways_out(results),
+        *_limits(job, found),
+        *_effort(job),
+        *_recomputation(found),
+        *_post_validation(job, found),
+    ]
 
 
 def _ways_out(results: Results) -> Iterator[str]:
@@ -56,6 +62,11 @@ def _source(job: EstimatedJob) -> str:
         baseline = "interleaved 1F1B" if limit.is_interleaved else "1F1B"
         return f"{baseline}'s peak, by {limit_flag(flags)}; the limit auto would be {_WHAT_IS_LEFT}"
     return f"by {limit_flag(flags)}"
+
+
+def _effort(job: EstimatedJob) -> Iterator[str]:
+    if job.is_quick:
+        yield "planned with little effort: --schedule NAME plans a large job as its training will"
 
 
 def _recomputation(found: Sequence[Estimate]) -> Iterator[str]:

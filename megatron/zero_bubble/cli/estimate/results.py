@@ -6,7 +6,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -26,8 +26,8 @@ _LAYOUT = "layout"
 
 SMALL_JOB = 1000
 """Fewer pipeline ranks times microbatches than these are planned in one process."""
-SEARCHED_JOB = 4000
-"""Most pipeline ranks times microbatches of which the layout is searched where the user names no schedule."""
+LARGE_JOB = 2000
+"""Pipeline ranks times microbatches from which on a job is planned quickly where the user names no schedule."""
 _FULL: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 _PLANNED: dict[str, Any] = {
     "zero_bubble": True,
@@ -87,26 +87,20 @@ def results_of(job: EstimatedJob, chosen: Sequence[str] | None) -> Results:
         ValueError: a schedule does not exist, or nothing is possible.
     """
     names = chosen or [name for name, entry in ENTRIES.items() if not entry.is_slow]
-    is_searched = is_layout_open(job.flags) and (_is_searched_quickly(job) or chosen is not None)
-    found, refused, layout = _estimates(job, names, is_searched=is_searched)
-    if is_layout_open(job.flags) and not is_searched:
-        refused[_LAYOUT] = (
-            "the search takes long for a job of this size: name a schedule to have it, as --schedule auto"
-        )
+    job = replace(job, is_quick=chosen is None and _size(job) >= LARGE_JOB)
+    found, refused, layout = _estimates(job, names)
     if not found and layout is None:
         reasons = {reason: name for name, reason in reversed(refused.items())}
         raise ValueError("; ".join(f"--schedule {name}: {reason}" for reason, name in reversed(reasons.items())))
     return Results(job, found, refused, list(_ways_out(job, found, layout)), layout)
 
 
-def _estimates(
-    job: EstimatedJob, names: Sequence[str], *, is_searched: bool
-) -> tuple[list[Estimate], dict[str, str], LayoutEstimate | None]:
-    """Return the estimates of what is possible, the reasons by name of what is not, and the layout if `is_searched`."""
+def _estimates(job: EstimatedJob, names: Sequence[str]) -> tuple[list[Estimate], dict[str, str], LayoutEstimate | None]:
+    """Return the estimates of what is possible, the reasons by name of what is not, and the layout if it is open."""
     for name in names:
         entry_of(name)
     # The layout comes first, because its search takes longer than any schedule.
-    tasks = [*([_LAYOUT] if is_searched else []), *names]
+    tasks = [*([_LAYOUT] if is_layout_open(job.flags) else []), *names]
     answers = dict(zip(tasks, _in_processes(partial(_answer, job), tasks, _num_processes(job)), strict=True))
     found = [answer for answer in answers.values() if isinstance(answer, Estimate)]
     refused = {name: answer for name, answer in answers.items() if isinstance(answer, str)}
@@ -134,15 +128,14 @@ def _estimate_or_reason(job: EstimatedJob, name: str) -> Estimate | str:
     return one
 
 
-def _is_searched_quickly(job: EstimatedJob) -> bool:
-    """Return whether the search of the layout takes no longer than the estimates of all schedules."""
-    return job.args.pipeline_model_parallel_size * job.num_microbatches <= SEARCHED_JOB
+def _size(job: EstimatedJob) -> int:
+    """Return the pipeline ranks times the microbatches."""
+    return job.args.pipeline_model_parallel_size * job.num_microbatches
 
 
 def _num_processes(job: EstimatedJob) -> int:
     """Return how many processes plan schedules: one for a small job, which is planned before another could start."""
-    is_small = job.args.pipeline_model_parallel_size * job.num_microbatches < SMALL_JOB
-    if is_small or not hasattr(os, "sched_getaffinity"):  # only Linux has it, and forks safely
+    if _size(job) < SMALL_JOB or not hasattr(os, "sched_getaffinity"):  # only Linux has it, and forks safely
         return 1
     return len(os.sched_getaffinity(0))
 
@@ -178,8 +171,7 @@ def _way_out(
 ) -> Iterator[WayOut]:
     """Yield what `flags` bring in place of the job's own for recomputation, if any schedule is then possible."""
     other = job.with_flags({**_WITHOUT, **flags})
-    is_searched = is_layout_open(other.flags) and _is_searched_quickly(other)
-    estimates, _, layout = _estimates(other, names, is_searched=is_searched)
+    estimates, _, layout = _estimates(other, names)
     estimates += [] if layout is None else [layout.estimate]
     fitting = [one for one in estimates if one.fits]
     if fitting:

@@ -28,6 +28,7 @@ from megatron.zero_bubble.schedule.ir import PlacementKind
 from megatron.zero_bubble.schedule.memory_limit import MemoryLimit
 from megatron.zero_bubble.schedule.model_costs import UnitCosts
 from megatron.zero_bubble.schedule.recomputation import Recompute, without_recomputation
+from megatron.zero_bubble.schedule.search.problem import BUDGET, QUICK_BUDGET
 from megatron.zero_bubble.training.flops import flops_per_iteration
 from megatron.zero_bubble.training.model_size import StageLayers, stage_parameters
 from megatron.zero_bubble.training.stage_size import Flops, stage_activations, stage_flops
@@ -157,6 +158,7 @@ def estimate(job: EstimatedJob, name: str) -> Estimate:
         placement_kind=placement.kind,
         group_size=None if placement.kind != "interleaved" else args.microbatch_group_size_per_virtual_pipeline_stage,
         recompute=job.flags.recompute,
+        budget=QUICK_BUDGET if job.is_quick else BUDGET,
     )
     try:
         schedule = plan(memory_limit=limits)

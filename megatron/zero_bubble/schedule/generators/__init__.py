@@ -76,7 +76,7 @@ class Entry:
 
 
 _INTERLEAVED = frozenset({"num_chunks", "group_size"})
-_PLANNED_IN_OWN_LIMIT = frozenset({"costs", "overlap_communication", "recompute"})
+_PLANNED_IN_OWN_LIMIT = frozenset({"costs", "overlap_communication", "recompute", "budget"})
 _PLANNED = _PLANNED_IN_OWN_LIMIT | {"memory_limit"}
 
 _ENTRIES = (
@@ -114,7 +114,7 @@ _ENTRIES = (
         "linear",
         1,
         auto,
-        _PLANNED | {"placement", "group_size", "post_validation", "budget"},
+        _PLANNED | {"placement", "group_size", "post_validation"},
         has_own_limit=False,
     ),
     Entry(
@@ -123,7 +123,7 @@ _ENTRIES = (
         "linear",
         1,
         optimal,
-        _PLANNED,
+        _PLANNED - {"budget"},
         is_slow=True,
     ),
     Entry("zb-v", "placed in a V: no bubble where F = B = W, memory p M_B", "v", 2, partial(in_v, "zb-v"), _PLANNED),
@@ -217,7 +217,7 @@ def generate(
     is planned), `overlap_communication` whether ranks compute while messages are on their way, as in `simulate`,
     `post_validation` whether iterations will interlock, `recompute` which microbatches have an R,
     `vocabulary_parallel` whether embedding and output layer are spread over all ranks, `budget` how many operations
-    `auto` may plan in all its candidates.
+    a planner may plan in all its candidates.
 
     Raises `UnknownSchedule`; `Infeasible` if no schedule of this kind fits under the memory limit;
     `ScheduleError` for anything else that is wrong, in one line.

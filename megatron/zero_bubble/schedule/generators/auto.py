@@ -86,6 +86,7 @@ def in_multiple_of_1f1b(
     costs: StageCosts,
     overlap_communication: bool = True,
     recompute: Recompute = Recompute.NONE,
+    budget: int = BUDGET,
 ) -> Schedule:
     """The automatic scheduler in `factor` times the memory of 1F1B, p M_B on every rank, in its own M_B.
 
@@ -93,7 +94,7 @@ def in_multiple_of_1f1b(
     """
     limits = multiple_of_p(costs, num_ranks, factor, recompute)
     placement = Placement("linear", num_ranks)
-    problem = Problem(placement, num_microbatches, costs, limits, overlap_communication, recompute)
+    problem = Problem(placement, num_microbatches, costs, limits, overlap_communication, recompute, budget=budget)
     return recomputed_where_needed(problem, partial(_best, name))
 
 

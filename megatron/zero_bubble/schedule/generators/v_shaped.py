@@ -22,7 +22,7 @@ from megatron.zero_bubble.schedule.search.event_loop import GapRule, Keeping, Pl
 from megatron.zero_bubble.schedule.search.fitting import dropped_to_fit
 from megatron.zero_bubble.schedule.search.portfolio import IMPROVING, Portfolio, best_of, fits, recomputed_where_needed
 from megatron.zero_bubble.schedule.search.preference import Preference
-from megatron.zero_bubble.schedule.search.problem import Order, Problem
+from megatron.zero_bubble.schedule.search.problem import BUDGET, Order, Problem
 
 NUM_HELD: Mapping[str, Callable[[int], float]] = MappingProxyType(
     {"zb-v": lambda p: p, "v-half": lambda p: p / 2 + 1, "v-min": lambda p: p / 3 + 1}
@@ -30,8 +30,8 @@ NUM_HELD: Mapping[str, Callable[[int], float]] = MappingProxyType(
 """Schedule -> how many microbatches each of p ranks holds in the schedule's own memory. With F = B = W, ZB-V then has
 no bubble, V-Half about half of 1F1B's, and V-Min about two thirds."""
 LEAST_IMPROVING = 25
-"""How often all operations are planned while the best plans are improved, however large the schedule is, unless there
-is no budget at all."""
+"""How often all operations are planned while the best plans are improved, however large the schedule is; in proportion
+less often with less than the default budget."""
 LEAST_CANDIDATES = 8
 """Candidates to try however large the schedule is."""
 PREFERENCES = (("B0", "F1", "B1", "F0"), ("F1", "B1", "B0", "F0"), ("B1", "F1", "B0", "F0"), ("B1", "B0", "F1", "F0"))
@@ -52,11 +52,12 @@ def in_v(
     memory_limit: Sequence[float] | None = None,
     overlap_communication: bool = True,
     recompute: Recompute = Recompute.NONE,
+    budget: int = BUDGET,
 ) -> Schedule:
     """The schedule of `NUM_HELD` with this name, in its own memory unless told otherwise (one limit a rank)."""
     placement = Placement("v", num_ranks, 2)
     limits = tuple(memory_limit or _room_for(NUM_HELD[name](num_ranks), placement, costs, recompute))
-    problem = Problem(placement, num_microbatches, costs, limits, overlap_communication, recompute)
+    problem = Problem(placement, num_microbatches, costs, limits, overlap_communication, recompute, budget=budget)
     return recomputed_where_needed(problem, partial(best_in_v, name))
 
 
@@ -125,7 +126,8 @@ def _searched(problem: Problem) -> Portfolio:
         portfolio.drop_into_idle_time(problem)
         _try_dropping(portfolio, problem)
     if problem.budget > 0:
-        portfolio.improve(problem, max(int(IMPROVING * problem.budget), LEAST_IMPROVING * problem.num_ops))
+        least = LEAST_IMPROVING * problem.num_ops * min(1, problem.budget / BUDGET)
+        portfolio.improve(problem, int(max(IMPROVING * problem.budget, least)))
     return portfolio
 
 

@@ -17,6 +17,8 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 
 BUDGET = 600_000
 """Operations to plan in all candidates together, by default: a second or so."""
+QUICK_BUDGET = 50_000
+"""The same where the plan is only an estimate and is wanted soon."""
 
 Order = list[int]
 """Operations of one rank as codes, in microbatch order a stage.
