@@ -1,5 +1,6 @@
 """The search for partition, placement, chunks and recomputation."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -103,3 +104,22 @@ def test_fewer_layers_than_stages_leave_that_placement_out() -> None:
 def test_more_ranks_than_layers_are_refused() -> None:
     with pytest.raises(ScheduleError, match="2 layers are not enough for 5 stages"):
         search_layouts(LayoutProblem(model(2, 1), 5, 8, placements=all_placements(5)[:1]))
+
+
+@pytest.mark.parametrize(("head", "gain"), [(2, 1.1), (5.7, 1.25)])
+def test_a_heavy_vocabulary_is_spread_where_that_is_faster(head: float, gain: float) -> None:
+    """Eight ranks, 32 layers: the best layout with shards against the best of whole layers, in any placement."""
+    problem = LayoutProblem(model(32, head), 8, 32, placements=all_placements(8))
+    whole, chosen = search_layouts(problem)[0], search_layouts(replace(problem, vocabulary_parallel=None))[0]
+    assert not whole.layout.vocabulary_parallel
+    assert chosen.layout.vocabulary_parallel
+    assert whole.time / chosen.time > gain
+    assert max(chosen.states) - min(chosen.states) <= LAYER.state
+    forced = search_layouts(replace(problem, vocabulary_parallel=True))
+    assert all(plan.layout.vocabulary_parallel for plan in forced)
+    assert forced[0].time <= chosen.time * (1 + 1e-9)
+
+
+def test_a_light_vocabulary_stays_on_its_stages() -> None:
+    problem = LayoutProblem(model(32, 0.05), 4, 32, placements=all_placements(4), vocabulary_parallel=None)
+    assert not search_layouts(problem)[0].layout.vocabulary_parallel

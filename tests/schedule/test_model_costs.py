@@ -1,5 +1,7 @@
 """Costs of stages from those of a model's units."""
 
+from dataclasses import replace
+
 import pytest
 
 from megatron.zero_bubble.schedule import Placement
@@ -45,3 +47,27 @@ def test_megatron_splits_evenly_or_not_at_all() -> None:
     assert even_partition(6, 3) == (2, 2, 2)
     with pytest.raises(ScheduleError, match="7 layers do not divide into 3 stages"):
         even_partition(7, 3)
+
+
+def test_spread_over_the_ranks_embedding_and_output_cost_the_same_on_all() -> None:
+    placement = Placement("v", 2, 2)
+    sharded = MODEL.vocabulary_parallel(2)
+    costs = sharded.of_stages((1, 2, 2, 1), placement)
+    assert costs.time_f == (1, 2, 2, 1)
+    assert costs.time_e == (0, 0, 0, 0)
+    assert costs.time_ew == (0.25, 0.25, 0, 0)
+    assert costs.time_s == (5.5, 5.5, 0, 0)
+    assert costs.time_t == (3.5, 3.5, 0, 0)
+    assert costs.memory_s == (4, 4, 0, 0)
+    assert costs.memory_t == (-4, -4, 0, 0)
+    whole = MODEL.of_stages((1, 2, 2, 1), placement)
+    assert sum(map(costs.work, range(4))) == sum(map(whole.work, range(4)))
+    assert sharded.states((1, 2, 2, 1), placement) == (20 + 150, 40 + 150)
+    with pytest.raises(ScheduleError, match="without a layer"):
+        sharded.of_stages((0, 2, 3, 1), placement)
+
+
+def test_a_tied_weight_is_kept_once_if_it_is_spread() -> None:
+    tied = replace(MODEL, ties_output=True)
+    assert tied.states((3, 3), Placement("linear", 2)) == (130, 230)
+    assert tied.vocabulary_parallel(2).states((3, 3), Placement("linear", 2)) == (80, 80)

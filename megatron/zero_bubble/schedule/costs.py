@@ -14,7 +14,8 @@ from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
 
 SMALLEST, LARGEST = 1e-50, 1e50
 """Smallest and largest cost other than zero: sums over any schedule, and ratios of costs, stay finite."""
-VOCABULARY_COSTS = ("time_e", "time_ew", "time_s", "time_t", "memory_s", "memory_t")
+SHARD_TIMES = ("time_e", "time_ew", "time_s", "time_t")
+VOCABULARY_COSTS = (*SHARD_TIMES, "memory_s", "memory_t")
 """The fields of `StageCosts` that are costs of the operations on a rank's vocabulary shard."""
 OPTIONAL = ("time_r", "memory_r", *VOCABULARY_COSTS)
 """The fields of `StageCosts` that are zeros unless given: most models recompute nothing, and shard no vocabulary."""
@@ -130,7 +131,7 @@ class StageCosts:
     def work(self, stage: int) -> float:
         """Time of F, B and W of one microbatch on `stage`, and of the vocabulary shard that its rank counts with it."""
         work = self.time_f[stage] + self.time_b[stage] + self.time_w[stage]
-        return work + self.time_e[stage] + self.time_ew[stage] + self.time_s[stage] + self.time_t[stage]
+        return work + sum(getattr(self, name)[stage] for name in SHARD_TIMES)
 
     def messages(self, placement: Placement) -> tuple[float, ...]:
         """Edge -> time of a message between stage s and s + 1; none is sent where both are on one rank."""
@@ -164,7 +165,7 @@ class StageCosts:
 
     def with_vocabulary_in_weight_gradients(self) -> StageCosts:
         """The costs of a schedule without operations on vocabulary shards, whose every W takes their time as well."""
-        work = zip(self.time_w, self.time_e, self.time_ew, self.time_s, self.time_t, strict=True)
+        work = zip(self.time_w, *(getattr(self, name) for name in SHARD_TIMES), strict=True)
         return replace(self, time_w=tuple(map(sum, work)), **dict.fromkeys(VOCABULARY_COSTS, ()))
 
     def keeping_everything(self) -> StageCosts:

@@ -13,7 +13,7 @@ DROPPED = 15 / 16
 a token and hidden unit (Korthikanti et al. 2022, arXiv 2205.05198)."""
 
 
-SHARD_TIMES = {"time_e": 0.02, "time_ew": 0.02, "time_s": 0.2, "time_t": 0.1}
+DEFAULT_SHARD = {"time_e": 0.02, "time_ew": 0.02, "time_s": 0.2, "time_t": 0.1}
 """The times of a rank's vocabulary shard by default, where the F of a stage is 1.
 
 On eight ranks with one layer each that is an output layer of 0.8 layers.
@@ -25,11 +25,11 @@ def default_costs(
 ) -> StageCosts:
     """F, B and W of one time unit a stage, no communication, and memory in M_B: 1 for all chunks of a rank together.
 
-    R takes as long as F, where anything is recomputed, and vocabulary shards take `SHARD_TIMES`, where there are any.
+    R takes as long as F, where anything is recomputed, and vocabulary shards take `DEFAULT_SHARD`, where there are any.
     """
     chunks = placement.num_chunks
     costs = StageCosts.uniform(placement.num_stages, 1, 1, 1, 0, 1 / chunks, -0.5 / chunks, -0.5 / chunks)
     if recompute is not Recompute.NONE:
         restored = tuple(DROPPED * memory for memory in costs.memory_f)
         costs = replace(costs, time_r=costs.time_f, memory_r=restored)
-    return costs.with_shards(placement, SHARD_TIMES) if vocabulary_parallel else costs
+    return costs.with_shards(placement, DEFAULT_SHARD) if vocabulary_parallel else costs

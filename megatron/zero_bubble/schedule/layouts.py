@@ -34,23 +34,29 @@ MUCH_BUBBLE = 0.25
 """Bubble rate of the best layout from which on all placements are also tried with the next way to recompute."""
 WORTH_RECOMPUTING = 0.05
 """Bubble rate from which on recomputation is tried although everything has room."""
+WORTH_SHARDING = 0.05
+"""Idle share of all ranks' time in the best layout from which on the vocabulary is tried spread over the ranks."""
 SIMPLER = 1.02
 """A simpler layout is preferred if it takes at most this much longer: measured costs are no more exact."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the layers of a model are, and which microbatches are recomputed."""
+    """Where the layers of a model are, and which microbatches are recomputed.
+
+    `vocabulary_parallel` says whether embedding and output layer are spread over all ranks.
+    """
 
     placement: Placement
     partition: Partition
     recompute: Recompute = Recompute.NONE
+    vocabulary_parallel: bool = False
 
     @property
-    def complexity(self) -> tuple[int, int, int]:
-        """What a simpler layout has less of: chunks a rank, recomputation, and stages of another size."""
+    def complexity(self) -> tuple[int, int, int, int]:
+        """What a simpler layout has less of: vocabulary shards, chunks a rank, recomputation, sizes of stages."""
         sizes = len(set(self.partition))
-        return self.placement.num_chunks, self.recompute is not Recompute.NONE, sizes
+        return self.vocabulary_parallel, self.placement.num_chunks, self.recompute is not Recompute.NONE, sizes
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,7 @@ class LayoutProblem:
         schedule: name of the schedule that is planned for a layout, for any placement among them.
         placements: those to choose from.
         recomputes: what may be recomputed. All but the first are tried only where the best layout has a bubble.
+        vocabulary_parallel: whether the vocabulary is spread over the ranks; None for where that is faster.
         partition: the layers of every stage, if they are fixed.
         capacity: memory of a rank for its states and activations, in the unit of the costs; None for no limit.
         activations: memory of a rank for its activations alone; None for no limit.
@@ -95,17 +102,22 @@ class LayoutProblem:
     schedule: str = "auto"
     placements: tuple[Placement, ...] = ()
     recomputes: tuple[Recompute, ...] = (Recompute.NONE,)
+    vocabulary_parallel: bool | None = False
     partition: Partition | None = None
     capacity: float | None = None
     activations: float | None = None
     group_size: int | None = None
     budget: int = BUDGET
 
+    def model_of(self, layout: Layout) -> ModelCosts:
+        """The costs of the model's units, and of what is spread over the ranks, in this layout."""
+        return self.model.vocabulary_parallel(self.num_ranks) if layout.vocabulary_parallel else self.model
+
     def limits(self, layout: Layout) -> tuple[float, ...] | None:
         """Rank -> the memory that is left to its activations. Raises `Infeasible` if its states leave none."""
         if self.capacity is None:
             return None if self.activations is None else (self.activations,) * self.num_ranks
-        states = self.model.states(layout.partition, layout.placement)
+        states = self.model_of(layout).states(layout.partition, layout.placement)
         if max(states) >= self.capacity:
             raise Infeasible(
                 f"parameters, gradients and optimizer states need {max(states):g} of the {self.capacity:g} of a rank",
@@ -120,7 +132,8 @@ class LayoutProblem:
         Raises:
             ScheduleError: there is none, or (as `Infeasible`) none in the memory.
         """
-        costs, limits = self.model.of_stages(layout.partition, layout.placement), self.limits(layout)
+        model, limits = self.model_of(layout), self.limits(layout)
+        costs = model.of_stages(layout.partition, layout.placement)
         made = generate(
             schedule or self.schedule,
             self.num_ranks,
@@ -131,10 +144,11 @@ class LayoutProblem:
             memory_limit=limits,
             group_size=self.group_size if layout.placement.kind == "interleaved" else None,
             recompute=layout.recompute,
+            vocabulary_parallel=layout.vocabulary_parallel,
             budget=self.budget,
         )
         timeline = simulate(made, costs)
-        return LayoutPlan(layout, timeline, self.model.states(layout.partition, layout.placement), limits)
+        return LayoutPlan(layout, timeline, model.states(layout.partition, layout.placement), limits)
 
 
 def all_placements(num_ranks: int) -> tuple[Placement, ...]:
@@ -154,17 +168,24 @@ def search_layouts(problem: LayoutProblem) -> list[LayoutPlan]:
     plans: list[LayoutPlan] = []
     refused: list[ScheduleError] = []
     for recompute in problem.recomputes:
-        tried = [_start(quick, placement, recompute) for placement in problem.placements]
+        layouts = (
+            Layout(placement, (), recompute, bool(problem.vocabulary_parallel)) for placement in problem.placements
+        )
+        tried = [_start(quick, layout) for layout in layouts]
         plans += (plan for plan in tried if isinstance(plan, LayoutPlan))
         refused += (error for error in tried if isinstance(error, ScheduleError))
         if plans and min(plans, key=_time).timeline.bubble_rate < MUCH_BUBBLE:
             break
+    if not plans and problem.vocabulary_parallel is None:
+        return search_layouts(replace(problem, vocabulary_parallel=True))
     if not plans:
         infeasible = [error for error in refused if isinstance(error, Infeasible)]
         raise min(infeasible, key=lambda error: error.smallest_limit) if infeasible else refused[0]
     plans.sort(key=_time)
     if problem.partition is None:
         plans = [_improved(quick, plan) if _is_searched(place, plan) else plan for place, plan in enumerate(plans)]
+    if problem.vocabulary_parallel is None:
+        plans += _sharding(quick, sorted(plans, key=_time))
     plans = sorted([*plans, *_recomputing(quick, plans)], key=_time)
     chosen, *others = _in_order(plans)
     return [min(chosen, problem.plan(chosen.layout), key=_time), *others]
@@ -179,22 +200,26 @@ def _time(plan: LayoutPlan) -> float:
     return plan.time
 
 
-def _start(problem: LayoutProblem, placement: Placement, recompute: Recompute) -> LayoutPlan | ScheduleError:
-    """The plan to begin with: of the given partition, or of the better one of the balanced and the even."""
+def _start(problem: LayoutProblem, layout: Layout) -> LayoutPlan | ScheduleError:
+    """The plan to begin with: of the given partition, or of the better one of the balanced and the even.
+
+    The partition of `layout` is replaced.
+    """
     if problem.partition is not None:
-        return _planned(problem, Layout(placement, problem.partition, recompute))
-    balance = _balance(problem, placement, recompute)
-    partition = balanced_partition(balance)
+        return _planned(problem, replace(layout, partition=problem.partition))
+    partition = balanced_partition(_balance(problem, layout))
     if partition is None:
-        return ScheduleError(f"{len(problem.model.layers)} layers are not enough for {placement.num_stages} stages")
-    balanced = _planned(problem, Layout(placement, partition, recompute))
-    even = _even(problem, Layout(placement, partition, recompute))
+        stages = layout.placement.num_stages
+        return ScheduleError(f"{len(problem.model.layers)} layers are not enough for {stages} stages")
+    layout = replace(layout, partition=partition)
+    balanced, even = _planned(problem, layout), _even(problem, layout)
     return even if even is not None and (isinstance(balanced, ScheduleError) or even.time < balanced.time) else balanced
 
 
-def _balance(problem: LayoutProblem, placement: Placement, recompute: Recompute) -> Balance:
+def _balance(problem: LayoutProblem, layout: Layout) -> Balance:
     room = inf if problem.capacity is None else problem.capacity
-    return Balance(problem.model, placement, problem.num_microbatches, recompute, room)
+    model = problem.model_of(layout)
+    return Balance(model, layout.placement, problem.num_microbatches, layout.recompute, room)
 
 
 def _planned(problem: LayoutProblem, layout: Layout) -> LayoutPlan | ScheduleError:
@@ -206,17 +231,16 @@ def _planned(problem: LayoutProblem, layout: Layout) -> LayoutPlan | ScheduleErr
 
 def _improved(problem: LayoutProblem, best: LayoutPlan) -> LayoutPlan:
     """The best of some partitions that moving single layers gives; the even one if that is as good."""
-    placement, recompute = best.layout.placement, best.layout.recompute
-    balance = _balance(problem, placement, recompute)
+    balance = _balance(problem, best.layout)
     even = best if len(set(best.layout.partition)) == 1 else _even(problem, best.layout)
-    operations = 3 * placement.num_stages * problem.num_microbatches
+    operations = 3 * best.layout.placement.num_stages * problem.num_microbatches
     moves = max(1, min(MOST_MOVES, MOVED_OPERATIONS // operations))
     seen = {best.layout.partition}
     while True:
         untried = [each for each in neighbours(balance, best.layout.partition, PROMISING) if each not in seen]
         for partition in untried[: moves + 1 - len(seen)]:
             seen.add(partition)
-            plan = _planned(problem, Layout(placement, partition, recompute))
+            plan = _planned(problem, replace(best.layout, partition=partition))
             if isinstance(plan, LayoutPlan) and plan.time < best.time * (1 - 1e-9):
                 best = plan
                 break
@@ -235,11 +259,21 @@ def _even(problem: LayoutProblem, layout: Layout) -> LayoutPlan | None:
     partition = even_partition(num_layers, num_stages)
     if partition == layout.partition:
         return None
-    balance = _balance(problem, layout.placement, layout.recompute)
+    balance = _balance(problem, layout)
     if balance.estimate(partition) > balance.estimate(layout.partition) * PROMISING_EVEN:
         return None
     plan = _planned(problem, replace(layout, partition=partition))
     return plan if isinstance(plan, LayoutPlan) else None
+
+
+def _sharding(problem: LayoutProblem, plans: Sequence[LayoutPlan]) -> Iterator[LayoutPlan]:
+    """The plans with the vocabulary spread over the ranks, of the best placements, where that makes them shorter."""
+    if plans[0].timeline.idle.total < WORTH_SHARDING:
+        return
+    for plan in plans[:SEARCHED]:
+        sharded = _start(problem, replace(plan.layout, vocabulary_parallel=True))
+        if isinstance(sharded, LayoutPlan) and sharded.time < plan.time:
+            yield sharded
 
 
 def _recomputing(problem: LayoutProblem, plans: Sequence[LayoutPlan]) -> Iterator[LayoutPlan]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
 
-from megatron.zero_bubble.schedule.costs import SMALLEST, StageCosts
+from megatron.zero_bubble.schedule.costs import SHARD_TIMES, SMALLEST, StageCosts
 from megatron.zero_bubble.schedule.errors import ScheduleError
 from megatron.zero_bubble.schedule.ir import Placement
 
@@ -30,23 +30,62 @@ class UnitCosts:
     """Memory of the unit's parameters, gradients and optimizer states, which is held all the time."""
 
 
+NOTHING = UnitCosts(0, 0, 0)
+
+
 @dataclass(frozen=True)
 class ModelCosts:
     """Costs of a model's units in model order, from which those of any stages follow.
 
     `output` has everything after the layers: the layers of multi-token prediction, the final norm, the output layer
-    and the loss. `time_comm` is the time of one message between two ranks.
+    and the loss. `time_comm` is the time of one message between two ranks. With `ties_output` the output layer has the
+    embedding's weight, of which there are two copies. `shard` is set where both are spread over all ranks: it has the
+    costs of `StageCosts` for the vocabulary shard of each rank, and `shard_state` the memory of its states; `embedding`
+    and `output` then cost nothing.
     """
 
     embedding: UnitCosts
     layers: tuple[UnitCosts, ...]
     output: UnitCosts
     time_comm: float = 0
+    ties_output: bool = False
+    shard: Mapping[str, float] | None = None
+    shard_state: float = 0
+
+    def vocabulary_parallel(self, num_ranks: int) -> ModelCosts:
+        """The costs of the same model with embedding and output layer in equal parts on all ranks.
+
+        An S computes the forward of its rows and their part of the input's gradient, a T the gradient of their weight.
+        What the output keeps for its backward S keeps for T.
+        """
+        embedding, output = self.embedding, self.output
+        shard = {
+            "time_e": embedding.time_f,
+            "time_ew": embedding.time_b + embedding.time_w,
+            "time_s": output.time_f + output.time_b,
+            "time_t": output.time_w,
+            "memory_s": output.memory_f,
+            "memory_t": -output.memory_f,
+        }
+        states = embedding.state + (0 if self.ties_output else output.state)
+        return replace(
+            self,
+            embedding=NOTHING,
+            output=NOTHING,
+            shard={name: cost / num_ranks for name, cost in shard.items()},
+            shard_state=states / num_ranks,
+        )
+
+    @property
+    def shard_work(self) -> float:
+        """Time of all operations of one microbatch on the vocabulary shard of a rank."""
+        return sum(cost for name, cost in self.shard.items() if name in SHARD_TIMES) if self.shard else 0
 
     def check(self, partition: Partition, placement: Placement) -> None:
         """Raise `ScheduleError` unless `partition` cuts the layers into the stages of `placement`.
 
-        Only the stages of the embedding and of the output may be without a layer.
+        Only the stages of the embedding and of the output may be without a layer, unless these are spread over all
+        ranks.
         """
         if len(partition) != placement.num_stages:
             raise ScheduleError(
@@ -54,7 +93,7 @@ class ModelCosts:
             )
         if sum(partition) != len(self.layers):
             raise ScheduleError(f"a partition has {sum(partition)} layers, but the model has {len(self.layers)}")
-        if min(partition) < 0 or not all(partition[1:-1]):
+        if min(partition) < 0 or not all(partition if self.shard else partition[1:-1]):
             raise ScheduleError(f"a partition has a stage without a layer: {', '.join(map(str, partition))}")
 
     def of_stages(self, partition: Partition, placement: Placement) -> StageCosts:
@@ -71,11 +110,13 @@ class ModelCosts:
             per_stage[name] = tuple(max(SMALLEST, time) for time in per_stage[name])
         ranks = [placement.rank_of(stage) for stage in range(placement.num_stages)]
         comm = tuple(0.0 if here == there else self.time_comm for here, there in pairwise(ranks))
-        return StageCosts(time_comm=comm, **per_stage)
+        costs = StageCosts(time_comm=comm, **per_stage)
+        return costs if self.shard is None else costs.with_shards(placement, self.shard)
 
     def states(self, partition: Partition, placement: Placement) -> tuple[float, ...]:
         """Rank -> memory of the parameters, gradients and optimizer states of its stages."""
-        return placement.sums([sum(unit.state for unit in units) for units in self._units(partition)])
+        stages = [sum(unit.state for unit in units) for units in self._units(partition)]
+        return tuple(self.shard_state + own for own in placement.sums(stages))
 
     def _units(self, partition: Sequence[int]) -> Iterator[list[UnitCosts]]:
         """The units of every stage."""

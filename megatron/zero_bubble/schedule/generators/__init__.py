@@ -261,7 +261,10 @@ def generate(
         schedule = entry.function(num_ranks, num_microbatches, **options)
         return with_recomputation(schedule) if gets_recomputed else schedule
 
-    schedule = best_with_vocabulary(make, placement, costs, limits) if vocabulary_parallel else make(limits)
+    if vocabulary_parallel:
+        schedule = best_with_vocabulary(make, placement, costs, limits, is_quick=budget == 0)
+    else:
+        schedule = make(limits)
     if limits is not None:
         _check_memory(schedule, costs, limits)
     return schedule

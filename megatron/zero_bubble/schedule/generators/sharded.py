@@ -4,27 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import product
-from math import inf
 
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import Infeasible
 from megatron.zero_bubble.schedule.ir import Placement, Schedule
-from megatron.zero_bubble.schedule.memory import peak_memory
 from megatron.zero_bubble.schedule.search.gaps import fill_gaps
 from megatron.zero_bubble.schedule.shard_ops import interval, shortest_delay, with_vocabulary
 from megatron.zero_bubble.schedule.simulate import simulate
+from megatron.zero_bubble.schedule.timeline import Timeline
 
 Limits = tuple[float, ...]
 RESERVES = (1, 0.5, 0)
-"""How many microbatches the limit of the schedule below may be smaller, to leave room for those that the delay adds."""
-OVERHANGS = (0, 0.5, 1)
+"""How many microbatches less the schedule without shards may hold, to leave room for what the delay adds."""
+OVERHANGS = (0.5, 0, 1)
 """How much longer than a gap a weight gradient may be that fills it, in parts of its own time."""
 NUM_FILLED = 2
 """Of how many delays the gaps are filled anew."""
 
 
 def best_with_vocabulary(
-    make: Callable[[Limits | None], Schedule], placement: Placement, costs: StageCosts, limits: Limits | None
+    make: Callable[[Limits | None], Schedule],
+    placement: Placement,
+    costs: StageCosts,
+    limits: Limits | None,
+    *,
+    is_quick: bool = False,
 ) -> Schedule:
     """The best schedule with operations on vocabulary shards that comes from one without, by simulation.
 
@@ -32,53 +36,60 @@ def best_with_vocabulary(
         make: makes the schedule without them, for costs in which W takes their time, within limits; it may raise
             `Infeasible`.
         limits: one a rank; None for those of the schedule itself.
+        is_quick: whether to try only what is best as a rule.
 
     Raises:
         Infeasible: no delay keeps within the limits.
     """
-    best: tuple[float, float, Schedule] | None = None
-    least = inf
-    for candidate in _candidates(_without_shards(make, placement, costs, limits), costs, limits):
-        peaks = peak_memory(candidate, costs)
-        if limits is not None and any(peak > limit * (1 + 1e-9) for peak, limit in zip(peaks, limits, strict=True)):
-            least = min(least, max(peaks))
-            continue
-        timeline = simulate(candidate, costs)
-        if best is None or (timeline.cost, timeline.makespan) < best[:2]:
-            best = timeline.cost, timeline.makespan, candidate
-    if best is None:
+    timelines = list(_candidates(_without_shards(make, placement, costs, limits, is_quick), limits, costs, is_quick))
+    fitting = [timeline for timeline in timelines if limits is None or _fits(timeline, limits)]
+    if not fitting:
         assert limits is not None
+        least = min(max(timeline.peak_memory) for timeline in timelines)
         raise Infeasible(
             f"no schedule with vocabulary shards fits into a memory limit of {max(limits):g}; "
             f"{least:g} is enough for every rank",
             least,
         )
-    return best[2]
+    return min(fitting, key=_order).schedule
 
 
-def _candidates(without_shards: Iterable[Schedule], costs: StageCosts, limits: Limits | None) -> Iterator[Schedule]:
+def _order(timeline: Timeline) -> tuple[float, float]:
+    return timeline.cost, timeline.makespan
+
+
+def _fits(timeline: Timeline, limits: Limits) -> bool:
+    return all(peak <= limit * (1 + 1e-9) for peak, limit in zip(timeline.peak_memory, limits, strict=True))
+
+
+def _candidates(
+    without_shards: Iterable[Schedule], limits: Limits | None, costs: StageCosts, is_quick: bool
+) -> Iterator[Timeline]:
     for schedule in without_shards:
-        step = interval(schedule, costs)
-        shortest = shortest_delay(costs)
+        step, shortest = interval(schedule, costs), shortest_delay(costs)
         delays = sorted({max(shortest, delay) for delay in (shortest, step / 2, step, step + shortest, 1.5 * step)})
-        shifted = [with_vocabulary(schedule, costs, delay) for delay in delays]
-        yield from shifted
+        delayed = [simulate(with_vocabulary(schedule, costs, delay), costs) for delay in delays]
+        yield from delayed
         if schedule.splits_backward:
-            shifted.sort(key=lambda each: simulate(each, costs).cost)
-            for each, overhang in product(shifted[:NUM_FILLED], OVERHANGS):
-                filled = fill_gaps(each, costs, limits or peak_memory(each, costs), overhang)
+            promising = sorted(delayed, key=_order)[: 1 if is_quick else NUM_FILLED]
+            for timeline, overhang in product(promising, OVERHANGS[: 1 if is_quick else None]):
+                filled = fill_gaps(timeline.schedule, costs, limits or timeline.peak_memory, overhang)
                 if filled is not None:
-                    yield filled
+                    yield simulate(filled, costs)
 
 
 def _without_shards(
-    make: Callable[[Limits | None], Schedule], placement: Placement, costs: StageCosts, limits: Limits | None
+    make: Callable[[Limits | None], Schedule],
+    placement: Placement,
+    costs: StageCosts,
+    limits: Limits | None,
+    is_quick: bool,
 ) -> Iterator[Schedule]:
     """Yield the schedules to start from, each once."""
     if limits is None:
         yield make(None)
         return
-    microbatch = [sum(costs.memory_f[stage] for stage in placement.stages_of(rank)) for rank in range(len(limits))]
+    microbatch = placement.sums(costs.memory_f)
     made: list[Schedule] = []
     error: Infeasible | None = None
     for reserve in RESERVES:
@@ -91,6 +102,8 @@ def _without_shards(
         if schedule not in made:
             made.append(schedule)
             yield schedule
+        if is_quick:
+            return
     if not made:
         assert error is not None
         raise error

@@ -45,6 +45,12 @@ class Balance:
         self._memory = _Sums(model, lambda unit: unit.memory_f)
         self._restored = _Sums(model, lambda unit: any_r * unit.memory_r)
 
+    @property
+    def least_layers(self) -> Partition:
+        """The layers that every stage has at least: those of the embedding and of the output may have none."""
+        last = self.placement.num_stages - 1
+        return tuple(int(0 < stage < last or self.model.shard is not None) for stage in range(last + 1))
+
     def estimate(self, partition: Sequence[int]) -> float:
         """A lower bound on the makespan: when the rank ends that has the latest end, if it never waits.
 
@@ -75,7 +81,7 @@ class Balance:
         return [
             starts[stages[0]]
             + stages[0] * self.model.time_comm
-            + self.num_microbatches * sum(works[stage] for stage in stages)
+            + self.num_microbatches * (self.model.shard_work + sum(works[stage] for stage in stages))
             for stages in self.stages_of
         ]
 
@@ -91,7 +97,13 @@ class Balance:
             return [0.0] * self.placement.num_ranks
         held, restored = self._held.of_stages(partition), self._restored.of_stages(partition)
         return [
-            max(0, sum(held[stage] for stage in stages) + max(restored[stage] for stage in stages) - self.room)
+            max(
+                0,
+                self.model.shard_state
+                + sum(map(held.__getitem__, stages))
+                + max(map(restored.__getitem__, stages))
+                - self.room,
+            )
             for stages in self.stages_of
         ]
 
@@ -120,7 +132,7 @@ class _Sums:
 def balanced_partition(balance: Balance) -> Partition | None:
     """The partition with the smallest estimate that moving single layers finds; None if there are too few layers."""
     num_layers, num_stages = len(balance.model.layers), balance.placement.num_stages
-    least = _least_layers(num_stages)
+    least = balance.least_layers
     if sum(least) > num_layers:
         return None
     few, more = divmod(num_layers - sum(least), num_stages)
@@ -147,7 +159,7 @@ def moves_from(
     balance: Balance, partition: Partition, givers: Sequence[int], *, within_rank: bool = False
 ) -> Iterator[Partition]:
     """Partitions in which one of `givers` has a layer less, and another stage, if asked of the same rank, one more."""
-    least, rank_of = _least_layers(len(partition)), balance.placement.rank_of
+    least, rank_of = balance.least_layers, balance.placement.rank_of
     for giver in givers:
         if partition[giver] > least[giver]:
             for taker in range(len(partition)):
@@ -166,11 +178,6 @@ def neighbours(balance: Balance, partition: Partition, tolerance: float) -> list
     orders = {changed: balance.order(changed) for changed in moves_from(balance, partition, range(len(partition)))}
     found = [each for each, order in orders.items() if order[0] <= excess and order[1] <= estimate * tolerance]
     return sorted(found, key=orders.__getitem__)
-
-
-def _least_layers(num_stages: int) -> Partition:
-    """The layers that every stage has at least: those of the embedding and of the output may have none."""
-    return tuple(int(0 < stage < num_stages - 1) for stage in range(num_stages))
 
 
 def _is_less(one: Sequence[float], other: Sequence[float]) -> bool:
