@@ -123,6 +123,17 @@ def runs(schedule: Schedule) -> bool:
     return finished and clean
 
 
+EVERYBODY = -1
+"""The source and the destination of a collective."""
+COLLECTIVE_BEFORE = {
+    OpKind.E: OpKind.TOKENS,
+    OpKind.F: OpKind.EMBEDDED,
+    OpKind.S: OpKind.HIDDEN,
+    OpKind.L: OpKind.SOFTMAX,
+    OpKind.T: OpKind.LOSS_GRAD,
+    OpKind.EW: OpKind.EMBEDDED_GRAD,
+}
+"""What operations of vocabulary shards wait for, and the forward of the first stage."""
 Launch = tuple[int, int]
 """The rank of an operation, and its position there."""
 
@@ -148,8 +159,11 @@ def starts_on_streams(schedule: Schedule, costs: StageCosts, *, one_queue: bool)
             return 0
         before = complete(source, destination, number - 1)
         launches = ends[source, destination, number]
-        if before is None or len(launches) < 2 or any(launch not in found for launch in launches):
+        num_ends = placement.num_ranks if source == EVERYBODY else 2
+        if before is None or len(launches) < num_ends or any(launch not in found for launch in launches):
             return None
+        if source == EVERYBODY:
+            return max(before, *(found[launch] for launch in launches)) + max(costs.time_comm, default=0)
         rank, position = launches[0]
         op = schedule.ops[rank][position]
         edge = stage(rank, op) - (op.kind in (OpKind.SEND_BACKWARD, OpKind.RECV_FORWARD))
@@ -168,9 +182,13 @@ def starts_on_streams(schedule: Schedule, costs: StageCosts, *, one_queue: bool)
             yield complete(source, destination, number - 1)
         else:
             kinds = {OpKind.F: OpKind.RECV_FORWARD, OpKind.B: OpKind.RECV_BACKWARD, OpKind.BW: OpKind.RECV_BACKWARD}
-            receive = op._replace(kind=kinds.get(op.kind, op.kind))
-            if receive.kind in RECEIVES and receive in schedule.ops[rank]:
-                yield complete(*channels[rank, schedule.ops[rank].index(receive)])
+            message = op._replace(kind=kinds.get(op.kind, op.kind))
+            if op.kind in COLLECTIVE_BEFORE and (stage(rank, op) == 0 or op.kind is not OpKind.F):
+                message = Op(COLLECTIVE_BEFORE[op.kind], op.microbatch)
+            if op.kind is OpKind.E and stage(rank, op) == 0:
+                message = op  # it reads the tokens itself
+            if message.kind in COMMUNICATION and message in schedule.ops[rank]:
+                yield complete(*channels[rank, schedule.ops[rank].index(message)])
 
     moved = True
     while moved:
@@ -185,14 +203,16 @@ def starts_on_streams(schedule: Schedule, costs: StageCosts, *, one_queue: bool)
 
 
 def _ends_of_messages(schedule: Schedule) -> dict[tuple[int, int, int], list[Launch]]:
-    """(source, destination, number) -> its launches, the send's and the receive's."""
+    """(source, destination, number) -> its launches, the send's and the receive's, or every rank's of a collective."""
     ends: dict[tuple[int, int, int], list[Launch]] = {}
     for rank, ops in enumerate(schedule.ops):
         posted: dict[tuple[int, int], int] = {}
         for position, op in enumerate(ops):
             if op.kind in COMMUNICATION:
-                peer = schedule.placement.peer_of(rank, op)
-                channel = (rank, peer) if op.kind in SENDS else (peer, rank)
+                channel = (EVERYBODY, EVERYBODY)
+                if op.kind in SENDS | RECEIVES:
+                    peer = schedule.placement.peer_of(rank, op)
+                    channel = (rank, peer) if op.kind in SENDS else (peer, rank)
                 posted[channel] = posted.get(channel, -1) + 1
                 ends.setdefault((*channel, posted[channel]), []).append((rank, position))
     return ends

@@ -31,8 +31,8 @@ class Arrival(NamedTuple):
         return self.edge is None
 
     def time(self, costs: StageCosts) -> float:
-        """How long the result is on its way. A reduction takes as long as the slowest message."""
-        return max(costs.time_comm, default=0) if self.edge is None else costs.time_comm[self.edge]
+        """How long the result is on its way."""
+        return collective_time(costs) if self.edge is None else costs.time_comm[self.edge]
 
 
 def nodes_of(placement: Placement, rank: int, op: Op) -> list[Node]:
@@ -145,19 +145,34 @@ def other_end(placement: Placement, rank: int, send: Op) -> tuple[int, Op]:
 
 def exchange_before(schedule: Schedule, rank: int, op: Op) -> Op | None:
     """The collective that brings the compute operation `op` of `rank` its input, if one does."""
-    for kind, collective in COLLECTIVES.items() if schedule.is_vocabulary_parallel else ():
+    for kind in collective_kinds(schedule):
+        collective = COLLECTIVES[kind]
         if collective.user is op.kind and _is_at(schedule.placement, rank, op, collective.users):
             made_here = collective.maker is op.kind and _is_at(schedule.placement, rank, op, collective.makers)
             return None if made_here else Op(kind, op.microbatch)
     return None
 
 
-def exchange_after(schedule: Schedule, rank: int, op: Op) -> Op | None:
-    """The collective that carries the result of the compute operation `op` of `rank` to other ranks, if one does."""
-    for kind, collective in COLLECTIVES.items() if schedule.is_vocabulary_parallel else ():
-        if collective.maker in KINDS[op.kind].makes and _is_at(schedule.placement, rank, op, collective.makers):
-            return Op(kind, op.microbatch)
-    return None
+def exchanges_after(schedule: Schedule, rank: int, op: Op) -> tuple[Op, ...]:
+    """The collectives that carry the result of the compute operation `op` of `rank` to other ranks."""
+    return tuple(
+        Op(kind, op.microbatch)
+        for kind in collective_kinds(schedule)
+        if COLLECTIVES[kind].maker in KINDS[op.kind].makes
+        and _is_at(schedule.placement, rank, op, COLLECTIVES[kind].makers)
+    )
+
+
+def collective_kinds(schedule: Schedule) -> tuple[OpKind, ...]:
+    """The kinds of collectives that `schedule` needs: those whose result it uses. Every microbatch has each once."""
+    if not schedule.is_vocabulary_parallel:
+        return ()
+    return tuple(kind for kind, collective in COLLECTIVES.items() if collective.user in schedule.kinds)
+
+
+def collective_time(costs: StageCosts) -> float:
+    """How long an exchange between all ranks takes: as long as the slowest message."""
+    return max(costs.time_comm, default=0)
 
 
 def _is_at(placement: Placement, rank: int, op: Op, place: Place) -> bool:

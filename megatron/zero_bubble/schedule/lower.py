@@ -1,4 +1,4 @@
-"""Schedule -> Schedule with communication: the pass that adds sends and receives."""
+"""Schedule -> Schedule with communication: the pass that adds sends, receives and collectives."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from math import inf
 from operator import itemgetter
 from typing import NamedTuple
@@ -15,10 +14,10 @@ from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import Deadlock, ScheduleError
 from megatron.zero_bubble.schedule.graph import message_time, other_end, receive_before, send_after
 from megatron.zero_bubble.schedule.ir import Op, Schedule
-from megatron.zero_bubble.schedule.kinds import OpKind
+from megatron.zero_bubble.schedule.lower_collectives import PlacedCollective, place_collectives
+from megatron.zero_bubble.schedule.serial_order import SerialOrder, unit_costs
 from megatron.zero_bubble.schedule.simulate import simulate
 from megatron.zero_bubble.schedule.streams import HardwareQueues
-from megatron.zero_bubble.schedule.timeline import Timeline
 
 RECEIVE_AHEAD = 1
 """How many computations before its consumer a receive is posted, unless told otherwise."""
@@ -32,7 +31,8 @@ def lower(schedule: Schedule, receive_ahead: int = RECEIVE_AHEAD, costs: StageCo
     Every ordered pair of ranks (source, destination) is one channel, which carries activations and
     gradients alike. A send stands right after the operation that makes the tensor. The receives of a
     channel stand in exactly the order in which the source sends on it. A receive is only *posted* where it stands,
-    and the wait is at its consumer. Neighbouring stages on one rank exchange no message.
+    and the wait is at its consumer. Neighbouring stages on one rank exchange no message. Where the vocabulary is spread
+    over the ranks, all ranks take part in its collectives in one order (see `place_collectives`).
 
     A receive is posted `receive_ahead` computations before its consumer, and earlier only where the order of
     its channel forces it. Where the schedule would stand still like that on a GPU with one hardware queue (see
@@ -49,16 +49,18 @@ def lower(schedule: Schedule, receive_ahead: int = RECEIVE_AHEAD, costs: StageCo
     if receive_ahead < 0:
         raise ScheduleError(f"receive_ahead must not be negative, got {receive_ahead}")
     schedule = schedule.without_communication()
-    costs = costs or StageCosts.uniform(schedule.num_stages)
+    costs = costs or unit_costs(schedule.num_stages)
     channels = _channels(schedule, costs)
     timeline = simulate(schedule, costs)
-    order = _Order(timeline, [_Phases(ops) for ops in schedule.ops])
-    ahead = _with_messages(schedule, channels, [_ahead(channel, order, receive_ahead) for channel in channels])
+    order = SerialOrder(timeline)
+    collectives = place_collectives(schedule, order, costs)
+    places = [_ahead(channel, order, receive_ahead) for channel in channels]
+    ahead = _with_communication(schedule, channels, places, collectives)
     time = _time_with_one_queue(ahead, costs)
     if time <= (1 + _NEGLIGIBLE) * timeline.makespan:
         return ahead
     places = [_between_makers(channel, order, receive_ahead) for channel in channels]
-    between = _with_messages(schedule, channels, places)
+    between = _with_communication(schedule, channels, places, collectives)
     return between if _time_with_one_queue(between, costs) < time else ahead
 
 
@@ -83,10 +85,13 @@ class _Channel(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where a receive is posted: before which computation, and in which order there."""
+    """Where a receive is posted."""
 
     before: int
-    turn: float
+    """The computation before which it stands."""
+    turn: int
+    """The place in the serial order of the computation that makes the message before it on its channel. What stands
+    before the same computation is ordered by it: nothing waits in line behind what has to wait longer."""
 
 
 def _channels(schedule: Schedule, costs: StageCosts) -> list[_Channel]:
@@ -122,13 +127,22 @@ def _check_all_made(schedule: Schedule, unmatched: list[dict[Op, int]]) -> None:
             )
 
 
-def _with_messages(schedule: Schedule, channels: Sequence[_Channel], places: Sequence[Sequence[_Place]]) -> Schedule:
-    """The schedule with its sends, each right after its maker, and with its receives at these places."""
-    inserted: list[list[tuple[int, bool, float, int, Op]]] = [[] for _ in schedule.ops]
+def _with_communication(
+    schedule: Schedule,
+    channels: Sequence[_Channel],
+    places: Sequence[Sequence[_Place]],
+    collectives: Sequence[PlacedCollective],
+) -> Schedule:
+    """The schedule with its sends, each right after its maker, and with collectives and receives at these places."""
+    inserted: list[list[tuple[int, int, int, int, Op]]] = [[] for _ in schedule.ops]
+    """For every rank: before which computation an operation stands, and what decides among those that stand there."""
     for (source, destination, messages), channel_places in zip(channels, places, strict=True):
         for message, (before, turn) in zip(messages, channel_places, strict=True):
-            inserted[source].append((message.maker + 1, False, 0, destination, message.send))
-            inserted[destination].append((before, True, turn, source, message.receive))
+            inserted[source].append((message.maker + 1, -2, 0, destination, message.send))
+            inserted[destination].append((before, turn, 1, source, message.receive))
+    for number, collective in enumerate(collectives):
+        for here, before in zip(inserted, collective.before, strict=True):
+            here.append((before, collective.turn, 0, number, collective.op))
     ops = []
     for computations, communication in zip(schedule.ops, inserted, strict=True):
         lowered: list[Op] = []
@@ -141,59 +155,25 @@ def _with_messages(schedule: Schedule, channels: Sequence[_Channel], places: Seq
     return replace(schedule, ops=tuple(ops))
 
 
-class _Phases:
-    """The parts into which VALIDATE divides the operations of a rank; without VALIDATE there is one."""
-
-    def __init__(self, ops: Sequence[Op]) -> None:
-        self.begins = [0] + [position + 1 for position, op in enumerate(ops) if op.kind is OpKind.VALIDATE]
-
-    def of(self, position: int) -> int:
-        return bisect_right(self.begins, position) - 1
+def _turns(channel: _Channel, order: SerialOrder) -> list[int]:
+    """Return for each message the place in the serial order of what makes the one before it; -1 for the first."""
+    return [-1, *(order.numbers[channel.source][message.maker] for message in channel.messages[:-1])]
 
 
-def _ahead(channel: _Channel, order: _Order, receive_ahead: int) -> list[_Place]:
+def _ahead(channel: _Channel, order: SerialOrder, receive_ahead: int) -> list[_Place]:
     """Place every receive `receive_ahead` computations before its consumer, but within the consumer's phase."""
     phases = order.phases[channel.destination]
     places: list[_Place] = []
-    for message, turn in reversed(list(zip(channel.messages, order.turns(channel), strict=True))):
+    for message, turn in reversed(list(zip(channel.messages, _turns(channel, order), strict=True))):
         before = max(phases.begins[phases.of(message.consumer)], message.consumer - receive_ahead)
         places.append(_Place(min(before, places[-1].before) if places else before, turn))
     return places[::-1]
 
 
-class _Order:
-    """An order in which the computations of all ranks could run one at a time.
-
-    They are ordered by phase, then by their end in a timeline, then by rank. `starts` and `ends` are the timeline's
-    times, shifted so that every phase begins after the previous one has ended on all ranks.
-    """
-
-    def __init__(self, timeline: Timeline, phases: Sequence[_Phases]) -> None:
-        self.phases = phases
-        self.starts: list[list[float]] = []
-        self.ends: list[list[float]] = []
-        end = max((lane[-1].end for lane in timeline.lanes if lane), default=0)
-        for lane, here in zip(timeline.lanes, phases, strict=True):
-            shifts: list[float] = []
-            for number, (begin, next_begin) in enumerate(pairwise((*here.begins, len(lane) + 1))):
-                # The last operation of a phase is VALIDATE, which comes after those of all ranks.
-                shifts += [3 * number * end] * (next_begin - 1 - begin) + [(3 * number + 2) * end]
-            self.starts.append([timed.start + shift for timed, shift in zip(lane, shifts, strict=False)])
-            self.ends.append([timed.end + shift for timed, shift in zip(lane, shifts, strict=False)])
-
-    def turns(self, channel: _Channel) -> list[float]:
-        """Return for each message the key that orders receives at one place: when the message before it was made."""
-        return [-inf, *(self.ends[channel.source][message.maker] for message in channel.messages[:-1])]
-
-    def num_before(self, rank: int, end: float, source: int) -> int:
-        """How many computations of `rank` come before the one of `source` that ends at `end`."""
-        return bisect_right(self.ends[rank], end) if rank < source else bisect_left(self.ends[rank], end)
-
-
-def _between_makers(channel: _Channel, order: _Order, receive_ahead: int) -> list[_Place]:
+def _between_makers(channel: _Channel, order: SerialOrder, receive_ahead: int) -> list[_Place]:
     """Place the receives of a channel so that no schedule stands still, however long its operations take.
 
-    Take an order in which all computations could run one at a time. Every receive is posted behind the maker of the
+    Run all computations one at a time, in `order`. Every receive is posted behind the maker of the
     previous message of its channel, so that it holds up nothing on its own rank, and before the maker of
     the next one, whose send waits for it. Then, by induction, whenever it is a computation's turn, all messages
     that were made before are complete but for the last of each channel, and no launch before it waits.
@@ -203,18 +183,18 @@ def _between_makers(channel: _Channel, order: _Order, receive_ahead: int) -> lis
     """
     source, rank, messages = channel
     starts, ends = order.starts[rank], order.ends[rank]
-    turns = order.turns(channel)
+    turns = _turns(channel, order)
     places: list[_Place] = []
     for k, message in reversed(list(enumerate(messages))):
         first, undisturbed = order.phases[rank].begins[order.phases[source].of(message.maker)], 0
         if k > 0:
-            # A computation that ends before a time begins before it, too: this place comes after the previous maker.
-            undisturbed = bisect_left(starts, turns[k] + messages[k - 1].time)
+            sent = order.ends[source][messages[k - 1].maker]
+            undisturbed = max(order.num_before(rank, turns[k]), bisect_left(starts, sent + messages[k - 1].time))
         last, due = message.consumer, starts[message.consumer]
         if places:
-            next_made = order.ends[source][messages[k + 1].maker]
-            last = min(last, places[-1].before, order.num_before(rank, next_made, source))
-            due = min(due, next_made)
+            next_maker = messages[k + 1].maker
+            last = min(last, places[-1].before, order.num_before(rank, order.numbers[source][next_maker]))
+            due = min(due, order.ends[source][next_maker])
         in_time = bisect_right(ends, due - message.time)
         wanted = max(min(message.consumer - receive_ahead, in_time), undisturbed)
         places.append(_Place(min(max(wanted, first), last), turns[k]))

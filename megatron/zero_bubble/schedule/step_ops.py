@@ -8,13 +8,21 @@ step or amends it (VALIDATE). A step that was wrong has the forwards before VALI
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from megatron.zero_bubble.schedule.costs import StageCosts
-from megatron.zero_bubble.schedule.graph import other_end
+from megatron.zero_bubble.schedule.graph import Node, collective_time, dependencies, nodes_of, other_end
 from megatron.zero_bubble.schedule.ir import Op, Schedule
-from megatron.zero_bubble.schedule.kinds import FORWARDS, POST_VALIDATION, RECEIVES, SENDS, OpKind
+from megatron.zero_bubble.schedule.kinds import (
+    COLLECTIVES,
+    COMMUNICATION,
+    FORWARDS,
+    POST_VALIDATION,
+    RECEIVES,
+    SENDS,
+    OpKind,
+)
 from megatron.zero_bubble.schedule.simulate import simulate
 from megatron.zero_bubble.schedule.timeline import HardwareQueues
 
@@ -83,7 +91,7 @@ def with_post_validation(schedule: Schedule, costs: StageCosts) -> Schedule:
     stepped = replace(schedule, ops=tuple((*ops, _STEP) for ops in schedule.ops))
     lanes = simulate(repeat(stepped, 2), costs).lanes
     lengths = [len(ops) for ops in stepped.ops]
-    known = max(lane[n - 1].end for lane, n in zip(lanes, lengths, strict=True)) + max(costs.time_comm, default=0)
+    known = max(lane[n - 1].end for lane, n in zip(lanes, lengths, strict=True)) + collective_time(costs)
     settled = known + max(costs.time_f)
     counts = []
     for lane, n in zip(lanes, lengths, strict=True):
@@ -106,21 +114,21 @@ def without_post_validation(schedule: Schedule) -> Schedule:
 
 def _closed(schedule: Schedule, counts: list[int]) -> list[int]:
     """For every rank, the most forwards before VALIDATE, up to `counts`, whose inputs are made by such forwards."""
-    placement = schedule.placement
     while True:
-        early = {
-            (placement.stage_of(rank, op.chunk), op.microbatch)
-            for rank, count in enumerate(counts)
-            for op in schedule.ops[rank][:count]
-        }
-        closed = []
-        for rank, count in enumerate(counts):
-            stages = [(placement.stage_of(rank, op.chunk), op.microbatch) for op in schedule.ops[rank][:count]]
-            lacking = (k for k, (stage, m) in enumerate(stages) if stage > 0 and (stage - 1, m) not in early)
-            closed.append(next(lacking, count))
+        early = [ops[:count] for ops, count in zip(schedule.ops, counts, strict=True)]
+        results = _results(schedule, early)
+        closed = [
+            next((k for k, op in enumerate(ops) if not results.issuperset(dependencies(schedule, rank, op))), len(ops))
+            for rank, ops in enumerate(early)
+        ]
         if closed == counts:
             return counts
         counts = closed
+
+
+def _results(schedule: Schedule, ops: Sequence[Iterable[Op]]) -> set[Node]:
+    """What these compute operations of every rank make."""
+    return {node for rank, own in enumerate(ops) for op in own for node in nodes_of(schedule.placement, rank, op)}
 
 
 def before_validation(schedule: Schedule, rank: int) -> tuple[Op, ...]:
@@ -156,10 +164,8 @@ def num_forwards_before_validation(schedule: Schedule) -> int:
 
 def check_post_validation(schedule: Schedule) -> None:
     """Raise `InvalidSchedule` unless every rank has one STEP, its last operation, and one VALIDATE, before
-    which only forwards stand whose inputs are made by forwards that stand before a VALIDATE, too, and only receives
-    whose messages are sent before one: what stands there can be run again."""
-    placement = schedule.placement
-    early: set[tuple[int, int]] = set()
+    which only forwards stand whose inputs are made by forwards that stand before a VALIDATE, too, only receives
+    whose messages are sent before one, and the same collectives on all ranks: what stands there can be run again."""
     for rank in range(schedule.num_ranks):
         ops = tuple(schedule.compute_ops(rank))
         for op in ops:
@@ -174,16 +180,33 @@ def check_post_validation(schedule: Schedule) -> None:
         for op in ops[: ops.index(_VALIDATE)]:
             if op.kind not in FORWARDS:
                 raise schedule.invalid(f"rank {rank} runs {op} before {_VALIDATE}")
-            early.add((placement.stage_of(rank, op.chunk), op.microbatch))
-    for stage, microbatch in sorted(early):
-        if stage > 0 and (stage - 1, microbatch) not in early:
-            raise schedule.invalid(
-                f"stage {stage} runs F{microbatch} before {_VALIDATE}, but stage {stage - 1} runs its own after it"
-            )
+    _check_inputs_before_validation(schedule)
     for rank in range(schedule.num_ranks):
         received = {op for op in before_validation(schedule, rank) if op.kind in RECEIVES}
         for receive in sorted(received.difference(_sent_before_validation(schedule, rank))):
             raise schedule.invalid(
                 f"rank {rank} runs {receive} before {_VALIDATE}, "
                 f"but rank {schedule.placement.peer_of(rank, receive)} sends that message after its own"
+            )
+
+
+def _check_inputs_before_validation(schedule: Schedule) -> None:
+    """Raise `InvalidSchedule` if an operation before VALIDATE needs what is made or exchanged after one."""
+    early = [before_validation(schedule, rank) for rank in range(schedule.num_ranks)]
+    computations = [[op for op in ops if op.kind not in COMMUNICATION] for ops in early]
+    results = _results(schedule, computations)
+    for rank, ops in enumerate(computations):
+        for op in ops:
+            for result, stage, microbatch in sorted(set(dependencies(schedule, rank, op)) - results):
+                raise schedule.invalid(
+                    f"rank {rank} runs {op} before {_VALIDATE}, but rank {schedule.placement.rank_of(stage)} runs "
+                    f"{Op(result, microbatch, schedule.placement.chunk_of(stage))}, which it needs, after its own"
+                )
+    collectives = [{op for op in ops if op.kind in COLLECTIVES} for ops in early]
+    for op in sorted(set().union(*collectives)):
+        missing = next((rank for rank, here in enumerate(collectives) if op not in here), None)
+        if missing is not None:
+            here = next(rank for rank, ops in enumerate(collectives) if op in ops)
+            raise schedule.invalid(
+                f"rank {here} runs {op} before {_VALIDATE}, but rank {missing} takes part in it after its own"
             )

@@ -3,7 +3,8 @@
 Every channel, an ordered pair of ranks, is a communicator with a stream of its own. A send or receive starts when
 its rank's compute stream has reached the point where it was posted and the previous message of its channel is
 complete. A message is complete when both of its ends have started and the time that it takes has passed; the
-operation that uses it waits for that.
+operation that uses it waits for that. The collectives of vocabulary shards are messages with an end on every rank,
+on one stream.
 
 A GPU takes launches from hardware queues. With many of them that is all. With one, the launches of a rank stand in
 line: the first waits until what came before it on its own stream is complete, and all others wait behind it. A
@@ -19,9 +20,9 @@ from typing import NamedTuple
 
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import Deadlock
-from megatron.zero_bubble.schedule.graph import circle, message_time, receive_before
+from megatron.zero_bubble.schedule.graph import circle, collective_time, exchange_before, message_time, receive_before
 from megatron.zero_bubble.schedule.ir import Op, Schedule
-from megatron.zero_bubble.schedule.kinds import COMMUNICATION, SENDS, OpKind
+from megatron.zero_bubble.schedule.kinds import COLLECTIVES, COMMUNICATION, RECEIVES, SENDS, OpKind
 from megatron.zero_bubble.schedule.timeline import HardwareQueues, TimedOp
 
 
@@ -92,7 +93,7 @@ class StreamReplay:
 
 
 class _Stream:
-    """The messages of a channel, or the reductions of all ranks; each rank starts its own end, in the same order."""
+    """The messages of a channel, or the collectives of all ranks; each rank starts its own end, in the same order."""
 
     def __init__(self, num_ends: int) -> None:
         self._num_ends = num_ends
@@ -129,13 +130,15 @@ class _Streams:
     def __init__(self, num_ranks: int) -> None:
         self.validation = _Stream(num_ranks)
         """The reductions of the state of all gradients, which STEP starts and VALIDATE waits for."""
+        self.collectives = _Stream(num_ranks)
+        """The collectives of vocabulary shards."""
         self._channels: dict[tuple[int, int], _Stream] = {}
 
     def channel(self, source: int, destination: int) -> _Stream:
         return self._channels.setdefault((source, destination), _Stream(2))
 
     def reset(self) -> None:
-        for stream in (self.validation, *self._channels.values()):
+        for stream in (self.validation, self.collectives, *self._channels.values()):
             stream.reset()
 
 
@@ -166,19 +169,19 @@ class _Host:
         self._posted: dict[_Stream, int] = {}
         """How many messages were posted on each of the rank's channels."""
         self._sent: dict[_Stream, int] = {}
-        """Number of the last message that the rank has sent on each of its channels."""
+        """Number of the last message that the rank has sent on each of its channels, and of its last collective."""
         self._unused: dict[Op, _Message] = {}
-        """The messages that were received and not used yet."""
+        """The messages that were received, and the collectives, that were not used yet."""
 
     def launches(self) -> Iterator[_Launch]:
         # All messages of one kind and chunk have the same channel and time; likewise computations.
         messages: dict[tuple[OpKind, int], tuple[_Stream, float]] = {}
-        computations: dict[tuple[OpKind, int], tuple[OpKind | None, float]] = {}
+        computations: dict[tuple[OpKind, int], tuple[Op | None, float]] = {}
         for op in self._schedule.ops[self._rank]:
             key = (op.kind, op.chunk)
             if op.kind in COMMUNICATION:
                 if key not in messages:
-                    messages[key] = self._channel(op), self._message_time(op)
+                    messages[key] = self._stream(op), self._message_time(op)
                 yield self._message(op, *messages[key])
             elif op.kind is OpKind.VALIDATE:
                 reduction = ((self._streams.validation, op.microbatch - 1),) if op.microbatch else ()
@@ -187,46 +190,53 @@ class _Host:
                 yield from self._step(op)
             else:
                 if key not in computations:
-                    computations[key] = self._input_kind(op), self._compute_time(op)
+                    computations[key] = self._input(op), self._compute_time(op)
                 yield self._computation(op, *computations[key])
 
     def _message(self, op: Op, channel: _Stream, time: float) -> _Launch:
         index = self._posted.get(channel, 0)
         self._posted[channel] = index + 1
         message = (channel, index)
-        if op.kind in SENDS:
+        if op.kind not in RECEIVES:
             self._sent[channel] = index
-        else:
+        if op.kind not in SENDS:
             self._unused[op] = message
         return _Launch(op, False, 0, (), message, time)
 
-    def _computation(self, op: Op, input_kind: OpKind | None, time: float) -> _Launch:
-        if input_kind is None:
+    def _computation(self, op: Op, first_input: Op | None, time: float) -> _Launch:
+        """The launch of a computation; `first_input` is what brings the first one of its kind and chunk its input."""
+        if first_input is None:
             return _Launch(op, True, time, (), None)
-        message = self._unused.pop(Op(input_kind, op.microbatch, op.chunk), None)
+        brings = first_input._replace(microbatch=op.microbatch)
+        message = self._unused.pop(brings, None)
         if message is None:
-            raise self._schedule.invalid(f"rank {self._rank} lacks {Op(input_kind, op.microbatch, op.chunk)} for {op}")
+            raise self._schedule.invalid(f"rank {self._rank} lacks {brings} for {op}")
         return _Launch(op, True, time, (message,), None)
 
     def _step(self, op: Op) -> Iterator[_Launch]:
         """Yield the launches of STEP: the start of a reduction, which takes as long as the slowest message, and a wait
-        for all sends, as at the end of a step."""
-        time = max(self._costs.time_comm, default=0) if self._costs is not None else 0
+        for all sends and collectives, as at the end of a step."""
+        time = collective_time(self._costs) if self._costs is not None else 0
         yield _Launch(op, True, 0, (), (self._streams.validation, op.microbatch), time)
         yield _Launch(None, True, 0, tuple(self._sent.items()), None)
 
-    def _channel(self, message: Op) -> _Stream:
+    def _stream(self, message: Op) -> _Stream:
+        if message.kind in COLLECTIVES:
+            return self._streams.collectives
         peer = self._schedule.placement.peer_of(self._rank, message)
         return self._streams.channel(*((self._rank, peer) if message.kind in SENDS else (peer, self._rank)))
 
     def _message_time(self, message: Op) -> float:
         if self._costs is None:
             return 0
+        if message.kind in COLLECTIVES:
+            return collective_time(self._costs)
         return message_time(self._schedule.placement, self._costs, self._rank, message)
 
-    def _input_kind(self, op: Op) -> OpKind | None:
+    def _input(self, op: Op) -> Op | None:
+        """The receive or collective that brings `op` its input."""
         receive = receive_before(self._schedule.placement, self._rank, op)
-        return None if receive is None else receive.kind
+        return exchange_before(self._schedule, self._rank, op) if receive is None else receive
 
     def _compute_time(self, op: Op) -> float:
         if self._costs is None:

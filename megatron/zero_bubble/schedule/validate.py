@@ -6,9 +6,18 @@ from collections import defaultdict, deque
 
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import InvalidSchedule
-from megatron.zero_bubble.schedule.graph import dependencies, other_end, receive_before, send_after
+from megatron.zero_bubble.schedule.graph import (
+    collective_kinds,
+    dependencies,
+    exchange_before,
+    exchanges_after,
+    other_end,
+    receive_before,
+    send_after,
+)
 from megatron.zero_bubble.schedule.ir import Op, Schedule
 from megatron.zero_bubble.schedule.kinds import (
+    COLLECTIVES,
     COMMUNICATION,
     FORWARDS,
     KINDS,
@@ -36,7 +45,8 @@ def validate(schedule: Schedule) -> None:
       (W, BW). Sums of gradients depend on the last, bit for bit.
     - What an operation needs from its own rank stands before it.
     - In a lowered schedule: every tensor that leaves a rank is sent, after it was made, and received
-      before it is used; the k-th send of a channel and its k-th receive name the same message.
+      before it is used; the k-th send of a channel and its k-th receive name the same message. The same holds for
+      the collectives of vocabulary shards, each of which has an end on every rank.
     - With post-validation: what `check_post_validation` says.
     - Replayed with ranks that run their operations in order, every rank reaches its end: in a lowered schedule
       on NCCL's streams, with one hardware queue and with many.
@@ -52,6 +62,7 @@ def validate(schedule: Schedule) -> None:
     if schedule.is_lowered:
         _check_messages(schedule, positions)
         _check_channels(schedule)
+        _check_collectives(schedule)
     if schedule.has_post_validation:
         check_post_validation(schedule)
     if schedule.is_lowered:
@@ -158,17 +169,37 @@ def _check_messages(schedule: Schedule, positions: _Positions) -> None:
         for op, position in here.items():
             if op.kind in COMMUNICATION:
                 continue
-            receive, send = receive_before(placement, rank, op), send_after(placement, rank, op)
-            for message in (receive, send):
+            brings = (receive_before(placement, rank, op), exchange_before(schedule, rank, op))
+            carries = (send_after(placement, rank, op), *exchanges_after(schedule, rank, op))
+            for message in (*brings, *carries):
                 if message is not None and message not in here:
                     raise schedule.invalid(f"rank {rank} lacks {message} for {op}")
-                unused.discard(message)
-            if receive is not None and here[receive] > position:
-                raise schedule.invalid(f"rank {rank} runs {op} before {receive}, which it needs")
-            if send is not None and here[send] < position:
-                raise schedule.invalid(f"rank {rank} runs {send} before {op}, which makes the tensor")
+            for message in brings:
+                if message is not None and here[message] > position:
+                    raise schedule.invalid(f"rank {rank} runs {op} before {message}, which it needs")
+            for message in carries:
+                if message is not None and here[message] < position:
+                    raise schedule.invalid(f"rank {rank} runs {message} before {op}, which makes the tensor")
+            unused.difference_update(brings, carries)
+        for kind in collective_kinds(schedule):
+            for microbatch in range(schedule.num_microbatches):
+                if Op(kind, microbatch) not in here:
+                    raise schedule.invalid(f"rank {rank} lacks {Op(kind, microbatch)}, in which all ranks take part")
+                unused.discard(Op(kind, microbatch))
         if unused:
             raise schedule.invalid(f"rank {rank} runs {min(unused)}, but no such message enters or leaves it")
+
+
+def _check_collectives(schedule: Schedule) -> None:
+    """All ranks run their collectives in one order."""
+    first, *others = ([op for op in ops if op.kind in COLLECTIVES] for ops in schedule.ops)
+    for rank, collectives in enumerate(others, 1):
+        for expected, collective in zip(first, collectives, strict=True):
+            if collective != expected:
+                raise schedule.invalid(
+                    f"rank {rank} runs {collective} where rank 0 runs {expected}: "
+                    f"collectives must have the same order on all ranks",
+                )
 
 
 def _check_channels(schedule: Schedule) -> None:
