@@ -155,7 +155,7 @@ def test_an_error_in_a_collective_ends_the_step_of_all_ranks_and_keeps_its_messa
 
 
 def test_an_error_in_a_collective_is_raised_where_the_rank_waits_for_a_message_of_a_rank_that_ends_of_it():
-    schedule = lowered(with_shards(generate("1f1b", 2, 1), 0))
+    schedule = lowered(with_shards(generate("1f1b", 2, 1), 1))
     receive, user = (schedule.ops[0].index(op) for op in (Op(OpKind.BW, 0), Op(OpKind.T, 0)))
     assert receive < user, "rank 0 waits for a message before it waits for a collective"
     pipeline = ShardPipeline(schedule)

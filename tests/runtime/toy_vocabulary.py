@@ -314,5 +314,3 @@ def _ready(whole: Schedule, queues: list[list[list[Op]]], made: set[Node]) -> It
         for queue in own:
             if queue and made.issuperset(dependencies(whole, rank, queue[0])):
                 yield rank, queue
-
-
