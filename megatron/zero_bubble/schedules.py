@@ -33,6 +33,8 @@ from megatron.zero_bubble.mcore.step_settings import (
     refuse_unsplit_recomputation,
     refuse_unsupported,
 )
+from megatron.zero_bubble.mcore.vocabulary_run import VocabularyRun, open_vocabulary
+from megatron.zero_bubble.mcore.vocabulary_stage import VocabularyStep
 from megatron.zero_bubble.mcore.warm_up import warm_up
 from megatron.zero_bubble.runtime.channel_memory import ChannelCommunicator, ChannelMemory, open_channels
 from megatron.zero_bubble.runtime.communicator import TensorSpec, TorchCommunicator
@@ -125,6 +127,8 @@ class ForwardBackward:
         )
         self._communicator: ChannelCommunicator | None = None
         self._spec: TensorSpec | None = None
+        self._open_vocabulary = partial(open_vocabulary, device=_device(), timeout=timeout)
+        self._vocabulary: VocabularyRun | None = None
         self._rank = parallel_state.get_pipeline_model_parallel_rank()
         self._num_calls, self._num_steps = 0, 0
         self._is_to_warm_up = _device().type == "cuda" if warms_up is None else warms_up
@@ -215,6 +219,8 @@ class ForwardBackward:
             self.settle()
         else:
             self._running.before_step(num_microbatches)
+        if self._vocabulary is None:
+            self._vocabulary = self._open_vocabulary(chunks, self.plan.placement, groups)
         executor = self._running.executor(
             groups.pp,
             num_microbatches,
@@ -246,6 +252,7 @@ class ForwardBackward:
             post_validation=None if forward_only else self._post_validation,
             num_early_forwards=num_forwards_before_validation(executor.schedule),
             recomputation_store=self._recomputation_store,
+            vocabulary=self._vocabulary_step(num_microbatches, tuple(shapes[0]), forward_only=forward_only),
         )
         if self._is_to_warm_up and not forward_only:
             self._is_to_warm_up = False
@@ -254,6 +261,13 @@ class ForwardBackward:
         if not forward_only:
             self._running.after_step(self._num_steps, num_microbatches)
         return stage.forward_data_store
+
+    def _vocabulary_step(
+        self, num_microbatches: int, message_shape: tuple[int, ...], *, forward_only: bool
+    ) -> VocabularyStep | None:
+        if self._vocabulary is None:
+            return None
+        return VocabularyStep(self._vocabulary, num_microbatches, message_shape, forward_only=forward_only)
 
     def _run(self, executor: Executor, stage: MegatronStage) -> None:
         config = get_model_config(stage.model_chunks[0])
@@ -289,6 +303,9 @@ class ForwardBackward:
         if self._communicator is not None:
             self._communicator.close()
             self._communicator = None
+        if self._vocabulary is not None:
+            self._vocabulary.close()
+            self._vocabulary = None
         self._running.drop_executors()
 
     def _start_recording(self) -> OpRecorder:
@@ -303,6 +320,12 @@ class ForwardBackward:
 
     def _make_executor(self, schedule: Schedule, group: dist.ProcessGroup, *, tail_by_parameter: bool) -> Executor:
         assert schedule.num_ranks == group.size(), "a plan for another pipeline size"
+        if schedule.is_vocabulary_parallel is (self._vocabulary is None):
+            raise ScheduleError(
+                f"schedule {schedule.name} has operations on vocabulary shards: call shard_vocabulary() on the model"
+                if self._vocabulary is None
+                else f"schedule {schedule.name} has no operations on vocabulary shards, which the model has"
+            )
         if self._communicator is None:
             self._communicator = self._open_channels(group=group, placement=schedule.placement)
         return Executor(
@@ -312,6 +335,7 @@ class ForwardBackward:
             self._store,
             self._recomputation_store,
             tail_by_parameter=tail_by_parameter,
+            exchange_lane=None if self._vocabulary is None else self._vocabulary.lane,
         )
 
 

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +17,12 @@ from megatron.core.utils import get_model_config, get_model_type
 from megatron.zero_bubble.mcore.checkpointed_blocks import split_checkpoints
 from megatron.zero_bubble.mcore.multi_token import forget_losses
 from megatron.zero_bubble.mcore.post_validation import PostValidation
+from megatron.zero_bubble.mcore.recorded_call import ForwardStep
 from megatron.zero_bubble.mcore.restart import Restart, RewindableIterator, make_rewindable
+from megatron.zero_bubble.mcore.vocabulary_stage import VocabularyStep
 from megatron.zero_bubble.runtime.communicator import TensorSpec
 from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
-from megatron.zero_bubble.schedule import Op, Placement
+from megatron.zero_bubble.schedule import Op, OpKind, Placement
 
 NoSync = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -69,6 +72,7 @@ class MegatronStage:
         post_validation: takes the optimizer's step within the schedule; None if the step comes after the schedule.
         num_early_forwards: number of forwards that all ranks together run before VALIDATE.
         recomputation_store: the executor's; None if B recomputes whatever the model's configuration says.
+        vocabulary: the operations on this rank's vocabulary shard; None if the model's vocabulary is not in shards.
     """
 
     forward_step_func: Callable[..., Any]
@@ -88,6 +92,7 @@ class MegatronStage:
     post_validation: PostValidation | None = None
     num_early_forwards: int = 0
     recomputation_store: RecomputationStore | None = None
+    vocabulary: VocabularyStep | None = None
 
     def __post_init__(self) -> None:
         self._config = get_model_config(self.model_chunks[0])
@@ -105,9 +110,10 @@ class MegatronStage:
 
     def forward(self, microbatch: int, chunk: int, input_tensor: torch.Tensor | None) -> torch.Tensor:
         stage = self.placement.stage_of(self.rank, chunk)
+        is_last = stage == self.placement.num_stages - 1
         with split_checkpoints(self.recomputation_store):
             output, num_tokens = mcore.forward_step(
-                self.forward_step_func,
+                self._forward_step(microbatch, chunk),
                 self.data_iterators[chunk],
                 self.model_chunks[chunk],
                 self.num_microbatches,
@@ -118,11 +124,28 @@ class MegatronStage:
                 self.collect_non_loss_data,
                 is_first_microbatch=mcore.check_first_val_step(self.first_val_step, self.forward_only, microbatch == 0),
                 current_microbatch=microbatch,
-                vp_stage=chunk if self.placement.num_chunks > 1 else None,
-                is_last_stage=stage == self.placement.num_stages - 1,
+                vp_stage=self._vp_stage(chunk),
+                # The loss of a vocabulary in shards is an operation of its own.
+                is_last_stage=is_last and self.vocabulary is None,
             )
         self.num_tokens += num_tokens
+        if self.vocabulary is not None and is_last:
+            output = self.vocabulary.end_last_stage(microbatch)
+            if not self.forward_only:
+                self.release_output(output)
         return output
+
+    def _forward_step(self, microbatch: int, chunk: int) -> ForwardStep:
+        """Return the forward step of a microbatch: the user's, or the model's call that the user's has made before."""
+        stage = self.placement.stage_of(self.rank, chunk)
+        if self.vocabulary is not None and stage == 0:
+            return self.vocabulary.begin_first_stage(microbatch).forward_step
+        if self.vocabulary is not None and stage == self.placement.num_stages - 1:
+            return partial(self.vocabulary.forward_last_stage, microbatch, self.forward_step_func)
+        return self.forward_step_func
+
+    def _vp_stage(self, chunk: int) -> int | None:
+        return chunk if self.placement.num_chunks > 1 else None
 
     def backward(
         self,
@@ -132,8 +155,63 @@ class MegatronStage:
         output_tensor: torch.Tensor,
         output_grad: torch.Tensor | None,
     ) -> torch.Tensor | None:
+        if self.vocabulary is not None and output_grad is None:
+            output_grad = self.vocabulary.gradient_of_last_stage(microbatch)
+        return self._backward_step(input_tensor, output_tensor, output_grad)
+
+    def _backward_step(
+        self, input_tensor: torch.Tensor | None, output_tensor: torch.Tensor, output_grad: torch.Tensor | None
+    ) -> torch.Tensor | None:
         model_type = (get_model_type(self.model_chunks[0]),) if _TAKES_MODEL_TYPE else ()
         return mcore.backward_step(input_tensor, output_tensor, output_grad, *model_type, self._config)
+
+    def run_on_shard(self, op: Op) -> None:
+        assert self.vocabulary is not None
+        handlers: dict[OpKind, Callable[[int], None]] = {
+            OpKind.E: self._embed,
+            OpKind.EW: self.vocabulary.add_embedding_gradient,
+            OpKind.S: self.vocabulary.compute_softmax,
+            OpKind.L: self._compute_loss,
+            OpKind.T: self.vocabulary.add_output_gradient,
+        }
+        handlers[op.kind](op.microbatch)
+
+    def exchange(self, op: Op) -> None:
+        assert self.vocabulary is not None
+        self.vocabulary.exchange(op)
+
+    def _embed(self, microbatch: int) -> None:
+        """Run E; on the rank of the first stage it reads the microbatch, which F of that stage will use."""
+        assert self.vocabulary is not None
+        if self.rank == self.placement.rank_of(0):
+            chunk = self.placement.chunk_of(0)
+            self.vocabulary.read(
+                microbatch, self.forward_step_func, self.data_iterators[chunk], self.model_chunks[chunk]
+            )
+        self.vocabulary.embed(microbatch)
+
+    def _compute_loss(self, microbatch: int) -> None:
+        """Run L: the user's loss function on the loss of every token, and the gradient of its result."""
+        assert self.vocabulary is not None
+        chunk = self.placement.chunk_of(self.placement.num_stages - 1)
+        losses, loss_function = self.vocabulary.begin_loss(microbatch)
+        if self._config.timers is not None:
+            self._config.timers("forward-compute", log_level=2).start()
+        loss, num_tokens = mcore.forward_step_calc_loss(
+            self.model_chunks[chunk],
+            losses.clone(),  # which a loss function may change in place
+            loss_function,
+            self._config,
+            self._vp_stage(chunk),
+            self.collect_non_loss_data,
+            self.num_microbatches,
+            self.forward_data_store,
+            self.cp_group_size,
+            True,
+        )
+        self.num_tokens += num_tokens
+        if not self.forward_only:
+            self.vocabulary.end_loss(microbatch, self._backward_step(losses, loss, None))
 
     def release_output(self, output_tensor: torch.Tensor) -> None:
         mcore.deallocate_output_tensor(output_tensor, self._config.deallocate_pipeline_outputs)
@@ -171,5 +249,7 @@ class MegatronStage:
             iterator.rewind()
         self.forward_data_store.clear()
         self.num_tokens.zero_()
+        if self.vocabulary is not None:
+            self.vocabulary.restart()
         forget_losses()
         clear_aux_losses_tracker()

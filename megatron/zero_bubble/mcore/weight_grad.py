@@ -115,7 +115,7 @@ class DeferredWeightGrad:
     def run(self) -> None:
         grad_output, whole_input = prepare_input_tensors_for_wgrad_compute(self._grad_output, self._whole_input())
         if self._is_fused:
-            self._layer.accumulate(_add_to_main_grad(self._weight, whole_input, grad_output), self._sum)
+            self._layer.accumulate(add_to_main_grad(self._weight, whole_input, grad_output), self._sum)
         else:
             self._layer.accumulate(grad_output.t().matmul(whole_input), self._sum)
 
@@ -127,7 +127,7 @@ class DeferredWeightGrad:
         return whole
 
 
-def _add_to_main_grad(weight: Any, total_input: torch.Tensor, grad_output: torch.Tensor) -> torch.Tensor:
+def add_to_main_grad(weight: Any, total_input: torch.Tensor, grad_output: torch.Tensor) -> torch.Tensor:
     """Add the product to `main_grad` in one pass, by apex' kernel; return a placeholder for the gradient."""
     import fused_weight_gradient_mlp_cuda as apex
 

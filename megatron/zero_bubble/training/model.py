@@ -26,6 +26,7 @@ from megatron.zero_bubble.mcore.placed_layout import place_layout
 from megatron.zero_bubble.mcore.placement import chunk_groups, copy_tied_embedding
 from megatron.zero_bubble.mcore.transformer_engine import defer_weight_gradients
 from megatron.zero_bubble.mcore.unit_seeds import initialized_by_unit
+from megatron.zero_bubble.mcore.vocabulary_model import shard_vocabulary
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.schedule.errors import one_line
@@ -122,6 +123,7 @@ def build_model(
     rank: int | None = None,
     *,
     seeds_by_layer: bool = False,
+    vocabulary_parallel: bool = False,
 ) -> list[torch.nn.Module]:
     """A pipeline rank's model chunks, wrapped in megatron-core's DDP.
 
@@ -130,9 +132,10 @@ def build_model(
         store: takes the weight gradients that B defers; None does not split the linear layers' backward.
         rank: the pipeline rank, by default this process's; another one if the process stands in for that rank.
         seeds_by_layer: whether each layer draws its initial weights from a seed of its own.
+        vocabulary_parallel: whether every rank of the pipeline has a shard of the vocabulary.
 
     Raises:
-        ValueError: megatron-core refuses the model.
+        ValueError: megatron-core refuses the model, or its vocabulary cannot be cut into shards.
     """
     if rank is None:
         rank = parallel_state.get_pipeline_model_parallel_rank()
@@ -147,6 +150,8 @@ def build_model(
         with by_unit if seeds_by_layer else nullcontext():
             chunks.append(_build_chunk(args, config, placement, rank, chunk))
     copy_tied_embedding(chunks)
+    if vocabulary_parallel:
+        shard_vocabulary(chunks, placement)
     wrapped = wrap_in_ddp(args, config, chunks, store)
     for chunk in wrapped:
         chunk.broadcast_params()

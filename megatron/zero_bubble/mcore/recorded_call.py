@@ -1,0 +1,69 @@
+"""Runs a script's forward step with a recorder in the model's place, to call the model itself later or elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+ForwardStep = Callable[[Any, Any], tuple[Any, Any]]
+"""A forward step as megatron-core calls it: (data iterator, model) -> (output, loss function)."""
+
+
+class RecordedCall(NamedTuple):
+    """The call of a model that a forward step has made, and the loss function that it has returned."""
+
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    loss_function: Callable[..., Any] | None
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """The tokens that the model is to embed, [batch, sequence]."""
+        return self.arguments[0] if self.arguments else self.keywords["input_ids"]
+
+    def forward_step(self, data_iterator: Any, model: Any) -> tuple[Any, Any]:
+        """Call the model; it takes the place of the forward step, whose data it has."""
+        return model(*self.arguments, **self.keywords), self.loss_function
+
+
+def record_call(forward_step: ForwardStep, data_iterator: Iterator[Any] | None, model: torch.nn.Module) -> RecordedCall:
+    """Run a forward step, and return the call of its model, which does not run.
+
+    Raises:
+        ValueError: the forward step does not call the model once, or does not return the output as it is.
+    """
+    recorder = _Recorder(model)
+    output, loss_function = forward_step(data_iterator, recorder)
+    calls = object.__getattribute__(recorder, "calls")
+    if len(calls) != 1 or output is not calls[0][0]:
+        raise ValueError(
+            "--zero-bubble-vocabulary-parallel needs a forward step that calls the model once and returns its output "
+            f"unchanged, but it called the model {len(calls)} times and returned {type(output).__name__}"
+        )
+    _, arguments, keywords = calls[0]
+    return RecordedCall(arguments, keywords, loss_function)
+
+
+class ModelOutput:
+    """Stands for the output of a model that has not run."""
+
+
+class _Recorder:
+    """Stands for a model: it has the model's attributes and class, and only records calls."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        object.__setattr__(self, "model", model)
+        object.__setattr__(self, "calls", [])
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> ModelOutput:
+        output = ModelOutput()
+        object.__getattribute__(self, "calls").append((output, arguments, keywords))
+        return output
+
+    def __getattribute__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "model"), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(object.__getattribute__(self, "model"), name, value)

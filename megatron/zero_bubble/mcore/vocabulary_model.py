@@ -1,0 +1,286 @@
+"""Cuts a GPT's vocabulary into one shard a rank: each has as many rows of the embedding and of the output layer.
+
+`shard_vocabulary` changes model chunks that megatron-core has built, before `split_weight_gradients` and DDP. The
+pipeline's ranks then compute embedding and output layer together, as operations of the schedule (see
+`vocabulary_stage.py`); the first stage begins with their sum, and the last stage ends with its hidden states.
+
+With p pipeline ranks and t tensor ranks, shard number `tensor rank * p + pipeline rank` of p t is on that rank. So
+what a tensor rank has of the vocabulary in Megatron is spread over its pipeline.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import get_model_config, unwrap_model
+
+from megatron.zero_bubble.mcore.vocabulary_shard import Rows
+from megatron.zero_bubble.mcore.vocabulary_weight import ShardWeight
+from megatron.zero_bubble.schedule import Placement
+
+_NAME = "vocabulary_shard"
+"""Name of the shard among the modules of a rank's first chunk."""
+_EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+"""megatron-core's names of the weights, in checkpoints, too."""
+
+
+class VocabularyShard(torch.nn.Module):
+    """This rank's rows of the embedding and of the output layer; tied weights are one parameter.
+
+    Args:
+        embedding: the rows of the embedding.
+        output: those of the output layer, the same object if the weights are tied.
+        index: number of this shard in the vocabulary.
+        count: number of shards.
+    """
+
+    def __init__(self, embedding: ShardWeight, output: ShardWeight, index: int, count: int) -> None:
+        super().__init__()
+        self.embedding, self.output = embedding, output
+        self.index, self.count = index, count
+
+    @property
+    def weights(self) -> list[ShardWeight]:
+        return [self.embedding] if self.embedding is self.output else [self.embedding, self.output]
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, ShardedTensor]:
+        """Return the rows as parts of the tensors that megatron-core's own layers save and load."""
+        assert not sharded_offsets, "the shard is outside of the layers"
+        group = (metadata or {}).get("dp_cp_group") or parallel_state.get_data_parallel_group(
+            with_context_parallel=True
+        )
+        model = prefix.removesuffix(f"{_NAME}.")
+        return {
+            f"{prefix}{name}.weight": ShardedTensor.from_rank_offsets(
+                f"{model}{key}",
+                weight.weight,
+                (0, self.index, self.count),
+                replica_id=(0, 0, group.rank()),
+                # The vocabulary is padded to another size on another number of ranks.
+                allow_shape_mismatch=True,
+            )
+            for (name, key), weight in zip((("embedding", _EMBEDDING), ("output", _OUTPUT)), self.weights, strict=False)
+        }
+
+
+class SummedEmbedding(torch.nn.Module):
+    """Takes the place of a `VocabParallelEmbedding`: returns rows that were looked up before, reduced as it does.
+
+    Attributes:
+        looked_up: [batch, sequence, hidden], the rows of this tensor rank's vocabulary, of the microbatch whose forward
+            comes next; zeros for the tokens of other tensor ranks.
+    """
+
+    def __init__(self, replaced: Any) -> None:
+        super().__init__()
+        self.reduce_scatter_embeddings = replaced.reduce_scatter_embeddings
+        self.tp_group = replaced.tp_group
+        self.looked_up: torch.Tensor | None = None
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        assert self.looked_up is not None, "a forward of the first stage before its embedding"
+        looked_up, self.looked_up = self.looked_up, None
+        if self.reduce_scatter_embeddings:
+            return reduce_scatter_to_sequence_parallel_region(
+                looked_up.transpose(0, 1).contiguous(), group=self.tp_group
+            )
+        return reduce_from_tensor_model_parallel_region(looked_up, group=self.tp_group)
+
+
+class LossInputs(NamedTuple):
+    """What a model's loss is computed from."""
+
+    hidden: torch.Tensor
+    """[sequence, batch, hidden]; with sequence parallelism this rank's part of the sequence."""
+    labels: torch.Tensor
+    """[batch, sequence]."""
+
+
+class HiddenOutput(torch.nn.Module):
+    """Takes the place of an output layer and of the loss after it: keeps what they would compute from.
+
+    Attributes:
+        loss_inputs: those of the last forward, None if it had no labels.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss_inputs: LossInputs | None = None
+
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        return hidden, None
+
+    def keep(self, labels: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Stand in for `compute_language_model_loss(labels, logits)`."""
+        self.loss_inputs = LossInputs(hidden, labels)
+        return hidden
+
+
+class _Weight(NamedTuple):
+    """What all ranks must know of a weight that one rank has."""
+
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    attributes: dict[str, Any]
+
+
+def shard_vocabulary(chunks: Sequence[torch.nn.Module], placement: Placement) -> VocabularyShard:
+    """Spread the rows of embedding and output layer over the pipeline; a collective call of its ranks.
+
+    The values are those that megatron-core has initialized or the caller has loaded. Call it once the chunks are on
+    their device and before `split_weight_gradients` and DDP; `Float16Module` may be around them already.
+
+    Args:
+        chunks: all model chunks of this rank.
+
+    Raises:
+        ValueError: the model cannot be sharded; raised on all ranks of the pipeline.
+    """
+    group = parallel_state.get_pipeline_model_parallel_group()
+    models: list[Any] = [unwrap_model(chunk) for chunk in chunks]
+    first, last = _model_of(models, placement, 0), _model_of(models, placement, placement.num_stages - 1)
+    refusals: list[str | None] = [None] * group.size()
+    dist.all_gather_object(refusals, _refusal(models, placement, first, last), group=group)
+    for refusal in filter(None, refusals):
+        raise ValueError(refusal)
+    weights: list[dict[str, _Weight]] = [{}] * group.size()
+    own = {} if first is None else {_EMBEDDING: first.embedding.word_embeddings.weight}
+    if last is not None and not last.share_embeddings_and_output_weights:
+        own[_OUTPUT] = last.output_layer.weight
+    dist.all_gather_object(weights, {name: _describe(weight) for name, weight in own.items()}, group=group)
+    tensor_ranks = parallel_state.get_tensor_model_parallel_world_size()
+    index = parallel_state.get_tensor_model_parallel_rank() * group.size() + group.rank()
+    device = next(models[0].parameters()).device
+    num_uses = 1 if any(_OUTPUT in described for described in weights) else 2
+    parts: dict[str, ShardWeight] = {}
+    for rank, described in enumerate(weights):
+        for name, weight in described.items():
+            values = _scatter(own.get(name), weight, rank, group, device)
+            parts[name] = ShardWeight(values, Rows(index * len(values), len(values)), weight.attributes, num_uses)
+    embedding = parts[_EMBEDDING]
+    shard = VocabularyShard(embedding, parts.get(_OUTPUT, embedding), index, group.size() * tensor_ranks)
+    _replace_layers(models, first, last)
+    models[0].add_module(_NAME, shard)
+    return shard
+
+
+def vocabulary_shard_of(chunks: Sequence[torch.nn.Module]) -> VocabularyShard | None:
+    """Return this rank's shard, None if the model's vocabulary is not sharded; the chunks may be wrapped."""
+    return getattr(unwrap_model(chunks[0]), _NAME, None)
+
+
+def embedding_of_first_stage(chunks: Sequence[torch.nn.Module]) -> SummedEmbedding | None:
+    """Return what stands for the embedding in the first stage, None if it is on another rank."""
+    return _only(SummedEmbedding, chunks)
+
+
+def output_of_last_stage(chunks: Sequence[torch.nn.Module]) -> HiddenOutput | None:
+    """Return what stands for the output layer in the last stage, None if it is on another rank."""
+    return _only(HiddenOutput, chunks)
+
+
+def _only(kind: type[Any], chunks: Sequence[torch.nn.Module]) -> Any:
+    return next((module for chunk in chunks for module in chunk.modules() if isinstance(module, kind)), None)
+
+
+def refuse_vocabulary_size(padded_vocab_size: int, pipeline_ranks: int, tensor_ranks: int) -> None:
+    """Raise `ValueError` if the padded vocabulary cannot be cut into equal shards."""
+    shards = pipeline_ranks * tensor_ranks
+    if padded_vocab_size % shards:
+        divisor = math.lcm(128, pipeline_ranks)
+        raise ValueError(
+            f"--zero-bubble-vocabulary-parallel cuts the vocabulary into {shards} equal shards, one a rank, but its "
+            f"padded size is {padded_vocab_size}: set --make-vocab-size-divisible-by {divisor}"
+        )
+
+
+def _model_of(models: Sequence[Any], placement: Placement, stage: int) -> Any:
+    """Return the model of a stage, None if it is on another rank."""
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    return models[placement.chunk_of(stage)] if placement.rank_of(stage) == rank else None
+
+
+def _refusal(models: Sequence[Any], placement: Placement, first: Any, last: Any) -> str | None:
+    """Return why these chunks cannot be sharded, in one line, or None."""
+    flag = "--zero-bubble-vocabulary-parallel"
+    config = get_model_config(models[0])
+    kinds = {type(model).__name__ for model in models if not isinstance(model, GPTModel)}
+    if kinds:
+        return f"{flag} needs megatron-core's GPTModel, got {', '.join(sorted(kinds))}"
+    if placement.num_ranks < 2:
+        return f"{flag} needs at least two pipeline ranks: set --pipeline-model-parallel-size"
+    if config.mtp_num_layers:
+        return f"{flag} does not support multi-token prediction: leave out --mtp-num-layers {config.mtp_num_layers}"
+    if config.defer_embedding_wgrad_compute:
+        return f"{flag} defers the output layer's weight gradient itself: leave out --defer-embedding-wgrad-compute"
+    if last is not None and not isinstance(last.output_layer, ColumnParallelLinear):
+        return f"{flag} does not support an output layer of the class {type(last.output_layer).__name__}"
+    if first is not None:
+        tensor_ranks = parallel_state.get_tensor_model_parallel_world_size()
+        try:
+            refuse_vocabulary_size(first.embedding.word_embeddings.num_embeddings, placement.num_ranks, tensor_ranks)
+        except ValueError as error:
+            return str(error)
+    return None
+
+
+def _describe(weight: torch.Tensor) -> _Weight:
+    """Describe a weight with the attributes that megatron-core has set on it, but those of tied copies."""
+    attributes: Mapping[str, Any] = vars(weight)
+    plain = {
+        name: value
+        for name, value in attributes.items()
+        if isinstance(value, (bool, int, float, str)) and name not in ("shared", "shared_embedding")
+    }
+    rows, hidden = weight.shape
+    return _Weight((rows, hidden), weight.dtype, plain)
+
+
+def _scatter(
+    whole: torch.Tensor | None, weight: _Weight, source: int, group: dist.ProcessGroup, device: torch.device
+) -> torch.Tensor:
+    """Return this rank's part of the rows that the pipeline rank `source` has."""
+    rows, hidden = weight.shape
+    part = torch.empty(rows // group.size(), hidden, dtype=weight.dtype, device=device)
+    # As bytes, because gloo does not know every type.
+    parts = (
+        None if whole is None else [one.contiguous().view(torch.uint8) for one in whole.detach().chunk(group.size())]
+    )
+    dist.scatter(part.view(torch.uint8), parts, src=dist.get_global_rank(group, source), group=group)
+    return part
+
+
+def _replace_layers(models: Sequence[Any], first: Any, last: Any) -> None:
+    """Take embedding and output layer out of the models, which then have no tied weights either."""
+    for model in models:
+        # Otherwise megatron-core would all-reduce the gradients of the first and the last stage.
+        model.share_embeddings_and_output_weights = False
+    if first is not None:
+        first.embedding.word_embeddings = SummedEmbedding(first.embedding.word_embeddings)
+    if last is not None:
+        last.output_layer = HiddenOutput()
+        last.compute_language_model_loss = last.output_layer.keep
+        last.sharded_state_dict = MethodType(_sharded_state_dict, last)
+
+
+def _sharded_state_dict(
+    model: Any, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Stand in for a GPT's method of this name, which needs an output layer with a weight."""
+    return MegatronModule.sharded_state_dict(model, prefix, sharded_offsets, metadata)

@@ -1,0 +1,294 @@
+"""Runs a step's operations on one rank's vocabulary shard, and its part in their collectives.
+
+`VocabularyStep` keeps what one operation leaves for another, by microbatch. `MegatronStage` runs it between the
+forwards and backwards of megatron-core.
+
+Tensors pass between the computation and the lane of collectives. On a GPU those are two streams, and memory that one
+frees must not be reused while the other still reads it. What the lane makes is safe, because each of its collectives
+waits for all computation before it. What computation makes for the lane is kept until this rank has waited for a later
+collective, or is marked by `record_stream`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.zero_bubble.mcore.recorded_call import ForwardStep, RecordedCall, record_call
+from megatron.zero_bubble.mcore.vocabulary_run import VocabularyRun
+from megatron.zero_bubble.mcore.vocabulary_shard import ShardSoftmax, combine, look_up, softmax
+from megatron.zero_bubble.mcore.vocabulary_weight import ShardWeight
+from megatron.zero_bubble.schedule import Op, OpKind
+
+
+@dataclass
+class _Microbatch:
+    """What operations leave for each other. n is batch times sequence, counted as in [sequence, batch]."""
+
+    call: RecordedCall | None = None
+    """The call of the first or the last stage whose forward comes next."""
+    loss_function: Callable[..., Any] | None = None
+    tokens: torch.Tensor | None = None
+    """[batch, sequence]"""
+    looked_up: torch.Tensor | None = None
+    """[batch, sequence, hidden]: this shard's embedding; on the first rank, after EMBEDDED, that of the pipeline."""
+    embedding_gradient: torch.Tensor | None = None
+    """[batch, sequence, hidden]"""
+    hidden: torch.Tensor | None = None
+    """[sequence, batch, hidden]: what the last stage puts out; with sequence parallelism a part of the sequence."""
+    labels: torch.Tensor | None = None
+    """[batch, sequence]"""
+    softmax: ShardSoftmax | None = None
+    losses: torch.Tensor | None = None
+    """[n]"""
+    alpha: torch.Tensor | None = None
+    """[n]"""
+    input_gradient: torch.Tensor | None = None
+    """[n, hidden], on the last rank: that of the last stage's output for a loss gradient of 1."""
+    loss_gradient: torch.Tensor | None = None
+    """[n]"""
+
+
+class VocabularyStep:
+    """The operations of one step on a shard.
+
+    Args:
+        message_shape: [sequence, batch, hidden] of the messages between stages.
+        forward_only: leave out what only gradients need.
+    """
+
+    def __init__(
+        self, run: VocabularyRun, num_microbatches: int, message_shape: tuple[int, ...], *, forward_only: bool
+    ) -> None:
+        self._run, self._shard, self._pipeline = run, run.shard, run.collectives.pipeline
+        self._num_microbatches, self._forward_only = num_microbatches, forward_only
+        sequence, batch, _ = message_shape
+        self._hidden_shape = message_shape
+        self._sequence = sequence * (run.tensor_group.size() if run.is_sequence_parallel else 1)
+        self._token_shape = batch, self._sequence
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget all microbatches, whose forwards run again; no collective is under way."""
+        self._microbatches = [_Microbatch() for _ in range(self._num_microbatches)]
+
+    @torch.no_grad()
+    def exchange(self, op: Op) -> None:
+        """Take part in the collective `op`, in the lane."""
+        microbatch = self._microbatches[op.microbatch]
+        _EXCHANGES[op.kind](self, microbatch)
+
+    # ---- embedding
+
+    def read(
+        self, microbatch: int, forward_step: ForwardStep, data_iterator: Iterator[Any] | None, model: torch.nn.Module
+    ) -> None:
+        """Run the forward step of the first stage up to its call of the model: the first rank's part of E."""
+        state = self._microbatches[microbatch]
+        state.call = record_call(forward_step, data_iterator, model)
+        tokens = state.call.tokens
+        if tuple(tokens.shape) != self._token_shape:
+            raise ValueError(
+                f"the forward step gave the model tokens of shape {tuple(tokens.shape)}, but "
+                f"--zero-bubble-vocabulary-parallel needs {self._token_shape}, [batch, sequence]"
+            )
+        state.tokens = tokens.long().contiguous()
+
+    @torch.no_grad()
+    def embed(self, microbatch: int) -> None:
+        """Look the tokens up in this shard: E."""
+        state = self._microbatches[microbatch]
+        weight = self._shard.embedding()
+        state.looked_up = look_up(weight, self._shard.embedding.rows, _there(state.tokens))
+
+    def _exchange_tokens(self, state: _Microbatch) -> None:
+        if state.tokens is None:
+            state.tokens = torch.empty(self._token_shape, dtype=torch.int64, device=self._device)
+        self._pipeline.broadcast(state.tokens, self._run.first_rank)
+
+    def _exchange_embedded(self, state: _Microbatch) -> None:
+        self._pipeline.sum_to(_there(state.looked_up), self._run.first_rank)
+
+    def begin_first_stage(self, microbatch: int) -> RecordedCall:
+        """Give the first stage its embedding; return the call that its F makes."""
+        state, layer = self._microbatches[microbatch], self._run.embedding_layer
+        assert layer is not None
+        layer.looked_up = _there(state.looked_up)
+        if not self._forward_only:
+            trigger = torch.empty((), device=self._device, requires_grad=True)
+            layer.looked_up = _KeptGradient.apply(trigger, layer.looked_up, state)
+        call, state.call, state.looked_up = _there(state.call), None, None
+        return call
+
+    def _exchange_embedding_gradient(self, state: _Microbatch) -> None:
+        if state.embedding_gradient is None:
+            weight = self._shard.embedding.weight
+            shape = (*self._token_shape, weight.shape[1])
+            state.embedding_gradient = torch.empty(shape, dtype=weight.dtype, device=weight.device)
+        self._pipeline.broadcast(state.embedding_gradient, self._run.first_rank)
+
+    @torch.no_grad()
+    def add_embedding_gradient(self, microbatch: int) -> None:
+        """Add the gradient of this shard's embedding: EW."""
+        state = self._microbatches[microbatch]
+        self._shard.embedding.add_embedding_gradient(_there(state.tokens), _there(state.embedding_gradient))
+        state.tokens = state.embedding_gradient = None
+        self._complete_with_last(microbatch, self._shard.embedding)
+
+    # ---- output layer
+
+    def forward_last_stage(
+        self, microbatch: int, forward_step: ForwardStep, data_iterator: Iterator[Any] | None, model: torch.nn.Module
+    ) -> tuple[Any, Any]:
+        """Run the forward step of the last stage; its loss function is kept for L."""
+        call = record_call(forward_step, data_iterator, model)
+        self._microbatches[microbatch].loss_function = call.loss_function
+        return call.forward_step(data_iterator, model)
+
+    def end_last_stage(self, microbatch: int) -> torch.Tensor:
+        """Take what the forward of the last stage has put out for S; return it with its graph for B."""
+        state, layer = self._microbatches[microbatch], self._run.output_layer
+        assert layer is not None
+        if layer.loss_inputs is None:
+            raise ValueError(
+                "--zero-bubble-vocabulary-parallel computes losses, not logits: the forward step must call the model "
+                "with labels"
+            )
+        (hidden, labels), layer.loss_inputs = layer.loss_inputs, None
+        # A stage of the loss alone puts out its input, whose memory B needs.
+        output = hidden.clone() if hidden.is_leaf and hidden.requires_grad else hidden
+        state.hidden, state.labels = output.detach(), labels.long().contiguous()
+        return output
+
+    def _exchange_hidden(self, state: _Microbatch) -> None:
+        if state.hidden is None:
+            weight = self._shard.output.weight
+            state.hidden = torch.empty(self._hidden_shape, dtype=weight.dtype, device=weight.device)
+            state.labels = torch.empty(self._token_shape, dtype=torch.int64, device=weight.device)
+        self._pipeline.broadcast(state.hidden, self._run.last_rank)
+        self._pipeline.broadcast(_there(state.labels), self._run.last_rank)
+
+    @torch.no_grad()
+    def compute_softmax(self, microbatch: int) -> None:
+        """Compute the softmax on this shard: S."""
+        state, output = self._microbatches[microbatch], self._shard.output
+        labels = _there(state.labels).t().reshape(-1)
+        hidden = self._whole_hidden(state)
+        state.softmax = softmax(output(), output.rows, hidden, labels, with_gradients=not self._forward_only)
+        if self._forward_only:
+            state.hidden = state.tokens = None
+        if self._pipeline.rank != self._run.first_rank:
+            state.looked_up = None
+
+    def _whole_hidden(self, state: _Microbatch) -> torch.Tensor:
+        """Return the hidden states of all tokens, [n, hidden]; with sequence parallelism gathered anew."""
+        hidden = _there(state.hidden)
+        if self._run.is_sequence_parallel:
+            group = self._run.tensor_group
+            whole = hidden.new_empty(self._sequence, *hidden.shape[1:])
+            dist.all_gather_into_tensor(whole, hidden.contiguous(), group=group)
+            hidden = whole
+        return hidden.reshape(-1, hidden.shape[-1])
+
+    def _exchange_softmax(self, state: _Microbatch) -> None:
+        result, run = _there(state.softmax), self._run
+        statistics = run.collectives.gather_statistics(result.statistics)
+        state.losses, state.alpha = combine(statistics, self._shard.index)
+        if self._forward_only:
+            return
+        _mark_as_read(result.product, result.label_weights)
+        terms = result.take_input_gradient(state.alpha)
+        splits = run.is_sequence_parallel
+        total = run.collectives.sum_to(terms, run.last_rank, splits_sequence=splits)
+        if self._pipeline.rank == run.last_rank:
+            state.input_gradient = total
+
+    def begin_loss(self, microbatch: int) -> tuple[torch.Tensor, Callable[..., Any] | None]:
+        """Return the loss of every token, a leaf [batch, sequence], and the loss function: the input of L."""
+        state = self._microbatches[microbatch]
+        batch, sequence = self._token_shape
+        losses = _there(state.losses).view(sequence, batch).t().contiguous()
+        return losses.requires_grad_(not self._forward_only), state.loss_function
+
+    def end_loss(self, microbatch: int, gradient: torch.Tensor | None) -> None:
+        """Take the gradient of L's input; None stands for zeros."""
+        state = self._microbatches[microbatch]
+        losses = _there(state.losses)
+        state.loss_gradient = (
+            torch.zeros_like(losses) if gradient is None else gradient.t().reshape(-1).to(losses.dtype)
+        )
+
+    def _exchange_loss_gradient(self, state: _Microbatch) -> None:
+        if state.loss_gradient is None:
+            state.loss_gradient = torch.empty_like(_there(state.alpha))
+        self._pipeline.broadcast(state.loss_gradient, self._run.last_rank)
+
+    @torch.no_grad()
+    def gradient_of_last_stage(self, microbatch: int) -> torch.Tensor:
+        """Return the gradient of the last stage's output, with which its B begins."""
+        state = self._microbatches[microbatch]
+        loss_gradient, total = _there(state.loss_gradient), _there(state.input_gradient)
+        state.input_gradient = None
+        if self._run.is_sequence_parallel:
+            group = self._run.tensor_group
+            loss_gradient = loss_gradient.chunk(group.size())[group.rank()]
+        gradient = total.mul_(loss_gradient.unsqueeze(1))
+        return gradient.to(self._shard.output.weight.dtype).view(self._hidden_shape)
+
+    @torch.no_grad()
+    def add_output_gradient(self, microbatch: int) -> None:
+        """Add the gradient of this shard's output layer: T."""
+        state, output = self._microbatches[microbatch], self._shard.output
+        gradient = _there(state.softmax).logits_gradient(_there(state.alpha), _there(state.loss_gradient))
+        state.softmax = None
+        output.add_output_gradient(gradient, self._whole_hidden(state), is_fused=self._run.is_fused)
+        state.hidden = state.labels = None
+        self._complete_with_last(microbatch, output)
+
+    def _complete_with_last(self, microbatch: int, weight: ShardWeight) -> None:
+        if microbatch == self._num_microbatches - 1:
+            weight.complete()
+
+    @property
+    def _device(self) -> torch.device:
+        return self._shard.embedding.weight.device
+
+
+_EXCHANGES: dict[OpKind, Callable[[VocabularyStep, _Microbatch], None]] = {
+    OpKind.TOKENS: VocabularyStep._exchange_tokens,
+    OpKind.EMBEDDED: VocabularyStep._exchange_embedded,
+    OpKind.HIDDEN: VocabularyStep._exchange_hidden,
+    OpKind.SOFTMAX: VocabularyStep._exchange_softmax,
+    OpKind.LOSS_GRAD: VocabularyStep._exchange_loss_gradient,
+    OpKind.EMBEDDED_GRAD: VocabularyStep._exchange_embedding_gradient,
+}
+
+
+class _KeptGradient(torch.autograd.Function):
+    """Passes the embedding on, and keeps its gradient for EW. The embedding itself need not be kept until B."""
+
+    @staticmethod
+    def forward(ctx: Any, trigger: torch.Tensor, looked_up: torch.Tensor, state: _Microbatch) -> torch.Tensor:
+        ctx.state = state
+        return looked_up
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None]:
+        ctx.state.embedding_gradient = gradient.contiguous()
+        return None, None, None
+
+
+def _there(value: Any) -> Any:
+    assert value is not None, "an operation on a vocabulary shard before its input is there"
+    return value
+
+
+def _mark_as_read(*tensors: torch.Tensor | None) -> None:
+    """Keep the memory of tensors that the current stream is about to read, until it has; on a CPU nothing waits."""
+    for tensor in tensors:
+        if tensor is not None and tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream())

@@ -1,0 +1,64 @@
+"""Trainings whose vocabulary is in shards, against megatron-core's own schedule and an emulation in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from vocabulary_training import EMULATED, Outcome, Training, run_job
+
+TWO_STAGES = ("--pipeline-model-parallel-size", "2", "--clip-grad", "0")
+UNTIED = ("--untie-embeddings-and-output-weights",)
+SCHEDULES = ("1f1b", "zb-h1", "zb-2p", "zb-v", "interleaved-zb")
+
+
+@pytest.fixture(scope="module", params=[(), UNTIED], ids=["tied", "untied"])
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    trainings = {
+        "theirs": Training(None, is_sharded=False),
+        EMULATED: Training(),
+        **{schedule: Training(schedule) for schedule in SCHEDULES},
+    }
+    return run_job(2, trainings, [*TWO_STAGES, *request.param], tmp_path_factory.mktemp("vocabulary"))
+
+
+def difference_of_losses(ours: Outcome, theirs: Outcome) -> float:
+    """The largest relative difference of a microbatch's loss, in training and evaluation."""
+    pairs = [zip(ours[what], theirs[what], strict=True) for what in ("losses", "evaluation")]
+    return max(abs(a / b - 1) for pair in pairs for a, b in pair)
+
+
+def difference_of_gradients(ours: Outcome, theirs: Outcome) -> float:
+    """The largest difference of a gradient in the first step, in terms of the largest one of its parameter.
+
+    Adam divides a gradient by its size, so that from the second step on rounding errors of small gradients are large.
+    """
+    a, b = ours["gradients"][0], theirs["gradients"][0]
+    assert a.keys() == b.keys()
+    return max(((a[name] - b[name]).abs().max() / b[name].abs().max()).item() for name in a)
+
+
+def assert_same_step(ours: Outcome, theirs: Outcome, step: int) -> None:
+    a, b = ours["gradients"][step], theirs["gradients"][step]
+    assert a.keys() == b.keys()
+    assert [name for name in a if not torch.equal(a[name], b[name])] == []
+
+
+def test_losses_and_gradients_are_those_of_megatron_core(outcomes):
+    assert difference_of_losses(outcomes["zb-h1"], outcomes["theirs"]) < 1e-6
+    assert difference_of_gradients(outcomes["zb-h1"], outcomes["theirs"]) < 1e-5
+    assert outcomes["zb-h1"]["norms"] == pytest.approx(outcomes["theirs"]["norms"], rel=1e-6)
+
+
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "zb-h1"])
+def test_all_schedules_give_the_same_bits(outcomes, schedule):
+    ours, other = outcomes[schedule], outcomes["zb-h1"]
+    assert ours["losses"] == other["losses"]
+    assert ours["evaluation"] == other["evaluation"]
+    for step in range(2):
+        assert_same_step(ours, other, step)
+
+
+def test_a_step_is_bit_for_bit_that_of_one_process(outcomes):
+    ours, emulated = outcomes["zb-h1"], outcomes[EMULATED]
+    assert ours["losses"][: len(emulated["losses"])] == emulated["losses"]
+    assert_same_step(emulated, {**ours, "gradients": ours["gradients"][:1]}, 0)
