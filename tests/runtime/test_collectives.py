@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -63,6 +64,7 @@ def job(rank: int, num_ranks: int, store: str) -> None:
     run_all(second, torch.float32)
     if rank != 1:
         some_of_the_ranks([0, 2], rank // 2)
+    a_rank_that_leaves_ends_the_wait_of_the_others(first)
     for group in (first, second):
         group.close()
     dist.destroy_process_group()
@@ -72,6 +74,17 @@ def some_of_the_ranks(members: Sequence[int], rank: int) -> None:
     group = TorchCollectives(members, rank, CPU, TIMEOUT)
     assert (group.rank, group.size) == (rank, 2)
     run_all(group, torch.float32)
+
+
+def a_rank_that_leaves_ends_the_wait_of_the_others(group: TorchCollectives) -> None:
+    if group.rank == 1:
+        group.close()
+    else:
+        started = time.monotonic()
+        with pytest.raises(RuntimeError, match=r"[Cc]onnection"):
+            group.broadcast(values(group.rank), 1)
+        assert time.monotonic() - started < 30
+    dist.barrier()
 
 
 def test_collectives_between_processes(tmp_path: Path):

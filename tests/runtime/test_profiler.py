@@ -82,6 +82,15 @@ def test_outliers_move_nothing_but_the_noise_is_told():
     assert noisy.costs()[0].noise == pytest.approx(0.5 / 1.5)
 
 
+def test_the_noise_of_an_operation_too_short_to_matter_is_not_told():
+    profiler = Profiler(LINEAR, 0)
+    for k in range(20):
+        profiler.add(step((F, 0, 2.0, None), (BW, 0, 4.0, None), (OpKind.E, 0, 0.01 + 0.01 * (k % 2), None)))
+    (costs,) = profiler.costs()
+    assert costs.noise == pytest.approx(0.0, abs=1e-9)
+    assert costs.times[OpKind.E] == pytest.approx(0.015)
+
+
 def test_one_sample_has_no_spread():
     profiler = Profiler(LINEAR, 0)
     profiler.add(step((F, 0, 2.0, None), (B, 0, 2.0, None), (W, 0, 1.0, None)))

@@ -10,8 +10,9 @@ from pathlib import Path
 from megatron.zero_bubble.job.files import write_file
 from megatron.zero_bubble.schedule import OpKind, Schedule, StageCosts, TimedOp, Timeline, simulate
 from megatron.zero_bubble.schedule.analysis import causes
-from megatron.zero_bubble.schedule.costs import by_result
+from megatron.zero_bubble.schedule.costs import OPTIONAL, by_result
 from megatron.zero_bubble.schedule.draw import html_document, to_chrome_trace, to_html, to_svg
+from megatron.zero_bubble.schedule.kinds import TIMES
 
 _MARGINS, _OP_WIDTH, _WIDEST = 136, 26, 1600
 """Width in pixels of a drawing's margins, of an operation on average (most labels fit), and of the widest drawing."""
@@ -76,13 +77,8 @@ def _costs_of(schedule: Schedule, lanes: Sequence[Sequence[TimedOp]], profiled: 
         means[stage][kind] = statistics.fmean(values)
     stages = [by_result(mean) for mean in means]
     times = {
-        name: tuple(stage.get(kind, unknown) for stage in stages)
-        for name, kind, unknown in (
-            ("time_f", OpKind.F, _UNKNOWN),
-            ("time_b", OpKind.B, _UNKNOWN),
-            ("time_w", OpKind.W, _UNKNOWN),
-            ("time_r", OpKind.R, 0.0),
-        )
+        name: tuple(stage.get(kind, 0.0 if name in OPTIONAL else _UNKNOWN) for stage in stages)
+        for name, kind in TIMES.items()
     }
     free = StageCosts.uniform(placement.num_stages, memory_f=0, memory_b=0, memory_w=0)
     return replace(profiled or free, **times)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -60,7 +60,7 @@ class TimelineWriter:
 
 
 def _in_mebibytes(costs: StageCosts) -> StageCosts:
-    names = ("memory_f", "memory_b", "memory_w", "memory_r")
+    names = [field.name for field in fields(costs) if field.name.startswith("memory")]
     return replace(costs, **{name: tuple(value / 2**20 for value in getattr(costs, name)) for name in names})
 
 

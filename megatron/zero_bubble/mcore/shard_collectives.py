@@ -53,7 +53,7 @@ class ShardCollectives:
         return terms
 
     def close(self) -> None:
-        """Leave the groups; no collective may be under way."""
+        """Leave the groups; this rank has no collective under way, and any that others have then fails."""
         self.pipeline.close()
         if self.tensor is not None:
             self.tensor.close()

@@ -75,10 +75,11 @@ def open_vocabulary(
     if shard is None:
         return None
     config = get_model_config(chunks[0])
+    collectives = open_collectives(groups, device, timeout)
     return VocabularyRun(
         shard=shard,
-        collectives=open_collectives(groups, device, timeout),
-        lane=new_lane(device),
+        collectives=collectives,
+        lane=new_lane(device, collectives.close),
         first_rank=placement.rank_of(0),
         last_rank=placement.rank_of(placement.num_stages - 1),
         tensor_group=groups.tp,

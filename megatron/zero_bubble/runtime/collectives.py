@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -53,7 +53,7 @@ class Collectives(Protocol):
         ...
 
     def close(self) -> None:
-        """Leave the group; no collective may be under way."""
+        """Leave the group; this rank has no collective under way, and any that others have then fails."""
         ...
 
 
@@ -69,7 +69,7 @@ class TorchCollectives:
 
     def __init__(self, members: Sequence[int], rank: int, device: torch.device, timeout: timedelta) -> None:
         name = f"megatron.zero_bubble/collectives of {','.join(map(str, members))}"
-        self._group = connect(Membership(name, tuple(members), rank, device, timeout))
+        self._group: Any = connect(Membership(name, tuple(members), rank, device, timeout))
         self._rank, self._size = rank, len(members)
         self._reduces = device.type == "cuda"
         self._open(device)
@@ -122,7 +122,9 @@ class TorchCollectives:
         self._group.scatter([part], [] if parts is None else [list(parts)], options).wait()
 
     def close(self) -> None:
-        self._group.shutdown()
+        if self._group is not None:
+            self._group.shutdown()
+        self._group = None  # gloo's connections end with their last reference
 
 
 class InMemoryCollectives:
@@ -135,7 +137,7 @@ class InMemoryCollectives:
     """
 
     def __init__(self, network: InMemoryNetwork, rank: int, size: int) -> None:
-        self._end = network.communicator(rank)
+        self._network, self._end = network, network.communicator(rank)
         self._rank, self._size = rank, size
 
     @property
@@ -167,7 +169,7 @@ class InMemoryCollectives:
         part.copy_(self._receive(part, root))
 
     def close(self) -> None:
-        return
+        self._network.close(ConnectionError(f"rank {self._rank} has left the group of collectives"))
 
     def _send_all(self, tensors: Sequence[torch.Tensor]) -> None:
         for destination, tensor in enumerate(tensors):

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import NamedTuple, Protocol
 
 import torch
+
+_logger = logging.getLogger(__name__)
 
 
 class PendingExchange(Protocol):
     """A collective that was submitted and may not be complete yet."""
 
-    def is_done(self) -> bool: ...
+    def failure(self) -> BaseException | None:
+        """Return the error that the collective has ended with, if it has; do not wait."""
+        ...
 
     def wait(self) -> None:
         """Let the computation after this call wait for the collective; raise the error that it ended with."""
@@ -20,44 +27,79 @@ class PendingExchange(Protocol):
 
 
 class ExchangeLane(Protocol):
-    """Runs what is submitted in that order, each after the computation that was launched before it."""
+    """Runs what is submitted in that order, without autograd, each after the computation launched before it."""
 
     def submit(self, exchange: Callable[[], None]) -> PendingExchange:
         """Start `exchange` once those before it are complete; return at once."""
         ...
 
     def close(self) -> None:
-        """Wait for all that was submitted."""
+        """Wait for all that was submitted; the lane takes nothing more."""
         ...
 
 
-def new_lane(device: torch.device) -> ExchangeLane:
-    """The lane for exchanges of tensors on `device`."""
-    return StreamLane(device) if device.type == "cuda" else ThreadLane()
+def new_lane(device: torch.device, leave: Callable[[], None]) -> ExchangeLane:
+    """The lane for exchanges of tensors on `device`; `leave` ends this rank's part in their groups."""
+    return StreamLane(device) if device.type == "cuda" else ThreadLane(leave)
 
 
 class ThreadLane:
-    """A lane on a CPU: one thread, in which collectives block."""
+    """A lane on a CPU: one thread, in which collectives block.
 
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="vocabulary exchanges")
+    After an exchange that fails none is run, because this rank has lost the order of the others. The rank leaves the
+    groups, so that no rank waits for it, and the error is logged at once: this rank's main thread may be waiting for a
+    rank that waits for the collective, and then learns of the error only when that rank has ended.
+
+    Args:
+        leave: ends this rank's part in the groups that the exchanges run over, such as `Collectives.close`.
+    """
+
+    def __init__(self, leave: Callable[[], None]) -> None:
+        self._leave = leave
+        self._submitted: SimpleQueue[_ThreadExchange | None] = SimpleQueue()
+        # A daemon, because a rank whose computation has failed exits although its lane waits for other ranks.
+        self._thread = threading.Thread(target=self._run, name="vocabulary exchanges", daemon=True)
+        self._thread.start()
 
     def submit(self, exchange: Callable[[], None]) -> PendingExchange:
-        return _ThreadExchange(self._thread.submit(exchange))
+        pending = _ThreadExchange(exchange, Future())
+        self._submitted.put(pending)
+        return pending
 
     def close(self) -> None:
-        self._thread.shutdown()
+        self._submitted.put(None)
+        self._thread.join()
+
+    @torch.no_grad()
+    def _run(self) -> None:
+        failure: BaseException | None = None
+        while (pending := self._submitted.get()) is not None:
+            if failure is None:
+                failure = self._run_one(pending.exchange)
+            if failure is None:
+                pending.end.set_result(None)
+            else:
+                pending.end.set_exception(failure)
+
+    def _run_one(self, exchange: Callable[[], None]) -> BaseException | None:
+        try:
+            exchange()
+        except Exception as error:
+            _logger.error("a collective of the vocabulary shards failed: %s: %s", type(error).__name__, error)
+            self._leave()
+            return error
+        return None
 
 
-class _ThreadExchange:
-    def __init__(self, future: Future[None]) -> None:
-        self._future = future
+class _ThreadExchange(NamedTuple):
+    exchange: Callable[[], None]
+    end: Future[None]
 
-    def is_done(self) -> bool:
-        return self._future.done()
+    def failure(self) -> BaseException | None:
+        return self.end.exception() if self.end.done() else None
 
     def wait(self) -> None:
-        self._future.result()
+        self.end.result()
 
 
 class StreamLane:
@@ -66,6 +108,7 @@ class StreamLane:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device, priority=-1)
 
+    @torch.no_grad()
     def submit(self, exchange: Callable[[], None]) -> PendingExchange:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
@@ -78,12 +121,11 @@ class StreamLane:
         self._stream.synchronize()
 
 
-class _StreamExchange:
-    def __init__(self, end: torch.cuda.Event) -> None:
-        self._end = end
+class _StreamExchange(NamedTuple):
+    end: torch.cuda.Event
 
-    def is_done(self) -> bool:
-        return self._end.query()
+    def failure(self) -> None:
+        return None
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._end)
+        torch.cuda.current_stream().wait_event(self.end)

@@ -5,39 +5,25 @@ The executor knows nothing of models: a `Stage` computes F and B, and the schedu
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import cast
 
 import torch
 
 from megatron.zero_bubble.runtime.communicator import Communicator, PendingReceive, PendingSend
-from megatron.zero_bubble.runtime.exchange_lane import ExchangeLane, PendingExchange
+from megatron.zero_bubble.runtime.exchange_lane import ExchangeLane
+from megatron.zero_bubble.runtime.exchanges import Exchanges
 from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
 from megatron.zero_bubble.runtime.recorder import OpRecorder
 from megatron.zero_bubble.runtime.stage import Stage, SteppingStage, VocabularyStage
+from megatron.zero_bubble.runtime.steps import Range, Step, new_range, no_range, steps_of
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, OpKind, Schedule
-from megatron.zero_bubble.schedule.graph import exchange_before
-from megatron.zero_bubble.schedule.kinds import BACKWARDS, COLLECTIVES, COMMUNICATION, KINDS, VOCABULARY
+from megatron.zero_bubble.schedule.kinds import BACKWARDS, COLLECTIVES, KINDS, VOCABULARY
 from megatron.zero_bubble.schedule.step_ops import before_validation, stale_receives
 from megatron.zero_bubble.schedule.tail import run_together
-
-_Range = Callable[[str], contextlib.AbstractContextManager[Any]]
-"""Makes the profiler range of an operation from its name."""
-_NO_RANGE = contextlib.nullcontext()
-
-
-def _new_range() -> _Range:
-    """Choose the kind of profiler range: torch's while its profiler runs, else NVTX on a GPU, for Nsight Systems.
-
-    While no profiler runs, a range of torch's costs as much as all the rest of the executor, and an NVTX range nothing.
-    """
-    if torch.autograd._profiler_enabled():
-        return torch.profiler.record_function
-    return torch.cuda.nvtx.range if torch.cuda.is_available() else lambda name: _NO_RANGE
 
 
 class LeftoverError(RuntimeError):
@@ -56,26 +42,6 @@ class _LocalMessage:
 
 _Key = tuple[bool, int, int]
 """Key of a message or an activation: (is forward, chunk, microbatch)."""
-
-
-class _Step(NamedTuple):
-    """One operation of a rank, or several that run as one (see `run_together`)."""
-
-    position: int
-    """Index of the first operation among those of its rank."""
-    ops: tuple[Op, ...]
-    name: str
-    is_computation: bool
-
-
-def _steps(groups: Iterable[tuple[Op, ...]]) -> list[_Step]:
-    steps: list[_Step] = []
-    position = 0
-    for together in groups:
-        is_computation = together[0].kind not in COMMUNICATION
-        steps.append(_Step(position, together, " ".join(map(str, together)), is_computation))
-        position += len(together)
-    return steps
 
 
 class Executor:
@@ -110,8 +76,8 @@ class Executor:
         self._recomputed = frozenset((op.chunk, op.microbatch) for op in schedule.ops[rank] if op.kind is OpKind.R)
         self._stages = [schedule.placement.stage_of(rank, chunk) for chunk in range(schedule.num_chunks)]
         ops = schedule.ops[rank]
-        self._steps = _steps(run_together(ops) if tail_by_parameter else ((op,) for op in ops))
-        self._redone = _steps((op,) for op in before_validation(schedule, rank))
+        self._steps = steps_of(run_together(ops) if tail_by_parameter else ((op,) for op in ops))
+        self._redone = steps_of((op,) for op in before_validation(schedule, rank))
         self._num_ops = len(schedule.ops[rank])
         self._stale = stale_receives(schedule, rank)
         self._runs_backward = any(op.kind in BACKWARDS for op in schedule.ops[rank])
@@ -119,13 +85,12 @@ class Executor:
         self._incoming: dict[_Key, PendingReceive] = {}
         self._outgoing: dict[_Key, torch.Tensor] = {}
         self._sends: deque[PendingSend] = deque()
-        self._exchange_lane = exchange_lane
-        self._exchanges: dict[Op, PendingExchange] = {}
+        self._exchanges = Exchanges(schedule, rank, exchange_lane)
         self._recorder: OpRecorder | None = None
         self._position = 0
         self._begun = -1
         self._marked: list[int] = []
-        self._range: _Range = lambda name: _NO_RANGE
+        self._range: Range = no_range
         self._handlers: dict[OpKind, Callable[..., None]] = {
             OpKind.F: self._forward,
             OpKind.B: self._backward_input,
@@ -146,21 +111,28 @@ class Executor:
         """Run all operations of one step; `recorder` is told when each operation computes.
 
         Raises:
-            LeftoverError: a pending W, a message or an activation is left at the end.
+            LeftoverError: a pending W, a message, an activation or a collective's result is left at the end.
         """
         self._marked = []
         self._recorder = recorder
-        self._range = _new_range()
+        self._range = new_range()
         self._begun = -1
-        self._run(stage, self._steps)
-        self._position = self._num_ops
-        for send in self._sends:
-            send.wait()
-        self._sends.clear()
-        self._finish_exchanges()
-        self._check_nothing_left()
+        try:
+            self._run(stage, self._steps)
+            self._position = self._num_ops
+            for send in self._sends:
+                send.wait()
+            self._sends.clear()
+            unused = self._exchanges.finish()
+        except Exception as error:
+            # A collective that has failed here is the cause: the other ranks then end, and this rank's messages fail.
+            cause = self._exchanges.forget()
+            if cause is None or cause is error:
+                raise
+            raise cause from error
+        self._check_nothing_left(unused)
 
-    def _run(self, stage: Stage, steps: Sequence[_Step]) -> None:
+    def _run(self, stage: Stage, steps: Sequence[Step]) -> None:
         for position, ops, name, is_computation in steps:
             self._position = position
             with self._range(name):
@@ -199,7 +171,7 @@ class Executor:
             input_tensor = self._incoming.pop((True, op.chunk, op.microbatch)).wait()
             if self._runs_backward:
                 input_tensor.requires_grad_()
-        self._await_exchange(op)
+        self._exchanges.wait_before(op)
         self._begin(op)
         drops = (op.chunk, op.microbatch) in self._recomputed
         with self._recomputation.forward(op.chunk, op.microbatch, drops=drops):
@@ -210,28 +182,14 @@ class Executor:
             self._hand_on(stage, op, output, is_forward=True)
 
     def _on_shard(self, stage: Stage, op: Op) -> None:
-        self._await_exchange(op)
+        self._exchanges.wait_before(op)
         self._begin(op)
         if KINDS[op.kind].adds_gradient:
             stage.before_gradients(op)
         cast(VocabularyStage, stage).run_on_shard(op)
 
     def _exchange(self, stage: Stage, op: Op) -> None:
-        assert self._exchange_lane is not None
-        exchange = partial(cast(VocabularyStage, stage).exchange, op)
-        self._exchanges[op] = self._exchange_lane.submit(exchange)
-
-    def _await_exchange(self, op: Op) -> None:
-        """Wait for the collective that brings `op` its input, if one does."""
-        exchange = exchange_before(self.schedule, self.rank, op)
-        if exchange is not None:
-            self._exchanges.pop(exchange).wait()
-
-    def _finish_exchanges(self) -> None:
-        """Wait for the collectives whose result nothing on this rank waits for."""
-        for exchange in self._exchanges.values():
-            exchange.wait()
-        self._exchanges.clear()
+        self._exchanges.start(op, partial(cast(VocabularyStage, stage).exchange, op))
 
     def _recompute(self, stage: Stage, op: Op) -> None:
         self._begin(op)
@@ -282,7 +240,7 @@ class Executor:
             for message in self._incoming.values():
                 message.wait()
             self._incoming.clear()
-            self._finish_exchanges()
+            self._exchanges.finish()
             self._activations.clear()
             self._recomputation.clear()
             stage.restart()
@@ -325,11 +283,12 @@ class Executor:
         while self._sends and self._sends[0].is_done():
             self._sends.popleft()
 
-    def _check_nothing_left(self) -> None:
+    def _check_nothing_left(self, unused_exchanges: Sequence[Op]) -> None:
         left = [f"W{microbatch} of chunk {chunk} is pending" for chunk, microbatch in self._store.pending()]
         left += [f"activations of F{m} of chunk {c} are alive" for c, m in self._activations]
         for words, messages in (("received, not used", self._incoming), ("computed, not sent", self._outgoing)):
             left += [f"a message of microbatch {m}, chunk {c} was {words}" for _, c, m in messages]
+        left += [f"the result of {exchange} was not used" for exchange in unused_exchanges]
         if left:
             ops = self.schedule.excerpt(self.rank, self._num_ops - 1)
             raise LeftoverError(f"{self.schedule.name}: at the end of a step {'; '.join(left)}. {ops}")

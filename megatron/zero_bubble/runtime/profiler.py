@@ -7,7 +7,7 @@ import statistics
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -20,27 +20,36 @@ from megatron.zero_bubble.runtime.recorder import MeasuredOp, MemoryMeter
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, OpKind, Placement, StageCosts
 from megatron.zero_bubble.schedule.costs import by_result
-from megatron.zero_bubble.schedule.kinds import FORWARDS, KINDS
+from megatron.zero_bubble.schedule.kinds import FORWARDS, KINDS, TIMES, VOCABULARY
 
 _PINGS = 7
 """Number of round trips whose median is the communication time of an edge."""
 
 
+_SAVES = FORWARDS - VOCABULARY
+"""The operations in which autograd saves what a backward needs."""
+
+
 class SavedTensorMeter:
     """Measures memory on a CPU, whose allocator cannot be asked: the bytes that autograd saves in F and R, and W holds.
 
-    Each storage counts once, and parameters do not count.
+    Each storage counts once, and parameters do not count. Operations on the rank's vocabulary shard are measured by
+    what the shard says that it keeps for others, `kept_by_shard`.
     """
 
-    def __init__(self, store: WeightGradStore) -> None:
+    def __init__(self, store: WeightGradStore, kept_by_shard: Callable[[], int] = lambda: 0) -> None:
         self._store = store
+        self._kept_by_shard = kept_by_shard
+        self._kept_before = 0
         self._saved: dict[tuple[int, int], list[weakref.ref[torch.Tensor]]] = {}
         """The tensors that F and R of a chunk and microbatch have saved."""
         self._held: dict[tuple[int, int], int] = {}
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
 
     def begin(self, op: Op) -> None:
-        if op.kind not in FORWARDS:
+        if op.kind in VOCABULARY:
+            self._kept_before = self._kept_by_shard()
+        if op.kind not in _SAVES:
             return
         key = (op.chunk, op.microbatch)
         if op.kind is OpKind.F:
@@ -50,9 +59,11 @@ class SavedTensorMeter:
         self._hooks.__enter__()
 
     def end(self, op: Op) -> int:
+        if op.kind in VOCABULARY:
+            return self._kept_by_shard() - self._kept_before
         key = (op.chunk, op.microbatch)
         held = 0
-        if op.kind in FORWARDS:
+        if op.kind in _SAVES:
             assert self._hooks is not None
             self._hooks.__exit__(None, None, None)
             held = _held_bytes(self._saved[key])
@@ -101,8 +112,11 @@ class CudaMeter:
         return self._inside
 
 
-def memory_meter(device: torch.device, store: WeightGradStore) -> MemoryMeter:
-    return CudaMeter() if device.type == "cuda" else SavedTensorMeter(store)
+def memory_meter(
+    device: torch.device, store: WeightGradStore, kept_by_shard: Callable[[], int] = lambda: 0
+) -> MemoryMeter:
+    """Return what measures memory on `device`; the arguments are those of `SavedTensorMeter`."""
+    return CudaMeter() if device.type == "cuda" else SavedTensorMeter(store, kept_by_shard)
 
 
 @dataclass(frozen=True)
@@ -111,13 +125,18 @@ class ChunkCosts:
 
     stage: int
     times: Mapping[OpKind, float]
-    """Median time of F, B and W, or of F and BW if the backward is fused; of R if anything was recomputed."""
+    """Median time of F, B and W, or of F and BW if the backward is fused; of R if anything was recomputed, and of the
+    operations on the rank's vocabulary shard, which are those of its first chunk."""
     memory: Mapping[OpKind, float]
     """Median change of memory of the same kinds; of F as `StageCosts.memory_f`, which keeps everything."""
     noise: float
-    """Largest relative spread of the times: half the interquartile range over the median."""
+    """Largest relative spread of the times that matter: half the interquartile range over the median."""
     inside: int = 0
     """Most memory that an operation needed while it ran, beyond what was held before and after it."""
+
+
+_MATTERS = 0.02
+"""The part of a chunk's longest operation below which the spread of an operation's time, such as E's, moves no plan."""
 
 
 class Profiler:
@@ -149,12 +168,14 @@ class Profiler:
         for chunk in range(self._placement.num_chunks):
             kinds = [kind for kind, facts in KINDS.items() if facts.time and (chunk, kind) in self._times]
             samples = {kind: self._times[chunk, kind] for kind in kinds}
+            times = {kind: statistics.median(values) for kind, values in samples.items()}
+            matter = [kind for kind in kinds if times[kind] >= _MATTERS * max(times.values())]
             found.append(
                 ChunkCosts(
                     stage=self._placement.stage_of(self._rank, chunk),
-                    times={kind: statistics.median(values) for kind, values in samples.items()},
+                    times=times,
                     memory={kind: self._memory_of(chunk, kind) for kind in kinds},
-                    noise=max(_spread(values) for values in samples.values()),
+                    noise=max(_spread(samples[kind]) for kind in matter),
                     inside=self._inside[chunk],
                 )
             )
@@ -248,27 +269,26 @@ def combine_costs(
     memory = [[by_result(chunk.memory) for chunk in replicas] for replicas in stages]
 
     def most(values: list[list[dict[OpKind, float]]], kind: OpKind) -> tuple[float, ...]:
-        # Only R may be missing: where nothing was recomputed, its costs are zeros.
+        # R and operations on shards may be missing: where nothing was recomputed or no vocabulary is sharded.
         return tuple(max(replica.get(kind, 0.0) for replica in replicas) for replicas in values)
 
     def held_after(*kinds: OpKind) -> tuple[float, ...]:
         # Summed for each replica, because the one that keeps most in F releases most in B.
-        return tuple(max(sum(replica[kind] for kind in kinds) for replica in replicas) for replicas in memory)
+        return tuple(max(sum(replica.get(kind, 0.0) for kind in kinds) for replica in replicas) for replicas in memory)
 
     kept = held_after(OpKind.F)
     waiting = held_after(OpKind.F, OpKind.B)
     left = held_after(OpKind.F, OpKind.B, OpKind.W)
-    recomputed = most(memory, OpKind.R)
+    softmax = [max(0.0, kept) for kept in held_after(OpKind.S)]
     costs = StageCosts(
-        time_f=most(times, OpKind.F),
-        time_b=most(times, OpKind.B),
-        time_w=most(times, OpKind.W),
+        **{name: most(times, kind) for name, kind in TIMES.items()},
         time_comm=tuple(max(by_edge.get(edge, [0.0])) for edge in range(placement.num_stages - 1)),
         memory_f=kept,
         memory_b=tuple(map(operator.sub, waiting, kept)),
         memory_w=tuple(map(operator.sub, left, waiting)),
-        time_r=most(times, OpKind.R),
-        memory_r=tuple(max(0.0, restored) for restored in recomputed),
+        memory_r=tuple(max(0.0, restored) for restored in most(memory, OpKind.R)),
+        memory_s=tuple(softmax),
+        memory_t=tuple(map(operator.sub, held_after(OpKind.S, OpKind.T), softmax)),
     )
     return MeasuredCosts(
         costs,

@@ -14,6 +14,7 @@ from megatron.zero_bubble.runtime.profiler import Profiler, gather_costs
 from megatron.zero_bubble.runtime.recorder import MeasuredOp
 from megatron.zero_bubble.schedule import Infeasible, Schedule, ScheduleError, StageCosts, validate
 from megatron.zero_bubble.schedule.formats import Profile, Setting, schedule_from_json, schedule_to_json
+from megatron.zero_bubble.schedule.kinds import TIMES
 from megatron.zero_bubble.schedule.memory_limit import MemoryLimit
 from megatron.zero_bubble.schedule.plan import Plan
 from megatron.zero_bubble.schedule.prediction import Prediction
@@ -207,7 +208,7 @@ class Replanner:
         if _largest_change(old.costs, new.costs) <= self._options.threshold:
             return None
         # Memory and messages do not drift and are measured only once.
-        times = {name: getattr(new.costs, name) for name in ("time_f", "time_b", "time_w", "time_r")}
+        times = {name: getattr(new.costs, name) for name in TIMES}
         costs = replace(old.costs, **times)
         self._profile, self._step = replace(old, costs=costs, noise=new.noise), step
         self._planned_for = set()

@@ -331,6 +331,10 @@ VOCABULARY = frozenset(kind for kind, facts in KINDS.items() if facts.makes and 
 """The computations on vocabulary shards, which `with_vocabulary` adds."""
 POST_VALIDATION = frozenset(kind for kind, facts in KINDS.items() if facts.is_per_iteration)
 """The operations that `with_post_validation` adds."""
+TIMES: Mapping[str, OpKind] = MappingProxyType(
+    {facts.time[0]: kind for kind, facts in KINDS.items() if len(facts.time) == 1}
+)
+"""The fields of `StageCosts` that are times of operations, each with the kind that takes this time alone."""
 FORWARDS = frozenset(
     kind for kind, facts in KINDS.items() if facts.makes and not facts.is_per_iteration and not facts.adds_gradient
 )
