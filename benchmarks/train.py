@@ -5,8 +5,9 @@
         --micro-batch-size 2 --mock-data --vocab-size 4095
 
 The peers are megatron-core's interleaved schedule and torch.distributed.pipelining's schedules, on the same layers,
-data, optimizer and loop (benchmarks/pretrain_gpt_torch.py). `zero-bubble benchmark --help` says what is measured;
-`predicted` of torch's schedules is there where one of ours has the same order.
+data, optimizer and loop (benchmarks/pretrain_gpt_torch.py); `--peers megatron-core` leaves torch's out. What is
+measured, `zero-bubble benchmark --help` says; `predicted` of torch's schedules is there where one of ours has the same
+order.
 """
 
 from __future__ import annotations
@@ -32,8 +33,13 @@ _SAME_ORDER = {**ONE_CHUNK, "Interleaved1F1B": "interleaved-1f1b"}
 class PeerFlags(BenchmarkFlags):
     """the peers"""
 
-    peers: bool = flag(
-        "run megatron-core's interleaved schedule and torch.distributed.pipelining's schedules as well", False
+    peers: str | None = flag(
+        "run megatron-core's interleaved schedule and torch.distributed.pipelining's schedules as well; "
+        "megatron-core: only the former",
+        None,
+        nargs="?",
+        const="all",
+        choices=("all", "megatron-core"),
     )
 
 
@@ -43,15 +49,17 @@ def main(argv: list[str] | None = None) -> int:
 
 def _benchmark(argv: list[str]) -> None:
     flags = read_flags(PeerFlags, argv, _PROG, __doc__ or "")
-    benchmark(flags, tuple(peers(flags)) if flags.peers else ())
+    benchmark(flags, tuple(peers(flags, with_torch=flags.peers == "all")) if flags.peers else ())
 
 
-def peers(flags: BenchmarkFlags) -> Iterator[Contestant]:
-    """Yield megatron-core's interleaved schedule, then every schedule of torch.distributed.pipelining."""
+def peers(flags: BenchmarkFlags, *, with_torch: bool = True) -> Iterator[Contestant]:
+    """Yield megatron-core's interleaved schedule, and `with_torch` every schedule of torch.distributed.pipelining."""
     p, chunks = flags.pipeline_size, flags.num_chunks or 2
     words = (CHUNKS_FLAG, str(chunks), *group_size_flags(flags))
     interleaved = Placement("interleaved", p, chunks)
     yield Contestant("megatron-core interleaved", TRAINER, words, interleaved, "interleaved-1f1b", is_required=False)
+    if not with_torch:
+        return
     for name, placement in peer_placements(p, chunks).items():
         more = (CHUNKS_FLAG, str(placement.num_chunks)) if placement.num_chunks > 1 else ()
         program = ("-m", "benchmarks.pretrain_gpt_torch", name)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import train
 from benchmarks.train import peers
 from megatron.zero_bubble.cli.benchmark import rounds
 from megatron.zero_bubble.cli.benchmark.arguments import BenchmarkFlags
@@ -86,12 +87,32 @@ def test_the_field_has_the_baseline_first_and_every_peer():
     assert field.contestants[2].words == ("--zero-bubble-schedule", "auto", "--zero-bubble-memory-limit", "2")
 
 
+def test_the_field_of_what_zero_bubble_alone_chooses():
+    given = arguments("--schedule", "chosen", "--schedule", "chosen --zero-bubble-placement v", "--num-chunks", "2")
+    _, alone, v = gather(given, False).contestants
+    assert (alone.name, alone.words) == ("chosen", ("--zero-bubble",))
+    assert (v.name, v.words) == ("chosen --zero-bubble-placement v", ("--zero-bubble", "--zero-bubble-placement", "v"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "has_megatrons", "has_torchs"),
+    [((), False, False), (("--peers",), True, True), (("--peers", "megatron-core"), True, False)],
+)
+def test_peers_of_torch_can_be_left_out(monkeypatch, flags, has_megatrons, has_torchs):
+    names = []
+    monkeypatch.setattr(train, "benchmark", lambda _, peers: names.extend(one.name for one in peers))
+    assert train.main([*SIZE, *flags, "--", *TINY]) == 0
+    assert ("megatron-core interleaved" in names) == has_megatrons
+    assert ("torch GPipe" in names) == has_torchs
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
         ([*SIZE, "--", *TINY, "--no-such-flag"], "--no-such-flag"),
         ([*SIZE, "--schedule", "zb-h9", "--", *TINY], "zb-h9"),
         ([*SIZE, "--schedule", "zb-h1 --zero-bubble-memory-limit x", "--", *TINY], "--zero-bubble-memory-limit"),
+        ([*SIZE, "--schedule", "chosen --zero-bubble-placement u", "--", *TINY], "--zero-bubble-placement"),
         ([*SIZE, "--schedule", "interleaved-zb", "--num-chunks", "3", "--", *TINY], "--num-layers 4"),
         ([*SIZE, "--warmup", "8", "--", *TINY], "--warmup: must be a multiple of --interval 5"),
         ([*SIZE, "--warmup", "5", "--", *TINY], "--warmup: must be at least 7"),

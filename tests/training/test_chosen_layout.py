@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.zero_bubble.cli.benchmark.training_turn import read_log
 from tests.launch import TINY_GPT, run_trainings
 
 FLAGS = [
@@ -51,6 +52,15 @@ def test_a_table_shows_the_choice_and_megatrons_split_and_the_first_steps_run_th
     assert re.search(r"^     as fast as, with Megatron's split: [\d.]+ times auto, [\d.]+ times 1f1b$", printed, re.M)
     assert printed.index("layout chosen") < printed.index(" iteration ")
     assert " > zero-bubble plan; times measured up to step 6" in printed
+
+
+def test_the_benchmark_reads_the_choice_and_its_figures_from_the_log(runs: Runs) -> None:
+    turn = read_log(runs.printed["linear"], warmup=7, resident_bytes=1.0)
+    assert turn.layout is not None
+    assert re.fullmatch(r"linear(, R where needed)?( \dx?\d?){1,2}", turn.layout)
+    assert turn.idle
+    assert turn.predicted_bubble_rate is not None
+    assert turn.predicted_ms is not None
 
 
 def test_a_job_that_goes_on_keeps_its_layout_and_its_numbers(runs: Runs) -> None:

@@ -6,7 +6,8 @@
 
 Every schedule runs pretrain_gpt.py as a job of its own, with the flags that follow `--`. megatron-core's own 1F1B
 always runs, as the baseline. The schedules take turns, and a turn is compared with the turn of 1F1B in the same round;
-`to 1F1B` is the median of these ratios, and its interval is a bootstrap over rounds. Bubble rates are measured in runs
+`to 1F1B` is the median of these ratios, and its interval is a bootstrap over rounds. `--schedule chosen` trains with
+--zero-bubble alone, on the layout that it chooses; the line of its turn says which. Bubble rates are measured in runs
 of our schedules; `predicted` of megatron-core's own is simulated from the costs that a run of ours in the same
 placement measured. Memory is the allocator's peak on the fullest GPU; without CUDA it is the resident memory of the
 largest process, its libraries included.

@@ -16,6 +16,7 @@ def flag(
     *,
     choices: Sequence[str] | None = None,
     nargs: str | int | None = None,
+    const: Any = None,
     names: Sequence[str] = (),
     parse: Callable[[str], Any] | None = None,
     metavar: str | None = None,
@@ -27,6 +28,7 @@ def flag(
     sets True.
 
     Args:
+        const: the value of a flag that is given without one, which `nargs="?"` allows.
         names: further spellings of the flag.
         parse: converts a word to the value, or raises `argparse.ArgumentTypeError`; without it the field's type
             converts. A default that is a string is parsed, too.
@@ -40,6 +42,7 @@ def flag(
             "help": help,
             "choices": choices,
             "nargs": nargs,
+            "const": const,
             "names": tuple(names),
             "parse": parse,
             "metavar": metavar,
@@ -110,6 +113,7 @@ def _add(section: argparse._ArgumentGroup, entry: Field[Any], hint: Any) -> None
         options["action"] = "append"
     if entry.metadata["nargs"] is not None:
         options["nargs"] = entry.metadata["nargs"]
+        options["const"] = entry.metadata["const"]
     if entry.default is MISSING:
         options["required"] = True
     else:

@@ -27,7 +27,8 @@ class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
     """the trainings"""
 
     schedule: list[str] | None = flag(
-        "schedule to train under; repeat for more; flags may follow in quotes: 'auto --zero-bubble-memory-limit 1.5' "
+        "schedule to train under, or chosen: with --zero-bubble alone, which chooses layout and schedule; repeat for "
+        "more; flags may follow in quotes: 'auto --zero-bubble-memory-limit 1.5' "
         f"(default: {', '.join(DEFAULT_SCHEDULES)})",
         None,
         repeat=True,

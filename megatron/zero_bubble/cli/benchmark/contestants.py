@@ -16,6 +16,8 @@ from megatron.zero_bubble.training.arguments import Arguments
 TRAINER = ("-m", "megatron.zero_bubble.training")
 """Words with which a launcher starts the installed pretrain_gpt.py."""
 BASELINE = "megatron-core 1F1B"
+CHOSEN = "chosen"
+"""What --schedule calls a training with --zero-bubble, which chooses its layout when it starts."""
 CHUNKS_FLAG = "--num-virtual-stages-per-pipeline-rank"
 
 
@@ -28,10 +30,12 @@ class Contestant:
     """Words with which the launcher starts the program."""
     words: tuple[str, ...]
     """The program's own flags, which come before the shared ones."""
-    placement: Placement
+    placement: Placement | None
+    """None if the training chooses it."""
     schedule: str | None
     """Name of our schedule with the same order; None if there is none."""
-    is_ours: bool = False
+    measures_costs: bool = False
+    """Whether a profile of the training has the costs of every schedule in `placement`."""
     is_required: bool = True
     """Whether a failure of this schedule ends the benchmark, because the user asked for it by name."""
 
@@ -87,6 +91,9 @@ def _chosen(flags: BenchmarkFlags) -> Iterator[Contestant]:
 
 def _ours(text: str, flags: BenchmarkFlags) -> Contestant:
     name, *more = shlex.split(text) or [""]
+    required = bool(flags.schedule)
+    if name == CHOSEN:
+        return Contestant(" ".join([name, *more]), TRAINER, ("--zero-bubble", *more), None, None, is_required=required)
     words = ["--zero-bubble-schedule", name, *more]
     try:
         chunks = _chunks_in(more) or flags.num_chunks if entry_of(name).takes_num_chunks else None
@@ -95,7 +102,6 @@ def _ours(text: str, flags: BenchmarkFlags) -> Contestant:
             words += [CHUNKS_FLAG, str(placement.num_chunks), *group_size_flags(flags)]
     except ScheduleError as error:
         raise ValueError(f"--schedule {text}: {error}") from error
-    required = bool(flags.schedule)
     return Contestant(" ".join([name, *more]), TRAINER, tuple(words), placement, name, True, required)
 
 

@@ -30,13 +30,13 @@ def compare_trainings(flags: BenchmarkFlags, peers: Sequence[Contestant] = ()) -
     """
     competition = gather(flags, torch.cuda.is_available(), peers)
     turns: dict[str, list[Turn]] = {one.name: [] for one in competition.contestants}
-    costs: dict[Placement, Profile] = {}
+    costs: dict[Placement | None, Profile] = {}
     with tempfile.TemporaryDirectory() as folder:
         for number in range(flags.rounds):
             for one in competition.contestants:
                 if one.name not in turns:
                     continue
-                profile = Path(folder) / "profile.json" if one.is_ours else None
+                profile = Path(folder) / "profile.json" if one.measures_costs else None
                 turn = _turn(one, competition, flags, profile, number)
                 if turn is None:
                     del turns[one.name]
@@ -69,7 +69,7 @@ def _turn(
         return None
     print(
         f"round {number + 1} of {flags.rounds}, {one.name}: {median(turn.iteration_ms):.1f} ms an iteration "
-        f"({time.monotonic() - begin:.0f} s)",
+        f"({time.monotonic() - begin:.0f} s){'' if turn.layout is None else f'; {turn.layout}'}",
         file=sys.stderr,
     )
     return turn
@@ -80,7 +80,7 @@ def _result(
     turns: Mapping[str, list[Turn]],
     competition: Competition,
     flags: BenchmarkFlags,
-    costs: Mapping[Placement, Profile],
+    costs: Mapping[Placement | None, Profile],
 ) -> TrainResult:
     batch = competition.args.global_batch_size
     assert batch is not None
@@ -88,6 +88,7 @@ def _result(
         contestant=one,
         turns=tuple(turns[one.name]),
         baseline=tuple(turns[BASELINE]),
+        pipeline_size=flags.pipeline_size,
         num_microbatches=flags.num_microbatches,
         tokens=batch * competition.args.seq_length,
         flops=flops_per_iteration(competition.args, batch),
@@ -97,7 +98,7 @@ def _result(
 
 
 def _simulated(one: Contestant, flags: BenchmarkFlags, profile: Profile | None) -> Timeline | None:
-    if one.schedule is None or profile is None:
+    if one.schedule is None or one.placement is None or profile is None:
         return None
     try:
         schedule = generate(

@@ -25,6 +25,7 @@ class TrainResult:
     contestant: Contestant
     turns: tuple[Turn, ...]
     baseline: tuple[Turn, ...]
+    pipeline_size: int
     num_microbatches: int
     tokens: int
     """Tokens of one iteration."""
@@ -97,9 +98,9 @@ class TrainResult:
         interval = bootstrap_interval(self.ratios)
         return {
             "schedule": self.contestant.name,
-            "pipeline_size": placement.num_ranks,
+            "pipeline_size": self.pipeline_size,
             "num_microbatches": self.num_microbatches,
-            "num_chunks": placement.num_chunks,
+            "num_chunks": None if placement is None else placement.num_chunks,
             "measured_ms": self.measured,
             "simulated_ms": self.predicted_ms,
             "ideal_ms": float(max(self.simulated.work)) if self.simulated is not None else None,
@@ -151,7 +152,7 @@ def train_plot(results: list[TrainResult]) -> str:
     """Return an SVG that plots throughput over peak memory, with a mark for each schedule."""
     series = [Series(one.contestant.name, ((one.peak_bytes / 2**20, one.tokens_per_second),)) for one in results]
     first = results[0]
-    title = f"{first.contestant.placement.num_ranks} pipeline ranks, {first.num_microbatches} microbatches"
+    title = f"{first.pipeline_size} pipeline ranks, {first.num_microbatches} microbatches"
     return to_plot(series, title=title, x_label="peak memory (MiB)", y_label="tokens/s/GPU")
 
 

@@ -18,6 +18,7 @@ _ITERATION = re.compile(r"\biteration +(\d+)/ *\d+ \|.* elapsed time per iterati
 _IDLE = re.compile(r"\| imbalance: ([\d.]+)% \| bubble rate: ([\d.]+)% \|")
 _PREDICTED = re.compile(r"\| predicted: ([\d.]+)% \|")
 _PLANNED = re.compile(r"predicted: idle .*%\), ([\d.]+) ms")
+_LAYOUT = re.compile(r"^ +chosen: (\S.*?\S  +\S.*?\S)  +[\d.]+ ", re.MULTILINE)
 _MEMORY = re.compile(r"memory \(MB\) \|.*\bmax allocated: ([\d.]+)")
 
 _GRACE = 60.0
@@ -36,6 +37,8 @@ class Turn:
     predicted_ms: float | None
     peak_bytes: float
     """Peak of the allocator on the fullest rank; without CUDA, the resident memory of the largest process."""
+    layout: str | None = None
+    """Placement and layers of the stages that the training chose; None if it chose none."""
 
 
 def read_log(text: str, warmup: int, resident_bytes: float) -> Turn:
@@ -53,6 +56,7 @@ def read_log(text: str, warmup: int, resident_bytes: float) -> Turn:
     idle = [Idle(float(match[1]) / 100, float(match[2]) / 100) for _, line in measured if (match := _IDLE.search(line))]
     predicted = _PREDICTED.search(measured[-1][1])
     planned = _PLANNED.findall(text)
+    layout = _LAYOUT.search(text)
     memory = [float(value) * 2**20 for value in _MEMORY.findall(text)]
     return Turn(
         tuple(milliseconds for milliseconds, _ in measured),
@@ -60,6 +64,7 @@ def read_log(text: str, warmup: int, resident_bytes: float) -> Turn:
         float(predicted[1]) / 100 if predicted else None,
         float(planned[-1]) if planned else None,
         max(memory, default=resident_bytes),
+        " ".join(layout[1].split()) if layout else None,
     )
 
 
