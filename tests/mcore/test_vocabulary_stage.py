@@ -17,6 +17,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         "theirs": Training(None, is_sharded=False),
         EMULATED: Training(),
         **{schedule: Training(schedule) for schedule in SCHEDULES},
+        "warmed up": Training(warms_up=True),
     }
     return run_job(2, trainings, [*TWO_STAGES, *request.param], tmp_path_factory.mktemp("vocabulary"))
 
@@ -49,7 +50,7 @@ def test_losses_and_gradients_are_those_of_megatron_core(outcomes):
     assert outcomes["zb-h1"]["norms"] == pytest.approx(outcomes["theirs"]["norms"], rel=1e-6)
 
 
-@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "zb-h1"])
+@pytest.mark.parametrize("schedule", [*(name for name in SCHEDULES if name != "zb-h1"), "warmed up"])
 def test_all_schedules_give_the_same_bits(outcomes, schedule):
     ours, other = outcomes[schedule], outcomes["zb-h1"]
     assert ours["losses"] == other["losses"]
@@ -62,3 +63,55 @@ def test_a_step_is_bit_for_bit_that_of_one_process(outcomes):
     ours, emulated = outcomes["zb-h1"], outcomes[EMULATED]
     assert ours["losses"][: len(emulated["losses"])] == emulated["losses"]
     assert_same_step(emulated, {**ours, "gradients": ours["gradients"][:1]}, 0)
+
+
+TENSOR_PARALLEL = (*TWO_STAGES, "--tensor-model-parallel-size", "2")
+SEQUENCE_PARALLEL = ("--sequence-parallel",)
+ROTARY = ("--position-embedding-type", "rope")
+"""Without learned positions megatron-core reduces and scatters the embedding of sequence parallelism in one step."""
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(SEQUENCE_PARALLEL + ROTARY, id="sequence parallel, rotary"),
+        pytest.param(SEQUENCE_PARALLEL + UNTIED, id="sequence parallel", marks=pytest.mark.exhaustive),
+        pytest.param((), id="", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_tensor_parallel_ranks_have_shards_of_their_own(flags, tmp_path):
+    trainings = {"theirs": Training(None, is_sharded=False), "zb-h1": Training("zb-h1"), "zb-v": Training("zb-v")}
+    outcomes = run_job(4, trainings, [*TENSOR_PARALLEL, *flags], tmp_path)
+    assert difference_of_losses(outcomes["zb-h1"], outcomes["theirs"]) < 1e-6
+    assert difference_of_gradients(outcomes["zb-h1"], outcomes["theirs"]) < 1e-5
+    assert outcomes["zb-v"]["losses"] == outcomes["zb-h1"]["losses"]
+    assert_same_step(outcomes["zb-v"], outcomes["zb-h1"], 1)
+
+
+def error_of_gradients(ours: Outcome, exact: Outcome, loss_scale: int) -> float:
+    """The root mean square, over parameters, of the relative error of a gradient in the first step."""
+    a, b = ours["gradients"][0], exact["gradients"][0]
+    errors = [(a[name].float() / loss_scale - b[name]).norm() / b[name].norm() for name in a]
+    return torch.stack(errors).square().mean().sqrt().item()
+
+
+@pytest.mark.parametrize(
+    ("flags", "loss_scale"),
+    [
+        pytest.param(("--bf16",), 1, id="bf16"),
+        pytest.param(("--fp16", "--initial-loss-scale", "1024"), 1024, id="fp16", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_16_bits_are_as_exact_as_those_of_megatron_core(flags, loss_scale, tmp_path):
+    """Measured by the gradients in fp32. The last stage of the V is the loss alone."""
+    trainings = {
+        "exact": Training(None, is_sharded=False),
+        "theirs": Training(None, flags, is_sharded=False),
+        "zb-h1": Training("zb-h1", flags),
+        "zb-v": Training("zb-v", (*flags, "--pipeline-model-parallel-layout", "Et|tt|t|L")),
+    }
+    outcomes = run_job(2, trainings, TWO_STAGES, tmp_path)
+    ours, theirs = (error_of_gradients(outcomes[name], outcomes["exact"], loss_scale) for name in ("zb-h1", "theirs"))
+    assert ours < 1.1 * theirs
+    assert outcomes["zb-v"]["losses"] == outcomes["zb-h1"]["losses"]
+    assert_same_step(outcomes["zb-v"], outcomes["zb-h1"], 1)

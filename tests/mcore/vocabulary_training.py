@@ -53,6 +53,7 @@ class Training:
     flags: tuple[str, ...] = ()
     is_sharded: bool = True
     num_steps: int = 2
+    warms_up: bool = False
 
 
 def run_job(num_ranks: int, trainings: dict[str, Training], flags: Sequence[str], folder: Path) -> dict[str, Outcome]:
@@ -111,7 +112,7 @@ def _train(training: Training, flags: Sequence[str], num_ranks: int) -> Outcome:
         optimizer = build_optimizer(args, chunks, config)
         run: Any = mcore.get_forward_backward_func()
         if store is not None:
-            run = ForwardBackward(plan, store)
+            run = ForwardBackward(plan, store, warms_up=training.warms_up)
         outcome: Outcome = {"losses": [], "evaluation": [], "gradients": [], "norms": []}
         for step in range(training.num_steps):
             for chunk in chunks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -66,3 +67,32 @@ def open_collectives(groups: ProcessGroupCollection, device: torch.device, timeo
         return TorchCollectives(dist.get_process_group_ranks(group), group.rank(), device, timeout)
 
     return ShardCollectives(like(groups.pp), like(groups.tp) if groups.tp.size() > 1 else None)
+
+
+def made_up_collectives(real: ShardCollectives) -> ShardCollectives:
+    """Return groups of the same sizes, in which the other ranks send zeros, or what this rank sends."""
+    tensor = None if real.tensor is None else _MadeUpRanks(real.tensor)
+    return ShardCollectives(_MadeUpRanks(real.pipeline), tensor)
+
+
+class _MadeUpRanks:
+    """Collectives without communication."""
+
+    def __init__(self, real: Collectives) -> None:
+        self.rank, self.size = real.rank, real.size
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        if self.rank != root:
+            tensor.zero_()
+
+    def gather_all(self, tensor: torch.Tensor, gathered: torch.Tensor) -> None:
+        gathered.copy_(tensor.expand_as(gathered))
+
+    def sum_to(self, tensor: torch.Tensor, root: int) -> None:
+        return
+
+    def scatter(self, parts: Sequence[torch.Tensor] | None, part: torch.Tensor, root: int) -> None:
+        part.zero_()
+
+    def close(self) -> None:
+        return

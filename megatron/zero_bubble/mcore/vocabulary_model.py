@@ -57,6 +57,11 @@ class VocabularyShard(torch.nn.Module):
     def weights(self) -> list[ShardWeight]:
         return [self.embedding] if self.embedding is self.output else [self.embedding, self.output]
 
+    def forget_gradients(self) -> None:
+        """Forget what has been added up outside of the parameters' gradients."""
+        for weight in self.weights:
+            weight.forget_gradient()
+
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, ShardedTensor]:

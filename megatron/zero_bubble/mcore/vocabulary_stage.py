@@ -12,13 +12,14 @@ collective, or is marked by `record_stream`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron.zero_bubble.mcore.recorded_call import ForwardStep, RecordedCall, record_call
+from megatron.zero_bubble.mcore.shard_collectives import made_up_collectives
 from megatron.zero_bubble.mcore.vocabulary_run import VocabularyRun
 from megatron.zero_bubble.mcore.vocabulary_shard import ShardSoftmax, combine, look_up, softmax
 from megatron.zero_bubble.mcore.vocabulary_weight import ShardWeight
@@ -71,6 +72,11 @@ class VocabularyStep:
         self._sequence = sequence * (run.tensor_group.size() if run.is_sequence_parallel else 1)
         self._token_shape = batch, self._sequence
         self.restart()
+
+    def rehearsal(self, num_microbatches: int) -> VocabularyStep:
+        """Return a step whose collectives make up what other ranks would send."""
+        run = replace(self._run, collectives=made_up_collectives(self._run.collectives))
+        return VocabularyStep(run, num_microbatches, self._hidden_shape, forward_only=self._forward_only)
 
     def restart(self) -> None:
         """Forget all microbatches, whose forwards run again; no collective is under way."""

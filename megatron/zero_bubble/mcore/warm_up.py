@@ -21,6 +21,7 @@ from megatron.core.utils import get_model_config
 from megatron.zero_bubble.mcore.forward_backward import MegatronStage
 from megatron.zero_bubble.mcore.multi_token import forget_losses
 from megatron.zero_bubble.mcore.restart import Restart, make_rewindable
+from megatron.zero_bubble.mcore.vocabulary_model import vocabulary_shard_of
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, OpKind
 
@@ -40,11 +41,22 @@ def warm_up(stage: MegatronStage, store: WeightGradStore, groups: ProcessGroupCo
     stage.data_iterators, rewindable = make_rewindable(stage.data_iterators)
     # This is the first of two microbatches, because DDP reduces gradients with the last one.
     rehearsal = replace(
-        stage, num_microbatches=2, forward_data_store=[], finalize=lambda stage: None, post_validation=None
+        stage,
+        num_microbatches=2,
+        forward_data_store=[],
+        finalize=lambda stage: None,
+        post_validation=None,
+        vocabulary=None if stage.vocabulary is None else stage.vocabulary.rehearsal(2),
     )
     gradients = _take_gradients(stage.model_chunks)
+    shard = vocabulary_shard_of(stage.model_chunks)
+    if shard is not None:
+        _embed(rehearsal)
     for chunk in range(len(stage.model_chunks)):
         _compute_microbatch(rehearsal, store, chunk)
+    if shard is not None:
+        _compute_output(rehearsal)
+        shard.forget_gradients()
     rehearsal.finish()
     _restore_gradients(stage.model_chunks, gradients)
     restart.apply()
@@ -76,8 +88,10 @@ def _compute_microbatch(stage: MegatronStage, store: WeightGradStore, chunk: int
     if place > 0:
         input_tensor = torch.randn(spec.shape, dtype=spec.dtype, device=spec.device).requires_grad_()
     output = stage.forward(0, chunk, input_tensor)
-    if place + 1 < stage.placement.num_stages:
+    is_last = place + 1 == stage.placement.num_stages
+    if not is_last or stage.vocabulary is not None:
         output_grad = torch.randn(spec.shape, dtype=spec.dtype, device=spec.device)
+    if not is_last:
         stage.release_output(output)
     stage.before_gradients(Op(OpKind.B, 0, chunk))
     with store.deferring():
@@ -85,6 +99,28 @@ def _compute_microbatch(stage: MegatronStage, store: WeightGradStore, chunk: int
     store.flush(chunk, 0)
     stage.before_gradients(Op(OpKind.W, 0, chunk))
     store.pop(chunk, 0)
+
+
+def _embed(stage: MegatronStage) -> None:
+    """Run E on this rank's vocabulary shard; what other ranks would send is made up."""
+    if stage.rank != stage.placement.rank_of(0):
+        stage.exchange(Op(OpKind.TOKENS, 0))
+    stage.run_on_shard(Op(OpKind.E, 0))
+
+
+def _compute_output(stage: MegatronStage) -> None:
+    """Run S, L, T and EW on this rank's vocabulary shard, after the F and B of its stages."""
+    is_last = stage.rank == stage.placement.rank_of(stage.placement.num_stages - 1)
+    stage.exchange(Op(OpKind.HIDDEN, 0))
+    stage.run_on_shard(Op(OpKind.S, 0))
+    stage.exchange(Op(OpKind.SOFTMAX, 0))
+    if is_last:
+        stage.run_on_shard(Op(OpKind.L, 0))
+    stage.exchange(Op(OpKind.LOSS_GRAD, 0))
+    stage.exchange(Op(OpKind.EMBEDDED_GRAD, 0))
+    for kind in (OpKind.T, OpKind.EW):
+        stage.before_gradients(Op(kind, 0))
+        stage.run_on_shard(Op(kind, 0))
 
 
 def _take_gradients(model_chunks: Sequence[torch.nn.Module]) -> _Gradients:
