@@ -1,6 +1,7 @@
 """What a job's flags leave open of its layout, and what is chosen."""
 
 from argparse import Namespace
+from dataclasses import replace
 
 import pytest
 
@@ -25,6 +26,10 @@ def flags(**given: object) -> JobFlags:
     return JobFlags(**{**vars(made), "model_chunks": chunks_of_flags(made)})
 
 
+WHOLE = flags(zero_bubble_placement="linear", zero_bubble_vocabulary_parallel="off")
+"""One chunk a rank, with a whole embedding and output layer."""
+
+
 def test_a_layout_is_open_unless_a_flag_says_it() -> None:
     assert is_layout_open(flags())
     assert is_layout_open(flags(num_virtual_stages_per_pipeline_rank=2))
@@ -47,14 +52,14 @@ def test_flags_that_fix_the_layout(given: dict[str, object]) -> None:
 
 
 def test_the_output_gets_a_stage_with_fewer_layers_and_megatrons_split_is_beside_it() -> None:
-    found = choose_layout(flags(zero_bubble_placement="linear"), MODEL, None)
+    found = choose_layout(WHOLE, MODEL, None, 1024)
     assert found.chosen.layout == Layout(Placement("linear", 4), (2, 3, 3, 0))
     assert [plan.timeline.schedule.name for plan in found.megatrons] == ["auto", "1f1b"]
     assert {plan.layout.partition for plan in found.megatrons} == {(2, 2, 2, 2)}
 
 
 def test_by_default_no_rank_needs_more_than_the_fullest_of_1f1b_with_megatrons_split() -> None:
-    found = choose_layout(flags(), MODEL, None)
+    found = choose_layout(flags(), MODEL, None, 1024)
     [_, one_f_one_b] = found.megatrons
     assert all(plan.memory <= one_f_one_b.memory * (1 + 1e-9) for plan in found.plans)
 
@@ -62,12 +67,12 @@ def test_by_default_no_rank_needs_more_than_the_fullest_of_1f1b_with_megatrons_s
 def test_what_flags_fix_is_not_searched() -> None:
     kinds = {
         plan.layout.placement
-        for plan in choose_layout(flags(num_virtual_stages_per_pipeline_rank=2), MODEL, None).plans
+        for plan in choose_layout(flags(num_virtual_stages_per_pipeline_rank=2), MODEL, None, 1024).plans
     }
     assert kinds == {Placement("interleaved", 4, 2)}
-    kinds = {plan.layout.placement for plan in choose_layout(flags(zero_bubble_placement="v"), MODEL, None).plans}
+    kinds = {plan.layout.placement for plan in choose_layout(flags(zero_bubble_placement="v"), MODEL, None, 1024).plans}
     assert kinds == {Placement("v", 4, 2)}
-    full = choose_layout(flags(recompute_granularity="full", zero_bubble_placement="linear"), MODEL, None)
+    full = choose_layout(flags(recompute_granularity="full", zero_bubble_placement="linear"), MODEL, None, 1024)
     assert {plan.layout.recompute for plan in full.plans} == {Recompute.FULL}
 
 
@@ -76,7 +81,7 @@ def test_what_fits_nowhere_is_one_line_that_names_the_flag() -> None:
         ValueError,
         match=r"^--zero-bubble-memory-limit 1KiB: no layout of the layers fits: .* needs at least \d+ bytes",
     ):
-        choose_layout(flags(zero_bubble_memory_limit="1KiB"), MODEL, None)
+        choose_layout(flags(zero_bubble_memory_limit="1KiB"), MODEL, None, 1024)
 
 
 def test_the_chosen_layout_as_flags_makes_the_same_layout_again() -> None:
@@ -121,14 +126,15 @@ def test_a_saved_layout_is_not_kept_by_another_job(changed: dict[str, object], g
 
 
 def test_the_table_says_what_was_gained_and_which_flags_repeat_it() -> None:
-    found = choose_layout(flags(zero_bubble_placement="linear"), MODEL, None)
+    found = choose_layout(WHOLE, MODEL, None, 1024)
     lines = list(layout_lines(found, flags_of_layout(flags(), found.chosen.layout)))
     assert lines[0] == " > layout chosen for 4 ranks and 16 microbatches"
     assert "8 layers 1.00 + 1.00 + 0.80 each; embedding 0.01 + 0.00 + 0.01; output 3.00 + 3.00 + 3.00" in lines[1]
     assert lines[3].split()[:5] == ["chosen:", "linear", "2", "3x2", "0"]
     assert lines[4].startswith("     Megatron's split, auto  2x4 ")
     assert lines[-1].endswith(
-        "--pipeline-model-parallel-layout 'Et*2|t*3|t*3|L' --zero-bubble-placement linear --zero-bubble-seed-by-layer"
+        "--pipeline-model-parallel-layout 'Et*2|t*3|t*3|L' --zero-bubble-placement linear "
+        "--zero-bubble-seed-by-layer --zero-bubble-vocabulary-parallel off"
     )
     times = found.megatrons[0].time / found.chosen.time
     assert lines[-2].startswith(f"     as fast as, with Megatron's split: {times:.3f} times auto, ")
@@ -136,3 +142,30 @@ def test_the_table_says_what_was_gained_and_which_flags_repeat_it() -> None:
 
 def test_equal_stages_are_counted() -> None:
     assert layers_words(Layout(Placement("linear", 5), (4, 5, 5, 5, 2))) == "4 5x3 2"
+
+
+HEAVY = replace(MODEL, output=replace(OUTPUT, time_f=6, time_b=6, time_w=6), layers=(LAYER,) * 16)
+
+
+def test_a_heavy_vocabulary_is_spread_unless_a_flag_or_its_size_forbids_it() -> None:
+    given = flags(num_layers=16)
+    chosen = choose_layout(given, HEAVY, None, 1024).chosen
+    assert chosen.layout.vocabulary_parallel
+    assert flags_of_layout(given, chosen.layout)["zero_bubble_vocabulary_parallel"] == "on"
+    for other, vocabulary in (
+        ({"zero_bubble_vocabulary_parallel": "off"}, 1024),
+        ({}, 1026),
+        ({"mtp_num_layers": 1}, 1024),
+    ):
+        whole = choose_layout(flags(num_layers=16, **other), HEAVY, None, vocabulary).chosen
+        assert not whole.layout.vocabulary_parallel
+        assert flags_of_layout(given, whole.layout)["zero_bubble_vocabulary_parallel"] == "off"
+    forced = choose_layout(flags(zero_bubble_vocabulary_parallel="on"), MODEL, None, 1024)
+    assert all(plan.layout.vocabulary_parallel for plan in forced.plans)
+
+
+def test_the_table_says_where_the_vocabulary_is_spread() -> None:
+    found = choose_layout(flags(num_layers=16), HEAVY, None, 1024)
+    lines = list(layout_lines(found, flags_of_layout(flags(), found.chosen.layout)))
+    assert ", vocabulary shards" in lines[3]
+    assert "--zero-bubble-vocabulary-parallel on" in lines[-1]

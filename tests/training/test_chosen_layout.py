@@ -20,6 +20,9 @@ FLAGS = [
 """An output as long as several layers, and a number of layers that two stages do not divide."""
 
 
+WHOLE = ("--zero-bubble-vocabulary-parallel", "off")
+
+
 @dataclass(frozen=True)
 class Runs:
     folder: Path
@@ -39,7 +42,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("chosen")
     chosen = {
         "any": [*FLAGS, "--zero-bubble", "--save", str(folder / "checkpoints"), "--save-interval", "4"],
-        "linear": [*FLAGS, "--zero-bubble", "--zero-bubble-placement", "linear"],
+        "linear": [*FLAGS, "--zero-bubble", "--zero-bubble-placement", "linear", *WHOLE],
     }
     return Runs(folder, run_trainings(2, chosen, folder))
 
@@ -72,7 +75,8 @@ def test_a_job_that_goes_on_keeps_its_layout_and_its_numbers(runs: Runs) -> None
 
 
 def test_a_placement_that_is_asked_for_is_chosen(runs: Runs) -> None:
-    assert runs.layout("linear")[2:] == ["--zero-bubble-placement", "linear", "--zero-bubble-seed-by-layer"]
+    expected = ["--zero-bubble-placement", "linear", "--zero-bubble-seed-by-layer", *WHOLE]
+    assert runs.layout("linear")[2:] == expected
 
 
 def test_the_printed_flags_give_the_numbers_of_megatron_cores_schedule(runs: Runs) -> None:

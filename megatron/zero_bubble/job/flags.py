@@ -68,6 +68,14 @@ class ZeroBubbleFlags:
         None,
         choices=("linear", "interleaved", "v"),
     )
+    zero_bubble_vocabulary_parallel: str | None = flag(
+        "on: spread embedding and output layer over all pipeline ranks; auto: where that is faster (default: auto "
+        "where the layout is chosen, otherwise off; without a value: on)",
+        None,
+        choices=("on", "off", "auto"),
+        nargs="?",
+        const="on",
+    )
     zero_bubble_strict: bool = flag("refuse a model with a weight whose gradient cannot be deferred", False)
     zero_bubble_memory_limit: str | None = flag(
         "memory for activations: a multiple of 1F1B's peak (1.5), bytes (40GiB), or auto for what is free (default: "
@@ -155,7 +163,7 @@ def _check_owners(flags: ZeroBubbleFlags) -> None:
     of_a_schedule = (
         *("memory_limit", "profile_iters", "profile_output", "profile_input", "timeline", "timeline_iters"),
         *("strict", "timeout", "post_validation", "replan_threshold", "communicator", "recompute"),
-        *("keep_layout", "placement"),
+        *("keep_layout", "placement", "vocabulary_parallel"),
     )
     for name in of_a_schedule:
         # A threshold is 0 by default, which equals False.

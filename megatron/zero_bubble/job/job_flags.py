@@ -25,10 +25,10 @@ _MODEL = (
     *("seq_length", "micro_batch_size", "bf16", "fp16", "swiglu", "num_experts", "mtp_num_layers"),
     *("moe_router_topk", "moe_grouped_gemm", "transformer_impl", "attention_backend"),
     *("tensor_model_parallel_size", "expert_model_parallel_size", "context_parallel_size", "sequence_parallel"),
-    *(*_PARTITION, *RECOMPUTATION, "zero_bubble_recompute"),
+    *(*_PARTITION, *RECOMPUTATION, "zero_bubble_recompute", "zero_bubble_vocabulary_parallel"),
 )
 """Names of the flags on which the costs of a stage depend."""
-LAYOUT_SETTINGS = (*_PARTITION, "zero_bubble_recompute")
+LAYOUT_SETTINGS = (*_PARTITION, "zero_bubble_recompute", "zero_bubble_vocabulary_parallel")
 """Those of them that the choice of a layout decides."""
 
 
@@ -65,6 +65,7 @@ class JobFlags(ParallelFlags, ZeroBubbleFlags):
     attention_dropout: float = 0.0
     hidden_dropout: float = 0.0
     untie_embeddings_and_output_weights: bool = False
+    make_vocab_size_divisible_by: int = 128
     calculate_per_token_loss: bool = False
     log_num_zeros_in_grad: bool = False
     timing_log_level: int = 0
@@ -96,6 +97,16 @@ class JobFlags(ParallelFlags, ZeroBubbleFlags):
         if self.zero_bubble_recompute == Recompute.PLANNED:
             return Recompute.PLANNED
         return Recompute.FULL if recomputes_blocks(self) else Recompute.NONE
+
+    @property
+    def interlocks_iterations(self) -> bool:
+        """Whether ranks that have stepped begin the next iteration while others are still in this one."""
+        return self.zero_bubble_post_validation and self.untie_embeddings_and_output_weights
+
+    @property
+    def vocabulary_parallel(self) -> bool:
+        """Whether embedding and output layer are spread over all pipeline ranks, as far as that is decided."""
+        return self.zero_bubble_vocabulary_parallel == "on"
 
     @property
     def has_own_limit(self) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, cast
 from megatron.zero_bubble.job.flags import limit_flag
 from megatron.zero_bubble.job.job_flags import RECOMPUTATION, JobFlags
 from megatron.zero_bubble.job.layers import partition_sources, spread_layers, to_layout
+from megatron.zero_bubble.job.sharding import may_spread
 from megatron.zero_bubble.runtime.replanner import MARGIN
 from megatron.zero_bubble.schedule import Infeasible, Placement, ScheduleError, StageCosts
 from megatron.zero_bubble.schedule.generators import placement_for
@@ -29,6 +30,7 @@ from megatron.zero_bubble.schedule.search.problem import QUICK_BUDGET
 
 SAVED_NAMES = (
     *("pipeline_model_parallel_layout", "zero_bubble_placement", "zero_bubble_recompute", "zero_bubble_seed_by_layer"),
+    "zero_bubble_vocabulary_parallel",
 )
 """Arguments in a checkpoint that say which layout was chosen."""
 _KEPT_WITH = ("pipeline_model_parallel_size", "num_layers")
@@ -73,7 +75,7 @@ def is_layout_open(flags: JobFlags) -> bool:
 
 
 def choose_layout(
-    flags: JobFlags, model: ModelCosts, free_bytes: float | None, *, is_quick: bool = False
+    flags: JobFlags, model: ModelCosts, free_bytes: float | None, padded_vocab_size: int, *, is_quick: bool = False
 ) -> LayoutChoice:
     """Search the layouts that the flags leave open, for the job's largest number of microbatches.
 
@@ -85,7 +87,9 @@ def choose_layout(
         ValueError: no layout fits, or (as `ScheduleError`) there are fewer layers than ranks.
     """
     baseline = _megatrons_layout(flags)
+    model = replace(model, ties_output=not flags.untie_embeddings_and_output_weights)
     problem = _problem(flags, model, baseline, free_bytes)
+    problem = replace(problem, vocabulary_parallel=may_spread(flags, padded_vocab_size))
     if is_quick:
         problem = replace(problem, budget=QUICK_BUDGET)
     try:
@@ -112,6 +116,7 @@ def flags_of_layout(flags: JobFlags, layout: Layout) -> Mapping[str, Any]:
         "num_virtual_stages_per_pipeline_rank": None,
         "zero_bubble_placement": layout.placement.kind,
         "zero_bubble_seed_by_layer": True,
+        "zero_bubble_vocabulary_parallel": "on" if layout.vocabulary_parallel else "off",
     }
     if layout.recompute is Recompute.PLANNED:
         chosen["zero_bubble_recompute"] = str(Recompute.PLANNED)
@@ -126,7 +131,7 @@ def saved_choice(saved: Namespace, flags: JobFlags) -> ChosenLayout | None:
     """
     chosen = {name: getattr(saved, name, None) for name in SAVED_NAMES}
     same = all(getattr(saved, name, None) == getattr(flags, name) for name in _KEPT_WITH)
-    allowed = all(getattr(flags, name) in (None, False, value) for name, value in chosen.items())
+    allowed = all(getattr(flags, name) in (None, False, "auto", value) for name, value in chosen.items())
     return ChosenLayout(chosen) if same and allowed and chosen["zero_bubble_placement"] is not None else None
 
 
@@ -151,6 +156,7 @@ def _problem(flags: JobFlags, model: ModelCosts, baseline: Layout, free_bytes: f
         capacity=capacity,
         activations=activations,
         group_size=flags.microbatch_group_size_per_virtual_pipeline_stage,
+        post_validation=flags.interlocks_iterations,
     )
 
 

@@ -12,7 +12,7 @@ from megatron.zero_bubble.runtime.replanner import least_free_bytes
 from megatron.zero_bubble.schedule.model_costs import ModelCosts
 
 
-def new_choice(job: JobSettings, costs: ModelCosts) -> ChosenLayout:
+def new_choice(job: JobSettings, costs: ModelCosts, padded_vocab_size: int) -> ChosenLayout:
     """Search for the best layout on rank 0, print what it found, and tell all ranks; a collective call.
 
     Raises:
@@ -22,7 +22,7 @@ def new_choice(job: JobSettings, costs: ModelCosts) -> ChosenLayout:
     free_bytes = least_free_bytes(device) if device.type == "cuda" else None
 
     def choose() -> ChosenLayout:
-        found = choose_layout(job.flags, costs, free_bytes)
+        found = choose_layout(job.flags, costs, free_bytes, padded_vocab_size)
         plan = found.chosen
         chosen = ChosenLayout(flags_of_layout(job.flags, plan.layout), plan.timeline.costs, plan.limits)
         for line in layout_lines(found, chosen.flags):

@@ -67,6 +67,7 @@ def placement_words(layout: Layout) -> str:
     """The placement and what is recomputed, in words."""
     placement = layout.placement
     words = {"linear": "linear", "v": "V", "interleaved": f"interleaved, {placement.num_chunks} chunks"}[placement.kind]
+    words += ", vocabulary shards" if layout.vocabulary_parallel else ""
     return (
         words
         + {Recompute.NONE: "", Recompute.FULL: ", all recomputed", Recompute.PLANNED: ", R where needed"}[

@@ -50,10 +50,12 @@ def choose_plan(flags: JobFlags) -> Plan | None:
                 plan,
                 memory_limit=limit,
                 group_size=_group_size(flags, plan.placement),
-                post_validation=flags.zero_bubble_post_validation and flags.untie_embeddings_and_output_weights,
+                post_validation=flags.interlocks_iterations,
                 recompute=flags.recompute,
+                vocabulary_parallel=flags.vocabulary_parallel,
             )
-        plan = replace(Plan.of(_read(Path(name.removeprefix(_FILE)))), recompute=flags.recompute)
+        given = Plan.of(_read(Path(name.removeprefix(_FILE))))
+        plan = replace(given, recompute=flags.recompute, vocabulary_parallel=flags.vocabulary_parallel)
         if plan.given is not None and plan.given.recomputes and flags.recompute is Recompute.NONE:
             raise ScheduleError(
                 "it has recomputations (R), which need --recompute-granularity full without fp8 and fp4"

@@ -14,6 +14,7 @@ from megatron.zero_bubble.job.plans import check_plan, choose_placement, choose_
 from megatron.zero_bubble.job.post_validation_flags import check_post_validation
 from megatron.zero_bubble.job.profiled_costs import partition_of_profile
 from megatron.zero_bubble.job.profiling import check_memory_limit, given_profile, planning_options
+from megatron.zero_bubble.job.sharding import check_sharding
 from megatron.zero_bubble.job.stalls import check_stall_timeout
 from megatron.zero_bubble.mcore.transformer_engine import check_transformer_engine
 from megatron.zero_bubble.runtime.replanner import PlanningOptions
@@ -84,6 +85,7 @@ def job_settings(
         flags = replace(flags, pipeline_model_parallel_layout=needed_layout(flags, placement, partition))
     if not knows_costs:
         check_plan(flags, plan)
+    check_sharding(flags, is_layout_open=is_open)
     check_memory_limit(flags, has_cuda)
     check_post_validation(flags)
     planning = None

@@ -34,6 +34,7 @@ from megatron.zero_bubble.mcore.placement import check_layers_built
 from megatron.zero_bubble.mcore.step_settings import refuse_unsplit_recomputation, refuse_unsupported
 from megatron.zero_bubble.mcore.transformer_engine import defer_weight_gradients
 from megatron.zero_bubble.mcore.unit_seeds import drawn_by_unit, initialized_by_unit
+from megatron.zero_bubble.mcore.vocabulary_model import shard_vocabulary
 from megatron.zero_bubble.runtime.watchdog import Watchdog
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Infeasible
@@ -66,7 +67,10 @@ class Run:
             check_implementation(job.flags)
         if not getattr(script, "async_save", False):
             keep_results_in_process()
+        self._built: list[torch.nn.Module] = []
+        """The model chunks of this rank that the script has built."""
         self._chunks: list[torch.nn.Module] = []
+        """The same, wrapped in DDP."""
         self._resources = ExitStack()
         self._forward_backward: ForwardBackward | None = None
         self._timeline: TimelineWriter | None = None
@@ -137,16 +141,22 @@ class Run:
         by_unit = initialized_by_unit(self._job.flags.seed, is_first_stage=call["pre_process"])
         with by_unit if self._job.flags.zero_bubble_seed_by_layer else nullcontext():
             call.proceed()
+        self._built.append(call["self"])
         if self.v_placement is not None:
             self.v_placement.add_built(call["self"])
 
     def wrap_in_ddp(self, call: Call) -> None:
-        """Hook around the constructor of megatron-core's DDP: split the linear layers of the wrapped chunk."""
+        """Hook around the constructor of megatron-core's DDP: split the linear layers of the wrapped chunk.
+
+        Scripts wrap their chunks when all of them are built: before the first, the vocabulary is spread over the ranks.
+        """
         if self.units.is_building:
             self.units.wrap_in_ddp(call)
             return
         self._keep_layout()
         with users_mistakes():
+            if self._job.flags.vocabulary_parallel and not self._chunks:
+                shard_vocabulary(self._built, self._job.placement)
             split_weight_gradients([call["module"]], self._store)
         # With this setting DDP gives each layer its hook that accumulates and reduces a gradient; W calls the hook.
         call["ddp_config"] = replace(call["ddp_config"], delay_wgrad_compute=True)

@@ -97,7 +97,7 @@ def settle_layout(script: Namespace, job: JobSettings, units: ScriptUnits, setup
             costs = units.profiled_costs(setup, profile) if profile else units.measured_costs(setup)
         except LauncherError as error:
             return megatrons_layout(script, job, str(error))
-        return with_layout(job, new_choice(job, costs), os.environ, torch.cuda.is_available())
+        return with_layout(job, new_choice(job, costs, script.padded_vocab_size), os.environ, torch.cuda.is_available())
 
 
 def megatrons_layout(script: Namespace, job: JobSettings, reason: str) -> JobSettings:

@@ -69,11 +69,15 @@ class LayoutPlan:
     """Rank -> memory of parameters, gradients and optimizer states."""
     limits: tuple[float, ...] | None
     """Rank -> the memory limit of its activations; None without one."""
+    post_validation: bool = False
 
     @property
     def time(self) -> float:
-        """The predicted time of a step, without the optimizer's."""
-        return self.timeline.makespan
+        """The predicted time of a step, without the optimizer's.
+
+        With post-validation steps follow each other closely, so that the longest span of a rank counts.
+        """
+        return self.timeline.cost if self.post_validation else self.timeline.makespan
 
     @cached_property
     def memory(self) -> float:
@@ -93,7 +97,7 @@ class LayoutProblem:
         partition: the layers of every stage, if they are fixed.
         capacity: memory of a rank for its states and activations, in the unit of the costs; None for no limit.
         activations: memory of a rank for its activations alone; None for no limit.
-        group_size, budget: as `generate` takes them.
+        group_size, post_validation, budget: as `generate` takes them.
     """
 
     model: ModelCosts
@@ -107,6 +111,7 @@ class LayoutProblem:
     capacity: float | None = None
     activations: float | None = None
     group_size: int | None = None
+    post_validation: bool = False
     budget: int = BUDGET
 
     def model_of(self, layout: Layout) -> ModelCosts:
@@ -143,12 +148,14 @@ class LayoutProblem:
             placement_kind=layout.placement.kind,
             memory_limit=limits,
             group_size=self.group_size if layout.placement.kind == "interleaved" else None,
+            post_validation=self.post_validation,
             recompute=layout.recompute,
             vocabulary_parallel=layout.vocabulary_parallel,
             budget=self.budget,
         )
         timeline = simulate(made, costs)
-        return LayoutPlan(layout, timeline, model.states(layout.partition, layout.placement), limits)
+        states = model.states(layout.partition, layout.placement)
+        return LayoutPlan(layout, timeline, states, limits, self.post_validation)
 
 
 def all_placements(num_ranks: int) -> tuple[Placement, ...]:

@@ -38,7 +38,7 @@ def settle_layout(args: Arguments, job: JobSettings, data_config: DataConfig) ->
     if choice is None:
         profile = given_profile(job.flags)
         costs = profiled_costs(args, data_config, profile) if profile else measured_costs(args, data_config)
-        choice = new_choice(job, costs)
+        choice = new_choice(job, costs, args.padded_vocab_size)
     else:
         print_rank_0(f" > layout: that of the checkpoint in --load {args.load}")
     job = with_layout(job, choice, os.environ, torch.cuda.is_available())

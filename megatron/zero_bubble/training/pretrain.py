@@ -18,6 +18,7 @@ from megatron.zero_bubble.job.flags import limit_flag
 from megatron.zero_bubble.job.optimizer_step import build_post_validation
 from megatron.zero_bubble.job.running import open_timeline, run_plan
 from megatron.zero_bubble.job.settings import JobSettings
+from megatron.zero_bubble.job.sharding import check_shards
 from megatron.zero_bubble.job.stalls import open_watchdog
 from megatron.zero_bubble.job.start_up import print_rank_0
 from megatron.zero_bubble.mcore.finite import FiniteCheck
@@ -53,6 +54,7 @@ def pretrain(args: Arguments, job: JobSettings) -> None:
     data_config = make_data_config(args)
     tokenizer = load_tokenizer(args)
     args = with_vocabulary(args, tokenizer.vocab_size)
+    check_shards(job.flags, args.padded_vocab_size)
     check_memory(args)
     data_config.validate(tokenizer.vocab_size)
     if args.load:
@@ -95,7 +97,14 @@ def _build_trainer(
     timers = Timers(args.timing_log_level, "minmax") if args.timing_log_level else None
     config = transformer_config(args, placement.num_chunks, timers)
     store = WeightGradStore(placement.num_chunks) if job.plan else None
-    model = build_model(args, config, placement, store, seeds_by_layer=job.flags.zero_bubble_seed_by_layer)
+    model = build_model(
+        args,
+        config,
+        placement,
+        store,
+        seeds_by_layer=job.flags.zero_bubble_seed_by_layer,
+        vocabulary_parallel=job.flags.vocabulary_parallel,
+    )
     if job.flags.zero_bubble_seed_by_layer:
         resources.enter_context(drawn_by_unit(args.seed, model, lambda: progress.iteration))
     check_layers_built(args.num_layers, placement, model)

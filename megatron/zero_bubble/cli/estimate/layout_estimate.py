@@ -50,7 +50,8 @@ def estimate_layout(job: EstimatedJob) -> LayoutEstimate:
         ValueError: no layout fits, or (as `ScheduleError`) there are fewer layers than ranks.
     """
     free_bytes = job.cluster.memory - job.cluster.reserved
-    choice = choose_layout(job.flags, model_costs(job), free_bytes, is_quick=job.is_quick)
+    vocabulary = job.args.padded_vocab_size
+    choice = choose_layout(job.flags, model_costs(job), free_bytes, vocabulary, is_quick=job.is_quick)
     plan = choice.chosen
     flags = flags_of_layout(job.flags, plan.layout)
     return LayoutEstimate(choice, flags, Estimate(job.with_flags(flags), plan.timeline, plan.states))

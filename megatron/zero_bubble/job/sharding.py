@@ -1,0 +1,50 @@
+"""Checks whether a job's embedding and output layer can be spread over all pipeline ranks."""
+
+from __future__ import annotations
+
+from math import lcm
+
+from megatron.zero_bubble.job.flags import flag_name
+from megatron.zero_bubble.job.job_flags import JobFlags
+
+
+def check_sharding(flags: JobFlags, *, is_layout_open: bool) -> None:
+    """Check the flag before the size of the vocabulary is known.
+
+    Raises:
+        ValueError: it does not work with another flag.
+    """
+    value = flags.zero_bubble_vocabulary_parallel
+    given = f"{flag_name('zero_bubble_vocabulary_parallel')} {value}"
+    if value == "auto" and not is_layout_open:
+        raise ValueError(f"{given} chooses with the layout, which other flags fix: use on or off")
+    if value == "on" and flags.mtp_num_layers:
+        raise ValueError(f"{given} does not work with multi-token prediction: leave out --mtp-num-layers")
+
+
+def check_shards(flags: JobFlags, padded_vocab_size: int) -> None:
+    """Check that the vocabulary divides into as many shards as there are ranks, if it is spread over them.
+
+    Raises:
+        ValueError: it does not; names a divisor that works.
+    """
+    if flags.vocabulary_parallel and not divides(flags, padded_vocab_size):
+        pipeline, tensor = flags.pipeline_model_parallel_size, flags.tensor_model_parallel_size
+        divisor = lcm(flags.make_vocab_size_divisible_by, pipeline)
+        raise ValueError(
+            f"{flag_name('zero_bubble_vocabulary_parallel')} on: a padded vocabulary of {padded_vocab_size} does not "
+            f"divide into shards for {pipeline} pipeline x {tensor} tensor ranks: "
+            f"--make-vocab-size-divisible-by {divisor} makes it do so"
+        )
+
+
+def divides(flags: JobFlags, padded_vocab_size: int) -> bool:
+    """Whether the vocabulary divides into as many shards as there are pipeline and tensor ranks."""
+    return padded_vocab_size % (flags.pipeline_model_parallel_size * flags.tensor_model_parallel_size) == 0
+
+
+def may_spread(flags: JobFlags, padded_vocab_size: int) -> bool | None:
+    """Whether a layout that is searched spreads the vocabulary; None if the search may choose."""
+    if flags.zero_bubble_vocabulary_parallel in ("on", "off"):
+        return flags.vocabulary_parallel
+    return None if divides(flags, padded_vocab_size) and not flags.mtp_num_layers else False
