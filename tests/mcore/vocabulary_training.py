@@ -26,10 +26,12 @@ from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.schedule.plan import Plan
 from megatron.zero_bubble.schedules import ForwardBackward
 from megatron.zero_bubble.training.arguments import Arguments
+from megatron.zero_bubble.training.checkpoint import Checkpointer
 from megatron.zero_bubble.training.forward_step import make_forward_step
 from megatron.zero_bubble.training.initialize import initialized
-from megatron.zero_bubble.training.model import build_model, build_optimizer, transformer_config
+from megatron.zero_bubble.training.model import build_lr_scheduler, build_model, build_optimizer, transformer_config
 from megatron.zero_bubble.training.pretrain import make_data_config
+from megatron.zero_bubble.training.progress import Progress
 from tests.launch import TINY_GPT, run_forked
 
 MICROBATCHES, VOCABULARY = 4, 128
@@ -54,6 +56,8 @@ class Training:
     is_sharded: bool = True
     num_steps: int = 2
     warms_up: bool = False
+    loads: str | None = None
+    """The training whose last state this one begins with."""
 
 
 def run_job(num_ranks: int, trainings: dict[str, Training], flags: Sequence[str], folder: Path) -> dict[str, Outcome]:
@@ -90,7 +94,9 @@ def _run_rank(
         store = dist.PrefixStore(str(number), dist.TCPStore("localhost", port))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
         run = _emulate if name == EMULATED else _train
-        torch.save(run(training, [*FLAGS, *flags, *training.flags], num_ranks), folder / f"{name}.{rank}.pt")
+        loads = ("--load", str(folder / training.loads)) if training.loads else ()
+        all_flags = [*FLAGS, *flags, *training.flags, "--save", str(folder / name), *loads]
+        torch.save(run(training, all_flags, num_ranks), folder / f"{name}.{rank}.pt")
         gc.collect()
         dist.destroy_process_group()
 
@@ -113,6 +119,10 @@ def _train(training: Training, flags: Sequence[str], num_ranks: int) -> Outcome:
         run: Any = mcore.get_forward_backward_func()
         if store is not None:
             run = ForwardBackward(plan, store, warms_up=training.warms_up)
+        progress = Progress(iteration=training.num_steps)
+        checkpointer = Checkpointer(args, progress, chunks, optimizer, build_lr_scheduler(args, optimizer))
+        if args.load:
+            checkpointer.load()
         outcome: Outcome = {"losses": [], "evaluation": [], "gradients": [], "norms": []}
         for step in range(training.num_steps):
             for chunk in chunks:
@@ -123,6 +133,8 @@ def _train(training: Training, flags: Sequence[str], num_ranks: int) -> Outcome:
             outcome["norms"].append(optimizer.step()[1])
         with torch.no_grad():
             outcome["evaluation"] += run_step(args, chunks, run, 100, forward_only=True)
+        if args.save:
+            checkpointer.save()
         if store is not None:
             run.close()
     return outcome

@@ -50,7 +50,12 @@ class VocabularyShard(torch.nn.Module):
 
     def __init__(self, embedding: ShardWeight, output: ShardWeight, index: int, count: int) -> None:
         super().__init__()
-        self.embedding, self.output = embedding, output
+        self.embedding = embedding
+        if output is embedding:
+            # Not as a second submodule, so that `state_dict()` has the weights once.
+            object.__setattr__(self, "output", embedding)
+        else:
+            self.output = output
         self.index, self.count = index, count
 
     @property

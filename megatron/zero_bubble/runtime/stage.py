@@ -85,7 +85,8 @@ class VocabularyStage(Stage, Protocol):
         """Take part in a collective of all ranks, such as HIDDEN.
 
         It is called on a lane of its own, beside the computation (see `ExchangeLane`): on a GPU inside a stream
-        that has waited for the operations before it, on a CPU in a thread. It makes no tensor that a computation
-        uses: operations on the shard make the buffers.
+        that has waited for the operations before it, on a CPU in a thread. The memory of a tensor that it makes is
+        safe to use and to free anywhere, because the next exchange in the lane again waits for all computation before
+        it. A tensor that it reads must not be freed until this rank has waited for a later exchange.
         """
         ...
