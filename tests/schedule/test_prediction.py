@@ -39,3 +39,12 @@ def test_the_speed_up_of_full_recomputation_compares_with_1f1b_that_recomputes_i
     cost = simulate(schedule, profile.costs).cost
     assert Prediction(profile, schedule, Recompute.FULL).speed_up == pytest.approx(11 * 4 / cost)
     assert Prediction(profile, schedule, Recompute.PLANNED).speed_up == pytest.approx(11 * 3 / cost)
+
+
+def test_the_speed_up_with_a_spread_vocabulary_compares_with_1f1b_of_the_same_work_a_rank():
+    """1F1B takes (m+p-1) times the work of a rank, 3.5 here, of which 0.5 is on its vocabulary shard."""
+    placement = Placement("linear", 4)
+    costs = StageCosts.uniform(4).with_shards(placement, {"time_s": 0.3, "time_t": 0.2})
+    schedule = generate("zb-h1", 4, 8, vocabulary_parallel=True)
+    cost = simulate(schedule, costs).cost
+    assert Prediction(Profile(placement, costs, 0.0, {}), schedule).speed_up == pytest.approx(11 * 3.5 / cost)

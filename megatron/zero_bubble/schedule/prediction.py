@@ -44,9 +44,10 @@ class Prediction:
     def speed_up(self) -> float:
         """How many times as fast as megatron-core's 1F1B with the same work a rank: the ratio of the costs.
 
-        Under full recomputation 1F1B recomputes every microbatch in its backward; otherwise it keeps everything.
+        Under full recomputation 1F1B recomputes every microbatch in its backward; otherwise it keeps everything. Where
+        the vocabulary is spread over the ranks, 1F1B computes each rank's part of it in its backwards.
         """
-        costs = self.profile.costs.whole_ranks(self.schedule.placement)
+        costs = self.profile.costs.whole_ranks(self.schedule.placement).with_vocabulary_in_weight_gradients()
         if self.recompute is Recompute.FULL:
             costs = costs.recomputing_in_backward()
         baseline = simulate(generate("1f1b", self.schedule.num_ranks, self.schedule.num_microbatches), costs)
