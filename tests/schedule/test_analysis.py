@@ -9,6 +9,8 @@ from random_schedules import schedules
 from test_lower import made_of
 
 from megatron.zero_bubble.schedule import (
+    Op,
+    OpKind,
     StageCosts,
     bubbles,
     critical_path,
@@ -132,3 +134,19 @@ def test_memory_while_an_op_runs_and_after():
     costs = StageCosts.uniform(1, memory_f=3, memory_b=-2, memory_w=-1)
     held = memory_held(made_of("linear", 1, 1, 1, "F0 B0 W0"), costs, 0)
     assert [(str(op), during, after) for op, during, after in held] == [("F0", 3, 3), ("B0", 3, 1), ("W0", 1, 0)]
+
+
+def test_embeddings_ahead_of_the_pipeline_do_not_lengthen_a_span():
+    """Rank 1 looks its rows up at time 0 and waits for F0 until 1: that is its warmup, and its span begins then."""
+    schedule = generate("zb-h1", 2, 2, vocabulary_parallel=True)
+    shard = {"time_e": 0.25, "time_ew": 0.25, "time_s": 0.5, "time_t": 0.25}
+    timeline = simulate(schedule, StageCosts.uniform(2).with_shards(schedule.placement, shard))
+    lane = timeline.lanes[1]
+    first = next(timed for timed in lane if timed.op == Op(OpKind.F, 0))
+    embedded = [timed for timed in lane if timed.op.kind is OpKind.E and timed.start < first.start]
+    assert embedded
+    assert first.start > lane[0].end
+    assert timeline.spans[1] == pytest.approx(lane[-1].end - first.start + 0.25 * len(embedded))
+    bubble = bubbles(timeline)[1]
+    assert bubble.warmup == pytest.approx(first.start - 0.25 * len(embedded))
+    assert bubble.total == pytest.approx(timeline.makespan - timeline.work[1])

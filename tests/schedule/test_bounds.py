@@ -5,8 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import ROWS, random_costs, row_costs, row_id
 from random_schedules import placements, schedules
+from test_lower import made_of
 
-from megatron.zero_bubble.schedule import Placement, ScheduleError, StageCosts, generate, simulate
+from megatron.zero_bubble.schedule import Placement, ScheduleError, StageCosts, generate, placement_for, simulate
 from megatron.zero_bubble.schedule.bounds import lower_bounds
 
 
@@ -38,6 +39,27 @@ def test_good_schedules_are_not_below_the_bound_either(data, p, m, name):
     costs = data.draw(random_costs(p))
     timeline = simulate(generate(name, p, m, costs=costs), costs)
     assert lower_bounds(Placement("linear", p), m, costs, timeline.peak_memory).span <= timeline.cost * (1 + 1e-9)
+
+
+def test_operations_on_vocabulary_shards_run_where_others_wait():
+    """T0 of rank 0 runs before its B0: its work and the idle time between F and B do not add up."""
+    schedule = made_of("linear", 2, 1, 1, "E0 F0 S0 T0 B0 W0 EW0", "E0 F0 S0 L0 B0 W0 T0 EW0")
+    costs = StageCosts.uniform(2).with_shards(schedule.placement, {"time_s": 0.5, "time_t": 1})
+    timeline = simulate(schedule, costs)
+    assert timeline.spans[0] == 5.5
+    for limits in (None, timeline.peak_memory):
+        assert lower_bounds(schedule.placement, 1, costs, limits).span == 5
+
+
+def test_no_schedule_with_vocabulary_shards_is_below_the_bound():
+    for name in ("zb-h2", "v-half"):
+        placement = placement_for(name, 3)
+        shard = {"time_e": 0.1, "time_ew": 0.1, "time_s": 0.5, "time_t": 0.25, "memory_s": 0.1, "memory_t": -0.1}
+        costs = StageCosts.uniform(placement.num_stages, time_comm=0.1).with_shards(placement, shard)
+        timeline = simulate(generate(name, 3, 6, costs=costs, vocabulary_parallel=True), costs)
+        for limits in (None, timeline.peak_memory):
+            bounds = lower_bounds(placement, 6, costs, limits)
+            assert 0.5 * timeline.cost < bounds.span <= timeline.cost * (1 + 1e-9)
 
 
 @settings(max_examples=60, deadline=None)

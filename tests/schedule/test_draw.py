@@ -301,3 +301,24 @@ def test_marks_do_not_decide_how_wide_a_drawing_is():
     validated = simulate(with_post_validation(timeline.schedule, timeline.costs), timeline.costs)
     widths = [ElementTree.fromstring(to_svg(one)).attrib["width"] for one in (timeline, validated)]
     assert widths[0] == widths[1]
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v"])
+def test_operations_on_vocabulary_shards_are_drawn(name):
+    """The loss, which takes no time, is a mark. Narrow embeddings make no drawing wide, but the legend has its room."""
+    schedule = generate(name, 2, 2, vocabulary_parallel=True)
+    shard = {"time_e": 0.01, "time_ew": 0.01, "time_s": 0.5, "time_t": 0.25}
+    timeline = simulate(schedule, StageCosts.uniform(schedule.num_stages).with_shards(schedule.placement, shard))
+    svg = to_svg(timeline)
+    ops = ops_in(svg)
+    assert len(ops) == sum(map(len, timeline.lanes))
+    rank_of_loss = schedule.placement.rank_of(schedule.num_stages - 1)
+    marks = {op for op, (attributes, _) in ops.items() if attributes["class"] == "s"}
+    assert marks == {("L0", rank_of_loss), ("L1", rank_of_loss)}
+    width = float(ElementTree.fromstring(svg).get("width"))
+    entries = [node for node in ElementTree.fromstring(svg).iter(f"{SVG}text") if node.get("y") == "63"]
+    assert [node.text for node in entries][-1] == "critical path"
+    assert "S output layer's softmax" in words_in(svg)
+    assert max(float(node.get("x")) + 6 * len(node.text) for node in entries) <= width + 1 < 1500
+    json.loads(to_chrome_trace(timeline))
+    assert "EW1" in to_html(timeline)

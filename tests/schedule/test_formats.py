@@ -83,6 +83,20 @@ def test_pytorchs_dialect_has_no_word_for_post_validation():
         schedule_to_pytorch_csv(schedule)
 
 
+def test_vocabulary_shards_round_trip_in_our_own_formats_alone():
+    schedule = generate("v-half", 2, 3, vocabulary_parallel=True)
+    for each in (schedule, lower(schedule)):
+        assert schedule_from_json(schedule_to_json(each)) == each
+        with pytest.raises(ScheduleError) as error:
+            schedule_to_pytorch_csv(each)
+        assert str(error.value) == (
+            "schedule v-half has E, EW, S, L and T, for which PyTorch's CSV has no word: write JSON or CSV"
+        )
+    assert schedule_from_csv(schedule_to_csv(schedule)) == schedule
+    costs = StageCosts.uniform(4).with_shards(schedule.placement, {"time_s": 0.5, "time_t": 0.25, "memory_s": 0.1})
+    assert costs_from_json(costs_to_json(costs)) == costs
+
+
 def test_json_is_readable():
     assert json.loads(schedule_to_json(generate("zb-h1", 2, 2))) == {
         "format": "megatron-zero-bubble schedule",

@@ -80,6 +80,33 @@ def test_neighbours_of_one_chunk_run_together():
     assert [" ".join(map(str, group)) for group in groups] == ["W0", "W1", "B2", "W2.1 W3.1", "W2 W3", "STEP0"]
 
 
+def test_gradients_of_a_vocabulary_shard_surround_the_others():
+    """T's and EW's stay in microbatch order; what is exchanged between them stays in its place."""
+    ops = lane("B1", "W0", "T0", "W1", "EW0", "T1", "EW1", "STEP0")
+    lowered = lane("B1", "W0", "T0", "EMBEDDED_GRAD0", "W1", "EW0", "T1", "EMBEDDED_GRAD1", "EW1")
+    placement = Placement("linear", 1)
+    reordered, reordered_lowered = (reorder_tail(Schedule("tail", placement, 2, (each,))) for each in (ops, lowered))
+    assert words(reordered, 0) == "B1 T0 T1 W0 W1 EW0 EW1 STEP0"
+    assert words(reordered_lowered, 0) == "B1 T0 T1 EMBEDDED_GRAD0 W0 W1 EW0 EMBEDDED_GRAD1 EW1"
+    groups = run_together(reordered.ops[0])
+    assert [" ".join(map(str, group)) for group in groups] == ["B1", "T0", "T1", "W0 W1", "EW0", "EW1", "STEP0"]
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-h2", "v-half", "interleaved-zb"])
+def test_a_tail_with_vocabulary_shards_is_valid_and_as_long_and_large(name):
+    schedule = generate(name, 3, 6, vocabulary_parallel=True)
+    shard = {"time_e": 0.1, "time_ew": 0.1, "time_s": 0.6, "time_t": 0.3, "memory_s": 0.2, "memory_t": -0.2}
+    costs = StageCosts.uniform(schedule.num_stages, time_comm=0.05).with_shards(schedule.placement, shard)
+    for before in (schedule, lower(schedule, costs=costs), with_post_validation(schedule, costs)):
+        reordered = reorder_tail(before)
+        assert reordered != before
+        validate(reordered)
+        assert reorder_tail(reordered) == reordered
+        old, new = simulate(before, costs), simulate(reordered, costs)
+        assert new.makespan <= old.makespan * (1 + 1e-9)
+        assert new.peak_memory == pytest.approx(old.peak_memory)
+
+
 def test_a_gradient_is_computed_once():
     schedule = reorder_tail(generate("zb-h2", 2, 3))
     twice = (*schedule.ops[0], *lane("BW2"))

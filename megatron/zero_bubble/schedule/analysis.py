@@ -11,7 +11,7 @@ from megatron.zero_bubble.schedule.graph import Node, arrivals, message_time, no
 from megatron.zero_bubble.schedule.ir import Op
 from megatron.zero_bubble.schedule.kinds import KINDS
 from megatron.zero_bubble.schedule.memory import memory_held
-from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline
+from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline, num_ahead
 
 
 @dataclass(frozen=True)
@@ -81,11 +81,11 @@ def causes(timeline: Timeline) -> dict[str, tuple[float, ...]]:
 
 
 def _bubble(timeline: Timeline, where: _Positions, rank: int, begin: float, end: float) -> Bubble:
-    lane = timeline.lanes[rank]
-    if lane and KINDS[lane[0].op.kind].is_per_iteration:
-        lane = lane[1:]  # a rank validates while the pipeline still fills
-    if not lane:
+    if not timeline.lanes[rank]:
         return Bubble(end - begin, 0, 0, 0, 0, 0)
+    ahead = num_ahead(timeline.lanes[rank])
+    embeddings = sum(timed.end - timed.start for timed in timeline.lanes[rank][:ahead])
+    lane = timeline.lanes[rank][ahead:]
     waiting: dict[str, float] = dict.fromkeys((facts.waiting for facts in KINDS.values() if facts.waiting), 0)
     communication: float = 0
     streams: float = 0
@@ -100,7 +100,11 @@ def _bubble(timeline: Timeline, where: _Positions, rank: int, begin: float, end:
         communication += busy
         waiting[KINDS[timed.op.kind].waiting] += gap - busy
     return Bubble(
-        warmup=lane[0].start - begin, communication=communication, tail=end - lane[-1].end, streams=streams, **waiting
+        warmup=lane[0].start - begin - embeddings,
+        communication=communication,
+        tail=end - lane[-1].end,
+        streams=streams,
+        **waiting,
     )
 
 

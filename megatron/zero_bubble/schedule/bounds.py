@@ -88,7 +88,7 @@ def _through_others(path: _Path, ranks: Sequence[_Rank]) -> float:
                 continue
             way = path.forward(a, k) + path.backward(k, a)
             longest = max(longest, way + far.window + path.costs.time_w[a])
-        longest = max(longest, near.work + max(0, near.idle - near.recomputation))
+        longest = max(longest, near.work + max(0, near.idle - near.recomputation - near.vocabulary))
     return longest
 
 
@@ -157,12 +157,21 @@ class _Rank:
         """Least time that every R takes."""
         return self.num_microbatches * sum(self.path.recomputation(s) for s in self.stages)
 
+    @property
+    def vocabulary(self) -> float:
+        """The time of all operations on the rank's vocabulary shard, which run where F, B and W leave it idle."""
+        costs = self.path.costs
+        times = (costs.time_e, costs.time_ew, costs.time_s, costs.time_t)
+        return self.num_microbatches * sum(time[s] for s in self.stages for time in times)
+
     @cached_property
     def available(self) -> float:
         """The memory limit; infinite if an operation releases more than was allocated, which no bound here covers."""
         costs = self.path.costs
         for s in self.stages:
             after_b = costs.memory_f[s] + costs.memory_b[s]
+            if costs.memory_s[s] + costs.memory_t[s] < 0:
+                return inf
             if self.path.held[s] < 0 or after_b < 0 or after_b + costs.memory_w[s] < -1e-9 * costs.memory_f[s]:
                 return inf
         return self.limit

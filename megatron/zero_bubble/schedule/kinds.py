@@ -141,6 +141,8 @@ class KindFacts:
     """Where it runs: in every stage, or once on each rank or on the last one, as an operation of chunk 0."""
     adds_gradient: bool = False
     """Whether it computes gradients. What does not can be run again."""
+    runs_ahead: bool = False
+    """Whether a rank runs it, where there is time, long before its first forward arrives: its span begins later."""
     is_per_iteration: bool = False
     """It runs once a rank and iteration, and the number in its name is the iteration's."""
     colour: str = ""
@@ -231,6 +233,7 @@ KINDS: Mapping[OpKind, KindFacts] = MappingProxyType(
             waiting="waiting_for_forward",
             in_order="embeddings",
             runs_on=Place.ALL_RANKS,
+            runs_ahead=True,
             colour="#cccccc",
             meaning="E embedding",
         ),
@@ -262,7 +265,7 @@ KINDS: Mapping[OpKind, KindFacts] = MappingProxyType(
             waiting="waiting_for_backward",
             in_order="losses",
             runs_on=Place.LAST_RANK,
-            colour="#ffffff",
+            colour="#aa00dd",
             meaning="L loss",
         ),
         OpKind.T: KindFacts(
@@ -310,6 +313,7 @@ KINDS: Mapping[OpKind, KindFacts] = MappingProxyType(
             makes=(OpKind.VALIDATE,),
             needs=(Need(OpKind.STEP, Place.ALL_RANKS, num_before=1),),
             waiting="waiting_for_validation",
+            runs_ahead=True,
             is_per_iteration=True,
             colour="#d55e00",
             meaning="VALIDATE step confirmed or amended",

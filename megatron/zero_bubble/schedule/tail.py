@@ -4,7 +4,8 @@ The gradient of a parameter can be reduced over the data-parallel replicas once 
 order that is in the very last W for all parameters alike. The W's after a rank's last B depend on
 nothing any more, so they can be done parameter by parameter: all microbatches of one, which is reduced while the
 next one's are computed ("Zero Bubble Pipeline Parallelism", appendix A). What is added to one parameter keeps its
-order, and with it its bits.
+order, and with it its bits. A rank with a vocabulary shard runs its last T's before them and its last EW's, which wait
+for the first rank, after them: either way the gradients of one weight.
 """
 
 from __future__ import annotations
@@ -15,37 +16,55 @@ from itertools import groupby
 
 from megatron.zero_bubble.schedule.errors import ScheduleError
 from megatron.zero_bubble.schedule.ir import Op, Schedule
-from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
+from megatron.zero_bubble.schedule.kinds import COLLECTIVES, KINDS, OpKind
 from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline
+
+_GRADIENTS = frozenset(kind for kind, facts in KINDS.items() if facts.adds_gradient and OpKind.B not in facts.makes)
+"""The operations that compute gradients of weights alone."""
+_LAST_COLLECTIVES = frozenset(kind for kind, collective in COLLECTIVES.items() if collective.maker is OpKind.B)
+"""The collectives that only a backward makes, so that they stand between the last gradients, too."""
 
 
 def reorder_tail(schedule: Schedule) -> Schedule:
     """The same schedule, lowered or not, with a rank's last W's chunk by chunk, the last chunk first.
 
-    Neither times nor peak memory change: in the tail a rank waits for nobody and allocates nothing.
+    Neither times nor peak memory grow: a W or T in the tail waits for nobody, and no operation there allocates.
+    Communication stays where it is.
     """
     return replace(schedule, ops=tuple(_reorder(ops) for ops in schedule.ops))
 
 
 def _reorder(ops: Sequence[Op]) -> tuple[Op, ...]:
     start, end = _tail(ops)
-    return (*ops[:start], *sorted(ops[start:end], key=lambda op: (-op.chunk, op.microbatch)), *ops[end:])
+    gradients = iter(sorted((op for op in ops[start:end] if op.kind in _GRADIENTS), key=_turn))
+    reordered = (next(gradients) if op.kind in _GRADIENTS else op for op in ops[start:end])
+    return (*ops[:start], *reordered, *ops[end:])
+
+
+def _turn(op: Op) -> tuple[int, int, int]:
+    """The key that orders the last gradients: T, W from the last chunk to the first, EW."""
+    return (OpKind.T, OpKind.W, OpKind.EW).index(op.kind), -op.chunk, op.microbatch
 
 
 def _tail(ops: Sequence[Op]) -> tuple[int, int]:
-    """Where the last W's of a rank begin and end. The optimizer's STEP may follow them."""
+    """Where the last gradients of a rank begin and end. The optimizer's STEP may follow them."""
     end = len(ops) - sum(op.kind is OpKind.STEP for op in ops[-1:])
     start = end
-    while start > 0 and ops[start - 1].kind is OpKind.W:
+    while start > 0 and ops[start - 1].kind in _GRADIENTS | _LAST_COLLECTIVES:
         start -= 1
     return start, end
 
 
 def run_together(ops: Sequence[Op]) -> list[tuple[Op, ...]]:
-    """The operations of a rank, those that can run as one taken together: neighbours of one chunk in the tail."""
+    """The operations of a rank, those that can run as one taken together: neighbouring W's of one chunk in the tail."""
     start, end = _tail(ops)
-    by_chunk = (tuple(group) for _, group in groupby(ops[start:end], key=lambda op: op.chunk))
-    return [*((op,) for op in ops[:start]), *by_chunk, *((op,) for op in ops[end:])]
+
+    def key(numbered: tuple[int, Op]) -> tuple[bool, int]:
+        position, op = numbered
+        return (True, op.chunk) if op.kind is OpKind.W else (False, position)
+
+    groups = (tuple(op for _, op in group) for _, group in groupby(enumerate(ops[start:end]), key=key))
+    return [*((op,) for op in ops[:start]), *groups, *((op,) for op in ops[end:])]
 
 
 @dataclass(frozen=True)
@@ -66,7 +85,8 @@ def simulate_reduction(
 
     A chunk's parameters fill `num_buckets` buckets of equal size, whose gradients are ready in equal steps of the
     chunk's last gradients: those of the last microbatch, or of the whole tail if it runs parameter by parameter. A link
-    carries one bucket after the other, in the order in which they are ready, and takes no time from compute.
+    carries one bucket after the other, in the order in which they are ready, and takes no time from compute. The
+    gradient of a vocabulary shard is not counted: times are of what W computes.
 
     Args:
         time_reduce: for each stage, the time to reduce all its gradients.

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.ir import Op, Schedule
-from megatron.zero_bubble.schedule.kinds import POST_VALIDATION
+from megatron.zero_bubble.schedule.kinds import KINDS, POST_VALIDATION
 from megatron.zero_bubble.schedule.memory import peak_memory
 
 
@@ -65,6 +65,11 @@ class Idle:
         }
 
 
+def num_ahead(lane: Sequence[TimedOp]) -> int:
+    """How many operations of a rank run while its pipeline still fills."""
+    return next((k for k, timed in enumerate(lane) if not KINDS[timed.op.kind].runs_ahead), max(0, len(lane) - 1))
+
+
 @dataclass(frozen=True)
 class Timeline:
     """The compute operations of every rank with their times, in the unit of the costs.
@@ -85,9 +90,15 @@ class Timeline:
         """For every rank, the time from the start of its first operation to the end of its last.
 
         STEP and VALIDATE do not count: a rank validates long before its first forward arrives, if there is time.
+        Embeddings that it looks up before that count with their own time alone.
         """
-        computing = ([timed for timed in lane if timed.op.kind not in POST_VALIDATION] for lane in self.lanes)
-        return tuple(lane[-1].end - lane[0].start if lane else 0 for lane in computing)
+        spans = []
+        for lane in self.lanes:
+            computing = [timed for timed in lane if timed.op.kind not in POST_VALIDATION]
+            ahead = num_ahead(computing)
+            embeddings = sum(timed.end - timed.start for timed in computing[:ahead])
+            spans.append(computing[-1].end - computing[ahead].start + embeddings if computing else 0)
+        return tuple(spans)
 
     @property
     def cost(self) -> float:

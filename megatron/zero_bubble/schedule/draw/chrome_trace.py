@@ -32,7 +32,7 @@ def to_chrome_trace(timeline: Timeline, *, microseconds: float = 1000, steps: in
 
 
 def _event(schedule: Schedule, rank: int, timed: TimedOp, microseconds: float, steps: int) -> dict[str, Any]:
-    """One operation: a slice, or an instant if it takes no time (STEP and VALIDATE, simulated)."""
+    """One operation: a slice, or an instant if it takes no time (STEP, VALIDATE and L, simulated)."""
     op, start, end = timed
     num_microbatches = schedule.num_microbatches // steps
     name = operation_name(op, num_microbatches, steps)

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, TypedDict
 
+from megatron.zero_bubble.schedule.draw.palette import fill_of
 from megatron.zero_bubble.schedule.ir import Op
-from megatron.zero_bubble.schedule.kinds import POST_VALIDATION, OpKind
+from megatron.zero_bubble.schedule.kinds import KINDS, POST_VALIDATION, OpKind
 from megatron.zero_bubble.schedule.step_ops import operation_name
 from megatron.zero_bubble.schedule.timeline import Timeline
 
@@ -23,6 +24,8 @@ CURVE_HEIGHT, CURVE_GAP = 72, 42
 _SMALLEST_TYPE, _LARGEST_TYPE = 6, 11
 _LABEL_MARGIN = 2
 """Pixels of an operation that its label leaves free."""
+_SHORTEST_WITH_LABEL = 0.1
+"""Operations that take less, as a share of the longest, do not make a drawing wider for the sake of their labels."""
 
 
 @dataclass(frozen=True)
@@ -110,10 +113,36 @@ class Drawing:
         fitting = {kind: min(largest, sorted(each)[len(each) // 10]) for kind, each in sizes.items()}
         return {kind: size for kind, size in fitting.items() if size >= _SMALLEST_TYPE}
 
+    @cached_property
+    def legend(self) -> list[tuple[float, list[str], str]]:
+        """Of each entry its place, its colours, one a chunk, and its words; the last is that of the critical path."""
+        num_chunks = self.timeline.schedule.num_chunks
+        used = {(timed.op.kind, timed.op.chunk) for lane in self.timeline.lanes for timed in lane}
+        entries = [
+            ([fill_of(kind, chunk, num_chunks) for chunk in range(num_chunks) if (kind, chunk) in used], facts.meaning)
+            for kind, facts in KINDS.items()
+        ]
+        entries = [(colours, words) for colours, words in entries if colours]
+        if num_chunks > 1:
+            entries.append(([], f"(darker: later of {num_chunks} chunks)"))
+        places: list[tuple[float, list[str], str]] = []
+        x: float = 12
+        for colours, words in (*entries, ([], "critical path")):
+            places.append((x, colours, words))
+            x += 14 * len(colours) + 16 + 5.6 * len(words)
+        return places
+
+    @property
+    def width_for_legend(self) -> float:
+        x, _, words = self.legend[-1]
+        return x + 21 + 6 * len(words)
+
     @property
     def width_for_labels(self) -> float:
-        """The width at which nine of ten labels fit in the largest type."""
-        scales = sorted((_LARGEST_TYPE * width + _LABEL_MARGIN) / time for _, time, width in self._labels() if time > 0)
+        """The width at which nine of ten labels fit in the largest type, but for those of the shortest operations."""
+        labels = [(time, width) for _, time, width in self._labels()]
+        shortest = _SHORTEST_WITH_LABEL * max((time for time, _ in labels), default=0)
+        scales = sorted((_LARGEST_TYPE * width + _LABEL_MARGIN) / time for time, width in labels if time > shortest)
         return LEFT + RIGHT + self.duration * (scales[-(len(scales) // 10) - 1] if scales else 0)
 
     def _labels(self) -> Iterator[tuple[OpKind, float, float]]:
@@ -164,7 +193,7 @@ def drawing(timeline: Timeline, *, widest: int = _WIDEST_BY_ITSELF, **options: U
     )
     width = options.get("width")
     if width is None:
-        width = int(min(widest, max(_MIN_WIDTH, made.width_for_labels)))
+        width = int(max(_MIN_WIDTH, made.width_for_legend, min(widest, made.width_for_labels)))
     return replace(made, width=width)
 
 

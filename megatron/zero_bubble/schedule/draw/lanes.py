@@ -21,11 +21,12 @@ from megatron.zero_bubble.schedule.draw.canvas import (
     text,
 )
 from megatron.zero_bubble.schedule.draw.drawing import LEFT, Drawing
+from megatron.zero_bubble.schedule.ir import Op
 from megatron.zero_bubble.schedule.kinds import KINDS, POST_VALIDATION
 from megatron.zero_bubble.schedule.memory import memory_held
 
 _MARK_WIDTH = 3
-"""Pixels of a STEP or VALIDATE, which take no time in a simulation."""
+"""Pixels of a mark: STEP, VALIDATE, or another operation that takes no time in a simulation."""
 _ARROW_HEAD = 5
 
 
@@ -80,7 +81,7 @@ def _operations(drawing: Drawing, rank: int) -> Iterator[tuple[int, str]]:
     top, height, unit = drawing.lane_top(rank), drawing.lane_height, drawing.time_unit
     held = memory_held(schedule, timeline.costs, rank)
     for (op, start, stop), (_, during, _) in zip(timeline.lanes[rank], held, strict=True):
-        if op.kind in POST_VALIDATION:
+        if _is_mark(op, start, stop):
             continue
         fill = palette.fill_of(op.kind, op.chunk, schedule.num_chunks)
         x, width = drawing.x(start), drawing.x(stop) - drawing.x(start)
@@ -98,10 +99,15 @@ def _operations(drawing: Drawing, rank: int) -> Iterator[tuple[int, str]]:
             yield op.microbatch, label(x + width / 2, y, words, size, ink, squeezed)
 
 
+def _is_mark(op: Op, start: float, stop: float) -> bool:
+    """Whether an operation is drawn as a mark: it belongs to the whole iteration or takes no time."""
+    return op.kind in POST_VALIDATION or start == stop
+
+
 def _marks(drawing: Drawing, rank: int) -> Iterator[str]:
-    """STEP and VALIDATE of a lane, above the operations."""
+    """The marks of a lane, above the operations."""
     for op, start, stop in drawing.timeline.lanes[rank]:
-        if op.kind in POST_VALIDATION:
+        if _is_mark(op, start, stop):
             width = max(_MARK_WIDTH, drawing.x(stop) - drawing.x(start))
             x = (drawing.x(start) + drawing.x(stop) - width) / 2
             tip = f"{drawing.name(op)} on rank {rank}, at {figure(start)} {drawing.time_unit}"

@@ -10,7 +10,6 @@ from megatron.zero_bubble.schedule.draw import canvas, palette
 from megatron.zero_bubble.schedule.draw.canvas import STRONG, figure, line, number, rect, text
 from megatron.zero_bubble.schedule.draw.drawing import CURVE_HEIGHT, LEFT, TOP, Drawing, Options, drawing
 from megatron.zero_bubble.schedule.draw.lanes import lanes, style
-from megatron.zero_bubble.schedule.kinds import KINDS
 from megatron.zero_bubble.schedule.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -36,22 +35,13 @@ def svg_of(what: Drawing) -> str:
 def _header(what: Drawing) -> Iterator[str]:
     yield text(12, 24, what.title, size=17)
     yield text(12, 44, _figures(what))
-    x: float = 12
-    used = {(timed.op.kind, timed.op.chunk) for lane in what.timeline.lanes for timed in lane}
-    for kind, facts in KINDS.items():
-        chunks = sorted(chunk for used_kind, chunk in used if used_kind is kind)
-        for chunk in chunks:
-            yield rect(x, 53, 12, 12, palette.fill_of(kind, chunk, what.timeline.schedule.num_chunks))
-            x += 14
-        if chunks:
-            yield text(x + 2, 63, facts.meaning, size=11)
-            x += 14 + 5.6 * len(facts.meaning)
-    if what.timeline.schedule.num_chunks > 1:
-        words = f"darker: later of {what.timeline.schedule.num_chunks} chunks"
-        yield text(x + 2, 63, f"({words})", size=11)
-        x += 18 + 5.4 * len(words)
+    for x, colours, words in what.legend[:-1]:
+        for k, colour in enumerate(colours):
+            yield rect(x + 14 * k, 53, 12, 12, colour)
+        yield text(x + 14 * len(colours) + 2, 63, words, size=11)
+    x, _, words = what.legend[-1]
     yield f'<path d="M{number(x)} 59h16" stroke="{STRONG}" stroke-width="1.5" fill="none"/>'
-    yield text(x + 21, 63, "critical path", size=11)
+    yield text(x + 21, 63, words, size=11)
     yield text(what.right + 8, TOP - 6, "bubble", size=11)
 
 

@@ -7,8 +7,9 @@
     {"format": "megatron-zero-bubble costs", "version": 1, "time_f": [1.5, 2], "time_b": [1.5, 2],
      "time_w": [1, 1], "time_comm": [0.1], "memory_f": [1, 1], "memory_b": [-0.5, -0.5], "memory_w": [-0.5, -0.5]}
 
-Costs of a model that recomputes have `time_r` and `memory_r` as well. A reader refuses what it does not know: another
-format, a later version, a key too many or too few.
+Costs of a model that recomputes have `time_r` and `memory_r` as well, those of one whose vocabulary is spread over the
+ranks `time_e`, `time_ew`, `time_s`, `time_t`, `memory_s` and `memory_t`. A reader refuses what it does not know:
+another format, a later version, a key too many or too few.
 """
 
 from __future__ import annotations

@@ -35,11 +35,12 @@ def schedule_to_pytorch_csv(schedule: Schedule) -> str:
 
     Raises `ScheduleError` for operations that PyTorch does not know, such as those of post-validation.
     """
-    nameless = [kind for kind, facts in KINDS.items() if kind in schedule.kinds and not facts.pytorch]
+    nameless = [kind for kind, facts in KINDS.items() if kind in schedule.kinds and facts.makes and not facts.pytorch]
     if nameless:
+        *others, last = nameless
+        words = f"{', '.join(others)} and {last}" if others else last
         raise ScheduleError(
-            f"schedule {schedule.name} has {' and '.join(nameless)}, for which PyTorch's CSV has no word: "
-            f"write JSON or CSV"
+            f"schedule {schedule.name} has {words}, for which PyTorch's CSV has no word: write JSON or CSV"
         )
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\r\n")
