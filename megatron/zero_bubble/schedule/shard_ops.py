@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron.zero_bubble.schedule.costs import StageCosts
+from megatron.zero_bubble.schedule.graph import collective_time
 from megatron.zero_bubble.schedule.ir import Op, Schedule
 from megatron.zero_bubble.schedule.kinds import BACKWARDS, KINDS, VOCABULARY, OpKind
 from megatron.zero_bubble.schedule.simulate import simulate
@@ -28,7 +29,7 @@ def interval(schedule: Schedule, costs: StageCosts) -> float:
 
 def shortest_delay(costs: StageCosts) -> float:
     """The time between the last stage's F and its B that no order avoids: two collectives, and S between them."""
-    return 2 * max(costs.time_comm, default=0) + max(costs.time_s)
+    return 2 * collective_time(costs) + max(costs.time_s)
 
 
 def with_vocabulary(schedule: Schedule, costs: StageCosts, delay: float) -> Schedule:
@@ -80,7 +81,7 @@ class _Times:
         placement, costs = self.schedule.placement, self.costs
         last_stage = placement.num_stages - 1
         last_rank, last_chunk = placement.rank_of(last_stage), placement.chunk_of(last_stage)
-        message = max(costs.time_comm, default=0)
+        message = collective_time(costs)
         lead = LEAD * interval(self.schedule, costs)
         starts: dict[Op, float] = {}
         for microbatch in range(self.schedule.num_microbatches):
