@@ -1,6 +1,7 @@
 """Zero-bubble pipeline parallelism for Megatron, as a layer on the unmodified megatron-core.
 
 - `enable` and `disable` put it into a training script of Megatron-LM's, as `python -m megatron.zero_bubble` does.
+- `Pipeline`, `LayerSpec` and `TiedLayerSpec` split plain PyTorch layers over ranks, without Megatron.
 - `get_forward_backward_func`, `split_weight_gradients` and `WeightGradStore` build it into a training loop of your own.
 - `megatron.zero_bubble.schedule` plans, simulates, validates and draws schedules, and needs no torch.
 """
@@ -11,12 +12,26 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron.zero_bubble.launcher.launch import disable, enable
     from megatron.zero_bubble.mcore.linear import split_weight_gradients
+    from megatron.zero_bubble.pipeline.pipeline import Pipeline
+    from megatron.zero_bubble.pipeline.specs import LayerSpec, TiedLayerSpec
     from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
     from megatron.zero_bubble.schedules import get_forward_backward_func
 
-__all__ = ["WeightGradStore", "disable", "enable", "get_forward_backward_func", "split_weight_gradients"]
+__all__ = [
+    "LayerSpec",
+    "Pipeline",
+    "TiedLayerSpec",
+    "WeightGradStore",
+    "disable",
+    "enable",
+    "get_forward_backward_func",
+    "split_weight_gradients",
+]
 
 _MODULES = {
+    "LayerSpec": "pipeline.specs",
+    "Pipeline": "pipeline.pipeline",
+    "TiedLayerSpec": "pipeline.specs",
     "WeightGradStore": "runtime.weight_grad_store",
     "disable": "launcher.launch",
     "enable": "launcher.launch",

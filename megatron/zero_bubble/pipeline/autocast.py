@@ -1,0 +1,38 @@
+"""Keeps autocast to the forwards: backward computes in the types that forward chose, as outside of autocast."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Autocast:
+    """The autocast of a `with torch.autocast(...)` block around a step."""
+
+    device_type: str
+    is_enabled: bool
+    dtype: torch.dtype
+    caches: bool
+
+    @classmethod
+    def current(cls, device_type: str) -> Autocast:
+        enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+        return cls(device_type, enabled, dtype, torch.is_autocast_cache_enabled())
+
+    def forward(self, *, keeps_casts: bool = True) -> torch.autocast:
+        """Compute the `with` block under this autocast. Without gradients casts must not be kept for later forwards."""
+        return torch.autocast(self.device_type, self.dtype, self.is_enabled, cache_enabled=self.caches and keeps_casts)
+
+    @contextmanager
+    def only_in_forwards(self) -> Iterator[None]:
+        """Switch autocast off inside the `with` block, and forget casts of weights from before it and inside it."""
+        torch.clear_autocast_cache()
+        try:
+            with torch.autocast(self.device_type, self.dtype, enabled=False):
+                yield
+        finally:
+            torch.clear_autocast_cache()

@@ -1,0 +1,73 @@
+"""Turns what a user gives a pipeline for one step into microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+from megatron.zero_bubble.pipeline.messages import MessageSpec, StageMessage
+
+
+class Microbatches(NamedTuple):
+    """Inputs and targets of each microbatch of a step."""
+
+    inputs: list[Any]
+    targets: list[Any]
+
+
+def microbatches_of(batch: Any, count: int, device: torch.device) -> Microbatches:
+    """Split a pair of inputs and targets along their first dimension, or draw microbatches from an iterator.
+
+    Raises:
+        ValueError: the batch is neither, does not divide, or the iterator ends too early.
+    """
+    if isinstance(batch, Iterator):
+        pairs = [
+            _pair(next(batch, None), f"the iterator ended after {k} of {count} microbatches") for k in range(count)
+        ]
+    else:
+        problem = f"a batch is a pair (inputs, targets), or an iterator of such pairs, got {type(batch).__name__}"
+        inputs, targets = _pair(batch, problem)
+        pairs = list(zip(_split(inputs, count), _split(targets, count), strict=True))
+    on_device = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), pairs)
+    return Microbatches([inputs for inputs, _ in on_device], [targets for _, targets in on_device])
+
+
+def _pair(value: Any, problem: str) -> tuple[Any, Any]:
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise ValueError(problem)
+    return value[0], value[1]
+
+
+def _split(value: Any, count: int) -> list[Any]:
+    """Cut every tensor inside `value` into `count` equal parts."""
+    leaves, structure = pytree.tree_flatten(value)
+    columns = []
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor):
+            columns.append([leaf] * count)
+        elif leaf.dim() == 0 or len(leaf) % count or not len(leaf):
+            size = len(leaf) if leaf.dim() else "no"
+            raise ValueError(f"a batch of {size} samples does not divide into {count} microbatches")
+        else:
+            columns.append(list(leaf.chunk(count)))
+    return [pytree.tree_unflatten([column[k] for column in columns], structure) for k in range(count)]
+
+
+def common_form(inputs: list[Any]) -> MessageSpec:
+    """Return the structure, shapes and types of the inputs of every microbatch.
+
+    Raises:
+        ValueError: they differ. Shapes that change within a step need another spec for each microbatch's messages.
+    """
+    forms = [StageMessage.of(value).spec for value in inputs]
+    for microbatch, form in enumerate(forms):
+        if not form.has_form_of(forms[0]):
+            raise ValueError(
+                f"the inputs of microbatch {microbatch} are {form}, those of microbatch 0 are {forms[0]}: "
+                "all microbatches of a step need the same shapes and types"
+            )
+    return forms[0]

@@ -1,0 +1,103 @@
+"""Decides which layers each stage gets: partitions of weights into consecutive parts whose largest is smallest."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+Boundaries = tuple[int, ...]
+"""The first layer of every stage, and the number of layers at the end."""
+
+
+def balanced(weights: Sequence[float], num_parts: int) -> Boundaries:
+    """Split `weights` into consecutive parts, none of them empty, whose largest sum is the smallest possible.
+
+    Of such partitions it takes one whose parts are most alike: with the smallest sum of squares of their weights, and
+    then of their lengths.
+    """
+    before = list(accumulate(weights, initial=0))
+    return _most_even(before, num_parts, _bottleneck(before, num_parts))
+
+
+def _bottleneck(before: Sequence[float], num_parts: int) -> float:
+    """Return the smallest possible largest sum, by binary search among the sums of all consecutive weights."""
+    num_layers = len(before) - 1
+    candidates = sorted(
+        {before[end] - before[first] for first in range(num_layers) for end in range(first + 1, num_layers + 1)}
+    )
+    low, high = 0, len(candidates) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if _num_parts(before, candidates[middle]) <= num_parts:
+            high = middle
+        else:
+            low = middle + 1
+    return candidates[low]
+
+
+def _num_parts(before: Sequence[float], limit: float) -> float:
+    """Count the parts that are needed if none may be larger than `limit`: each takes what fits into it.
+
+    Any larger number of parts up to the number of layers is possible, too, because a part can be cut.
+    """
+    parts, first = 1, 0
+    for layer in range(len(before) - 1):
+        if before[layer + 1] - before[layer] > limit:
+            return float("inf")
+        if before[layer + 1] - before[first] > limit:
+            parts, first = parts + 1, layer
+    return parts
+
+
+def _most_even(before: Sequence[float], num_parts: int, limit: float) -> Boundaries:
+    """Return the most even partition without a part above `limit`, by dynamic programming over the ends of parts."""
+    num_layers = len(before) - 1
+    best: list[dict[int, tuple[float, float, int]]] = [{0: (0, 0, 0)}]
+    """Part -> end -> (sum of squared weights, of squared lengths, first layer) of the best partition up to there."""
+    for part in range(num_parts):
+        ends: dict[int, tuple[float, float, int]] = {}
+        for first, (squares, lengths, _) in best[-1].items():
+            for end in range(first + 1, num_layers - (num_parts - part - 1) + 1):
+                weight = before[end] - before[first]
+                if weight > limit:
+                    break
+                found = (squares + weight**2, lengths + (end - first) ** 2, first)
+                if end not in ends or found < ends[end]:
+                    ends[end] = found
+        best.append(ends)
+    cuts = [num_layers]
+    for ends in reversed(best[1:]):
+        cuts.append(ends[cuts[-1]][2])
+    return tuple(reversed(cuts))
+
+
+def given(boundaries: Sequence[int], num_layers: int, num_stages: int) -> Boundaries:
+    """Check a user's boundaries, the first layer of every stage but the first.
+
+    Raises:
+        ValueError: they do not leave at least one layer to each stage.
+    """
+    found = (0, *boundaries, num_layers)
+    if len(boundaries) != num_stages - 1 or any(first >= end for first, end in pairwise(found)):
+        raise ValueError(
+            f"partition={list(boundaries)}: {num_layers} layers on {num_stages} stages need {num_stages - 1} rising "
+            f"boundaries from 1 to {num_layers - 1}, the first layer of every stage after the first"
+        )
+    return found
+
+
+def matching(pattern: str, class_names: Sequence[str]) -> list[int]:
+    """Return 1 for each class that the regular expression is found in, case ignored, and 0 for the others.
+
+    Raises:
+        ValueError: it is not a regular expression, or is found in none.
+    """
+    try:
+        weights = [int(re.search(pattern, name, re.IGNORECASE) is not None) for name in class_names]
+    except re.error as error:
+        raise ValueError(f"partition='type:{pattern}': not a regular expression: {error}") from None
+    if not any(weights):
+        known = ", ".join(sorted(set(class_names)))
+        raise ValueError(f"partition='type:{pattern}' matches no layer; their classes are {known}")
+    return weights

@@ -1,0 +1,95 @@
+"""Layers that drop their activations in F and run again in R, before their B."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+from megatron.zero_bubble.pipeline.autocast import Autocast
+from megatron.zero_bubble.pipeline.messages import MessageSpec, StageMessage
+from megatron.zero_bubble.pipeline.weight_split import run_backward
+from megatron.zero_bubble.runtime.recomputation_store import ForwardMode, RecomputationStore
+
+Layer = Callable[[Any], Any]
+
+
+class DroppingLayer:
+    """Runs a checkpointed layer: it drops what backward needs if the store says so, and keeps it otherwise."""
+
+    def __init__(self, layer: Layer, store: RecomputationStore, device: torch.device) -> None:
+        self._layer, self._store, self._device = layer, store, device
+
+    def __call__(self, value: Any) -> Any:
+        if self._store.mode is not ForwardMode.DROP:
+            return self._layer(value)
+        given = StageMessage.of(value)
+        call = _DroppedCall(self._layer, given.spec, self._store, Autocast.current(self._device.type))
+        # One input always needs a gradient: without it a layer whose other inputs need none would have no backward.
+        wanted = torch.empty(0, requires_grad=True)
+        outputs = _Dropped.apply(call, wanted, *given.tensors)
+        assert call.returned is not None
+        return call.returned.value_of(outputs)
+
+
+class _DroppedCall:
+    """One call of a checkpointed layer, which is run twice: in F and in R."""
+
+    def __init__(self, layer: Layer, given: MessageSpec, store: RecomputationStore, autocast: Autocast) -> None:
+        self._layer, self._given, self._autocast = layer, given, autocast
+        self.store = store
+        self.returned: MessageSpec | None = None
+        self._tensors: tuple[torch.Tensor, ...] = ()
+        self._needs_gradient: Sequence[bool] = ()
+        self._inputs: list[torch.Tensor] = []
+        self._output: StageMessage | None = None
+
+    def run(self, tensors: tuple[torch.Tensor, ...], needs_gradient: Sequence[bool]) -> tuple[torch.Tensor, ...]:
+        """Run F, which keeps the inputs and the states of the random number generators."""
+        self._tensors, self._needs_gradient = tensors, needs_gradient
+        self._random_state, self._device_states = torch.get_rng_state(), get_device_states(*tensors)
+        with torch.no_grad(), self._autocast.forward(keeps_casts=False):
+            output = StageMessage.of(self._layer(self._given.value_of(tensors)))
+        self.returned = output.spec
+        return output.tensors
+
+    def recompute(self) -> None:
+        """Run R."""
+        self._inputs = [
+            tensor.detach().requires_grad_(needs)
+            for tensor, needs in zip(self._tensors, self._needs_gradient, strict=True)
+        ]
+        devices, states = self._device_states
+        with torch.random.fork_rng(devices=devices), torch.enable_grad(), self._autocast.forward():
+            torch.set_rng_state(self._random_state)
+            set_device_states(devices, states)
+            self._output = StageMessage.of(self._layer(self._given.value_of(self._inputs)))
+        self._output.release()
+        self._tensors = ()
+
+    def run_backward(self, grads: tuple[torch.Tensor | None, ...]) -> list[torch.Tensor | None]:
+        assert self._output is not None, "backward of a layer before its R"
+        run_backward(*self._output.backward_from(grads), accumulates=True)
+        inputs, self._inputs, self._output = self._inputs, [], None
+        return [tensor.grad for tensor in inputs]
+
+
+class _Dropped(torch.autograd.Function):
+    """A call of a checkpointed layer whose backward needs its R to have run."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _DroppedCall, wanted: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.call = call
+        outputs = call.run(tensors, ctx.needs_input_grad[2:])
+        call.store.put(partial(_DroppedCall.recompute, call))
+        # Detached, because an input that the layer returns is not the output of this function.
+        return tuple(output.detach() for output in outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return None, None, *ctx.call.run_backward(grads)

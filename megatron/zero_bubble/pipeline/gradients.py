@@ -1,0 +1,134 @@
+"""What happens to gradients after a step: sums over tied copies, means over replicas, and clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from megatron.zero_bubble.pipeline.interconnect import Agreement, Interconnect
+from megatron.zero_bubble.runtime.collectives import Collectives
+from megatron.zero_bubble.schedule import Placement
+
+
+class TiedLayer:
+    """Keeps the copies of a tied layer alike: they start with the first one's weights and get equal gradients.
+
+    Making one is a collective call of the ranks that hold a copy.
+
+    Args:
+        stages: those that have a copy, ascending; several may be on one rank.
+        own: stage -> the copy's module, for the stages of this rank.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[int],
+        own: Mapping[int, torch.nn.Module],
+        placement: Placement,
+        interconnect: Interconnect,
+        device: torch.device,
+    ) -> None:
+        self._stages = stages
+        self._own = {stage: list(module.parameters()) for stage, module in own.items()}
+        members = sorted({placement.rank_of(stage) for stage in stages})
+        self._roots = {stage: members.index(placement.rank_of(stage)) for stage in stages}
+        self._collectives: Collectives | None = None
+        if len(members) > 1:
+            self._collectives = interconnect.collectives(members, device)
+        self._before: dict[torch.nn.Parameter, torch.Tensor | None] = {}
+        self._copy_first()
+
+    @torch.no_grad()
+    def _copy_first(self) -> None:
+        for k in range(self._num_parameters):
+            value = self._broadcast(self._stages[0], self._contiguous_copy(self._stages[0], k))
+            for copy in self._own.values():
+                copy[k].copy_(value)
+
+    @property
+    def parameters_beyond_first(self) -> set[torch.nn.Parameter]:
+        """The parameters of this rank that are copies of those on an earlier stage."""
+        return {parameter for stage, copy in self._own.items() if stage != self._stages[0] for parameter in copy}
+
+    @property
+    def _num_parameters(self) -> int:
+        return len(next(iter(self._own.values())))
+
+    def begin_step(self) -> None:
+        """Set aside the gradients of earlier steps, which are sums of all copies already."""
+        self._before = {parameter: parameter.grad for copy in self._own.values() for parameter in copy}
+        for parameter in self._before:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def end_step(self) -> None:
+        """Give every copy the sum of all copies' gradients of this step, added in the order of the stages."""
+        for k in range(self._num_parameters):
+            like = next(iter(self._own.values()))[k]
+            if not like.requires_grad:
+                continue
+            first, *others = (
+                self._broadcast(stage, self._contiguous_copy(stage, k, of_gradient=True)) for stage in self._stages
+            )
+            total = sum(others, start=first)
+            for copy in self._own.values():
+                before = self._before[copy[k]]
+                copy[k].grad = total.clone() if before is None else before.add_(total)
+        self._before = {}
+
+    def _contiguous_copy(self, stage: int, k: int, *, of_gradient: bool = False) -> torch.Tensor:
+        """Return a copy of parameter `k` of one copy or its gradient; zeros where the copy or gradient is not here."""
+        result = torch.zeros_like(next(iter(self._own.values()))[k], memory_format=torch.contiguous_format)
+        if stage in self._own:
+            value = self._own[stage][k].grad if of_gradient else self._own[stage][k]
+            if value is not None:
+                result.copy_(value)
+        return result
+
+    def _broadcast(self, stage: int, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor that the rank with `stage` has; `tensor` itself where all copies are on one rank."""
+        if self._collectives is not None:
+            self._collectives.broadcast(tensor, self._roots[stage])
+        return tensor
+
+
+def average_over(replicas: dist.ProcessGroup, parameters: Sequence[torch.nn.Parameter]) -> None:
+    """Replace gradients by their means over replicas, as DistributedDataParallel does: divided first, then summed."""
+    works = []
+    for parameter in parameters:
+        if parameter.requires_grad:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad.div_(replicas.size())
+            works.append(dist.all_reduce(parameter.grad, group=replicas, async_op=True))
+    for work in works:
+        work.wait()
+
+
+def clip_grad_norm(
+    parameters: Sequence[torch.nn.Parameter],
+    counted: Sequence[tuple[int, torch.nn.Parameter]],
+    agreement: Agreement,
+    max_norm: float,
+    norm_type: float,
+) -> torch.Tensor:
+    """Scale gradients down to a norm over all ranks; return the norm before, with the bits that one process has.
+
+    Args:
+        parameters: this rank's.
+        counted: those of them that no earlier stage has, each with the index of its layer, in the order of the model.
+    """
+    norms = [
+        (layer, torch.linalg.vector_norm(parameter.grad, norm_type).cpu())
+        for layer, parameter in counted
+        if parameter.grad is not None
+    ]
+    # In the order of the model's parameters, as `torch.nn.utils.clip_grad_norm_` adds them up in one process.
+    of_all = sorted((entry for entries in agreement.gather(norms) for entry in entries), key=lambda entry: entry[0])
+    if not of_all:
+        return torch.tensor(0.0)
+    total = torch.linalg.vector_norm(torch.stack([norm for _, norm in of_all]), norm_type)
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+    return total

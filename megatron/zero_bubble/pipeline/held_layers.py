@@ -1,0 +1,116 @@
+"""Builds the layers of one rank and prepares them: tied, split into B and W, checkpointed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.zero_bubble.pipeline.dropped_layers import DroppingLayer
+from megatron.zero_bubble.pipeline.layer_stage import HeldLayer
+from megatron.zero_bubble.pipeline.specs import LayerSpec, TiedLayerSpec, built, call_of, class_name_of, tie_of
+from megatron.zero_bubble.pipeline.stage_layout import StageLayout
+from megatron.zero_bubble.pipeline.weight_split import split_modules
+from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
+from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
+
+Unsplit = Counter[str]
+"""Class of modules -> number of their parameters whose gradients are computed in B."""
+
+
+@dataclass(frozen=True)
+class HeldLayers:
+    """The layers of one rank."""
+
+    chunks: list[list[HeldLayer]]
+    """By model chunk."""
+    tied: dict[str, dict[int, nn.Module]]
+    """Key of a tied layer -> stage -> the copy on it, for the stages of this rank."""
+    unsplit: Unsplit
+
+    @property
+    def layers(self) -> list[HeldLayer]:
+        """All layers, in the order of the model."""
+        return sorted((layer for chunk in self.chunks for layer in chunk), key=lambda layer: layer.index)
+
+
+@dataclass(frozen=True)
+class LayerBuilder:
+    """Builds layers; arguments as of `Pipeline`."""
+
+    layers: Sequence[Any]
+    device: torch.device
+    store: WeightGradStore
+    recomputation_store: RecomputationStore
+    split_layers: Sequence[type[nn.Module]]
+    checkpoint: bool
+
+    def hold(self, layout: StageLayout, rank: int) -> HeldLayers:
+        """Build the layers of the stages of `rank`.
+
+        Raises:
+            ValueError: a layer cannot be built.
+        """
+        chunks: list[list[HeldLayer]] = []
+        tied: dict[str, dict[int, nn.Module]] = {}
+        unsplit: Unsplit = Counter()
+        for stage in layout.schedule.placement.stages_of(rank):
+            chunk, copies = self._build(layout.layers_of(stage))
+            chunks.append(chunk)
+            unsplit += self._split(chunk)
+            for key, module in copies.items():
+                tied.setdefault(key, {})[stage] = module
+        return HeldLayers(chunks, tied, unsplit)
+
+    def _build(self, indices: Iterable[int]) -> tuple[list[HeldLayer], dict[str, nn.Module]]:
+        """Build one stage; tied layers within it are one module."""
+        chunk: list[HeldLayer] = []
+        copies: dict[str, nn.Module] = {}
+        for index in indices:
+            layer = self.layers[index]
+            key = tie_of(layer)
+            module = copies[key] if key in copies else built(self.layers, index, self.device)
+            if key is not None:
+                copies[key] = module
+            call = call_of(layer, module)
+            if self.checkpoint or (isinstance(layer, LayerSpec) and layer.checkpoint):
+                call = DroppingLayer(call, self.recomputation_store, self.device)
+            chunk.append(HeldLayer(index, class_name_of(layer), module, call))
+        return chunk, copies
+
+    def _split(self, chunk: Sequence[HeldLayer]) -> Unsplit:
+        """Split the backward of a stage's layers, and count the parameters whose gradients stay in B."""
+        # What a tied layer does with its module is not the module's forward.
+        called = {id(layer.module) for layer in chunk if _calls_something_else(self.layers[layer.index])}
+        modules = [layer.module for layer in chunk if id(layer.module) not in called]
+        split = {id(parameter) for parameter in split_modules(modules, self.store, self.split_layers)}
+        return unsplit_of([layer.module for layer in chunk], split)
+
+
+def _calls_something_else(layer: Any) -> bool:
+    return isinstance(layer, TiedLayerSpec) and layer.forward is not None
+
+
+def unsplit_of(modules: Sequence[nn.Module], split: set[int]) -> Unsplit:
+    """Count, for each class of modules, the parameters with gradients that are not in `split`."""
+    counted, unsplit = set(split), Unsplit()
+    for inside in nn.ModuleList(modules).modules():
+        for parameter in inside.parameters(recurse=False):
+            if parameter.requires_grad and id(parameter) not in counted:
+                counted.add(id(parameter))
+                unsplit[type(inside).__name__] += parameter.numel()
+    return unsplit
+
+
+def stages_of_ties(layers: Sequence[Any], layout: StageLayout) -> dict[str, tuple[int, ...]]:
+    """Return the stages that each tied layer is on, by its key."""
+    found: dict[str, tuple[int, ...]] = {}
+    for stage in range(layout.schedule.num_stages):
+        for key in {tie_of(layers[index]) for index in layout.layers_of(stage)} - {None}:
+            assert key is not None
+            found[key] = (*found.get(key, ()), stage)
+    return dict(sorted(found.items()))

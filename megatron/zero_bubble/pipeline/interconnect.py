@@ -1,0 +1,133 @@
+"""What connects the ranks of a pipeline: channels between neighbours, and collectives among some or all of them."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Protocol, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from megatron.zero_bubble.runtime.collectives import Collectives, TorchCollectives
+from megatron.zero_bubble.runtime.communicator import Communicator, TorchCommunicator
+from megatron.zero_bubble.schedule import Placement
+
+T = TypeVar("T")
+
+HOST = torch.device("cpu")
+
+
+class Interconnect(Protocol):
+    """One rank's connections; ranks are those of the pipeline, not of the job."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def communicator(self, placement: Placement) -> Communicator:
+        """Open the channels between neighbours; a collective call of all ranks."""
+        ...
+
+    def collectives(self, members: Sequence[int], device: torch.device) -> Collectives:
+        """Open collectives among `members`, for tensors on `device`; a collective call of them, in ascending order."""
+        ...
+
+    def close(self) -> None:
+        """Close all of them; nothing may be under way."""
+        ...
+
+
+class TorchInterconnect:
+    """Connections over torch.distributed.
+
+    Args:
+        group: the ranks of the pipeline, in its order.
+        device: where messages live.
+        timeout: for a message or a collective.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> None:
+        self._global_ranks = dist.get_process_group_ranks(group)
+        self._rank = dist.get_rank(group)
+        self._device, self._timeout = device, timeout
+        self._open: list[TorchCommunicator | TorchCollectives] = []
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        return len(self._global_ranks)
+
+    def communicator(self, placement: Placement) -> Communicator:
+        communicator = TorchCommunicator(self._global_ranks, self._rank, placement, self._device, self._timeout)
+        self._open.append(communicator)
+        return communicator
+
+    def collectives(self, members: Sequence[int], device: torch.device) -> Collectives:
+        ranks = [self._global_ranks[member] for member in members]
+        collectives = TorchCollectives(ranks, list(members).index(self._rank), device, self._timeout)
+        self._open.append(collectives)
+        return collectives
+
+    def close(self) -> None:
+        for connection in self._open:
+            connection.close()
+        self._open = []
+
+
+class Agreement:
+    """Lets all ranks of a pipeline know values of one another, and fail together.
+
+    Args:
+        collectives: of all ranks, on the host.
+    """
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+
+    def gather(self, value: T) -> list[T]:
+        """Return the value of every rank; a collective call."""
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = torch.zeros(self._collectives.size, 1, dtype=torch.int64)
+        self._collectives.gather_all(torch.tensor([len(data)]), sizes)
+        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+        padded[: len(data)] = data
+        gathered = torch.zeros(self._collectives.size, len(padded), dtype=torch.uint8)
+        self._collectives.gather_all(padded, gathered)
+        return [
+            pickle.loads(row[:size].numpy().tobytes())
+            for row, size in zip(gathered, sizes.flatten().tolist(), strict=True)
+        ]
+
+    def together(self, action: Callable[[], T]) -> T:
+        """Run `action` on every rank and return this rank's result; a collective call.
+
+        Raises:
+            ValueError: on every rank, if `action` raises it on any: that of the first such rank.
+        """
+        outcome, error = _try(action)
+        for of_rank in self.gather(error):
+            if of_rank is not None:
+                raise of_rank
+        return cast(T, outcome)
+
+    def on(self, rank: int, action: Callable[[], T]) -> T:
+        """Run `action` on one rank; return its result, or raise its `ValueError`, on every rank; a collective call."""
+        outcome = _try(action) if self._collectives.rank == rank else (None, None)
+        result, error = self.gather(outcome)[rank]
+        if error is not None:
+            raise error
+        return cast(T, result)
+
+
+def _try(action: Callable[[], T]) -> tuple[T | None, ValueError | None]:
+    try:
+        return action(), None
+    except ValueError as error:
+        return None, error

@@ -1,0 +1,97 @@
+"""Measures how long F, B and W of single layers take, for partitions and schedules made from times."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from megatron.zero_bubble.pipeline.messages import StageMessage
+from megatron.zero_bubble.pipeline.specs import LayerSpec, built, call_of
+from megatron.zero_bubble.pipeline.weight_split import run_backward, split_modules
+from megatron.zero_bubble.runtime.recorder import device_clock
+from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
+
+_RUNS = 6
+"""How often each layer runs; the first run is not counted."""
+
+
+class LayerTimes(NamedTuple):
+    """Seconds that a layer takes for one microbatch."""
+
+    time_f: float
+    time_b: float
+    time_w: float
+
+
+def measure_layers(
+    layers: Sequence[Any],
+    loss_fn: Callable[[Any, Any], torch.Tensor],
+    example: tuple[Any, Any],
+    device: torch.device,
+    split_layers: Sequence[type[nn.Module]] = (),
+) -> list[LayerTimes]:
+    """Return the median times of every layer, run one after the other; those of the loss are the last layer's.
+
+    The layers themselves stay as they are: copies are measured, one at a time.
+
+    Args:
+        example: inputs and targets of one microbatch.
+
+    Raises:
+        ValueError: a layer fails.
+    """
+    value, targets = example
+    times = []
+    for index in range(len(layers) + 1):
+        is_loss = index == len(layers)
+        module = nn.Identity() if is_loss else _copy_of(layers, index, device)
+        call = (lambda output: loss_fn(output, targets)) if is_loss else call_of(layers[index], module)
+        store = WeightGradStore()
+        split_modules([module], store, split_layers)
+        try:
+            of_layer, value = _measure(call, value, store, device, needs_input_grad=index > 0)
+        except Exception as error:
+            name = "loss_fn" if is_loss else f"layer {index} ({type(module).__name__})"
+            raise ValueError(f"partition='profile': {name} failed: {type(error).__name__}: {error}") from error
+        times.append(of_layer)
+    *of_layers, of_last, of_loss = times
+    return [*of_layers, LayerTimes(*map(sum, zip(of_last, of_loss, strict=True)))]
+
+
+def _copy_of(layers: Sequence[Any], index: int, device: torch.device) -> nn.Module:
+    module = built(layers, index, device)
+    return module if isinstance(layers[index], LayerSpec) else copy.deepcopy(module)
+
+
+def _measure(
+    call: Callable[[Any], Any], value: Any, store: WeightGradStore, device: torch.device, *, needs_input_grad: bool
+) -> tuple[LayerTimes, Any]:
+    """Run a layer some times; return the times and what it returns."""
+    clock = device_clock(device)
+    given = StageMessage.of(value)
+    runs = []
+    for run in range(_RUNS):
+        inputs = [
+            tensor.detach().clone().requires_grad_(needs_input_grad and tensor.is_floating_point())
+            for tensor in given.tensors
+        ]
+        # A copy, because a layer that changes its input in place may not get a leaf of the graph.
+        copies = [tensor * 1 if tensor.requires_grad else tensor for tensor in inputs]
+        marks = [clock.mark()]
+        output = StageMessage.of(call(given.spec.value_of(copies)))
+        marks.append(clock.mark())
+        with store.deferring():
+            grads = [torch.ones_like(tensor) for tensor in output.tensors]
+            run_backward(*output.backward_from(grads), accumulates=True)
+        store.flush(0, run)
+        marks.append(clock.mark())
+        store.pop(0, run)
+        marks.append(clock.mark())
+        start, after_f, after_b, after_w = clock.seconds(marks)
+        runs.append(LayerTimes(after_f - start, after_b - after_f, after_w - after_b))
+    return LayerTimes(*map(median, zip(*runs[1:], strict=True))), output.detach().value

@@ -1,0 +1,188 @@
+"""The stages of one rank: lists of layers that the executor runs forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron.zero_bubble.pipeline.autocast import Autocast
+from megatron.zero_bubble.pipeline.batches import Microbatches
+from megatron.zero_bubble.pipeline.messages import MessageSpec, StageMessage
+from megatron.zero_bubble.pipeline.weight_split import run_backward
+from megatron.zero_bubble.schedule import Op, OpKind, Placement
+
+
+@dataclass(frozen=True)
+class HeldLayer:
+    """A layer that this rank holds."""
+
+    index: int
+    """Its place among all layers of the model."""
+    class_name: str
+    module: torch.nn.Module
+    call: Callable[[Any], Any]
+    """Runs the layer: the module itself, or what is done with it."""
+
+
+class LayerStage:
+    """Computes F and B of the layers of one rank; a `Stage` whose messages are `StageMessage`.
+
+    Args:
+        chunks: the layers of each of the rank's stages.
+        loss_fn: called with the output of the last layer and the targets of a microbatch.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Sequence[HeldLayer]],
+        placement: Placement,
+        rank: int,
+        loss_fn: Callable[[Any, Any], torch.Tensor],
+    ) -> None:
+        self.chunks = chunks
+        self.stages = placement.stages_of(rank)
+        self.autocast = Autocast.current("cpu")
+        self.losses: dict[int, torch.Tensor] = {}
+        self._last = placement.num_stages - 1
+        self._loss_fn = loss_fn
+        self._microbatches = Microbatches([], [])
+        self._sent: Mapping[int, MessageSpec] = {}
+        self._changes_input: set[int] = set()
+
+    def begin(self, microbatches: Microbatches, autocast: Autocast) -> None:
+        """Take the data of a step, whose messages are not known yet."""
+        self._microbatches, self.autocast = microbatches, autocast
+        self.losses = {}
+
+    def expect(self, sent: Mapping[int, MessageSpec]) -> None:
+        """Set the spec of the message that each stage sends to the next one."""
+        self._sent = sent
+
+    def end(self) -> torch.Tensor | None:
+        """Forget the data of the step and return its loss, None where the last stage is not on this rank."""
+        losses = [self.losses[microbatch] for microbatch in sorted(self.losses)]
+        self._microbatches, self.losses = Microbatches([], []), {}
+        return sum(losses[1:], start=losses[0]) if losses else None
+
+    def forward(self, microbatch: int, chunk: int, message: StageMessage | None) -> StageMessage:
+        stage = self.stages[chunk]
+        with self.autocast.forward():
+            value = self._input(microbatch, chunk, message)
+            for layer in self.chunks[chunk]:
+                value = layer.call(value)
+            if stage == self._last:
+                # Divided before its backward, as one process does that accumulates gradients.
+                value = self._loss(value, microbatch) / len(self._microbatches.targets)
+        output = StageMessage.of(value)
+        if stage == self._last:
+            self.losses[microbatch] = value.detach()
+            return output
+        expected = self._sent[stage]
+        if not output.spec.has_form_of(expected):
+            raise ValueError(
+                f"stage {stage} sends {output.spec} for microbatch {microbatch}, but the next stage expects {expected}"
+            )
+        return StageMessage(expected, output.tensors)
+
+    def _input(self, microbatch: int, chunk: int, message: StageMessage | None) -> Any:
+        if message is None:
+            return self._microbatches.inputs[microbatch]
+        if chunk in self._changes_input:
+            return message.spec.value_of([tensor.clone() for tensor in message.tensors])
+        return message.value
+
+    def _loss(self, output: Any, microbatch: int) -> torch.Tensor:
+        return self._loss_fn(output, self._microbatches.targets[microbatch])
+
+    def backward(
+        self,
+        microbatch: int,
+        chunk: int,
+        input_message: StageMessage | None,
+        output: StageMessage,
+        output_grads: StageMessage | None,
+    ) -> StageMessage | None:
+        grads = output.spread(output_grads) if output_grads is not None else [torch.ones_like(output.tensors[0])]
+        run_backward(*output.backward_from(grads), accumulates=True)
+        return None if input_message is None else input_message.take_gradients()
+
+    def release_output(self, output: StageMessage) -> None:
+        output.release()
+
+    def before_gradients(self, op: Op) -> None:
+        return
+
+    def message_spec(self, op: Op) -> MessageSpec:
+        stage = self.stages[op.chunk]
+        if op.kind is OpKind.RECV_FORWARD:
+            return self._sent[stage - 1]
+        return self._sent[stage].gradients()
+
+    def probe(self, stage: int, message: StageMessage | None) -> StageMessage:
+        """Run the forward of `stage` with the first microbatch, leaving no trace, to see what it sends.
+
+        Raises:
+            ValueError: a layer or the loss fails, or returns what cannot be used.
+        """
+        chunk = self.stages.index(stage)
+        with self._without_trace(chunk), self.autocast.forward():
+            if message is None:
+                value = self._microbatches.inputs[0]
+            else:
+                message.requires_grad_()
+                copies = [tensor.clone() for tensor in message.tensors]
+                versions = [tensor._version for tensor in copies]
+                value = message.spec.value_of(copies)
+            for layer in self.chunks[chunk]:
+                value = _checked_call(layer, value)
+            if message is not None and versions != [tensor._version for tensor in copies]:
+                # Autograd refuses that for a received tensor, so that the layers get a copy of it.
+                self._changes_input.add(chunk)
+            if stage == self._last:
+                value = self._checked_loss(value)
+        try:
+            return StageMessage.of(value)
+        except ValueError as error:
+            last = self.chunks[chunk][-1]
+            raise ValueError(f"layer {last.index} ({last.class_name}), the last of stage {stage}: {error}") from None
+
+    def _checked_loss(self, output: Any) -> torch.Tensor:
+        try:
+            loss = self._loss(output, 0)
+        except Exception as error:
+            raise ValueError(f"loss_fn failed: {_one_line(error)}") from error
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            got = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise ValueError(f"loss_fn must return a tensor with one number, got {got}")
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise ValueError("the loss depends on no parameter that requires a gradient")
+        return loss
+
+    @contextmanager
+    def _without_trace(self, chunk: int) -> Iterator[None]:
+        """Restore random states and the layers' buffers, such as running means, after the `with` block."""
+        buffers = [buffer for layer in self.chunks[chunk] for buffer in layer.module.buffers()]
+        before = [buffer.clone() for buffer in buffers]
+        with torch.random.fork_rng(devices={buffer.device for buffer in buffers if buffer.is_cuda}):
+            yield
+        with torch.no_grad():
+            for buffer, value in zip(buffers, before, strict=True):
+                buffer.copy_(value)
+
+
+def _checked_call(layer: HeldLayer, value: Any) -> Any:
+    try:
+        result = layer.call(value)
+    except Exception as error:
+        raise ValueError(f"layer {layer.index} ({layer.class_name}) failed: {_one_line(error)}") from error
+    if result is None:
+        raise ValueError(f"layer {layer.index} ({layer.class_name}) returned None, not the input of the next layer")
+    return result
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())

@@ -1,0 +1,182 @@
+"""Messages between stages: tensors in tuples, lists and dicts, sent one after the other on one channel.
+
+The executor only hands messages on. It is given a `StageMessage` in the place of a tensor, and a `MessageCommunicator`
+in the place of a communicator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils import _pytree as pytree
+
+from megatron.zero_bubble.runtime.communicator import Communicator, PendingReceive, PendingSend, TensorSpec
+
+Constant = None | bool | int | float | str
+"""What a message may hold beside tensors; it is the same for every microbatch, and is not sent."""
+
+
+@dataclass(frozen=True)
+class MessageSpec:
+    """All that a receiver must know of a message before it arrives."""
+
+    template: Any
+    """What a layer returned, with a `TensorSpec` in the place of each tensor."""
+    needs_gradient: tuple[bool, ...]
+    """For each tensor, whether the stage that sends it needs its gradient."""
+
+    @cached_property
+    def _flat(self) -> tuple[list[TensorSpec | Constant], Any]:
+        return pytree.tree_flatten(self.template)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Leave out what is derived, because other ranks are sent specs."""
+        return MessageSpec, (self.template, self.needs_gradient)
+
+    @cached_property
+    def tensors(self) -> list[TensorSpec]:
+        return [leaf for leaf in self._flat[0] if isinstance(leaf, TensorSpec)]
+
+    def gradients(self) -> MessageSpec:
+        """Return the spec of the message that goes back: the gradients of the tensors that need one."""
+        wanted = tuple(spec for spec, needs in zip(self.tensors, self.needs_gradient, strict=True) if needs)
+        return MessageSpec(wanted, (False,) * len(wanted))
+
+    def on(self, device: torch.device) -> MessageSpec:
+        """Return the spec for a receiver whose tensors are on `device`."""
+        template = pytree.tree_map_only(TensorSpec, lambda spec: replace(spec, device=device), self.template)
+        return replace(self, template=template)
+
+    def value_of(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Return the tensors of such a message in the structure in which a layer returned them."""
+        given = iter(tensors)
+        leaves, structure = self._flat
+        return pytree.tree_unflatten(
+            [next(given) if isinstance(leaf, TensorSpec) else leaf for leaf in leaves], structure
+        )
+
+    def has_form_of(self, other: MessageSpec) -> bool:
+        """Tell whether a receiver of `other` can receive this message."""
+        return bool(self.template == other.template)
+
+    def __str__(self) -> str:
+        words = [
+            f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+            if isinstance(leaf, TensorSpec)
+            else repr(leaf)
+            for leaf in self._flat[0]
+        ]
+        return ", ".join(words)
+
+
+class StageMessage:
+    """What one stage hands to its neighbour: tensors, and how the layers see them.
+
+    Args:
+        spec: as the receiver knows it.
+        tensors: in the order of the spec's.
+    """
+
+    def __init__(self, spec: MessageSpec, tensors: Sequence[torch.Tensor]) -> None:
+        self.spec, self.tensors = spec, tuple(tensors)
+        self._edges = tuple(
+            get_gradient_edge(tensor) if needs and tensor.requires_grad else None
+            for tensor, needs in zip(self.tensors, spec.needs_gradient, strict=True)
+        )
+
+    @classmethod
+    def of(cls, value: Any) -> StageMessage:
+        """The message of what a layer returned.
+
+        Raises:
+            ValueError: it holds something that cannot be sent, or no tensor.
+        """
+        leaves = pytree.tree_leaves(value)
+        for leaf in leaves:
+            if not isinstance(leaf, torch.Tensor | Constant):
+                raise ValueError(f"a {type(leaf).__name__} cannot be sent to the next stage")
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if not tensors:
+            raise ValueError(f"{value!r:.80} has no tensor to send to the next stage")
+        template = pytree.tree_map_only(torch.Tensor, spec_of, value)
+        return cls(MessageSpec(template, tuple(tensor.requires_grad for tensor in tensors)), tensors)
+
+    @property
+    def value(self) -> Any:
+        """What the layers see."""
+        return self.spec.value_of(self.tensors)
+
+    def backward_from(self, grads: Sequence[torch.Tensor | None]) -> tuple[list[GradientEdge], list[torch.Tensor]]:
+        """Return where backward begins in the graph that made this message, and with which gradients."""
+        pairs = [
+            (edge, grad) for edge, grad in zip(self._edges, grads, strict=True) if edge is not None and grad is not None
+        ]
+        return [edge for edge, _ in pairs], [grad for _, grad in pairs]
+
+    def requires_grad_(self) -> None:
+        """Let autograd compute the gradients that the sender needs; the executor calls it on a received message."""
+        for tensor, needs in zip(self.tensors, self.spec.needs_gradient, strict=True):
+            if needs:
+                tensor.requires_grad_()
+
+    def detach(self) -> StageMessage:
+        """Return the same values without their graph, for a stage on the same rank."""
+        return StageMessage(self.spec, [tensor.detach() for tensor in self.tensors])
+
+    def release(self) -> None:
+        """Drop the values, of which backward keeps what it needs."""
+        self.tensors = ()
+
+    def spread(self, gradients: StageMessage) -> list[torch.Tensor | None]:
+        """Return a gradient or None for each tensor, from the message that came back."""
+        given = iter(gradients.tensors)
+        return [next(given) if needs else None for needs in self.spec.needs_gradient]
+
+    def take_gradients(self) -> StageMessage:
+        """Return the gradients of a received message, zeros where no layer has used a tensor."""
+        wanted = [tensor for tensor, needs in zip(self.tensors, self.spec.needs_gradient, strict=True) if needs]
+        grads = [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in wanted]
+        return StageMessage(self.spec.gradients(), grads)
+
+
+def spec_of(tensor: torch.Tensor) -> TensorSpec:
+    return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.device)
+
+
+class MessageCommunicator:
+    """Sends each tensor of a message as a message of its own, in order, over another communicator."""
+
+    def __init__(self, inner: Communicator) -> None:
+        self._inner = inner
+
+    def send(self, message: StageMessage, destination: int) -> PendingSend:
+        return _Sends([self._inner.send(tensor.detach(), destination) for tensor in message.tensors])
+
+    def receive(self, source: int, spec: MessageSpec) -> _Receives:
+        return _Receives(spec, [self._inner.receive(source, tensor) for tensor in spec.tensors])
+
+
+@dataclass(frozen=True)
+class _Sends:
+    sends: list[PendingSend]
+
+    def is_done(self) -> bool:
+        return all(send.is_done() for send in self.sends)
+
+    def wait(self) -> None:
+        for send in self.sends:
+            send.wait()
+
+
+@dataclass(frozen=True)
+class _Receives:
+    spec: MessageSpec
+    receives: list[PendingReceive]
+
+    def wait(self) -> StageMessage:
+        return StageMessage(self.spec, [receive.wait() for receive in self.receives])

@@ -1,0 +1,318 @@
+"""Splits a list of layers over ranks and trains them with any schedule.
+
+pipeline = Pipeline(layers, loss_fn, schedule="zb-v", num_microbatches=8)
+optimizer = torch.optim.Adam(pipeline.parameters())
+loss = pipeline.train_batch((inputs, targets))
+pipeline.clip_grad_norm_(1.0)
+optimizer.step()
+optimizer.zero_grad()
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.zero_bubble.pipeline.autocast import Autocast
+from megatron.zero_bubble.pipeline.batches import Microbatches, common_form, microbatches_of
+from megatron.zero_bubble.pipeline.discovery import discover_messages
+from megatron.zero_bubble.pipeline.gradients import TiedLayer, average_over, clip_grad_norm
+from megatron.zero_bubble.pipeline.held_layers import HeldLayers, LayerBuilder, Unsplit, stages_of_ties
+from megatron.zero_bubble.pipeline.interconnect import HOST, Agreement, Interconnect, TorchInterconnect
+from megatron.zero_bubble.pipeline.layer_stage import LayerStage
+from megatron.zero_bubble.pipeline.messages import MessageCommunicator, MessageSpec
+from megatron.zero_bubble.pipeline.stage_layout import LayoutRequest, Partition, StageLayout
+from megatron.zero_bubble.runtime.communicator import Communicator
+from megatron.zero_bubble.runtime.executor import Executor
+from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
+from megatron.zero_bubble.runtime.stage import Stage
+from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
+from megatron.zero_bubble.schedule import Placement, Schedule
+from megatron.zero_bubble.schedule.plan import Plan, prepare
+from megatron.zero_bubble.schedule.recomputation import Recompute
+
+DEFAULT_TIMEOUT = timedelta(minutes=10)
+"""Time after which a missing message or a rank missing in a collective fails the job."""
+
+logger = logging.getLogger("megatron.zero_bubble")
+
+
+class Pipeline(nn.Module):
+    """A `torch.nn.Sequential` whose layers are spread over ranks.
+
+    As a module it holds the layers of this rank, by their names in `torch.nn.Sequential(*layers)`. Every method that
+    trains, evaluates, clips or gathers is a collective call of all ranks of the pipeline.
+
+    Args:
+        layers: modules, functions, `LayerSpec` or `TiedLayerSpec`, the same on all ranks.
+        loss_fn: called with the last layer's output and the targets of a microbatch; returns one number.
+        schedule: name of a schedule (see `megatron.zero_bubble.schedule.names()`), or a schedule.
+        num_microbatches: microbatches of a step.
+        partition: which layers a stage gets. "uniform" balances layers, "parameters" parameters, "type:REGEX" the
+            layers whose class matches, "profile" their measured times; a list has the first layer of every stage but
+            the first.
+        memory_limit: most activations of a rank, in microbatches of a whole rank; for all ranks or one a rank. By
+            default what the schedule stands for.
+        num_chunks: stages of a rank, by default those of the schedule.
+        checkpoint: whether all layers drop their activations in F and run again in R. A spec says so of one layer.
+        split_layers: further classes of layers whose W is split off (see `weight_split.split_modules`).
+        example: inputs and targets of one microbatch, for the partition "profile".
+        group: the ranks of the pipeline, by default all of the job.
+        replicas: the ranks that hold the same stages of other pipelines; gradients are averaged over them.
+        device: where the layers and messages are, by default this process's GPU with NCCL and else the CPU.
+        timeout: for a message, or a rank that does not take part in a collective.
+        interconnect: connects the ranks, by default over torch.distributed.
+
+    Raises:
+        ValueError: on all ranks, if the layers cannot be partitioned or built, or the schedule cannot be made.
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[Any],
+        loss_fn: Callable[[Any, Any], torch.Tensor],
+        schedule: str | Schedule = "zb-v",
+        num_microbatches: int = 8,
+        partition: Partition = "parameters",
+        memory_limit: float | Sequence[float] | None = None,
+        *,
+        num_chunks: int | None = None,
+        checkpoint: bool = False,
+        split_layers: Sequence[type[nn.Module]] = (),
+        example: tuple[Any, Any] | None = None,
+        group: dist.ProcessGroup | None = None,
+        replicas: dist.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        interconnect: Interconnect | None = None,
+    ) -> None:
+        super().__init__()
+        self.device = _device(device, group)
+        self.num_microbatches = num_microbatches
+        self._interconnect = interconnect or _connect(group, self.device, timeout)
+        self._rank, self._replicas = self._interconnect.rank, replicas
+        self._agreement = Agreement(self._interconnect.collectives(range(self._interconnect.size), HOST))
+        layers = list(layers)
+        recomputes = checkpoint or any(getattr(layer, "checkpoint", False) for layer in layers)
+        size = self._interconnect.size
+
+        def lay_out() -> StageLayout:
+            plan = _plan(schedule, size, num_chunks, memory_limit, recomputes=recomputes)
+            request = LayoutRequest(
+                layers, loss_fn, plan, num_microbatches, partition, example, self.device, split_layers
+            )
+            return request.layout()
+
+        # One rank plans: all get the same schedule, and its mistakes are raised on all.
+        self.layout = self._agreement.on(0, lay_out)
+        self._stores = WeightGradStore(self._placement.num_chunks), RecomputationStore()
+        builder = LayerBuilder(layers, self.device, *self._stores, split_layers, checkpoint)
+        held = self._agreement.together(lambda: builder.hold(self.layout, self._rank))
+        for layer in held.layers:
+            self.add_module(str(layer.index), layer.module)
+        self._stage = LayerStage(held.chunks, self._placement, self._rank, loss_fn)
+        self._tied = self._tie(layers, held)
+        self._communicator = MessageCommunicator(self._interconnect.communicator(self._placement))
+        self._executors: dict[bool, Executor] = {}
+        self._messages: dict[tuple[bool, str], dict[int, MessageSpec]] = {}
+        own = sum(parameter.numel() for parameter in self.parameters())
+        self._num_parameters = sum(self._agreement.gather(own))
+        self._unsplit: Unsplit = sum(self._agreement.gather(held.unsplit), start=Unsplit())
+        if replicas is not None:
+            for tensor in (*self.parameters(), *self.buffers()):
+                dist.broadcast(tensor.detach(), dist.get_process_group_ranks(replicas)[0], group=replicas)
+        if self._rank == 0:
+            logger.info(self.summary())
+
+    def _tie(self, layers: Sequence[Any], held: HeldLayers) -> list[TiedLayer]:
+        """Connect the copies of layers that are tied across stages, in one order on all ranks."""
+        tied = []
+        for key, stages in stages_of_ties(layers, self.layout).items():
+            if key in held.tied and len(stages) > 1:
+                tied.append(TiedLayer(stages, held.tied[key], self._placement, self._interconnect, self.device))
+        return tied
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule of a training step."""
+        return self.layout.schedule
+
+    @property
+    def _placement(self) -> Placement:
+        return self.layout.schedule.placement
+
+    def train_batch(self, batch: Any = None) -> torch.Tensor:
+        """Run forward and backward of one step; return the mean loss of its microbatches, on all ranks.
+
+        Adds to the parameters' `.grad` the gradients of that mean, averaged over replicas.
+
+        Args:
+            batch: a pair (inputs, targets), split into microbatches along the first dimension of all tensors, or an
+                iterator of the pairs of single microbatches. Ranks without the first and the last stage ignore it.
+
+        Raises:
+            ValueError: on all ranks, if the batch cannot be used.
+        """
+        for tied in self._tied:
+            tied.begin_step()
+        with torch.enable_grad():
+            loss = self._run(batch, trains=True)
+        for tied in self._tied:
+            tied.end_step()
+        if self._replicas is not None:
+            average_over(self._replicas, list(self.parameters()))
+        return loss
+
+    def eval_batch(self, batch: Any = None) -> torch.Tensor:
+        """Run the forward of one step in evaluation mode; return the mean loss on all ranks. Arguments as above."""
+        training = [module for module in self.modules() if module.training]
+        self.eval()
+        try:
+            with torch.no_grad():
+                return self._run(batch, trains=False)
+        finally:
+            for module in training:
+                module.training = True
+
+    def _run(self, batch: Any, *, trains: bool) -> torch.Tensor:
+        autocast = Autocast.current(self.device.type)
+        with autocast.only_in_forwards():
+            form = self._begin(batch, autocast)
+            executor = self._executor(trains=trains)
+            key = trains, form
+            if key not in self._messages:
+                self._messages[key] = discover_messages(
+                    self._stage, self._placement, self._rank, self._communicator, self._agreement, self.device
+                )
+            self._stage.expect(self._messages[key])
+            # The executor only hands messages on, so they need not be tensors.
+            executor.run(cast(Stage, self._stage))
+        losses = self._agreement.gather(self._stage.end())
+        loss = losses[self._placement.rank_of(self._placement.num_stages - 1)]
+        assert loss is not None
+        return loss.to(self.device)
+
+    def _begin(self, batch: Any, autocast: Autocast) -> str:
+        """Give the stage its microbatches; return the form of the first stage's inputs, on all ranks."""
+        first, last = (self._placement.rank_of(stage) for stage in (0, self._placement.num_stages - 1))
+
+        def load() -> str:
+            microbatches = Microbatches([], [])
+            if self._rank in (first, last):
+                microbatches = microbatches_of(batch, self.num_microbatches, self.device)
+            self._stage.begin(microbatches, autocast)
+            return f"{common_form(microbatches.inputs)} {autocast}" if self._rank == first else ""
+
+        form = self._agreement.together(load)
+        return self._agreement.on(first, lambda: form)
+
+    def _executor(self, *, trains: bool) -> Executor:
+        if trains not in self._executors:
+            schedule = self.schedule if trains else prepare(self.schedule.without_communication(), forward_only=True)
+            communicator = cast(Communicator, self._communicator)
+            self._executors[trains] = Executor(schedule, self._rank, communicator, *self._stores)
+        return self._executors[trains]
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale all gradients so that their norm over all ranks is at most `max_norm`; return the norm before.
+
+        It is `torch.nn.utils.clip_grad_norm_` of the whole model, in which every tied parameter counts once.
+        """
+        copies = {parameter for tied in self._tied for parameter in tied.parameters_beyond_first}
+        counted = [(_layer_of(name), own) for name, own in self.named_parameters() if own not in copies]
+        return clip_grad_norm(list(self.parameters()), counted, self._agreement, max_norm, norm_type)
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """Return the state of the whole model on every rank, in host memory; `torch.nn.Sequential` can load it.
+
+        For large models save `state_dict()` with `torch.distributed.checkpoint`, which writes and reads the ranks'
+        parts: its names do not depend on the partition, nor on the number of ranks.
+        """
+        own = {
+            name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in self.state_dict().items()
+        }
+        whole = {name: value for part in self._agreement.gather(own) for name, value in part.items()}
+        return dict(sorted(whole.items(), key=lambda entry: _layer_of(entry[0])))
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load this rank's layers from a state of at least them, such as that of the whole model."""
+        elsewhere = set(map(str, range(self.layout.num_layers))) - set(dict(self.named_children()))
+        own = {name: value for name, value in state_dict.items() if name.partition(".")[0] not in elsewhere}
+        return super().load_state_dict(own, strict, assign)
+
+    def forward(self, *inputs: Any) -> Any:
+        raise NotImplementedError("a Pipeline runs whole steps: call train_batch or eval_batch")
+
+    def summary(self) -> str:
+        """Describe the partition, and list the layers whose W stays in B with their share of the parameters."""
+        layout, placement = self.layout, self._placement
+        lines = [f"{self.schedule.name}, {placement.num_ranks} ranks, {self.num_microbatches} microbatches"]
+        for stage in range(placement.num_stages):
+            layers = layout.layers_of(stage)
+            which = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
+            lines.append(
+                f"  stage {stage} on rank {placement.rank_of(stage)}: {which}, {layout.loads[stage]:g} {layout.unit}"
+            )
+        lines.append(f"  W is split off for {1 - self.unsplit_share:.1%} of the parameters")
+        for name, count in self._unsplit.most_common():
+            lines.append(f"  W stays in B: {name}, {count / self._num_parameters:.1%} of the parameters")
+        return "\n".join(lines)
+
+    @property
+    def unsplit_share(self) -> float:
+        """The share of the model's parameters whose gradients are computed in B."""
+        return self._unsplit.total() / max(1, self._num_parameters)
+
+    def close(self) -> None:
+        """Close the connections between the ranks; NCCL warns at exit about those that are open."""
+        self._interconnect.close()
+
+
+def _layer_of(name: str) -> int:
+    """Return the index of the layer that a parameter or buffer with this name belongs to."""
+    return int(name.partition(".")[0])
+
+
+def _plan(
+    schedule: str | Schedule,
+    num_ranks: int,
+    num_chunks: int | None,
+    memory_limit: float | Sequence[float] | None,
+    *,
+    recomputes: bool,
+) -> Plan:
+    """Return the plan of a schedule for `num_ranks`.
+
+    Raises:
+        ValueError: the schedule is for other ranks or chunks.
+    """
+    if isinstance(schedule, str):
+        plan = Plan.named(schedule, num_ranks, num_chunks)
+    elif schedule.num_ranks != num_ranks:
+        raise ValueError(
+            f"schedule {schedule.name} is for {schedule.num_ranks} ranks, but the pipeline has {num_ranks}"
+        )
+    else:
+        plan = Plan.of(schedule)
+    return replace(plan, memory_limit=memory_limit, recompute=Recompute.FULL if recomputes else Recompute.NONE)
+
+
+def _device(device: torch.device | str | None, group: dist.ProcessGroup | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    if dist.is_initialized() and dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return HOST
+
+
+def _connect(group: dist.ProcessGroup | None, device: torch.device, timeout: timedelta) -> Interconnect:
+    if not dist.is_initialized():
+        raise ValueError("a Pipeline needs torch.distributed: call init_process_group first, under torchrun")
+    return TorchInterconnect(group or dist.distributed_c10d._get_default_group(), device, timeout)

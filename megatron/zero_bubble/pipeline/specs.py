@@ -1,0 +1,120 @@
+"""Layers of a pipeline: modules, functions, or specs from which only the rank that holds a layer builds it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+
+class LayerSpec:
+    """A layer that only the rank that holds it builds, as `layer_class(*args, **kwargs)`.
+
+    The random numbers of its initialisation start from a seed of its own, which `torch.initial_seed()` and the layer's
+    index make, so that the weights do not depend on how the layers are partitioned.
+
+    Args:
+        layer_class: a class of modules, or a function that returns a module.
+        checkpoint: whether the layer drops its activations in F, and runs again in R, before its B.
+    """
+
+    def __init__(
+        self, layer_class: Callable[..., torch.nn.Module], *args: Any, checkpoint: bool = False, **kwargs: Any
+    ) -> None:
+        if not callable(layer_class):
+            raise ValueError(f"LayerSpec takes a class and its arguments, got {type(layer_class).__name__}")
+        self.layer_class, self.args, self.kwargs, self.checkpoint = layer_class, args, kwargs, checkpoint
+
+    @property
+    def class_name(self) -> str:
+        return getattr(self.layer_class, "__name__", type(self.layer_class).__name__)
+
+    def build(self) -> torch.nn.Module:
+        return self.layer_class(*self.args, **self.kwargs)
+
+
+class TiedLayerSpec(LayerSpec):
+    """A layer whose parameters all layers with the same `key` share, on whichever stages they are.
+
+    Each stage has a copy of its own. At the end of a step the gradient of every copy is the sum of the copies' own
+    gradients in the order of the stages, so that copies that start alike stay alike.
+
+    Args:
+        forward: called as `forward(module, input)` in the place of the module, such as an output layer that multiplies
+            with the weight of an embedding.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        layer_class: Callable[..., torch.nn.Module],
+        *args: Any,
+        forward: Callable[[torch.nn.Module, Any], Any] | None = None,
+        checkpoint: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(layer_class, *args, checkpoint=checkpoint, **kwargs)
+        self.key, self.forward = key, forward
+
+
+class FunctionLayer(torch.nn.Module):
+    """A layer that calls a function and has no parameters."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, input: Any) -> Any:
+        return self.function(input)
+
+
+def class_name_of(layer: Any) -> str:
+    """Return the name of a layer's class, which `type:REGEX` searches; that of a function is its own name."""
+    if isinstance(layer, LayerSpec):
+        return layer.class_name
+    return type(layer).__name__ if isinstance(layer, torch.nn.Module) else getattr(layer, "__name__", "function")
+
+
+def tie_of(layer: Any) -> str | None:
+    """Return the key of a tied layer, None of any other."""
+    return layer.key if isinstance(layer, TiedLayerSpec) else None
+
+
+def built(layers: Sequence[Any], index: int, device: torch.device) -> torch.nn.Module:
+    """Return the module of layer `index` on `device`. That of a spec has the same weights wherever it is built.
+
+    Raises:
+        ValueError: the layer is neither a module nor a function, or its spec cannot be built.
+    """
+    layer = layers[index]
+    if isinstance(layer, LayerSpec):
+        # Copies of one module start from one seed.
+        first = next(k for k, other in enumerate(layers) if k == index or tie_of(other) == tie_of(layer) is not None)
+        with seeded(first, device), device:
+            try:
+                layer = layer.build()
+            except Exception as error:
+                raise ValueError(f"layer {index} ({class_name_of(layers[index])}) cannot be built: {error}") from error
+    if not isinstance(layer, torch.nn.Module):
+        if not callable(layer):
+            raise ValueError(f"layer {index} is neither a module, a LayerSpec nor a function, but {layer!r}")
+        layer = FunctionLayer(layer)
+    return layer.to(device)
+
+
+def call_of(layer: Any, module: torch.nn.Module) -> Callable[[Any], Any]:
+    """Return what runs a layer whose module is built: the module itself, or what a tied layer does with it."""
+    if isinstance(layer, TiedLayerSpec) and layer.forward is not None:
+        return partial(layer.forward, module)
+    return module
+
+
+@contextmanager
+def seeded(layer: int, device: torch.device) -> Iterator[None]:
+    """Draw random numbers from the seed of one layer inside the `with` block, and restore the states after it."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(torch.initial_seed() + layer)
+        yield

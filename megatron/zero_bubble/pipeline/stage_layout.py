@@ -1,0 +1,140 @@
+"""Decides which layers each stage of a pipeline gets, and which schedule its ranks run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.zero_bubble.pipeline import boundaries
+from megatron.zero_bubble.pipeline.layer_costs import LayerTimes, measure_layers
+from megatron.zero_bubble.pipeline.specs import LayerSpec, class_name_of
+from megatron.zero_bubble.schedule import Schedule, StageCosts
+from megatron.zero_bubble.schedule.default_costs import default_costs
+from megatron.zero_bubble.schedule.plan import Plan
+
+Partition = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class StageLayout:
+    """The layers of every stage, and the schedule."""
+
+    boundaries: boundaries.Boundaries
+    """The first layer of every stage, and the number of layers at the end."""
+    loads: tuple[float, ...]
+    """For every stage, what the partition balances: layers, parameters, matching layers or seconds."""
+    unit: str
+    schedule: Schedule
+    """With the messages between ranks, and valid."""
+
+    @property
+    def num_layers(self) -> int:
+        return self.boundaries[-1]
+
+    def layers_of(self, stage: int) -> range:
+        return range(self.boundaries[stage], self.boundaries[stage + 1])
+
+
+@dataclass(frozen=True)
+class LayoutRequest:
+    """What a layout is made from; arguments as of `Pipeline`."""
+
+    layers: Sequence[Any]
+    loss_fn: Callable[[Any, Any], torch.Tensor]
+    plan: Plan
+    num_microbatches: int
+    partition: Partition
+    example: tuple[Any, Any] | None
+    device: torch.device
+    split_layers: Sequence[type[nn.Module]]
+
+    def layout(self) -> StageLayout:
+        """Choose the layers of every stage and plan the schedule.
+
+        Raises:
+            ValueError: there are fewer layers than stages, or the partition or the schedule cannot be made.
+        """
+        num_layers, placement = len(self.layers), self.plan.placement
+        if num_layers < placement.num_stages:
+            raise ValueError(
+                f"{num_layers} layers are too few for {placement.num_stages} stages, which schedule {self.plan.name} "
+                f"has on {placement.num_ranks} ranks"
+            )
+        times = self._times() if self.partition == "profile" else None
+        weights, unit = self._weights(times)
+        if isinstance(self.partition, str):
+            found = boundaries.balanced(weights, placement.num_stages)
+        else:
+            found = boundaries.given(self.partition, num_layers, placement.num_stages)
+        _refuse_shared(self.layers, found)
+        plan = self.plan
+        if times is not None:
+            plan = replace(plan, costs=_stage_costs(times, found, default_costs(placement, plan.recompute)))
+        loads = tuple(sum(weights[first:end]) for first, end in pairwise(found))
+        return StageLayout(found, loads, unit, plan.schedule(self.num_microbatches))
+
+    def _times(self) -> list[LayerTimes]:
+        if self.example is None:
+            raise ValueError(
+                "partition='profile' needs example=(inputs, targets), one microbatch to measure layers with"
+            )
+        return measure_layers(self.layers, self.loss_fn, self.example, self.device, self.split_layers)
+
+    def _weights(self, times: list[LayerTimes] | None) -> tuple[Sequence[float], str]:
+        """Return the weight of every layer and what it counts."""
+        if times is not None:
+            return [sum(of_layer) for of_layer in times], "s a microbatch"
+        if self.partition == "parameters":
+            return [num_parameters(layer) for layer in self.layers], "parameters"
+        if self.partition == "uniform" or not isinstance(self.partition, str):
+            return [1] * len(self.layers), "layers"
+        kind, _, pattern = self.partition.partition(":")
+        if kind != "type" or not pattern:
+            raise ValueError(
+                f"partition={self.partition!r} is unknown: use 'uniform', 'parameters', 'type:REGEX', 'profile' or a "
+                "list of boundaries"
+            )
+        return boundaries.matching(pattern, [class_name_of(layer) for layer in self.layers]), "matching layers"
+
+
+def _refuse_shared(layers: Sequence[Any], found: boundaries.Boundaries) -> None:
+    """Raise `ValueError` if modules on two stages share a parameter, whose copies would train apart."""
+    seen: dict[int, tuple[int, int]] = {}
+    for stage, (first, end) in enumerate(pairwise(found)):
+        for index in range(first, end):
+            layer = layers[index]
+            for parameter in layer.parameters() if isinstance(layer, nn.Module) else ():
+                other, other_stage = seen.setdefault(id(parameter), (index, stage))
+                if other_stage != stage:
+                    raise ValueError(
+                        f"layers {other} and {index} share a parameter, but are on stages {other_stage} and {stage}: "
+                        "make both of TiedLayerSpec with one key"
+                    )
+
+
+def num_parameters(layer: Any) -> int:
+    """Count the parameters of a layer; a spec is built without memory for them, on the meta device."""
+    if isinstance(layer, LayerSpec):
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            try:
+                layer = layer.build()
+            except Exception as error:
+                raise ValueError(
+                    f"the parameters of {layer.class_name} cannot be counted, because it cannot be built on the meta "
+                    f"device ({error}): choose another partition than 'parameters'"
+                ) from error
+    return sum(parameter.numel() for parameter in layer.parameters()) if isinstance(layer, nn.Module) else 0
+
+
+def _stage_costs(times: Sequence[LayerTimes], found: boundaries.Boundaries, unmeasured: StageCosts) -> StageCosts:
+    """Return the sums of the layers' times, in seconds. R takes as long as F, and memory is counted, not measured."""
+    sums = [LayerTimes(*map(sum, zip(*times[first:end], strict=True))) for first, end in pairwise(found)]
+    # An operation of a schedule takes some time, however short.
+    time_f, time_b, time_w = (tuple(max(1e-9, value) for value in column) for column in zip(*sums, strict=True))
+    time_r = time_f if any(unmeasured.time_r) else unmeasured.time_r
+    return replace(unmeasured, time_f=time_f, time_b=time_b, time_w=time_w, time_r=time_r)

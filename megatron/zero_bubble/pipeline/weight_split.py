@@ -1,0 +1,184 @@
+"""Splits the backward of torch's own layers into B and W.
+
+A split layer runs its own forward and records the graph of that call apart from the model's. In B the gradient of the
+input goes through that graph, and in W the gradients of the parameters: each operation computes in each only what is
+asked for. So both are computed, and added up, by autograd itself, to the same bits as in one backward.
+
+A module that defers its weight gradients in a way of its own has the method of `DefersWeightGradients`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
+
+SPLIT_LAYERS: tuple[type[nn.Module], ...] = (
+    nn.Linear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+    nn.Embedding,
+)
+"""The layers of torch whose W is split off. Their subclasses are, too, if they have the same forward."""
+
+
+@runtime_checkable
+class DefersWeightGradients(Protocol):
+    """A module that splits its backward by itself; modules inside of it are left alone."""
+
+    def defer_weight_gradients(self, store: WeightGradStore) -> Iterable[nn.Parameter]:
+        """Defer weight gradients from now on, and return the parameters that they are of; called once.
+
+        A backward that runs while `store.is_deferring` gives `store.put` a function that computes the gradients and
+        adds them to `.grad`. Any other backward computes them at once.
+        """
+        ...
+
+
+def split_modules(
+    modules: Iterable[nn.Module], store: WeightGradStore, others: Sequence[type[nn.Module]] = ()
+) -> list[nn.Parameter]:
+    """Make the layers inside of `modules`, which are one stage, put their W into `store` inside `store.deferring()`.
+
+    A layer that shares a parameter with another one is not split: autograd adds up the gradients of both in B.
+
+    Args:
+        others: further classes whose forward takes one tensor, returns one, and does not keep what it returns.
+
+    Returns:
+        The parameters whose gradient is now computed in W.
+    """
+    inside = list(_layers(modules))
+    uses = Counter(id(parameter) for module in inside for parameter in module.parameters(recurse=False))
+    split: list[nn.Parameter] = []
+    for module in inside:
+        if isinstance(module, DefersWeightGradients):
+            split += module.defer_weight_gradients(store)
+        elif _can_be_split(module, others) and all(uses[id(own)] == 1 for own in module.parameters()):
+            module.forward = _SplitLayer(module, store)
+            split += [parameter for parameter in module.parameters() if parameter.requires_grad]
+    return split
+
+
+def _layers(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """Yield every module once, without those inside a module that defers its weight gradients by itself."""
+    seen: set[nn.Module] = set()
+    pending = list(modules)[::-1]
+    while pending:
+        module = pending.pop()
+        if module not in seen:
+            seen.add(module)
+            yield module
+            if not isinstance(module, DefersWeightGradients):
+                pending += reversed(list(module.children()))
+
+
+def _can_be_split(module: nn.Module, others: Sequence[type[nn.Module]]) -> bool:
+    if isinstance(module, tuple(others)):
+        return True
+    # A weight that is computed from others, as by weight_norm, is no parameter of the module's own.
+    own = {name for name, _ in module.named_parameters(recurse=False)}
+    return "weight" in own and any(
+        isinstance(module, kind) and type(module).forward is kind.forward for kind in SPLIT_LAYERS
+    )
+
+
+class _SplitLayer:
+    """The forward of a split layer, which takes the place of the module's own."""
+
+    def __init__(self, module: nn.Module, store: WeightGradStore) -> None:
+        self._forward = module.forward
+        self._module, self._store = module, store
+        self._deferred: _DeferredCalls | None = None
+        self._of_bundle = -1
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        parameters = tuple(parameter for parameter in self._module.parameters() if parameter.requires_grad)
+        if not parameters or not torch.is_grad_enabled():
+            return self._forward(input)
+        return _SplitCall.apply(self, input, *parameters)
+
+    @property
+    def is_deferring(self) -> bool:
+        return self._store.is_deferring
+
+    def record(self, input: torch.Tensor) -> torch.Tensor:
+        """Run the layer's own forward, whose graph begins at `input`."""
+        with torch.enable_grad():
+            return self._forward(input)
+
+    def defer(self, parameters: tuple[nn.Parameter, ...], edge: GradientEdge, grad: torch.Tensor) -> None:
+        """Put one call's W into the store; that of several calls in one forward is one W, as in one backward."""
+        if self._deferred is None or self._of_bundle != self._store.num_flushed:
+            self._of_bundle, self._deferred = self._store.num_flushed, _DeferredCalls(parameters)
+            self._store.put(self._deferred.run, held=(grad,), parameter=self._module)
+        self._deferred.calls.append((edge, grad))
+
+
+class _DeferredCalls:
+    """The W of one layer for one microbatch: of every call of the layer in the microbatch's forward."""
+
+    def __init__(self, parameters: tuple[nn.Parameter, ...]) -> None:
+        self._parameters = parameters
+        self.calls: list[tuple[GradientEdge, torch.Tensor]] = []
+
+    def run(self) -> None:
+        edges, grads = zip(*self.calls, strict=True)
+        self.calls = []
+        run_backward(edges, grads, self._parameters, accumulates=True)
+
+
+class _SplitCall(torch.autograd.Function):
+    """One call of a split layer."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: _SplitLayer, input: torch.Tensor, *parameters: nn.Parameter) -> torch.Tensor:
+        own_input = input.detach().requires_grad_(ctx.needs_input_grad[1])
+        output = layer.record(own_input)
+        ctx.layer, ctx.parameters = layer, parameters
+        ctx.input = own_input if own_input.requires_grad else None
+        ctx.edge = get_gradient_edge(output)
+        # Not detached, so that the next layer may change it in place: none of these layers keeps its output.
+        return output.data
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        layer, parameters = ctx.layer, ctx.parameters
+        inputs = () if ctx.input is None else (ctx.input,)
+        if layer.is_deferring:
+            grads = run_backward((ctx.edge,), (grad,), inputs, keeps_graph=True) if inputs else (None,)
+            layer.defer(parameters, ctx.edge, grad.detach())
+            return None, grads[0], *(None,) * len(parameters)
+        grads = run_backward((ctx.edge,), (grad,), (*inputs, *parameters))
+        return None, *(() if inputs else (None,)), *grads
+
+
+def run_backward(
+    edges: Sequence[GradientEdge],
+    grads: Sequence[torch.Tensor | None],
+    inputs: Sequence[torch.Tensor] = (),
+    *,
+    keeps_graph: bool = False,
+    accumulates: bool = False,
+) -> tuple[torch.Tensor | None, ...]:
+    """Run autograd from `edges`: return the gradients of `inputs`, or add them to `.grad`, of all leaves by default.
+
+    `torch.autograd.backward` takes such edges only in later versions than the oldest supported one.
+    """
+    if not edges:
+        return (None,) * len(inputs)
+    return torch.autograd.Variable._execution_engine.run_backward(
+        tuple(edges), tuple(grads), keeps_graph, False, tuple(inputs), True, accumulates
+    )

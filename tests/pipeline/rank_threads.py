@@ -1,0 +1,112 @@
+"""Runs the ranks of a `Pipeline` as threads of one process."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any
+
+import torch
+
+from megatron.zero_bubble import Pipeline
+from megatron.zero_bubble.runtime.collectives import InMemoryCollectives
+from megatron.zero_bubble.runtime.in_memory import InMemoryNetwork
+
+
+@dataclass
+class Threads:
+    """The connections among all ranks."""
+
+    size: int
+    timeout: float = 20.0
+    networks: dict[Any, InMemoryNetwork] = field(default_factory=dict)
+    lock: Any = field(default_factory=Lock)
+
+    def network(self, key: Any, size: int) -> InMemoryNetwork:
+        with self.lock:
+            return self.networks.setdefault(key, InMemoryNetwork(size, self.timeout))
+
+
+class ThreadInterconnect:
+    """One thread's connections."""
+
+    def __init__(self, threads: Threads, rank: int) -> None:
+        self._threads, self._rank = threads, rank
+        self._opened: dict[Any, int] = defaultdict(int)
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        return self._threads.size
+
+    def communicator(self, placement):
+        return self._threads.network("channels", self.size).communicator(self._rank)
+
+    def collectives(self, members, device):
+        members = tuple(members)
+        self._opened[members] += 1
+        network = self._threads.network((members, self._opened[members]), len(members))
+        return InMemoryCollectives(network, members.index(self._rank), len(members))
+
+    def close(self) -> None:
+        return
+
+
+def on_ranks(size: int, function: Callable[[ThreadInterconnect], Any], timeout: float = 20.0) -> list[Any]:
+    """Call `function` with each rank's connections, in a thread a rank; return the results or raise the first error."""
+    threads = Threads(size, timeout)
+    with ThreadPoolExecutor(size) as pool:
+        started = [pool.submit(function, ThreadInterconnect(threads, rank)) for rank in range(size)]
+        return [done.result() for done in started]
+
+
+def errors_on_ranks(size: int, function: Callable[[ThreadInterconnect], Any]) -> list[BaseException | None]:
+    """Return the error of every rank, None where there is none."""
+    threads = Threads(size)
+    with ThreadPoolExecutor(size) as pool:
+        started = [pool.submit(function, ThreadInterconnect(threads, rank)) for rank in range(size)]
+        return [done.exception() for done in started]
+
+
+def pipelines(
+    size: int, layers: Sequence[Any], loss_fn: Any, use: Callable[[Pipeline], Any], **arguments: Any
+) -> list[Any]:
+    """Make a pipeline of copies of `layers` and return what `use` returns on each rank."""
+
+    def run(interconnect: ThreadInterconnect) -> Any:
+        return use(Pipeline(copy.deepcopy(list(layers)), loss_fn, interconnect=interconnect, **arguments))
+
+    return on_ranks(size, run)
+
+
+def gradients_of(pipeline: Pipeline) -> dict[str, torch.Tensor]:
+    return {name: parameter.grad for name, parameter in pipeline.named_parameters()}
+
+
+def merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Merge what the ranks have of the same names."""
+    return {name: value for part in parts for name, value in part.items()}
+
+
+def run_in_one_process(
+    layers: Sequence[Any], loss_fn: Any, batch: tuple[Any, Any], num_microbatches: int
+) -> tuple[torch.nn.Module, torch.Tensor]:
+    """Accumulate the gradients of a batch under autograd; return the model and the mean loss."""
+    model = torch.nn.Sequential(*copy.deepcopy(list(layers)))
+    return model, accumulate(model, loss_fn, batch, num_microbatches)
+
+
+def accumulate(model: Any, loss_fn: Any, batch: tuple[Any, Any], num_microbatches: int) -> torch.Tensor:
+    losses = []
+    for x, y in zip(*(values.chunk(num_microbatches) for values in batch), strict=True):
+        loss = loss_fn(model(x), y) / num_microbatches
+        loss.backward()
+        losses.append(loss.detach())
+    return sum(losses[1:], start=losses[0])

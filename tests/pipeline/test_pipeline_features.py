@@ -1,0 +1,239 @@
+"""Messages of several tensors, tied and checkpointed layers, clipping, autocast and evaluation in a pipeline."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from rank_threads import accumulate, gradients_of, merged, pipelines, run_in_one_process
+from torch import nn
+
+from megatron.zero_bubble import TiedLayerSpec
+from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
+
+WIDTH = 6
+
+
+def assert_equal(ours: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == reference.keys()
+    for name, value in reference.items():
+        assert (value is None) == (ours[name] is None), name
+        assert value is None or torch.equal(ours[name], value), name
+
+
+def stack(count: int) -> tuple[list[nn.Module], tuple[torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(3)
+    layers = [layer for _ in range(count) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+    return layers, (torch.randn(8, WIDTH), torch.randn(8, WIDTH))
+
+
+class Branches(nn.Module):
+    """Makes a dict with a tuple, integers, a tensor without a gradient, one that nobody uses, and constants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+
+    def forward(self, x):
+        mask = (x > 0).float()
+        return {"pair": (self.left(x), self.right(x)), "order": x.argsort(), "mask": mask, "unused": x * 2, "no": None}
+
+
+class Mixed(nn.Module):
+    """Hands a part of its input on as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, parts):
+        left, right = parts["pair"]
+        left = self.inner(left.gather(1, parts["order"])) * parts["mask"]
+        return {**parts, "pair": (left, right), "unused": 1.5}
+
+
+class Joined(nn.Module):
+    def forward(self, parts):
+        left, right = parts["pair"]
+        return left * right.sum(1, keepdim=True) + (0 if parts["no"] is None else 1)
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "interleaved-zb"])
+def test_stages_exchange_tuples_and_dicts(schedule):
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH), Branches(), Mixed(), Mixed(), Joined(), nn.Linear(WIDTH, WIDTH)]
+    batch = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+    model, loss = run_in_one_process(layers, nn.functional.mse_loss, batch, 4)
+
+    def train(pipeline):
+        assert torch.equal(pipeline.train_batch(batch), loss)
+        return gradients_of(pipeline)
+
+    parts = pipelines(
+        2, layers, nn.functional.mse_loss, train, schedule=schedule, num_microbatches=4, partition="uniform"
+    )
+    assert_equal(merged(parts), gradients_of(model))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_parameters_are_equal_after_ten_steps_with_clipping(schedule):
+    layers, batch = stack(4)
+    model = nn.Sequential(*copy.deepcopy(layers))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    norms = []
+    for _ in range(10):
+        accumulate(model, nn.functional.mse_loss, batch, 4)
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.05))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert norms[0] > 0.05, "nothing was clipped"
+
+    def train(pipeline):
+        optimizer = torch.optim.Adam(pipeline.parameters(), lr=0.05)
+        for norm in norms:
+            pipeline.train_batch(batch)
+            assert torch.equal(pipeline.clip_grad_norm_(0.05), norm)
+            optimizer.step()
+            optimizer.zero_grad()
+        return pipeline.full_state_dict()
+
+    for whole in pipelines(2, layers, nn.functional.mse_loss, train, schedule=schedule, num_microbatches=4):
+        assert list(whole) == list(model.state_dict())
+        assert_equal(whole, model.state_dict())
+
+
+def times_weight(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return x @ module.weight.t()
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
+def test_tied_layers_get_the_sum_of_their_copies_gradients(schedule):
+    """Over two ranks, or on one rank twice, where the V has its first and its last stage."""
+
+    class Table(nn.Embedding):
+        def __init__(self) -> None:
+            super().__init__(7, WIDTH)
+            with torch.no_grad():
+                self.weight.copy_(torch.arange(7 * WIDTH).view(7, WIDTH).sin())
+
+    layers, _ = stack(2)
+    layers = [TiedLayerSpec("table", Table), *layers, TiedLayerSpec("table", Table, forward=times_weight)]
+    batch = torch.randint(7, (8,)), torch.randint(7, (8,))
+    first, last = Table(), Table()
+    model = nn.Sequential(first, *copy.deepcopy(layers[1:-1]))
+    for _ in range(2):
+        accumulate(lambda x: times_weight(last, model(x)), nn.functional.cross_entropy, batch, 4)
+    # The copies' gradients of every step are added before those of the next step are.
+    expected = gradients_of(model)
+    del expected["0.weight"]
+    one_step = (first.weight.grad + last.weight.grad) / 2
+    norm = torch.linalg.vector_norm(torch.stack([g.norm() for g in (2 * one_step, *expected.values())]))
+
+    def train(pipeline):
+        for _ in range(2):
+            pipeline.train_batch(batch)
+        grads = gradients_of(pipeline)
+        assert torch.allclose(pipeline.clip_grad_norm_(1e9), norm)
+        return grads
+
+    arguments = {"schedule": schedule, "num_microbatches": 4, "partition": "uniform"}
+    found = merged(pipelines(2, layers, nn.functional.cross_entropy, train, **arguments))
+    assert torch.equal(found["0.weight"], found["5.weight"])
+    assert torch.allclose(found["0.weight"], 2 * one_step, atol=1e-6)
+    assert_equal({name: grad for name, grad in found.items() if name in expected}, expected)
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
+def test_checkpointed_layers_run_again_in_r_and_give_the_same_gradients(schedule, monkeypatch):
+    layers, batch = stack(4)
+    model, loss = run_in_one_process(layers, nn.functional.mse_loss, batch, 4)
+    recomputed = []
+    recompute = RecomputationStore.recompute
+
+    def count(store, chunk, microbatch):
+        recomputed.append((chunk, microbatch))
+        recompute(store, chunk, microbatch)
+
+    monkeypatch.setattr(RecomputationStore, "recompute", count)
+
+    def train(pipeline):
+        assert torch.equal(pipeline.train_batch(batch), loss)
+        return gradients_of(pipeline)
+
+    arguments = {"schedule": schedule, "num_microbatches": 4, "checkpoint": True}
+    assert_equal(merged(pipelines(2, layers, nn.functional.mse_loss, train, **arguments)), gradients_of(model))
+    assert len(recomputed) >= 4
+
+
+def test_autocast_covers_forwards_alone():
+    layers, batch = stack(3)
+    layers.insert(3, nn.LayerNorm(WIDTH))
+    model = nn.Sequential(*copy.deepcopy(layers))
+    losses = []
+    for x, y in zip(*(values.chunk(4) for values in batch), strict=True):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = nn.functional.mse_loss(model(x), y) / 4
+        loss.backward()
+        losses.append(loss.detach())
+
+    for checkpoint in (False, True):
+
+        def train(pipeline):
+            with torch.autocast("cpu", torch.bfloat16):
+                pipeline.eval_batch(batch)
+                assert torch.equal(pipeline.train_batch(batch), sum(losses[1:], start=losses[0]))
+            return gradients_of(pipeline)
+
+        arguments = {"schedule": "zb-h1", "num_microbatches": 4, "checkpoint": checkpoint}
+        assert_equal(merged(pipelines(2, layers, nn.functional.mse_loss, train, **arguments)), gradients_of(model))
+
+
+def test_evaluation_leaves_no_trace_and_sizes_may_change_between_steps():
+    layers, batch = stack(2)
+    layers.insert(2, nn.BatchNorm1d(WIDTH))
+    model = nn.Sequential(*copy.deepcopy(layers)).eval()
+    whole = [nn.functional.mse_loss(model(x), y) / 4 for x, y in zip(*(v.chunk(4) for v in batch), strict=True)]
+    small = tuple(values[:4] for values in batch)
+
+    def use(pipeline):
+        before = {name: value.clone() for name, value in pipeline.state_dict().items()}
+        loss = pipeline.eval_batch(batch)
+        assert torch.equal(loss, sum(whole[1:], start=whole[0]).detach())
+        assert pipeline.training
+        assert_equal(before, pipeline.state_dict())
+        assert all(grad is None for grad in gradients_of(pipeline).values())
+        pairs = zip(*(values.chunk(4) for values in small), strict=True)
+        assert torch.equal(pipeline.eval_batch(small), pipeline.eval_batch(iter(list(pairs))))
+
+    pipelines(2, layers, nn.functional.mse_loss, use, schedule="zb-v", num_microbatches=4, partition="uniform")
+
+
+def test_the_summary_lists_what_keeps_its_w_in_b_with_its_share():
+    layers = [nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3), nn.ReLU()]
+    (first, second) = pipelines(
+        2, layers, nn.functional.mse_loss, lambda pipeline: pipeline.summary(), schedule="zb-h1", partition=[1]
+    )
+    assert first == second
+    assert "stage 1 on rank 1: layers 1 to 3, 3 layers" in first
+    assert "W is split off for 80.0% of the parameters" in first
+    assert "W stays in B: BatchNorm1d, 20.0% of the parameters" in first
+
+
+@pytest.mark.parametrize("partition", ["parameters", "type:linear", "profile"])
+def test_partitions_give_every_stage_layers(partition):
+    layers, batch = stack(4)
+    example = batch[0][:2], batch[1][:2]
+    arguments = {"schedule": "zb-1p", "num_microbatches": 4, "partition": partition, "example": example}
+
+    def use(pipeline):
+        pipeline.train_batch(batch)
+        return pipeline.layout
+
+    first, second = pipelines(2, layers, nn.functional.mse_loss, use, **arguments)
+    assert first == second
+    if partition != "profile":
+        assert first.loads[0] == first.loads[1]
+    else:
+        assert first.unit == "s a microbatch"
+        assert all(load > 0 for load in first.loads)

@@ -1,0 +1,117 @@
+"""A mistake is one line on all ranks of a pipeline, and none waits for another."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rank_threads import errors_on_ranks
+from torch import nn
+
+from megatron.zero_bubble import LayerSpec, Pipeline
+
+X, Y = torch.ones(8, 4), torch.ones(8, 4)
+
+
+class Nothing(nn.Module):
+    def forward(self, x):
+        return None
+
+
+def broken() -> nn.Module:
+    raise RuntimeError("no such thing")
+
+
+def linears(count: int) -> list:
+    return [nn.Linear(4, 4) for _ in range(count)]
+
+
+def assert_message(layers, message, batch=(X, Y), loss_fn=nn.functional.mse_loss, **arguments):
+    arguments = {"schedule": "zb-h1", "num_microbatches": 4, "partition": "uniform", **arguments}
+
+    def run(interconnect):
+        Pipeline(list(layers), loss_fn, interconnect=interconnect, **arguments).train_batch(batch)
+
+    errors = errors_on_ranks(2, run)
+    assert all(isinstance(error, ValueError) for error in errors), errors
+    assert {str(error) for error in errors} == {message}
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "arguments", "message"),
+    [
+        (3, {"schedule": "zb-v"}, "3 layers are too few for 4 stages, which schedule zb-v has on 2 ranks"),
+        (
+            4,
+            {"partition": "type:Conv"},
+            "partition='type:Conv' matches no layer; their classes are Linear",
+        ),
+        (
+            4,
+            {"partition": "evenly"},
+            "partition='evenly' is unknown: use 'uniform', 'parameters', 'type:REGEX', 'profile' or a list of "
+            "boundaries",
+        ),
+        (
+            4,
+            {"partition": "profile"},
+            "partition='profile' needs example=(inputs, targets), one microbatch to measure layers with",
+        ),
+        (
+            4,
+            {"partition": [4]},
+            "partition=[4]: 4 layers on 2 stages need 1 rising boundaries from 1 to 3, the first layer of every stage "
+            "after the first",
+        ),
+        (4, {"batch": (X[:6], Y[:6])}, "a batch of 6 samples does not divide into 4 microbatches"),
+        (4, {"batch": iter([(X, Y)] * 3)}, "the iterator ended after 3 of 4 microbatches"),
+        (
+            4,
+            {"batch": X},
+            "a batch is a pair (inputs, targets), or an iterator of such pairs, got Tensor",
+        ),
+        (
+            4,
+            {"batch": iter([(X, Y), (X, Y), (X[:2], Y), (X, Y)])},
+            "the inputs of microbatch 2 are float32[2, 4], those of microbatch 0 are float32[8, 4]: all microbatches "
+            "of a step need the same shapes and types",
+        ),
+        (
+            4,
+            {"loss_fn": lambda output, target: output - target},
+            "loss_fn must return a tensor with one number, got a tensor of shape [2, 4]",
+        ),
+        (
+            4,
+            {"loss_fn": lambda output, target: output.detach().sum()},
+            "the loss depends on no parameter that requires a gradient",
+        ),
+    ],
+)
+def test_arguments_and_batches(num_layers, arguments, message):
+    assert_message(linears(num_layers), message, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (Nothing(), "layer 1 (Nothing) returned None, not the input of the next layer"),
+        (
+            nn.Linear(3, 4),
+            "layer 1 (Linear) failed: RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x4 and 3x4)",
+        ),
+        (lambda x: object(), "layer 1 (<lambda>), the last of stage 0: a object cannot be sent to the next stage"),
+        (7, "layer 1 is neither a module, a LayerSpec nor a function, but 7"),
+        (LayerSpec(broken), "layer 1 (broken) cannot be built: no such thing"),
+    ],
+)
+def test_layers(layer, message):
+    assert_message([*linears(1), layer, *linears(2)], message)
+
+
+def test_layers_of_two_stages_that_share_a_parameter_are_refused():
+    first, last = nn.Linear(4, 4), nn.Linear(4, 4)
+    last.weight = first.weight
+    assert_message(
+        [first, nn.ReLU(), nn.ReLU(), last],
+        "layers 0 and 3 share a parameter, but are on stages 0 and 1: make both of TiedLayerSpec with one key",
+    )

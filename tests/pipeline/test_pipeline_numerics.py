@@ -1,0 +1,50 @@
+"""Every schedule gives a pipeline of plain layers the loss and the gradients of one process, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rank_threads import gradients_of, merged, pipelines, run_in_one_process
+from torch import nn
+
+from megatron.zero_bubble.schedule import names
+
+SCHEDULES = [name for name in names() if name != "optimal"]
+
+
+def convolutions() -> tuple[list[nn.Module], tuple[torch.Tensor, torch.Tensor]]:
+    """Return small layers of AlexNet's kinds, with a batch; cuts fall before layers that work in place."""
+    torch.manual_seed(1)
+    layers: list[nn.Module] = [nn.Conv2d(3, 8, 5, stride=2, padding=2), nn.ReLU(inplace=True), nn.MaxPool2d(2)]
+    layers += [nn.Conv2d(8, 12, 3, padding=1, groups=2), nn.ReLU(inplace=True), nn.BatchNorm2d(12)]
+    layers += [nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(48, 16), nn.ReLU(inplace=True), nn.Linear(16, 5)]
+    return layers, (torch.randn(12, 3, 16, 16), torch.randint(5, (12,)))
+
+
+def assert_equal(ours: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == reference.keys()
+    for name, value in reference.items():
+        assert torch.equal(ours[name], value), name
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_loss_and_gradients_are_those_of_one_process(schedule, num_ranks):
+    layers, batch = convolutions()
+    model, loss = run_in_one_process(layers, nn.functional.cross_entropy, batch, 4)
+
+    def train(pipeline):
+        ours = pipeline.train_batch(batch)
+        assert torch.equal(ours, loss)
+        return {**gradients_of(pipeline), **dict(pipeline.named_buffers())}
+
+    parts = pipelines(
+        num_ranks,
+        layers,
+        nn.functional.cross_entropy,
+        train,
+        schedule=schedule,
+        num_microbatches=4,
+        partition="uniform",
+    )
+    assert_equal(merged(parts), {**gradients_of(model), **dict(model.named_buffers())})

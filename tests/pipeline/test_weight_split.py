@@ -1,0 +1,161 @@
+"""B and W of split layers add up to autograd's backward, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.zero_bubble.pipeline.weight_split import split_modules
+from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
+
+MICROBATCHES = 3
+
+LAYERS = {
+    "linear": (nn.Linear(6, 4), (5, 6)),
+    "linear of sequences": (nn.Linear(6, 4), (2, 5, 6)),
+    "linear without bias": (nn.Linear(6, 4, bias=False), (5, 6)),
+    "conv1d": (nn.Conv1d(4, 6, 3, stride=2, groups=2), (2, 4, 9)),
+    "conv2d": (nn.Conv2d(3, 4, 3, padding=1, dilation=2), (2, 3, 8, 8)),
+    "conv2d with circular padding": (nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"), (2, 3, 8, 8)),
+    "conv3d": (nn.Conv3d(2, 3, 2), (2, 2, 4, 4, 4)),
+    "transposed conv1d": (nn.ConvTranspose1d(4, 3, 3, stride=2), (2, 4, 5)),
+    "transposed conv2d": (nn.ConvTranspose2d(4, 3, 3, stride=2, output_padding=1), (2, 4, 5, 5)),
+    "transposed conv3d": (nn.ConvTranspose3d(2, 3, 2), (2, 2, 3, 3, 3)),
+}
+
+
+def gradients(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    return {name: parameter.grad for name, parameter in module.named_parameters()}
+
+
+def assert_same(ours: nn.Module, reference: nn.Module) -> None:
+    for name, grad in gradients(reference).items():
+        mine = gradients(ours)[name]
+        assert (mine is None) == (grad is None), name
+        assert grad is None or torch.equal(mine, grad), name
+
+
+def run(module: nn.Module, inputs: list[torch.Tensor], store: WeightGradStore | None = None) -> list[torch.Tensor]:
+    """Run forward and backward of all inputs, with B apart from W if there is a store; return the inputs' gradients."""
+    found = []
+    for k, x in enumerate(inputs):
+        x = x.clone().requires_grad_(x.is_floating_point())
+        output = module(x)
+        loss = output.float().square().sum()
+        if store is None:
+            loss.backward()
+        else:
+            with store.deferring():
+                loss.backward()
+            store.flush(0, k)
+        found.append(x.grad)
+    return found
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_b_and_w_are_autograd_s_backward(name):
+    layer, shape = LAYERS[name]
+    torch.manual_seed(0)
+    inputs = [torch.randn(shape) for _ in range(MICROBATCHES)]
+    reference, ours, fused = (copy.deepcopy(layer) for _ in range(3))
+    expected = run(reference, inputs)
+    store = WeightGradStore()
+    assert set(split_modules([ours], store)) == set(ours.parameters())
+    assert torch.equal(ours(inputs[0]), layer(inputs[0]))
+    found = run(ours, inputs, store)
+    assert all(map(torch.equal, found, expected))
+    assert not any(grad is not None for grad in gradients(ours).values()), "W has run in B"
+    for k in range(MICROBATCHES):
+        store.pop(0, k)
+    assert_same(ours, reference)
+    split_modules([fused], WeightGradStore())
+    assert all(map(torch.equal, run(fused, inputs), expected))
+    assert_same(fused, reference)
+
+
+def test_an_embedding_has_no_b():
+    layer = nn.Embedding(10, 4, padding_idx=2)
+    reference, store = copy.deepcopy(layer), WeightGradStore()
+    inputs = [torch.randint(10, (2, 5)) for _ in range(2)]
+    run(reference, inputs)
+    split_modules([layer], store)
+    run(layer, inputs, store)
+    assert layer.weight.grad is None
+    store.pop(0, 0), store.pop(0, 1)
+    assert_same(layer, reference)
+
+
+class Twice(nn.Module):
+    """Uses one layer twice, and changes its output in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+
+    def forward(self, x):
+        return self.inner(self.norm(self.inner(x).relu_()))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_layer_that_is_used_twice_adds_its_gradients_as_one_backward_does(autocast):
+    torch.manual_seed(0)
+    reference, store = Twice(), WeightGradStore()
+    ours = copy.deepcopy(reference)
+    inputs = [torch.randn(5, 4) for _ in range(MICROBATCHES)]
+    split = split_modules([ours], store)
+    assert {name for name, own in ours.named_parameters() if any(own is other for other in split)} == {
+        "inner.weight",
+        "inner.bias",
+    }
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast, cache_enabled=False):
+        for module, of_module in ((reference, None), (ours, store)):
+            outputs = [module(x) for x in inputs]
+            with torch.autocast("cpu", enabled=False):
+                for k, output in enumerate(outputs):
+                    if of_module is None:
+                        output.float().sum().backward()
+                    else:
+                        with store.deferring():
+                            output.float().sum().backward()
+                        store.flush(0, k)
+    for k in range(MICROBATCHES):
+        store.pop(0, k)
+    assert_same(ours, reference)
+
+
+def test_a_module_may_defer_its_weight_gradients_by_itself():
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.inside = nn.Parameter(torch.ones(3)), nn.Linear(3, 3)
+
+        def defer_weight_gradients(self, store):
+            self.store = store
+            return [self.weight]
+
+    scale, store = Scale(), WeightGradStore()
+    assert split_modules([nn.Sequential(scale)], store) == [scale.weight]
+    assert scale.store is store
+    assert "forward" not in vars(scale.inside)
+
+
+def test_what_cannot_be_split_is_left_to_autograd():
+    class OwnForward(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).exp()
+
+    class OnlyAName(nn.Linear):
+        pass
+
+    tied = nn.ModuleList([nn.Embedding(4, 3), nn.Linear(3, 4, bias=False)])
+    tied[1].weight = tied[0].weight
+    computed = torch.nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
+    frozen = nn.Linear(3, 3).requires_grad_(False)
+    modules = [OwnForward(3, 3), tied, computed, frozen, nn.BatchNorm1d(3)]
+    assert split_modules(modules, WeightGradStore()) == []
+    assert frozen(torch.ones(1, 3)).requires_grad is False
+    assert len(split_modules([OnlyAName(3, 3)], WeightGradStore())) == 2
+    assert len(split_modules([OwnForward(3, 3)], WeightGradStore(), [OwnForward])) == 2
