@@ -47,6 +47,18 @@ def test_a_log_is_read_after_its_warmup():
     assert turn == Turn((100.0, 110.5), (Idle(0.05, 0.125), Idle(0.06, 0.135)), 0.11, 88.5, 30 * 2**20)
 
 
+@pytest.mark.parametrize(
+    ("cells", "layout"),
+    [
+        ("V                      2 1x6 0", "V 2 1x6 0"),
+        ("interleaved, 2 chunks  4x2", "interleaved, 2 chunks 4x2"),
+    ],
+)
+def test_a_log_says_which_layout_was_chosen(cells, layout):
+    row = f"     chosen: {cells}        431.7   5.93%  22.83%                71.4\n"
+    assert read_log(row + LOG, 10, 1.0).layout == layout
+
+
 def test_megatron_cores_log_says_nothing_of_bubbles_and_a_cpus_nothing_of_memory():
     text = "\n".join(line.split(" | idle")[0] for line in LOG.splitlines() if "iteration  " in line)
     assert read_log(text, 10, 7.0) == Turn((100.0, 110.5), (), None, None, 7.0)

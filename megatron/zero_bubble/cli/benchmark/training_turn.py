@@ -18,7 +18,7 @@ _ITERATION = re.compile(r"\biteration +(\d+)/ *\d+ \|.* elapsed time per iterati
 _IDLE = re.compile(r"\| imbalance: ([\d.]+)% \| bubble rate: ([\d.]+)% \|")
 _PREDICTED = re.compile(r"\| predicted: ([\d.]+)% \|")
 _PLANNED = re.compile(r"predicted: idle .*%\), ([\d.]+) ms")
-_LAYOUT = re.compile(r"^ +chosen: (\S.*?\S  +\S.*?\S)  +[\d.]+ ", re.MULTILINE)
+_LAYOUT = re.compile(r"^ +chosen: (\S.*?)  +(\S.*?)  +[\d.]+  ", re.MULTILINE)
 _MEMORY = re.compile(r"memory \(MB\) \|.*\bmax allocated: ([\d.]+)")
 
 _GRACE = 60.0
@@ -64,7 +64,7 @@ def read_log(text: str, warmup: int, resident_bytes: float) -> Turn:
         float(predicted[1]) / 100 if predicted else None,
         float(planned[-1]) if planned else None,
         max(memory, default=resident_bytes),
-        " ".join(layout[1].split()) if layout else None,
+        f"{layout[1]} {layout[2]}" if layout else None,
     )
 
 
