@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, get_args
 
-from megatron.zero_bubble.cli.flag_values import at_least, numbers
+from megatron.zero_bubble.cli.flag_values import at_least, numbers, positive
 from megatron.zero_bubble.cli.output import deliver
 from megatron.zero_bubble.job.flag_parser import flag
 from megatron.zero_bubble.job.flags import flag_name
@@ -105,6 +105,13 @@ class CostFlags(CommandFlags):
         parse=numbers(at_least=0),
         metavar="D",
     )
+    vocabulary_parallel: float | None = flag(
+        "spread embedding and output layer over all ranks; T is the time of the whole output layer's F, and its B "
+        "and W take as long each",
+        None,
+        parse=positive,
+        metavar="T",
+    )
     costs: Path | None = flag("read all costs from a JSON file (docs/schedules.md)", None, parse=Path, metavar="FILE")
     no_overlap_communication: bool = flag("sender and receiver compute nothing while a message is on its way", False)
 
@@ -113,7 +120,7 @@ class CostFlags(CommandFlags):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in COSTS_OF_FLAGS:
+        for name in (*COSTS_OF_FLAGS, "vocabulary_parallel"):
             if self.costs is not None and getattr(self, name) is not None:
                 raise ValueError(f"argument {flag_name(name)}: not allowed with --costs")
 

@@ -28,6 +28,9 @@ def stage_costs(flags: CostFlags, placement: Placement) -> StageCosts:
         ScheduleError: the number of entries does not fit the placement, or M_B is not above zero.
     """
     costs = _costs_of_ranks(flags, placement.num_ranks).split_ranks(placement)
+    if flags.vocabulary_parallel is not None:
+        share = flags.vocabulary_parallel / placement.num_ranks
+        costs = costs.with_shards(placement, {"time_s": 2 * share, "time_t": share})
     if flags.costs is not None:
         costs = read_costs(flags.costs)
         if costs.num_stages == placement.num_ranks:
