@@ -148,6 +148,7 @@ def make_schedule(
         overlap_communication=flags.overlap_communication,
         post_validation=post_validation,
         recompute=flags.recomputation,
+        vocabulary_parallel=costs.has_vocabulary,
     )
     return schedule, time.perf_counter() - begin
 
