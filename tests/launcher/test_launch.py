@@ -22,6 +22,7 @@ P2 = ("--pipeline-model-parallel-size", "2", "--clip-grad", "0.5")
 """The gradient norm is above this in every iteration."""
 SOMETIMES = (*P2, "--log-interval", "3", "--train-iters", "7")
 POST_VALIDATION = {"schedule": "zb-2p", "post_validation": True}
+SPREAD = {"schedule": "zb-h1", "vocabulary_parallel": "on"}
 OPTIMIZERS = {
     "AdamW": ("--optimizer", "adamw"),
     "Adam": ("--optimizer", "adam"),
@@ -45,7 +46,9 @@ DRAWN = ("--keep-initial-weights", "--hidden-dropout", "0.1", "--seed", "7")
 def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One file of log lines a training; those without settings ran with megatron-core's own schedule."""
     folder = tmp_path_factory.mktemp("launcher")
-    ours, theirs, plain, chosen = (str(folder / name) for name in ("ours", "theirs", "plain", "chosen"))
+    ours, theirs, plain, chosen, shards = (
+        str(folder / name) for name in ("ours", "theirs", "plain", "chosen", "shards")
+    )
     first, rest = ("--train-iters", "2"), ("--train-iters", "4")
     trainings = {
         "base": (None, P2),
@@ -66,6 +69,11 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "seeded-in-a-v": ({"schedule": "zb-v", "seed_by_layer": True}, (*UNCLIPPED, *CHUNKS, *UNEVEN, *DRAWN)),
         "measured": ({"schedule": "zb-h1", "measures": True}, (*UNCLIPPED, *DRAWN, *RECOMPUTED)),
         "not-measured": ({"schedule": "zb-h1"}, (*UNCLIPPED, *DRAWN, *RECOMPUTED)),
+        "base-drawn": (None, (*UNCLIPPED, *DRAWN)),
+        "spread": (SPREAD, (*UNCLIPPED, *DRAWN)),
+        "saved-in-shards": (SPREAD, (*UNCLIPPED, *DRAWN, *first, "--save", shards)),
+        "resumed-in-shards": (SPREAD, (*UNCLIPPED, *DRAWN, *rest, "--load", shards)),
+        "resumed-whole": (None, (*UNCLIPPED, *DRAWN, *rest, "--load", shards)),
         "base-again": (None, P2),
         "base-logged-sometimes": (None, (*SOMETIMES, "--save", plain)),
         "post-validated": (POST_VALIDATION, (*SOMETIMES, "--save", plain)),
@@ -75,7 +83,7 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "resumed-with-layout": ({}, (*P2, *rest, "--load", theirs)),
         "resumed-by-ours": ({"schedule": "zb-h1"}, (*P2, *rest, "--load", theirs)),
     }
-    for name in (ours, theirs, plain, chosen):
+    for name in (ours, theirs, plain, chosen, shards):
         Path(name).mkdir()
     run_in_turn(trainings, folder)
     return folder
@@ -134,6 +142,14 @@ def numbers_of(logs: Path, training: str) -> list[str]:
 )
 def test_numbers_are_those_of_the_script_alone(logs: Path, training: str, same: str) -> None:
     assert numbers_of(logs, training) == numbers_of(logs, same)
+
+
+@pytest.mark.parametrize(("training", "same"), [("spread", "base-drawn"), ("resumed-whole", "resumed-in-shards")])
+def test_a_vocabulary_in_shards_gives_the_same_numbers_but_for_rounding(logs: Path, training: str, same: str) -> None:
+    ours, expected = (list(map(float.fromhex, numbers_of(logs, name))) for name in (training, same))
+    assert len(ours) >= 5
+    assert ours == pytest.approx(expected, rel=1e-5)
+    assert ours != expected
 
 
 @pytest.mark.exhaustive

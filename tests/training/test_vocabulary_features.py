@@ -19,10 +19,7 @@ FP16 = (
     *(f"{FAULT}{place}" for place in ("1@0", "5@1", "8@0", "8@1", "12@1")),
 )
 MODELS = {"fp32": ("--clip-grad", "1.3"), "fp16": ("--clip-grad", "1.3", *FP16)}
-RECOMPUTED = (
-    *("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"),
-    "--zero-bubble-recompute",
-)
+RECOMPUTED = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 VARIANTS = {"post-validation": ("--zero-bubble-post-validation",), "recomputed": RECOMPUTED, "warmed up": (WARM_UP,)}
 
 
