@@ -5,9 +5,10 @@
 
 A layer takes --time-f, --time-b and --time-w milliseconds. The output layer with the loss takes --output-layers times a
 layer's F for each of its F, B and W: 1.96 for an 8B model with a vocabulary of 128k, 5.7 for a width of 3072 with 256k.
-The memory limit is what 1F1B takes on its fullest rank with the even split. Four schedules or more take turns, as in
+The memory limit is what 1F1B takes on its fullest rank with the even split. Five schedules or more take turns, as in
 `benchmarks.emulate`: 1F1B and `auto` with the even split, `auto` with the best split of whole layers over one stage a
-rank, and the chosen layout with its runners-up. The last columns compare with `auto` and with 1F1B on the even split.
+rank, the chosen layout with its runners-up, and the best layouts with embedding and output layer spread over all ranks,
+one stage a rank among them. The last columns compare with `auto` and with 1F1B on the even split.
 
 A mistake in the flags ends with one line and exit status 2.
 """
@@ -71,7 +72,16 @@ def plans_of(flags: LayoutFlags) -> Iterator[tuple[str, LayoutPlan]]:
         [best, *_] = search_layouts(replace(problem, placements=(linear,)))
         yield f"auto, best linear split: {layers_words(best.layout)}", best
     for word, plan in (("chosen", chosen), *(("runner-up", other) for other in others)):
-        yield f"{word}: {placement_words(plan.layout)}: {layers_words(plan.layout)}", plan
+        yield f"{word}: {_words(plan)}", plan
+    best, *others = search_layouts(replace(problem, vocabulary_parallel=True))
+    yield f"vocabulary parallel: {_words(best)}", best
+    for plan in others if best.layout.placement != linear else ():
+        if plan.layout.placement == linear:
+            yield f"vocabulary parallel: {_words(plan)}", plan
+
+
+def _words(plan: LayoutPlan) -> str:
+    return f"{placement_words(plan.layout)}: {layers_words(plan.layout)}"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from benchmarks.emulation.counted_memory import EmulatedMemory, Held
 from megatron.zero_bubble.runtime.communicator import TensorSpec
 from megatron.zero_bubble.runtime.recomputation_store import ForwardMode, RecomputationStore
-from megatron.zero_bubble.runtime.stage import SteppingStage
+from megatron.zero_bubble.runtime.stage import SteppingStage, VocabularyStage
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, Placement, Schedule, StageCosts
 
@@ -115,13 +116,22 @@ def _message_time(costs: StageCosts, placement: Placement, edge: int) -> float:
     return costs.time_comm[edge] if placement.rank_of(edge) != placement.rank_of(edge + 1) else 0.0
 
 
-class EmulatedStage(SteppingStage):
+class Shard(Protocol):
+    """The emulated vocabulary shard of one rank."""
+
+    def run(self, op: Op) -> None: ...
+
+    def exchange(self, op: Op) -> None: ...
+
+
+class EmulatedStage(SteppingStage, VocabularyStage):
     """A stage for the executor that emulates the compute of one rank's chunks.
 
     Args:
         recomputation: where F puts the recomputation of what it drops.
         num_parameters: the number of parameters, each of which has an equal part of W.
         reduce: called when the gradient of a parameter is complete.
+        shard: the rank's vocabulary shard, if it has one.
     """
 
     def __init__(
@@ -134,7 +144,9 @@ class EmulatedStage(SteppingStage):
         recomputation: RecomputationStore,
         num_parameters: int = 1,
         reduce: Callable[[], None] | None = None,
+        shard: Shard | None = None,
     ) -> None:
+        self._shard = shard
         self._emulation, self._store, self._recomputation = emulation, store, recomputation
         self._activations: dict[tuple[int, int], list[Held]] = {}
         self._num_parameters, self._reduce = num_parameters, reduce
@@ -197,6 +209,14 @@ class EmulatedStage(SteppingStage):
         self._emulation.compute(milliseconds)
         if self._reduce is not None and microbatch == self._last_microbatch:
             self._reduce()
+
+    def run_on_shard(self, op: Op) -> None:
+        assert self._shard is not None
+        self._shard.run(op)
+
+    def exchange(self, op: Op) -> None:
+        assert self._shard is not None
+        self._shard.exchange(op)
 
     def message_spec(self, op: Op) -> TensorSpec:
         return self._emulation.spec

@@ -7,23 +7,20 @@ import json
 import time
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.emulation.link import EmulatedLink
+from benchmarks.emulation.own_run import OwnRun
 from benchmarks.emulation.peers import Peer, PeerRun
-from benchmarks.emulation.reduction import ReductionCosts, ReductionLink
-from benchmarks.emulation.sleeping import EmulatedStage, Emulation, sleep_precisely, sleep_until
-from megatron.zero_bubble.runtime.communicator import Communicator, TorchCommunicator, channels
-from megatron.zero_bubble.runtime.executor import Executor
+from benchmarks.emulation.reduction import ReductionCosts
+from benchmarks.emulation.sleeping import Emulation, sleep_precisely, sleep_until
+from megatron.zero_bubble.runtime.collectives import Collectives, TorchCollectives
+from megatron.zero_bubble.runtime.communicator import TorchCommunicator, channels
 from megatron.zero_bubble.runtime.profiler import measure_edges
-from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
-from megatron.zero_bubble.runtime.recorder import HostClock, OpRecorder, StepTime, idle_share
-from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
+from megatron.zero_bubble.runtime.recorder import StepTime, idle_share
 from megatron.zero_bubble.schedule import Placement, Schedule, StageCosts
 from megatron.zero_bubble.schedule.errors import one_line
 
@@ -76,7 +73,7 @@ class StepRecord:
     busy: float
     """Processor time of the thread that ran the step."""
     exposed: float | None
-    """Exposed communication: time spent waiting for messages that had been sent; None for peers."""
+    """Exposed communication: time spent waiting for what other ranks had sent or begun; None for peers."""
     ops: list[tuple[float, float]] | None = None
     """Start and end of every compute operation, in the schedule's order; None for peers."""
     peak: float | None = None
@@ -85,43 +82,6 @@ class StepRecord:
 
 class StepRunner(Protocol):
     def step(self) -> None: ...
-
-
-class OwnRun:
-    """Runs one rank of one of our schedules, with the executor that trains and emulated compute."""
-
-    def __init__(
-        self,
-        schedule: Schedule,
-        costs: StageCosts,
-        emulation: Emulation,
-        rank: int,
-        communicator: Communicator,
-        reduction: ReductionCosts | None,
-        replicas: dist.ProcessGroup | None,
-        waits_for_optimizer: bool,
-        tail_by_parameter: bool,
-    ) -> None:
-        self._waits_for_optimizer = waits_for_optimizer
-        store, recomputation = WeightGradStore(schedule.num_chunks), RecomputationStore()
-        self.link = EmulatedLink(communicator)
-        self.recorder = OpRecorder(HostClock())
-        self._executor = Executor(schedule, rank, self.link, store, recomputation, tail_by_parameter=tail_by_parameter)
-        stage = partial(EmulatedStage, emulation, costs, schedule, rank, store, recomputation)
-        if reduction is None or replicas is None:
-            self._reduction, self._stage = None, stage()
-            return
-        self._reduction = ReductionLink(reduction, schedule.num_chunks, replicas)
-        self._stage = stage(reduction.num_buckets, self._reduction.start)
-
-    def step(self) -> None:
-        self.link.exposed = 0.0
-        self._executor.run(self._stage, self.recorder)
-        if self._reduction is not None:
-            self._reduction.finish()
-        if self._waits_for_optimizer:
-            self._stage.step()
-            self._stage.validate()
 
 
 def run_rank(rank: int, job: EmulatedJob) -> None:
@@ -133,7 +93,8 @@ def run_rank(rank: int, job: EmulatedJob) -> None:
     emulation = Emulation(job.activation_bytes)
     communicators = _open_channels(job, rank)
     replicas = _replicas(job, rank)
-    contestants: dict[str, StepRunner] = {
+    group = _collectives(job, rank)
+    ours = {
         schedule.name: OwnRun(
             schedule,
             costs,
@@ -144,11 +105,12 @@ def run_rank(rank: int, job: EmulatedJob) -> None:
             replicas,
             waits_for_optimizer=job.iterations > 1 and not schedule.has_post_validation,
             tail_by_parameter=schedule.name in job.tails_by_parameter,
+            group=group,
         )
         for schedule, costs in job.schedules
     }
     peers, refused = _peer_runs(job, emulation, rank)
-    contestants |= peers
+    contestants: dict[str, StepRunner] = {**ours, **peers}
     gc.collect()
     gc.freeze()
     records: list[StepRecord] = []
@@ -171,6 +133,10 @@ def run_rank(rank: int, job: EmulatedJob) -> None:
     }
     (job.directory / f"rank{rank}.json").write_text(json.dumps(report))
     dist.barrier()
+    for own in ours.values():
+        own.close()
+    if group is not None:
+        group.close()
     for communicator in set(communicators.values()):
         communicator.close()
     dist.destroy_process_group()
@@ -210,6 +176,14 @@ def _open_channels(job: EmulatedJob, rank: int) -> dict[Placement, TorchCommunic
     return by_placement
 
 
+def _collectives(job: EmulatedJob, rank: int) -> Collectives | None:
+    """Return the group in which the pipeline's vocabulary shards exchange tensors; None if no schedule has any."""
+    if not any(schedule.is_vocabulary_parallel for schedule, _ in job.schedules):
+        return None
+    first = rank - rank % job.num_ranks
+    return TorchCollectives(range(first, first + job.num_ranks), rank - first, torch.device("cpu"), job.timeout)
+
+
 def _peer_runs(job: EmulatedJob, emulation: Emulation, rank: int) -> tuple[dict[str, PeerRun], dict[str, str]]:
     """Return the peers that run at these sizes, and the reason of each peer that does not."""
     runs: dict[str, PeerRun] = {}
@@ -235,7 +209,7 @@ def _run_step(name: str, contestant: StepRunner, emulation: Emulation, iteration
         record = StepRecord(name, start, emulation.first_start, emulation.last_end, returned, busy, None)
         if isinstance(contestant, OwnRun):
             ops = [(measured.start, measured.end) for measured in contestant.recorder.take()]
-            record = replace(record, exposed=contestant.link.exposed, ops=ops, peak=emulation.memory.peak)
+            record = replace(record, exposed=contestant.exposed, ops=ops, peak=emulation.memory.peak)
         records.append(record)
     return records
 

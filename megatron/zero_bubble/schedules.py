@@ -276,7 +276,7 @@ class ForwardBackward:
         self._spec = stage.message_spec()
         self._num_calls += 1
         self._last_executor, self._is_in_step = executor, True
-        executor.run(stage, None if stage.forward_only else self._start_recording())
+        executor.run(stage, None if stage.forward_only else self._start_recording(stage.vocabulary))
         if not executor.schedule.has_post_validation:
             stage.finish()
         self._is_in_step = False
@@ -308,9 +308,11 @@ class ForwardBackward:
             self._vocabulary = None
         self._running.drop_executors()
 
-    def _start_recording(self) -> OpRecorder:
+    def _start_recording(self, vocabulary: VocabularyStep | None) -> OpRecorder:
         self._num_steps += 1
-        meter = memory_meter(_device(), self._store) if self._running.measures_memory(self._num_steps) else None
+        meter = None
+        if self._running.measures_memory(self._num_steps):
+            meter = memory_meter(_device(), self._store, None if vocabulary is None else vocabulary.kept_bytes)
         return self.observer.start(self._num_steps, meter)
 
     def _measure_edges(self) -> dict[int, float]:

@@ -8,12 +8,13 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.emulation.arguments import EmulationFlags
+from benchmarks.emulation.own_run import OwnRun
 from benchmarks.emulation.sleeping import Emulation
 from benchmarks.emulation.variants import contestants
-from benchmarks.emulation.worker import OwnRun
 from megatron.zero_bubble.cli.invocation import read_flags
+from megatron.zero_bubble.runtime.collectives import InMemoryCollectives
 from megatron.zero_bubble.runtime.in_memory import InMemoryNetwork
-from megatron.zero_bubble.schedule import Op, OpKind, Schedule, StageCosts, Timeline, generate, lower
+from megatron.zero_bubble.schedule import Op, OpKind, Schedule, StageCosts, Timeline, generate, lower, placement_for
 from megatron.zero_bubble.schedule.memory import peak_memory
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
@@ -22,16 +23,17 @@ COSTS = StageCosts.uniform(3, 0.1, 0.1, 0.1, 0, 1, -0.4, -0.6, 0.1, 0.9)
 
 def counted(schedule: Schedule, costs: StageCosts) -> list[float]:
     """Run one step of every rank in a thread and return the peaks that they counted."""
-    network = InMemoryNetwork(schedule.num_ranks)
+    network, shards = InMemoryNetwork(schedule.num_ranks), InMemoryNetwork(schedule.num_ranks)
 
     def run(rank: int) -> float:
         emulation = Emulation(activation_bytes=64)
-        link = network.communicator(rank)
-        step = OwnRun(lower(schedule), costs, emulation, rank, link, None, None, False, False).step
-        step()
+        link, group = network.communicator(rank), InMemoryCollectives(shards, rank, schedule.num_ranks)
+        own = OwnRun(lower(schedule), costs, emulation, rank, link, None, None, False, False, group)
+        own.step()
         emulation.reset()
         assert emulation.memory.peak == pytest.approx(0, abs=1e-12), "nothing is held between two steps"
-        step()
+        own.step()
+        own.close()
         return emulation.memory.peak
 
     with ThreadPoolExecutor(schedule.num_ranks) as pool:
@@ -44,6 +46,15 @@ def test_the_counted_peak_is_the_simulators(name, recompute):
     schedule = generate(name, 3, 6, costs=COSTS, recompute=recompute)
     assert schedule.recomputes == (recompute is Recompute.FULL)
     assert counted(schedule, COSTS) == pytest.approx(peak_memory(schedule, COSTS))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+def test_so_it_is_with_vocabulary_shards(name):
+    placement = placement_for(name, 3)
+    shard = {"time_e": 0.02, "time_ew": 0.02, "time_s": 0.1, "time_t": 0.1, "memory_s": 0.25, "memory_t": -0.25}
+    costs = COSTS.split_ranks(placement).with_shards(placement, shard)
+    schedule = generate(name, 3, 6, costs=costs, vocabulary_parallel=True)
+    assert counted(schedule, costs) == pytest.approx(peak_memory(schedule, costs))
 
 
 def test_so_it_is_where_b_recomputes_and_where_some_microbatches_are_recomputed():

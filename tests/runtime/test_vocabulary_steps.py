@@ -68,7 +68,7 @@ MODELS = sorted({(p, placement_for(name, p).num_stages) for name in names() for 
 
 
 def schedules_of(num_ranks: int, num_stages: int) -> Iterator[Schedule]:
-    """Yield the schedules of the registry for a model: as planned on shards, and with shards at any places that work."""
+    """Yield the schedules of the registry for a model: as planned on shards, and with shards at random places."""
     for seed, name in enumerate(names()):
         if placement_for(name, num_ranks).num_stages == num_stages:
             yield generate(name, num_ranks, NUM_MICROBATCHES, vocabulary_parallel=True)

@@ -149,8 +149,9 @@ class ShardStage(ToyStage):
     def restart(self):
         self.states.clear()
 
-    def kept_bytes(self) -> int:
-        kept = (tensor for state in self.states.values() for tensor in (state.softmax, state.label_rows))
+    def kept_bytes(self, microbatch: int) -> int:
+        state = self.states.get(microbatch)
+        kept = () if state is None else (state.softmax, state.label_rows)
         return sum(tensor.nbytes for tensor in kept if tensor is not None)
 
     @torch.no_grad()

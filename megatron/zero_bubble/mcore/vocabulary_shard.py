@@ -75,6 +75,12 @@ class ShardSoftmax:
     label_weights: torch.Tensor | None = None
     scale: float = 1.0
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the tensors that are there."""
+        tensors = (self.statistics, self.rows, self.is_own, self.difference, self.product, self.label_weights)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
     def take_input_gradient(self, alpha: torch.Tensor) -> torch.Tensor:
         """Return this shard's term of dX for g = 1, in `statistics_type` [n, hidden]; what only it needs is dropped."""
         assert self.product is not None

@@ -82,6 +82,11 @@ class VocabularyStep:
         """Forget all microbatches, whose forwards run again; no collective is under way."""
         self._microbatches = [_Microbatch() for _ in range(self._num_microbatches)]
 
+    def kept_bytes(self, microbatch: int) -> int:
+        """Return the bytes that S of a microbatch has left for T."""
+        kept = self._microbatches[microbatch].softmax
+        return 0 if kept is None else kept.nbytes
+
     @torch.no_grad()
     def exchange(self, op: Op) -> None:
         """Take part in the collective `op`, in the lane."""

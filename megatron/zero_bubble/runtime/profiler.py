@@ -34,12 +34,12 @@ class SavedTensorMeter:
     """Measures memory on a CPU, whose allocator cannot be asked: the bytes that autograd saves in F and R, and W holds.
 
     Each storage counts once, and parameters do not count. Operations on the rank's vocabulary shard are measured by
-    what the shard says that it keeps for others, `kept_by_shard`.
+    what the shard says that it keeps for other operations of the microbatch, `kept_by_shard`.
     """
 
-    def __init__(self, store: WeightGradStore, kept_by_shard: Callable[[], int] = lambda: 0) -> None:
+    def __init__(self, store: WeightGradStore, kept_by_shard: Callable[[int], int] | None = None) -> None:
         self._store = store
-        self._kept_by_shard = kept_by_shard
+        self._kept_by_shard = kept_by_shard or (lambda microbatch: 0)
         self._kept_before = 0
         self._saved: dict[tuple[int, int], list[weakref.ref[torch.Tensor]]] = {}
         """The tensors that F and R of a chunk and microbatch have saved."""
@@ -48,7 +48,7 @@ class SavedTensorMeter:
 
     def begin(self, op: Op) -> None:
         if op.kind in VOCABULARY:
-            self._kept_before = self._kept_by_shard()
+            self._kept_before = self._kept_by_shard(op.microbatch)
         if op.kind not in _SAVES:
             return
         key = (op.chunk, op.microbatch)
@@ -60,7 +60,7 @@ class SavedTensorMeter:
 
     def end(self, op: Op) -> int:
         if op.kind in VOCABULARY:
-            return self._kept_by_shard() - self._kept_before
+            return self._kept_by_shard(op.microbatch) - self._kept_before
         key = (op.chunk, op.microbatch)
         held = 0
         if op.kind in _SAVES:
@@ -113,7 +113,7 @@ class CudaMeter:
 
 
 def memory_meter(
-    device: torch.device, store: WeightGradStore, kept_by_shard: Callable[[], int] = lambda: 0
+    device: torch.device, store: WeightGradStore, kept_by_shard: Callable[[int], int] | None = None
 ) -> MemoryMeter:
     """Return what measures memory on `device`; the arguments are those of `SavedTensorMeter`."""
     return CudaMeter() if device.type == "cuda" else SavedTensorMeter(store, kept_by_shard)
@@ -279,6 +279,7 @@ def combine_costs(
     kept = held_after(OpKind.F)
     waiting = held_after(OpKind.F, OpKind.B)
     left = held_after(OpKind.F, OpKind.B, OpKind.W)
+    # T ends what S keeps; a part of it ends in a collective between the two, where nothing is measured.
     softmax = [max(0.0, kept) for kept in held_after(OpKind.S)]
     costs = StageCosts(
         **{name: most(times, kind) for name, kind in TIMES.items()},
@@ -288,7 +289,7 @@ def combine_costs(
         memory_w=tuple(map(operator.sub, left, waiting)),
         memory_r=tuple(max(0.0, restored) for restored in most(memory, OpKind.R)),
         memory_s=tuple(softmax),
-        memory_t=tuple(map(operator.sub, held_after(OpKind.S, OpKind.T), softmax)),
+        memory_t=tuple(-kept for kept in softmax),
     )
     return MeasuredCosts(
         costs,
