@@ -1,6 +1,7 @@
 # Everything from a bare clone: each target makes .venv, installs into it, and runs.
 #
 #   make pretrain    train a small GPT on four pipeline ranks, with a schedule planned from measured times
+#   make examples    train plain PyTorch layers on two pipeline ranks and compare them with one process
 #   make test        the tests of every feature, in about eight minutes on two cores
 #   make test-rest   the other tests: further combinations of parallelism, schedules, precisions and ways to end
 #   make test-all    both
@@ -18,7 +19,7 @@ WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 INSTALLED := $(VENV)/.installed
 
-.PHONY: pretrain test test-rest test-all test-slurm gpu-check lint format clean
+.PHONY: pretrain examples test test-rest test-all test-slurm gpu-check lint format clean
 
 $(INSTALLED): pyproject.toml constraints.txt setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -31,6 +32,9 @@ $(INSTALLED): pyproject.toml constraints.txt setup.py
 pretrain: $(INSTALLED)
 	$(BIN)/python tools/make_sample_data.py
 	PATH="$(CURDIR)/$(BIN):$$PATH" examples/pretrain_sample.sh $(FLAGS)
+
+examples: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/plain_pytorch.py
 
 test: $(INSTALLED)
 	$(PYTEST) --numprocesses $(WORKERS) --dist loadfile $(FLAGS)

@@ -237,3 +237,29 @@ def test_partitions_give_every_stage_layers(partition):
     else:
         assert first.unit == "s a microbatch"
         assert all(load > 0 for load in first.loads)
+
+
+def test_layers_may_be_frozen_and_thawed_between_steps():
+    layers, batch = stack(2)
+    model = nn.Sequential(*copy.deepcopy(layers))
+
+    def freeze(module: nn.Module, *, thaw: bool) -> None:
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(thaw or not name.startswith("0."))
+
+    def train(module: nn.Module, step):
+        for thaw in (False, True, False):
+            freeze(module, thaw=thaw)
+            step()
+        return gradients_of(module)
+
+    expected = train(model, lambda: accumulate(model, nn.functional.mse_loss, batch, 4))
+    found = pipelines(
+        2,
+        layers,
+        nn.functional.mse_loss,
+        lambda pipeline: train(pipeline, lambda: pipeline.train_batch(batch)),
+        schedule="zb-h1",
+        num_microbatches=4,
+    )
+    assert_equal(merged(found), expected)

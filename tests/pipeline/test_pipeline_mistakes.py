@@ -29,7 +29,9 @@ def assert_message(layers, message, batch=(X, Y), loss_fn=nn.functional.mse_loss
     arguments = {"schedule": "zb-h1", "num_microbatches": 4, "partition": "uniform", **arguments}
 
     def run(interconnect):
-        Pipeline(list(layers), loss_fn, interconnect=interconnect, **arguments).train_batch(batch)
+        Pipeline(list(layers), loss_fn, interconnect=interconnect, **arguments).train_batch(
+            iter(batch) if isinstance(batch, list) else batch
+        )
 
     errors = errors_on_ranks(2, run)
     assert all(isinstance(error, ValueError) for error in errors), errors
@@ -62,8 +64,13 @@ def assert_message(layers, message, batch=(X, Y), loss_fn=nn.functional.mse_loss
             "partition=[4]: 4 layers on 2 stages need 1 rising boundaries from 1 to 3, the first layer of every stage "
             "after the first",
         ),
+        (
+            4,
+            {"schedule": "zb-1p", "memory_limit": 0.1},
+            "on rank 0 schedule zb-1p needs 2 of memory, above the limit of 0.1; 2 is enough for every rank",
+        ),
         (4, {"batch": (X[:6], Y[:6])}, "a batch of 6 samples does not divide into 4 microbatches"),
-        (4, {"batch": iter([(X, Y)] * 3)}, "the iterator ended after 3 of 4 microbatches"),
+        (4, {"batch": [(X, Y)] * 3}, "the iterator ended after 3 of 4 microbatches"),
         (
             4,
             {"batch": X},
@@ -71,7 +78,7 @@ def assert_message(layers, message, batch=(X, Y), loss_fn=nn.functional.mse_loss
         ),
         (
             4,
-            {"batch": iter([(X, Y), (X, Y), (X[:2], Y), (X, Y)])},
+            {"batch": [(X, Y), (X, Y), (X[:2], Y), (X, Y)]},
             "the inputs of microbatch 2 are float32[2, 4], those of microbatch 0 are float32[8, 4]: all microbatches "
             "of a step need the same shapes and types",
         ),

@@ -105,25 +105,27 @@ class Agreement:
             for row, size in zip(gathered, sizes.flatten().tolist(), strict=True)
         ]
 
-    def together(self, action: Callable[[], T]) -> T:
-        """Run `action` on every rank and return this rank's result; a collective call.
+    def collect(self, action: Callable[[], T]) -> list[T]:
+        """Run `action` on every rank and return the results of all; a collective call.
 
         Raises:
             ValueError: on every rank, if `action` raises it on any: that of the first such rank.
         """
-        outcome, error = _try(action)
-        for of_rank in self.gather(error):
-            if of_rank is not None:
-                raise of_rank
-        return cast(T, outcome)
+        outcomes = self.gather(_try(action))
+        for _, error in outcomes:
+            if error is not None:
+                raise error
+        return [cast(T, result) for result, _ in outcomes]
+
+    def together(self, action: Callable[[], T]) -> T:
+        """Run `action` on every rank and return this rank's result, which no other needs; raises as `collect` does."""
+        results: list[T] = []
+        self.collect(lambda: results.append(action()))
+        return results[0]
 
     def on(self, rank: int, action: Callable[[], T]) -> T:
-        """Run `action` on one rank; return its result, or raise its `ValueError`, on every rank; a collective call."""
-        outcome = _try(action) if self._collectives.rank == rank else (None, None)
-        result, error = self.gather(outcome)[rank]
-        if error is not None:
-            raise error
-        return cast(T, result)
+        """Run `action` on one rank and return its result on every rank; raises as `collect` does."""
+        return cast(T, self.collect(lambda: action() if self._collectives.rank == rank else None)[rank])
 
 
 def _try(action: Callable[[], T]) -> tuple[T | None, ValueError | None]:

@@ -42,13 +42,14 @@ class LayerStage:
         placement: Placement,
         rank: int,
         loss_fn: Callable[[Any, Any], torch.Tensor],
+        device: torch.device,
     ) -> None:
         self.chunks = chunks
         self.stages = placement.stages_of(rank)
-        self.autocast = Autocast.current("cpu")
+        self.autocast = Autocast.current(device.type)
         self.losses: dict[int, torch.Tensor] = {}
         self._last = placement.num_stages - 1
-        self._loss_fn = loss_fn
+        self._loss_fn, self._device = loss_fn, device
         self._microbatches = Microbatches([], [])
         self._sent: Mapping[int, MessageSpec] = {}
         self._changes_input: set[int] = set()
@@ -167,7 +168,7 @@ class LayerStage:
         """Restore random states and the layers' buffers, such as running means, after the `with` block."""
         buffers = [buffer for layer in self.chunks[chunk] for buffer in layer.module.buffers()]
         before = [buffer.clone() for buffer in buffers]
-        with torch.random.fork_rng(devices={buffer.device for buffer in buffers if buffer.is_cuda}):
+        with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
             yield
         with torch.no_grad():
             for buffer, value in zip(buffers, before, strict=True):

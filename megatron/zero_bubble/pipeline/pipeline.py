@@ -11,6 +11,7 @@ optimizer.zero_grad()
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -97,6 +98,8 @@ class Pipeline(nn.Module):
         self.device = _device(device, group)
         self.num_microbatches = num_microbatches
         self._interconnect = interconnect or _connect(group, self.device, timeout)
+        # A gloo group that is open while the interpreter ends may abort the process.
+        self._close = weakref.finalize(self, self._interconnect.close)
         self._rank, self._replicas = self._interconnect.rank, replicas
         self._agreement = Agreement(self._interconnect.collectives(range(self._interconnect.size), HOST))
         layers = list(layers)
@@ -117,11 +120,11 @@ class Pipeline(nn.Module):
         held = self._agreement.together(lambda: builder.hold(self.layout, self._rank))
         for layer in held.layers:
             self.add_module(str(layer.index), layer.module)
-        self._stage = LayerStage(held.chunks, self._placement, self._rank, loss_fn)
+        self._stage = LayerStage(held.chunks, self._placement, self._rank, loss_fn, self.device)
         self._tied = self._tie(layers, held)
         self._communicator = MessageCommunicator(self._interconnect.communicator(self._placement))
         self._executors: dict[bool, Executor] = {}
-        self._messages: dict[tuple[bool, str], dict[int, MessageSpec]] = {}
+        self._messages: dict[tuple[object, ...], dict[int, MessageSpec]] = {}
         own = sum(parameter.numel() for parameter in self.parameters())
         self._num_parameters = sum(self._agreement.gather(own))
         self._unsplit: Unsplit = sum(self._agreement.gather(held.unsplit), start=Unsplit())
@@ -160,8 +163,6 @@ class Pipeline(nn.Module):
         Raises:
             ValueError: on all ranks, if the batch cannot be used.
         """
-        for tied in self._tied:
-            tied.begin_step()
         with torch.enable_grad():
             loss = self._run(batch, trains=True)
         for tied in self._tied:
@@ -184,23 +185,25 @@ class Pipeline(nn.Module):
     def _run(self, batch: Any, *, trains: bool) -> torch.Tensor:
         autocast = Autocast.current(self.device.type)
         with autocast.only_in_forwards():
-            form = self._begin(batch, autocast)
-            executor = self._executor(trains=trains)
-            key = trains, form
+            key = trains, *self._begin(batch, autocast)
             if key not in self._messages:
                 self._messages[key] = discover_messages(
                     self._stage, self._placement, self._rank, self._communicator, self._agreement, self.device
                 )
             self._stage.expect(self._messages[key])
+            if trains:
+                for tied in self._tied:
+                    tied.begin_step()
             # The executor only hands messages on, so they need not be tensors.
-            executor.run(cast(Stage, self._stage))
-        losses = self._agreement.gather(self._stage.end())
-        loss = losses[self._placement.rank_of(self._placement.num_stages - 1)]
-        assert loss is not None
-        return loss.to(self.device)
+            self._executor(trains=trains).run(cast(Stage, self._stage))
+        loss = self._stage.end()
+        losses = self._agreement.gather(loss.cpu() if loss is not None else None)
+        of_last = losses[self._placement.rank_of(self._placement.num_stages - 1)]
+        assert of_last is not None
+        return of_last.to(self.device)
 
-    def _begin(self, batch: Any, autocast: Autocast) -> str:
-        """Give the stage its microbatches; return the form of the first stage's inputs, on all ranks."""
+    def _begin(self, batch: Any, autocast: Autocast) -> list[str]:
+        """Give the stage its microbatches; return what the messages of the step depend on, from all ranks."""
         first, last = (self._placement.rank_of(stage) for stage in (0, self._placement.num_stages - 1))
 
         def load() -> str:
@@ -208,10 +211,10 @@ class Pipeline(nn.Module):
             if self._rank in (first, last):
                 microbatches = microbatches_of(batch, self.num_microbatches, self.device)
             self._stage.begin(microbatches, autocast)
-            return f"{common_form(microbatches.inputs)} {autocast}" if self._rank == first else ""
+            inputs = common_form(microbatches.inputs) if self._rank == first else None
+            return f"{inputs} {autocast} {[parameter.requires_grad for parameter in self.parameters()]}"
 
-        form = self._agreement.together(load)
-        return self._agreement.on(first, lambda: form)
+        return self._agreement.collect(load)
 
     def _executor(self, *, trains: bool) -> Executor:
         if trains not in self._executors:
@@ -271,8 +274,8 @@ class Pipeline(nn.Module):
         return self._unsplit.total() / max(1, self._num_parameters)
 
     def close(self) -> None:
-        """Close the connections between the ranks; NCCL warns at exit about those that are open."""
-        self._interconnect.close()
+        """Close the connections between the ranks, which otherwise are closed with the pipeline or at exit."""
+        self._close()
 
 
 def _layer_of(name: str) -> int:

@@ -1,0 +1,22 @@
+"""Pipelines of plain layers over two processes: the example, checkpoints, replicas and mistakes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.launch import ROOT, run
+
+
+def test_the_example_trains_and_finds_the_bits_of_one_process():
+    job = run(2, ROOT / "examples" / "plain_pytorch.py")
+    assert job.returncode == 0, job.stderr
+    assert "losses, norms and parameters are equal to one process's, bit for bit" in job.stdout
+    assert "W stays in B: LayerNorm, 0.3% of the parameters" in job.stdout
+    assert len((ROOT / "examples" / "plain_pytorch.py").read_text().splitlines()) <= 120
+
+
+def test_a_checkpoint_is_loaded_on_another_number_of_ranks_and_replicas_train_as_in_ddp(tmp_path):
+    job = run(2, Path(__file__).parent / "two_ranks.py", str(tmp_path / "checkpoint"))
+    assert job.returncode == 0, job.stderr
+    problem = "a batch of 8 samples does not divide into 3 microbatches"
+    assert sorted(line for line in job.stdout.splitlines() if line) == [f"rank 0: {problem}", f"rank 1: {problem}"]

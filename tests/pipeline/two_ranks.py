@@ -1,0 +1,101 @@
+"""What two processes do with pipelines of plain layers; `test_pipeline_ranks.py` starts it. Takes a folder."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
+from rank_threads import accumulate
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.nn.functional import mse_loss
+
+from megatron.zero_bubble import LayerSpec, Pipeline
+
+LAYERS = [layer for _ in range(4) for layer in (LayerSpec(nn.Linear, 6, 6), LayerSpec(nn.BatchNorm1d, 6), torch.tanh)]
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+"""Names the optimizer's state by parameter, so that every rank's is in one namespace."""
+
+
+def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(8, 6, generator=generator), torch.randn(8, 6, generator=generator)
+
+
+def adam(model: nn.Module, lr: float = 0.02) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=lr)
+
+
+def assert_equal(ours, reference) -> None:
+    assert list(ours) == list(reference)
+    for name, value in reference.items():
+        assert torch.equal(ours[name], value), name
+
+
+def main(folder: str) -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+
+    pipeline = Pipeline(LAYERS, mse_loss, schedule="zb-v", num_microbatches=4)
+    optimizer = adam(pipeline)
+    model = nn.Sequential(*(nn.Tanh() if layer is torch.tanh else layer.build() for layer in LAYERS))
+    model.load_state_dict(pipeline.full_state_dict())
+    reference = adam(model)
+    for step in range(3):
+        loss = pipeline.train_batch(batch(step) if rank == 0 else None)  # in a V one rank has both ends
+        assert torch.equal(loss, accumulate(model, mse_loss, batch(step), 4))
+        for one in (optimizer, reference):
+            one.step()
+            one.zero_grad()
+    assert_equal(pipeline.full_state_dict(), model.state_dict())
+    state = {"model": pipeline.state_dict(), "optimizer": get_optimizer_state_dict(pipeline, optimizer, options=FLAT)}
+    checkpoint.save(state, checkpoint_id=folder)
+    pipeline.close()
+
+    # On another number of ranks: each is a pipeline of its own, and a replica of the other.
+    groups = [dist.new_group([0]), dist.new_group([1])]
+    replica = Pipeline(
+        LAYERS, mse_loss, schedule="zb-h1", num_microbatches=4, group=groups[rank], replicas=dist.group.WORLD
+    )
+    optimizer = adam(replica, lr=0.5)
+    state = {"model": replica.state_dict(), "optimizer": get_optimizer_state_dict(replica, optimizer, options=FLAT)}
+    checkpoint.load(state, checkpoint_id=folder)
+    replica.load_state_dict(state["model"])
+    set_optimizer_state_dict(replica, optimizer, state["optimizer"], options=FLAT)
+    assert_equal(replica.state_dict(), model.state_dict())
+    assert optimizer.param_groups[0]["lr"] == 0.02
+
+    distributed = nn.parallel.DistributedDataParallel(copy.deepcopy(model), broadcast_buffers=False)
+    copied = adam(distributed)
+    copied.load_state_dict(reference.state_dict())
+    for step in range(2):
+        data = batch(10 + 2 * step + rank)
+        replica.train_batch(data)
+        pairs = list(zip(*(part.chunk(4) for part in data), strict=True))
+        for k, (x, y) in enumerate(pairs):
+            with distributed.no_sync() if k + 1 < len(pairs) else contextlib.nullcontext():
+                (mse_loss(distributed(x), y) / 4).backward()
+        for one in (optimizer, copied):
+            one.step()
+            one.zero_grad()
+    assert_equal(replica.state_dict(), distributed.module.state_dict())
+
+    last = Pipeline(LAYERS, mse_loss, schedule="1f1b", num_microbatches=3)
+    try:
+        last.train_batch(batch(0))
+    except ValueError as error:
+        print(f"rank {rank}: {error}\n", end="", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
