@@ -75,6 +75,7 @@ def test_other_parallelism_computes_what_it_does_without_shards(layout: str, tmp
     whole, shards = (
         [json.loads(line) for line in trainings.numerics(name).splitlines()] for name in ("whole", "shards")
     )
-    for key, bound in (("lm_loss", 1e-6), ("grad_norm", 1e-4)):
+    # A router that is undecided chooses another expert after a rounding error.
+    for key, bound in (("lm_loss", 1e-4 if layout == "experts" else 1e-6), ("grad_norm", 1e-4)):
         expected = [float.fromhex(line[key]) for line in whole]
         assert [float.fromhex(line[key]) for line in shards] == pytest.approx(expected, rel=bound)

@@ -13,8 +13,6 @@ from megatron.training.global_vars import get_args
 from megatron.training.training import pretrain
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-VOCABULARY = 128
-
 
 def model_provider(pre_process, post_process, vp_stage, pg_collection):
     args = get_args()
@@ -40,7 +38,7 @@ def model_provider(pre_process, post_process, vp_stage, pg_collection):
     return GPTModel(
         config,
         get_gpt_layer_local_spec(),
-        VOCABULARY,
+        args.padded_vocab_size,
         args.seq_length,
         pre_process=pre_process,
         post_process=post_process,
@@ -64,12 +62,13 @@ def data_provider(vp_stage, seed):
 class RandomTokens(IterableDataset):
     def __init__(self, args, seed):
         self._shape, self._seed = (args.micro_batch_size, args.seq_length + 1), seed
+        self._vocabulary = args.padded_vocab_size
 
     def __iter__(self):
         worker = get_worker_info()
         generator = torch.Generator().manual_seed(self._seed + (500 * worker.id if worker else 0))
         while True:
-            yield torch.randint(VOCABULARY, self._shape, generator=generator)
+            yield torch.randint(self._vocabulary, self._shape, generator=generator)
 
 
 def ignore_stop_signal(worker):

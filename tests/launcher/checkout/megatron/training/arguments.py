@@ -52,4 +52,5 @@ def validate_args(args):
     if not any(getattr(args, name) for name in (*spreads, "pipeline_model_parallel_layout")):
         assert args.num_layers % args.pipeline_model_parallel_size == 0, "the ranks must divide the layers"
     args.iteration = 0
+    args.padded_vocab_size = 128  # Megatron-LM pads that of the tokenizer.
     assert get_device_arch_version() > 0
