@@ -59,8 +59,9 @@ class Joined(nn.Module):
         return left * right.sum(1, keepdim=True) + (0 if parts["no"] is None else 1)
 
 
+@pytest.mark.parametrize("checkpoint", [False, True])
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "interleaved-zb"])
-def test_stages_exchange_tuples_and_dicts(schedule):
+def test_stages_exchange_tuples_and_dicts(schedule, checkpoint):
     torch.manual_seed(0)
     layers = [nn.Linear(WIDTH, WIDTH), Branches(), Mixed(), Mixed(), Joined(), nn.Linear(WIDTH, WIDTH)]
     batch = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
@@ -70,9 +71,8 @@ def test_stages_exchange_tuples_and_dicts(schedule):
         assert torch.equal(pipeline.train_batch(batch), loss)
         return gradients_of(pipeline)
 
-    parts = pipelines(
-        2, layers, nn.functional.mse_loss, train, schedule=schedule, num_microbatches=4, partition="uniform"
-    )
+    arguments = {"schedule": schedule, "num_microbatches": 4, "partition": "uniform", "checkpoint": checkpoint}
+    parts = pipelines(2, layers, nn.functional.mse_loss, train, **arguments)
     assert_equal(merged(parts), gradients_of(model))
 
 
@@ -164,6 +164,19 @@ def test_checkpointed_layers_run_again_in_r_and_give_the_same_gradients(schedule
     arguments = {"schedule": schedule, "num_microbatches": 4, "checkpoint": True}
     assert_equal(merged(pipelines(2, layers, nn.functional.mse_loss, train, **arguments)), gradients_of(model))
     assert len(recomputed) >= 4
+
+
+def test_a_checkpointed_layer_draws_the_same_random_numbers_twice():
+    layers, batch = stack(4)
+    layers.insert(1, nn.Dropout(0.5))  # on the first rank alone: the threads of a test share one generator
+
+    def train(checkpoint: bool) -> dict[str, torch.Tensor]:
+        torch.manual_seed(5)
+        arguments = {"schedule": "zb-h1", "num_microbatches": 4, "partition": "uniform", "checkpoint": checkpoint}
+        steps = lambda pipeline: (pipeline.train_batch(batch), gradients_of(pipeline))[1]  # noqa: E731
+        return merged(pipelines(2, layers, nn.functional.mse_loss, steps, **arguments))
+
+    assert_equal(train(True), train(False))
 
 
 def test_autocast_covers_forwards_alone():

@@ -154,7 +154,7 @@ def test_what_cannot_be_split_is_left_to_autograd():
     tied[1].weight = tied[0].weight
     computed = torch.nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
     frozen = nn.Linear(3, 3).requires_grad_(False)
-    modules = [OwnForward(3, 3), tied, computed, frozen, nn.BatchNorm1d(3)]
+    modules = [OwnForward(3, 3), tied, computed, frozen, nn.BatchNorm1d(3), nn.MultiheadAttention(4, 2)]
     assert split_modules(modules, WeightGradStore()) == []
     assert frozen(torch.ones(1, 3)).requires_grad is False
     assert len(split_modules([OnlyAName(3, 3)], WeightGradStore())) == 2

@@ -212,7 +212,7 @@ class Pipeline(nn.Module):
                 microbatches = microbatches_of(batch, self.num_microbatches, self.device)
             self._stage.begin(microbatches, autocast)
             inputs = common_form(microbatches.inputs) if self._rank == first else None
-            return f"{inputs} {autocast} {[parameter.requires_grad for parameter in self.parameters()]}"
+            return f"{inputs!r} {autocast} {[parameter.requires_grad for parameter in self.parameters()]}"
 
         return self._agreement.collect(load)
 

@@ -72,7 +72,7 @@ def split_modules(
 
 
 def _layers(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """Yield every module once, without those inside a module that defers its weight gradients by itself."""
+    """Yield every module once, without those inside a module that does not call them or defers W by itself."""
     seen: set[nn.Module] = set()
     pending = list(modules)[::-1]
     while pending:
@@ -80,7 +80,8 @@ def _layers(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
         if module not in seen:
             seen.add(module)
             yield module
-            if not isinstance(module, DefersWeightGradients):
+            # Attention of torch's multiplies with the weights of the layer inside of it, and does not call the layer.
+            if not isinstance(module, DefersWeightGradients | nn.MultiheadAttention):
                 pending += reversed(list(module.children()))
 
 
