@@ -179,8 +179,21 @@ def test_a_checkpointed_layer_draws_the_same_random_numbers_twice():
     assert_equal(train(True), train(False))
 
 
+class InFloat32(nn.Module):
+    """A product in full precision: its backward is, too, unless it runs under autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            return x.float() @ self.weight
+
+
 def test_autocast_covers_forwards_alone():
     layers, batch = stack(3)
+    layers.insert(3, InFloat32())
     layers.insert(3, nn.LayerNorm(WIDTH))
     model = nn.Sequential(*copy.deepcopy(layers))
     losses = []

@@ -8,6 +8,7 @@ from rank_threads import errors_on_ranks
 from torch import nn
 
 from megatron.zero_bubble import LayerSpec, Pipeline
+from megatron.zero_bubble.schedule import generate
 
 X, Y = torch.ones(8, 4), torch.ones(8, 4)
 
@@ -68,6 +69,12 @@ def assert_message(layers, message, batch=(X, Y), loss_fn=nn.functional.mse_loss
             4,
             {"schedule": "zb-1p", "memory_limit": 0.1},
             "on rank 0 schedule zb-1p needs 2 of memory, above the limit of 0.1; 2 is enough for every rank",
+        ),
+        (4, {"schedule": generate("zb-h1", 3, 4)}, "schedule zb-h1 is for 3 ranks, but the pipeline has 2"),
+        (
+            4,
+            {"schedule": generate("zb-h1", 2, 6)},
+            "schedule zb-h1 is for 6 microbatches, not for 4",
         ),
         (4, {"batch": (X[:6], Y[:6])}, "a batch of 6 samples does not divide into 4 microbatches"),
         (4, {"batch": [(X, Y)] * 3}, "the iterator ended after 3 of 4 microbatches"),

@@ -7,7 +7,7 @@ import torch
 from rank_threads import gradients_of, merged, pipelines, run_in_one_process
 from torch import nn
 
-from megatron.zero_bubble.schedule import names
+from megatron.zero_bubble.schedule import generate, names
 
 SCHEDULES = [name for name in names() if name != "optimal"]
 
@@ -27,24 +27,33 @@ def assert_equal(ours: dict[str, torch.Tensor], reference: dict[str, torch.Tenso
         assert torch.equal(ours[name], value), name
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_loss_and_gradients_are_those_of_one_process(schedule, num_ranks):
+def assert_like_one_process(num_ranks: int, **arguments: object) -> None:
     layers, batch = convolutions()
     model, loss = run_in_one_process(layers, nn.functional.cross_entropy, batch, 4)
 
     def train(pipeline):
-        ours = pipeline.train_batch(batch)
-        assert torch.equal(ours, loss)
+        assert torch.equal(pipeline.train_batch(batch), loss)
         return {**gradients_of(pipeline), **dict(pipeline.named_buffers())}
 
-    parts = pipelines(
-        num_ranks,
-        layers,
-        nn.functional.cross_entropy,
-        train,
-        schedule=schedule,
-        num_microbatches=4,
-        partition="uniform",
-    )
+    arguments = {"num_microbatches": 4, "partition": "uniform", **arguments}
+    parts = pipelines(num_ranks, layers, nn.functional.cross_entropy, train, **arguments)
     assert_equal(merged(parts), {**gradients_of(model), **dict(model.named_buffers())})
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_loss_and_gradients_are_those_of_one_process(schedule, num_ranks):
+    assert_like_one_process(num_ranks, schedule=schedule)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"schedule": "interleaved-1f1b", "num_chunks": 5},
+        {"schedule": "auto", "num_chunks": 2, "memory_limit": 1.5},
+        {"schedule": generate("zb-h2", 2, 4)},
+    ],
+    ids=["five chunks", "memory limit", "given schedule"],
+)
+def test_schedules_may_be_chosen_in_detail(arguments):
+    assert_like_one_process(2, **arguments)
