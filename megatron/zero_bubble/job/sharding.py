@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from math import lcm
-
 from megatron.zero_bubble.job.flags import flag_name
 from megatron.zero_bubble.job.job_flags import JobFlags
+from megatron.zero_bubble.mcore.vocabulary_size import check_vocabulary_size, divides
 
 
 def check_sharding(flags: JobFlags, *, is_layout_open: bool) -> None:
@@ -28,23 +27,14 @@ def check_shards(flags: JobFlags, padded_vocab_size: int) -> None:
     Raises:
         ValueError: it does not; names a divisor that works.
     """
-    if flags.vocabulary_parallel and not divides(flags, padded_vocab_size):
-        pipeline, tensor = flags.pipeline_model_parallel_size, flags.tensor_model_parallel_size
-        divisor = lcm(flags.make_vocab_size_divisible_by, pipeline)
-        raise ValueError(
-            f"{flag_name('zero_bubble_vocabulary_parallel')} on: a padded vocabulary of {padded_vocab_size} does not "
-            f"divide into shards for {pipeline} pipeline x {tensor} tensor ranks: "
-            f"--make-vocab-size-divisible-by {divisor} makes it do so"
-        )
-
-
-def divides(flags: JobFlags, padded_vocab_size: int) -> bool:
-    """Whether the vocabulary divides into as many shards as there are pipeline and tensor ranks."""
-    return padded_vocab_size % (flags.pipeline_model_parallel_size * flags.tensor_model_parallel_size) == 0
+    if flags.vocabulary_parallel:
+        ranks = flags.pipeline_model_parallel_size, flags.tensor_model_parallel_size
+        check_vocabulary_size(padded_vocab_size, *ranks, flags.make_vocab_size_divisible_by)
 
 
 def may_spread(flags: JobFlags, padded_vocab_size: int) -> bool | None:
     """Whether a layout that is searched spreads the vocabulary; None if the search may choose."""
     if flags.zero_bubble_vocabulary_parallel in ("on", "off"):
         return flags.vocabulary_parallel
-    return None if divides(flags, padded_vocab_size) and not flags.mtp_num_layers else False
+    ranks = flags.pipeline_model_parallel_size, flags.tensor_model_parallel_size
+    return None if divides(padded_vocab_size, *ranks) and not flags.mtp_num_layers else False

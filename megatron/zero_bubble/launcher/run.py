@@ -16,6 +16,7 @@ from megatron.zero_bubble.job.flags import limit_flag
 from megatron.zero_bubble.job.layers import to_layout
 from megatron.zero_bubble.job.running import idle_fields, idle_scalars, open_timeline, run_plan
 from megatron.zero_bubble.job.settings import JobSettings, check_implementation, job_settings
+from megatron.zero_bubble.job.sharding import check_shards
 from megatron.zero_bubble.job.stalls import open_watchdog
 from megatron.zero_bubble.job.timeline_writer import TimelineWriter
 from megatron.zero_bubble.launcher.command_line import PROGRAM, LaunchFlags
@@ -156,6 +157,7 @@ class Run:
         self._keep_layout()
         with users_mistakes():
             if self._job.flags.vocabulary_parallel and not self._chunks:
+                check_shards(self._job.flags, self._script.padded_vocab_size)
                 shard_vocabulary(self._built, self._job.placement)
             split_weight_gradients([call["module"]], self._store)
         # With this setting DDP gives each layer its hook that accumulates and reduces a gradient; W calls the hook.

@@ -10,7 +10,6 @@ what a tensor rank has of the vocabulary in Megatron is spread over its pipeline
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from types import MethodType
 from typing import Any, NamedTuple
@@ -29,6 +28,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron.zero_bubble.mcore.vocabulary_shard import Rows
+from megatron.zero_bubble.mcore.vocabulary_size import check_vocabulary_size
 from megatron.zero_bubble.mcore.vocabulary_weight import ShardWeight
 from megatron.zero_bubble.schedule import Placement
 
@@ -209,17 +209,6 @@ def _only(kind: type[Any], chunks: Sequence[torch.nn.Module]) -> Any:
     return next((module for chunk in chunks for module in chunk.modules() if isinstance(module, kind)), None)
 
 
-def refuse_vocabulary_size(padded_vocab_size: int, pipeline_ranks: int, tensor_ranks: int) -> None:
-    """Raise `ValueError` if the padded vocabulary cannot be cut into equal shards."""
-    shards = pipeline_ranks * tensor_ranks
-    if padded_vocab_size % shards:
-        divisor = math.lcm(128, pipeline_ranks)
-        raise ValueError(
-            f"--zero-bubble-vocabulary-parallel cuts the vocabulary into {shards} equal shards, one a rank, but its "
-            f"padded size is {padded_vocab_size}: set --make-vocab-size-divisible-by {divisor}"
-        )
-
-
 def _model_of(models: Sequence[Any], placement: Placement, stage: int) -> Any:
     """Return the model of a stage, None if it is on another rank."""
     rank = parallel_state.get_pipeline_model_parallel_rank()
@@ -239,12 +228,15 @@ def _refusal(models: Sequence[Any], placement: Placement, first: Any, last: Any)
         return f"{flag} does not support multi-token prediction: leave out --mtp-num-layers {config.mtp_num_layers}"
     if config.defer_embedding_wgrad_compute:
         return f"{flag} defers the output layer's weight gradient itself: leave out --defer-embedding-wgrad-compute"
+    whole = [first and first.embedding.word_embeddings, last and last.output_layer]
+    if any(not weight.requires_grad for layer in whole if layer is not None for weight in layer.parameters()):
+        return f"{flag} trains embedding and output layer: it does not support frozen ones"
     if last is not None and not isinstance(last.output_layer, ColumnParallelLinear):
         return f"{flag} does not support an output layer of the class {type(last.output_layer).__name__}"
     if first is not None:
         tensor_ranks = parallel_state.get_tensor_model_parallel_world_size()
         try:
-            refuse_vocabulary_size(first.embedding.word_embeddings.num_embeddings, placement.num_ranks, tensor_ranks)
+            check_vocabulary_size(first.embedding.word_embeddings.num_embeddings, placement.num_ranks, tensor_ranks)
         except ValueError as error:
             return str(error)
     return None

@@ -1,0 +1,29 @@
+"""Whether a vocabulary can be cut into one shard a rank. Imports neither torch nor megatron.core."""
+
+from __future__ import annotations
+
+import math
+
+
+def divides(padded_vocab_size: int, pipeline_ranks: int, tensor_ranks: int) -> bool:
+    """Whether there are equal shards for all pipeline and tensor ranks."""
+    return padded_vocab_size % (pipeline_ranks * tensor_ranks) == 0
+
+
+def check_vocabulary_size(
+    padded_vocab_size: int, pipeline_ranks: int, tensor_ranks: int, divisible_by: int = 128
+) -> None:
+    """Check that the padded vocabulary can be cut into equal shards.
+
+    Args:
+        divisible_by: the value of `--make-vocab-size-divisible-by`.
+
+    Raises:
+        ValueError: it cannot; the message names a divisor with which it can.
+    """
+    if not divides(padded_vocab_size, pipeline_ranks, tensor_ranks):
+        raise ValueError(
+            f"--zero-bubble-vocabulary-parallel on: a padded vocabulary of {padded_vocab_size} does not divide into "
+            f"shards for {pipeline_ranks} pipeline x {tensor_ranks} tensor ranks: --make-vocab-size-divisible-by "
+            f"{math.lcm(divisible_by, pipeline_ranks)} makes it do so"
+        )
