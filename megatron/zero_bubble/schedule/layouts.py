@@ -36,6 +36,8 @@ WORTH_RECOMPUTING = 0.05
 """Bubble rate from which on recomputation is tried although everything has room."""
 WORTH_SHARDING = 0.05
 """Idle share of all ranks' time in the best layout from which on the vocabulary is tried spread over the ranks."""
+SHARDING_GAIN = 1.05
+"""How many times as fast a layout with vocabulary shards has to be, because collectives also take processor time."""
 SIMPLER = 1.02
 """A simpler layout is preferred if it takes at most this much longer: measured costs are no more exact."""
 
@@ -274,12 +276,12 @@ def _even(problem: LayoutProblem, layout: Layout) -> LayoutPlan | None:
 
 
 def _sharding(problem: LayoutProblem, plans: Sequence[LayoutPlan]) -> Iterator[LayoutPlan]:
-    """The plans with the vocabulary spread over the ranks, of the best placements, where that makes them shorter."""
+    """The plans of the best placements with the vocabulary spread over the ranks, if shorter than all others."""
     if plans[0].timeline.idle.total < WORTH_SHARDING:
         return
     for plan in plans[:SEARCHED]:
         sharded = _start(problem, replace(plan.layout, vocabulary_parallel=True))
-        if isinstance(sharded, LayoutPlan) and sharded.time < plan.time:
+        if isinstance(sharded, LayoutPlan) and sharded.time * SHARDING_GAIN < plans[0].time:
             yield sharded
 
 
