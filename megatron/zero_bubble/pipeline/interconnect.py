@@ -81,6 +81,20 @@ class TorchInterconnect:
         self._open = []
 
 
+def default_device(group: dist.ProcessGroup | None) -> torch.device:
+    """Return this process's GPU if the group uses NCCL, else the CPU."""
+    if dist.is_initialized() and dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return HOST
+
+
+def connect_ranks(group: dist.ProcessGroup | None, device: torch.device, timeout: timedelta) -> Interconnect:
+    """Connect the ranks of `group`, by default all of the job. Raises `ValueError` without torch.distributed."""
+    if not dist.is_initialized():
+        raise ValueError("a Pipeline needs torch.distributed: call init_process_group first, under torchrun")
+    return TorchInterconnect(group or dist.distributed_c10d._get_default_group(), device, timeout)
+
+
 class Agreement:
     """Lets all ranks of a pipeline know values of one another, and fail together.
 

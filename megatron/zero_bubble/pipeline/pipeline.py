@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any, cast
 
@@ -26,18 +25,23 @@ from megatron.zero_bubble.pipeline.batches import Microbatches, common_form, mic
 from megatron.zero_bubble.pipeline.discovery import discover_messages
 from megatron.zero_bubble.pipeline.gradients import TiedLayer, average_over, clip_grad_norm
 from megatron.zero_bubble.pipeline.held_layers import HeldLayers, LayerBuilder, Unsplit, stages_of_ties
-from megatron.zero_bubble.pipeline.interconnect import HOST, Agreement, Interconnect, TorchInterconnect
+from megatron.zero_bubble.pipeline.interconnect import (
+    HOST,
+    Agreement,
+    Interconnect,
+    connect_ranks,
+    default_device,
+)
 from megatron.zero_bubble.pipeline.layer_stage import LayerStage
 from megatron.zero_bubble.pipeline.messages import MessageCommunicator, MessageSpec
-from megatron.zero_bubble.pipeline.stage_layout import LayoutRequest, Partition, StageLayout
+from megatron.zero_bubble.pipeline.stage_layout import LayoutRequest, Partition, StageLayout, plan_for
 from megatron.zero_bubble.runtime.communicator import Communicator
 from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
 from megatron.zero_bubble.runtime.stage import Stage
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Placement, Schedule
-from megatron.zero_bubble.schedule.plan import Plan, prepare
-from megatron.zero_bubble.schedule.recomputation import Recompute
+from megatron.zero_bubble.schedule.plan import prepare
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 """Time after which a missing message or a rank missing in a collective fails the job."""
@@ -95,9 +99,9 @@ class Pipeline(nn.Module):
         interconnect: Interconnect | None = None,
     ) -> None:
         super().__init__()
-        self.device = _device(device, group)
+        self.device = default_device(group) if device is None else torch.device(device)
         self.num_microbatches = num_microbatches
-        self._interconnect = interconnect or _connect(group, self.device, timeout)
+        self._interconnect = interconnect or connect_ranks(group, self.device, timeout)
         # A gloo group that is open while the interpreter ends may abort the process.
         self._close = weakref.finalize(self, self._interconnect.close)
         self._rank, self._replicas = self._interconnect.rank, replicas
@@ -107,7 +111,7 @@ class Pipeline(nn.Module):
         size = self._interconnect.size
 
         def lay_out() -> StageLayout:
-            plan = _plan(schedule, size, num_chunks, memory_limit, recomputes=recomputes)
+            plan = plan_for(schedule, size, num_chunks, memory_limit, recomputes=recomputes)
             request = LayoutRequest(
                 layers, loss_fn, plan, num_microbatches, partition, example, self.device, split_layers
             )
@@ -281,41 +285,3 @@ class Pipeline(nn.Module):
 def _layer_of(name: str) -> int:
     """Return the index of the layer that a parameter or buffer with this name belongs to."""
     return int(name.partition(".")[0])
-
-
-def _plan(
-    schedule: str | Schedule,
-    num_ranks: int,
-    num_chunks: int | None,
-    memory_limit: float | Sequence[float] | None,
-    *,
-    recomputes: bool,
-) -> Plan:
-    """Return the plan of a schedule for `num_ranks`.
-
-    Raises:
-        ValueError: the schedule is for other ranks or chunks.
-    """
-    if isinstance(schedule, str):
-        plan = Plan.named(schedule, num_ranks, num_chunks)
-    elif schedule.num_ranks != num_ranks:
-        raise ValueError(
-            f"schedule {schedule.name} is for {schedule.num_ranks} ranks, but the pipeline has {num_ranks}"
-        )
-    else:
-        plan = Plan.of(schedule)
-    return replace(plan, memory_limit=memory_limit, recompute=Recompute.FULL if recomputes else Recompute.NONE)
-
-
-def _device(device: torch.device | str | None, group: dist.ProcessGroup | None) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    if dist.is_initialized() and dist.get_backend(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return HOST
-
-
-def _connect(group: dist.ProcessGroup | None, device: torch.device, timeout: timedelta) -> Interconnect:
-    if not dist.is_initialized():
-        raise ValueError("a Pipeline needs torch.distributed: call init_process_group first, under torchrun")
-    return TorchInterconnect(group or dist.distributed_c10d._get_default_group(), device, timeout)

@@ -16,6 +16,7 @@ from megatron.zero_bubble.pipeline.specs import LayerSpec, class_name_of
 from megatron.zero_bubble.schedule import Schedule, StageCosts
 from megatron.zero_bubble.schedule.default_costs import default_costs
 from megatron.zero_bubble.schedule.plan import Plan
+from megatron.zero_bubble.schedule.recomputation import Recompute
 
 Partition = str | Sequence[int]
 
@@ -100,6 +101,30 @@ class LayoutRequest:
                 "list of boundaries"
             )
         return boundaries.matching(pattern, [class_name_of(layer) for layer in self.layers]), "matching layers"
+
+
+def plan_for(
+    schedule: str | Schedule,
+    num_ranks: int,
+    num_chunks: int | None,
+    memory_limit: float | Sequence[float] | None,
+    *,
+    recomputes: bool,
+) -> Plan:
+    """Return the plan of a schedule for `num_ranks`.
+
+    Raises:
+        ValueError: the schedule is for other ranks or chunks.
+    """
+    if isinstance(schedule, str):
+        plan = Plan.named(schedule, num_ranks, num_chunks)
+    elif schedule.num_ranks != num_ranks:
+        raise ValueError(
+            f"schedule {schedule.name} is for {schedule.num_ranks} ranks, but the pipeline has {num_ranks}"
+        )
+    else:
+        plan = Plan.of(schedule)
+    return replace(plan, memory_limit=memory_limit, recompute=Recompute.FULL if recomputes else Recompute.NONE)
 
 
 def _refuse_shared(layers: Sequence[Any], found: boundaries.Boundaries) -> None:
