@@ -2,7 +2,8 @@
 
 - `enable` and `disable` put it into a training script of Megatron-LM's, as `python -m megatron.zero_bubble` does.
 - `Pipeline`, `LayerSpec` and `TiedLayerSpec` split plain PyTorch layers over ranks, without Megatron.
-- `get_forward_backward_func`, `split_weight_gradients` and `WeightGradStore` build it into a training loop of your own.
+- `get_forward_backward_func`, `split_weight_gradients` and `WeightGradStore` build it into a training loop of your own,
+  with `shard_vocabulary` for a vocabulary on all ranks.
 - `megatron.zero_bubble.schedule` plans, simulates, validates and draws schedules, and needs no torch.
 """
 
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron.zero_bubble.launcher.launch import disable, enable
     from megatron.zero_bubble.mcore.linear import split_weight_gradients
+    from megatron.zero_bubble.mcore.vocabulary_model import shard_vocabulary
     from megatron.zero_bubble.pipeline.pipeline import Pipeline
     from megatron.zero_bubble.pipeline.specs import LayerSpec, TiedLayerSpec
     from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
@@ -25,6 +27,7 @@ __all__ = [
     "disable",
     "enable",
     "get_forward_backward_func",
+    "shard_vocabulary",
     "split_weight_gradients",
 ]
 
@@ -36,6 +39,7 @@ _MODULES = {
     "disable": "launcher.launch",
     "enable": "launcher.launch",
     "get_forward_backward_func": "schedules",
+    "shard_vocabulary": "mcore.vocabulary_model",
     "split_weight_gradients": "mcore.linear",
 }
 

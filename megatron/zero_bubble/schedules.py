@@ -62,6 +62,8 @@ def get_forward_backward_func(
     store: WeightGradStore,
     timeout: timedelta = DEFAULT_TIMEOUT,
     recompute: str | None = None,
+    *,
+    vocabulary_parallel: bool = False,
 ) -> ForwardBackward:
     """Return a function that runs forward and backward of a step with this schedule, in place of megatron-core's.
 
@@ -73,6 +75,7 @@ def get_forward_backward_func(
         timeout: for one message between two stages.
         recompute: "full" for a model with `recompute_granularity="full"`, whose forward then runs again ahead of B, as
             an operation of the schedule, and no longer within B; by default what a given plan says.
+        vocabulary_parallel: whether `shard_vocabulary` has spread the model's vocabulary over the ranks.
 
     Raises:
         ScheduleError: no generator has this name, or it is for another number of chunks.
@@ -82,6 +85,8 @@ def get_forward_backward_func(
         schedule = Plan.named(schedule, num_ranks, store.num_chunks if store.num_chunks > 1 else None)
     if recompute is not None:
         schedule = replace(schedule, recompute=Recompute(recompute))
+    if vocabulary_parallel:
+        schedule = replace(schedule, vocabulary_parallel=True)
     return ForwardBackward(schedule, store, timeout)
 
 

@@ -24,7 +24,7 @@ from megatron.zero_bubble.mcore.vocabulary_model import vocabulary_shard_of
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.schedule.plan import Plan
-from megatron.zero_bubble.schedules import ForwardBackward
+from megatron.zero_bubble.schedules import ForwardBackward, get_forward_backward_func
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.checkpoint import Checkpointer
 from megatron.zero_bubble.training.forward_step import make_forward_step
@@ -118,7 +118,9 @@ def _train(training: Training, flags: Sequence[str], num_ranks: int) -> Outcome:
         optimizer = build_optimizer(args, chunks, config)
         run: Any = mcore.get_forward_backward_func()
         if store is not None:
-            run = ForwardBackward(plan, store, warms_up=training.warms_up)
+            run = get_forward_backward_func(plan.name, store, vocabulary_parallel=training.is_sharded)
+            if training.warms_up:
+                run = ForwardBackward(plan, store, warms_up=True)
         progress = Progress(iteration=training.num_steps)
         checkpointer = Checkpointer(args, progress, chunks, optimizer, build_lr_scheduler(args, optimizer))
         if args.load:

@@ -150,7 +150,7 @@ class _Weight(NamedTuple):
     attributes: dict[str, Any]
 
 
-def shard_vocabulary(chunks: Sequence[torch.nn.Module], placement: Placement) -> VocabularyShard:
+def shard_vocabulary(chunks: Sequence[torch.nn.Module], placement: Placement | None = None) -> VocabularyShard:
     """Spread the rows of embedding and output layer over the pipeline; a collective call of its ranks.
 
     The values are those that megatron-core has initialized or the caller has loaded. Call it once the chunks are on
@@ -158,11 +158,13 @@ def shard_vocabulary(chunks: Sequence[torch.nn.Module], placement: Placement) ->
 
     Args:
         chunks: all model chunks of this rank.
+        placement: by default megatron-core's, linear or with interleaved chunks.
 
     Raises:
         ValueError: the model cannot be sharded; raised on all ranks of the pipeline.
     """
     group = parallel_state.get_pipeline_model_parallel_group()
+    placement = placement or Placement("linear" if len(chunks) == 1 else "interleaved", group.size(), len(chunks))
     models: list[Any] = [unwrap_model(chunk) for chunk in chunks]
     first, last = _model_of(models, placement, 0), _model_of(models, placement, placement.num_stages - 1)
     refusals: list[str | None] = [None] * group.size()
