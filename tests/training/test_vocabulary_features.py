@@ -76,7 +76,6 @@ def test_other_parallelism_computes_what_it_does_without_shards(layout: str, tmp
         [json.loads(line) for line in trainings.numerics(name).splitlines()] for name in ("whole", "shards")
     )
     # A router that is undecided chooses another expert after a rounding error.
-    # Another rounding makes a router choose another expert for a token now and then.
     bounds = (1e-4, 1e-3) if layout == "experts" else (1e-6, 1e-4)
     for key, bound in zip(("lm_loss", "grad_norm"), bounds, strict=True):
         expected = [float.fromhex(line[key]) for line in whole]
