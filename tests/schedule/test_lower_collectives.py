@@ -153,7 +153,7 @@ def test_no_schedule_stands_still_for_its_collectives(schedule, seed, forward_on
     """Random orders and costs, and messages of up to two operations: judged word for word, and as simulated."""
     draw = random.Random(seed)
     costs = random_costs(draw, schedule.placement, draw.choice([0, 0.6, 2]), zeros=zeros)
-    schedule = with_vocabulary(schedule, costs, shortest_delay(costs) + draw.uniform(0, 5))
+    [schedule] = with_vocabulary(schedule, costs, [shortest_delay(costs) + draw.uniform(0, 5)])
     lowered = lower(schedule.forward_only() if forward_only else schedule, ahead, costs)
     validate(lowered)
     assert lower(lowered, ahead, costs) == lowered

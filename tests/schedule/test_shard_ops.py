@@ -93,7 +93,7 @@ def test_the_delay_of_one_microbatch_keeps_the_rhythm_of_1f1b():
     """With one collective barrier 1F1B holds one microbatch more, p - r + 1 on rank r."""
     placement = Placement("linear", 4)
     costs = model_costs(placement, 4, 1, message=0)
-    schedule = with_vocabulary(generate("1f1b", 4, 12), costs, delay=4)
+    [schedule] = with_vocabulary(generate("1f1b", 4, 12), costs, [4])
     validate(schedule)
     first_backward = [
         next(k for k, op in enumerate(without_vocabulary(schedule).ops[rank]) if op.kind is OpKind.BW)
@@ -121,7 +121,7 @@ def test_a_limit_is_kept_with_what_the_shards_hold():
 def test_gaps_are_filled_within_the_limit_and_no_operation_is_lost():
     placement = Placement("v", 4, 2)
     costs = model_costs(placement, 16, 2)
-    start = with_vocabulary(generate("zb-v", 4, 12), costs, shortest_delay(costs))
+    [start] = with_vocabulary(generate("zb-v", 4, 12), costs, [shortest_delay(costs)])
     peaks = peak_memory(start, costs)
     filled = fill_gaps(start, costs, peaks, overhang=0.5)
     assert filled is not None

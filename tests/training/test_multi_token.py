@@ -84,7 +84,7 @@ def test_their_losses_are_logged_as_megatron_lm_does(trainings: Trainings, model
     expected = losses(f"base-{model}")
     assert [name for name, _ in expected] == ["lm loss", "mtp_1 loss", "mtp_2 loss"] * 4
     assert losses(f"{schedule}-{model}") == expected
-    # Of random tokens in a vocabulary of 120: ln(120), at first.
+    # At first the loss of random tokens from a vocabulary of 120 is ln(120).
     assert all(float(loss) == pytest.approx(4.8, abs=0.3) for _, loss in expected)
 
 

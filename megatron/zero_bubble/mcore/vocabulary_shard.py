@@ -28,6 +28,8 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.zero_bubble.runtime.collectives import sum_in_order
+
 _SCALES = {torch.float16: 1024.0}
 """Factor of D_d by the type it is kept in: most probabilities are smaller than fp16's smallest normal number, 6e-5."""
 
@@ -145,17 +147,10 @@ def combine(statistics: torch.Tensor, shard: int) -> tuple[torch.Tensor, torch.T
     maxima, totals, label_logits = statistics.unbind(dim=1)
     maximum = maxima.amax(dim=0)
     shares = totals * (maxima - maximum).exp()
-    total = _sum_in_order(shares)
+    total = sum_in_order(shares, torch.empty_like(maximum))
     # The label's logit less the maximum is what megatron-core subtracts, too.
-    loss = total.log() - (_sum_in_order(label_logits) - maximum)
+    loss = total.log() - (sum_in_order(label_logits, torch.empty_like(maximum)) - maximum)
     return loss, shares[shard] / total
-
-
-def _sum_in_order(terms: torch.Tensor) -> torch.Tensor:
-    total = terms[0].clone()
-    for term in terms[1:]:
-        total += term
-    return total
 
 
 def look_up(weight: torch.Tensor, rows: Rows, tokens: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from megatron.zero_bubble.pipeline.batches import Microbatches
 from megatron.zero_bubble.pipeline.messages import MessageSpec, StageMessage
 from megatron.zero_bubble.pipeline.weight_split import run_backward
 from megatron.zero_bubble.schedule import Op, OpKind, Placement
+from megatron.zero_bubble.schedule.errors import one_line
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ class LayerStage:
         try:
             loss = self._loss(output, 0)
         except Exception as error:
-            raise ValueError(f"loss_fn failed: {_one_line(error)}") from error
+            raise ValueError(f"loss_fn failed: {_words(error)}") from error
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise ValueError(f"loss_fn must return a tensor with one number, got {got}")
@@ -179,11 +180,11 @@ def _checked_call(layer: HeldLayer, value: Any) -> Any:
     try:
         result = layer.call(value)
     except Exception as error:
-        raise ValueError(f"layer {layer.index} ({layer.class_name}) failed: {_one_line(error)}") from error
+        raise ValueError(f"layer {layer.index} ({layer.class_name}) failed: {_words(error)}") from error
     if result is None:
         raise ValueError(f"layer {layer.index} ({layer.class_name}) returned None, not the input of the next layer")
     return result
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {one_line(error)}".rstrip()

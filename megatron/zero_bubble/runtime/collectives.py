@@ -70,28 +70,20 @@ class TorchCollectives:
     def __init__(self, members: Sequence[int], rank: int, device: torch.device, timeout: timedelta) -> None:
         name = f"megatron.zero_bubble/collectives of {','.join(map(str, members))}"
         self._group: Any = connect(Membership(name, tuple(members), rank, device, timeout))
-        self._rank, self._size = rank, len(members)
+        self.rank, self.size = rank, len(members)
         self._reduces = device.type == "cuda"
         self._open(device)
 
     def _open(self, device: torch.device) -> None:
         """Run each collective once, because NCCL connects ranks at first use, and that not in the middle of a step."""
-        mine = torch.full((1,), float(self._rank), device=device)
-        everyone = torch.empty(self._size, 1, device=device)
+        mine = torch.full((1,), float(self.rank), device=device)
+        everyone = torch.empty(self.size, 1, device=device)
         self.gather_all(mine, everyone)
-        assert everyone.flatten().tolist() == list(range(self._size)), "two groups of collectives are crossed"
-        for root in range(self._size):
-            self.scatter(everyone.unbind() if self._rank == root else None, mine, root)
+        assert everyone.flatten().tolist() == list(range(self.size)), "two groups of collectives are crossed"
+        for root in range(self.size):
+            self.scatter(everyone.unbind() if self.rank == root else None, mine, root)
             self.broadcast(everyone, root)
             self.sum_to(mine.clone(), root)
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        return self._size
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         options = dist.BroadcastOptions()
@@ -110,11 +102,11 @@ class TorchCollectives:
             return
         gather = dist.GatherOptions()
         gather.rootRank = root
-        is_root = self._rank == root
-        parts = [torch.empty_like(tensor) for _ in range(self._size)] if is_root else []
+        is_root = self.rank == root
+        parts = [torch.empty_like(tensor) for _ in range(self.size)] if is_root else []
         self._group.gather([parts] if is_root else [], [tensor], gather).wait()
         if is_root:
-            _sum_in_order(parts, tensor)
+            sum_in_order(parts, tensor)
 
     def scatter(self, parts: Sequence[torch.Tensor] | None, part: torch.Tensor, root: int) -> None:
         options = dist.ScatterOptions()
@@ -138,30 +130,22 @@ class InMemoryCollectives:
 
     def __init__(self, network: InMemoryNetwork, rank: int, size: int) -> None:
         self._network, self._end = network, network.communicator(rank)
-        self._rank, self._size = rank, size
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        return self._size
+        self.rank, self.size = rank, size
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        if self._rank == root:
-            self._send_all([tensor] * self._size)
+        if self.rank == root:
+            self._send_all([tensor] * self.size)
         tensor.detach().copy_(self._receive(tensor, root))
 
     def gather_all(self, tensor: torch.Tensor, gathered: torch.Tensor) -> None:
-        self._send_all([tensor] * self._size)
+        self._send_all([tensor] * self.size)
         for source, part in enumerate(gathered):
             part.copy_(self._receive(tensor, source))
 
     def sum_to(self, tensor: torch.Tensor, root: int) -> None:
         self._end.send(tensor, root)
-        if self._rank == root:
-            _sum_in_order([self._receive(tensor, source) for source in range(self._size)], tensor)
+        if self.rank == root:
+            sum_in_order([self._receive(tensor, source) for source in range(self.size)], tensor)
 
     def scatter(self, parts: Sequence[torch.Tensor] | None, part: torch.Tensor, root: int) -> None:
         if parts is not None:
@@ -169,7 +153,7 @@ class InMemoryCollectives:
         part.copy_(self._receive(part, root))
 
     def close(self) -> None:
-        self._network.close(ConnectionError(f"rank {self._rank} has left the group of collectives"))
+        self._network.close(ConnectionError(f"rank {self.rank} has left the group of collectives"))
 
     def _send_all(self, tensors: Sequence[torch.Tensor]) -> None:
         for destination, tensor in enumerate(tensors):
@@ -179,8 +163,9 @@ class InMemoryCollectives:
         return self._end.receive(source, TensorSpec(tuple(like.shape), like.dtype, like.device)).wait()
 
 
-def _sum_in_order(parts: Sequence[torch.Tensor], result: torch.Tensor) -> None:
-    """Fill `result` with the first part plus the second plus the third and so on."""
+def sum_in_order(parts: Sequence[torch.Tensor] | torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """Fill `result` with the first part plus the second plus the third and so on; return it."""
     result.copy_(parts[0])
     for part in parts[1:]:
         result += part
+    return result

@@ -5,13 +5,14 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import pairwise
 
 from megatron.zero_bubble.schedule.costs import VOCABULARY_COSTS, StageCosts
 from megatron.zero_bubble.schedule.ir import Op
 from megatron.zero_bubble.schedule.kinds import OpKind
 from megatron.zero_bubble.schedule.simulate import simulate
-from megatron.zero_bubble.schedule.timeline import Timeline
+from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline
 
 
 def unit_costs(num_stages: int) -> StageCosts:
@@ -39,6 +40,7 @@ class SerialOrder:
     """
 
     def __init__(self, timeline: Timeline) -> None:
+        self._schedule = timeline.schedule
         ops = timeline.schedule.ops
         self.phases = [Phases(rank_ops) for rank_ops in ops]
         self.starts: list[list[float]] = []
@@ -55,19 +57,28 @@ class SerialOrder:
         """For every rank, the place of each of its computations in the order."""
         self.first_of_phase: list[int] = []
         """For every phase but the first, the place of the first VALIDATE that begins it."""
-        in_turn = simulate(timeline.schedule, unit_costs(timeline.schedule.num_stages)).lanes
         keyed = []
         for rank, lane in enumerate(timeline.lanes):
             for position, (op, start, stop) in enumerate(lane):
                 phase = 2 * self.phases[rank].of(position) + (op.kind is OpKind.VALIDATE)
-                # What takes no time may wait for what ends at the same moment, and then comes later in unit times.
-                unit = in_turn[rank][position]
-                turn = (0, False) if stop > start else (unit.end, unit.start == unit.end)
+                turn = (0.0, False) if stop > start else self._turn(rank, position)
                 keyed.append((phase, stop, turn, rank, position))
         for number, (phase, *_, rank, position) in enumerate(sorted(keyed)):
             self.numbers[rank][position] = number
             if phase > 2 * len(self.first_of_phase):
                 self.first_of_phase.append(number)
+
+    def _turn(self, rank: int, position: int) -> tuple[float, bool]:
+        """What decides between operations that take no time and end at the same moment.
+
+        One that waits for another comes later in unit times.
+        """
+        unit = self._in_unit_times[rank][position]
+        return unit.end, unit.start == unit.end
+
+    @cached_property
+    def _in_unit_times(self) -> tuple[tuple[TimedOp, ...], ...]:
+        return simulate(self._schedule, unit_costs(self._schedule.num_stages)).lanes
 
     def num_before(self, rank: int, number: int) -> int:
         """How many computations of `rank` come before place `number`."""

@@ -8,7 +8,7 @@ and leaves the rhythm of the schedule as it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megatron.zero_bubble.schedule.costs import StageCosts
@@ -16,6 +16,7 @@ from megatron.zero_bubble.schedule.graph import collective_time
 from megatron.zero_bubble.schedule.ir import Op, Schedule
 from megatron.zero_bubble.schedule.kinds import BACKWARDS, KINDS, VOCABULARY, OpKind
 from megatron.zero_bubble.schedule.simulate import simulate
+from megatron.zero_bubble.schedule.timeline import Timeline
 
 LEAD = 2
 """How many microbatches before its use an embedding is looked up, so that no rank waits for it."""
@@ -23,8 +24,7 @@ LEAD = 2
 
 def interval(schedule: Schedule, costs: StageCosts) -> float:
     """The time that one microbatch takes of the busiest rank."""
-    stages = map(schedule.placement.stages_of, range(schedule.num_ranks))
-    return max(sum(map(costs.work, own)) for own in stages)
+    return max(schedule.placement.sums([costs.work(stage) for stage in range(schedule.num_stages)]))
 
 
 def shortest_delay(costs: StageCosts) -> float:
@@ -32,20 +32,24 @@ def shortest_delay(costs: StageCosts) -> float:
     return 2 * collective_time(costs) + max(costs.time_s)
 
 
-def with_vocabulary(schedule: Schedule, costs: StageCosts, delay: float) -> Schedule:
-    """The same schedule, without communication, with E, S, L, T and EW, and with all backwards and W's `delay` later.
+def with_vocabulary(schedule: Schedule, costs: StageCosts, delays: Sequence[float]) -> list[Schedule]:
+    """The same schedule, without communication, with E, S, L, T and EW, once for each delay of all backwards and W's.
 
     Forwards keep their times, of a simulation in which W takes the time of the shards' operations as well. S runs as
     soon as the output of the last stage is there, E some microbatches before F needs it, and T and EW with the W of
     their microbatch. Operations are put in the order of those times.
 
     Args:
-        delay: at least `shortest_delay(costs)`, or the order may be one that no rank can run to its end.
+        delays: at least `shortest_delay(costs)`, or the order may be one that no rank can run to its end.
     """
     schedule = without_vocabulary(schedule)
-    times = _Times(schedule, costs, delay)
-    ranks = (tuple(op for *_, op in sorted(times.of_rank(rank))) for rank in range(schedule.num_ranks))
-    return replace(schedule, ops=tuple(ranks))
+    timeline = simulate(schedule, costs.with_vocabulary_in_weight_gradients())
+    return [_in_order(_Times(timeline, costs, delay)) for delay in delays]
+
+
+def _in_order(times: _Times) -> Schedule:
+    ranks = (tuple(op for *_, op in sorted(times.of_rank(rank))) for rank in range(times.schedule.num_ranks))
+    return replace(times.schedule, ops=tuple(ranks))
 
 
 def without_vocabulary(schedule: Schedule) -> Schedule:
@@ -61,9 +65,8 @@ _Timed = tuple[float, int, int, Op]
 class _Times:
     """When every operation is to start."""
 
-    def __init__(self, schedule: Schedule, costs: StageCosts, delay: float) -> None:
-        self.schedule, self.costs = schedule, costs
-        timeline = simulate(schedule, costs.with_vocabulary_in_weight_gradients())
+    def __init__(self, timeline: Timeline, costs: StageCosts, delay: float) -> None:
+        self.schedule, self.costs = timeline.schedule, costs
         self._starts = [
             {timed.op: timed.start + delay * (timed.op.kind is not OpKind.F) for timed in lane}
             for lane in timeline.lanes

@@ -19,7 +19,7 @@ RESERVES = (1, 0.5, 0)
 OVERHANGS = (0.5, 0, 1)
 """How much longer than a gap a weight gradient may be that fills it, in parts of its own time."""
 NUM_FILLED = 2
-"""Of how many delays the gaps are filled anew."""
+"""How many of the delays, the best ones, are tried with their gaps filled anew."""
 
 
 def best_with_vocabulary(
@@ -68,7 +68,7 @@ def _candidates(
     for schedule in without_shards:
         step, shortest = interval(schedule, costs), shortest_delay(costs)
         delays = sorted({max(shortest, delay) for delay in (shortest, step / 2, step, step + shortest, 1.5 * step)})
-        delayed = [simulate(with_vocabulary(schedule, costs, delay), costs) for delay in delays]
+        delayed = [simulate(each, costs) for each in with_vocabulary(schedule, costs, delays)]
         yield from delayed
         if schedule.splits_backward:
             promising = sorted(delayed, key=_order)[: 1 if is_quick else NUM_FILLED]
