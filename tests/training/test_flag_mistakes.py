@@ -15,7 +15,7 @@ kv-channels make-vocab-size-divisible-by num-query-groups tensor-model-parallel-
 train-iters global-batch-size seed log-interval eval-interval save-interval exit-interval tensorboard-log-interval
 distributed-timeout-minutes vocab-size ddp-bucket-size lr-decay-iters recompute-num-layers
 num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank
-microbatch-group-size-per-virtual-pipeline-stage
+microbatch-group-size-per-virtual-pipeline-stage num-distributed-optimizer-instances
 """
 NOT_NEGATIVE = "lr min-lr weight-decay clip-grad init-method-std exit-duration-in-mins"
 POSITIVE = "norm-epsilon adam-eps"
@@ -98,6 +98,14 @@ MISTAKES = {
     "an MLP that tensor ranks cannot share": (
         TENSOR_2 | {"--ffn-hidden-size": "99"},
         "--ffn-hidden-size 99 is not a multiple of --tensor-model-parallel-size 2",
+    ),
+    "instances of an optimizer that is not sharded": (
+        {"--num-distributed-optimizer-instances": "2"},
+        "--num-distributed-optimizer-instances 2 needs --use-distributed-optimizer, whose state it copies",
+    ),
+    "instances that do not divide the replicas": (
+        {"--num-distributed-optimizer-instances": "2", "--use-distributed-optimizer": None},
+        "--num-distributed-optimizer-instances 2 must divide the 1 data- and context-parallel ranks",
     ),
     "gathering parameters without sharding them": (
         {"--overlap-param-gather": None, "--overlap-grad-reduce": None},

@@ -28,13 +28,15 @@ class Layout(NamedTuple):
 
 PP2 = ("--pipeline-model-parallel-size", "2", "--global-batch-size", "8")
 OVERLAP = ("--overlap-grad-reduce", "--ddp-bucket-size", "4000")
+DISTRIBUTED_AND_OVERLAP = (*OVERLAP, "--use-distributed-optimizer", "--overlap-param-gather")
 LAYOUTS = {
     "tp2-pp2": Layout(4, (*PP2, "--tensor-model-parallel-size", "2")),
     "tp2-sp-pp2": Layout(4, (*PP2, "--tensor-model-parallel-size", "2", "--sequence-parallel")),
     "pp2-dp2": Layout(4, PP2),
     "pp2-dp2-distributed-optimizer": Layout(4, (*PP2, "--use-distributed-optimizer")),
+    "pp2-dp4-two-instances": Layout(8, (*PP2, "--num-distributed-optimizer-instances", "2", *DISTRIBUTED_AND_OVERLAP)),
     "pp2-dp2-overlap-grad-reduce": Layout(4, (*PP2, *OVERLAP)),
-    "pp2-dp2-overlap-both": Layout(4, (*PP2, *OVERLAP, "--use-distributed-optimizer", "--overlap-param-gather")),
+    "pp2-dp2-overlap-both": Layout(4, (*PP2, *DISTRIBUTED_AND_OVERLAP)),
     "pp4": Layout(4, ("--pipeline-model-parallel-size", "4", "--global-batch-size", "8", "--num-layers", "8")),
     "tp2-pp2-dp2": Layout(8, (*PP2, "--tensor-model-parallel-size", "2", *OVERLAP)),
 }

@@ -1,8 +1,8 @@
 """Under megatron-core's other kinds of parallelism too, numbers are those of its own schedule, byte for byte.
 
-`make test` runs tensor with sequence parallelism under one schedule, `test_matrix.py` the overlapped distributed
-optimizer and `test_numerics.py` experts. The layouts that are exhaustive combine the same parts, or change attention
-alone, as context parallelism does.
+`make test` runs tensor with sequence parallelism and two instances of the distributed optimizer under one schedule,
+`test_matrix.py` the overlapped distributed optimizer and `test_numerics.py` experts. The layouts that are exhaustive
+combine the same parts, or change attention alone, as context parallelism does.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ LAYOUTS = {
     ),
     "dp2": (),
     "dp2-distributed-optimizer": ("--use-distributed-optimizer", "--bf16"),
+    "dp2-two-instances": ("--use-distributed-optimizer", "--num-distributed-optimizer-instances", "2"),
     "dp2-overlap-grad-reduce": ("--overlap-grad-reduce", *BUCKETS),
     "dp2-overlap-both": (
         *("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather", *BUCKETS),
@@ -47,7 +48,9 @@ LAYOUTS["cp2"] = ("--context-parallel-size", "2", *NO_DROPOUT)
 SCHEDULES = ("zb-h1", "zb-2p")
 
 
-QUICK_LAYOUTS = ("tp2-sp",)
+QUICK_LAYOUTS = ("tp2-sp", "dp2-two-instances")
+TOGETHER = [f"{which}-{layout}" for which in ("base", "zb-2p") for layout in QUICK_LAYOUTS]
+"""What `make test` compares, in one start of four ranks."""
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +61,7 @@ def numerics(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
         trainings[f"base-{layout}"] = [*COMMON, *flags]
         for schedule in SCHEDULES:
             trainings[f"{schedule}-{layout}"] = [*COMMON, *flags, "--zero-bubble-schedule", schedule]
-    return Trainings(4, trainings, tmp_path_factory.mktemp("parallelism"))
+    return Trainings(4, trainings, tmp_path_factory.mktemp("parallelism"), together=TOGETHER)
 
 
 @pytest.mark.parametrize(

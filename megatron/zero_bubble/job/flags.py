@@ -39,6 +39,9 @@ class ParallelFlags:
     account_for_loss_in_pipeline_split: bool = flag("count the loss as a layer of the last stage", False)
     allow_padding_num_layers: bool = flag("allow a number of layers that the stages do not divide", False)
     use_distributed_optimizer: bool = flag("shard the optimizer's state over data-parallel ranks", False)
+    num_distributed_optimizer_instances: int = flag(
+        "groups of data-parallel ranks that each hold the whole sharded state of --use-distributed-optimizer", 1
+    )
     overlap_grad_reduce: bool = flag("reduce gradients while the backward runs", False)
     overlap_param_gather: bool = flag("gather parameters while the forward runs", False)
     ddp_bucket_size: int | None = flag("parameters in a bucket of the gradient reduction", None)

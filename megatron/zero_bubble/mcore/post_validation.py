@@ -96,6 +96,7 @@ class PostValidation:
         self._rollback = rollback
         self._chunks = model_chunks
         self._clip = optimizer.config.clip_grad
+        self._num_instances = model_chunks[0].ddp_config.num_distributed_optimizer_instances
         self._pending: _Pending | None = None
         self.settled = settled
         self.check_norm = check_norm
@@ -205,6 +206,8 @@ class PostValidation:
             # The ranks of a stage exchange parameters in a step, so either all of them step or none.
             dist.all_reduce(state, group=group)
         inf, squared = state.tolist()
+        # Each instance of the distributed optimizer has all gradients, so that the sum counts them several times.
+        squared /= self._num_instances
         return inf > 0 or not math.isfinite(squared) or self._clips(squared**0.5)
 
     def _reduce_found(self, flag: torch.Tensor, has_stepped: bool, optimizer: MixedPrecisionOptimizer) -> _Reduction:

@@ -79,7 +79,7 @@ def _check_ranges(args: Arguments) -> None:
         *("num_experts", "expert_model_parallel_size", "context_parallel_size", "mtp_num_layers"),
         *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", "recompute_num_layers"),
         *("microbatch_group_size_per_virtual_pipeline_stage", "decoder_first_pipeline_num_layers"),
-        "decoder_last_pipeline_num_layers",
+        *("decoder_last_pipeline_num_layers", "num_distributed_optimizer_instances"),
     )
     for name in at_least_one:
         value = getattr(args, name)
@@ -175,6 +175,16 @@ def _check_parallel(args: Arguments, has_cuda: bool) -> None:
     _require(
         not args.overlap_param_gather or (args.use_distributed_optimizer and args.overlap_grad_reduce),
         "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce",
+    )
+    instances, replicas = args.num_distributed_optimizer_instances, args.data_parallel_size * context
+    _require(
+        instances == 1 or args.use_distributed_optimizer,
+        f"--num-distributed-optimizer-instances {instances} needs --use-distributed-optimizer, whose state it copies",
+    )
+    _require(
+        replicas // expert_ranks % instances == 0 and replicas % instances == 0,
+        f"--num-distributed-optimizer-instances {instances} must divide the {replicas} data- and context-parallel ranks"
+        + (f" and the {replicas // expert_ranks} of them that share an expert" if expert_ranks > 1 else ""),
     )
     _require(
         not args.use_distributed_optimizer or args.optimizer == "adam",

@@ -228,6 +228,7 @@ def _ddp_config(args: Arguments, splits_backward: bool) -> DistributedDataParall
         overlap_grad_reduce=args.overlap_grad_reduce,
         overlap_param_gather=args.overlap_param_gather,
         use_distributed_optimizer=args.use_distributed_optimizer,
+        num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
         bucket_size=args.ddp_bucket_size,
         # Checks before the reduction, after which no rank can tell which replica's gradient was not finite.
         check_for_nan_in_grad=args.checks_finite and args.data_parallel_size * args.context_parallel_size > 1,

@@ -94,7 +94,13 @@ def _build(args: Arguments, unit: Unit, store: WeightGradStore) -> DistributedDa
     if args.transformer_impl == "transformer_engine":
         defer_weight_gradients(config)
     # No communication but that of the forward and backward: replicas neither gather nor reduce.
-    alone = replace(args, use_distributed_optimizer=False, overlap_grad_reduce=False, overlap_param_gather=False)
+    alone = replace(
+        args,
+        use_distributed_optimizer=False,
+        num_distributed_optimizer_instances=1,
+        overlap_grad_reduce=False,
+        overlap_param_gather=False,
+    )
     groups = chunk_groups(Placement("linear", 1), 0, 0)
     model = build_gpt(alone, config, groups, None, embeds=unit.embeds, is_last=unit.is_last)
     keep_unit(model, unit)
