@@ -19,7 +19,7 @@ class Nothing(nn.Module):
 
 
 def broken() -> nn.Module:
-    raise RuntimeError("no such thing")
+    raise RuntimeError("no such\n  thing")
 
 
 def linears(count: int) -> list:

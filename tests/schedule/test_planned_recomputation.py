@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from megatron.zero_bubble.schedule import Infeasible, Placement, StageCosts, gen
 from megatron.zero_bubble.schedule.bounds import lower_bounds
 from megatron.zero_bubble.schedule.default_costs import default_costs
 from megatron.zero_bubble.schedule.generators.auto import multiple_of_p
+from megatron.zero_bubble.schedule.kinds import BACKWARDS, OpKind
 from megatron.zero_bubble.schedule.memory_limit import MemoryLimit, one_f_one_b_peaks
 from megatron.zero_bubble.schedule.recomputation import Recompute, num_recomputed, with_recomputation
 
@@ -31,6 +33,17 @@ def costs_with_r(draw: st.DrawFn, num_stages: int) -> StageCosts:
 
 def fits(timeline, limits):
     return all(peak <= limit * (1 + 1e-9) for peak, limit in zip(timeline.peak_memory, limits, strict=True))
+
+
+def recomputes_all(schedule):
+    """Whether every microbatch has an R, except where its backward follows its F at once."""
+    for ops in schedule.ops:
+        recomputed = {op._replace(kind=OpKind.B) for op in ops if op.kind is OpKind.R}
+        for before, op in pairwise(ops):
+            follows = before == op._replace(kind=OpKind.F)
+            if op.kind in BACKWARDS and op._replace(kind=OpKind.B) not in recomputed and not follows:
+                return False
+    return True
 
 
 @settings(max_examples=40, deadline=None)
@@ -76,6 +89,7 @@ def test_full_recomputation_fits_and_no_simple_schedule_that_fits_is_better(data
     checked(planned, costs)
     timeline = simulate(planned, costs, **options)
     assert fits(timeline, limits)
+    assert recomputes_all(planned)
     assert timeline.cost >= lower_bounds(planned.placement, m, costs, limits, FULL).span * (1 - 1e-9)
     for schedule in simple:
         other = simulate(schedule, costs, **options)
@@ -94,6 +108,7 @@ def test_a_v_with_full_recomputation_is_no_worse_than_with_r_inserted(data, name
         return
     timeline = checked(planned, costs)
     assert fits(timeline, limits)
+    assert recomputes_all(planned)
     assert timeline.cost >= lower_bounds(planned.placement, m, costs, limits, FULL).span * (1 - 1e-9)
     try:
         inside = generate(name, p, m, costs=costs.recomputing_in_backward(), memory_limit=limits)
@@ -101,6 +116,20 @@ def test_a_v_with_full_recomputation_is_no_worse_than_with_r_inserted(data, name
         return
     other = simulate(with_recomputation(inside), costs)
     assert not fits(other, limits) or timeline.cost <= other.cost * (1 + 1e-9)
+
+
+def test_the_local_search_moves_nothing_between_a_forward_and_the_backward_that_follows_it_without_r():
+    costs = StageCosts(
+        time_f=(1, 1, 1, 1),
+        time_b=(1, 1, 1, 3),
+        time_w=(1, 1, 3, 1),
+        time_comm=(0, 0, 0),
+        memory_f=(1, 1, 1, 1),
+        memory_b=(0, 0, 0, 0),
+        memory_w=(-1, -1, -1, -1),
+        time_r=(0, 0, 3, 0),
+    )
+    assert recomputes_all(generate("zb-v", 2, 2, costs=costs, memory_limit=[2, 3], recompute=FULL))
 
 
 @pytest.mark.parametrize("name", ["auto", "zb-1p", "zb-2p", "zb-v", "v-min"])

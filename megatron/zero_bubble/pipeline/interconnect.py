@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megatron.zero_bubble.runtime.collectives import Collectives, TorchCollectives
 from megatron.zero_bubble.runtime.communicator import Communicator, TorchCommunicator
+from megatron.zero_bubble.runtime.joint import attempt, raise_first
 from megatron.zero_bubble.schedule import Placement
 
 T = TypeVar("T")
@@ -123,12 +124,10 @@ class Agreement:
         """Run `action` on every rank and return the results of all; a collective call.
 
         Raises:
-            ValueError: on every rank, if `action` raises it on any: that of the first such rank.
+            ValueError: or `OSError`, on every rank, if `action` raises it on any: that of the first such rank.
         """
-        outcomes = self.gather(_try(action))
-        for _, error in outcomes:
-            if error is not None:
-                raise error
+        outcomes = self.gather(attempt(action))
+        raise_first(error for _, error in outcomes)
         return [cast(T, result) for result, _ in outcomes]
 
     def together(self, action: Callable[[], T]) -> T:
@@ -140,10 +139,3 @@ class Agreement:
     def on(self, rank: int, action: Callable[[], T]) -> T:
         """Run `action` on one rank and return its result on every rank; raises as `collect` does."""
         return cast(T, self.collect(lambda: action() if self._collectives.rank == rank else None)[rank])
-
-
-def _try(action: Callable[[], T]) -> tuple[T | None, ValueError | None]:
-    try:
-        return action(), None
-    except ValueError as error:
-        return None, error

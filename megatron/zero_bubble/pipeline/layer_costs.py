@@ -15,6 +15,7 @@ from megatron.zero_bubble.pipeline.specs import LayerSpec, built, call_of
 from megatron.zero_bubble.pipeline.weight_split import run_backward, split_modules
 from megatron.zero_bubble.runtime.recorder import device_clock
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
+from megatron.zero_bubble.schedule.errors import one_line
 
 _RUNS = 6
 """How often each layer runs; the first run is not counted."""
@@ -57,7 +58,9 @@ def measure_layers(
             of_layer, value = _measure(call, value, store, device, needs_input_grad=index > 0)
         except Exception as error:
             name = "loss_fn" if is_loss else f"layer {index} ({type(module).__name__})"
-            raise ValueError(f"partition='profile': {name} failed: {type(error).__name__}: {error}") from error
+            raise ValueError(
+                f"partition='profile': {name} failed: {type(error).__name__}: {one_line(error)}"
+            ) from error
         times.append(of_layer)
     *of_layers, of_last, of_loss = times
     return [*of_layers, LayerTimes(*map(sum, zip(of_last, of_loss, strict=True)))]

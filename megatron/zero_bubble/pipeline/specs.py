@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from megatron.zero_bubble.schedule.errors import one_line
+
 
 class LayerSpec:
     """A layer that only the rank that holds it builds, as `layer_class(*args, **kwargs)`.
@@ -97,7 +99,9 @@ def built(layers: Sequence[Any], index: int, device: torch.device) -> torch.nn.M
             try:
                 layer = layer.build()
             except Exception as error:
-                raise ValueError(f"layer {index} ({class_name_of(layers[index])}) cannot be built: {error}") from error
+                raise ValueError(
+                    f"layer {index} ({class_name_of(layers[index])}) cannot be built: {one_line(error)}"
+                ) from error
     if not isinstance(layer, torch.nn.Module):
         if not callable(layer):
             raise ValueError(f"layer {index} is neither a module, a LayerSpec nor a function, but {layer!r}")

@@ -15,6 +15,7 @@ from megatron.zero_bubble.pipeline.layer_costs import LayerTimes, measure_layers
 from megatron.zero_bubble.pipeline.specs import LayerSpec, class_name_of
 from megatron.zero_bubble.schedule import Schedule, StageCosts
 from megatron.zero_bubble.schedule.default_costs import default_costs
+from megatron.zero_bubble.schedule.errors import one_line
 from megatron.zero_bubble.schedule.plan import Plan
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
@@ -151,7 +152,7 @@ def num_parameters(layer: Any) -> int:
             except Exception as error:
                 raise ValueError(
                     f"the parameters of {layer.class_name} cannot be counted, because it cannot be built on the meta "
-                    f"device ({error}): choose another partition than 'parameters'"
+                    f"device ({one_line(error)}): choose another partition than 'parameters'"
                 ) from error
     return sum(parameter.numel() for parameter in layer.parameters()) if isinstance(layer, nn.Module) else 0
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -17,27 +17,32 @@ def jointly(action: Callable[[], T]) -> T:
         ValueError: or `OSError`, on every rank, if `action` raises it on any rank: the error of the first such rank. A
             rank that failed alone would leave the others waiting for it.
     """
-    outcome, error = _try(action)
+    outcome, error = attempt(action)
     errors: list[Exception | None] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, error)
-    for error in errors:
-        if error is not None:
-            raise error
-    return outcome  # type: ignore[return-value]
+    raise_first(errors)
+    return cast(T, outcome)
 
 
 def on_rank(rank: int, action: Callable[[], T]) -> T:
     """Run `action` on `rank` alone, and return its result or raise its error on every rank; a collective call."""
-    outcome: list[Any] = [_try(action) if dist.get_rank() == rank else None]
+    outcome: list[Any] = [attempt(action) if dist.get_rank() == rank else None]
     dist.broadcast_object_list(outcome, src=rank)
     value, error = outcome[0]
-    if error is not None:
-        raise error
+    raise_first([error])
     return value
 
 
-def _try(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
+def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Return the result of `action`, or the `ValueError` or `OSError` that it raises, for the other ranks to know."""
     try:
         return action(), None
     except (ValueError, OSError) as error:
         return None, error
+
+
+def raise_first(errors: Iterable[Exception | None]) -> None:
+    """Raise the first error of the ranks' errors, if there is one."""
+    for error in errors:
+        if error is not None:
+            raise error

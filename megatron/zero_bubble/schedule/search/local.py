@@ -8,9 +8,10 @@ moves the search makes the one that promises most, even if the plan gets longer,
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.schedule.search.event_loop import PlannedOrders
 from megatron.zero_bubble.schedule.search.problem import Problem, tolerance
 from megatron.zero_bubble.schedule.search.ways import Stretch, Ways
@@ -116,7 +117,7 @@ class _LocalSearch:
     def _moves(self) -> Iterator[_Move]:
         for stretch in self.ways.critical_stretches():
             for move in self._moves_out_of(stretch):
-                if self._keeps_dependencies(move) and self._fits(move):
+                if self._keeps_dependencies(move) and self._fits(move) and self._keeps_recomputation(move):
                     yield move
 
     @staticmethod
@@ -158,3 +159,16 @@ class _LocalSearch:
             if held > self.limits[move.rank]:
                 return False
         return True
+
+    def _keeps_recomputation(self, move: _Move) -> bool:
+        """Whether every B without R still follows its F at once, which full recomputation asks for."""
+        if self.problem.recompute is not Recompute.FULL:
+            return True
+        lane, low, high = self.ways.lanes[move.rank], min(move.source, move.target), max(move.source, move.target)
+        changed = [*lane[max(0, low - 1) : low], *self._part(move), *lane[high + 1 : high + 2]]
+        num_forwards = self.problem.num_stages * self.problem.num_microbatches
+        return all(
+            later == op + num_forwards
+            for op, later in pairwise(changed)
+            if op < num_forwards and op not in self.ways.dropped
+        )
