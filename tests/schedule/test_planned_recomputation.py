@@ -190,7 +190,10 @@ def check_smallest(name, p, m, costs, smallest, **options):
 
 
 def compare_planned(name, p, m, costs, limits, **options):
-    """What is planned fits, is valid, and no worse than what keeps everything and what drops everything."""
+    """What is planned fits, is valid, and takes no longer than what keeps everything and what drops everything.
+
+    The makespan decides, by which a planner judges that chooses what is recomputed.
+    """
     try:
         planned = generate(name, p, m, costs=costs, memory_limit=limits, recompute=PLANNED, **options)
     except Infeasible as error:
@@ -205,7 +208,7 @@ def compare_planned(name, p, m, costs, limits, **options):
             other = generate(name, p, m, costs=costs, memory_limit=limits, recompute=recompute, **options)
         except Infeasible:
             continue
-        assert timeline.cost <= simulate(other, costs, **options).cost * (1 + 1e-9), recompute
+        assert timeline.makespan <= simulate(other, costs, **options).makespan * (1 + 1e-9), recompute
 
 
 @settings(max_examples=20, deadline=None)
