@@ -46,8 +46,9 @@ class ThreadInterconnect:
     def size(self) -> int:
         return self._threads.size
 
-    def communicator(self, placement):
-        return self._threads.network("channels", self.size).communicator(self._rank)
+    def communicator(self, placement, device=None):
+        self._opened["channels"] += 1
+        return self._threads.network(("channels", self._opened["channels"]), self.size).communicator(self._rank)
 
     def collectives(self, members, device):
         members = tuple(members)
@@ -104,9 +105,15 @@ def run_in_one_process(
 
 
 def accumulate(model: Any, loss_fn: Any, batch: tuple[Any, Any], num_microbatches: int) -> torch.Tensor:
+    return accumulate_pairs(model, loss_fn, list(zip(*(part.chunk(num_microbatches) for part in batch), strict=True)))
+
+
+def accumulate_pairs(model: Any, loss_fn: Any, pairs: Sequence[tuple[Any, Any]]) -> torch.Tensor:
+    """Add up the gradients of microbatches, without gradients only their losses; return the mean loss."""
     losses = []
-    for x, y in zip(*(values.chunk(num_microbatches) for values in batch), strict=True):
-        loss = loss_fn(model(x), y) / num_microbatches
-        loss.backward()
+    for x, y in pairs:
+        loss = loss_fn(model(x), y) / len(pairs)
+        if loss.requires_grad:
+            loss.backward()
         losses.append(loss.detach())
     return sum(losses[1:], start=losses[0])

@@ -85,9 +85,9 @@ def assert_message(layers, message, batch=(X, Y), loss_fn=nn.functional.mse_loss
         ),
         (
             4,
-            {"batch": [(X, Y), (X, Y), (X[:2], Y), (X, Y)]},
-            "the inputs of microbatch 2 are float32[2, 4], those of microbatch 0 are float32[8, 4]: all microbatches "
-            "of a step need the same shapes and types",
+            {"batch": [(X, Y), (X, Y), ((X,), Y), (X, Y)]},
+            "the inputs of microbatch 2 are (float32[8, 4],), those of microbatch 0 are float32[8, 4]: all "
+            "microbatches of a step need the same structure and types",
         ),
         (
             4,

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+from test_pipeline_numerics import SCHEDULES
+
 from tests.launch import ROOT, run
 
 
@@ -18,5 +21,17 @@ def test_the_example_trains_and_finds_the_bits_of_one_process():
 def test_a_checkpoint_is_loaded_on_another_number_of_ranks_and_replicas_train_as_in_ddp(tmp_path):
     job = run(2, Path(__file__).parent / "two_ranks.py", str(tmp_path / "checkpoint"))
     assert job.returncode == 0, job.stderr
-    problem = "a batch of 8 samples does not divide into 3 microbatches"
-    assert sorted(line for line in job.stdout.splitlines() if line) == [f"rank 0: {problem}", f"rank 1: {problem}"]
+    before = "a batch of 8 samples does not divide into 3 microbatches"
+    within = (
+        "microbatch 2: layer 0 (Linear) failed: RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x7 and 6x6)"
+    )
+    expected = [f"rank {rank}: {problem}" for rank in range(2) for problem in (before, within)]
+    assert sorted(line for line in job.stdout.splitlines() if line) == expected
+
+
+# The same shapes go between threads in test_pipeline_shapes.py, and through two processes above.
+@pytest.mark.exhaustive
+def test_shapes_change_between_four_processes_under_every_schedule():
+    job = run(4, Path(__file__).parent / "four_ranks.py")
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.split() == SCHEDULES

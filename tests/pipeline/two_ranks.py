@@ -9,7 +9,7 @@ import sys
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
-from rank_threads import accumulate
+from rank_threads import accumulate, accumulate_pairs
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -57,6 +57,13 @@ def main(folder: str) -> None:
             one.step()
             one.zero_grad()
     assert_equal(pipeline.full_state_dict(), model.state_dict())
+    pairs = [(x[:size], y[:size]) for size, (x, y) in zip((2, 8, 3, 2), map(batch, range(4)), strict=True)]
+    loss = pipeline.train_batch(iter(pairs))
+    assert torch.equal(loss, accumulate_pairs(model, mse_loss, pairs)), "shapes that change with every microbatch"
+    for one in (optimizer, reference):
+        one.step()
+        one.zero_grad()
+    assert_equal(pipeline.full_state_dict(), model.state_dict())
     state = {"model": pipeline.state_dict(), "optimizer": get_optimizer_state_dict(pipeline, optimizer, options=FLAT)}
     checkpoint.save(state, checkpoint_id=folder)
     pipeline.close()
@@ -90,10 +97,11 @@ def main(folder: str) -> None:
     assert_equal(replica.state_dict(), distributed.module.state_dict())
 
     last = Pipeline(LAYERS, mse_loss, schedule="1f1b", num_microbatches=3)
-    try:
-        last.train_batch(batch(0))
-    except ValueError as error:
-        print(f"rank {rank}: {error}\n", end="", flush=True)
+    for data in (batch(0), iter([batch(0), batch(1), (torch.ones(2, 7), torch.ones(2, 6))])):
+        try:
+            last.train_batch(data)
+        except ValueError as error:
+            print(f"rank {rank}: {error}\n", end="", flush=True)
     dist.destroy_process_group()
 
 

@@ -47,16 +47,16 @@ class SimulatedNccl:
     def __init__(self, num_ranks: int, seed: int) -> None:
         self.random = random.Random(seed)
         self._num_ranks = num_ranks
-        self._channels: dict[tuple[int, int], _Channel] = {}
+        self._channels: dict[tuple[str, int, int], _Channel] = {}
         self._turns = [threading.Semaphore(0) for _ in range(num_ranks)]
         self._waits: dict[int, tuple[Callable[[], bool], str]] = {}
         self._faults: list[str] = []
         self._error: BaseException | None = None
 
-    def communicators(self, placement: Placement) -> list[TorchCommunicator]:
+    def communicators(self, placement: Placement, purpose: str = "") -> list[TorchCommunicator]:
         """A communicator of every rank: the one that jobs use, with another network behind it."""
         new = partial(TorchCommunicator, range(self._num_ranks), placement=placement, device=CPU)
-        options = {"timeout": timedelta(seconds=10), "connect": self._connect}
+        options = {"timeout": timedelta(seconds=10), "connect": partial(self._connect, purpose)}
         return self.run([partial(new, rank, **options) for rank in range(self._num_ranks)])
 
     def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -94,11 +94,12 @@ class SimulatedNccl:
     def report(self, fault: str) -> None:
         self._faults.append(fault)
 
-    def _connect(self, end: ChannelEnd) -> _Group:
+    def _connect(self, purpose: str, end: ChannelEnd) -> _Group:
         ends = (end.source, end.destination)
-        if ends not in self._channels:
-            self._channels[ends] = _Channel(self, *ends)
-        return _Group(self._channels[ends], ends[end.rank])
+        key = (purpose, *ends)
+        if key not in self._channels:
+            self._channels[key] = _Channel(self, f"{purpose}{ends[0]}->{ends[1]}")
+        return _Group(self._channels[key], ends[end.rank])
 
     def _run_rank(self, rank: int, function: Callable[[], Any]) -> Any:
         self._turns[rank].acquire()
@@ -142,9 +143,8 @@ class SimulatedNccl:
 class _Channel:
     """The messages and the receives of one channel that have not met, each in the order in which they were posted."""
 
-    def __init__(self, network: SimulatedNccl, source: int, destination: int) -> None:
-        self.network = network
-        self.name = f"{source}->{destination}"
+    def __init__(self, network: SimulatedNccl, name: str) -> None:
+        self.network, self.name = network, name
         self.pace = network.random.choice(PACES)
         self.sends: deque[_Send] = deque()
         self.receives: deque[_Receive] = deque()
@@ -195,6 +195,11 @@ class _Group:
         assert not self._channel.can_deliver(), f"channel {self._channel.name} is shut down with messages under way"
 
 
+def _nothing(dtype: torch.dtype) -> float:
+    """What a message of this type must never arrive as."""
+    return NAN if dtype.is_floating_point else -1
+
+
 class SentMemory:
     """The memory that holds the values of a message. It is not kept alive, so that its release can be noticed."""
 
@@ -207,7 +212,7 @@ class SentMemory:
         """A copy of the values as they are now; NaN, and False, if the memory has been given back."""
         storage = self._storage()
         if storage is None or storage.nbytes() < self._num_bytes:
-            return torch.full(self._layout[1], NAN, dtype=self._dtype), False
+            return torch.empty(self._layout[1], dtype=self._dtype).fill_(_nothing(self._dtype)), False
         return torch.empty(0, dtype=self._dtype).set_(storage, *self._layout).clone(), True
 
 
@@ -245,7 +250,7 @@ class _Receive:
 
     def __init__(self, channel: _Channel, rank: int, buffer: torch.Tensor) -> None:
         self._channel, self._rank, self.name = channel, rank, channel.number(False)
-        self._buffer = buffer.fill_(NAN)
+        self._buffer = buffer.fill_(_nothing(buffer.dtype))
         self.values: torch.Tensor | None = None
 
     def wait(self) -> None:

@@ -45,7 +45,7 @@ class SplitLinear(torch.autograd.Function):
 
 
 def add_weight_grad(weight: torch.Tensor, x: torch.Tensor, grad: torch.Tensor) -> None:
-    new = grad.t() @ x
+    new = grad.flatten(0, -2).t() @ x.flatten(0, -2)
     weight.grad = new if weight.grad is None else weight.grad + new
 
 
@@ -157,6 +157,8 @@ class Threads(InMemoryNetwork):
 class Pipeline:
     """All ranks of a lowered schedule."""
 
+    stage_type = ToyStage
+
     def __init__(
         self, schedule: Schedule, problem: Problem, network: Network, *, tail_by_parameter: bool = False
     ) -> None:
@@ -169,7 +171,7 @@ class Pipeline:
 
     def _add_rank(self, rank: int, communicator: Communicator) -> None:
         store = WeightGradStore(self.schedule.num_chunks)
-        stage = ToyStage(self.problem, self.schedule, rank, store)
+        stage = self.stage_type(self.problem, self.schedule, rank, store)
         executor = Executor(self.schedule, rank, communicator, store, tail_by_parameter=self.tail_by_parameter)
         stage.count_live = lambda: executor.num_live_activations
         self.executors.append(executor)

@@ -57,17 +57,17 @@ def _split(value: Any, count: int) -> list[Any]:
     return [pytree.tree_unflatten([column[k] for column in columns], structure) for k in range(count)]
 
 
-def common_form(inputs: list[Any]) -> MessageSpec:
-    """Return the structure, shapes and types of the inputs of every microbatch.
+def common_form(inputs: list[Any]) -> tuple[MessageSpec, bool]:
+    """Return the form of the inputs of the first microbatch, and whether other microbatches have other shapes.
 
     Raises:
-        ValueError: they differ. Shapes that change within a step need another spec for each microbatch's messages.
+        ValueError: their structures or types differ.
     """
     forms = [StageMessage.of(value).spec for value in inputs]
     for microbatch, form in enumerate(forms):
-        if not form.has_form_of(forms[0]):
+        if not form.has_form_of(forms[0], shapes_vary=True):
             raise ValueError(
                 f"the inputs of microbatch {microbatch} are {form}, those of microbatch 0 are {forms[0]}: "
-                "all microbatches of a step need the same shapes and types"
+                "all microbatches of a step need the same structure and types"
             )
-    return forms[0]
+    return forms[0], not all(form.has_form_of(forms[0]) for form in forms)

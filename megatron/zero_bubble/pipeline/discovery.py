@@ -2,47 +2,107 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from megatron.zero_bubble.pipeline.interconnect import Agreement
+from megatron.zero_bubble.pipeline.autocast import Autocast
+from megatron.zero_bubble.pipeline.batches import Microbatches, common_form
+from megatron.zero_bubble.pipeline.interconnect import HOST, Agreement, Interconnect
 from megatron.zero_bubble.pipeline.layer_stage import LayerStage
 from megatron.zero_bubble.pipeline.messages import MessageCommunicator, MessageSpec, StageMessage
+from megatron.zero_bubble.runtime.variable_shapes import refuse_one_queue
 from megatron.zero_bubble.schedule import Placement
 
 
-def discover_messages(
-    stage: LayerStage,
-    placement: Placement,
-    rank: int,
-    communicator: MessageCommunicator,
-    agreement: Agreement,
-    device: torch.device,
-) -> dict[int, MessageSpec]:
-    """Return the spec of what each stage but the last one sends to the next; a collective call of all ranks.
+class StepMessages:
+    """The messages of a pipeline's steps; making one is a collective call of all ranks.
 
-    Raises:
-        ValueError: a layer fails, on all ranks.
+    Once a step has had microbatches of several shapes, headers tell the shapes of all activations.
+
+    Args:
+        shapes_vary: whether shapes vary from the first step on.
     """
-    specs: dict[int, MessageSpec] = {}
-    incoming: StageMessage | None = None
-    for sender in range(placement.num_stages):
-        here = placement.rank_of(sender)
-        outputs: list[StageMessage] = []
 
-        def run() -> MessageSpec:
-            outputs.append(stage.probe(sender, incoming))  # noqa: B023
-            return outputs[0].spec  # noqa: B023
+    def __init__(
+        self,
+        stage: LayerStage,
+        placement: Placement,
+        interconnect: Interconnect,
+        agreement: Agreement,
+        device: torch.device,
+        *,
+        shapes_vary: bool,
+    ) -> None:
+        self._stage, self._placement, self._device = stage, placement, device
+        self._interconnect, self._agreement = interconnect, agreement
+        self._first, self._last = (placement.rank_of(stage) for stage in (0, placement.num_stages - 1))
+        self._discovered: dict[tuple[object, ...], dict[int, MessageSpec]] = {}
+        self.communicator = MessageCommunicator(interconnect.communicator(placement))
+        self._shapes_vary = False
+        if shapes_vary:
+            self._open_headers()
 
-        spec = agreement.on(here, run)
-        if sender == placement.num_stages - 1:
-            break
-        there = placement.rank_of(sender + 1)
-        specs[sender] = spec.on(device)
-        incoming = None
-        if rank == here == there:
-            incoming = outputs[0].detach()
-        elif rank == here:
-            communicator.send(outputs[0], there).wait()
-        elif rank == there:
-            incoming = communicator.receive(here, specs[sender]).wait()
-    return specs
+    def _open_headers(self) -> None:
+        self._agreement.together(lambda: refuse_one_queue(self._device))
+        self.communicator.take_headers(self._interconnect.communicator(self._placement, HOST))
+        self._shapes_vary = True
+
+    def begin(self, load: Callable[[], Microbatches], autocast: Autocast, *, trains: bool) -> None:
+        """Give the stage the data and the specs of the messages of a step; a collective call of all ranks.
+
+        Args:
+            load: returns the step's microbatches; called on the ranks of the first and the last stage.
+
+        Raises:
+            ValueError: on all ranks, if the data cannot be used or a layer fails.
+        """
+
+        def describe() -> tuple[str, bool]:
+            """Return all that the messages depend on, and whether microbatches have several shapes."""
+            rank = self._interconnect.rank
+            microbatches = load() if rank in (self._first, self._last) else Microbatches([], [])
+            self._stage.begin(microbatches, autocast)
+            form, vary = common_form(microbatches.inputs) if rank == self._first else (None, False)
+            if form is not None and (vary or self._shapes_vary):
+                form = form.announced()
+            return f"{form!r} {autocast} {self._stage.trained_parameters()}", vary
+
+        described = self._agreement.collect(describe)
+        if not self._shapes_vary and any(vary for _, vary in described):
+            self._open_headers()
+        key = trains, *described
+        if key not in self._discovered:
+            self._discovered[key] = self._discover()
+        self._stage.expect(self._discovered[key], shapes_vary=self._shapes_vary)
+
+    def _discover(self) -> dict[int, MessageSpec]:
+        """Return the spec of what each stage but the last one sends to the next; a collective call of all ranks.
+
+        Raises:
+            ValueError: a layer fails, on all ranks.
+        """
+        specs: dict[int, MessageSpec] = {}
+        incoming: StageMessage | None = None
+        rank = self._interconnect.rank
+        for sender in range(self._placement.num_stages):
+            here = self._placement.rank_of(sender)
+            outputs: list[StageMessage] = []
+
+            def run() -> MessageSpec:
+                outputs.append(self._stage.probe(sender, incoming))  # noqa: B023
+                return outputs[0].spec  # noqa: B023
+
+            spec = self._agreement.on(here, run)
+            if sender == self._placement.num_stages - 1:
+                break
+            there = self._placement.rank_of(sender + 1)
+            specs[sender] = spec.on(self._device)
+            incoming = None
+            if rank == here == there:
+                incoming = outputs[0].detach()
+            elif rank == here:
+                self.communicator.send(outputs[0], there).wait()
+            elif rank == there:
+                incoming = self.communicator.receive(here, specs[sender]).wait()
+        return specs

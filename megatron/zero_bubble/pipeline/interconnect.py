@@ -29,8 +29,8 @@ class Interconnect(Protocol):
     @property
     def size(self) -> int: ...
 
-    def communicator(self, placement: Placement) -> Communicator:
-        """Open the channels between neighbours; a collective call of all ranks."""
+    def communicator(self, placement: Placement, device: torch.device | None = None) -> Communicator:
+        """Open channels between neighbours, by default for tensors on the pipeline's device; a collective call."""
         ...
 
     def collectives(self, members: Sequence[int], device: torch.device) -> Collectives:
@@ -65,8 +65,9 @@ class TorchInterconnect:
     def size(self) -> int:
         return len(self._global_ranks)
 
-    def communicator(self, placement: Placement) -> Communicator:
-        communicator = TorchCommunicator(self._global_ranks, self._rank, placement, self._device, self._timeout)
+    def communicator(self, placement: Placement, device: torch.device | None = None) -> Communicator:
+        device = device or self._device
+        communicator = TorchCommunicator(self._global_ranks, self._rank, placement, device, self._timeout)
         self._open.append(communicator)
         return communicator
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
 from megatron.zero_bubble.pipeline.autocast import Autocast
 from megatron.zero_bubble.pipeline.batches import Microbatches
-from megatron.zero_bubble.pipeline.messages import MessageSpec, StageMessage
+from megatron.zero_bubble.pipeline.messages import MessageSpec, StageMessage, spec_of
 from megatron.zero_bubble.pipeline.weight_split import run_backward
+from megatron.zero_bubble.runtime.communicator import TensorSpec
 from megatron.zero_bubble.schedule import Op, OpKind, Placement
 from megatron.zero_bubble.schedule.errors import one_line
 
@@ -29,8 +31,19 @@ class HeldLayer:
     """Runs the layer: the module itself, or what is done with it."""
 
 
+class Failure(NamedTuple):
+    """A forward that has failed; the smallest of several is their cause."""
+
+    microbatch: int
+    stage: int
+    problem: str
+
+
 class LayerStage:
     """Computes F and B of the layers of one rank; a `Stage` whose messages are `StageMessage`.
+
+    A forward that fails is noted, and what it should have made is zeros: the step goes on to its end, so that no rank
+    waits for another and all can raise the same error.
 
     Args:
         chunks: the layers of each of the rank's stages.
@@ -49,46 +62,81 @@ class LayerStage:
         self.stages = placement.stages_of(rank)
         self.autocast = Autocast.current(device.type)
         self.losses: dict[int, torch.Tensor] = {}
+        self.failures: list[Failure] = []
+        self.cause: Exception | None = None
         self._last = placement.num_stages - 1
         self._loss_fn, self._device = loss_fn, device
         self._microbatches = Microbatches([], [])
         self._sent: Mapping[int, MessageSpec] = {}
+        self._announced: Mapping[int, MessageSpec] = {}
+        self._gradients: dict[tuple[int, int], list[TensorSpec]] = {}
         self._changes_input: set[int] = set()
 
     def begin(self, microbatches: Microbatches, autocast: Autocast) -> None:
         """Take the data of a step, whose messages are not known yet."""
         self._microbatches, self.autocast = microbatches, autocast
-        self.losses = {}
+        self.losses, self.failures, self.cause = {}, [], None
 
-    def expect(self, sent: Mapping[int, MessageSpec]) -> None:
-        """Set the spec of the message that each stage sends to the next one."""
+    def expect(self, sent: Mapping[int, MessageSpec], *, shapes_vary: bool) -> None:
+        """Set the spec of the message that each stage sends to the next one, with example shapes if shapes vary."""
         self._sent = sent
+        self._announced = {stage: spec.announced() for stage, spec in sent.items()} if shapes_vary else {}
+
+    def trained_parameters(self) -> list[bool]:
+        """Tell of every parameter whether it requires a gradient, which decides what of a message needs one."""
+        layers = [layer for chunk in self.chunks for layer in chunk]
+        return [parameter.requires_grad for layer in layers for parameter in layer.module.parameters()]
 
     def end(self) -> torch.Tensor | None:
         """Forget the data of the step and return its loss, None where the last stage is not on this rank."""
         losses = [self.losses[microbatch] for microbatch in sorted(self.losses)]
-        self._microbatches, self.losses = Microbatches([], []), {}
+        self._microbatches, self.losses, self._gradients = Microbatches([], []), {}, {}
         return sum(losses[1:], start=losses[0]) if losses else None
 
     def forward(self, microbatch: int, chunk: int, message: StageMessage | None) -> StageMessage:
         stage = self.stages[chunk]
+        try:
+            output = self._forward(microbatch, chunk, message)
+        except Exception as error:
+            self.failures.append(Failure(microbatch, stage, f"microbatch {microbatch}: {one_line(error)}"))
+            self.cause = self.cause or error
+            output = self._zeros(stage)
+        if stage == self._last:
+            self.losses[microbatch] = output.tensors[0].detach()
+        elif self._announced:
+            # Their gradients will have the same shapes.
+            wanted = zip(output.tensors, output.spec.needs_gradient, strict=True)
+            self._gradients[stage, microbatch] = [spec_of(tensor) for tensor, needs in wanted if needs]
+        return output
+
+    def _forward(self, microbatch: int, chunk: int, message: StageMessage | None) -> StageMessage:
+        stage = self.stages[chunk]
         with self.autocast.forward():
             value = self._input(microbatch, chunk, message)
             for layer in self.chunks[chunk]:
-                value = layer.call(value)
+                value = _checked_call(layer, value)
             if stage == self._last:
                 # Divided before its backward, as one process does that accumulates gradients.
-                value = self._loss(value, microbatch) / len(self._microbatches.targets)
-        output = StageMessage.of(value)
+                return StageMessage.of(self._checked_loss(value, microbatch) / len(self._microbatches.targets))
+        output, expected = StageMessage.of(value), self._sent[stage]
+        if not output.spec.has_form_of(expected, shapes_vary=bool(self._announced)):
+            raise ValueError(self._wrong_form(stage, output.spec))
+        return StageMessage(self._announced.get(stage, expected), output.tensors)
+
+    def _wrong_form(self, stage: int, sent: MessageSpec) -> str:
+        expected = self._announced.get(stage, self._sent[stage])
+        problem = f"stage {stage} sends {sent}, but the next stage expects {expected}"
+        if not self._announced and sent.has_form_of(expected, shapes_vary=True):
+            problem += ": give variable_shapes=True if layers change shapes beyond those of the inputs"
+        return problem
+
+    def _zeros(self, stage: int) -> StageMessage:
+        """Return what a stage that has failed hands on."""
         if stage == self._last:
-            self.losses[microbatch] = value.detach()
-            return output
-        expected = self._sent[stage]
-        if not output.spec.has_form_of(expected):
-            raise ValueError(
-                f"stage {stage} sends {output.spec} for microbatch {microbatch}, but the next stage expects {expected}"
-            )
-        return StageMessage(expected, output.tensors)
+            return StageMessage.of(torch.zeros((), device=self._device))
+        specs = self._sent[stage].tensors
+        zeros = [torch.zeros_like(spec.empty()) for spec in specs if isinstance(spec, TensorSpec)]
+        return StageMessage(self._announced.get(stage, self._sent[stage]), zeros)
 
     def _input(self, microbatch: int, chunk: int, message: StageMessage | None) -> Any:
         if message is None:
@@ -96,9 +144,6 @@ class LayerStage:
         if chunk in self._changes_input:
             return message.spec.value_of([tensor.clone() for tensor in message.tensors])
         return message.value
-
-    def _loss(self, output: Any, microbatch: int) -> torch.Tensor:
-        return self._loss_fn(output, self._microbatches.targets[microbatch])
 
     def backward(
         self,
@@ -121,8 +166,11 @@ class LayerStage:
     def message_spec(self, op: Op) -> MessageSpec:
         stage = self.stages[op.chunk]
         if op.kind is OpKind.RECV_FORWARD:
-            return self._sent[stage - 1]
-        return self._sent[stage].gradients()
+            return self._announced.get(stage - 1, self._sent[stage - 1])
+        gradients = self._sent[stage].gradients()
+        if not self._announced:
+            return gradients
+        return gradients.answering(partial(self._gradients.get, (stage, op.microbatch)))
 
     def probe(self, stage: int, message: StageMessage | None) -> StageMessage:
         """Run the forward of `stage` with the first microbatch, leaving no trace, to see what it sends.
@@ -145,16 +193,16 @@ class LayerStage:
                 # Autograd refuses that for a received tensor, so that the layers get a copy of it.
                 self._changes_input.add(chunk)
             if stage == self._last:
-                value = self._checked_loss(value)
+                value = self._checked_loss(value, 0)
         try:
             return StageMessage.of(value)
         except ValueError as error:
             last = self.chunks[chunk][-1]
             raise ValueError(f"layer {last.index} ({last.class_name}), the last of stage {stage}: {error}") from None
 
-    def _checked_loss(self, output: Any) -> torch.Tensor:
+    def _checked_loss(self, output: Any, microbatch: int) -> torch.Tensor:
         try:
-            loss = self._loss(output, 0)
+            loss = self._loss_fn(output, self._microbatches.targets[microbatch])
         except Exception as error:
             raise ValueError(f"loss_fn failed: {_words(error)}") from error
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:

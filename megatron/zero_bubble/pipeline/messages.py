@@ -6,16 +6,22 @@ in the place of a communicator.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from megatron.zero_bubble.runtime.communicator import Communicator, PendingReceive, PendingSend, TensorSpec
+from megatron.zero_bubble.runtime.variable_shapes import (
+    AnnouncedSpec,
+    AnswerSpec,
+    AnySpec,
+    VariableCommunicator,
+)
 
 Constant = None | bool | int | float | str
 """What a message may hold beside tensors; it is the same for every microbatch, and is not sent."""
@@ -26,12 +32,12 @@ class MessageSpec:
     """All that a receiver must know of a message before it arrives."""
 
     template: Any
-    """What a layer returned, with a `TensorSpec` in the place of each tensor."""
+    """What a layer returned, with the spec of a message in the place of each tensor."""
     needs_gradient: tuple[bool, ...]
     """For each tensor, whether the stage that sends it needs its gradient."""
 
     @cached_property
-    def _flat(self) -> tuple[list[TensorSpec | Constant], Any]:
+    def _flat(self) -> tuple[list[AnySpec | Constant], Any]:
         return pytree.tree_flatten(self.template)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -39,8 +45,8 @@ class MessageSpec:
         return MessageSpec, (self.template, self.needs_gradient)
 
     @cached_property
-    def tensors(self) -> list[TensorSpec]:
-        return [leaf for leaf in self._flat[0] if isinstance(leaf, TensorSpec)]
+    def tensors(self) -> list[AnySpec]:
+        return [leaf for leaf in self._flat[0] if isinstance(leaf, AnySpec)]
 
     def gradients(self) -> MessageSpec:
         """Return the spec of the message that goes back: the gradients of the tensors that need one."""
@@ -56,22 +62,30 @@ class MessageSpec:
         """Return the tensors of such a message in the structure in which a layer returned them."""
         given = iter(tensors)
         leaves, structure = self._flat
-        return pytree.tree_unflatten(
-            [next(given) if isinstance(leaf, TensorSpec) else leaf for leaf in leaves], structure
-        )
+        return pytree.tree_unflatten([next(given) if isinstance(leaf, AnySpec) else leaf for leaf in leaves], structure)
 
-    def has_form_of(self, other: MessageSpec) -> bool:
-        """Tell whether a receiver of `other` can receive this message."""
+    def announced(self) -> MessageSpec:
+        """Return the spec for a receiver that is told the shapes by headers."""
+        announced = pytree.tree_map_only(TensorSpec, lambda spec: AnnouncedSpec(spec.dtype, spec.device), self.template)
+        return replace(self, template=announced)
+
+    def answering(self, find: Callable[[], Sequence[TensorSpec] | None]) -> MessageSpec:
+        """Return the spec of such a message of gradients, whose shapes `find` returns once they are known."""
+
+        def later(k: int) -> AnswerSpec:
+            return AnswerSpec(lambda: None if (specs := find()) is None else specs[k])
+
+        return replace(self, template=tuple(later(k) for k in range(len(self.tensors))))
+
+    def has_form_of(self, other: MessageSpec, *, shapes_vary: bool = False) -> bool:
+        """Tell whether a receiver of `other` can receive this message, which it must if shapes vary, too."""
+        if shapes_vary:
+            return bool(self.announced().template == other.announced().template)
         return bool(self.template == other.template)
 
     def __str__(self) -> str:
-        words = [
-            f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
-            if isinstance(leaf, TensorSpec)
-            else repr(leaf)
-            for leaf in self._flat[0]
-        ]
-        return ", ".join(words)
+        leaves, structure = self._flat
+        return str(pytree.tree_unflatten(map(_Words, map(_words, leaves)), structure))
 
 
 class StageMessage:
@@ -148,17 +162,42 @@ def spec_of(tensor: torch.Tensor) -> TensorSpec:
     return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.device)
 
 
+class _Words(str):
+    """A text that shows without quotes inside of tuples and dicts."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def _words(leaf: AnySpec | Constant) -> str:
+    if not isinstance(leaf, TensorSpec | AnnouncedSpec):
+        return repr(leaf)
+    shape = list(leaf.shape) if isinstance(leaf, TensorSpec) else "[any]"
+    return f"{str(leaf.dtype).removeprefix('torch.')}{shape}"
+
+
 class MessageCommunicator:
     """Sends each tensor of a message as a message of its own, in order, over another communicator."""
 
     def __init__(self, inner: Communicator) -> None:
-        self._inner = inner
+        self._inner: Communicator | VariableCommunicator = inner
+
+    def take_headers(self, headers: Communicator) -> None:
+        """Announce the shapes of activations from now on; see `VariableCommunicator`."""
+        self._inner = VariableCommunicator(self._inner, headers)
+
+    def announce(self, message: StageMessage, destination: int) -> PendingSend:
+        """Tell the receiver the shapes of an activation if they vary."""
+        if not isinstance(self._inner, VariableCommunicator):
+            return _Sends([])
+        return _Sends([self._inner.announce(tensor, destination) for tensor in message.tensors])
 
     def send(self, message: StageMessage, destination: int) -> PendingSend:
         return _Sends([self._inner.send(tensor.detach(), destination) for tensor in message.tensors])
 
     def receive(self, source: int, spec: MessageSpec) -> _Receives:
-        return _Receives(spec, [self._inner.receive(source, tensor) for tensor in spec.tensors])
+        # Unless there are headers, all specs have shapes.
+        return _Receives(spec, [self._inner.receive(source, cast(TensorSpec, tensor)) for tensor in spec.tensors])
 
 
 @dataclass(frozen=True)

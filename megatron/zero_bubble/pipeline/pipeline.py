@@ -14,6 +14,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -21,8 +22,8 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.zero_bubble.pipeline.autocast import Autocast
-from megatron.zero_bubble.pipeline.batches import Microbatches, common_form, microbatches_of
-from megatron.zero_bubble.pipeline.discovery import discover_messages
+from megatron.zero_bubble.pipeline.batches import microbatches_of
+from megatron.zero_bubble.pipeline.discovery import StepMessages
 from megatron.zero_bubble.pipeline.gradients import TiedLayer, average_over, clip_grad_norm
 from megatron.zero_bubble.pipeline.held_layers import HeldLayers, LayerBuilder, Unsplit, stages_of_ties
 from megatron.zero_bubble.pipeline.interconnect import (
@@ -33,7 +34,6 @@ from megatron.zero_bubble.pipeline.interconnect import (
     default_device,
 )
 from megatron.zero_bubble.pipeline.layer_stage import LayerStage
-from megatron.zero_bubble.pipeline.messages import MessageCommunicator, MessageSpec
 from megatron.zero_bubble.pipeline.stage_layout import LayoutRequest, Partition, StageLayout, plan_for
 from megatron.zero_bubble.runtime.communicator import Communicator
 from megatron.zero_bubble.runtime.executor import Executor
@@ -69,6 +69,8 @@ class Pipeline(nn.Module):
         checkpoint: whether all layers drop their activations in F and run again in R. A spec says so of one layer.
         split_layers: further classes of layers whose W is split off (see `weight_split.split_modules`).
         example: inputs and targets of one microbatch, for the partition "profile".
+        variable_shapes: whether layers return other shapes for a microbatch than for another one with the same shapes
+            of inputs, as one that drops padding does. Microbatches whose inputs differ are noticed without it.
         group: the ranks of the pipeline, by default all of the job.
         replicas: the ranks that hold the same stages of other pipelines; gradients are averaged over them.
         device: where the layers and messages are, by default this process's GPU with NCCL and else the CPU.
@@ -92,6 +94,7 @@ class Pipeline(nn.Module):
         checkpoint: bool = False,
         split_layers: Sequence[type[nn.Module]] = (),
         example: tuple[Any, Any] | None = None,
+        variable_shapes: bool = False,
         group: dist.ProcessGroup | None = None,
         replicas: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,
@@ -126,9 +129,15 @@ class Pipeline(nn.Module):
             self.add_module(str(layer.index), layer.module)
         self._stage = LayerStage(held.chunks, self._placement, self._rank, loss_fn, self.device)
         self._tied = self._tie(layers, held)
-        self._communicator = MessageCommunicator(self._interconnect.communicator(self._placement))
+        self._messages = StepMessages(
+            self._stage,
+            self._placement,
+            self._interconnect,
+            self._agreement,
+            self.device,
+            shapes_vary=variable_shapes,
+        )
         self._executors: dict[bool, Executor] = {}
-        self._messages: dict[tuple[object, ...], dict[int, MessageSpec]] = {}
         own = sum(parameter.numel() for parameter in self.parameters())
         self._num_parameters = sum(self._agreement.gather(own))
         self._unsplit: Unsplit = sum(self._agreement.gather(held.unsplit), start=Unsplit())
@@ -189,41 +198,30 @@ class Pipeline(nn.Module):
     def _run(self, batch: Any, *, trains: bool) -> torch.Tensor:
         autocast = Autocast.current(self.device.type)
         with autocast.only_in_forwards():
-            key = trains, *self._begin(batch, autocast)
-            if key not in self._messages:
-                self._messages[key] = discover_messages(
-                    self._stage, self._placement, self._rank, self._communicator, self._agreement, self.device
-                )
-            self._stage.expect(self._messages[key])
+            load = partial(microbatches_of, batch, self.num_microbatches, self.device)
+            self._messages.begin(load, autocast, trains=trains)
             if trains:
                 for tied in self._tied:
                     tied.begin_step()
             # The executor only hands messages on, so they need not be tensors.
             self._executor(trains=trains).run(cast(Stage, self._stage))
-        loss = self._stage.end()
-        losses = self._agreement.gather(loss.cpu() if loss is not None else None)
-        of_last = losses[self._placement.rank_of(self._placement.num_stages - 1)]
+        return self._finish()
+
+    def _finish(self) -> torch.Tensor:
+        """Return the loss of the step on every rank, or raise the error of the first forward that has failed."""
+        failures, cause, loss = self._stage.failures, self._stage.cause, self._stage.end()
+        outcomes = self._agreement.gather((loss.cpu() if loss is not None else None, min(failures, default=None)))
+        failed = [failure for _, failure in outcomes if failure is not None]
+        if failed:
+            raise ValueError(min(failed).problem) from cause
+        of_last, _ = outcomes[self._placement.rank_of(self._placement.num_stages - 1)]
         assert of_last is not None
         return of_last.to(self.device)
-
-    def _begin(self, batch: Any, autocast: Autocast) -> list[str]:
-        """Give the stage its microbatches; return what the messages of the step depend on, from all ranks."""
-        first, last = (self._placement.rank_of(stage) for stage in (0, self._placement.num_stages - 1))
-
-        def load() -> str:
-            microbatches = Microbatches([], [])
-            if self._rank in (first, last):
-                microbatches = microbatches_of(batch, self.num_microbatches, self.device)
-            self._stage.begin(microbatches, autocast)
-            inputs = common_form(microbatches.inputs) if self._rank == first else None
-            return f"{inputs!r} {autocast} {[parameter.requires_grad for parameter in self.parameters()]}"
-
-        return self._agreement.collect(load)
 
     def _executor(self, *, trains: bool) -> Executor:
         if trains not in self._executors:
             schedule = self.schedule if trains else prepare(self.schedule.without_communication(), forward_only=True)
-            communicator = cast(Communicator, self._communicator)
+            communicator = cast(Communicator, self._messages.communicator)
             self._executors[trains] = Executor(schedule, self._rank, communicator, *self._stores)
         return self._executors[trains]
 

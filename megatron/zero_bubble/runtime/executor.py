@@ -19,6 +19,7 @@ from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
 from megatron.zero_bubble.runtime.recorder import OpRecorder
 from megatron.zero_bubble.runtime.stage import Stage, SteppingStage, VocabularyStage
 from megatron.zero_bubble.runtime.steps import Range, Step, new_range, no_range, steps_of
+from megatron.zero_bubble.runtime.variable_shapes import Announcing
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, OpKind, Schedule
 from megatron.zero_bubble.schedule.kinds import BACKWARDS, COLLECTIVES, KINDS, VOCABULARY
@@ -71,6 +72,7 @@ class Executor:
         self.schedule = schedule
         self.rank = rank
         self._communicator = communicator
+        self._announcing = communicator if isinstance(communicator, Announcing) else None
         self._store = weight_grad_store
         self._recomputation = recomputation_store or RecomputationStore()
         self._recomputed = frozenset((op.chunk, op.microbatch) for op in schedule.ops[rank] if op.kind is OpKind.R)
@@ -270,6 +272,8 @@ class Executor:
         is_forward = op.kind is OpKind.SEND_FORWARD
         tensor = self._outgoing.pop((is_forward, op.chunk, op.microbatch))
         destination = self.schedule.placement.peer_of(self.rank, op)
+        if is_forward and self._announcing is not None:
+            self._sends.append(self._announcing.announce(tensor, destination))
         self._sends.append(self._communicator.send(tensor, destination))
         if is_forward and self._runs_backward:
             stage.release_output(tensor)

@@ -1,0 +1,137 @@
+"""Sends messages whose shape the receiver does not know before they arrive.
+
+The sender announces such a message: a header with its shape goes from process to process, over channels of its own and
+in the order of the messages. The receiver posts the message once it has the header. Two kinds of messages need none:
+those whose shape is fixed, and answers, such as the gradient of an activation, whose shape this rank knows from what it
+sent.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from megatron.zero_bubble.runtime.communicator import Communicator, PendingReceive, PendingSend, TensorSpec
+
+HEADER = TensorSpec((1 + 64,), torch.int64, torch.device("cpu"))
+"""A header: the number of dimensions, of which torch's operations take up to 64, and their sizes, then zeros."""
+
+
+@dataclass(frozen=True)
+class AnnouncedSpec:
+    """A message whose shape its header tells."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class AnswerSpec:
+    """A message whose shape is known once this rank has sent what the message answers."""
+
+    find: Callable[[], TensorSpec | None]
+    """Returns None as long as the shape is not known."""
+
+
+def refuse_one_queue(device: torch.device) -> None:
+    """Raise `ValueError` on a GPU with one hardware queue.
+
+    Receives that are posted only when they are needed let sends wait, and with them all that their rank has launched
+    behind them.
+    """
+    if device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        raise ValueError("shapes that vary need several hardware queues: unset CUDA_DEVICE_MAX_CONNECTIONS, which is 1")
+
+
+AnySpec = TensorSpec | AnnouncedSpec | AnswerSpec
+
+
+@runtime_checkable
+class Announcing(Protocol):
+    """A communicator that is told of every activation before it is sent."""
+
+    def announce(self, tensor: torch.Tensor, destination: int) -> PendingSend: ...
+
+
+class VariableCommunicator:
+    """A `Communicator` that also receives messages of unknown shape.
+
+    Nobody waits for a header before the operation that uses the message. Its receive is posted then, and with it those
+    before it on its channel, so that the order of every channel is that of the schedule.
+
+    Args:
+        messages: the channels of the messages.
+        headers: the same channels once more, between the hosts. On a GPU the processes that launch work run ahead of
+            their devices, and so do the headers.
+    """
+
+    def __init__(self, messages: Communicator, headers: Communicator) -> None:
+        self._messages, self._headers = messages, headers
+        self._channels: dict[int, deque[_Receive]] = defaultdict(deque)
+
+    def announce(self, tensor: torch.Tensor, destination: int) -> PendingSend:
+        """Tell rank `destination` the shape of the next message whose shape it does not know."""
+        header = torch.zeros(HEADER.shape, dtype=HEADER.dtype)
+        header[: 1 + tensor.dim()] = torch.tensor([tensor.dim(), *tensor.shape])
+        return self._headers.send(header, destination)
+
+    def send(self, tensor: torch.Tensor, destination: int) -> PendingSend:
+        return self._messages.send(tensor, destination)
+
+    def receive(self, source: int, spec: AnySpec) -> PendingReceive:
+        """Ask for the next message from rank `source`; post its receive if its shape is known and its turn has come."""
+        header = self._headers.receive(source, HEADER) if isinstance(spec, AnnouncedSpec) else None
+        receive = _Receive(self, source, spec, header)
+        self._channels[source].append(receive)
+        self._post_known(source)
+        return receive
+
+    def post(self, receive: _Receive) -> PendingReceive:
+        """Post `receive` and all before it on its channel, waiting for their headers."""
+        channel = self._channels[receive.source]
+        while receive.posted is None:
+            first = channel.popleft()
+            first.posted = self._messages.receive(receive.source, first.shape())
+        self._post_known(receive.source)
+        return receive.posted
+
+    def _post_known(self, source: int) -> None:
+        """Post receives in their order up to the first one whose shape is not known."""
+        channel = self._channels[source]
+        while channel and (spec := channel[0].known()) is not None:
+            channel.popleft().posted = self._messages.receive(source, spec)
+
+
+@dataclass
+class _Receive:
+    """A message that was asked for; its receive may not be posted yet."""
+
+    communicator: VariableCommunicator
+    source: int
+    spec: AnySpec
+    header: PendingReceive | None
+    posted: PendingReceive | None = None
+
+    def known(self) -> TensorSpec | None:
+        """Return the message's shape and type if this rank knows them without waiting."""
+        if isinstance(self.spec, AnswerSpec):
+            return self.spec.find()
+        return self.spec if isinstance(self.spec, TensorSpec) else None
+
+    def shape(self) -> TensorSpec:
+        """Return the message's shape and type, after waiting for its header if it has one."""
+        if isinstance(self.spec, AnnouncedSpec):
+            assert self.header is not None
+            dimensions, *sizes = self.header.wait().tolist()
+            return TensorSpec(tuple(sizes[:dimensions]), self.spec.dtype, self.spec.device)
+        known = self.known()
+        assert known is not None, f"a message from rank {self.source} answers one that was not sent"
+        return known
+
+    def wait(self) -> torch.Tensor:
+        return self.communicator.post(self).wait()
