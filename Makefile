@@ -5,6 +5,8 @@
 #   make test        the tests of every feature, in about eight minutes on two cores
 #   make test-rest   the other tests: further combinations of parallelism, schedules, precisions and ways to end
 #   make test-all    both
+#   make playground  a page that draws any schedule as it runs, served to your browser
+#   make test-browser  the playground in a headless Chromium, which apt-get installs
 #   make test-slurm  the Slurm examples on a Slurm of two nodes, which apt-get installs; as root
 #   make lint        ruff (format, check) and mypy
 #   make gpu-check   numerics, times, memory and messages on one CUDA device; with the torch that is there, if it is
@@ -19,7 +21,10 @@ WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 INSTALLED := $(VENV)/.installed
 
-.PHONY: pretrain examples test test-rest test-all test-slurm gpu-check lint format clean
+PLAYGROUND := megatron/zero_bubble/cli/playground/npm
+PYODIDE := $(PLAYGROUND)/node_modules/pyodide/package.json
+
+.PHONY: pretrain examples playground test test-rest test-all test-browser test-slurm gpu-check lint format clean
 
 $(INSTALLED): pyproject.toml constraints.txt setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -36,6 +41,15 @@ pretrain: $(INSTALLED)
 examples: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/plain_pytorch.py
 
+# Python for the browser, in the version that package-lock.json pins: a wheel that is built after this carries it.
+$(PYODIDE): $(PLAYGROUND)/package-lock.json
+	@command -v npm >/dev/null || { echo "make: npm fetches Python for the browser; install it (apt-get install npm)" >&2; exit 1; }
+	npm ci --prefix $(PLAYGROUND) --ignore-scripts --no-audit --no-fund
+	@touch $@
+
+playground: $(INSTALLED) $(PYODIDE)
+	$(BIN)/zero-bubble playground $(FLAGS)
+
 test: $(INSTALLED)
 	$(PYTEST) --numprocesses $(WORKERS) --dist loadfile $(FLAGS)
 
@@ -50,6 +64,12 @@ test-slurm: $(INSTALLED)
 	@command -v slurmctld >/dev/null && command -v munged >/dev/null && command -v ip >/dev/null || \
 		{ apt-get update && apt-get install --yes --no-install-recommends slurm-wlm munge iproute2; } || true
 	PATH="$$PATH:/usr/sbin:/sbin" $(PYTEST) tests/slurm $(FLAGS)
+
+# Skipped, with the reason, where there is no Chromium and apt-get does not give one.
+test-browser: $(INSTALLED) $(PYODIDE)
+	@command -v chromium >/dev/null || { apt-get update && apt-get install --yes --no-install-recommends chromium; } || true
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[browser]'
+	$(BIN)/python -m pytest tests/browser $(FLAGS)
 
 # A container has its own torch, which knows the device: .venv is used if it is there, and made only where there is none.
 gpu-check:

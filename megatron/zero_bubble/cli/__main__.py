@@ -10,11 +10,12 @@ _COMMANDS = {
     "estimate": "predict memory and throughput of a training under every schedule",
     "benchmark": "train under several schedules in turn and compare them with megatron-core's 1F1B",
     "check": "compare numerics, times, memory and messages on one CUDA device",
+    "playground": "play with schedules in a browser",
 }
 _HELP = f"""\
 usage: zero-bubble COMMAND ...
 
-Zero-bubble pipeline parallelism for Megatron: plan, estimate, measure and check schedules.
+Zero-bubble pipeline parallelism for Megatron: plan, estimate, measure, check and draw schedules.
 
 commands:
 {chr(10).join(f"  {name:<10} {summary}" for name, summary in _COMMANDS.items())}
@@ -27,6 +28,7 @@ examples:
   zero-bubble benchmark --pipeline-size 2 --num-microbatches 8 --schedule zb-h1 -- --num-layers 8 \\
       --hidden-size 512 --num-attention-heads 8 --seq-length 256 --micro-batch-size 2 --mock-data --vocab-size 4095
   zero-bubble check
+  zero-bubble playground
 
 `zero-bubble COMMAND --help` lists the flags of a command. Trainings start with
 `torchrun ... -m megatron.zero_bubble SCRIPT` (your Megatron-LM) or `torchrun ... pretrain_gpt.py` (from a clone).

@@ -6,8 +6,17 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
-from megatron.zero_bubble.schedule.graph import Node, arrivals, message_time, nodes_of, receive_before, send_after
+from megatron.zero_bubble.schedule.graph import (
+    Node,
+    arrivals,
+    dependencies,
+    message_time,
+    nodes_of,
+    receive_before,
+    send_after,
+)
 from megatron.zero_bubble.schedule.ir import Op
 from megatron.zero_bubble.schedule.kinds import KINDS
 from megatron.zero_bubble.schedule.memory import memory_held
@@ -141,6 +150,31 @@ def messages(timeline: Timeline) -> Iterator[tuple[int, TimedOp, int, TimedOp]]:
                 if not arrival.is_reduced:
                     source, position = where[arrival.node]
                     yield source, timeline.lanes[source][position], rank, timed
+
+
+class Input(NamedTuple):
+    """A result that an operation waits for."""
+
+    rank: int
+    position: int
+    """Place of the operation that makes it, in its rank's lane."""
+    arrival: float
+    """When it is there, or if messages occupy the ranks, when it is made."""
+
+
+def inputs(timeline: Timeline) -> tuple[tuple[tuple[Input, ...], ...], ...]:
+    """For every rank and each of its operations, in the order of the lane, the results that it waits for."""
+    where = _positions(timeline)
+    return tuple(
+        tuple(_inputs(timeline, where, rank, timed.op) for timed in lane) for rank, lane in enumerate(timeline.lanes)
+    )
+
+
+def _inputs(timeline: Timeline, where: _Positions, rank: int, op: Op) -> tuple[Input, ...]:
+    places = dict.fromkeys(where[node] for node in dependencies(timeline.schedule, rank, op))
+    times = {at: timeline.lanes[at[0]][at[1]].end for at in places}
+    times.update({at: time for time, at in _arrivals(timeline, where, rank, op)})
+    return tuple(Input(*at, time) for at, time in times.items())
 
 
 def _limited_by(timeline: Timeline, where: _Positions, rank: int, position: int) -> tuple[int, int] | None:

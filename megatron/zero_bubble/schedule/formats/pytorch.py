@@ -64,7 +64,7 @@ def schedule_from_pytorch_csv(text: str, name: str = "pytorch") -> Schedule:
         rows.pop()  # blank lines at the end
     if not rows:
         raise ScheduleError("no actions found: expected a row a rank, with cells such as 0F0")
-    placement = _placement([sorted({action.stage for action in row}) for row in rows])
+    placement = placement_of([sorted({action.stage for action in row}) for row in rows])
     num_microbatches = 1 + max(action.microbatch for row in rows for action in row)
     ops = (tuple(Op(kind, mb, placement.chunk_of(stage)) for stage, kind, mb in row) for row in rows)
     return Schedule(name, placement, num_microbatches, tuple(ops))
@@ -85,7 +85,7 @@ def _actions(cells: list[str]) -> Iterator[_Action]:
             yield _Action(int(match[1]), _KINDS[match[2]], int(match[3]))
 
 
-def _placement(stages: list[list[int]]) -> Placement:
+def placement_of(stages: list[list[int]]) -> Placement:
     """The placement in which rank r holds `stages[r]`."""
     num_ranks, num_chunks = len(stages), len(stages[0])
     kinds: tuple[PlacementKind, ...] = ("linear",) if num_chunks == 1 else ("interleaved", "v")

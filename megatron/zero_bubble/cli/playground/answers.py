@@ -1,0 +1,133 @@
+"""Answers the questions of the playground's page: what it draws, plots, saves and opens.
+
+A question holds flags of `zero-bubble schedule`, and the same code reads them as on the command line, so that the page
+shows the same numbers and the same messages. The browser calls `answer`; tests call it without a browser.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.zero_bubble.cli.invocation import read_flags
+from megatron.zero_bubble.cli.playground.pictures import picture_of, picture_of_run
+from megatron.zero_bubble.cli.playground.recorded_run import is_trace, recorded_run
+from megatron.zero_bubble.cli.schedule.arguments import SimulateFlags
+from megatron.zero_bubble.cli.schedule.figures import figures_of_source
+from megatron.zero_bubble.schedule import Infeasible, simulate
+from megatron.zero_bubble.schedule.draw import to_chrome_trace, to_svg
+from megatron.zero_bubble.schedule.errors import one_line
+from megatron.zero_bubble.schedule.formats import (
+    costs_from_text,
+    is_profile,
+    profile_from_json,
+    schedule_from_text,
+    schedule_to_json,
+    schedule_to_pytorch_csv,
+)
+
+Words = Sequence[str]
+"""Flags of `zero-bubble schedule simulate`."""
+
+
+def picture(words: Words) -> dict[str, Any]:
+    """Return the simulation of one schedule, with all that the page draws of it."""
+    flags = _flags(words)
+    return picture_of(figures_of_source(flags), flags.recomputation, _unit(flags))
+
+
+def run(file: str, planned: bool) -> dict[str, Any]:
+    """Return the timeline of a run, as it ran, or as the schedule would run with the times measured there."""
+    measured, memory = recorded_run(_read(file))
+    if planned:
+        return picture_of_run(simulate(measured.schedule, measured.costs), {})
+    return picture_of_run(measured, memory)
+
+
+def point(words: Words, limit: float) -> dict[str, Any]:
+    """Return one point of the plot: the bubble rate under a memory limit, or the smallest limit that works."""
+    try:
+        found = figures_of_source(_flags([*words, f"--memory-limit={limit}"]))
+    except Infeasible as error:
+        return {"limit": limit, "smallest": error.smallest_limit}
+    return {"limit": limit, "lost": found.lost, "bubble_rate": found.timeline.bubble_rate}
+
+
+def save(words: Words, kind: str) -> dict[str, str]:
+    """Return the name and the text of a file: `json`, `csv` (PyTorch's), `svg` or `trace`."""
+    flags = _flags(words)
+    found = figures_of_source(flags)
+    writers: dict[str, tuple[str, Callable[[], str]]] = {
+        "json": (".json", lambda: schedule_to_json(found.schedule)),
+        "csv": (".csv", lambda: schedule_to_pytorch_csv(found.schedule)),
+        "svg": (".svg", lambda: to_svg(found.timeline, time_unit=_unit(flags), steps=found.steps)),
+        "trace": (".trace.json", lambda: to_chrome_trace(found.timeline, steps=found.steps)),
+    }
+    suffix, write = writers[kind]
+    return {"name": found.schedule.name + suffix, "text": write()}
+
+
+def opened(file: str) -> dict[str, Any]:
+    """Return the flags that a file stands for, for the page to show: a profile, costs, a schedule, or a run's trace."""
+    text = _read(file)
+    if is_trace(text):
+        schedule = recorded_run(text)[0].schedule
+        return {"run": file, "pipeline-size": schedule.num_ranks, "num-microbatches": schedule.num_microbatches}
+    if is_profile(text):
+        placement = profile_from_json(text).placement
+        kind = placement.kind if placement.num_chunks > 1 else None
+        size = {"pipeline-size": placement.num_ranks, "num-chunks": placement.num_chunks, "placement": kind}
+        return {"costs": file, **size}
+    if '"megatron-zero-bubble costs"' in text[:200]:
+        return {"costs": file, "pipeline-size": costs_from_text(text).num_stages}
+    schedule = schedule_from_text(text, name=Path(file).stem)
+    return {"input": file, "pipeline-size": schedule.num_ranks, "num-microbatches": schedule.num_microbatches}
+
+
+def _read(file: str) -> str:
+    return Path(file).read_text(encoding="utf-8")
+
+
+def _flags(words: Words) -> SimulateFlags:
+    return read_flags(SimulateFlags, words, "zero-bubble playground", "")
+
+
+def _unit(flags: SimulateFlags) -> str:
+    """The unit of times: milliseconds, or, where no times are given, the time of one F."""
+    return "ms" if flags.has_times else "F"
+
+
+_ANSWERS: dict[str, Callable[..., Any]] = {
+    "picture": picture,
+    "run": run,
+    "point": point,
+    "save": save,
+    "opened": opened,
+}
+
+
+def answer(question: str) -> str:
+    """Answer a question, both in JSON: `{"what": NAME, ...}`, and the answer, or `{"error": MESSAGE, "flag": NAME}`."""
+    arguments = json.loads(question)
+    try:
+        return json.dumps(_ANSWERS[arguments.pop("what")](**arguments), default=float)
+    except (ValueError, OSError) as error:
+        return json.dumps(mistake(error))
+
+
+_SUBJECTS = (("memory_limit", "memory-limit"), ("chunks", "num-chunks"), ("microbatches", "num-microbatches"))
+"""Words of messages that name no flag, and the flags that they are about."""
+
+
+def mistake(error: Exception) -> dict[str, str]:
+    """Return the message of an error, and the flag that it is about: the one that it names, or the best guess."""
+    message = one_line(error)
+    named = re.match(r"arguments? --([\w-]+):? (.*)", message)
+    if named:
+        return {"error": named[2], "flag": named[1]}
+    if isinstance(error, Infeasible):
+        return {"error": message, "flag": "memory-limit"}
+    return {"error": message, "flag": next((flag for word, flag in _SUBJECTS if word in message), "schedule")}

@@ -1,0 +1,197 @@
+import { $, h } from './dom.js';
+import { Engine, Stale } from './engine.js';
+import { EXAMPLES } from './examples.js';
+import { receiveFiles, saveAs } from './files.js';
+import { Pane } from './pane.js';
+import { Plot } from './plot.js';
+import { Settings } from './settings.js';
+import { copy, fromFragment, resized, toFragment, words } from './state.js';
+import { View } from './view.js';
+
+const DELAY = 300; // milliseconds without a change after which the address and the plot follow
+const LETTERS = 'ab';
+
+const { facts, state: start, pictures: first } = await (await fetch('start.json')).json();
+const [engine, background] = [new Engine(), new Engine()];
+const ready = engine.warm(); // before the background's, so that the first answer does not wait for that
+const startState = () => ({ ...copy(start), files: {} });
+let state = (await fromFragment(location.hash.slice(1)).catch(() => null)) ?? startState();
+let pictures = [];
+let panes = [];
+let settling;
+
+const view = new View(() => panes.forEach(({ drawing }) => drawing.redraw()), () => panes.forEach(({ drawing }) => drawing.frame()));
+view.causes = facts.causes;
+view.readTheme();
+const settings = new Settings($('settings'), changeShared);
+const plot = new Plot($('plot'), background, ready, facts, (k, limit) => changePane(k, 'memory-limit', limit));
+for (const [kind, colour] of Object.entries(facts.colours)) document.documentElement.style.setProperty(`--kind-${kind}`, colour);
+
+function changeShared(flag, value) {
+  state.shared[flag] = value;
+  const ranks = Number(value);
+  if (flag === 'pipeline-size' && ranks >= 2 && ranks <= 64) {
+    for (const name of Object.keys(state.shared)) state.shared[name] = resized(state.shared[name], name === 'time-comm' ? ranks - 1 : ranks);
+    for (const pane of state.panes) pane['memory-limit'] = resized(pane['memory-limit'], ranks);
+  }
+  update();
+}
+
+function changePane(k, flag, value) {
+  if (flag === 'input') state.panes[k] = { schedule: start.panes[k].schedule };
+  else state.panes[k][flag] = value;
+  if (flag === 'schedule') for (const name of ['num-chunks', 'placement', 'microbatch-group-size']) delete state.panes[k][name];
+  update([k]);
+}
+
+/** Show the state, and ask Python for the pictures of these panes; all, if none are named. */
+function update(changed = state.panes.map((_, k) => k)) {
+  const isOther = panes.length !== state.panes.length;
+  if (isOther) rebuild();
+  settings.show(state);
+  state.panes.forEach((pane, k) => panes[k].show(state, pane));
+  (isOther ? state.panes.map((_, k) => k) : changed).forEach(ask);
+  settle();
+}
+
+function rebuild() {
+  panes = state.panes.map((_, k) => new Pane(LETTERS[k], facts, view, {
+    changed: (flag, value) => changePane(k, flag, value),
+    save: (kind) => save(k, kind),
+    remove: () => { state.panes.splice(k, 1); panes = []; update(); },
+  }));
+  pictures = pictures.slice(0, panes.length);
+  const add = h('button', { type: 'button', class: 'add', onclick: () => { state.panes.push({ schedule: 'zb-v' }); update(); } }, 'Compare with another schedule');
+  $('panes').replaceChildren(...panes.map(({ element }) => element), ...(panes.length < 2 ? [add] : []));
+}
+
+const entryOf = (pane) => facts.schedules.find(({ name }) => name === pane.schedule);
+const flagsOf = (pane) => words(state, pane, entryOf(pane));
+
+async function ask(k) {
+  const pane = state.panes[k];
+  const question = pane.run ? { what: 'run', file: pane.run, planned: Boolean(pane.planned) } : { what: 'picture', words: flagsOf(pane) };
+  const { element } = panes[k];
+  const busy = setTimeout(() => element.classList.add('busy'), 250);
+  try {
+    const answer = isStart() ? first[k] : await engine.ask(`picture ${k}`, question, state.files);
+    panes[k]?.clear();
+    if (!answer.error) settings.clear();
+    if (answer.error) fail(k, answer);
+    else draw(k, answer);
+    element.classList.remove('busy');
+  } catch (error) {
+    if (!(error instanceof Stale)) fail(k, { error: error.message, flag: 'schedule' });
+  } finally {
+    clearTimeout(busy);
+  }
+}
+
+/** Whether the page shows what it begins with, whose pictures came with it. */
+const isStart = () => JSON.stringify([state.shared, state.panes]) === JSON.stringify([start.shared, start.panes]);
+
+function fail(k, { error, flag }) {
+  panes[k].element.classList.add('failed');
+  if (!panes[k].fail(flag, error) && !settings.fail(flag, error)) panes[k].failSchedule(error);
+}
+
+function draw(k, picture) {
+  pictures[k] = prepared(picture);
+  const limit = Math.max(...String(state.panes[k]['memory-limit'] ?? '').split(',').map(Number));
+  panes[k].draw(pictures[k], limit);
+  const shown = pictures.filter(Boolean);
+  view.cover(Math.min(...shown.map(({ begin }) => begin)), Math.max(...shown.map(({ end }) => end)));
+  document.documentElement.dataset.drawn = Number(document.documentElement.dataset.drawn ?? 0) + 1;
+  settle();
+}
+
+/** Add to a picture what follows from it: when it begins and ends, and its messages. */
+function prepared(picture) {
+  const ops = picture.lanes.flat();
+  const messages = picture.lanes.flatMap((lane, to) => lane.flatMap((op) => op.inputs.filter(([from]) => from !== to)
+    .map(([from, position, arrives]) => ({ from, to, leaves: picture.lanes[from][position].end, arrives }))));
+  return {
+    ...picture, messages, begin: Math.min(...ops.map(({ start: time }) => time)), end: Math.max(...ops.map(({ end }) => end)),
+    hasMemory: picture.memory.flat().some(([, value]) => value > 0),
+  };
+}
+
+function settle() {
+  clearTimeout(settling);
+  settling = setTimeout(async () => {
+    plot.show(state, pictures);
+    const fragment = isStart() ? '' : await toFragment(state);
+    history.replaceState(null, '', fragment === null ? location.pathname : `${location.pathname}${fragment && '#'}${fragment}`);
+  }, DELAY);
+}
+
+async function save(k, kind) {
+  notify('');
+  await saveAs(kind, async (format) => {
+    const answer = await engine.ask('save', { what: 'save', words: flagsOf(state.panes[k]), kind: format }, state.files);
+    if (answer.error) throw new Error(answer.error);
+    return answer;
+  }).catch((error) => notify(error.message));
+}
+
+async function open(name, text) {
+  notify('');
+  const flags = await engine.ask('open', { what: 'opened', file: name }, { [name]: text }).catch((error) => ({ error: error.message }));
+  if (flags.error) return notify(`${name}: ${flags.error}`);
+  state.files[name] = text;
+  for (const size of ['pipeline-size', 'num-microbatches']) if (flags[size]) state.shared[size] = String(flags[size]);
+  if (flags.costs) state.shared.costs = name;
+  if (flags.placement) state.panes = [{ schedule: 'auto', 'num-chunks': String(flags['num-chunks']), placement: flags.placement }];
+  if (flags.input) state.panes[0] = { input: name };
+  if (flags.run) state.panes = [{ run: name }, { run: name, planned: true }];
+  return update();
+}
+
+function notify(message) {
+  $('notice').hidden = !message;
+  $('notice').textContent = message;
+}
+
+async function follow(fragment) {
+  state = (await fromFragment(fragment).catch(() => null)) ?? startState();
+  panes = [];
+  view.toEnd();
+  update();
+}
+
+$('examples').append(h('option', { value: 'none', disabled: true, selected: true }, 'Examples'), ...EXAMPLES.map(([name], k) => h('option', { value: k }, name)));
+$('examples').addEventListener('change', () => {
+  follow(EXAMPLES[$('examples').value][1]);
+  $('examples').value = 'none';
+});
+$('share').addEventListener('click', async () => {
+  const fragment = await toFragment(state);
+  if (fragment === null) return notify('The files are too long for a link: send the files.');
+  await navigator.clipboard.writeText(`${location.origin}${location.pathname}#${fragment}`);
+  $('share').textContent = 'Copied';
+  return setTimeout(() => { $('share').textContent = 'Copy link'; }, 1500);
+});
+$('theme').addEventListener('click', () => {
+  const { theme } = document.documentElement.dataset;
+  const isDark = theme ? theme === 'dark' : matchMedia('(prefers-color-scheme: dark)').matches;
+  document.documentElement.dataset.theme = isDark ? 'light' : 'dark';
+  localStorage.setItem('theme', document.documentElement.dataset.theme);
+  repaint();
+});
+matchMedia('(prefers-color-scheme: dark)').addEventListener('change', repaint);
+function repaint() {
+  view.readTheme();
+  view.changed();
+}
+addEventListener('hashchange', () => follow(location.hash.slice(1)));
+addEventListener('keydown', (event) => {
+  const isTyping = event.target.matches('input:not([type=range]):not([type=checkbox]),select,textarea');
+  if (isTyping || event.ctrlKey || event.metaKey || event.altKey) return;
+  const keys = { Home: () => view.toStart(), End: () => view.toEnd(), '+': () => view.zoom(1.5), '-': () => view.zoom(1 / 1.5), 0: () => view.fit() };
+  if (event.key === ' ' && !event.target.matches('button,summary,input')) keys[' '] = () => view.toggle();
+  if (!keys[event.key] || (event.target.matches('[type=range],[role=slider]') && /Home|End/.test(event.key))) return;
+  event.preventDefault();
+  keys[event.key]();
+});
+receiveFiles(open);
+update();

@@ -1,0 +1,140 @@
+import { figure, h, percent } from './dom.js';
+import { Drawing } from './drawing.js';
+import { Field, OWN } from './fields.js';
+import { applies, words } from './state.js';
+
+/** The card of one schedule: its fields, its figures, the drawing, and why its ranks idle. */
+export class Pane {
+  constructor(letter, facts, view, { changed, save, remove }) {
+    this.facts = facts;
+    const groups = [
+      ['any costs', facts.schedules.filter(({ takesLimit, name }) => !takesLimit && !name.startsWith('zb-1p') && !name.startsWith('zb-2p'))],
+      ['planned from the costs', facts.schedules.filter(({ takesLimit, name }) => takesLimit || name === 'zb-1p' || name === 'zb-2p')],
+    ];
+    this.select = h('select', { class: 'name', 'aria-label': `Schedule ${letter.toUpperCase()}`, 'aria-describedby': `message-${letter}`, onchange: () => changed('schedule', this.select.value) },
+      groups.map(([label, entries]) => h('optgroup', { label }, entries.map(({ name, isSlow }) =>
+        h('option', { value: name, disabled: isSlow }, isSlow ? `${name} (on the command line)` : name)))));
+    this.given = h('strong', { class: 'name', hidden: true });
+    this.discard = h('button', { type: 'button', class: 'icon', 'aria-label': 'Close the file', hidden: true, onclick: () => changed('input', undefined) }, '×');
+    this.summary = h('p', { class: 'summary' });
+    this.message = h('p', { class: 'message', id: `message-${letter}`, role: 'alert', hidden: true });
+    this.fields = OWN.map((about) => new Field(about, changed));
+    this.rare = h('div', { class: 'own', hidden: true }, this.fields.filter(({ about }) => about.rare).map(({ element }) => element));
+    this.more = h('button', { type: 'button', 'aria-expanded': 'false', onclick: () => this.#unfold(this.rare.hidden) }, 'More');
+    this.figures = h('dl', { class: 'figures' });
+    this.drawing = new Drawing(view);
+    this.legend = h('ul', { class: 'legend', 'aria-label': 'Kinds of operations' });
+    this.causes = h('div', { class: 'causes' });
+    this.command = h('code');
+    const saves = [['json', 'Schedule, for --zero-bubble-schedule (JSON)'], ['csv', 'Schedule, for PyTorch (CSV)'], ['svg', 'Picture (SVG)'], ['png', 'Picture (PNG)'], ['trace', 'Trace, for Perfetto (JSON)']];
+    this.save = h('select', { class: 'save', 'aria-label': 'Save', onchange: () => { save(this.save.value); this.save.value = ''; } },
+      h('option', { value: '' }, 'Save…'), saves.map(([value, text]) => h('option', { value }, text)));
+    this.remove = h('button', { type: 'button', class: 'icon', 'aria-label': `Remove schedule ${letter.toUpperCase()}`, onclick: remove }, '×');
+    const copied = h('button', { type: 'button', onclick: async () => {
+      await navigator.clipboard.writeText(this.command.textContent);
+      copied.textContent = 'Copied';
+      setTimeout(() => { copied.textContent = 'Copy'; }, 1500);
+    } }, 'Copy');
+    this.commandRow = h('p', { class: 'command' }, this.command, copied);
+    this.element = h('section', { class: 'card pane', 'data-pane': letter, 'aria-label': `Schedule ${letter.toUpperCase()}` },
+      h('header', {}, h('span', { class: 'letter', 'aria-hidden': 'true' }, letter.toUpperCase()), this.select, this.given, this.discard,
+        h('div', { class: 'own' }, this.fields.filter(({ about }) => !about.rare).map(({ element }) => element)), h('span', { class: 'spacer' }), this.more, this.save, this.remove),
+      this.rare,
+      this.message, this.summary, this.figures,
+      h('div', { class: 'drawn' }, h('div', { class: 'stage' }, this.drawing.canvas, this.legend), this.causes), this.commandRow);
+  }
+
+  #unfold(isOpen) {
+    this.rare.hidden = !isOpen;
+    this.more.setAttribute('aria-expanded', String(isOpen));
+  }
+
+  show(state, pane) {
+    const entry = this.facts.schedules.find(({ name }) => name === pane.schedule);
+    const file = pane.run ?? pane.input;
+    this.select.hidden = Boolean(file);
+    this.given.hidden = !file;
+    this.discard.hidden = !file;
+    this.given.textContent = pane.run && pane.planned ? `${file}, as planned` : file ?? '';
+    if (!file) this.select.value = pane.schedule;
+    this.summary.textContent = file ? '' : entry?.summary ?? '';
+    if (pane.run) this.summary.textContent = pane.planned ? 'The schedule of the run, with the times measured there and no other waiting.' : 'The iteration as it ran.';
+    for (const field of this.fields) {
+      field.show(pane[field.about.flag], Number(state.shared['pipeline-size']));
+      field.element.hidden = !applies(field.about.flag, pane, entry);
+    }
+    if (this.fields.some(({ about }) => about.rare && pane[about.flag])) this.#unfold(true);
+    this.more.hidden = Boolean(pane.run);
+    this.save.hidden = Boolean(pane.run);
+    this.remove.hidden = state.panes.length < 2;
+    this.commandRow.hidden = Boolean(pane.run);
+    this.command.textContent = `zero-bubble schedule simulate ${words(state, pane, entry).map(quoted).join(' ')}`;
+  }
+
+  /** Say what is wrong, beside the field that it is about; returns whether this pane has that field. */
+  fail(flag, message) {
+    const field = this.fields.find(({ about, element }) => about.flag === flag && !element.hidden);
+    field?.fail(message);
+    if (field?.about.rare) this.#unfold(true);
+    return Boolean(field);
+  }
+
+  failSchedule(message) {
+    this.message.hidden = false;
+    this.message.textContent = message;
+    this.select.setAttribute('aria-invalid', 'true');
+  }
+
+  clear() {
+    this.message.hidden = true;
+    this.select.removeAttribute('aria-invalid');
+    for (const field of this.fields) field.fail();
+    this.element.classList.remove('failed');
+  }
+
+  draw(picture, limit) {
+    this.picture = picture;
+    this.drawing.show(picture, limit);
+    this.figures.replaceChildren(...figuresOf(picture).map(([label, value, title]) => h('div', { title }, h('dt', {}, label), h('dd', {}, value))));
+    this.legend.replaceChildren(...Object.values(picture.kinds).map(({ meaning, fills }) => h('li', {},
+      fills.map((fill) => h('i', { class: 'swatch', style: { '--colour': fill === '#000000' ? 'var(--strong)' : fill } })), meaning)),
+    ...(picture.stages[0].length > 1 ? [h('li', {}, 'darker: later chunks')] : []));
+    this.causes.replaceChildren(...causesOf(picture, this.facts.causes));
+  }
+}
+
+const quoted = (word) => (/^[\w=.,:/-]+$/.test(word) ? word : `'${word.replaceAll("'", "'\\''")}'`);
+
+/** [label, value, explanation] of every figure in the header. */
+function figuresOf({ figures, unit, memoryUnit }) {
+  const rows = [['Bubble', percent(figures.bubble_rate), 'Share of the longest span that is not the work of its busiest rank']];
+  if (figures.imbalance > 1e-9) rows.push(['Imbalance', percent(figures.imbalance), 'Share of all ranks’ time lost because some have less work than the busiest']);
+  if (figures.recomputed) rows.push(['Bubble and R', percent(figures.lost), 'Share of the longest span that is not F, B and W']);
+  if (figures.speed_up) rows.push(['Speed', `${figures.speed_up.toFixed(3)} × 1F1B`, 'Cost of 1F1B with the same work a rank, over the cost of this schedule']);
+  rows.push(['Iteration', `${figure(figures.iteration_time ?? figures.makespan)} ${unit}`, 'Time from one iteration to the next']);
+  if (figures.peak_memory) rows.push(['Peak memory', `${figure(Math.max(...figures.peak_memory))} ${memoryUnit}`, 'Of the rank that holds most']);
+  if (figures.num_messages !== undefined) rows.push(['Messages', figure(figures.num_messages), 'Tensors that cross ranks in one iteration']);
+  return rows;
+}
+
+/** Bars of the causes of idle time, one a rank, and the same as a table. */
+function causesOf(picture, colours) {
+  const words = Object.keys(picture.causes).filter((word) => picture.causes[word].some((time) => time > 1e-9));
+  const span = picture.figures.makespan;
+  const total = picture.lanes.map((_, rank) => words.reduce((sum, word) => sum + picture.causes[word][rank], 0));
+  const most = Math.max(...total) || 1;
+  const bars = picture.lanes.map((_, rank) => h('div', { class: 'cause', title: words.filter((word) => picture.causes[word][rank] > 1e-9).map((word) => `${word} ${figure(picture.causes[word][rank])}`).join(', ') },
+    h('span', {}, `rank ${rank}`),
+    h('span', { class: 'bar' }, words.map((word) => h('i', { style: { '--colour': colours[word], '--share': picture.causes[word][rank] / most } }))),
+    h('span', {}, percent(total[rank] / span))));
+  const rows = picture.lanes.map((_, rank) => h('tr', {}, h('th', { scope: 'row' }, rank), Object.values(picture.causes).map((times) => h('td', {}, figure(times[rank])))));
+  return [
+    h('h3', {}, `Idle time by cause`),
+    h('div', { class: 'bars' }, bars),
+    h('ul', { class: 'legend' }, words.map((word) => h('li', {}, h('i', { class: 'swatch', style: { '--colour': colours[word] } }), word))),
+    h('details', {}, h('summary', {}, 'As numbers'), h('div', { class: 'scroll' }, h('table', {},
+      h('caption', {}, `Idle time of each rank, in ${picture.unit}`),
+      h('thead', {}, h('tr', {}, h('th', { scope: 'col' }, 'rank'), Object.keys(picture.causes).map((word) => h('th', { scope: 'col' }, word)))),
+      h('tbody', {}, rows)))),
+  ];
+}

@@ -1,0 +1,73 @@
+"""Writes the playground as a folder of static files, for any web server."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from megatron.zero_bubble.cli.playground.answers import picture
+from megatron.zero_bubble.cli.playground.pictures import facts
+
+_HERE = Path(__file__).parent
+_PACKAGE = _HERE.parents[1]
+_PACKED = ("schedule", "job", "cli")
+"""The subpackages that the browser imports."""
+_RUNTIME = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json")
+"""The files of the npm package pyodide that a browser loads."""
+
+PYODIDE = _HERE / "npm" / "node_modules" / "pyodide"
+"""Where `make playground` installs the npm package, and where a wheel has it that was built after that."""
+
+START: dict[str, Any] = {
+    "shared": {
+        "pipeline-size": "4",
+        "num-microbatches": "8",
+        "time-f": "10",
+        "time-b": "9",
+        "time-w": "7",
+        "time-comm": "0.3",
+    },
+    "panes": [{"schedule": "1f1b"}, {"schedule": "auto", "memory-limit": "7"}],
+}
+"""What the page shows first: flags that both schedules have, and those of each."""
+
+
+def write_site(folder: Path, pyodide: Path) -> None:
+    """Write the page, our package, Python for the browser, and the first pictures. Raises `ValueError`."""
+    if not all((pyodide / name).is_file() for name in _RUNTIME):
+        raise ValueError(
+            f"Python for the browser is not in {pyodide}: run `make playground` in a clone, or "
+            f"`npm install --prefix DIR pyodide@{_pinned()}` and give --pyodide DIR/node_modules/pyodide"
+        )
+    shutil.copytree(_HERE / "page", folder, dirs_exist_ok=True)
+    (folder / "pyodide").mkdir(exist_ok=True)
+    for name in _RUNTIME:
+        shutil.copy(pyodide / name, folder / "pyodide" / name)
+    (folder / "package.zip").write_bytes(_packed())
+    (folder / "start.json").write_text(json.dumps(_start(), default=float), encoding="utf-8")
+
+
+def _pinned() -> str:
+    """The version of Pyodide that the page is tested with."""
+    version: str = json.loads((_HERE / "npm" / "package.json").read_text(encoding="utf-8"))["dependencies"]["pyodide"]
+    return version
+
+
+def _packed() -> bytes:
+    """The modules that answer the page, as a zip."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path in (_PACKAGE / "__init__.py", *(file for part in _PACKED for file in (_PACKAGE / part).rglob("*.py"))):
+            archive.write(path, path.relative_to(_PACKAGE.parents[1]))
+    return buffer.getvalue()
+
+
+def _start() -> dict[str, Any]:
+    """What the page draws before Python has loaded."""
+    shared = [f"--{name}={value}" for name, value in START["shared"].items()]
+    panes = ([*shared, *(f"--{name}={value}" for name, value in pane.items())] for pane in START["panes"])
+    return {"facts": facts(), "state": START, "pictures": [picture(words) for words in panes]}

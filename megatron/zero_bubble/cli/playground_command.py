@@ -1,0 +1,68 @@
+"""Play with schedules in a browser: change times, memory and messages, and see what that does.
+
+The page runs this package in the browser. It needs no network, and this command serves its files to this machine alone
+until Ctrl-C. `--output DIR` writes them instead, for any web server.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import webbrowser
+from dataclasses import dataclass
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from megatron.zero_bubble.cli.flag_values import at_least
+from megatron.zero_bubble.cli.invocation import read_flags, run_command
+from megatron.zero_bubble.cli.playground.site_files import PYODIDE, write_site
+from megatron.zero_bubble.cli.shared_flags import CommandFlags
+from megatron.zero_bubble.job.flag_parser import flag
+
+_PROG = "zero-bubble playground"
+
+
+@dataclass(frozen=True)
+class PlaygroundFlags(CommandFlags):
+    """the page"""
+
+    port: int = flag("port on 127.0.0.1; 0 takes a free one", 0, parse=at_least(0, 65535), metavar="PORT")
+    no_browser: bool = flag("open no browser, only print the address", False)
+    output: Path | None = flag("write the page to DIR instead of serving it", None, parse=Path, metavar="DIR")
+    pyodide: Path = flag("folder of the npm package pyodide", PYODIDE, parse=Path, metavar="DIR")
+
+
+def main(argv: list[str] | None = None) -> int:
+    return run_command(_PROG, lambda: _run(sys.argv[1:] if argv is None else argv))
+
+
+def _run(argv: list[str]) -> None:
+    flags = read_flags(PlaygroundFlags, argv, _PROG, __doc__ or "")
+    if flags.output is not None:
+        write_site(flags.output, flags.pyodide)
+        print(f"wrote {flags.output}")
+        return
+    with tempfile.TemporaryDirectory(prefix="zero-bubble-playground-") as folder:
+        write_site(Path(folder), flags.pyodide)
+        with ThreadingHTTPServer(("127.0.0.1", flags.port), partial(_Handler, directory=folder)) as server:
+            address = f"http://127.0.0.1:{server.server_address[1]}/"
+            print(f"the playground is at {address} (Ctrl-C ends it)", flush=True)
+            if not flags.no_browser:
+                webbrowser.open(address)
+            server.serve_forever()
+
+
+class _Handler(SimpleHTTPRequestHandler):
+    """Serves the page's files, with the types that browsers demand, and without a line for each."""
+
+    extensions_map = {  # noqa: RUF012
+        **SimpleHTTPRequestHandler.extensions_map,
+        ".js": "text/javascript",
+        ".mjs": "text/javascript",
+        ".wasm": "application/wasm",
+    }
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Print nothing."""

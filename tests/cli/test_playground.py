@@ -1,0 +1,221 @@
+"""The playground's answers, which the browser asks for, are those of the command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.zero_bubble.cli import playground_command, schedule_command
+from megatron.zero_bubble.cli.playground.answers import answer
+from megatron.zero_bubble.cli.playground.pictures import facts
+from megatron.zero_bubble.cli.playground.site_files import PYODIDE, START, write_site
+from megatron.zero_bubble.schedule import StageCosts, generate, simulate
+from megatron.zero_bubble.schedule.draw import to_chrome_trace
+from megatron.zero_bubble.schedule.formats import Profile, costs_to_json, profile_to_json, schedule_to_json
+from megatron.zero_bubble.schedule.generators import ENTRIES
+from megatron.zero_bubble.schedule.ir import Placement
+from tests.launch import ROOT
+
+SIZE = ["--pipeline-size=4", "--num-microbatches=8"]
+TIMES = ["--time-f=10,10,12,10", "--time-b=9", "--time-w=7", "--time-comm=0.3"]
+
+
+def ask(what, **arguments):
+    return json.loads(answer(json.dumps({"what": what, **arguments})))
+
+
+def printed(capsys, *words):
+    assert schedule_command.main(list(words)) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--schedule=1f1b"],
+        ["--schedule=auto", "--memory-limit=5", "--recompute=planned"],
+        ["--schedule=zb-v", "--no-overlap-communication"],
+        ["--schedule=interleaved-zb", "--vocabulary-parallel=8"],
+        ["--schedule=zb-2p", "--post-validation", "--steps=3"],
+        ["--schedule=zb-h1", "--hardware-queues=1"],
+    ],
+    ids=lambda flags: " ".join(flags),
+)
+def test_the_page_has_the_figures_of_the_command_line(capsys, flags):
+    words = [*flags, *SIZE, *TIMES]
+    expected = printed(capsys, "simulate", "--json", *words)
+    picture = ask("picture", words=words)
+    found = picture["figures"]
+    for figures in (expected, found):
+        del figures["generation_seconds"]
+    assert {name: found[name] for name in expected} == expected
+    for word, field in (("warmup", "warmup"), ("waiting for B", "waiting_for_backward"), ("tail", "tail")):
+        assert picture["causes"][word] == [bubble[field] for bubble in expected["bubble"]]
+
+
+@pytest.mark.parametrize("name", [name for name in ENTRIES if not ENTRIES[name].is_slow])
+def test_a_picture_has_all_that_is_drawn(name):
+    words = [f"--schedule={name}", *SIZE, *TIMES]
+    picture = ask("picture", words=words)
+    lanes = picture["lanes"]
+    assert max(op["end"] for lane in lanes for op in lane) == picture["figures"]["makespan"]
+    for lane in lanes:
+        for before, op in zip([None, *lane], lane, strict=False):
+            times = [time for _, _, time in op["inputs"]] + ([before["end"]] if before else [0])
+            assert op["start"] == pytest.approx(max(times)), "an operation starts when what it waits for is there"
+            for rank, position, time in op["inputs"]:
+                assert time >= lanes[rank][position]["end"]
+            assert len(picture["kinds"][op["kind"]]["fills"]) > op["chunk"]
+    path = [lanes[rank][position] for rank, position in picture["path"]]
+    assert path[-1]["end"] == max(op["end"] for lane in lanes for op in lane)
+    peaks = [max(value for _, value in steps) for steps in picture["memory"]]
+    assert peaks == pytest.approx(picture["figures"]["peak_memory"])
+    assert lanes[0][0]["name"] == "F0"
+
+
+def test_the_speed_is_that_over_1f1b():
+    costs = StageCosts.uniform(4, 10, 9, 7, 0.3)
+    one, other = (simulate(generate(name, 4, 8), costs).cost for name in ("1f1b", "zb-h1"))
+    flags = ["--time-f=10", "--time-b=9", "--time-w=7", "--time-comm=0.3"]
+    assert ask("picture", words=["--schedule=zb-h1", *SIZE, *flags])["figures"]["speed_up"] == one / other
+
+
+def test_a_point_of_the_plot_is_that_of_memory_curve(capsys):
+    words = ["--schedule=auto", *SIZE, *TIMES]
+    expected = printed(capsys, "memory-curve", "--json", "--from=0.125", "--to=1", "--step=0.875", *words)
+    found = [ask("point", words=words, limit=limit) for limit in (0.5, 4.0)]
+    assert found[0]["smallest"] > 0.5
+    assert expected[0]["lost"] is None
+    assert (found[1]["lost"], found[1]["bubble_rate"]) == (expected[1]["lost"], expected[1]["bubble_rate"])
+
+
+@pytest.mark.parametrize(
+    ("words", "flag", "message"),
+    [
+        (["--schedule=zb-v", *SIZE, "--time-f=ten"], "time-f", "expected a number, got 'ten'"),
+        (["--schedule=zb-v", *SIZE, "--time-b=1,2"], "time-b", "expected 1 number or 4, got 2"),
+        (["--schedule=zb-v", "--num-microbatches=8"], "pipeline-size", "is required with --schedule"),
+        (["--schedule=zb-v", *SIZE, "--num-chunks=3"], "num-chunks", "schedule zb-v has 2 chunks a rank in a V, got 3"),
+        (["--schedule=auto", *SIZE, "--memory-limit=0.5"], "memory-limit", "is enough for every rank"),
+        (["--schedule=auto", *SIZE, "--memory-limit=1,2"], "memory-limit", "memory_limit has 2 entries"),
+        (["--schedule=best", *SIZE], "schedule", "schedule 'best' is unknown: choose one of gpipe"),
+        (
+            ["--schedule=interleaved-1f1b", "--pipeline-size=4", "--num-microbatches=2"],
+            "num-microbatches",
+            "at least 4",
+        ),
+    ],
+)
+def test_a_mistake_names_the_field_that_it_is_about(words, flag, message):
+    found = ask("picture", words=words)
+    assert found["flag"] == flag
+    assert message in found["error"]
+
+
+def test_saved_files_are_those_of_the_command_line(capsys, tmp_path):
+    words = ["--schedule=zb-h1", *SIZE]
+    for kind, name, flags in (
+        ("json", "zb-h1.json", ["generate", "--format=json"]),
+        ("csv", "zb-h1.csv", ["generate", "--format=pytorch"]),
+        ("svg", "zb-h1.svg", ["draw", f"--output={tmp_path / 'x.svg'}"]),
+        ("trace", "zb-h1.trace.json", ["draw", f"--output={tmp_path / 'x.json'}"]),
+    ):
+        assert schedule_command.main([*flags, *words]) == 0
+        out = capsys.readouterr().out
+        saved = ask("save", words=words, kind=kind)
+        assert saved == {"name": name, "text": out or (tmp_path / f"x{Path(name).suffix}").read_text()}
+    [refused] = [ask("save", words=[*words, "--vocabulary-parallel=4"], kind="csv")]
+    assert "PyTorch's CSV has no word" in refused["error"]
+
+
+def test_opened_files_become_flags(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    schedule, costs = generate("zb-v", 2, 4), StageCosts.uniform(4, 10, 9, 7)
+    profile = Profile(schedule.placement, costs, 0.01, {"hidden_size": 64})
+    Path("run.json").write_text(profile_to_json(profile))
+    Path("linear.json").write_text(profile_to_json(Profile(Placement("linear", 4), costs, 0.01, {})))
+    Path("costs.json").write_text(costs_to_json(costs))
+    Path("zb-v.json").write_text(schedule_to_json(schedule))
+    assert ask("opened", file="run.json") == {
+        "costs": "run.json",
+        "pipeline-size": 2,
+        "num-chunks": 2,
+        "placement": "v",
+    }
+    assert ask("opened", file="linear.json")["placement"] is None
+    assert ask("opened", file="costs.json") == {"costs": "costs.json", "pipeline-size": 4}
+    assert ask("opened", file="zb-v.json") == {"input": "zb-v.json", "pipeline-size": 2, "num-microbatches": 4}
+    words = ["--schedule=auto", "--pipeline-size=2", "--num-microbatches=4", "--num-chunks=2", "--placement=v"]
+    assert ask("picture", words=[*words, "--costs=run.json"])["figures"]["cost"] >= 4 * 2 * 26
+    Path("notes.txt").write_text("hello")
+    assert "'hello' is not an action" in ask("opened", file="notes.txt")["error"]
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v", "interleaved-zb"])
+def test_a_run_s_trace_is_read_back_as_it_was(tmp_path, name):
+    schedule = generate(name, 2, 4)
+    timeline = simulate(schedule, StageCosts.uniform(schedule.num_stages, 1.5, 2.25, 1, 0.5))
+    file = tmp_path / "iteration_0000005.trace.json"
+    file.write_text(to_chrome_trace(timeline))
+    assert ask("opened", file=str(file)) == {"run": str(file), "pipeline-size": 2, "num-microbatches": 4}
+    found = ask("run", file=str(file), planned=False)
+    assert found["name"] == schedule.name
+    assert [[(op["name"], op["start"], op["end"]) for op in lane] for lane in found["lanes"]] == [
+        [(str(timed.op), timed.start, timed.end) for timed in lane] for lane in timeline.lanes
+    ]
+    assert found["figures"]["bubble_rate"] == timeline.bubble_rate
+    assert found["figures"]["peak_memory"] == list(timeline.peak_memory)
+    planned = ask("run", file=str(file), planned=True)
+    assert planned["figures"]["makespan"] < found["figures"]["makespan"], "messages took time, which no operation has"
+
+
+def test_another_trace_is_refused_in_one_line(tmp_path):
+    (tmp_path / "other.json").write_text('{"traceEvents": [{"ph": "X", "name": "aten::mm", "ts": 1, "dur": 2}]}')
+    assert ask("opened", file=str(tmp_path / "other.json"))["error"].startswith(
+        "not a trace that --zero-bubble-timeline wrote"
+    )
+
+
+def test_the_browser_needs_nothing_but_our_package():
+    code = (
+        "import sys, megatron.zero_bubble.cli.playground.answers\n"
+        "print([name for name in ('torch', 'numpy', 'megatron.core') if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_the_page_comes_with_its_first_pictures(tmp_path):
+    pyodide = tmp_path / "pyodide"
+    pyodide.mkdir()
+    for name in ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json"):
+        (pyodide / name).write_text(name)
+    write_site(tmp_path / "site", pyodide)
+    start = json.loads((tmp_path / "site" / "start.json").read_text())
+    assert start["state"] == START
+    assert [picture["name"] for picture in start["pictures"]] == [pane["schedule"] for pane in START["panes"]]
+    assert (
+        [one["name"] for one in start["facts"]["schedules"]]
+        == list(ENTRIES)
+        == [one["name"] for one in facts()["schedules"]]
+    )
+    code = (
+        "import sys; sys.path[:0] = ['package.zip']; import megatron; megatron.__path__ = ['package.zip/megatron']\n"
+        "from megatron.zero_bubble.cli.playground import answers; print(answers.__file__)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path / "site", capture_output=True, text=True, check=False
+    )
+    assert "package.zip" in result.stdout, result.stderr
+
+
+def test_without_python_for_the_browser_one_line_says_how_to_get_it(tmp_path, capsys):
+    assert playground_command.main(["--pyodide", str(tmp_path / "none"), "--output", str(tmp_path / "site")]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "run `make playground` in a clone, or `npm install --prefix DIR pyodide@" in line
+    assert not (tmp_path / "site").exists()
+    assert PYODIDE.parts[-2:] == ("node_modules", "pyodide")
