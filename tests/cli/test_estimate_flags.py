@@ -67,7 +67,7 @@ def test_the_attention_that_the_job_runs_is_the_one_estimated(capsys):
     model += "--ffn-hidden-size 14336 --swiglu --disable-bias-linear --normalization RMSNorm --seq-length 8192 --bf16 "
     model += "--position-embedding-type rope --vocab-size 128256 --untie-embeddings-and-output-weights "
     model += "--attention-dropout 0 --hidden-dropout 0 --pipeline-model-parallel-size 8 --micro-batch-size 1 "
-    model += "--global-batch-size 32"
+    model += "--global-batch-size 8"
 
     def fits(*flags: str) -> bool:
         command = ["--world-size", "8", "--json", "--schedule", "1f1b", "--", *model.split(), *flags]

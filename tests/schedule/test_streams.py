@@ -203,7 +203,7 @@ def test_named_schedules_lose_nothing_with_one_queue():
 
 
 def test_schedules_for_random_costs_lose_little_with_one_queue():
-    check(at_random(range(60)), worst=1.10)
+    check(at_random(range(25)), worst=1.10)
 
 
 @pytest.mark.exhaustive
@@ -230,7 +230,7 @@ def test_iterations_interlock_with_one_queue(name):
 
 
 def test_nothing_stands_still_where_a_validation_fails():
-    for schedule, costs in (*named(iter((2, 3))), *at_random(range(60))):
+    for schedule, costs in (*named(iter((2, 3))), *at_random(range(25))):
         lowered = lower(with_post_validation(schedule, costs), costs=costs)
         validate(lowered)
         check_streams(with_failed_validation(lowered))
