@@ -8,7 +8,8 @@ layer's F for each of its F, B and W: 1.96 for an 8B model with a vocabulary of 
 The memory limit is what 1F1B takes on its fullest rank with the even split. Five schedules or more take turns, as in
 `benchmarks.emulate`: 1F1B and `auto` with the even split, `auto` with the best split of whole layers over one stage a
 rank, the chosen layout with its runners-up, and the best layouts with embedding and output layer spread over all ranks,
-one stage a rank among them. The last columns compare with `auto` and with 1F1B on the even split.
+one stage a rank among them. With --placement the chosen layouts, whole and spread, are those of this placement. The
+last columns compare with `auto` on the best split over one stage a rank, and with `auto` and 1F1B on the even split.
 
 A mistake in the flags ends with one line and exit status 2.
 """
@@ -16,8 +17,9 @@ A mistake in the flags ends with one line and exit status 2.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import get_args
 
 from benchmarks.emulation.emulated_results import Result, run_plans
 from megatron.zero_bubble.cli.flag_values import at_least, positive
@@ -27,21 +29,27 @@ from megatron.zero_bubble.cli.shared_flags import TableFlags
 from megatron.zero_bubble.job.flag_parser import flag
 from megatron.zero_bubble.job.layout_table import layers_words, placement_words
 from megatron.zero_bubble.schedule import Placement, Timeline
+from megatron.zero_bubble.schedule.ir import PlacementKind
 from megatron.zero_bubble.schedule.layouts import Layout, LayoutPlan, LayoutProblem, all_placements, search_layouts
 from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts, even_partition
 
 _PROG = "benchmarks.layout_gains"
-_HEADS = ("layout", "measured (ms)", "simulated", "above simulated", "idle", "to auto, even", "to 1F1B, even")
+_HEADS = (
+    *("layout", "measured (ms)", "simulated", "above simulated", "idle"),
+    *("to auto, linear", "to auto, even", "to 1F1B, even"),
+)
 
 
 @dataclass(frozen=True)
-class LayoutFlags(TableFlags):
+class RunFlags(TableFlags):
     """the model and the run"""
 
     pipeline_size: int = flag("pipeline ranks", parse=at_least(2), metavar="P")
     num_microbatches: int = flag("microbatches of an iteration", parse=at_least(1), metavar="M")
     num_layers: int = flag("layers, a multiple of the ranks", parse=at_least(2), metavar="L")
-    output_layers: float = flag("how long the output takes, in layers", parse=positive, metavar="N")
+    placement: PlacementKind | None = flag(
+        "where chosen layouts have their stages (default: any)", None, parse=str, choices=get_args(PlacementKind)
+    )
     time_f: float = flag("milliseconds of a layer's forward", 5.0, parse=positive, metavar="MS")
     time_b: float = flag("milliseconds of the gradient of its input", 5.0, parse=positive, metavar="MS")
     time_w: float = flag("milliseconds of the gradient of its weights", 4.0, parse=positive, metavar="MS")
@@ -49,38 +57,55 @@ class LayoutFlags(TableFlags):
     steps: int = flag("measured steps of each layout", 5, parse=at_least(1), metavar="N")
 
 
-def model_of(flags: LayoutFlags) -> ModelCosts:
+@dataclass(frozen=True)
+class LayoutFlags(RunFlags):
+    """the output layer"""
+
+    output_layers: float = flag("how long the output takes, in layers", parse=positive, metavar="N")
+
+
+def model_of(flags: RunFlags, output_layers: float) -> ModelCosts:
     """Return the costs of the units; memory is in activations of a layer."""
     layer = UnitCosts(flags.time_f, flags.time_b, flags.time_w, memory_f=1, memory_b=-0.5, memory_w=-0.5)
-    time = flags.output_layers * flags.time_f
+    time = output_layers * flags.time_f
     output = UnitCosts(time, time, time, memory_f=0.5, memory_b=-0.2, memory_w=-0.3)
     embedding = UnitCosts(0.01 * flags.time_f, 0, 0.01 * flags.time_f)
     return ModelCosts(embedding, (layer,) * flags.num_layers, output, flags.time_comm)
 
 
+def problem_of(flags: RunFlags, output_layers: float) -> tuple[LayoutProblem, LayoutPlan]:
+    """Return what is searched, in the memory of 1F1B with the even split, and the plan of that.
+
+    Raises `ScheduleError` if the layers do not divide.
+    """
+    size = flags.pipeline_size
+    placements = tuple(one for one in all_placements(size) if flags.placement in (None, one.kind))
+    problem = LayoutProblem(model_of(flags, output_layers), size, flags.num_microbatches, placements=placements)
+    baseline = problem.plan(Layout(Placement("linear", size), even_partition(flags.num_layers, size)), "1f1b")
+    return replace(problem, capacity=baseline.memory), baseline
+
+
 def plans_of(flags: LayoutFlags) -> Iterator[tuple[str, LayoutPlan]]:
-    """Yield the layouts that take turns, each with its name. Raises `ScheduleError` if the layers do not divide."""
-    size, linear = flags.pipeline_size, Placement("linear", flags.pipeline_size)
-    even = Layout(linear, even_partition(flags.num_layers, size))
-    problem = LayoutProblem(model_of(flags), size, flags.num_microbatches, placements=all_placements(size))
-    baseline = problem.plan(even, "1f1b")
-    problem = replace(problem, capacity=baseline.memory)
+    """Yield the layouts that take turns, each with its name; the first three are what the others are compared with."""
+    problem, baseline = problem_of(flags, flags.output_layers)
+    even, linear = baseline.layout, baseline.layout.placement
     yield "1F1B, even split", baseline
     yield "auto, even split", problem.plan(even)
+    [best, *_] = search_layouts(replace(problem, placements=(linear,)))
+    yield f"auto, best linear split: {layers_words(best.layout)}", best
     chosen, *others = search_layouts(problem)
-    if chosen.layout.placement != linear:
-        [best, *_] = search_layouts(replace(problem, placements=(linear,)))
-        yield f"auto, best linear split: {layers_words(best.layout)}", best
     for word, plan in (("chosen", chosen), *(("runner-up", other) for other in others)):
-        yield f"{word}: {_words(plan)}", plan
+        if plan.layout != best.layout:
+            yield f"{word}: {words_of(plan)}", plan
     best, *others = search_layouts(replace(problem, vocabulary_parallel=True))
-    yield f"vocabulary parallel: {_words(best)}", best
+    yield f"vocabulary parallel: {words_of(best)}", best
     for plan in others if best.layout.placement != linear else ():
         if plan.layout.placement == linear:
-            yield f"vocabulary parallel: {_words(plan)}", plan
+            yield f"vocabulary parallel: {words_of(plan)}", plan
 
 
-def _words(plan: LayoutPlan) -> str:
+def words_of(plan: LayoutPlan) -> str:
+    """Return the plan's placement and the layers of its stages."""
     return f"{placement_words(plan.layout)}: {layers_words(plan.layout)}"
 
 
@@ -90,11 +115,16 @@ def main(argv: list[str] | None = None) -> int:
 
 def _measure(argv: list[str]) -> None:
     flags = read_flags(LayoutFlags, argv, _PROG, __doc__ or "")
-    timelines = [_named(name, plan.timeline) for name, plan in plans_of(flags)]
-    total = (1 + flags.steps) * sum(float(timeline.makespan) for timeline in timelines) / 1e3
-    print(f"layouts: {len(timelines)}, steps of each: {flags.steps}, about {total:.0f} s", file=sys.stderr)
-    results = run_plans(timelines, flags.steps)
+    results = run_named(plans_of(flags), flags.steps)
     flags.deliver([result.as_json() for result in results], layouts_table(results, markdown=flags.markdown))
+
+
+def run_named(plans: Iterable[tuple[str, LayoutPlan]], steps: int) -> list[Result]:
+    """Run the plans under their names, `steps` times in turns."""
+    timelines = [_named(name, plan.timeline) for name, plan in plans]
+    total = (1 + steps) * sum(float(timeline.makespan) for timeline in timelines) / 1e3
+    print(f"layouts: {len(timelines)}, steps of each: {steps}, about {total:.0f} s", file=sys.stderr)
+    return run_plans(timelines, steps)
 
 
 def _named(name: str, timeline: Timeline) -> Timeline:
@@ -102,7 +132,7 @@ def _named(name: str, timeline: Timeline) -> Timeline:
 
 
 def layouts_table(results: Sequence[Result], *, markdown: bool = False) -> str:
-    one_f_one_b, even = results[0].measured, results[1].measured
+    one_f_one_b, even, linear = (result.measured for result in results[:3])
     rows = [
         (
             result.name,
@@ -110,6 +140,7 @@ def layouts_table(results: Sequence[Result], *, markdown: bool = False) -> str:
             f"{result.simulated:.1f}",
             f"{100 * (result.measured / result.simulated - 1):+.1f}%",
             percent(result.timeline.idle.total),
+            f"{linear / result.measured:.3f}",
             f"{even / result.measured:.3f}",
             f"{one_f_one_b / result.measured:.3f}",
         )

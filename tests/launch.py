@@ -47,12 +47,16 @@ def run(num_ranks: int, script: str | Path, *flags: str, timeout: float = 120) -
 
 
 def run_trainings(
-    num_ranks: int, trainings: dict[str, Sequence[str]], folder: Path, unlogged: Collection[str] = ()
+    num_ranks: int,
+    trainings: dict[str, Sequence[str]],
+    folder: Path,
+    unlogged: Collection[str] = (),
+    status: int = 0,
 ) -> dict[str, str]:
     """Run several trainings in one job, each with `--log-numerics folder/NAME.jsonl`: start-up is paid once.
 
     Those named in `unlogged` are without that flag: it gathers parameters. In place of `--mock-data` they read a
-    small corpus, whose index they share. Returns what each printed.
+    small corpus, whose index they share. The job must end with `status`; then what each printed is returned.
     """
     if not (folder / "corpus.idx").exists():
         write_corpus(folder / "corpus")
@@ -67,9 +71,9 @@ def run_trainings(
     outputs = job / "stdout.txt", job / "stderr.txt"
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     arguments = (plan, folder, outputs, store.port)
-    status = run_forked(num_ranks, run_rank, arguments, timeout=300 + 10 * len(plan))
+    ended = run_forked(num_ranks, run_rank, arguments, timeout=300 + 10 * len(plan))
     stdout, stderr = (path.read_text() if path.exists() else "" for path in outputs)
-    assert status == 0, f"status {status}: {stdout[-3000:]}{stderr[-6000:]}"
+    assert ended == status, f"status {ended}: {stdout[-3000:]}{stderr[-6000:]}"
     _, *parts = re.split(r"^training (.*)\n", stdout, flags=re.MULTILINE)
     return dict(zip(parts[::2], parts[1::2], strict=True))
 

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -24,6 +25,9 @@ RULES = "nccl:"
 WARM_UP = "warm-up"
 """`warm-up` among the flags: every stage computes once before the first step, as it does on a GPU."""
 
+KILL = "kill:"
+"""`kill:ITERATION@RANK` among the flags: this pipeline rank dies in that iteration, before the optimizer's step."""
+
 COLLECTIVES = "collectives"
 """`collectives` among the flags: each rank writes the collectives that it starts to `NAME.RANK.calls`."""
 
@@ -36,8 +40,8 @@ def take(flags: list[str], prefix: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def infinite_gradients(faults: set[tuple[int, ...]]) -> Iterator[None]:
-    """Put the Inf in right after the gradients have been reduced over replicas."""
+def infinite_gradients(faults: set[tuple[int, ...]], deaths: set[tuple[int, ...]]) -> Iterator[None]:
+    """Put the Inf in, or kill the process, right after the gradients have been reduced over replicas."""
     from megatron.core import parallel_state
 
     from megatron.zero_bubble import schedules
@@ -48,7 +52,10 @@ def infinite_gradients(faults: set[tuple[int, ...]]) -> Iterator[None]:
         nonlocal iteration
         iteration += 1
         finalize(config, placement, chunks, *more)
-        if (iteration, parallel_state.get_pipeline_model_parallel_rank()) in faults:
+        place = iteration, parallel_state.get_pipeline_model_parallel_rank()
+        if place in deaths:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if place in faults:
             for parameter in chunks[0].parameters():
                 parameter.main_grad.view(-1)[0] = float("inf")
 
@@ -135,14 +142,21 @@ def run_training(folder: Path, name: str, flags: list[str]) -> None:
     from tests.undone import counted_undos
 
     faults, seeds, warms_up = take(flags, FAULT), take(flags, RULES), bool(take(flags, WARM_UP))
-    is_recorded, spoils = bool(take(flags, COLLECTIVES)), take(flags, SPOIL)
+    is_recorded, spoils, kills = bool(take(flags, COLLECTIVES)), take(flags, SPOIL), take(flags, KILL)
     args, job = complete_and_check(parse_arguments(flags), os.environ, torch.cuda.is_available())
     print_rank_0(f"training {name}")
     rules = nccls_rules(int(seeds[0])) if seeds else contextlib.nullcontext()
     warm_up = warmed_up() if warms_up else contextlib.nullcontext()
-    places = {tuple(map(int, fault.split("@"))) for fault in faults}
+    infinite, dying = ({tuple(map(int, place.split("@"))) for place in places} for places in (faults, kills))
     recorded = recorded_collectives() if is_recorded else contextlib.nullcontext([])
-    with rules, warm_up, recorded as calls, infinite_gradients(places), spoiled(spoils), counted_undos() as undone:
+    with (
+        rules,
+        warm_up,
+        recorded as calls,
+        infinite_gradients(infinite, dying),
+        spoiled(spoils),
+        counted_undos() as undone,
+    ):
         (pretrain_or_tell if spoils else pretrain)(args, job)
     if is_recorded:
         (folder / f"{name}.{args.rank}.calls").write_text(json.dumps(calls))

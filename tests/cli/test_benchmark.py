@@ -18,7 +18,9 @@ from megatron.zero_bubble.cli.benchmark.training_results import bootstrap_interv
 from megatron.zero_bubble.cli.benchmark.training_turn import Turn, read_log, take_turn
 from megatron.zero_bubble.cli.benchmark_command import main
 from megatron.zero_bubble.cli.invocation import read_flags
-from megatron.zero_bubble.schedule import Idle
+from megatron.zero_bubble.schedule import Idle, Placement, generate, simulate
+from megatron.zero_bubble.schedule.formats import Profile, profile_to_json
+from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts
 from tests.mistakes import one_line_mistake
 
 ROOT = Path(__file__).parents[2]
@@ -170,6 +172,26 @@ def test_ratios_are_taken_within_rounds(capsys, figures):
     head, first, *_ = train_table(figures).splitlines()
     assert head.split()[:2] == ["schedule", "tokens/s/GPU"]
     assert first.split()[:2] == ["megatron-core", "1F1B"]
+
+
+def test_megatron_cores_prediction_is_without_the_shards_of_the_run_that_measured(monkeypatch):
+    """The output takes as long as six layers: on one rank megatron-core's 1F1B idles for most of the time."""
+    model = ModelCosts(UnitCosts(0, 0, 0), (UnitCosts(1, 1, 1),) * 4, UnitCosts(6, 6, 6))
+    placement = Placement("linear", 2)
+
+    def turn(command, environment, warmup, timeout):
+        if "--zero-bubble-profile-output" in command:
+            costs = model.vocabulary_parallel(2).of_stages((2, 2), placement)
+            Path(command[-1]).write_text(profile_to_json(Profile(placement, costs, 0.0, {})))
+        return Turn((100.0,), (), None, None, 2.0**20)
+
+    monkeypatch.setattr(rounds, "take_turn", turn)
+    spread = "zb-h1 --zero-bubble-vocabulary-parallel"
+    baseline, ours = rounds.compare_trainings(arguments("--rounds", "1", "--schedule", spread))
+    whole = model.of_stages((2, 2), placement)
+    assert baseline.predicted_ms == simulate(generate("1f1b", 2, 4, costs=whole), whole).makespan
+    assert ours.simulated.schedule.is_vocabulary_parallel
+    assert ours.predicted_ms < baseline.predicted_ms
 
 
 def test_one_that_was_asked_for_has_to_run(monkeypatch):

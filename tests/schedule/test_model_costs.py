@@ -67,6 +67,14 @@ def test_spread_over_the_ranks_embedding_and_output_cost_the_same_on_all() -> No
         sharded.of_stages((0, 2, 3, 1), placement)
 
 
+@pytest.mark.parametrize("placement", [Placement("linear", 4), Placement("v", 2, 2), Placement("interleaved", 2, 2)])
+def test_costs_with_shards_say_what_stages_cost_without(placement: Placement) -> None:
+    """S takes the time of the output's F and B, which have as large a product, and T that of its W."""
+    model = replace(MODEL, output=replace(MODEL.output, time_f=5.5, time_b=5.5, memory_w=-8))
+    spread = model.vocabulary_parallel(placement.num_ranks).of_stages((1, 2, 2, 1), placement)
+    assert spread.with_whole_vocabulary() == model.of_stages((1, 2, 2, 1), placement)
+
+
 def test_a_tied_weight_is_kept_once_if_it_is_spread() -> None:
     tied = replace(MODEL, ties_output=True)
     assert tied.states((3, 3), Placement("linear", 2)) == (130, 230)

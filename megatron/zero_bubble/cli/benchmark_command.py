@@ -9,8 +9,9 @@ always runs, as the baseline. The schedules take turns, and a turn is compared w
 `to 1F1B` is the median of these ratios, and its interval is a bootstrap over rounds. `--schedule chosen` trains with
 --zero-bubble alone, on the layout that it chooses; the line of its turn says which. Bubble rates are measured in runs
 of our schedules; `predicted` of megatron-core's own is simulated from the costs that a run of ours in the same
-placement measured. Memory is the allocator's peak on the fullest GPU; without CUDA it is the resident memory of the
-largest process, its libraries included.
+placement measured, where the costs of vocabulary shards are put back on the first and the last stage. Memory is the
+allocator's peak on the fullest GPU; without CUDA it is the resident memory of the largest process, its libraries
+included.
 
 A mistake in the flags ends with one line and exit status 2, a training that fails with status 1.
 """

@@ -87,6 +87,12 @@ class VocabularyStep:
         kept = self._microbatches[microbatch].softmax
         return 0 if kept is None else kept.nbytes
 
+    def held_tensors(self) -> Iterator[torch.Tensor]:
+        """Yield what operations and collectives have left for others."""
+        for state in self._microbatches:
+            parts = {**vars(state), **(vars(state.softmax) if state.softmax else {})}
+            yield from (part for part in parts.values() if isinstance(part, torch.Tensor))
+
     @torch.no_grad()
     def exchange(self, op: Op) -> None:
         """Take part in the collective `op`, in the lane."""

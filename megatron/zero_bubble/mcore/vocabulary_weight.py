@@ -23,6 +23,9 @@ class ShardWeight(torch.nn.Module):
         rows: their place in the vocabulary.
         attributes: of megatron-core's parameter, which this one takes over.
         num_uses: 2 for tied weights, which have the gradients of the embedding and of the output layer, else 1.
+
+    Attributes:
+        embedding_sum: where gradients of the embedding are added up, if not in `main_grad`; None between steps.
     """
 
     def __init__(self, values: torch.Tensor, rows: Rows, attributes: Mapping[str, Any], num_uses: int) -> None:
@@ -34,7 +37,7 @@ class ShardWeight(torch.nn.Module):
         weight.skip_backward_post_hook = True
         self.weight = weight
         self.rows, self.num_uses = rows, num_uses
-        self._embedding_sum: torch.Tensor | None = None
+        self.embedding_sum: torch.Tensor | None = None
         self._num_complete = 0
         self._hook: Callable[[], None] | None = None
 
@@ -71,9 +74,9 @@ class ShardWeight(torch.nn.Module):
         total = self._total()
         if self.num_uses == 1 and total.dtype is torch.float32:
             return total
-        if self._embedding_sum is None:
-            self._embedding_sum = torch.zeros_like(total, dtype=torch.promote_types(total.dtype, torch.float32))
-        return self._embedding_sum
+        if self.embedding_sum is None:
+            self.embedding_sum = torch.zeros_like(total, dtype=torch.promote_types(total.dtype, torch.float32))
+        return self.embedding_sum
 
     def _total(self) -> torch.Tensor:
         if hasattr(self.weight, "main_grad"):
@@ -87,8 +90,8 @@ class ShardWeight(torch.nn.Module):
         self._num_complete += 1
         if self._num_complete < self.num_uses:
             return
-        if self._embedding_sum is not None:
-            self._total().add_(self._embedding_sum)
+        if self.embedding_sum is not None:
+            self._total().add_(self.embedding_sum)
         self.forget_gradient()
         if self._hook is not None:
             self.weight.grad_added_to_main_grad = True
@@ -97,4 +100,4 @@ class ShardWeight(torch.nn.Module):
 
     def forget_gradient(self) -> None:
         """Begin a new step; what is in `main_grad` stays there."""
-        self._embedding_sum, self._num_complete = None, 0
+        self.embedding_sum, self._num_complete = None, 0

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from operator import add, sub
+from types import MappingProxyType
 
 from megatron.zero_bubble.schedule.errors import ScheduleError
 from megatron.zero_bubble.schedule.ir import Placement
@@ -17,6 +18,7 @@ SMALLEST, LARGEST = 1e-50, 1e50
 SHARD_TIMES = ("time_e", "time_ew", "time_s", "time_t")
 VOCABULARY_COSTS = (*SHARD_TIMES, "memory_s", "memory_t")
 """The fields of `StageCosts` that are costs of the operations on a rank's vocabulary shard."""
+_NO_SHARDS: Mapping[str, tuple[float, ...]] = MappingProxyType(dict.fromkeys(VOCABULARY_COSTS, ()))
 OPTIONAL = ("time_r", "memory_r", *VOCABULARY_COSTS)
 """The fields of `StageCosts` that are zeros unless given: most models recompute nothing, and shard no vocabulary."""
 
@@ -163,10 +165,25 @@ class StageCosts:
             self, **{name: (shard.get(name, 0),) * placement.num_ranks + others for name in VOCABULARY_COSTS}
         )
 
+    def with_whole_vocabulary(self) -> StageCosts:
+        """The costs of the same stages without shards: the first has the embedding, and the last the output layer.
+
+        Half of the time of all S is the output layer's forward, and half its B, whose product is as large.
+        """
+        total = {name: sum(getattr(self, name)) for name in VOCABULARY_COSTS}
+        first = {"time_f": total["time_e"], "time_w": total["time_ew"]}
+        last = {"time_f": total["time_s"] / 2, "time_b": total["time_s"] / 2, "time_w": total["time_t"]}
+        last |= {"memory_f": total["memory_s"], "memory_w": total["memory_t"]}
+        stages = {name: list(getattr(self, name)) for name in (*first, *last)}
+        for position, costs in ((0, first), (-1, last)):
+            for name, cost in costs.items():
+                stages[name][position] += cost
+        return replace(self, **{name: tuple(values) for name, values in stages.items()}, **_NO_SHARDS)
+
     def with_vocabulary_in_weight_gradients(self) -> StageCosts:
         """The costs of a schedule without operations on vocabulary shards, whose every W takes their time as well."""
         work = zip(self.time_w, *(getattr(self, name) for name in SHARD_TIMES), strict=True)
-        return replace(self, time_w=tuple(map(sum, work)), **dict.fromkeys(VOCABULARY_COSTS, ()))
+        return replace(self, time_w=tuple(map(sum, work)), **_NO_SHARDS)
 
     def keeping_everything(self) -> StageCosts:
         """The costs of a schedule without R: every F keeps what its backward needs."""

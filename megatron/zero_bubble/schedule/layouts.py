@@ -197,7 +197,11 @@ def search_layouts(problem: LayoutProblem) -> list[LayoutPlan]:
         plans += _sharding(quick, sorted(plans, key=_time))
     plans = sorted([*plans, *_recomputing(quick, plans)], key=_time)
     chosen, *others = _in_order(plans)
-    return [min(chosen, problem.plan(chosen.layout), key=_time), *others]
+    best = [chosen, problem.plan(chosen.layout)]
+    if chosen.layout.vocabulary_parallel and problem.partition is None:
+        # Stages are as long as their layers; a quick plan of even ones may have been worse by chance.
+        best += filter(None, [_even(problem, chosen.layout)])
+    return [min(best, key=_time), *others]
 
 
 def _is_searched(place: int, plan: LayoutPlan) -> bool:

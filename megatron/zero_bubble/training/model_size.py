@@ -29,6 +29,8 @@ class StageLayers:
     num_layers: int
     is_first: bool
     is_last: bool
+    has_vocabulary: bool = True
+    """Whether the first and the last stage have embedding and output layer, which otherwise all ranks share."""
 
 
 def attention_linears(args: Arguments) -> tuple[Linear, Linear]:
@@ -63,7 +65,7 @@ def stage_parameters(args: Arguments, stage: StageLayers) -> Parameters:
         dense += stage.num_layers * args.hidden_size * args.num_experts
         expert = stage.num_layers * _sum_of(args, mlp_linears(args)) * args.num_experts
         expert //= args.expert_model_parallel_size
-    table = args.padded_vocab_size // args.tensor_model_parallel_size * args.hidden_size
+    table = vocabulary_table(args) if stage.has_vocabulary else 0
     if stage.is_first:
         assert args.max_position_embeddings is not None
         learned = args.position_embedding_type == "learned_absolute"
@@ -72,6 +74,11 @@ def stage_parameters(args: Arguments, stage: StageLayers) -> Parameters:
         shares = not args.untie_embeddings_and_output_weights and stage.is_first
         dense += norm + (0 if shares else table)
     return Parameters(dense, expert)
+
+
+def vocabulary_table(args: Arguments) -> int:
+    """Parameters of the embedding, or of the output layer."""
+    return args.padded_vocab_size // args.tensor_model_parallel_size * args.hidden_size
 
 
 def _sum_of(args: Arguments, linears: tuple[Linear, ...]) -> int:

@@ -44,7 +44,8 @@ def stage_flops(args: Arguments, stage: StageLayers) -> Flops:
     mask, whose B computes one product again.
     """
     linear = 2.0 * rank_tokens(args) * sum(one.inputs * one.outputs for one in _computed_linears(args))
-    logits = 2.0 * rank_tokens(args) * args.hidden_size * args.padded_vocab_size if stage.is_last else 0.0
+    has_logits = stage.is_last and stage.has_vocabulary
+    logits = 2.0 * rank_tokens(args) * args.hidden_size * args.padded_vocab_size if has_logits else 0.0
     layers, t = stage.num_layers, args.tensor_model_parallel_size
     attention_f, attention_b = attention_flops(args)
     again = attention_f if args.recompute_granularity == "selective" else 0.0
@@ -101,7 +102,7 @@ def stage_activations(args: Arguments, stage: StageLayers) -> Activations:
     for_w = stage.num_layers * held_for_w
     if stage.is_first and args.hidden_dropout > 0:
         kept += tokens * args.hidden_size / _sequence_split(args)
-    if stage.is_last:
+    if stage.is_last and stage.has_vocabulary:
         # Inputs of the norm and of the output layer; logits are kept in fp32 for the loss.
         hidden = tokens * args.hidden_size / _sequence_split(args)
         logits = tokens * args.padded_vocab_size / args.tensor_model_parallel_size

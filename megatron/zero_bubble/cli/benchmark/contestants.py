@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from megatron.zero_bubble.cli.benchmark.arguments import DEFAULT_SCHEDULES, PROG, BenchmarkFlags
@@ -38,6 +38,8 @@ class Contestant:
     """Whether a profile of the training has the costs of every schedule in `placement`."""
     is_required: bool = True
     """Whether a failure of this schedule ends the benchmark, because the user asked for it by name."""
+    spreads_vocabulary: bool = False
+    """Whether every rank has a shard of the vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -65,18 +67,20 @@ def gather(flags: BenchmarkFlags, has_cuda: bool, peers: Sequence[Contestant] = 
     args = complete_arguments(shared, flags.num_ranks, PROG, has_cuda=has_cuda)
     batch = flags.num_microbatches * args.micro_batch_size * args.data_parallel_size
     shared += ["--global-batch-size", str(batch)]
-    chosen = [*_chosen(flags), *peers]
-    for one in chosen:
+    contestants = []
+    for one in (*_chosen(flags), *peers):
         checked = [*one.words, *shared] if one.program == TRAINER else shared
         try:
             finished = complete_arguments(checked, flags.num_ranks, PROG, has_cuda=has_cuda)
         except ValueError as error:
             if one.is_required:
                 raise ValueError(f"{one.name}: {error}") from error
+            contestants.append(one)
             continue
         if one.name == BASELINE:
             args = finished
-    return Competition(tuple(chosen), tuple(shared), args)
+        contestants.append(replace(one, spreads_vocabulary=finished.zero_bubble_vocabulary_parallel == "on"))
+    return Competition(tuple(contestants), tuple(shared), args)
 
 
 def _unless_given(flags: Sequence[str], name: str, value: str) -> list[str]:

@@ -16,9 +16,12 @@ from megatron.zero_bubble.cli.benchmark.arguments import BenchmarkFlags
 from megatron.zero_bubble.cli.benchmark.contestants import BASELINE, Competition, Contestant, gather
 from megatron.zero_bubble.cli.benchmark.training_results import TrainResult
 from megatron.zero_bubble.cli.benchmark.training_turn import Turn, take_turn
-from megatron.zero_bubble.schedule import Placement, ScheduleError, Timeline, generate, simulate
-from megatron.zero_bubble.schedule.formats import Profile, profile_from_json
+from megatron.zero_bubble.schedule import Placement, ScheduleError, StageCosts, Timeline, generate, simulate
+from megatron.zero_bubble.schedule.formats import profile_from_json
 from megatron.zero_bubble.training.flops import flops_per_iteration
+
+_Costs = dict[tuple[Placement | None, bool], StageCosts]
+"""Measured costs of the stages of a placement, without vocabulary shards and with them."""
 
 
 def compare_trainings(flags: BenchmarkFlags, peers: Sequence[Contestant] = ()) -> list[TrainResult]:
@@ -30,7 +33,7 @@ def compare_trainings(flags: BenchmarkFlags, peers: Sequence[Contestant] = ()) -
     """
     competition = gather(flags, torch.cuda.is_available(), peers)
     turns: dict[str, list[Turn]] = {one.name: [] for one in competition.contestants}
-    costs: dict[Placement | None, Profile] = {}
+    costs: _Costs = {}
     with tempfile.TemporaryDirectory() as folder:
         for number in range(flags.rounds):
             for one in competition.contestants:
@@ -43,7 +46,9 @@ def compare_trainings(flags: BenchmarkFlags, peers: Sequence[Contestant] = ()) -
                     continue
                 turns[one.name].append(turn)
                 if profile is not None and profile.exists():
-                    costs.setdefault(one.placement, profile_from_json(profile.read_text()))
+                    costs.setdefault(
+                        (one.placement, one.spreads_vocabulary), profile_from_json(profile.read_text()).costs
+                    )
                     profile.unlink()
     return [_result(one, turns, competition, flags, costs) for one in competition.contestants if one.name in turns]
 
@@ -80,7 +85,7 @@ def _result(
     turns: Mapping[str, list[Turn]],
     competition: Competition,
     flags: BenchmarkFlags,
-    costs: Mapping[Placement | None, Profile],
+    costs: _Costs,
 ) -> TrainResult:
     batch = competition.args.global_batch_size
     assert batch is not None
@@ -93,23 +98,32 @@ def _result(
         tokens=batch * competition.args.seq_length,
         flops=flops_per_iteration(competition.args, batch),
         world_size=flags.num_ranks,
-        simulated=_simulated(one, flags, costs.get(one.placement)),
+        simulated=_simulated(one, flags, _costs_of(one, costs)),
     )
 
 
-def _simulated(one: Contestant, flags: BenchmarkFlags, profile: Profile | None) -> Timeline | None:
-    if one.schedule is None or one.placement is None or profile is None:
+def _costs_of(one: Contestant, measured: _Costs) -> StageCosts | None:
+    """Return the costs of a contestant's stages; those of a whole vocabulary also follow from those of its shards."""
+    if (own := measured.get((one.placement, one.spreads_vocabulary))) is not None or one.spreads_vocabulary:
+        return own
+    spread = measured.get((one.placement, True))
+    return None if spread is None else spread.with_whole_vocabulary()
+
+
+def _simulated(one: Contestant, flags: BenchmarkFlags, costs: StageCosts | None) -> Timeline | None:
+    if one.schedule is None or one.placement is None or costs is None:
         return None
     try:
         schedule = generate(
             one.schedule,
             one.placement.num_ranks,
             flags.num_microbatches,
-            costs=profile.costs,
+            costs=costs,
             num_chunks=one.placement.num_chunks,
             placement_kind=one.placement.kind,
             group_size=flags.microbatch_group_size if one.placement.kind == "interleaved" else None,
+            vocabulary_parallel=one.spreads_vocabulary,
         )
     except ScheduleError:
         return None
-    return simulate(schedule, profile.costs)
+    return simulate(schedule, costs)

@@ -10,7 +10,7 @@ from megatron.zero_bubble.job.layers import layers_of_layout, partition_of_flags
 from megatron.zero_bubble.job.model_states import Parameters
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.training.arguments import Arguments
-from megatron.zero_bubble.training.model_size import StageLayers, stage_parameters
+from megatron.zero_bubble.training.model_size import StageLayers, stage_parameters, vocabulary_table
 
 
 @dataclass(frozen=True)
@@ -32,15 +32,20 @@ class Cluster:
         return 1e3 * (self.latency + num_bytes / self.bandwidth)
 
 
+def spreads_vocabulary(args: Arguments) -> bool:
+    """Return whether every rank has a shard of embedding and output layer, and no stage the whole."""
+    return args.zero_bubble_vocabulary_parallel == "on"
+
+
 def stages_of(args: Arguments, placement: Placement) -> list[StageLayers]:
-    """Return the layers of every stage, in model order.
+    """Return the part of the model in every stage, in model order.
 
     Raises:
         ValueError: the layers cannot be cut into these stages.
     """
-    last = placement.num_stages - 1
+    last, is_whole = placement.num_stages - 1, not spreads_vocabulary(args)
     layers = _layers_of(args, placement)
-    return [StageLayers(count, stage == 0, stage == last) for stage, count in enumerate(layers)]
+    return [StageLayers(count, stage == 0, stage == last, is_whole) for stage, count in enumerate(layers)]
 
 
 def _layers_of(args: Arguments, placement: Placement) -> Sequence[int]:
@@ -53,9 +58,12 @@ def _layers_of(args: Arguments, placement: Placement) -> Sequence[int]:
 
 
 def rank_parameters(args: Arguments, placement: Placement) -> list[Parameters]:
-    """Return the parameters of every pipeline rank, its chunks added up."""
-    stages = stages_of(args, placement)
-    ranks = [Parameters(0, 0)] * placement.num_ranks
-    for stage, held in enumerate(stages):
+    """Return the parameters of every pipeline rank, its chunks and its vocabulary shard added up."""
+    shard = Parameters(0, 0)
+    if spreads_vocabulary(args):
+        tables = 2 if args.untie_embeddings_and_output_weights else 1
+        shard = Parameters(tables * vocabulary_table(args) // placement.num_ranks, 0)
+    ranks = [shard] * placement.num_ranks
+    for stage, held in enumerate(stages_of(args, placement)):
         ranks[placement.rank_of(stage)] += stage_parameters(args, held)
     return ranks

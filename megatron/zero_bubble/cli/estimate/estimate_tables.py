@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.zero_bubble.cli.estimate.cluster import rank_parameters
+from megatron.zero_bubble.cli.estimate.cluster import rank_parameters, spreads_vocabulary
 from megatron.zero_bubble.cli.estimate.estimated_job import EstimatedJob
 from megatron.zero_bubble.cli.estimate.notes import notes
 from megatron.zero_bubble.cli.estimate.results import Results
-from megatron.zero_bubble.cli.estimate.schedule_estimate import Estimate, gib, model_flops, recomputing_in_backward
+from megatron.zero_bubble.cli.estimate.schedule_estimate import Estimate, as_megatron_runs, gib, model_flops
 from megatron.zero_bubble.cli.output import IDLE_HEADS, idle_cells, table
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.training.flops import flops_per_iteration
@@ -51,7 +51,7 @@ def as_text(results: Results, *, per_rank: bool, markdown: bool) -> str:
 def _baseline(found: list[Estimate]) -> Estimate | None:
     """Return the estimate of megatron-core's own 1F1B if `1f1b` is among the schedules."""
     ours = next((one for one in found if one.timeline.schedule.name == "1f1b"), None)
-    return ours and (recomputing_in_backward(ours) if ours.timeline.schedule.recomputes else ours)
+    return ours and as_megatron_runs(ours)
 
 
 def _head(job: EstimatedJob, placement: Placement) -> str:
@@ -68,7 +68,8 @@ def _head(job: EstimatedJob, placement: Placement) -> str:
     optimizer = {"adam": "Adam", "sgd": "SGD"}[args.optimizer]
     lines = [
         f"parameters of a rank: {min(counts) / 1e6:.1f} to {max(counts) / 1e6:.1f} million, "
-        f"{sum(counts) * args.tensor_model_parallel_size / 1e9:.3f} billion in all (tied embeddings twice)",
+        f"{sum(counts) * args.tensor_model_parallel_size / 1e9:.3f} billion in all"
+        f"{'' if spreads_vocabulary(args) else ' (tied embeddings twice)'}",
         f"bytes a parameter: {states.parameter} + {states.gradient} for its gradient + {states.optimizer} for "
         f"{optimizer}; ZeRO stage {states.zero_stage} over {job.replicas} data- and context-parallel ranks leaves "
         f"{states.bytes_a_parameter(job.replicas):.4g}",

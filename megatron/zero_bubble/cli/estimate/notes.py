@@ -18,7 +18,7 @@ def notes(results: Results) -> list[str]:
         *_ways_out(results),
         *_limits(job, found),
         *_effort(job),
-        *_recomputation(found),
+        *_baseline(job, found),
         *_post_validation(job, found),
     ]
 
@@ -69,9 +69,14 @@ def _effort(job: EstimatedJob) -> Iterator[str]:
         yield "planned with little effort: --schedule NAME plans a large job as its training will"
 
 
-def _recomputation(found: Sequence[Estimate]) -> Iterator[str]:
-    if any(one.timeline.schedule.name == "1f1b" and one.timeline.schedule.recomputes for one in found):
+def _baseline(job: EstimatedJob, found: Sequence[Estimate]) -> Iterator[str]:
+    ours = next((one for one in found if one.timeline.schedule.name == "1f1b"), None)
+    if ours is None:
+        return
+    if ours.timeline.schedule.recomputes:
         yield "to 1F1B: to megatron-core's own, which recomputes within its backward; 1f1b here recomputes ahead of it"
+    if job.flags.vocabulary_parallel:
+        yield "to 1F1B: to megatron-core's own, without vocabulary shards; all schedules here have them"
 
 
 def _post_validation(job: EstimatedJob, found: Sequence[Estimate]) -> Iterator[str]:

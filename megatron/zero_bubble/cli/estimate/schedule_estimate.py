@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, cast
 
-from megatron.zero_bubble.cli.estimate.cluster import rank_parameters, stages_of
+from megatron.zero_bubble.cli.estimate.cluster import rank_parameters, spreads_vocabulary, stages_of
 from megatron.zero_bubble.cli.estimate.estimated_job import EstimatedJob
 from megatron.zero_bubble.job.model_states import element_bytes
 from megatron.zero_bubble.runtime.replanner import MARGIN, limits_of_ranks
@@ -26,7 +27,7 @@ from megatron.zero_bubble.schedule.formats import Profile
 from megatron.zero_bubble.schedule.generators import entry_of
 from megatron.zero_bubble.schedule.ir import PlacementKind
 from megatron.zero_bubble.schedule.memory_limit import MemoryLimit
-from megatron.zero_bubble.schedule.model_costs import UnitCosts
+from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts
 from megatron.zero_bubble.schedule.recomputation import Recompute, without_recomputation
 from megatron.zero_bubble.schedule.search.problem import BUDGET, QUICK_BUDGET
 from megatron.zero_bubble.training.flops import flops_per_iteration
@@ -158,6 +159,7 @@ def estimate(job: EstimatedJob, name: str) -> Estimate:
         placement_kind=placement.kind,
         group_size=None if placement.kind != "interleaved" else args.microbatch_group_size_per_virtual_pipeline_stage,
         recompute=job.flags.recompute,
+        vocabulary_parallel=job.flags.vocabulary_parallel,
         budget=QUICK_BUDGET if job.is_quick else BUDGET,
     )
     try:
@@ -183,8 +185,12 @@ def gib(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:.2f}"
 
 
-def recomputing_in_backward(one: Estimate) -> Estimate:
-    """Return the estimate of the same schedule as megatron-core runs it: B recomputes, and there is no R."""
+def as_megatron_runs(one: Estimate) -> Estimate:
+    """Return the estimate of the same schedule as megatron-core runs it: B recomputes, and the vocabulary is whole."""
+    if one.job.flags.vocabulary_parallel:
+        one = estimate(one.job.with_flags({"zero_bubble_vocabulary_parallel": "off"}), one.timeline.schedule.name)
+    if not one.timeline.schedule.recomputes:
+        return one
     schedule, costs = without_recomputation(one.timeline.schedule), one.timeline.costs.recomputing_in_backward()
     return replace(one, timeline=simulate(schedule, costs))
 
@@ -215,7 +221,8 @@ def stage_costs(job: EstimatedJob, placement: Placement) -> StageCosts:
         ValueError: the layers cannot be cut into these stages.
     """
     if job.profile is not None:
-        return _from_profile(job.profile, placement)
+        measured = _from_profile(job.profile, placement)
+        return measured if job.flags.vocabulary_parallel else measured.with_whole_vocabulary()
     stages = [unit_costs(job, stage) for stage in stages_of(job.args, placement)]
     turns = [placement.rank_of(s) == placement.rank_of(s + 1) for s in range(len(stages) - 1)]
     costs = StageCosts(
@@ -230,7 +237,15 @@ def stage_costs(job: EstimatedJob, placement: Placement) -> StageCosts:
         time_r=tuple(stage.time_r for stage in stages),
         memory_r=tuple(stage.memory_r for stage in stages),
     )
-    return costs if job.flags.recompute is not Recompute.NONE else costs.recomputing_in_backward()
+    costs = costs if job.flags.recompute is not Recompute.NONE else costs.recomputing_in_backward()
+    return costs.with_shards(placement, _shard_costs(job, placement)) if spreads_vocabulary(job.args) else costs
+
+
+def _shard_costs(job: EstimatedJob, placement: Placement) -> Mapping[str, float]:
+    """Return the costs of the vocabulary shard of a rank."""
+    embedding = unit_costs(job, StageLayers(0, is_first=True, is_last=False))
+    output = unit_costs(job, StageLayers(0, is_first=False, is_last=True))
+    return ModelCosts(embedding, (), output).vocabulary_parallel(placement.num_ranks).shard or {}
 
 
 def unit_costs(job: EstimatedJob, stage: StageLayers) -> UnitCosts:
@@ -269,7 +284,7 @@ def _from_profile(profile: Profile, placement: Placement) -> StageCosts:
 
 
 def model_flops(job: EstimatedJob, placement: Placement) -> Flops:
-    """Return the operations of F, B, W and R of one microbatch, all stages together, on one tensor-parallel rank."""
-    stages = stages_of(job.args, placement)
+    """Return the operations of F, B, W and R of one microbatch, all ranks together, on one tensor-parallel rank."""
+    stages = [replace(stage, has_vocabulary=True) for stage in stages_of(job.args, placement)]
     each = [stage_flops(job.args, stage) for stage in stages]
     return Flops(*(sum(values) for values in zip(*each, strict=True)))

@@ -1,0 +1,163 @@
+"""Trains as pretrain_gpt.py does, and counts the bytes that every pipeline rank holds after each operation."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron.zero_bubble.cli.output import table
+from megatron.zero_bubble.job.settings import JobSettings
+from megatron.zero_bubble.job.sharding import check_shards
+from megatron.zero_bubble.job.start_up import print_rank_0
+from megatron.zero_bubble.mcore.vocabulary_stage import VocabularyStep
+from megatron.zero_bubble.mcore.vocabulary_weight import ShardWeight
+from megatron.zero_bubble.runtime.profiler import SavedTensorMeter
+from megatron.zero_bubble.runtime.recorder import OpRecorder
+from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
+from megatron.zero_bubble.schedule import Op
+from megatron.zero_bubble.schedule.kinds import VOCABULARY
+from megatron.zero_bubble.schedules import ForwardBackward
+from megatron.zero_bubble.training.arguments import Arguments, parse_arguments
+from megatron.zero_bubble.training.checkpoint import Checkpointer
+from megatron.zero_bubble.training.checks import complete_and_check
+from megatron.zero_bubble.training.initialize import initialized
+from megatron.zero_bubble.training.layout import settle_layout
+from megatron.zero_bubble.training.logging import TrainingLog
+from megatron.zero_bubble.training.loop import Trainer
+from megatron.zero_bubble.training.model import build_lr_scheduler, build_model, build_optimizer, transformer_config
+from megatron.zero_bubble.training.pretrain import load_tokenizer, make_data_config, open_data, with_vocabulary
+from megatron.zero_bubble.training.progress import Progress
+
+_HEADS = ("rank", "states (MiB)", "activations (MiB)", "in all (MiB)")
+
+
+class CountingMeter:
+    """Counts what operations leave behind, as a `SavedTensorMeter` does, and all that a vocabulary shard holds.
+
+    Attributes:
+        peak: the most bytes that there were after an operation, since the meter was made.
+    """
+
+    def __init__(
+        self, store: WeightGradStore, vocabulary: VocabularyStep | None, shards: Sequence[ShardWeight]
+    ) -> None:
+        self._meter = SavedTensorMeter(store, None if vocabulary is None else vocabulary.kept_bytes)
+        self._vocabulary, self._shards = vocabulary, shards
+        self._saved = self.peak = 0
+
+    def begin(self, op: Op) -> None:
+        self._meter.begin(op)
+
+    def end(self, op: Op) -> int:
+        change = self._meter.end(op)
+        if op.kind not in VOCABULARY:
+            self._saved += change
+        self.peak = max(self.peak, self._saved + num_bytes(self._held_by_shard()))
+        return change
+
+    def inside(self) -> int:
+        return self._meter.inside()
+
+    def _held_by_shard(self) -> Iterator[torch.Tensor]:
+        if self._vocabulary is not None:
+            yield from self._vocabulary.held_tensors()
+        yield from (shard.embedding_sum for shard in self._shards if shard.embedding_sum is not None)
+
+
+def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of the tensors' storages, each once."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+class CountedForwardBackward(ForwardBackward):
+    """Counts the memory of every training step; `meter` is that of the last one."""
+
+    shards: Sequence[ShardWeight] = ()
+    meter: CountingMeter | None = None
+
+    def _start_recording(self, vocabulary: VocabularyStep | None) -> OpRecorder:
+        self._num_steps += 1
+        self.meter = CountingMeter(self._store, vocabulary, self.shards)
+        return self.observer.start(self._num_steps, self.meter)
+
+
+def states(model: Sequence[torch.nn.Module], optimizer: Any) -> Iterator[torch.Tensor]:
+    """Yield all parameters, their gradients, and the optimizer's tensors."""
+    for parameter in chain.from_iterable(chunk.parameters() for chunk in model):
+        yield parameter
+        yield from (
+            gradient for name in ("main_grad", "grad") if (gradient := getattr(parameter, name, None)) is not None
+        )
+    for each in getattr(optimizer, "chained_optimizers", [optimizer]):
+        yield from chain.from_iterable(group["params"] for group in each.optimizer.param_groups)
+        for state in each.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def train(flags: Sequence[str], prog: str) -> None:
+    """Train with pretrain_gpt.py's `flags`, and print what every rank of the first pipeline held at its peak.
+
+    Raises:
+        ValueError: the flags are wrong, or name no schedule of ours.
+    """
+    args, job = complete_and_check(parse_arguments(flags, prog), os.environ, torch.cuda.is_available())
+    if job.plan is None:
+        raise ValueError("megatron-core's own schedule is not counted: give --zero-bubble-schedule 1f1b")
+    if torch.cuda.is_available() or args.zero_bubble_post_validation:
+        raise ValueError("memory is counted on CPUs and without --zero-bubble-post-validation")
+    data_config, tokenizer = make_data_config(args), load_tokenizer(args)
+    args = replace(with_vocabulary(args, tokenizer.vocab_size), eval_iters=0)
+    check_shards(job.flags, args.padded_vocab_size)
+    data_config.validate(tokenizer.vocab_size)
+    with initialized(args, job.placement), ExitStack() as resources:
+        args, job = settle_layout(args, job, data_config)
+        _train(args, job, data_config, tokenizer, resources)
+
+
+def _train(args: Arguments, job: JobSettings, data_config: Any, tokenizer: Any, resources: ExitStack) -> None:
+    assert job.plan is not None
+    placement, progress, store = job.placement, Progress(), WeightGradStore(job.placement.num_chunks)
+    config = transformer_config(args, placement.num_chunks, None)
+    model = build_model(args, config, placement, store, vocabulary_parallel=job.flags.vocabulary_parallel)
+    optimizer, log = build_optimizer(args, model, config), TrainingLog(args, progress, [], job.log_rank)
+    scheduler = build_lr_scheduler(args, optimizer)
+    forward_backward = CountedForwardBackward(job.plan, store, planning=job.planning)
+    modules = chain.from_iterable(chunk.modules() for chunk in model)
+    forward_backward.shards = [module for module in modules if isinstance(module, ShardWeight)]
+    trainer = Trainer(
+        args,
+        progress,
+        model,
+        optimizer,
+        scheduler,
+        forward_backward,
+        data_config,
+        *open_data(args, progress, data_config, tokenizer, model, resources),
+        Checkpointer(args, progress, model, optimizer, scheduler),
+        log,
+    )
+    trainer.train()
+    assert forward_backward.meter is not None
+    _print_peaks(num_bytes(states(model, optimizer)), forward_backward.meter.peak)
+    trainer.close()
+
+
+def _print_peaks(held: int, peak: int) -> None:
+    group = parallel_state.get_pipeline_model_parallel_group()
+    counted = [(held, peak)] * group.size()
+    dist.all_gather_object(counted, counted[0], group=group)
+    rows = [
+        (str(rank), *(f"{part / 2**20:.2f}" for part in (*parts, sum(parts)))) for rank, parts in enumerate(counted)
+    ]
+    print_rank_0(table(_HEADS, rows))
+    for name, of_ranks in zip(_HEADS[1:], zip(*((*parts, sum(parts)) for parts in counted), strict=True), strict=True):
+        print_rank_0(f"largest to smallest, {name.removesuffix(' (MiB)')}: {max(of_ranks) / min(of_ranks):.3f}")

@@ -1,0 +1,92 @@
+"""Measure how the time of a step follows the size of the vocabulary, in real runs with emulated compute.
+
+    python -m benchmarks.vocabulary_sizes --pipeline-size 8 --num-microbatches 32 --num-layers 32 \\
+        --output-layers 0.49 --output-layers 0.98 --output-layers 1.96 --output-layers 3.92
+
+These are the lengths of an 8B model's output layer with 32k, 64k, 128k and 256k tokens, in layers. For each of them run
+the best layout with embedding and output layer spread over all ranks and, unless --placement asks for another one, the
+best split of whole layers over one stage a rank under `auto`; limits and model are those of `benchmarks.layout_gains`.
+A larger vocabulary is more work, so that times are compared with the ideal one, in which all ranks have an equal part
+of the work and never wait. The efficiency is the ideal time over the measured one; the last line has the ratio of the
+largest to the smallest, of the layouts with the vocabulary spread.
+
+A mistake in the flags ends with one line and exit status 2.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from benchmarks.emulation.emulated_results import Result
+from benchmarks.layout_gains import RunFlags, problem_of, run_named, words_of
+from megatron.zero_bubble.cli.flag_values import positive
+from megatron.zero_bubble.cli.invocation import read_flags, run_command
+from megatron.zero_bubble.cli.output import table
+from megatron.zero_bubble.job.flag_parser import flag
+from megatron.zero_bubble.schedule.layouts import LayoutPlan, search_layouts
+
+_PROG = "benchmarks.vocabulary_sizes"
+_HEADS = ("the output takes", "layout", "measured (ms)", "simulated", "ideal", "efficiency")
+_SPREAD = "vocabulary parallel"
+
+
+@dataclass(frozen=True)
+class SizesFlags(RunFlags):
+    """the output layer"""
+
+    output_layers: list[float] = flag(
+        "how long the output takes, in layers; repeat for more", parse=positive, repeat=True, metavar="N"
+    )
+
+
+def plans_of(flags: SizesFlags) -> Iterator[tuple[str, LayoutPlan]]:
+    """Yield two layouts for each size, or one with --placement, each with its name, which begins with the size."""
+    for size in flags.output_layers:
+        problem, baseline = problem_of(flags, size)
+        if flags.placement is None:
+            [best] = search_layouts(replace(problem, placements=(baseline.layout.placement,)))
+            yield f"{size:g}: auto, {words_of(best)}", best
+        best, *_ = search_layouts(replace(problem, vocabulary_parallel=True))
+        yield f"{size:g}: {_SPREAD}, {words_of(best)}", best
+
+
+def main(argv: list[str] | None = None) -> int:
+    return run_command(_PROG, lambda: _measure(sys.argv[1:] if argv is None else argv))
+
+
+def _measure(argv: list[str]) -> None:
+    flags = read_flags(SizesFlags, argv, _PROG, __doc__ or "")
+    results = run_named(plans_of(flags), flags.steps)
+    document = [
+        {**result.as_json(), "ideal_ms": _ideal(result), "efficiency": _efficiency(result)} for result in results
+    ]
+    flags.deliver(document, sizes_table(results, markdown=flags.markdown))
+
+
+def _ideal(result: Result) -> float:
+    return float(sum(result.timeline.work)) / len(result.timeline.work)
+
+
+def _efficiency(result: Result) -> float:
+    return _ideal(result) / result.measured
+
+
+def sizes_table(results: Sequence[Result], *, markdown: bool = False) -> str:
+    rows = [
+        (
+            *result.name.split(": ", 1),
+            f"{result.measured:.1f}",
+            f"{result.simulated:.1f}",
+            f"{_ideal(result):.1f}",
+            f"{_efficiency(result):.3f}",
+        )
+        for result in results
+    ]
+    spread = [_efficiency(result) for result in results if _SPREAD in result.name]
+    return table(_HEADS, rows, markdown=markdown) + f"\nlargest to smallest: {max(spread) / min(spread):.3f}\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
