@@ -52,6 +52,22 @@ class ParallelFlags:
 
 
 @dataclass(frozen=True)
+class ReplicaFlags:
+    """Replicas."""
+
+    hierarchical_sgd: str | None = flag(
+        "PERIOD:SIZE,PERIOD:SIZE,...: step on each replica's own gradients, and average parameters in groups of SIZE "
+        "replicas every PERIOD iterations; the last group is all replicas (docs/replicas.md)",
+        None,
+    )
+    hierarchical_sgd_warmup: int = flag(
+        "iterations, from the start of the training, that reduce gradients over all replicas before "
+        "--hierarchical-sgd begins",
+        0,
+    )
+
+
+@dataclass(frozen=True)
 class ZeroBubbleFlags:
     """Zero bubble."""
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from megatron.zero_bubble.job.aliases import pending_backwards
-from megatron.zero_bubble.job.flags import ParallelFlags, ZeroBubbleFlags, limit_flag
+from megatron.zero_bubble.job.flags import ParallelFlags, ReplicaFlags, ZeroBubbleFlags, limit_flag
 from megatron.zero_bubble.schedule.formats import Setting
 from megatron.zero_bubble.schedule.generators import ENTRIES
 from megatron.zero_bubble.schedule.memory_limit import MemoryLimit
@@ -38,7 +38,7 @@ def keeping_everything(settings: object) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class JobFlags(ParallelFlags, ZeroBubbleFlags):
+class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
     """The part of the trainer's flags, or of a Megatron-LM script's arguments, that decides about the pipeline."""
 
     rank: int = 0
@@ -56,6 +56,7 @@ class JobFlags(ParallelFlags, ZeroBubbleFlags):
     exit_interval: int | None = None
     seed: int = 1234
     optimizer: str = "adam"
+    fp16: bool = False
     transformer_impl: str = "local"
     recompute_granularity: str | None = None
     recompute_method: str | None = None

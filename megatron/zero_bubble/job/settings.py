@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from megatron.zero_bubble.job.environment import check_environment
 from megatron.zero_bubble.job.flags import check_zero_bubble_flags
+from megatron.zero_bubble.job.hierarchy_flags import hierarchy_of
 from megatron.zero_bubble.job.job_flags import JobFlags
 from megatron.zero_bubble.job.layers import chunks_of_flags, needed_layout, partition_of_flags, spread_layers
 from megatron.zero_bubble.job.layout_choice import ChosenLayout, is_layout_open
@@ -20,6 +21,7 @@ from megatron.zero_bubble.mcore.transformer_engine import check_transformer_engi
 from megatron.zero_bubble.runtime.replanner import PlanningOptions
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.schedule.formats import Profile
+from megatron.zero_bubble.schedule.hierarchy import Hierarchy
 from megatron.zero_bubble.schedule.model_costs import Partition
 from megatron.zero_bubble.schedule.plan import Plan
 from megatron.zero_bubble.schedule.recomputation import Recompute
@@ -36,6 +38,7 @@ class JobSettings:
         partition: the layers of every stage, in model order.
         planning: how costs are measured and used for planning; None if neither is done.
         is_layout_open: whether partition, placement or chunks are still to be chosen, by `with_layout`.
+        hierarchy: how replicas average their parameters; None if they reduce gradients.
     """
 
     flags: JobFlags
@@ -44,6 +47,7 @@ class JobSettings:
     partition: Partition
     planning: PlanningOptions | None
     is_layout_open: bool = False
+    hierarchy: Hierarchy | None = None
 
     @property
     def log_rank(self) -> int:
@@ -88,13 +92,14 @@ def job_settings(
     check_sharding(flags, is_layout_open=is_open)
     check_memory_limit(flags, has_cuda)
     check_post_validation(flags)
+    hierarchy = hierarchy_of(flags)
     planning = None
     if plan is not None:
         profile = given_profile(flags) if is_open else None
         planning = planning_options(flags, placement, knows_costs=is_open or knows_costs, profile=profile)
     check_stall_timeout(flags)
     check_environment(flags, environment, has_cuda)
-    return JobSettings(flags, plan, placement, partition, planning, is_open)
+    return JobSettings(flags, plan, placement, partition, planning, is_open, hierarchy)
 
 
 def with_layout(job: JobSettings, choice: ChosenLayout, environment: Mapping[str, str], has_cuda: bool) -> JobSettings:

@@ -71,6 +71,8 @@ class FiniteCheck:
         self._unreduced_norms: dict[int, torch.Tensor] = {}
         self.losses: Iterable[torch.Tensor] = ()
         """The losses of this iteration's microbatches on this rank."""
+        self.steps_with: dist.ProcessGroup | None = None
+        """The ranks that get the same norm and look for its cause together; None for all ranks."""
         for chunk in chunks:
             for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
                 # DDP calls this before it reduces gradients, if its config asks for a check.
@@ -100,7 +102,7 @@ class FiniteCheck:
     def check_norm(self, norm: float | None) -> None:
         """Check the norm of all gradients, the same on all ranks; None, where it was not computed, counts as wrong."""
         if norm is None or not math.isfinite(norm):
-            self._end(f"iteration {self._iteration()}", self._find())
+            self._end(f"iteration {self._iteration()}", self._find(), self.steps_with)
 
     def check_losses(self, losses: Iterable[torch.Tensor]) -> None:
         """Check the losses of an evaluation; a collective call of all ranks."""
@@ -118,9 +120,9 @@ class FiniteCheck:
         if flag.item():
             self._end(occasion, self._find_weight() or self._find_loss())
 
-    def _end(self, occasion: str, finding: _Finding | None) -> NoReturn:
-        findings: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(findings, finding)
+    def _end(self, occasion: str, finding: _Finding | None, group: dist.ProcessGroup | None = None) -> NoReturn:
+        findings: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(findings, finding, group=group)
         found = [finding for finding in findings if finding is not None]
         what = f"{min(found).what} on rank {min(found).rank}" if found else "the norm of all gradients"
         raise self._error(

@@ -12,16 +12,15 @@ from megatron.core import parallel_state
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 
-def take_losses(num_microbatches: int) -> tuple[float, ...]:
+def take_losses(num_microbatches: int, group: dist.ProcessGroup) -> tuple[float, ...]:
     """Return the last iteration's losses of multi-token prediction, and reset them; on other stages, nothing.
 
-    Each loss belongs to one token ahead and is a mean over microbatches and replicas, as Megatron-LM logs it. A
-    collective call of the replicas of the last stage.
+    Each loss belongs to one token ahead and is a mean over microbatches and the ranks of `group`. Megatron-LM logs the
+    mean over all replicas. A collective call of the group on the last stage.
     """
     sums = MTPLossLoggingHelper.tracker.get("values")
     if sums is None or not sums.any():
         return ()
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     total = sums / (num_microbatches * group.size())
     dist.all_reduce(total, group=group)
     forget_losses()

@@ -16,7 +16,12 @@ from typing import Any
 import torch
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer
+from megatron.core.optimizer.optimizer import (
+    ChainedOptimizer,
+    Float16OptimizerWithFloat16Params,
+    FP32Optimizer,
+    MixedPrecisionOptimizer,
+)
 
 
 def parts(optimizer: MegatronOptimizer) -> list[Any]:
@@ -27,6 +32,13 @@ def parts(optimizer: MegatronOptimizer) -> list[Any]:
 def torch_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
     """Return the optimizers of torch, apex or Transformer Engine inside; none on a rank without parameters."""
     return [part.optimizer for part in parts(optimizer) if part.optimizer is not None]
+
+
+def copy_to_model(optimizer: MegatronOptimizer) -> None:
+    """Copy the parameters that were stepped to those of the model, where the two differ in precision."""
+    for part in parts(optimizer):
+        if isinstance(part, MixedPrecisionOptimizer) and not part.is_stub_optimizer:
+            part._copy_main_params_to_model_params()
 
 
 def check_optimizer(optimizer: MegatronOptimizer) -> None:

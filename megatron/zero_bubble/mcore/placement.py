@@ -88,7 +88,7 @@ def copy_tied_embedding(chunks: Sequence[torch.nn.Module]) -> None:
 
     megatron-core starts the last stage's copy at zero and fills it by an all-reduce between ranks.
     """
-    tied = _tied_weights(chunks)
+    tied = tied_weights(chunks)
     if tied is not None:
         embedding, last = tied
         last.data.copy_(embedding.data)
@@ -135,7 +135,7 @@ def finalize_gradients(
         config.finalize_model_grads_func(chunks, num_tokens, pg_collection=groups, force_all_reduce=force_all_reduce)
         return
     config.finalize_model_grads_func(chunks, None, pg_collection=groups, force_all_reduce=force_all_reduce)
-    tied = _tied_weights(chunks)
+    tied = tied_weights(chunks)
     if tied is not None:
         embedding, last = (weight.main_grad for weight in tied)
         embedding.add_(last)
@@ -159,7 +159,7 @@ def _scale_by_tokens(
             chunk.scale_gradients(1.0 / num_tokens)
 
 
-def _tied_weights(chunks: Sequence[torch.nn.Module]) -> tuple[Any, Any] | None:
+def tied_weights(chunks: Sequence[torch.nn.Module]) -> tuple[Any, Any] | None:
     """Return the embedding's weights in the first and the last stage if they are two chunks of this rank.
 
     The last stage has them in a tied output layer, or embeds tokens for multi-token prediction.

@@ -23,7 +23,7 @@ from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.core.utils import get_model_config
 
 from megatron.zero_bubble.mcore.gradient_norm import Norm, norm_groups, norm_of_all, squared_norm
-from megatron.zero_bubble.mcore.optimizer import parts
+from megatron.zero_bubble.mcore.optimizer import copy_to_model, parts
 from megatron.zero_bubble.mcore.rollback import Rollback
 
 _SCHEDULED = ("lr", "weight_decay")
@@ -156,6 +156,11 @@ class PostValidation:
         )
         return was_wrong
 
+    def parameters_changed(self) -> None:
+        """Let the next step be undone to the present parameters, which something else than a step has changed."""
+        assert self._pending is None, "the last step has to be validated first"
+        self._rollback.prepare()
+
     def _amend(self, pending: _Pending, found: list[bool], norm: Norm | None) -> bool:
         """Replace the step that was taken by the right one; return whether they differ on any rank."""
         if any(found):
@@ -257,9 +262,7 @@ class PostValidation:
 
     def _hand_out_parameters(self) -> None:
         """Copy the optimizer's restored parameters to the model and, with a distributed optimizer, to the replicas."""
-        for optimizer in self._optimizers:
-            if isinstance(optimizer, MixedPrecisionOptimizer) and not optimizer.is_stub_optimizer:
-                optimizer._copy_main_params_to_model_params()
+        copy_to_model(self._optimizer)
         if self._optimizer.config.use_distributed_optimizer:
             for chunk in self._chunks:
                 chunk.start_param_sync(force_sync=True)

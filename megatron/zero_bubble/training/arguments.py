@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron.zero_bubble.job.aliases import AliasFlags, translated
 from megatron.zero_bubble.job.flag_parser import flag, parse_flags
-from megatron.zero_bubble.job.flags import ParallelFlags, ZeroBubbleFlags
+from megatron.zero_bubble.job.flags import ParallelFlags, ReplicaFlags, ZeroBubbleFlags
 
 TORCH_BACKENDS = ("flash", "fused")
 """Values of --attention-backend with which local layers compute attention with torch's kernels."""
@@ -182,7 +182,9 @@ class OutputFlags:
 
 
 @dataclass(frozen=True)
-class Arguments(ModelFlags, ParallelFlags, TrainingFlags, DataFlags, OutputFlags, ZeroBubbleFlags, AliasFlags):
+class Arguments(
+    ModelFlags, ParallelFlags, ReplicaFlags, TrainingFlags, DataFlags, OutputFlags, ZeroBubbleFlags, AliasFlags
+):
     """All flags of the trainer, with this process's ranks and the size of the vocabulary."""
 
     rank: int = 0

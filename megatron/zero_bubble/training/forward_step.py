@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron.zero_bubble.mcore.finite import spoil_if_infinite
@@ -69,10 +68,10 @@ def losses_of(reports: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
     return [report["lm loss"][0] for report in reports]
 
 
-def mean_loss(reports: list[dict[str, torch.Tensor]]) -> float | None:
-    """Mean loss of a token over all microbatches and replicas; None on a rank without the last stage."""
+def mean_loss(reports: list[dict[str, torch.Tensor]], group: dist.ProcessGroup) -> float | None:
+    """Mean loss of a token over all microbatches and the ranks of `group`; None on a rank without the last stage."""
     if not reports:
         return None
     total = torch.stack([report["lm loss"] for report in reports]).sum(dim=0)
-    dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    dist.all_reduce(total, group=group)
     return (total[0] / total[1]).item()

@@ -10,8 +10,11 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
+from megatron.zero_bubble.job.replicas import wait_fields
 from megatron.zero_bubble.job.running import idle_fields, idle_scalars
+from megatron.zero_bubble.runtime.replica_waits import Waits
 from megatron.zero_bubble.schedule import Idle
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.flops import flops_per_iteration
@@ -41,6 +44,10 @@ class StepResult:
     """Losses of the tokens after the next one, where `lm_loss` is known; empty without multi-token prediction."""
     was_skipped: bool = False
     """Whether the optimizer left the parameters unchanged, because a gradient was not finite."""
+    is_local: bool = False
+    """Whether losses and norm are those of this replica alone, which took the step without the others."""
+    waits: Waits | None = None
+    """Waits of replicas since the last log line, in iterations that print one; None with a single replica."""
     finished_at: float | None = None
     """Time when the step was settled, in seconds of `time.perf_counter`; None for the time when it is recorded."""
 
@@ -105,8 +112,8 @@ class TrainingLog:
         self._reset(_now())
 
     def _reset(self, start: float) -> None:
-        self._losses: list[float] = []
-        self._further_losses: list[tuple[float, ...]] = []
+        self._all_losses: list[tuple[float, ...]] = []
+        """For each iteration since the previous line the loss, then the further losses."""
         self._iterations = 0
         self._skipped = 0
         self._nans = 0
@@ -133,8 +140,7 @@ class TrainingLog:
             is_nan = not math.isfinite(result.lm_loss)
             self._nans += is_nan
             if not is_nan and not result.was_skipped:
-                self._losses.append(result.lm_loss)
-                self._further_losses.append(result.further_losses)
+                self._all_losses.append((result.lm_loss, *result.further_losses))
         if self.progress.iteration % args.tensorboard_log_interval == 0:
             self._write_scalars(result)
         if self.progress.iteration % args.log_interval == 0:
@@ -162,10 +168,8 @@ class TrainingLog:
             line += f" throughput per GPU (TFLOP/s/GPU): {throughput:.1f} |"
         line += f" learning rate: {result.learning_rate:.6E} |"
         line += f" global batch size: {result.batch_size:5d} |"
-        if self._losses:
-            line += f" lm loss: {sum(self._losses) / len(self._losses):.6E} |"
-            for number, losses in enumerate(zip(*self._further_losses, strict=True), 1):
-                line += f" mtp_{number} loss: {sum(losses) / len(losses):.6E} |"
+        for number, loss in enumerate(self._mean_losses(result)):
+            line += f" {f'mtp_{number}' if number else 'lm'} loss: {loss:.6E} |"
         line += f" loss scale: {result.loss_scale:.1f} |"
         if result.grad_norm is not None:
             line += f" grad norm: {result.grad_norm:.3f} |"
@@ -174,6 +178,7 @@ class TrainingLog:
         line += f" number of skipped iterations: {self._skipped:3d} |"
         line += f" number of nan iterations: {self._nans:3d} |"
         line += idle_fields(result.idle, result.predicted_idle)
+        line += wait_fields(result.waits)
         if self._rollbacks:
             line += f" rollbacks: {self._rollbacks} | redone forwards: {self._redone} |"
         self._say(line)
@@ -183,6 +188,20 @@ class TrainingLog:
                 writer.add_scalar("throughput", throughput, self.progress.iteration)
             for tag, value in idle_scalars(result.idle, result.predicted_idle).items():
                 writer.add_scalar(tag, value, self.progress.iteration)
+
+    def _mean_losses(self, result: StepResult) -> list[float]:
+        """The mean loss of the iterations since the previous line, then the means of the further losses.
+
+        If the iterations were local, a collective call of the replicas of the ranks that hold the loss.
+        """
+        sums = [sum(losses) for losses in zip(*self._all_losses, strict=True)]
+        if not result.is_local or result.lm_loss is None:
+            return [total / len(self._all_losses) for total in sums]
+        sums = sums or [0.0] * (1 + len(result.further_losses))
+        totals = torch.tensor([*sums, len(self._all_losses)], dtype=torch.float64, device=torch.cuda.current_device())
+        dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
+        *sums, count = totals.tolist()
+        return [total / count for total in sums] if count else []
 
     def _write_scalars(self, result: StepResult) -> None:
         if not self._writers:

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import (
     get_current_global_batch_size,
     get_num_microbatches,
     update_num_microbatches,
 )
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron.zero_bubble.job.optimizer_step import RollbackWatch
+from megatron.zero_bubble.job.replicas import Replicas
 from megatron.zero_bubble.job.start_up import print_rank_0
 from megatron.zero_bubble.job.timeline_writer import TimelineWriter
 from megatron.zero_bubble.mcore.finite import FiniteCheck
 from megatron.zero_bubble.mcore.multi_token import take_losses
 from megatron.zero_bubble.mcore.post_validation import PostValidation, StepOutcome
-from megatron.zero_bubble.runtime.recorder import StepTime
 from megatron.zero_bubble.runtime.watchdog import Watchdog
 from megatron.zero_bubble.schedule import Idle
 from megatron.zero_bubble.schedules import ForwardBackward
@@ -32,30 +34,10 @@ from megatron.zero_bubble.training.checkpoint import Checkpointer
 from megatron.zero_bubble.training.data import DataConfig
 from megatron.zero_bubble.training.exit_reasons import ExitReasons
 from megatron.zero_bubble.training.forward_step import DataIterator, losses_of, make_forward_step, mean_loss
-from megatron.zero_bubble.training.logging import StepResult, TrainingLog
+from megatron.zero_bubble.training.iteration_results import UnloggedIteration, UnsettledIteration, result_of
+from megatron.zero_bubble.training.logging import TrainingLog
 from megatron.zero_bubble.training.numerics import NumericsLog, parameter_digest
 from megatron.zero_bubble.training.progress import Progress
-
-
-@dataclass(frozen=True)
-class _Iteration:
-    """The results of an iteration that are known before its step is settled."""
-
-    lm_loss: float | None
-    further_losses: tuple[float, ...]
-    batch_size: int
-    predicted_idle: Idle | None
-
-
-@dataclass(frozen=True)
-class _Unlogged:
-    """This rank's results of an iteration whose step is settled and which is not logged yet."""
-
-    result: StepResult
-    mean_step: StepTime | None
-    """Mean time of the steps since the last line, in iterations that print one; None with megatron-core's schedule."""
-    parameter_digest: str | None
-    """Digest of this rank's parameters; None without `--log-numerics`."""
 
 
 class Trainer:
@@ -68,6 +50,7 @@ class Trainer:
         post_validation: takes the optimizer's steps from within the schedule; None if the loop takes them. With
             post-validation the outcome of an iteration is known, and logged, in the next one.
         finite: ends the training at a value that is not finite; None to train on.
+        replicas: averages the replicas if the flags say so; None with a single replica.
     """
 
     def __init__(
@@ -88,6 +71,7 @@ class Trainer:
         watchdog: Watchdog | None = None,
         post_validation: PostValidation | None = None,
         finite: FiniteCheck | None = None,
+        replicas: Replicas | None = None,
     ) -> None:
         self._args = args
         self._progress = progress
@@ -106,10 +90,11 @@ class Trainer:
         self._timeline = timeline
         self._watchdog = watchdog
         self._post_validation = post_validation
-        self._unsettled: _Iteration | None = None
-        self._unlogged: _Unlogged | None = None
+        self._unsettled: UnsettledIteration | None = None
+        self._unlogged: UnloggedIteration | None = None
         self._watch = RollbackWatch()
         self._finite = finite
+        self._replicas = replicas
         if post_validation is not None:
             post_validation.settled = self._complete_unsettled
             if finite is not None:
@@ -142,6 +127,8 @@ class Trainer:
         while self._progress.iteration < args.train_iters:
             update_num_microbatches(self._progress.consumed_train_samples, consistency_check=True)
             self._train_step()
+            if self._replicas is not None and self._replicas.changes_after(self._progress.iteration):
+                self._settle()
             if self._valid_data is not None and self._progress.iteration % args.eval_interval == 0:
                 self._pausing(self.evaluate)
             reason = self._exit_reasons.reason(self._progress.iteration)
@@ -166,6 +153,9 @@ class Trainer:
     def _train_step(self) -> None:
         if self._unsettled is None:
             self._zero_gradients()
+        is_local = self._replicas is not None and self._replicas.is_local
+        if self._finite is not None and is_local:
+            self._finite.steps_with = parallel_state.get_model_parallel_group()
         batch_size = get_current_global_batch_size()
         num_microbatches = get_num_microbatches()
         reports = self._forward_backward(
@@ -176,11 +166,13 @@ class Trainer:
             self._finite.losses = losses_of(reports)
         self._progress.iteration += 1
         self._progress.consumed_train_samples += batch_size
-        iteration = _Iteration(
-            mean_loss(reports),
-            take_losses(num_microbatches),
+        sharing = parallel_state.get_context_parallel_group() if is_local else _all_replicas()
+        iteration = UnsettledIteration(
+            mean_loss(reports, sharing),
+            take_losses(num_microbatches, sharing),
             batch_size,
             self._predicted_idle(num_microbatches),
+            is_local,
         )
         if self._post_validation is None:
             self._unlogged = self._complete(iteration, StepOutcome(*self._optimizer.step()))
@@ -206,31 +198,21 @@ class Trainer:
         self._unlogged = self._complete(iteration, outcome, finished_at=time.perf_counter())
         self._zero_gradients()
 
-    def _complete(self, iteration: _Iteration, outcome: StepOutcome, finished_at: float | None = None) -> _Unlogged:
+    def _complete(
+        self, iteration: UnsettledIteration, outcome: StepOutcome, finished_at: float | None = None
+    ) -> UnloggedIteration:
         """Step the scheduler after an iteration's step, and collect this rank's values for the log line."""
         if outcome.was_updated:
             self._scheduler.step(increment=iteration.batch_size)
-        result = StepResult(
-            lm_loss=iteration.lm_loss,
-            further_losses=iteration.further_losses,
-            grad_norm=outcome.grad_norm,
-            num_zeros=outcome.num_zeros,
-            # Megatron-LM logs the rate after the scheduler's step.
-            learning_rate=get_canonical_lr_for_logging(self._optimizer.param_groups) or 0.0,
-            loss_scale=self._optimizer.get_loss_scale().item(),
-            batch_size=iteration.batch_size,
-            was_skipped=not outcome.was_updated,
-            predicted_idle=iteration.predicted_idle,
-            was_rolled_back=outcome.was_amended,
-            num_redone_forwards=outcome.num_redone_forwards,
-            finished_at=finished_at,
-        )
+        if self._replicas is not None:
+            self._replicas.after_step(self._progress.iteration)
+        result = result_of(iteration, outcome, self._optimizer, finished_at)
         mean_step = self._zero_bubble.observer.take_mean() if self._zero_bubble and self._prints_a_line() else None
         digest = None
         if self._numerics is not None:
             self._gather_parameters()
             digest = parameter_digest(self._model)
-        return _Unlogged(result, mean_step, digest)
+        return UnloggedIteration(result, mean_step, digest)
 
     def _log_unlogged(self) -> None:
         """Log the last iteration whose step is settled, if it is not logged yet; a collective call."""
@@ -241,6 +223,8 @@ class Trainer:
         if unlogged.mean_step is not None:
             assert self._zero_bubble is not None
             result = replace(result, idle=self._zero_bubble.measured_idle(unlogged.mean_step))
+        if self._replicas is not None and self._progress.iteration % self._args.log_interval == 0:
+            result = replace(result, waits=self._replicas.take_waits())
         self._log.record(result)
         if self._post_validation is not None and (warning := self._watch.warning(result.was_rolled_back)):
             print_rank_0(warning)
@@ -254,7 +238,13 @@ class Trainer:
             for chunk in self._model:
                 chunk.start_param_sync(force_sync=True)
 
+    def _average_all(self, *, with_states: bool = False) -> None:
+        """Give all replicas the same parameters, before they are evaluated or saved."""
+        if self._replicas is not None:
+            self._replicas.average_all(self._progress.iteration, with_states=with_states)
+
     def _save(self) -> None:
+        self._average_all(with_states=True)
         if self._finite is not None:
             self._finite.check_weights()
         self._gather_parameters()
@@ -278,6 +268,7 @@ class Trainer:
     def evaluate(self) -> None:
         """Print the mean loss over `--eval-iters` iterations of validation data."""
         args = self._args
+        self._average_all()
         for chunk in self._model:
             chunk.eval()
         num_microbatches = get_num_microbatches()
@@ -292,10 +283,15 @@ class Trainer:
             chunk.train()
         if self._finite is not None:
             self._finite.check_losses(losses_of(reports))
-        self._log.record_validation(mean_loss(reports))
+        self._log.record_validation(mean_loss(reports, _all_replicas()))
 
     def _pausing(self, action: Callable[[], None]) -> None:
         self._settle()
         paused_at = self._log.pause()
         action()
         self._log.resume(paused_at)
+
+
+def _all_replicas() -> dist.ProcessGroup:
+    """The ranks that hold the same part of the model, with the parts of their sequences."""
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)

@@ -16,6 +16,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from megatron.zero_bubble.job.description import describe, describe_places
 from megatron.zero_bubble.job.flags import limit_flag
 from megatron.zero_bubble.job.optimizer_step import build_post_validation
+from megatron.zero_bubble.job.replicas import Replicas
 from megatron.zero_bubble.job.running import open_timeline, run_plan
 from megatron.zero_bubble.job.settings import JobSettings
 from megatron.zero_bubble.job.sharding import check_shards
@@ -116,6 +117,10 @@ def _build_trainer(
     describe(job, model)
     describe_places(job)
     post_validation = build_post_validation(job.flags, job.plan, optimizer, model)
+    replicas = None
+    if args.data_parallel_size > 1:
+        changed = post_validation.parameters_changed if post_validation is not None else lambda: None
+        replicas = Replicas(job, optimizer, model, progress.iteration, changed)
     # Without a plan megatron-core's own function runs unchanged.
     zero_bubble = run_plan(job, store, progress.iteration, post_validation) if store is not None else None
     train_data, valid_data = open_data(args, progress, data_config, tokenizer, model, resources)
@@ -136,6 +141,7 @@ def _build_trainer(
         open_watchdog(job.flags, zero_bubble, "pretrain_gpt.py") if zero_bubble else None,
         post_validation,
         FiniteCheck(model, placement, TrainingError, lambda: progress.iteration) if args.checks_finite else None,
+        replicas,
     )
 
 

@@ -1,0 +1,153 @@
+"""Hierarchical SGD for megatron-core: replicas step on their own gradients, and their parameters are averaged.
+
+What is averaged are the parameters that the optimizer steps, in mixed precision the fp32 ones. The model's are copies
+of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+from megatron.core.utils import get_model_config, unwrap_model
+
+from megatron.zero_bubble.mcore.optimizer import copy_to_model, parts, torch_optimizers
+from megatron.zero_bubble.mcore.placement import tied_weights
+from megatron.zero_bubble.runtime.group_averager import GroupAverager, groups_of_replicas
+from megatron.zero_bubble.schedule.hierarchy import Hierarchy
+
+
+class ReplicaAveraging:
+    """Averages the replicas of this rank's part of the model, in place of their gradients; made before the first step.
+
+    Args:
+        optimizer: as `get_megatron_optimizer` makes it.
+        chunks: this rank's modules in DDP.
+        iteration: the iteration after which the job begins.
+        changed: called when parameters or moments have been averaged.
+
+    Raises:
+        ValueError: the optimizer has no parameters of its own to average.
+    """
+
+    def __init__(
+        self,
+        hierarchy: Hierarchy,
+        optimizer: MegatronOptimizer,
+        chunks: Sequence[Any],
+        iteration: int,
+        timeout: timedelta,
+        changed: Callable[[], None] = lambda: None,
+    ) -> None:
+        for part in parts(optimizer):
+            if type(part) not in (FP32Optimizer, Float16OptimizerWithFloat16Params):
+                raise ValueError(f"the parameters of megatron-core's {type(part).__name__} cannot be averaged")
+        self.hierarchy = hierarchy
+        self._optimizer = optimizer
+        self._chunks = chunks
+        self._changed = changed
+        self._averager = GroupAverager(hierarchy, _groups(hierarchy, timeout))
+        self._averaged_at = iteration
+        """The last iteration after which all replicas had the same parameters."""
+        self._is_local = False
+        self._begin_local_steps(iteration)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the next iteration steps on this replica's own gradients."""
+        return self._is_local
+
+    def after_step(self, iteration: int) -> None:
+        """Average what is due after the step of `iteration`, which must be valid; a collective call of the group."""
+        size = self.hierarchy.group_size_after(iteration)
+        if size is not None:
+            self._averager.average(self._parameters(), iteration)
+            self._hand_out()
+        if size == self.hierarchy.num_replicas or not self.hierarchy.is_local(iteration):
+            self._averaged_at = iteration
+        self._begin_local_steps(iteration)
+
+    def average_all(self, iteration: int, *, with_states: bool = False) -> None:
+        """Give all replicas the mean of their parameters after `iteration`; a collective call of all ranks.
+
+        Args:
+            with_states: average the optimizer's moments, too, so that a checkpoint holds the state of all replicas, and
+                a job that loads it goes on like the one that saved it.
+        """
+        if self._averaged_at != iteration:
+            self._averager.average_over_all(self._parameters())
+            self._hand_out()
+            self._averaged_at = iteration
+        if with_states and self._is_local:
+            self._averager.average_over_all(self._moments())
+            self._changed()
+
+    def _begin_local_steps(self, iteration: int) -> None:
+        """Reduce the gradients within this replica alone from the iteration after `iteration` on, if it is local."""
+        if self._is_local or not self.hierarchy.is_local(iteration + 1):
+            return
+        self._is_local = True
+        # With context parallelism several ranks hold parts of the same sequences; otherwise this group is one rank.
+        replica = parallel_state.get_context_parallel_group()
+        for chunk in self._chunks:
+            assert not chunk.expert_parallel_bucket_groups, "experts that replicas share"
+            for bucket_group in chunk.bucket_groups:
+                bucket_group.data_parallel_group = replica
+                for bucket in bucket_group.buckets:
+                    if not bucket_group.ddp_config.average_in_collective:
+                        bucket.gradient_scaling_factor = 1.0 / replica.size()
+
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        for optimizer in torch_optimizers(self._optimizer):
+            for group in optimizer.param_groups:
+                yield from group["params"]
+
+    def _moments(self) -> Iterator[torch.Tensor]:
+        """Yield what the optimizer keeps for each parameter, but its count of steps, which is the same everywhere."""
+        for optimizer in torch_optimizers(self._optimizer):
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    state = optimizer.state.get(parameter, {})
+                    yield from (value for name, value in sorted(state.items()) if name != "step")
+
+    def _hand_out(self) -> None:
+        _unify_tied_embeddings(self._chunks)
+        copy_to_model(self._optimizer)
+        self._changed()
+
+
+def _groups(hierarchy: Hierarchy, timeout: timedelta) -> dict[int, dist.ProcessGroup]:
+    replicas = parallel_state.get_data_parallel_group()
+    places: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(places, dist.get_process_group_ranks(replicas))
+    places = sorted({tuple(ranks) for ranks in places})
+    inner = [level.group_size for level in hierarchy.levels[:-1]]
+    return {**groups_of_replicas(places, inner, timeout), hierarchy.num_replicas: replicas}
+
+
+@torch.no_grad()
+def _unify_tied_embeddings(chunks: Sequence[Any]) -> None:
+    """Give the last stage the first stage's copy of tied embeddings: each was averaged in an order of its own."""
+    tied = tied_weights(chunks)
+    if tied is not None:
+        embedding, last = tied
+        _stepped(last).copy_(_stepped(embedding))
+        return
+    group = parallel_state.get_embedding_group(check_initialized=False)
+    if group is None or group.size() == 1 or dist.get_rank() not in dist.get_process_group_ranks(group):
+        return
+    model = unwrap_model(chunks[0] if group.rank() == 0 else chunks[-1])
+    if model.share_embeddings_and_output_weights or getattr(get_model_config(chunks[0]), "mtp_num_layers", None):
+        dist.broadcast(_stepped(model.shared_embedding_or_output_weight()), group_src=0, group=group)
+
+
+def _stepped(weight: torch.nn.Parameter) -> torch.Tensor:
+    """Return the parameter that the optimizer steps for a weight of the model."""
+    main = getattr(weight, "main_param", None)
+    return (weight if main is None else main).data
