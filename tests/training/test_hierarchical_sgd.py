@@ -1,19 +1,25 @@
-"""Replicas step alone and average their parameters when the hierarchy says so, under every schedule."""
+"""Replicas step alone and average their parameters when the hierarchy says so, under every schedule.
+
+`make test` shows the method without pipelines and with two. What is exhaustive are resumed jobs and post-validation,
+whose own tests are in `make test`.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.comparison import tensors
 from tests.launch import TINY_GPT, Trainings
 
 TWO_BY_TWO = [*TINY_GPT, "--pipeline-model-parallel-size", "2", "--global-batch-size", "4", "--eval-iters", "1"]
 """Two replicas of a pipeline of two ranks; both tie the embedding to the output layer, in two stages."""
-SGD = ("--optimizer", "sgd", "--clip-grad", "0", "--lr", "5e-2", "--train-iters", "50", "--log-interval", "50")
+SGD = ("--optimizer", "sgd", "--clip-grad", "0", "--train-iters", "50", "--log-interval", "50")
 LOCAL = ("--hierarchical-sgd", "3:2")
 HALVES = ("--lr-decay-iters", "10", "--eval-interval", "4", *LOCAL, "--zero-bubble-schedule", "zb-h1")
 POST = (*LOCAL, "--hierarchical-sgd-warmup", "2", "--zero-bubble-schedule", "zb-2p", "--clip-grad", "0.5", "--bf16")
@@ -43,11 +49,20 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
     )
 
 
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of this process, with which checkpoints are read."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 def digests(trainings: Trainings, name: str) -> list[list[str]]:
     """For each iteration the digest of each rank's parameters."""
     return [json.loads(line)["parameters"] for line in trainings.numerics(name).splitlines()]
 
 
+@pytest.mark.usefixtures("alone")
 def test_averaging_every_iteration_is_data_parallelism(trainings: Trainings) -> None:
     trainings.run("reduced", "averaged")
     expected, averaged = (tensors(trainings.folder, name, 50) for name in ("reduced", "averaged"))
@@ -78,11 +93,13 @@ def test_the_log_line_has_the_mean_loss_and_the_waits_of_all_replicas(trainings:
         assert min(waits.groups()[:4], key=float) == waits[int(waits[5]) + 1]
 
 
+@pytest.mark.exhaustive
 def test_a_resumed_job_goes_on_like_the_one_that_saved(trainings: Trainings) -> None:
     trainings.run("whole", "first half", "second half")
     assert trainings.numerics("second half").splitlines() == trainings.numerics("whole").splitlines()[5:]
 
 
+@pytest.mark.exhaustive
 def test_post_validation_changes_no_digit(trainings: Trainings) -> None:
     trainings.run("validated before", "validated later")
     assert trainings.numerics("validated later") == trainings.numerics("validated before")
