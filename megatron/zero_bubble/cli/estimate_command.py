@@ -19,6 +19,8 @@ GPU; `make gpu-check` compares them with an allocator. An iteration takes the ma
 with --zero-bubble-post-validation iterations overlap where the schedule allows it. The optimizer's own time is not
 counted, and tensor-parallel communication only as far as --mfu or the profile contains it.
 
+`zero-bubble estimate stragglers --help` is about what a slow replica costs.
+
 A mistake ends with one line and exit status 2.
 """
 
@@ -36,6 +38,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> None:
+    if argv[:1] == ["stragglers"]:
+        from megatron.zero_bubble.cli.estimate.straggler_estimate import estimate_stragglers
+
+        estimate_stragglers(argv[1:])
+        return
     flags = read_flags(EstimateFlags, argv, "zero-bubble estimate", __doc__ or "")
     # Imported here, so that --help does not need torch.
     from megatron.zero_bubble.cli.estimate.estimate_tables import as_json, as_text
