@@ -33,6 +33,9 @@ FRACTION = "attention-dropout hidden-dropout adam-beta1 adam-beta2"
         *[("rotary-percent", value, "must be in (0, 1]") for value in ("0.0", "1.5", "nan")],
         ("rotary-base", "0", "must be above 0"),
         ("timing-log-level", "3", "must be 0, 1 or 2"),
+        ("empty-unused-memory-level", "3", "must be 0, 1 or 2"),
+        ("train-samples", "0", "must be at least 1"),
+        ("lr-warmup-samples", "-1", "must be at least 0"),
     ],
 )
 def test_a_value_out_of_range(name, value, expectation):
@@ -158,10 +161,86 @@ MISTAKES = {
         {"--num-experts": "4", "--disable-bias-linear": None, "--moe-router-topk": "5"},
         "--moe-router-topk 5 is not between 1 and --num-experts 4",
     ),
-    "a sequence for one tensor rank": (
-        {"--sequence-parallel": None},
-        "--sequence-parallel splits --seq-length 32 over --tensor-model-parallel-size 1: "
-        "the size must be above 1 and divide the length",
+    "a sequence that tensor ranks cannot share": (
+        TENSOR_2 | {"--sequence-parallel": None, "--seq-length": "33"},
+        "--sequence-parallel splits --seq-length 33 over --tensor-model-parallel-size 2: the size must divide the "
+        "length",
+    ),
+    "no length": (
+        {"--train-iters": ""},
+        "give --train-iters N or --train-samples N, the length of the training, and not both",
+    ),
+    "two lengths": (
+        {"--train-samples": "100"},
+        "give --train-iters N or --train-samples N, the length of the training, and not both",
+    ),
+    "less than one batch": (
+        {"--train-iters": "", "--train-samples": "1"},
+        "--train-samples 1 is below --global-batch-size 2",
+    ),
+    "samples of decay in a training that counts iterations": (
+        {"--lr-decay-samples": "100"},
+        "--lr-decay-samples 100: with --train-iters give --lr-decay-iters instead",
+    ),
+    "iterations of warm-up in a training that counts samples": (
+        {"--train-iters": "", "--train-samples": "100", "--lr-warmup-iters": "3"},
+        "--lr-warmup-iters 3: with --train-samples give --lr-warmup-samples instead",
+    ),
+    "a warm-up of all samples": (
+        {"--train-iters": "", "--train-samples": "100", "--lr-warmup-samples": "100"},
+        "--lr-warmup-samples 100 must be below the 100 samples of decay",
+    ),
+    "an embedding's learning rate with swapped ends": (
+        {"--decoupled-lr": "0.1", "--decoupled-min-lr": "0.2"},
+        "--decoupled-min-lr 0.2 is above --decoupled-lr 0.1",
+    ),
+    "half of an embedding's learning rate": (
+        {"--decoupled-min-lr": "0.1"},
+        "--decoupled-min-lr 0.1 needs --decoupled-lr",
+    ),
+    "gradients in another precision than the model's": (
+        {"--grad-reduce-in-bf16": None},
+        "--grad-reduce-in-bf16 needs --bf16: gradients of other models are reduced in the model's own precision",
+    ),
+    "gradients in two precisions": (
+        {"--bf16": None, "--grad-reduce-in-bf16": None, "--accumulate-allreduce-grads-in-fp32": None},
+        "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32: give one of them",
+    ),
+    "fp8 without a GPU": (
+        {"--fp8-format": "hybrid", "--transformer-impl": "transformer_engine"},
+        "--fp8-format hybrid needs a GPU with fp8 arithmetic, and torch finds none on this machine: use --bf16",
+    ),
+    "a setting of fp8 without fp8": (
+        {"--fp8-amax-history-len": "1024"},
+        "--fp8-amax-history-len needs --fp8-format",
+    ),
+    "experts computed together without a GPU": (
+        {"--num-experts": "4", "--disable-bias-linear": None, "--moe-grouped-gemm": None},
+        "--moe-grouped-gemm needs CUDA: its kernel computes a rank's experts together; leave it out",
+    ),
+    "a model without positions": (
+        {"--no-position-embedding": None},
+        "--no-position-embedding needs --position-embedding-type rope: a model without any positions is not supported",
+    ),
+    "masks that nobody makes": (
+        {"--reset-attention-mask": None, "--no-create-attention-mask-in-dataloader": None},
+        "--no-create-attention-mask-in-dataloader and --reset-attention-mask, which needs masks: give one of them",
+    ),
+    "an interval of collections that nobody runs": (
+        {"--manual-gc-interval": "5"},
+        "--manual-gc-interval needs --manual-gc",
+    ),
+    "a profile that ends before it begins": (
+        {"--profile": None, "--profile-step-start": "5", "--profile-step-end": "5", "--tensorboard-dir": "."},
+        "--profile-step-end 5 must be above --profile-step-start 5",
+    ),
+    "a profile that goes nowhere": (
+        {"--profile": None},
+        "--profile with torch's profiler needs --tensorboard-dir, where the trace goes",
+    ),
+    "a profile of a rank that is not there": (
+        {"--profile": None, "--tensorboard-dir": ".", "--profile-ranks": "0 4"},
+        "--profile-ranks 0 4: the ranks are 0 to 3",
     ),
     "a sharded optimizer that is not Adam": (
         {"--optimizer": "sgd", "--use-distributed-optimizer": None},

@@ -35,6 +35,32 @@ INTERLEAVED = {
 }
 CLIPPED = ("--clip-grad", "0.05")
 """The gradient norm is above this in every iteration: the whole model depends on the norm's last bit."""
+SCHEDULE_OF_LR = ("--lr-decay-style", "cosine", "--min-lr", "1e-4", "--adam-beta2", "0.95", "--weight-decay", "0.1")
+ROTARY = (
+    *("--position-embedding-type", "rope", "--rotary-base", "1000000", "--swiglu", "--normalization", "RMSNorm"),
+    *("--disable-bias-linear", "--group-query-attention", "--num-query-groups", "2"),
+    *("--untie-embeddings-and-output-weights", "--use-mcore-models", "--sequence-parallel", *NO_DROPOUT),
+    *("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather", "--bf16"),
+)
+SCRIPTS = {
+    "gpt3-script": (
+        *("--attention-backend", "auto", "--fp16", "--initial-loss-scale", "1e4", "--rampup-batch-size", "2", "1", "9"),
+        *("--init-method-std", "0.006", "--lr-warmup-fraction", ".1", "--lr-decay-iters", "8", *SCHEDULE_OF_LR),
+    ),
+    "llama3-script": (
+        *(*ROTARY, *SCHEDULE_OF_LR, "--kv-channels", "16", "--attention-backend", "fused", "--apply-layernorm-1p"),
+        *("--train-samples", "42", "--lr-decay-samples", "40", "--lr-warmup-samples", "5", "--decoupled-lr", "2e-2"),
+        *("--decoupled-min-lr", "2e-3", "--grad-reduce-in-bf16", "--cross-entropy-loss-fusion"),
+        *("--calculate-per-token-loss", "--manual-gc", "--manual-gc-interval", "3", "--empty-unused-memory-level", "2"),
+        *("--tiktoken-pattern", "v2", "--no-create-attention-mask-in-dataloader", "--no-mmap-bin-files"),
+    ),
+    "mixtral-script": (
+        *(*ROTARY, *SCHEDULE_OF_LR, "--no-masked-softmax-fusion", "--no-position-embedding", "--num-experts", "4"),
+        *("--moe-router-topk", "2", "--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "1e-2"),
+        *("--moe-token-dispatcher-type", "alltoall"),
+    ),
+}
+"""What Megatron-LM's example scripts for these models say, as far as a CPU can do it."""
 MODELS = {
     "untied": ("--untie-embeddings-and-output-weights",),
     "llama-like": (
@@ -46,8 +72,14 @@ MODELS = {
     "fp16": ("--fp16", "--initial-loss-scale", "1e6", "--hysteresis", "1"),
     "per-token-loss": ("--calculate-per-token-loss",),
     "recompute-selective": ("--recompute-granularity", "selective"),
+    "sequence-balanced-experts": (
+        *("--num-experts", "4", "--moe-aux-loss-coeff", "0.01", "--disable-bias-linear"),
+        *("--moe-router-load-balancing-type", "seq_aux_loss"),
+    ),
+    "norms-around-zero": ("--apply-layernorm-1p",),
+    **SCRIPTS,
 }
-QUICK_MODELS = ("llama-like", "experts", "fp16")
+QUICK_MODELS = ("llama-like", "experts", "fp16", "llama3-script")
 IN_MAKE_TEST = {(2, schedule, "fp32", 8) for schedule in SCHEDULES}
 IN_MAKE_TEST |= {(2, "zb-h1", "bf16", 4)}
 TOGETHER = {f"{schedule}-{precision}-{m}" for _, schedule, precision, m in IN_MAKE_TEST}
@@ -58,7 +90,8 @@ TOGETHER |= {f"{which}-{model}" for which in ("base", "planned") for model in QU
 
 def flags(num_ranks: int, num_microbatches: int, *more: str) -> list[str]:
     sizes = ["--pipeline-model-parallel-size", str(num_ranks), "--global-batch-size", str(num_microbatches)]
-    return [*TINY_GPT, *sizes, *CLIPPED, *more]
+    tiny = TINY_GPT[: TINY_GPT.index("--train-iters")] if "--train-samples" in more else TINY_GPT
+    return [*tiny, "--log-interval", "1", *sizes, *CLIPPED, *more]
 
 
 def training_flags(p: int) -> dict[str, list[str]]:

@@ -44,6 +44,7 @@ NO_DROPOUT = (
     *("--attention-dropout", "0", "--hidden-dropout", "0", "--position-embedding-type", "rope"),
     *("--group-query-attention", "--num-query-groups", "2", "--overlap-grad-reduce", *BUCKETS),
 )
+LAYOUTS["dp2-ep2-alltoall"] = (*LAYOUTS["dp2-ep2"], "--moe-token-dispatcher-type", "alltoall")
 LAYOUTS["cp2"] = ("--context-parallel-size", "2", *NO_DROPOUT)
 SCHEDULES = ("zb-h1", "zb-2p")
 

@@ -45,7 +45,8 @@ class States:
     def of(cls, args: Any, zero_stage: int) -> States:
         """Read Megatron's and our flags from the attributes of `args`."""
         size = element_bytes(args)
-        in_fp32 = args.accumulate_allreduce_grads_in_fp32 or args.bf16 or size == 4
+        reduces_in_bf16 = getattr(args, "grad_reduce_in_bf16", False)
+        in_fp32 = args.accumulate_allreduce_grads_in_fp32 or (args.bf16 and not reduces_in_bf16) or size == 4
         num_moments = int(args.sgd_momentum > 0) if args.optimizer == "sgd" else 2
         snapshot = args.zero_bubble_post_validation and args.zero_bubble_rollback != "inverse"
         copied = 4 + 4 * num_moments if snapshot and not args.zero_bubble_rollback_on_host else 0

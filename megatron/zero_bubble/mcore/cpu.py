@@ -241,7 +241,10 @@ class _Stream:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
-    wait_stream = wait_event = record_event = synchronize = _nothing
+    wait_stream = wait_event = synchronize = _nothing
+
+    def record_event(self, *args: Any) -> _Event:
+        return _Event()
 
     def __enter__(self) -> _Stream:
         return self

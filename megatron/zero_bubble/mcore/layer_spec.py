@@ -1,4 +1,4 @@
-"""Specs of megatron-core's layers; local layers get sequence and context parallelism without Transformer Engine."""
+"""Specs of megatron-core's layers; local layers get what megatron-core has only with Transformer Engine or apex."""
 
 from __future__ import annotations
 
@@ -17,20 +17,53 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.zero_bubble.mcore.attention import core_attention
 
 
-class SequenceParallelNorm:
-    """torch's LayerNorm or RMSNorm with parameters marked `sequence_parallel`, because their gradients are partial.
+class LayerNorm1p(torch.nn.LayerNorm):
+    """A LayerNorm that stores its weight's difference from 1."""
 
-    Under sequence parallelism each tensor-parallel rank normalises its slice of the sequence. megatron-core sums the
-    gradients of marked parameters over the ranks at the end of a step. Its own wrapper of torch's norms does not mark
-    them and raises an error.
+    def reset_parameters(self) -> None:
+        torch.nn.init.zeros_(self.weight)
+        torch.nn.init.zeros_(self.bias)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.layer_norm(hidden, self.normalized_shape, self.weight + 1, self.bias, self.eps)
+
+
+class RMSNorm1p(torch.nn.RMSNorm):
+    """An RMSNorm that stores its weight's difference from 1."""
+
+    def reset_parameters(self) -> None:
+        torch.nn.init.zeros_(self.weight)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(hidden, self.normalized_shape, self.weight + 1, self.eps)
+
+
+_NORMS = {
+    ("LayerNorm", False): torch.nn.LayerNorm,
+    ("RMSNorm", False): torch.nn.RMSNorm,
+    ("LayerNorm", True): LayerNorm1p,
+    ("RMSNorm", True): RMSNorm1p,
+}
+
+
+class LocalNorm:
+    """One of torch's norms with the settings that megatron-core's own wrapper of them refuses.
+
+    These are weights around zero (`--apply-layernorm-1p`) and sequence parallelism, where each tensor-parallel rank
+    normalises its slice of the sequence: the parameters are marked `sequence_parallel`, because their gradients are
+    partial, and megatron-core sums the gradients of marked parameters over the ranks at the end of a step.
     """
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> Any:
-        norms = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
-        norm = norms[config.normalization](hidden_size, eps=eps)
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = True
+        norm = _NORMS[config.normalization, config.layernorm_zero_centered_gamma](hidden_size, eps=eps)
+        if config.sequence_parallel:
+            for parameter in norm.parameters():
+                parameter.sequence_parallel = True
         return norm
+
+
+def _needs_local_norm(config: TransformerConfig) -> bool:
+    return config.sequence_parallel or config.layernorm_zero_centered_gamma
 
 
 def layer_spec(config: TransformerConfig, transformer_impl: str, *, uses_torch_attention: bool) -> ModuleSpec:
@@ -49,9 +82,9 @@ def layer_spec(config: TransformerConfig, transformer_impl: str, *, uses_torch_a
     layer = copy.deepcopy(layer)
     attention = core_attention(config, uses_torch=uses_torch_attention)
     layer.submodules.self_attention.submodules.core_attention = attention
-    if config.sequence_parallel:
-        layer.submodules.input_layernorm = SequenceParallelNorm
-        layer.submodules.pre_mlp_layernorm = SequenceParallelNorm
+    if _needs_local_norm(config):
+        layer.submodules.input_layernorm = LocalNorm
+        layer.submodules.pre_mlp_layernorm = LocalNorm
     return layer
 
 
@@ -59,10 +92,10 @@ def block_spec(
     config: TransformerConfig, layer: ModuleSpec, transformer_impl: str, vp_stage: int | None, pp_rank: int
 ) -> ModuleSpec | TransformerBlockSubmodules:
     """Return the spec of one model chunk's decoder, whose layers have the spec `layer`."""
-    if transformer_impl == "transformer_engine" or not config.sequence_parallel:
+    if transformer_impl == "transformer_engine" or not _needs_local_norm(config):
         return layer
     num_layers = get_num_layers_to_build(config, vp_stage, pp_rank)
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=SequenceParallelNorm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=LocalNorm)
 
 
 def multi_token_spec(
@@ -83,10 +116,10 @@ def multi_token_spec(
     spec = get_gpt_mtp_block_spec(config, layer, transformer_impl == "transformer_engine", vp_stage)
     if (spec is not None) != is_last_stage:
         raise ValueError("the layers of --mtp-num-layers must be on the last stage, beside the loss")
-    if spec is None or not config.sequence_parallel or transformer_impl == "transformer_engine":
+    if spec is None or not _needs_local_norm(config) or transformer_impl == "transformer_engine":
         return spec
     spec = copy.deepcopy(spec)
     for layer in spec.layer_specs:
         for name in ("enorm", "hnorm", "layer_norm"):
-            setattr(layer.submodules, name, SequenceParallelNorm)
+            setattr(layer.submodules, name, LocalNorm)
     return spec

@@ -13,6 +13,7 @@ _MODEL_SHAPE = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
     *("max_position_embeddings", "position_embedding_type", "padded_vocab_size", "normalization", "swiglu"),
     *("untie_embeddings_and_output_weights", "disable_bias_linear", "num_experts", "mtp_num_layers"),
+    "apply_layernorm_1p",
 )
 _OPTIMIZER_SETTINGS = {"adam": ("adam_beta1", "adam_beta2", "adam_eps"), "sgd": ("sgd_momentum",)}
 """Settings that an optimizer takes over from a checkpoint."""
@@ -80,8 +81,10 @@ def check_schedule(args: Arguments, ours: Mapping[str, Any], saved: Mapping[str,
         return
     for name, flag in _SCHEDULE_FLAGS.items():
         if name in saved and saved[name] != ours[name]:
-            if flag == "--lr-decay-iters" and args.lr_decay_iters is None:
+            if flag == "--lr-decay-iters" and args.lr_decay_iters is None and args.lr_decay_samples is None:
                 flag = "--train-iters"
+            if args.train_samples is not None:
+                flag = flag.replace("-iters", "-samples")
             unit = " samples" if name.endswith("_steps") else ""
             raise ValueError(
                 f"--load {args.load}: the learning rate's schedule differs: {flag} gives {ours[name]}{unit}, "

@@ -23,8 +23,10 @@ from megatron.zero_bubble.job.job_flags import JobFlags
 from megatron.zero_bubble.job.layers import chunks_of_flags
 from megatron.zero_bubble.job.settings import JobSettings, check_implementation, job_settings
 from megatron.zero_bubble.training.arguments import Arguments
+from megatron.zero_bubble.training.between_iterations import check_between_iterations
 from megatron.zero_bubble.training.defaults import completed
 from megatron.zero_bubble.training.output_checks import check_output
+from megatron.zero_bubble.training.run_length import check_learning_rate, check_length, with_iterations
 from megatron.zero_bubble.training.size_checks import check_memory
 
 
@@ -41,18 +43,21 @@ def complete_and_check(
         ValueError: the first flag that cannot work.
     """
     _check_ranges(parsed)
+    check_length(parsed)
     args = completed(parsed, environment, has_cuda)
     _check_model(args)
+    _check_kernels(args, has_cuda)
     flags = JobFlags.of(args)
     if for_this_machine:
         check_implementation(flags)
         check_device_found(parsed, environment, Path("/dev"))
     _check_parallel(args, has_cuda)
     _check_batches(args)
+    args = with_iterations(args)
     _check_training(args)
     if for_this_machine:
         check_memory(args)
-    flags = replace(flags, model_chunks=chunks_of_flags(flags))
+    flags = replace(flags, train_iters=args.train_iters, model_chunks=chunks_of_flags(flags))
     job = job_settings(flags, environment, has_cuda, chooses_layout=True)
     args = replace(args, pipeline_model_parallel_layout=job.flags.pipeline_model_parallel_layout)
     _check_data(args)
@@ -75,7 +80,8 @@ def _check_ranges(args: Arguments) -> None:
         *("tensor_model_parallel_size", "pipeline_model_parallel_size", "train_iters", "global_batch_size", "seed"),
         *("log_interval", "eval_interval", "save_interval", "exit_interval", "tensorboard_log_interval"),
         "log_memory_interval",
-        *("distributed_timeout_minutes", "vocab_size", "ddp_bucket_size", "lr_decay_iters"),
+        *("distributed_timeout_minutes", "vocab_size", "ddp_bucket_size", "lr_decay_iters", "lr_decay_samples"),
+        *("train_samples", "fp8_amax_history_len"),
         *("num_experts", "expert_model_parallel_size", "context_parallel_size", "mtp_num_layers"),
         *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", "recompute_num_layers"),
         *("microbatch_group_size_per_virtual_pipeline_stage", "decoder_first_pipeline_num_layers"),
@@ -84,8 +90,12 @@ def _check_ranges(args: Arguments) -> None:
     for name in at_least_one:
         value = getattr(args, name)
         _require(value is None or value >= 1, f"{flag_name(name)} must be at least 1, got {value}")
-    not_negative = ("lr", "min_lr", "weight_decay", "clip_grad", "eval_iters", "num_workers", "lr_warmup_iters")
-    for name in (*not_negative, "init_method_std", "exit_duration_in_mins", "mtp_loss_scaling_factor"):
+    not_negative = (
+        *("lr", "min_lr", "weight_decay", "clip_grad", "eval_iters", "num_workers", "lr_warmup_iters"),
+        *("init_method_std", "exit_duration_in_mins", "mtp_loss_scaling_factor", "lr_warmup_samples"),
+        *("decoupled_lr", "decoupled_min_lr", "manual_gc_interval", "profile_step_start"),
+    )
+    for name in not_negative:
         value = getattr(args, name)
         _require(value is None or 0 <= value < math.inf, f"{flag_name(name)} must be at least 0, got {value}")
     for name in ("norm_epsilon", "adam_eps", "rotary_base"):
@@ -99,7 +109,9 @@ def _check_ranges(args: Arguments) -> None:
     _require(args.seed <= largest_seed, f"--seed must be at most {largest_seed} on these ranks, got {args.seed}")
     minutes = args.distributed_timeout_minutes
     _require(minutes <= 10**6, f"--distributed-timeout-minutes must be at most 1000000, got {minutes}")
-    _require(args.timing_log_level in (0, 1, 2), f"--timing-log-level must be 0, 1 or 2, got {args.timing_log_level}")
+    for name in ("timing_log_level", "empty_unused_memory_level"):
+        value = getattr(args, name)
+        _require(value in (0, 1, 2), f"{flag_name(name)} must be 0, 1 or 2, got {value}")
 
 
 def _check_model(args: Arguments) -> None:
@@ -128,6 +140,29 @@ def _check_model(args: Arguments) -> None:
     _require(
         args.attention_backend != "local" or args.transformer_impl == "local",
         f"--attention-backend local needs --transformer-impl local: use unfused with {args.transformer_impl}",
+    )
+
+
+def _check_kernels(args: Arguments, has_cuda: bool) -> None:
+    """Refuse flags that choose kernels or formats of numbers which the layers or the machine do not have."""
+    _require(
+        not args.no_position_embedding or args.position_embedding_type == "rope",
+        "--no-position-embedding needs --position-embedding-type rope: a model without any positions is not supported",
+    )
+    if args.fp8_format is None:
+        for name in ("fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_param_gather"):
+            is_default = getattr(args, name) == Arguments.__dataclass_fields__[name].default
+            _require(is_default, f"{flag_name(name)} needs --fp8-format")
+        return
+    fp8 = f"--fp8-format {args.fp8_format}"
+    _require(has_cuda, f"{fp8} needs a GPU with fp8 arithmetic, and torch finds none on this machine: use --bf16")
+    _require(
+        args.transformer_impl == "transformer_engine",
+        f"{fp8} needs --transformer-impl transformer_engine: megatron-core's local layers have no fp8",
+    )
+    _require(
+        not args.fp8_param_gather or args.use_distributed_optimizer,
+        "--fp8-param-gather needs --use-distributed-optimizer",
     )
 
 
@@ -160,17 +195,17 @@ def _check_parallel(args: Arguments, has_cuda: bool) -> None:
         f"--num-experts {experts} needs --disable-bias-linear: megatron-core's local experts have no working bias",
     )
     _require(
-        experts is None or has_cuda or args.moe_token_dispatcher_type == "allgather",
-        f"--moe-token-dispatcher-type {args.moe_token_dispatcher_type} needs CUDA: use allgather",
+        not args.moe_grouped_gemm or has_cuda,
+        "--moe-grouped-gemm needs CUDA: its kernel computes a rank's experts together; leave it out",
     )
     _require(
         experts is None or 1 <= args.moe_router_topk <= experts,
         f"--moe-router-topk {args.moe_router_topk} is not between 1 and --num-experts {experts}",
     )
     _require(
-        not args.sequence_parallel or (tensor > 1 and args.seq_length % tensor == 0),
+        not args.sequence_parallel or args.seq_length % tensor == 0,
         f"--sequence-parallel splits --seq-length {args.seq_length} over --tensor-model-parallel-size {tensor}: "
-        "the size must be above 1 and divide the length",
+        "the size must divide the length",
     )
     _require(
         not args.overlap_param_gather or (args.use_distributed_optimizer and args.overlap_grad_reduce),
@@ -229,18 +264,16 @@ def _check_training(args: Arguments) -> None:
     for name in ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
         value = getattr(args, name)
         _require(value is None or 0 < value < math.inf, f"{flag_name(name)} must be above 0, got {value}")
-    _require(args.min_lr <= args.lr, f"--min-lr {args.min_lr} is above --lr {args.lr}")
-    decay = args.lr_decay_iters or args.train_iters
-    fraction = args.lr_warmup_fraction
-    _require(fraction is None or 0 <= fraction < 1, f"--lr-warmup-fraction {fraction} must be in [0, 1)")
     _require(
-        fraction is None or args.lr_warmup_iters == 0,
-        f"--lr-warmup-fraction {fraction} and --lr-warmup-iters {args.lr_warmup_iters}: give one of them",
+        not args.grad_reduce_in_bf16 or args.bf16,
+        "--grad-reduce-in-bf16 needs --bf16: gradients of other models are reduced in the model's own precision",
     )
     _require(
-        args.lr_warmup_iters < decay,
-        f"--lr-warmup-iters {args.lr_warmup_iters} must be below the {decay} iterations of decay",
+        not (args.grad_reduce_in_bf16 and args.accumulate_allreduce_grads_in_fp32),
+        "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32: give one of them",
     )
+    check_learning_rate(args)
+    check_between_iterations(args)
 
 
 def _check_data(args: Arguments) -> None:
@@ -250,9 +283,13 @@ def _check_data(args: Arguments) -> None:
         sum(given) == 1,
         "give the data once: --data-path PREFIX, or --train-data-path PREFIX (and --valid-data-path), or --mock-data",
     )
-    needs_model = args.tokenizer_type == "HuggingFaceTokenizer"
+    needs_model = args.tokenizer_type in ("HuggingFaceTokenizer", "Llama2Tokenizer")
     _require(
-        not needs_model or bool(args.tokenizer_model), "--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model"
+        not needs_model or bool(args.tokenizer_model), f"--tokenizer-type {args.tokenizer_type} needs --tokenizer-model"
+    )
+    _require(
+        not (args.no_create_attention_mask_in_dataloader and args.reset_attention_mask),
+        "--no-create-attention-mask-in-dataloader and --reset-attention-mask, which needs masks: give one of them",
     )
     _require(args.tokenizer_type is not None, "--tokenizer-type is missing: HuggingFaceTokenizer, for example")
     if args.tokenizer_type == "NullTokenizer":

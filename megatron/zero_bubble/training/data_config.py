@@ -32,6 +32,8 @@ class DataConfig:
     micro_batch_size: int
     global_batch_size: int
     train_iters: int
+    train_samples: int | None = None
+    """Samples of the whole training, where the flags count them instead of iterations."""
     eval_interval: int = 1000
     """Iterations between evaluations."""
     eval_iters: int = 0
@@ -55,6 +57,7 @@ class DataConfig:
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
     eod_mask_loss: bool = False
+    no_mmap_bin_files: bool = False
     create_attention_mask: bool = False
     """Send attention masks [b, 1, s, s] with the data: `reset_attention_mask` needs them, causal attention does not."""
 
@@ -102,7 +105,8 @@ class DataConfig:
 
     def _validate_index_size(self) -> None:
         """Raise `ValueError` for a run with so many samples that their index does not fit in this machine's memory."""
-        iterations = f"--train-iters {self.train_iters}"
+        counts_samples = self.train_samples is not None
+        iterations = f"--train-samples {self.train_samples}" if counts_samples else f"--train-iters {self.train_iters}"
         evaluations = f"{iterations} --eval-interval {self.eval_interval} --eval-iters {self.eval_iters}"
         memory = host_memory()
         for name, count, flags in zip(SPLITS, self.num_samples, (iterations, evaluations, evaluations), strict=True):
@@ -133,7 +137,11 @@ class DataConfig:
         """Samples that the run reads from train, valid and test, counted as Megatron does."""
         evaluations = self.train_iters // self.eval_interval + 1
         per_evaluation = self.eval_iters * self.global_batch_size
-        return self.train_iters * self.global_batch_size, evaluations * per_evaluation, per_evaluation
+        return self._train_samples, evaluations * per_evaluation, per_evaluation
+
+    @property
+    def _train_samples(self) -> int:
+        return self.train_samples or self.train_iters * self.global_batch_size
 
     def check_rest(self, num_samples: tuple[int, int, int], iteration: int, used: tuple[int, int]) -> None:
         """Refuse to continue after `iteration` with data that would be used up before the last iteration.
@@ -143,13 +151,17 @@ class DataConfig:
         """
         if self.dataloader_type == "cyclic":
             return
+        batch = self.global_batch_size
         evaluations = self.train_iters // self.eval_interval - iteration // self.eval_interval
-        batches = (self.train_iters - iteration, evaluations * self.eval_iters)
-        batch_size = f"--global-batch-size {self.global_batch_size}"
+        still_needed = (
+            self.train_samples - used[0] if self.train_samples else (self.train_iters - iteration) * batch,
+            evaluations * self.eval_iters * batch,
+        )
+        batch_size = f"--global-batch-size {batch}"
         flags = (batch_size, f"--eval-interval {self.eval_interval} --eval-iters {self.eval_iters} {batch_size}")
         instead = ("--dataloader-type cyclic, which repeats the data", "--eval-iters 0")
         for split in (0, 1):
-            have, need = num_samples[split], batches[split] * self.global_batch_size
+            have, need = num_samples[split], still_needed[split]
             if need > 0 and 0 < have < used[split] + need:
                 raise ValueError(
                     f"{flags[split]}: the {SPLITS[split]} data has {have} samples for this, of which the run in --load "
@@ -172,4 +184,5 @@ class DataConfig:
             reset_attention_mask=self.reset_attention_mask,
             eod_mask_loss=self.eod_mask_loss,
             create_attention_mask=self.create_attention_mask,
+            mmap_bin_files=not self.no_mmap_bin_files,
         )

@@ -109,8 +109,11 @@ def parse_blend(values: list[str], flag: str) -> Blend:
 
 
 def check_split(split: str) -> None:
-    """Refuse a split that is not one to three shares (training, validation, test), or without training data."""
-    shares = split.split(",")
+    """Refuse a split that is not one to three shares (training, validation, test), or without training data.
+
+    Quotes around it are allowed: some of Megatron-LM's scripts pass them on, and it reads only the numbers.
+    """
+    shares = split.strip("'\"").split(",")
     if len(shares) > len(SPLITS) or not all(_is_number(share) and 0 <= float(share) < math.inf for share in shares):
         raise ValueError(f"--split {split}: give up to three shares, for example 969,30,1")
     if float(shares[0]) == 0:

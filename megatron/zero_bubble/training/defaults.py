@@ -24,7 +24,9 @@ def completed(args: Arguments, environment: Mapping[str, str], has_cuda: bool) -
         ffn_hidden_size=args.ffn_hidden_size or _mlp_width(args),
         num_query_groups=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
         distributed_backend=args.distributed_backend or ("nccl" if has_cuda else "gloo"),
-        tokenizer_type=args.tokenizer_type or ("NullTokenizer" if args.mock_data else None),
+        tokenizer_type=args.tokenizer_type or _tokenizer_type(args),
+        # One tensor rank has whole sequences; Megatron's scripts give the flag there, too.
+        sequence_parallel=args.sequence_parallel and args.tensor_model_parallel_size > 1,
     )
     if args.recompute_activations and args.recompute_granularity is None:
         args = replace(args, recompute_granularity="selective")
@@ -33,6 +35,12 @@ def completed(args: Arguments, environment: Mapping[str, str], has_cuda: bool) -
     if args.global_batch_size is None:
         args = replace(args, global_batch_size=args.micro_batch_size * args.data_parallel_size)
     return args
+
+
+def _tokenizer_type(args: Arguments) -> str | None:
+    if args.mock_data:
+        return "NullTokenizer"
+    return "GPT2BPETokenizer" if args.vocab_file and args.merge_file else None
 
 
 def _channels_per_head(args: Arguments) -> int:

@@ -30,6 +30,7 @@ from megatron.zero_bubble.runtime.watchdog import Watchdog
 from megatron.zero_bubble.schedule import Idle
 from megatron.zero_bubble.schedules import ForwardBackward
 from megatron.zero_bubble.training.arguments import Arguments
+from megatron.zero_bubble.training.between_iterations import BetweenIterations
 from megatron.zero_bubble.training.checkpoint import Checkpointer
 from megatron.zero_bubble.training.data import DataConfig
 from megatron.zero_bubble.training.exit_reasons import ExitReasons
@@ -108,10 +109,11 @@ class Trainer:
         self._numerics = numerics
         # With post-validation no rank waits for other ranks at an iteration's end.
         self._exit_reasons = ExitReasons(args, waits=post_validation is None)
+        self._between = BetweenIterations(args)
 
     def train(self) -> None:
         """Train until an exit, and save at the end if `--save` was given."""
-        with self._exit_reasons.signals_handled():
+        with self._exit_reasons.signals_handled(), self._between.training():
             self._train()
 
     def _train(self) -> None:
@@ -119,6 +121,7 @@ class Trainer:
         for chunk in self._model:
             chunk.train()
         saved_at = self._progress.iteration
+        assert args.train_iters is not None
         if saved_at >= args.train_iters:
             print_rank_0(
                 f" > nothing to train: the checkpoint in --load {args.load} is of iteration {saved_at}, "
@@ -126,9 +129,11 @@ class Trainer:
             )
         while self._progress.iteration < args.train_iters:
             update_num_microbatches(self._progress.consumed_train_samples, consistency_check=True)
+            self._between.before_iteration(self._progress.iteration)
             self._train_step()
             if self._replicas is not None and self._replicas.changes_after(self._progress.iteration):
                 self._settle()
+            self._between.after_iteration(self._progress.iteration)
             if self._valid_data is not None and self._progress.iteration % args.eval_interval == 0:
                 self._pausing(self.evaluate)
             reason = self._exit_reasons.reason(self._progress.iteration)
@@ -161,6 +166,7 @@ class Trainer:
         reports = self._forward_backward(
             data_iterator=self._train_data, num_microbatches=num_microbatches, forward_only=False
         )
+        self._between.after_backward()
         self._log_unlogged()
         if self._finite is not None:
             self._finite.losses = losses_of(reports)
@@ -273,7 +279,7 @@ class Trainer:
             chunk.eval()
         num_microbatches = get_num_microbatches()
         reports = []
-        with torch.no_grad():
+        with self._between.evaluation(), torch.no_grad():
             for _ in range(args.eval_iters):
                 reports += self._forward_backward(
                     data_iterator=self._valid_data, num_microbatches=num_microbatches, forward_only=True

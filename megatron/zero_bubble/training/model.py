@@ -1,4 +1,4 @@
-"""Builds megatron-core's GPTModel, DDP, optimizer and learning-rate scheduler from the flags."""
+"""Builds megatron-core's GPTModel and DDP from the flags."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
@@ -67,6 +64,7 @@ def transformer_config(args: Arguments, num_chunks: int, timers: Any) -> Transfo
         hidden_dropout=args.hidden_dropout,
         normalization=args.normalization,
         layernorm_epsilon=args.norm_epsilon,
+        layernorm_zero_centered_gamma=args.apply_layernorm_1p,
         add_bias_linear=not args.disable_bias_linear,
         init_method_std=args.init_method_std,
         tensor_model_parallel_size=args.tensor_model_parallel_size,
@@ -74,6 +72,7 @@ def transformer_config(args: Arguments, num_chunks: int, timers: Any) -> Transfo
         mtp_loss_scaling_factor=args.mtp_loss_scaling_factor,
         num_moe_experts=args.num_experts,
         moe_router_topk=args.moe_router_topk,
+        moe_router_load_balancing_type=args.moe_router_load_balancing_type,
         moe_aux_loss_coeff=args.moe_aux_loss_coeff,
         moe_grouped_gemm=args.moe_grouped_gemm,
         moe_token_dispatcher_type=args.moe_token_dispatcher_type,
@@ -87,6 +86,11 @@ def transformer_config(args: Arguments, num_chunks: int, timers: Any) -> Transfo
         bf16=args.bf16,
         fp16=args.fp16,
         calculate_per_token_loss=args.calculate_per_token_loss,
+        cross_entropy_loss_fusion=args.cross_entropy_loss_fusion,
+        fp8=args.fp8_format,
+        fp8_param=args.fp8_param_gather,
+        fp8_amax_history_len=args.fp8_amax_history_len,
+        fp8_amax_compute_algo=args.fp8_amax_compute_algo,
         recompute_granularity=args.recompute_granularity,
         recompute_method=args.recompute_method,
         recompute_num_layers=args.recompute_num_layers,
@@ -224,71 +228,15 @@ def build_gpt(
 
 def _ddp_config(args: Arguments, splits_backward: bool) -> DistributedDataParallelConfig:
     return DistributedDataParallelConfig(
-        grad_reduce_in_fp32=args.accumulate_allreduce_grads_in_fp32 or args.bf16,
+        grad_reduce_in_fp32=args.accumulate_allreduce_grads_in_fp32 or (args.bf16 and not args.grad_reduce_in_bf16),
         overlap_grad_reduce=args.overlap_grad_reduce,
         overlap_param_gather=args.overlap_param_gather,
         use_distributed_optimizer=args.use_distributed_optimizer,
         num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
+        fp8_param_gather=args.fp8_param_gather,
         bucket_size=args.ddp_bucket_size,
         # Checks before the reduction, after which no rank can tell which replica's gradient was not finite.
         check_for_nan_in_grad=args.checks_finite and args.data_parallel_size * args.context_parallel_size > 1,
         # With this setting DDP gives each layer its hook that accumulates and reduces a gradient; W calls the hook.
         delay_wgrad_compute=splits_backward,
-    )
-
-
-def build_optimizer(args: Arguments, model: list[torch.nn.Module], config: TransformerConfig) -> MegatronOptimizer:
-    """megatron-core's optimizer for the model; mixed precision with `--bf16` or `--fp16`."""
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer=args.optimizer,
-            lr=args.lr,
-            min_lr=args.min_lr,
-            weight_decay=args.weight_decay,
-            adam_beta1=args.adam_beta1,
-            adam_beta2=args.adam_beta2,
-            adam_eps=args.adam_eps,
-            sgd_momentum=args.sgd_momentum,
-            clip_grad=args.clip_grad,
-            bf16=args.bf16,
-            fp16=args.fp16,
-            loss_scale=args.loss_scale,
-            initial_loss_scale=args.initial_loss_scale,
-            min_loss_scale=args.min_loss_scale,
-            loss_scale_window=args.loss_scale_window,
-            hysteresis=args.hysteresis,
-            params_dtype=config.params_dtype,
-            use_distributed_optimizer=args.use_distributed_optimizer,
-            overlap_param_gather=args.overlap_param_gather,
-            log_num_zeros_in_grad=args.log_num_zeros_in_grad,
-            timers=config.timers,
-        ),
-        model,
-        use_gloo_process_groups=dist.is_gloo_available(),
-    )
-    config.grad_scale_func = optimizer.scale_loss
-    return optimizer
-
-
-def build_lr_scheduler(args: Arguments, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """The scheduler of the learning rate's warm-up and decay, which counts samples as in Megatron-LM."""
-    assert args.global_batch_size is not None
-    decay_steps = (args.lr_decay_iters or args.train_iters) * args.global_batch_size
-    warmup_steps: float = args.lr_warmup_iters * args.global_batch_size
-    if args.lr_warmup_fraction is not None:
-        warmup_steps = args.lr_warmup_fraction * decay_steps
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0,
-        max_lr=args.lr,
-        min_lr=args.min_lr,
-        lr_warmup_steps=warmup_steps,
-        lr_decay_steps=decay_steps,
-        lr_decay_style=args.lr_decay_style,
-        start_wd=args.weight_decay,
-        end_wd=args.weight_decay,
-        wd_incr_steps=args.train_iters * args.global_batch_size,
-        wd_incr_style="constant",
-        use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,
-        override_opt_param_scheduler=args.override_opt_param_scheduler,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,15 +31,16 @@ from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Infeasible
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.checkpoint import Checkpointer
-from megatron.zero_bubble.training.checkpoint_files import latest_iteration
+from megatron.zero_bubble.training.checkpoint_files import latest_iteration, tracked
 from megatron.zero_bubble.training.data import DataConfig, build_data_iterator, build_datasets, reads_data
 from megatron.zero_bubble.training.forward_step import DataIterator
 from megatron.zero_bubble.training.initialize import initialized
 from megatron.zero_bubble.training.layout import settle_layout
 from megatron.zero_bubble.training.logging import TrainingLog, open_writers
 from megatron.zero_bubble.training.loop import Trainer
-from megatron.zero_bubble.training.model import build_lr_scheduler, build_model, build_optimizer, transformer_config
+from megatron.zero_bubble.training.model import build_model, transformer_config
 from megatron.zero_bubble.training.numerics import NumericsLog
+from megatron.zero_bubble.training.optimizer import build_lr_scheduler, build_optimizer
 from megatron.zero_bubble.training.progress import Progress, TrainingError
 from megatron.zero_bubble.training.save_lock import lock_folder
 from megatron.zero_bubble.training.size_checks import check_memory
@@ -58,6 +60,7 @@ def pretrain(args: Arguments, job: JobSettings) -> None:
     check_shards(job.flags, args.padded_vocab_size)
     check_memory(args)
     data_config.validate(tokenizer.vocab_size)
+    args = without_first_load(args)
     if args.load:
         latest_iteration(args.load)
     with initialized(args, job.placement), ExitStack() as resources:
@@ -74,6 +77,15 @@ def pretrain(args: Arguments, job: JobSettings) -> None:
         except ValueError as error:
             raise RuntimeError("an internal error, not a mistake in the flags") from error
         trainer.close()
+
+
+def without_first_load(args: Arguments) -> Arguments:
+    """The flags without `--load` where a job that resumes itself from its own `--save` runs for the first time."""
+    if args.load is None or args.load != args.save or tracked(args.load) != "none":
+        return args
+    if args.rank == 0:
+        print(f" > no checkpoint in --load {args.load} yet, which --save writes: training begins at iteration 0")
+    return replace(args, load=None)
 
 
 def _hold_folder(save: str, resources: ExitStack) -> None:

@@ -21,9 +21,10 @@ from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 from megatron.zero_bubble.schedule.errors import one_line
 
 if TYPE_CHECKING:
+    from sentencepiece import SentencePieceProcessor
     from tokenizers import Tokenizer
 
-TOKENIZER_TYPES = ("HuggingFaceTokenizer", "GPT2BPETokenizer", "NullTokenizer")
+TOKENIZER_TYPES = ("HuggingFaceTokenizer", "GPT2BPETokenizer", "Llama2Tokenizer", "NullTokenizer")
 
 END_OF_DOCUMENT_TOKENS = (
     "<|endoftext|>",
@@ -87,6 +88,42 @@ class LocalTokenizer(MegatronTokenizerBase):
         return OrderedDict({"class": type(self).__name__, "sha256": self._digest})
 
 
+class Llama2Tokenizer(MegatronTokenizerBase):
+    """A SentencePiece model, used as Megatron-LM's tokenizer of this name: a text begins with the token `<s>`."""
+
+    def __init__(self, model: SentencePieceProcessor, path: str) -> None:
+        super().__init__(path, {"library": "sentencepiece"})
+        self._model = model
+        self._digest = hashlib.sha256(model.serialized_model_proto()).hexdigest()
+
+    def tokenize(self, text: str) -> list[int]:
+        return [self._model.bos_id(), *self._model.encode(text)]
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return self._model.decode(list(ids))
+
+    def apply_chat_template(self, *args: object, **kwargs: object) -> str:
+        raise NotImplementedError("pretraining needs no chat template")
+
+    @property
+    def vocab(self) -> dict[str, int]:
+        return {self._model.id_to_piece(token): token for token in range(self.vocab_size)}
+
+    @property
+    def vocab_size(self) -> int:
+        return self._model.get_piece_size()
+
+    @property
+    def eod(self) -> int:
+        """The id of `</s>`, which ends a document."""
+        return self._model.eos_id()
+
+    @property
+    def unique_identifiers(self) -> OrderedDict[str, Any]:
+        """The key of this tokenizer in a dataset's cache, as `LocalTokenizer`'s."""
+        return OrderedDict({"class": type(self).__name__, "sha256": self._digest})
+
+
 def build_tokenizer(
     tokenizer_type: str,
     tokenizer_model: str | None = None,
@@ -99,6 +136,7 @@ def build_tokenizer(
     - `HuggingFaceTokenizer`: `tokenizer_model` is a tokenizer.json, or a folder that holds one (the end-of-document
       token is then the `eos_token` of its tokenizer_config.json).
     - `GPT2BPETokenizer`: `vocab_file` (vocab.json) and `merge_file` (merges.txt).
+    - `Llama2Tokenizer`: `tokenizer_model` is a model of SentencePiece.
     - `NullTokenizer`: text is integers separated by one space; `vocab_size` of them and, after them, end of document.
 
     Raises ValueError, in one line that names the flag, if a flag is missing or a file cannot be used.
@@ -107,8 +145,11 @@ def build_tokenizer(
         if vocab_size is None or vocab_size < 1:
             raise ValueError(f"--tokenizer-type NullTokenizer needs --vocab-size of at least 1 (got {vocab_size})")
         return MegatronTokenizer.from_pretrained(metadata_path={"library": "null"}, vocab_size=vocab_size)
+    tokenizer: LocalTokenizer | Llama2Tokenizer
     if tokenizer_type == "HuggingFaceTokenizer":
         tokenizer = _from_tokenizer_json(tokenizer_model)
+    elif tokenizer_type == "Llama2Tokenizer":
+        tokenizer = _from_sentencepiece(tokenizer_model)
     elif tokenizer_type == "GPT2BPETokenizer":
         tokenizer = _from_gpt2_files(vocab_file, merge_file)
     else:
@@ -161,6 +202,26 @@ def _configured_eos(folder: Path) -> str | None:
     except (OSError, ValueError, AttributeError) as error:
         raise ValueError(f"--tokenizer-model {file}: not a readable JSON object: {_one_line(error)}") from error
     return eos.get("content") if isinstance(eos, dict) else eos
+
+
+def _from_sentencepiece(tokenizer_model: str | None) -> Llama2Tokenizer:
+    if not tokenizer_model or not Path(tokenizer_model).is_file():
+        raise ValueError(f"--tokenizer-type Llama2Tokenizer --tokenizer-model {tokenizer_model}: no such file")
+    try:
+        from sentencepiece import SentencePieceProcessor
+    except ImportError:
+        raise ValueError(
+            "--tokenizer-type Llama2Tokenizer needs sentencepiece: pip install 'megatron-zero-bubble[sentencepiece]'"
+        ) from None
+    try:
+        model = SentencePieceProcessor(model_file=tokenizer_model)
+    except Exception as error:  # the library raises RuntimeError and OSError
+        raise ValueError(
+            f"--tokenizer-model {tokenizer_model}: not a SentencePiece model: {_one_line(error)}"
+        ) from error
+    if min(model.bos_id(), model.eos_id()) < 0:
+        raise ValueError(f"--tokenizer-model {tokenizer_model}: the model has no <s> or no </s>")
+    return Llama2Tokenizer(model, tokenizer_model)
 
 
 def _from_gpt2_files(vocab_file: str | None, merge_file: str | None) -> LocalTokenizer:
