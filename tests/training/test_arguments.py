@@ -44,7 +44,7 @@ MEGATRON_HAS_TOO = """
 --recompute-num-layers --recompute-activations
 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --log-memory-interval
 --mtp-num-layers --mtp-loss-scaling-factor
---moe-grouped-gemm --optimizer --sgd-momentum
+--moe-grouped-gemm --optimizer --sgd-momentum --num-distributed-optimizer-instances
 --apply-layernorm-1p --no-position-embedding --moe-router-load-balancing-type --cross-entropy-loss-fusion
 --no-masked-softmax-fusion --fp8-format --fp8-amax-history-len --fp8-amax-compute-algo --fp8-param-gather
 --use-mcore-models --train-samples --decoupled-lr --decoupled-min-lr --lr-decay-samples --lr-warmup-samples

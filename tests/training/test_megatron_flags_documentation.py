@@ -7,7 +7,7 @@ import re
 from megatron.zero_bubble.job.flag_parser import make_parser
 from megatron.zero_bubble.training.arguments import FLAG_GROUPS
 from tests.launch import ROOT
-from tests.training.test_arguments import IN_USE_ELSEWHERE, MEGATRON_HAS_TOO, MEGATRONS
+from tests.training.test_arguments import IN_USE_ELSEWHERE
 
 SECTIONS = ("The same", "The same, with a difference", "Accepted without effect", "Elsewhere", "Not yet")
 
@@ -43,7 +43,3 @@ def test_the_page_and_the_parser_know_the_same_flags() -> None:
     assert listed["Accepted without effect"] == (without_effect - {*IN_USE_ELSEWHERE.split()}) | {
         "--no-position-embedding"
     }
-
-
-def test_every_flag_of_megatron_that_we_take_is_one_of_megatrons() -> None:
-    assert flags_of_sections()["The same"] <= {*MEGATRONS.split(), *MEGATRON_HAS_TOO.split()}

@@ -198,11 +198,17 @@ def _tensors() -> Iterator[Substitution]:
 
 
 def _experts() -> Iterator[Substitution]:
-    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
+    reason = "it makes only of a GPU's tensors the numbers that an all-to-all takes as sizes"
+    yield Substitution(token_dispatcher, "maybe_move_tensor_to_cpu", _as_numbers, reason)
     if not hasattr(moe_utils, "te_general_gemm"):
         reason = "the router asks whether it is None, and without Transformer Engine the name is not there"
         yield Substitution(moe_utils, "te_general_gemm", None, reason)
+
+
+def _as_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
