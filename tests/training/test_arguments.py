@@ -62,7 +62,9 @@ IN_USE_ELSEWHERE = """
 """
 """Names that other zero-bubble pipelines gave their flags: people can move over."""
 
-OURS = {"--zero-bubble", "--zero-bubble-schedule", "--log-numerics"}
+WITHOUT_OUR_NAME = {"--log-numerics", "--hierarchical-sgd", "--hierarchical-sgd-warmup"}
+"""Our own flags that have nothing to do with pipelines."""
+OURS = {"--zero-bubble", "--zero-bubble-schedule", *WITHOUT_OUR_NAME}
 
 
 def flag_names() -> set[str]:
@@ -79,7 +81,7 @@ def test_every_flag_of_megatron_that_we_take_keeps_its_name():
 def test_our_own_flags_say_zero_bubble():
     own = flag_names() - {name for names in (MEGATRONS, MEGATRON_HAS_TOO, IN_USE_ELSEWHERE) for name in names.split()}
     assert own >= OURS
-    assert {name for name in own if "zero-bubble" not in name} == {"--log-numerics"}
+    assert {name for name in own if "zero-bubble" not in name} == WITHOUT_OUR_NAME
 
 
 def test_defaults_are_megatrons():
