@@ -33,7 +33,7 @@ from megatron.zero_bubble.training.layout import settle_layout
 from megatron.zero_bubble.training.logging import TrainingLog
 from megatron.zero_bubble.training.loop import Trainer
 from megatron.zero_bubble.training.model import build_model, transformer_config
-from megatron.zero_bubble.training.optimizer import build_lr_scheduler, build_optimizer
+from megatron.zero_bubble.training.optimization import build_lr_scheduler, build_optimizer
 from megatron.zero_bubble.training.pretrain import load_tokenizer, make_data_config, open_data, with_vocabulary
 from megatron.zero_bubble.training.progress import Progress
 

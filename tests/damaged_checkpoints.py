@@ -236,7 +236,7 @@ def main(root: Path, flags: list[str]) -> None:
     from megatron.zero_bubble.training.checks import complete_and_check
     from megatron.zero_bubble.training.initialize import initialized
     from megatron.zero_bubble.training.model import build_model, transformer_config
-    from megatron.zero_bubble.training.optimizer import build_lr_scheduler, build_optimizer
+    from megatron.zero_bubble.training.optimization import build_lr_scheduler, build_optimizer
     from megatron.zero_bubble.training.pretrain import load_tokenizer
     from megatron.zero_bubble.training.progress import Progress
     from megatron.zero_bubble.training.vocabulary import with_vocabulary

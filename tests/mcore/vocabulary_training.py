@@ -30,7 +30,7 @@ from megatron.zero_bubble.training.checkpoint import Checkpointer
 from megatron.zero_bubble.training.forward_step import make_forward_step
 from megatron.zero_bubble.training.initialize import initialized
 from megatron.zero_bubble.training.model import build_model, transformer_config
-from megatron.zero_bubble.training.optimizer import build_lr_scheduler, build_optimizer
+from megatron.zero_bubble.training.optimization import build_lr_scheduler, build_optimizer
 from megatron.zero_bubble.training.pretrain import make_data_config
 from megatron.zero_bubble.training.progress import Progress
 from tests.launch import TINY_GPT, run_forked

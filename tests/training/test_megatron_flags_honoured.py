@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.zero_bubble.mcore.layer_spec import LocalNorm
-from megatron.zero_bubble.training import optimizer
+from megatron.zero_bubble.training import optimization
 from megatron.zero_bubble.training.between_iterations import BetweenIterations
 from megatron.zero_bubble.training.model import _ddp_config, transformer_config
 from tests.checked_flags import checked
@@ -60,9 +60,9 @@ def test_embedding_and_output_layer_have_their_own_learning_rate(monkeypatch: py
         given.append(config)
         return type("Optimizer", (), {"scale_loss": None})()
 
-    monkeypatch.setattr(optimizer, "get_megatron_optimizer", keep)
+    monkeypatch.setattr(optimization, "get_megatron_optimizer", keep)
     args = checked({"--decoupled-lr": "5e-4", "--decoupled-min-lr": "4.5e-5"})
-    optimizer.build_optimizer(args, [], transformer_config(args, 1, None))
+    optimization.build_optimizer(args, [], transformer_config(args, 1, None))
     assert (given[0].decoupled_lr, given[0].decoupled_min_lr) == (5e-4, 4.5e-5)
 
 

@@ -40,7 +40,7 @@ from megatron.zero_bubble.training.logging import TrainingLog, open_writers
 from megatron.zero_bubble.training.loop import Trainer
 from megatron.zero_bubble.training.model import build_model, transformer_config
 from megatron.zero_bubble.training.numerics import NumericsLog
-from megatron.zero_bubble.training.optimizer import build_lr_scheduler, build_optimizer
+from megatron.zero_bubble.training.optimization import build_lr_scheduler, build_optimizer
 from megatron.zero_bubble.training.progress import Progress, TrainingError
 from megatron.zero_bubble.training.save_lock import lock_folder
 from megatron.zero_bubble.training.size_checks import check_memory
