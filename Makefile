@@ -1,6 +1,7 @@
 # Everything from a bare clone: each target makes .venv, installs into it, and runs.
 #
-#   make pretrain    train a small GPT on four pipeline ranks, with a schedule planned from measured times
+#   make pretrain    train a small GPT on as many pipeline ranks as the machine has cores for, with a planned schedule
+#   make compare     train it in turn with megatron-core's schedules and with ours, and compare times and losses
 #   make examples    train plain PyTorch layers on two pipeline ranks and compare them with one process
 #   make test        the tests of every feature, in about eight minutes on two cores
 #   make test-rest   the other tests: further combinations of parallelism, schedules, precisions and ways to end
@@ -19,24 +20,30 @@ VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+PIP_FLAGS := --disable-pip-version-check --constraint constraints.txt
 INSTALLED := $(VENV)/.installed
 
 PLAYGROUND := megatron/zero_bubble/cli/playground/npm
 PYODIDE := $(PLAYGROUND)/node_modules/pyodide/package.json
 
-.PHONY: pretrain examples playground test test-rest test-all test-browser test-slurm gpu-check lint format clean
+.PHONY: pretrain compare examples playground test test-rest test-all test-browser test-slurm gpu-check lint format clean
 
 $(INSTALLED): pyproject.toml constraints.txt setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo "make: $(PYTHON) is older than Python 3.10; choose another with PYTHON=..." >&2; exit 1; }
+	@echo "making $(VENV) (once): torch, megatron-core and what the tests and tools need"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,tensorboard,solver]'
+	$(BIN)/pip install $(PIP_FLAGS) torch
+	$(BIN)/pip install $(PIP_FLAGS) --editable '.[dev,tensorboard,solver]'
 	@touch $@
 
 pretrain: $(INSTALLED)
 	$(BIN)/python tools/make_sample_data.py
 	PATH="$(CURDIR)/$(BIN):$$PATH" examples/pretrain_sample.sh $(FLAGS)
+
+compare: $(INSTALLED)
+	$(BIN)/python tools/make_sample_data.py
+	PATH="$(CURDIR)/$(BIN):$$PATH" examples/compare_sample.sh $(FLAGS)
 
 examples: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/plain_pytorch.py

@@ -50,6 +50,7 @@ from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Idle, Schedule, ScheduleError
 from megatron.zero_bubble.schedule.formats import Profile
 from megatron.zero_bubble.schedule.plan import Plan
+from megatron.zero_bubble.schedule.prediction import Prediction
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.schedule.step_ops import num_forwards_before_validation
 
@@ -180,9 +181,14 @@ class ForwardBackward:
         dist.all_gather_object(steps, steps[0], group=group)
         return idle_share(steps)
 
+    def prediction(self, num_microbatches: int) -> Prediction | None:
+        """Return what the present schedule takes, simulated at measured costs; None before there are any."""
+        return self._running.prediction(num_microbatches)
+
     def predicted_idle(self, num_microbatches: int) -> Idle | None:
-        """Return the idle share of the present schedule, simulated at measured costs; None before there are any."""
-        return self._running.predicted_idle(num_microbatches)
+        """Return the idle share of that prediction."""
+        prediction = self.prediction(num_microbatches)
+        return None if prediction is None else prediction.idle
 
     def __call__(
         self,

@@ -14,7 +14,7 @@ from benchmarks.train import peers
 from megatron.zero_bubble.cli.benchmark import rounds
 from megatron.zero_bubble.cli.benchmark.arguments import BenchmarkFlags
 from megatron.zero_bubble.cli.benchmark.contestants import BASELINE, gather
-from megatron.zero_bubble.cli.benchmark.training_results import bootstrap_interval, train_table
+from megatron.zero_bubble.cli.benchmark.training_results import bootstrap_interval, loss_agreement, train_table
 from megatron.zero_bubble.cli.benchmark.training_turn import Turn, read_log, take_turn
 from megatron.zero_bubble.cli.benchmark_command import main
 from megatron.zero_bubble.cli.invocation import read_flags
@@ -192,6 +192,24 @@ def test_megatron_cores_prediction_is_without_the_shards_of_the_run_that_measure
     assert baseline.predicted_ms == simulate(generate("1f1b", 2, 4, costs=whole), whole).makespan
     assert ours.simulated.schedule.is_vocabulary_parallel
     assert ours.predicted_ms < baseline.predicted_ms
+
+
+def test_losses_are_compared_with_those_of_the_baseline(monkeypatch):
+    """Every training draws each layer's weights from its own seed, so that chunks elsewhere have the same."""
+    loss = {"zb-2p": 2.000002, "zb-h1": 2.0}
+
+    def turn(command, environment, warmup, timeout):
+        assert "--zero-bubble-seed-by-layer" in command
+        value = next((loss[word] for word in command if word in loss), 2.0)
+        lines = [f"iteration {n}/ 20 | elapsed time per iteration (ms): 1.0 | lm loss: {value:.6E} |" for n in (5, 20)]
+        return read_log("\n".join(lines), 10, 1.0)
+
+    monkeypatch.setattr(rounds, "take_turn", turn)
+    asked = arguments("--losses", "--rounds", "1", "--schedule", "zb-h1", "--schedule", "zb-2p")
+    assert loss_agreement(rounds.compare_trainings(asked)).splitlines() == [
+        f"losses of zb-h1 and of {BASELINE}: the same in every digit of all 2 lines, up to iteration 20",
+        f"losses of zb-2p and of {BASELINE}: the same up to 1.0e-06 of their value in 2 lines, up to iteration 20",
+    ]
 
 
 def test_one_that_was_asked_for_has_to_run(monkeypatch):

@@ -24,6 +24,7 @@ from megatron.zero_bubble.schedule.draw import (
     to_plot,
     to_svg,
 )
+from megatron.zero_bubble.schedule.graph import arrivals
 from megatron.zero_bubble.schedule.kinds import COMMUNICATION, KINDS, OpKind
 from tests.schedule.drawings import SVG, timeline_of
 
@@ -51,6 +52,40 @@ def test_chrome_trace():
         f"rank {rank}" for rank in range(3)
     ]
     assert max(event["args"]["value"] for event in events if event["name"] == "memory of rank 0") == 3
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        generate("zb-h1", 3, 4),
+        generate("zb-v", 2, 4),
+        generate("interleaved-1f1b", 2, 4, num_chunks=2),
+    ],
+)
+def test_every_message_is_a_flow_between_two_operations_of_the_trace(schedule):
+    """Each flow has both ends, on two ranks; each end is inside of a slice, and no message is missing."""
+    timeline = simulate(schedule, StageCosts.uniform(schedule.placement.num_stages, time_comm=0.5))
+    events = json.loads(to_chrome_trace(timeline, microseconds=10))["traceEvents"]
+    slices = {}
+    for event in events:
+        if event["ph"] == "X":
+            slices.setdefault(event["tid"], []).append(event)
+    starts = {event["id"]: event for event in events if event["ph"] == "s"}
+    ends = {event["id"]: event for event in events if event["ph"] == "f"}
+    assert starts.keys() == ends.keys()
+    messages = [arrivals(schedule, rank, op) for rank, ops in enumerate(schedule.ops) for op in ops]
+    assert len(starts) == sum(map(len, messages)) > 0
+    for number, start in starts.items():
+        end = ends[number]
+        [sender], [receiver] = (
+            [op for op in slices[event["tid"]] if op["ts"] < event["ts"] < op["ts"] + op["dur"]]
+            for event in (start, end)
+        )
+        assert sender["tid"] != receiver["tid"]
+        assert sender["args"]["microbatch"] == receiver["args"]["microbatch"]
+        assert abs(sender["args"]["stage"] - receiver["args"]["stage"]) == 1
+        assert sender["ts"] + sender["dur"] <= receiver["ts"] + 1e-6
+        assert end["bp"] == "e"
 
 
 def test_empty_ranks_can_be_drawn():

@@ -11,7 +11,7 @@ always runs, as the baseline. The schedules take turns, and a turn is compared w
 of our schedules; `predicted` of megatron-core's own is simulated from the costs that a run of ours in the same
 placement measured, where the costs of vocabulary shards are put back on the first and the last stage. Memory is the
 allocator's peak on the fullest GPU; without CUDA it is the resident memory of the largest process, its libraries
-included.
+included. `--losses` also says how far the losses are from those of 1F1B.
 
 A mistake in the flags ends with one line and exit status 2, a training that fails with status 1.
 """
@@ -40,11 +40,14 @@ def benchmark(flags: BenchmarkFlags, peers: Sequence[Contestant] = ()) -> None:
     """Train under the schedules that the flags name and under `peers`, and print or write the results."""
     # Imported here, so that --help does not need torch.
     from megatron.zero_bubble.cli.benchmark.rounds import compare_trainings
-    from megatron.zero_bubble.cli.benchmark.training_results import train_plot, train_table
+    from megatron.zero_bubble.cli.benchmark.training_results import loss_agreement, train_plot, train_table
 
     # SIGTERM raises an exception, so that the running training is ended too.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     results = compare_trainings(flags, peers)
-    flags.deliver([one.as_json() for one in results], train_table(results, markdown=flags.markdown))
+    table = train_table(results, markdown=flags.markdown)
+    if flags.losses:
+        table += f"\n\n{loss_agreement(results)}"
+    flags.deliver([one.as_json() for one in results], table)
     if flags.plot is not None:
         deliver(train_plot(results), flags.plot)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 
 from megatron.zero_bubble.job.flags import ZeroBubbleFlags
@@ -13,18 +14,24 @@ from megatron.zero_bubble.mcore.post_validation import PostValidation
 from megatron.zero_bubble.runtime.channel_memory import ChannelCommunicator, ChannelMemory
 from megatron.zero_bubble.runtime.communicator import TorchCommunicator
 from megatron.zero_bubble.runtime.host_communicator import HostCommunicator
+from megatron.zero_bubble.runtime.replanner import Report
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Idle
 from megatron.zero_bubble.schedules import ForwardBackward
 
 
 def run_plan(
-    job: JobSettings, store: WeightGradStore, iteration: int, post_validation: PostValidation | None = None
+    job: JobSettings,
+    store: WeightGradStore,
+    iteration: int,
+    post_validation: PostValidation | None = None,
+    write_plan: Callable[[Report], None] = lambda report: None,
 ) -> ForwardBackward:
     """The forward-backward function that runs the job's plan, and profiles and replans as the flags say.
 
     Args:
         iteration: the iteration after which the job begins.
+        write_plan: called on every rank with each plan from measured costs, beside what is printed of it.
     """
     assert job.plan is not None
     flags = job.flags
@@ -32,12 +39,18 @@ def run_plan(
         print_rank_0(warning)
     if flags.zero_bubble_communicator == "host":
         print_rank_0(" > messages between stages go through host memory (--zero-bubble-communicator host)")
+    describe_plan = reporter(flags, print_rank_0)
+
+    def report(plan: Report) -> None:
+        describe_plan(plan)
+        write_plan(plan)
+
     return ForwardBackward(
         job.plan,
         store,
         timeout=timedelta(minutes=flags.distributed_timeout_minutes),
         planning=job.planning,
-        report=reporter(flags, print_rank_0),
+        report=report,
         post_validation=post_validation,
         communicator=communicator_of(flags),
         report_channels=_print_channels,

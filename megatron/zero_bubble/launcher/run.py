@@ -14,6 +14,7 @@ import torch
 from megatron.zero_bubble.job.description import describe, describe_places
 from megatron.zero_bubble.job.flags import limit_flag
 from megatron.zero_bubble.job.layers import to_layout
+from megatron.zero_bubble.job.plan_metrics import write_plan
 from megatron.zero_bubble.job.running import idle_fields, idle_scalars, open_timeline, run_plan
 from megatron.zero_bubble.job.settings import JobSettings, check_implementation, job_settings
 from megatron.zero_bubble.job.sharding import check_shards
@@ -36,6 +37,7 @@ from megatron.zero_bubble.mcore.step_settings import refuse_unsplit_recomputatio
 from megatron.zero_bubble.mcore.transformer_engine import defer_weight_gradients
 from megatron.zero_bubble.mcore.unit_seeds import drawn_by_unit, initialized_by_unit
 from megatron.zero_bubble.mcore.vocabulary_model import shard_vocabulary
+from megatron.zero_bubble.runtime.replanner import Report
 from megatron.zero_bubble.runtime.watchdog import Watchdog
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Infeasible
@@ -200,7 +202,7 @@ class Run:
                 by_unit = drawn_by_unit(flags.seed, self._chunks, lambda: self._iteration + self.num_steps)
                 self._resources.enter_context(by_unit)
         post_validation = self.post_validation.build(self._chunks) if flags.zero_bubble_post_validation else None
-        self._forward_backward = run_plan(job, self._store, self._iteration, post_validation)
+        self._forward_backward = run_plan(job, self._store, self._iteration, post_validation, self._write_plan)
         self._timeline = open_timeline(job, self._forward_backward, self._iteration)
         self._watchdog = open_watchdog(flags, self._forward_backward, PROGRAM)
         return self._forward_backward
@@ -214,6 +216,12 @@ class Run:
         predicted = self._forward_backward.predicted_idle(self._num_microbatches)
         _write_scalars(int(match[1]), idle_scalars(measured, predicted))
         return message + idle_fields(measured, predicted)
+
+    def _write_plan(self, report: Report) -> None:
+        """Write a plan to the script's TensorBoard and Weights & Biases, which one rank of the script has."""
+        from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
+        write_plan(report, self._iteration + self.num_steps, get_tensorboard_writer(), get_wandb_writer())
 
     @property
     def had_nothing_to_train(self) -> bool:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.replanner import Replanner, plan_on_first_rank
-from megatron.zero_bubble.schedule import Idle, Schedule
+from megatron.zero_bubble.schedule import Schedule
 from megatron.zero_bubble.schedule.formats import Profile
 from megatron.zero_bubble.schedule.plan import Plan, prepare
 from megatron.zero_bubble.schedule.prediction import Prediction
@@ -96,12 +96,12 @@ class RunningPlan:
         """Return the schedule of a training step, as it runs at present."""
         return self._executors[num_microbatches, False].schedule
 
-    def predicted_idle(self, num_microbatches: int) -> Idle | None:
-        """Return the idle share of the present schedule, simulated at measured costs; None before there are any."""
+    def prediction(self, num_microbatches: int) -> Prediction | None:
+        """Return what the present schedule takes, simulated at measured costs; None before there are any."""
         if self.profile is None:
             return None
         prediction = self._predictions.get(num_microbatches)
         if prediction is None or prediction.profile is not self.profile:
-            prediction = Prediction(self.profile, self.schedule(num_microbatches))
+            prediction = Prediction(self.profile, self.schedule(num_microbatches), self.plan.recompute)
             self._predictions[num_microbatches] = prediction
-        return prediction.idle
+        return prediction

@@ -9,7 +9,7 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from megatron.zero_bubble.mcore.post_validation import StepOutcome
 from megatron.zero_bubble.runtime.recorder import StepTime
-from megatron.zero_bubble.schedule import Idle
+from megatron.zero_bubble.schedule.prediction import Prediction
 from megatron.zero_bubble.training.logging import StepResult
 
 
@@ -20,7 +20,7 @@ class UnsettledIteration:
     lm_loss: float | None
     further_losses: tuple[float, ...]
     batch_size: int
-    predicted_idle: Idle | None
+    prediction: Prediction | None
     is_local: bool
     """Whether losses and norm are those of this replica alone."""
 
@@ -40,6 +40,7 @@ def result_of(
     iteration: UnsettledIteration, outcome: StepOutcome, optimizer: MegatronOptimizer, finished_at: float | None
 ) -> StepResult:
     """The results for the log of an iteration whose step is settled; `finished_at` is None if that is just now."""
+    prediction = iteration.prediction
     return StepResult(
         lm_loss=iteration.lm_loss,
         further_losses=iteration.further_losses,
@@ -50,7 +51,8 @@ def result_of(
         loss_scale=optimizer.get_loss_scale().item(),
         batch_size=iteration.batch_size,
         was_skipped=not outcome.was_updated,
-        predicted_idle=iteration.predicted_idle,
+        predicted_idle=prediction.idle if prediction else None,
+        predicted_speed_up=prediction.speed_up if prediction else None,
         was_rolled_back=outcome.was_amended,
         num_redone_forwards=outcome.num_redone_forwards,
         is_local=iteration.is_local,

@@ -15,6 +15,7 @@ from megatron.zero_bubble.job.profiling import given_profile
 from megatron.zero_bubble.job.settings import JobSettings, with_layout
 from megatron.zero_bubble.job.start_up import print_rank_0
 from megatron.zero_bubble.mcore.checkpoint_reading import read_common
+from megatron.zero_bubble.mcore.unit_costs import SECONDS
 from megatron.zero_bubble.runtime.joint import on_rank
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.checkpoint_files import checkpoint_folder, latest_iteration
@@ -37,6 +38,8 @@ def settle_layout(args: Arguments, job: JobSettings, data_config: DataConfig) ->
     choice = _saved_choice(args, job.flags)
     if choice is None:
         profile = given_profile(job.flags)
+        if profile is None:
+            print_rank_0(f" > timing the model's layers for {SECONDS:g} seconds, to choose their layout ...")
         costs = profiled_costs(args, data_config, profile) if profile else measured_costs(args, data_config)
         choice = new_choice(job, costs, args.padded_vocab_size)
     else:

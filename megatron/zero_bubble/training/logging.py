@@ -12,13 +12,16 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron.zero_bubble.job.plan_metrics import write_plan
 from megatron.zero_bubble.job.replicas import wait_fields
 from megatron.zero_bubble.job.running import idle_fields, idle_scalars
+from megatron.zero_bubble.runtime.replanner import Report
 from megatron.zero_bubble.runtime.replica_waits import Waits
 from megatron.zero_bubble.schedule import Idle
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.flops import flops_per_iteration
 from megatron.zero_bubble.training.progress import Progress
+from megatron.zero_bubble.training.summary import RunSummary
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,8 @@ class StepResult:
     idle: Idle | None = None
     """Measured since the last log line, in iterations that print one; None with megatron-core's own schedule."""
     predicted_idle: Idle | None = None
+    predicted_speed_up: float | None = None
+    """How many times as fast as 1F1B the schedule was predicted to be, where `predicted_idle` is known."""
     was_rolled_back: bool = False
     """Whether post-validation amended the step."""
     num_redone_forwards: int = 0
@@ -64,10 +69,10 @@ class WandbWriter:
     def __init__(self, args: Arguments) -> None:
         import wandb
 
-        self._run = wandb.init(project=args.wandb_project, name=args.wandb_exp_name, config=vars(args))
+        self.run = wandb.init(project=args.wandb_project, name=args.wandb_exp_name, config=vars(args))
 
     def add_scalar(self, tag: str, value: float, step: int) -> None:
-        self._run.log({tag: value}, step=step)
+        self.run.log({tag: value}, step=step)
 
 
 def open_writers(args: Arguments, log_rank: int) -> list[Writer]:
@@ -109,6 +114,7 @@ class TrainingLog:
         self.progress = progress
         self._log_rank = log_rank
         self._writers = writers
+        self._summary = RunSummary()
         self._reset(_now())
 
     def _reset(self, start: float) -> None:
@@ -182,6 +188,14 @@ class TrainingLog:
         if self._rollbacks:
             line += f" rollbacks: {self._rollbacks} | redone forwards: {self._redone} |"
         self._say(line)
+        self._summary.record(
+            self.progress.iteration,
+            self._iterations,
+            seconds,
+            result.idle,
+            result.predicted_idle,
+            result.predicted_speed_up,
+        )
         for writer in self._writers:
             writer.add_scalar("iteration-time", seconds, self.progress.iteration)
             if args.log_throughput:
@@ -202,6 +216,17 @@ class TrainingLog:
         dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
         *sums, count = totals.tolist()
         return [total / count for total in sums] if count else []
+
+    def write_plan(self, report: Report) -> None:
+        """Write a plan to TensorBoard and Weights & Biases, with the number of iterations done."""
+        for writer in self._writers:
+            tensorboard, run = (None, writer.run) if isinstance(writer, WandbWriter) else (writer, None)
+            write_plan(report, self.progress.iteration, tensorboard, run)
+
+    def print_summary(self) -> None:
+        """Print one line about the iterations since the last plan, if there are any."""
+        if self._summary.line is not None:
+            self._say(self._summary.line)
 
     def _write_scalars(self, result: StepResult) -> None:
         if not self._writers:

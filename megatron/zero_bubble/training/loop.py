@@ -27,7 +27,7 @@ from megatron.zero_bubble.mcore.finite import FiniteCheck
 from megatron.zero_bubble.mcore.multi_token import take_losses
 from megatron.zero_bubble.mcore.post_validation import PostValidation, StepOutcome
 from megatron.zero_bubble.runtime.watchdog import Watchdog
-from megatron.zero_bubble.schedule import Idle
+from megatron.zero_bubble.schedule.prediction import Prediction
 from megatron.zero_bubble.schedules import ForwardBackward
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.between_iterations import BetweenIterations
@@ -115,6 +115,7 @@ class Trainer:
         """Train until an exit, and save at the end if `--save` was given."""
         with self._exit_reasons.signals_handled(), self._between.training():
             self._train()
+        self._log.print_summary()
 
     def _train(self) -> None:
         args = self._args
@@ -177,7 +178,7 @@ class Trainer:
             mean_loss(reports, sharing),
             take_losses(num_microbatches, sharing),
             batch_size,
-            self._predicted_idle(num_microbatches),
+            self._prediction(num_microbatches),
             is_local,
         )
         if self._post_validation is None:
@@ -265,11 +266,11 @@ class Trainer:
     def _prints_a_line(self) -> bool:
         return self._zero_bubble is not None and self._progress.iteration % self._args.log_interval == 0
 
-    def _predicted_idle(self, num_microbatches: int) -> Idle | None:
-        """The predicted idle share in iterations that print a line, else None."""
+    def _prediction(self, num_microbatches: int) -> Prediction | None:
+        """The present schedule at measured costs in iterations that print a line, else None."""
         if self._zero_bubble is None or not self._prints_a_line():
             return None
-        return self._zero_bubble.predicted_idle(num_microbatches)
+        return self._zero_bubble.prediction(num_microbatches)
 
     def evaluate(self) -> None:
         """Print the mean loss over `--eval-iters` iterations of validation data."""

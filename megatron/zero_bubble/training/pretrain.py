@@ -134,7 +134,10 @@ def _build_trainer(
         changed = post_validation.parameters_changed if post_validation is not None else lambda: None
         replicas = Replicas(job, optimizer, model, progress.iteration, changed)
     # Without a plan megatron-core's own function runs unchanged.
-    zero_bubble = run_plan(job, store, progress.iteration, post_validation) if store is not None else None
+    log = TrainingLog(args, progress, open_writers(args, job.log_rank), job.log_rank)
+    zero_bubble = None
+    if store is not None:
+        zero_bubble = run_plan(job, store, progress.iteration, post_validation, log.write_plan)
     train_data, valid_data = open_data(args, progress, data_config, tokenizer, model, resources)
     return Trainer(
         args,
@@ -147,7 +150,7 @@ def _build_trainer(
         train_data,
         valid_data,
         checkpointer,
-        TrainingLog(args, progress, open_writers(args, job.log_rank), job.log_rank),
+        log,
         NumericsLog(args.log_numerics, progress.iteration, job.log_rank) if args.log_numerics else None,
         open_timeline(job, zero_bubble, progress.iteration) if zero_bubble else None,
         open_watchdog(job.flags, zero_bubble, "pretrain_gpt.py") if zero_bubble else None,

@@ -48,6 +48,9 @@ class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
     world_size: int | None = flag(
         "number of ranks that --launch starts (default: --pipeline-size)", None, parse=at_least(2), metavar="N"
     )
+    losses: bool = flag(
+        "compare the losses, too: every layer draws its initial weights from its own seed, whatever the layout", False
+    )
     plot: Path | None = flag("write a plot of throughput against memory as SVG", None, parse=Path, metavar="FILE")
 
     def __post_init__(self) -> None:

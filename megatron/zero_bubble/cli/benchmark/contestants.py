@@ -61,6 +61,8 @@ def gather(flags: BenchmarkFlags, has_cuda: bool, peers: Sequence[Contestant] = 
     shared = [*flags.training_flags, "--pipeline-model-parallel-size", str(flags.pipeline_size)]
     shared += ["--train-iters", str(flags.warmup + flags.iterations), "--log-interval", str(flags.interval)]
     shared += _unless_given(shared, "--eval-iters", "0") + _unless_given(shared, "--lr", "1e-4")
+    if flags.losses:
+        shared += _unless_given(shared, "--zero-bubble-seed-by-layer")
     if has_cuda:
         shared += ["--log-memory-interval", str(flags.warmup + flags.iterations)]
     # The batch size depends on the number of replicas, which the other flags decide.
@@ -83,8 +85,8 @@ def gather(flags: BenchmarkFlags, has_cuda: bool, peers: Sequence[Contestant] = 
     return Competition(tuple(contestants), tuple(shared), args)
 
 
-def _unless_given(flags: Sequence[str], name: str, value: str) -> list[str]:
-    return [] if name in flags else [name, value]
+def _unless_given(flags: Sequence[str], name: str, *value: str) -> list[str]:
+    return [] if name in flags else [name, *value]
 
 
 def _chosen(flags: BenchmarkFlags) -> Iterator[Contestant]:

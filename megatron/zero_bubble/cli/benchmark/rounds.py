@@ -64,6 +64,7 @@ def _turn(
     """Run one turn of a contestant. Returns None if it failed and is not required; it then takes no further turn."""
     begin = time.monotonic()
     output = () if profile is None else ("--zero-bubble-profile-output", str(profile))
+    print(f"round {number + 1} of {flags.rounds}, {one.name}: trains ...", file=sys.stderr, flush=True)
     command = [*flags.launcher, *one.program, *one.words, *competition.flags, *output]
     try:
         turn = take_turn(command, _environment(), flags.warmup, flags.timeout)

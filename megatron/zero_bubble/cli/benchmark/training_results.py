@@ -148,6 +148,27 @@ def _percent(rate: float | None) -> str:
     return "" if rate is None else percent(rate)
 
 
+def loss_agreement(results: Sequence[TrainResult]) -> str:
+    """Return a line for each schedule that says how far its losses are from those of the baseline, the first result.
+
+    The last turns are compared. A log line has seven digits of the mean loss of its iterations.
+    """
+    baseline, *others = results
+    expected = dict(baseline.turns[-1].losses)
+    lines = []
+    for one in others:
+        pairs = [(loss, expected[at]) for at, loss in one.turns[-1].losses if at in expected]
+        largest = max((abs(loss - other) / abs(other) for loss, other in pairs), default=None)
+        if largest is None:
+            said = "printed no losses to compare"
+        elif largest == 0:
+            said = f"the same in every digit of all {len(pairs)} lines, up to iteration {max(expected)}"
+        else:
+            said = f"the same up to {largest:.1e} of their value in {len(pairs)} lines, up to iteration {max(expected)}"
+        lines.append(f"losses of {one.contestant.name} and of {baseline.contestant.name}: {said}")
+    return "\n".join(lines)
+
+
 def train_plot(results: list[TrainResult]) -> str:
     """Return an SVG that plots throughput over peak memory, with a mark for each schedule."""
     series = [Series(one.contestant.name, ((one.peak_bytes / 2**20, one.tokens_per_second),)) for one in results]

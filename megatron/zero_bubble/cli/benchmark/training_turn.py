@@ -15,6 +15,7 @@ from megatron.zero_bubble.cli.trainings import failure_reason
 from megatron.zero_bubble.schedule import Idle
 
 _ITERATION = re.compile(r"\biteration +(\d+)/ *\d+ \|.* elapsed time per iteration \(ms\): ([\d.]+) \|")
+_LOSS = re.compile(r"\biteration +(\d+)/ *\d+ \|.* lm loss: (\S+) \|")
 _IDLE = re.compile(r"\| imbalance: ([\d.]+)% \| bubble rate: ([\d.]+)% \|")
 _PREDICTED = re.compile(r"\| predicted: ([\d.]+)% \|")
 _PLANNED = re.compile(r"predicted: idle .*%\), ([\d.]+) ms")
@@ -37,6 +38,8 @@ class Turn:
     predicted_ms: float | None
     peak_bytes: float
     """Peak of the allocator on the fullest rank; without CUDA, the resident memory of the largest process."""
+    losses: tuple[tuple[int, float], ...] = ()
+    """The mean loss of every interval, with its last iteration; those of the warmup, too."""
     layout: str | None = None
     """Placement and layers of the stages that the training chose; None if it chose none."""
 
@@ -64,6 +67,7 @@ def read_log(text: str, warmup: int, resident_bytes: float) -> Turn:
         float(predicted[1]) / 100 if predicted else None,
         float(planned[-1]) if planned else None,
         max(memory, default=resident_bytes),
+        tuple((int(iteration), float(loss)) for iteration, loss in _LOSS.findall(text)),
         f"{layout[1]} {layout[2]}" if layout else None,
     )
 

@@ -1,0 +1,44 @@
+"""Sums a training up in one line: time of an iteration, measured and predicted bubble, and the predicted gain."""
+
+from __future__ import annotations
+
+from megatron.zero_bubble.schedule import Idle
+
+
+class RunSummary:
+    """Averages the log lines since the schedule was planned, of which the first is left out: planning is in its time.
+
+    Attributes:
+        line: the summary, None as long as there is nothing to tell.
+    """
+
+    def __init__(self) -> None:
+        self.line: str | None = None
+        self._predicted: Idle | None = None
+        self._first = self._iterations = 0
+        self._seconds = self._bubble = 0.0
+
+    def record(
+        self,
+        iteration: int,
+        num_iterations: int,
+        seconds: float,
+        measured: Idle | None,
+        predicted: Idle | None,
+        speed_up: float | None,
+    ) -> None:
+        """Take in a log line of `num_iterations` iterations up to `iteration`; `seconds` is the mean time of one."""
+        if measured is None or predicted is None or speed_up is None:
+            return
+        if predicted != self._predicted:
+            self._predicted, self._first = predicted, iteration + 1
+            self._iterations, self._seconds, self._bubble = 0, 0.0, 0.0
+            return
+        self._iterations += num_iterations
+        self._seconds += num_iterations * seconds
+        self._bubble += num_iterations * measured.bubble
+        self.line = (
+            f" > iterations {self._first} to {iteration}: {self._seconds / self._iterations * 1000:.1f} ms each; "
+            f"bubble rate {self._bubble / self._iterations:.2%} measured, {predicted.bubble:.2%} predicted; "
+            f"predicted to be {speed_up:.3f} times as fast as 1F1B"
+        )
