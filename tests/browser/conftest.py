@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -60,10 +59,18 @@ class Playground:
         page.on("console", lambda message: self.problems.append(message.text) if message.type == "error" else None)
         page.context.on("request", lambda request: self.requests.append(request.url))
 
-    def open(self, fragment: str = "") -> Playground:
-        self.page.goto(f"{self.address}{fragment}")
-        self.page.wait_for_selector("html[data-drawn]")
-        return self
+    def open(self, fragment: str = "") -> None:
+        """Show the state of a fragment: by loading the page, or if it is there, by following the address."""
+        if not self.page.url.startswith(self.address):
+            self.page.goto(f"{self.address}{fragment}")
+            self.page.wait_for_selector("html[data-drawn]")
+            return
+        before = self.num_drawn
+        self.page.evaluate(
+            "to => { history.replaceState(null, '', location.pathname + to); dispatchEvent(new Event('hashchange')); }",
+            fragment,
+        )
+        self.wait_for_drawing(before, self.page.locator(".pane").count())
 
     @property
     def num_drawn(self) -> int:
@@ -94,14 +101,19 @@ class Playground:
         return self.page.locator(f"[data-flag={flag}] .message:visible").inner_text()
 
 
-@pytest.fixture
-def playground(chromium: playwright.Browser, address: str, tmp_path: Path) -> Iterator[Playground]:
-    """A fresh page, which has had no errors and asked nobody else when the test is over."""
+@pytest.fixture(scope="session")
+def shared(chromium: playwright.Browser, address: str) -> Playground:
+    """One page for all tests, because Python takes seconds to load."""
     context = chromium.new_context(
         viewport={"width": 1440, "height": 900}, permissions=["clipboard-read", "clipboard-write"]
     )
-    one = Playground(context.new_page(), address)
-    yield one
-    context.close()
-    assert one.problems == []
-    assert [url for url in one.requests if not url.startswith((address, "blob:", "data:"))] == []
+    return Playground(context.new_page(), address)
+
+
+@pytest.fixture
+def playground(shared: Playground) -> Iterator[Playground]:
+    """The page as it begins. When the test is over it has had no errors, and has asked nobody but its own server."""
+    shared.open()
+    yield shared
+    assert shared.problems == []
+    assert [url for url in shared.requests if not url.startswith((shared.address, "blob:", "data:"))] == []

@@ -47,7 +47,11 @@ def facts() -> dict[str, Any]:
             for entry in ENTRIES.values()
         ],
         "causes": _CAUSES,
-        "colours": {kind: facts.colour for kind, facts in KINDS.items() if facts.colour},
+        "colours": {
+            kind: {"fill": facts.colour, "isDark": is_dark(facts.colour)}
+            for kind, facts in KINDS.items()
+            if facts.colour
+        },
     }
 
 

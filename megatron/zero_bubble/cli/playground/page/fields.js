@@ -46,7 +46,7 @@ export class Field {
     this.message = h('p', { class: 'message', id: `${id}-message`, role: 'alert', hidden: true });
     this.input = this.#input(id);
     this.input.addEventListener(this.input.matches('select,[type=checkbox]') ? 'change' : 'input', () => this.#edited());
-    const chip = about.kind && h('i', { class: 'chip', style: { '--colour': `var(--kind-${about.kind})` }, 'aria-hidden': 'true' }, about.kind);
+    const chip = about.kind && h('i', { class: 'chip', style: { '--colour': `var(--kind-${about.kind})`, '--ink': `var(--ink-${about.kind})` }, 'aria-hidden': 'true' }, about.kind);
     const label = h('label', { for: id }, chip, about.label);
     this.element = h('div', { class: `field ${about.type ?? ''}`, 'data-flag': about.flag }, label, this.input);
     if (about.unit) this.input.after(h('span', { class: 'unit' }, about.unit));

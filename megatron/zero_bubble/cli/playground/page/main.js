@@ -2,7 +2,7 @@ import { $, h } from './dom.js';
 import { Engine, Stale } from './engine.js';
 import { EXAMPLES } from './examples.js';
 import { receiveFiles, saveAs } from './files.js';
-import { Pane } from './pane.js';
+import { idleTimes, Pane } from './pane.js';
 import { Plot } from './plot.js';
 import { Settings } from './settings.js';
 import { copy, fromFragment, resized, toFragment, words } from './state.js';
@@ -25,7 +25,10 @@ view.causes = facts.causes;
 view.readTheme();
 const settings = new Settings($('settings'), changeShared);
 const plot = new Plot($('plot'), background, ready, facts, (k, limit) => changePane(k, 'memory-limit', limit));
-for (const [kind, colour] of Object.entries(facts.colours)) document.documentElement.style.setProperty(`--kind-${kind}`, colour);
+for (const [kind, { fill, isDark }] of Object.entries(facts.colours)) {
+  document.documentElement.style.setProperty(`--kind-${kind}`, fill);
+  document.documentElement.style.setProperty(`--ink-${kind}`, isDark ? '#fefefe' : '#111');
+}
 
 function changeShared(flag, value) {
   state.shared[flag] = value;
@@ -100,6 +103,8 @@ function draw(k, picture) {
   const limit = Math.max(...String(state.panes[k]['memory-limit'] ?? '').split(',').map(Number));
   panes[k].draw(pictures[k], limit);
   const shown = pictures.filter(Boolean);
+  const most = Math.max(...shown.flatMap(idleTimes)) || 1;
+  panes.filter(({ picture: known }) => known).forEach((each) => each.explain(most));
   view.cover(Math.min(...shown.map(({ begin }) => begin)), Math.max(...shown.map(({ end }) => end)));
   document.documentElement.dataset.drawn = Number(document.documentElement.dataset.drawn ?? 0) + 1;
   settle();
@@ -118,8 +123,9 @@ function prepared(picture) {
 
 function settle() {
   clearTimeout(settling);
+  plot.show(state, pictures);
   settling = setTimeout(async () => {
-    plot.show(state, pictures);
+    plot.complete();
     const fragment = isStart() ? '' : await toFragment(state);
     history.replaceState(null, '', fragment === null ? location.pathname : `${location.pathname}${fragment && '#'}${fragment}`);
   }, DELAY);

@@ -19,8 +19,6 @@ export class Pane {
     this.summary = h('p', { class: 'summary' });
     this.message = h('p', { class: 'message', id: `message-${letter}`, role: 'alert', hidden: true });
     this.fields = OWN.map((about) => new Field(about, changed));
-    this.rare = h('div', { class: 'own', hidden: true }, this.fields.filter(({ about }) => about.rare).map(({ element }) => element));
-    this.more = h('button', { type: 'button', 'aria-expanded': 'false', onclick: () => this.#unfold(this.rare.hidden) }, 'More');
     this.figures = h('dl', { class: 'figures' });
     this.drawing = new Drawing(view);
     this.legend = h('ul', { class: 'legend', 'aria-label': 'Kinds of operations' });
@@ -35,13 +33,16 @@ export class Pane {
       copied.textContent = 'Copied';
       setTimeout(() => { copied.textContent = 'Copy'; }, 1500);
     } }, 'Copy');
-    this.commandRow = h('p', { class: 'command' }, this.command, copied);
+    this.more = h('button', { type: 'button', 'aria-expanded': 'false', onclick: () => this.#unfold(this.rare.hidden) }, 'More');
+    this.rare = h('div', { class: 'rare', hidden: true },
+      h('div', { class: 'own' }, this.fields.filter(({ about }) => about.rare).map(({ element }) => element)),
+      h('p', { class: 'command' }, this.command, copied));
     this.element = h('section', { class: 'card pane', 'data-pane': letter, 'aria-label': `Schedule ${letter.toUpperCase()}` },
       h('header', {}, h('span', { class: 'letter', 'aria-hidden': 'true' }, letter.toUpperCase()), this.select, this.given, this.discard,
         h('div', { class: 'own' }, this.fields.filter(({ about }) => !about.rare).map(({ element }) => element)), h('span', { class: 'spacer' }), this.more, this.save, this.remove),
       this.rare,
-      this.message, this.summary, this.figures,
-      h('div', { class: 'drawn' }, h('div', { class: 'stage' }, this.drawing.canvas, this.legend), this.causes), this.commandRow);
+      this.message, this.summary, h('div', { class: 'facts' }, this.figures, this.legend),
+      h('div', { class: 'drawn' }, this.drawing.canvas, this.causes));
   }
 
   #unfold(isOpen) {
@@ -64,10 +65,10 @@ export class Pane {
       field.element.hidden = !applies(field.about.flag, pane, entry);
     }
     if (this.fields.some(({ about }) => about.rare && pane[about.flag])) this.#unfold(true);
+    if (pane.run) this.#unfold(false);
     this.more.hidden = Boolean(pane.run);
     this.save.hidden = Boolean(pane.run);
     this.remove.hidden = state.panes.length < 2;
-    this.commandRow.hidden = Boolean(pane.run);
     this.command.textContent = `zero-bubble schedule simulate ${words(state, pane, entry).map(quoted).join(' ')}`;
   }
 
@@ -99,7 +100,13 @@ export class Pane {
     this.legend.replaceChildren(...Object.values(picture.kinds).map(({ meaning, fills }) => h('li', {},
       fills.map((fill) => h('i', { class: 'swatch', style: { '--colour': fill === '#000000' ? 'var(--strong)' : fill } })), meaning)),
     ...(picture.stages[0].length > 1 ? [h('li', {}, 'darker: later chunks')] : []));
-    this.causes.replaceChildren(...causesOf(picture, this.facts.causes));
+  }
+
+  /** Show why ranks idle; `most` is the idle time that fills a bar, the same for both schedules. */
+  explain(most) {
+    const isOpen = this.causes.querySelector('details')?.open;
+    this.causes.replaceChildren(...causesOf(this.picture, this.facts.causes, most));
+    this.causes.querySelector('details').open = isOpen ?? false;
   }
 }
 
@@ -110,31 +117,34 @@ function figuresOf({ figures, unit, memoryUnit }) {
   const rows = [['Bubble', percent(figures.bubble_rate), 'Share of the longest span that is not the work of its busiest rank']];
   if (figures.imbalance > 1e-9) rows.push(['Imbalance', percent(figures.imbalance), 'Share of all ranks’ time lost because some have less work than the busiest']);
   if (figures.recomputed) rows.push(['Bubble and R', percent(figures.lost), 'Share of the longest span that is not F, B and W']);
-  if (figures.speed_up) rows.push(['Speed', `${figures.speed_up.toFixed(3)} × 1F1B`, 'Cost of 1F1B with the same work a rank, over the cost of this schedule']);
+  if (figures.speed_up) rows.push(['Speed', `${figures.speed_up.toFixed(3)}× 1F1B`, 'Cost of 1F1B with the same work a rank, over the cost of this schedule']);
   rows.push(['Iteration', `${figure(figures.iteration_time ?? figures.makespan)} ${unit}`, 'Time from one iteration to the next']);
   if (figures.peak_memory) rows.push(['Peak memory', `${figure(Math.max(...figures.peak_memory))} ${memoryUnit}`, 'Of the rank that holds most']);
   if (figures.num_messages !== undefined) rows.push(['Messages', figure(figures.num_messages), 'Tensors that cross ranks in one iteration']);
   return rows;
 }
 
+/** The idle time of every rank. */
+export const idleTimes = ({ causes, lanes }) => lanes.map((_, rank) => Object.values(causes).reduce((sum, times) => sum + times[rank], 0));
+
 /** Bars of the causes of idle time, one a rank, and the same as a table. */
-function causesOf(picture, colours) {
-  const words = Object.keys(picture.causes).filter((word) => picture.causes[word].some((time) => time > 1e-9));
-  const span = picture.figures.makespan;
-  const total = picture.lanes.map((_, rank) => words.reduce((sum, word) => sum + picture.causes[word][rank], 0));
-  const most = Math.max(...total) || 1;
-  const bars = picture.lanes.map((_, rank) => h('div', { class: 'cause', title: words.filter((word) => picture.causes[word][rank] > 1e-9).map((word) => `${word} ${figure(picture.causes[word][rank])}`).join(', ') },
-    h('span', {}, `rank ${rank}`),
-    h('span', { class: 'bar' }, words.map((word) => h('i', { style: { '--colour': colours[word], '--share': picture.causes[word][rank] / most } }))),
-    h('span', {}, percent(total[rank] / span))));
-  const rows = picture.lanes.map((_, rank) => h('tr', {}, h('th', { scope: 'row' }, rank), Object.values(picture.causes).map((times) => h('td', {}, figure(times[rank])))));
+function causesOf(picture, colours, most) {
+  const { causes, lanes, figures, unit } = picture;
+  const words = Object.keys(causes).filter((word) => causes[word].some((time) => time > 1e-9));
+  const swatch = (word) => h('i', { class: 'swatch', style: { '--colour': colours[word] } });
+  const bars = idleTimes(picture).map((total, rank) => {
+    const here = words.filter((word) => causes[word][rank] > 1e-9);
+    const segments = here.map((word) => h('i', { style: { '--colour': colours[word], '--share': causes[word][rank] / most } }));
+    const title = here.map((word) => `${word} ${figure(causes[word][rank])} ${unit}`).join('\n');
+    return h('div', { class: 'cause', title }, h('span', {}, `rank ${rank}`), h('span', { class: 'bar' }, segments), h('span', {}, percent(total / figures.makespan)));
+  });
+  const head = (text) => h('th', { scope: 'col' }, text);
+  const rows = lanes.map((_, rank) => h('tr', {}, h('th', { scope: 'row' }, rank), Object.values(causes).map((times) => h('td', {}, figure(times[rank])))));
+  const table = h('table', {}, h('caption', {}, `Idle time of each rank, in ${unit}`),
+    h('thead', {}, h('tr', {}, head('rank'), Object.keys(causes).map(head))), h('tbody', {}, rows));
   return [
-    h('h3', {}, `Idle time by cause`),
-    h('div', { class: 'bars' }, bars),
-    h('ul', { class: 'legend' }, words.map((word) => h('li', {}, h('i', { class: 'swatch', style: { '--colour': colours[word] } }), word))),
-    h('details', {}, h('summary', {}, 'As numbers'), h('div', { class: 'scroll' }, h('table', {},
-      h('caption', {}, `Idle time of each rank, in ${picture.unit}`),
-      h('thead', {}, h('tr', {}, h('th', { scope: 'col' }, 'rank'), Object.keys(picture.causes).map((word) => h('th', { scope: 'col' }, word)))),
-      h('tbody', {}, rows)))),
+    h('h3', {}, 'Idle time by cause'), h('div', {}, bars),
+    h('ul', { class: 'legend' }, words.map((word) => h('li', {}, swatch(word), word))),
+    h('details', {}, h('summary', {}, 'As numbers'), h('div', { class: 'scroll' }, table)),
   ];
 }

@@ -20,7 +20,7 @@ export class Plot {
     new ResizeObserver(() => this.draw()).observe(this.svg);
   }
 
-  /** Plot the schedules of this state; what is not known yet is computed in the background. */
+  /** Plot the schedules of this state, as far as they are known. */
   show(state, pictures) {
     Object.assign(this, { state, pictures });
     this.ranks = Number(state.shared['pipeline-size']) || 2;
@@ -31,10 +31,11 @@ export class Plot {
       return { k, pane, isPlanned, flags, first: pane.recompute ? STEP : 0.5 };
     });
     this.draw();
-    this.#compute(this.#round += 1);
   }
 
-  async #compute(round) {
+  /** Compute what is not known yet, in the background. */
+  async complete() {
+    const round = this.#round += 1;
     await this.ready;
     if (round !== this.#round) return;
     const planned = this.series.filter(({ isPlanned }) => isPlanned);
@@ -91,7 +92,7 @@ export class Plot {
         h('line', { class: 'grid', x1: this.x(limit), x2: this.x(limit), y1: bottom, y2: bottom + 4 }),
         h('text', { x: this.x(limit), y: bottom + 17, 'text-anchor': 'middle' }, figure(limit))]),
       h('line', { class: 'reference', x1: this.x(p), x2: this.x(p), y1: TOP, y2: bottom }),
-      h('text', { x: this.x(p) + 5, y: TOP + 8 }, 'what 1F1B takes'),
+      h('text', { x: this.x(p) + 5, y: bottom - 6 }, 'what 1F1B takes'),
       h('text', { x: width - RIGHT, y: HEIGHT - 4, 'text-anchor': 'end' }, 'memory limit (M_B)'),
     ];
   }

@@ -1,13 +1,15 @@
 import { h } from './dom.js';
 import { Field, SHARED } from './fields.js';
 
+const NARROW = matchMedia('(width < 860px)');
+
 /** The fields that both schedules share, and the file of costs that takes the place of most. */
 export class Settings {
   constructor(host, changed) {
     this.fields = new Map();
     this.file = h('p', { class: 'file', hidden: true });
     this.changed = changed;
-    const groups = SHARED.map(({ title, note, closed, fields }) => h('details', { class: 'card group', open: !closed },
+    const groups = SHARED.map(({ title, note, closed, fields }) => h('details', { class: 'card group', open: !closed && !NARROW.matches },
       h('summary', {}, title, note && h('small', {}, note)),
       fields.map((about) => {
         const field = new Field(about, changed);
