@@ -2,7 +2,8 @@
 #
 #   make pretrain    train a small GPT on as many pipeline ranks as the machine has cores for, with a planned schedule
 #   make compare     train it in turn with megatron-core's schedules and with ours, and compare times and losses
-#   make examples    train plain PyTorch layers on two pipeline ranks and compare them with one process
+#   make examples    train plain PyTorch layers, AlexNet on photographs and a Hugging Face Llama on two pipeline ranks,
+#                    and compare each with one process
 #   make test        the tests of every feature, in about eight minutes on two cores
 #   make test-rest   the other tests: further combinations of parallelism, schedules, precisions and ways to end
 #   make test-all    both
@@ -34,7 +35,7 @@ $(INSTALLED): pyproject.toml constraints.txt setup.py
 	@echo "making $(VENV) (once): torch, megatron-core and what the tests and tools need"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install $(PIP_FLAGS) torch
-	$(BIN)/pip install $(PIP_FLAGS) --editable '.[dev,tensorboard,solver]'
+	$(BIN)/pip install $(PIP_FLAGS) --editable '.[dev,tensorboard,solver,examples]'
 	@touch $@
 
 pretrain: $(INSTALLED)
@@ -46,7 +47,9 @@ compare: $(INSTALLED)
 	PATH="$(CURDIR)/$(BIN):$$PATH" examples/compare_sample.sh $(FLAGS)
 
 examples: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/plain_pytorch.py
+	for name in plain_pytorch alexnet llama; do \
+		OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/$$name.py || exit 1; \
+	done
 
 # Python for the browser, in the version that package-lock.json pins: a wheel that is built after this carries it.
 $(PYODIDE): $(PLAYGROUND)/package-lock.json

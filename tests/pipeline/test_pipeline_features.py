@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 
 import pytest
 import torch
@@ -235,12 +236,15 @@ def test_evaluation_leaves_no_trace_and_sizes_may_change_between_steps():
     pipelines(2, layers, nn.functional.mse_loss, use, schedule="zb-v", num_microbatches=4, partition="uniform")
 
 
-def test_the_summary_lists_what_keeps_its_w_in_b_with_its_share():
+def test_what_keeps_its_w_in_b_is_listed_with_its_share_at_start_and_in_the_summary(caplog):
     layers = [nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3), nn.ReLU()]
-    (first, second) = pipelines(
-        2, layers, nn.functional.mse_loss, lambda pipeline: pipeline.summary(), schedule="zb-h1", partition=[1]
-    )
+    with caplog.at_level(logging.WARNING, logger="megatron.zero_bubble"):
+        (first, second) = pipelines(
+            2, layers, nn.functional.mse_loss, lambda pipeline: pipeline.summary(), schedule="zb-h1", partition=[1]
+        )
     assert first == second
+    notice = "Pipeline: W stays in B for BatchNorm1d (20.0% of the parameters); split_layers=[...] splits more"
+    assert caplog.messages == [notice]  # from one rank alone
     assert "stage 1 on rank 1: layers 1 to 3, 3 layers" in first
     assert "W is split off for 80.0% of the parameters" in first
     assert "W stays in B: BatchNorm1d, 20.0% of the parameters" in first
@@ -289,3 +293,31 @@ def test_layers_may_be_frozen_and_thawed_between_steps():
         num_microbatches=4,
     )
     assert_equal(merged(found), expected)
+
+
+def test_inputs_and_weights_may_be_channels_last():
+    torch.manual_seed(2)
+    layers = [nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU()]
+    layers = [layer.to(memory_format=torch.channels_last) for layer in layers] + [nn.Flatten(), nn.Linear(8 * 36, 4)]
+    batch = torch.randn(8, 3, 6, 6).to(memory_format=torch.channels_last), torch.randint(4, (8,))
+    model, loss = run_in_one_process(layers, nn.functional.cross_entropy, batch, 4)
+
+    def train(pipeline):
+        assert torch.equal(pipeline.train_batch(batch), loss)
+        return gradients_of(pipeline)
+
+    arguments = {"schedule": "zb-h1", "num_microbatches": 4, "partition": "uniform"}
+    grads = merged(pipelines(2, layers, nn.functional.cross_entropy, train, **arguments))
+    assert_equal(grads, gradients_of(model))
+    assert grads["0.weight"].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_the_time_of_every_stage_is_measured():
+    layers, batch = stack(4)
+    arguments = {"schedule": "zb-v", "num_microbatches": 4, "partition": "uniform"}
+    use = lambda pipeline: (pipeline.stage_times(batch), gradients_of(pipeline))  # noqa: E731
+    (first, _), (second, grads) = pipelines(2, layers, nn.functional.mse_loss, use, **arguments)
+    assert first == second
+    assert len(first) == 4
+    assert all(time > 0 for stage in first for time in stage)
+    assert all(grad is not None for grad in grads.values())

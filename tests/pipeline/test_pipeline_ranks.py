@@ -18,6 +18,15 @@ def test_the_example_trains_and_finds_the_bits_of_one_process():
     assert len((ROOT / "examples" / "plain_pytorch.py").read_text().splitlines()) <= 120
 
 
+@pytest.mark.exhaustive  # a minute; test_alexnet.py and test_llama.py have its layers
+@pytest.mark.parametrize(("name", "library"), [("alexnet", "skimage"), ("llama", "transformers")])
+def test_the_examples_of_whole_models_find_the_bits_of_one_process(name, library):
+    pytest.importorskip(library)
+    job = run(2, ROOT / "examples" / f"{name}.py", timeout=300)
+    assert job.returncode == 0, job.stderr
+    assert "losses and parameters are equal to one process's, bit for bit" in job.stdout
+
+
 def test_a_checkpoint_is_loaded_on_another_number_of_ranks_and_replicas_train_as_in_ddp(tmp_path):
     job = run(2, Path(__file__).parent / "two_ranks.py", str(tmp_path / "checkpoint"))
     assert job.returncode == 0, job.stderr

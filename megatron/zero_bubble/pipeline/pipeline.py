@@ -33,11 +33,15 @@ from megatron.zero_bubble.pipeline.interconnect import (
     connect_ranks,
     default_device,
 )
+from megatron.zero_bubble.pipeline.layer_costs import LayerTimes
 from megatron.zero_bubble.pipeline.layer_stage import LayerStage
 from megatron.zero_bubble.pipeline.stage_layout import LayoutRequest, Partition, StageLayout, plan_for
+from megatron.zero_bubble.pipeline.stage_times import stage_times
+from megatron.zero_bubble.pipeline.summary import Summary
 from megatron.zero_bubble.runtime.communicator import Communicator
 from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
+from megatron.zero_bubble.runtime.recorder import OpRecorder, device_clock
 from megatron.zero_bubble.runtime.stage import Stage
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Placement, Schedule
@@ -139,13 +143,14 @@ class Pipeline(nn.Module):
         )
         self._executors: dict[bool, Executor] = {}
         own = sum(parameter.numel() for parameter in self.parameters())
-        self._num_parameters = sum(self._agreement.gather(own))
-        self._unsplit: Unsplit = sum(self._agreement.gather(held.unsplit), start=Unsplit())
+        counts = self._agreement.gather((held.unsplit, own))
+        unsplit = sum((unsplit for unsplit, _ in counts), start=Unsplit())
+        self._summary = Summary(self.layout, num_microbatches, unsplit, sum(count for _, count in counts))
         if replicas is not None:
             for tensor in (*self.parameters(), *self.buffers()):
                 dist.broadcast(tensor.detach(), dist.get_process_group_ranks(replicas)[0], group=replicas)
-        if self._rank == 0:
-            logger.info(self.summary())
+        if self._rank == 0 and (replicas is None or replicas.rank() == 0):
+            self._report()
 
     def _tie(self, layers: Sequence[Any], held: HeldLayers) -> list[TiedLayer]:
         """Connect the copies of layers that are tied across stages, in one order on all ranks."""
@@ -176,8 +181,19 @@ class Pipeline(nn.Module):
         Raises:
             ValueError: on all ranks, if the batch cannot be used.
         """
+        return self._train(batch)
+
+    def stage_times(self, batch: Any = None) -> list[LayerTimes]:
+        """Run `train_batch` and return how many seconds each stage computed for one microbatch, on all ranks."""
+        recorder = OpRecorder(device_clock(self.device))
+        self._train(batch, recorder)
+        own = stage_times(recorder.take(), self._placement, self._rank)
+        of_all = {stage: times for part in self._agreement.gather(own) for stage, times in part.items()}
+        return [of_all[stage] for stage in range(self._placement.num_stages)]
+
+    def _train(self, batch: Any, recorder: OpRecorder | None = None) -> torch.Tensor:
         with torch.enable_grad():
-            loss = self._run(batch, trains=True)
+            loss = self._run(batch, trains=True, recorder=recorder)
         for tied in self._tied:
             tied.end_step()
         if self._replicas is not None:
@@ -195,7 +211,7 @@ class Pipeline(nn.Module):
             for module in training:
                 module.training = True
 
-    def _run(self, batch: Any, *, trains: bool) -> torch.Tensor:
+    def _run(self, batch: Any, *, trains: bool, recorder: OpRecorder | None = None) -> torch.Tensor:
         autocast = Autocast.current(self.device.type)
         with autocast.only_in_forwards():
             load = partial(microbatches_of, batch, self.num_microbatches, self.device)
@@ -204,7 +220,7 @@ class Pipeline(nn.Module):
                 for tied in self._tied:
                     tied.begin_step()
             # The executor only hands messages on, so they need not be tensors.
-            self._executor(trains=trains).run(cast(Stage, self._stage))
+            self._executor(trains=trains).run(cast(Stage, self._stage), recorder)
         return self._finish()
 
     def _finish(self) -> torch.Tensor:
@@ -255,25 +271,15 @@ class Pipeline(nn.Module):
     def forward(self, *inputs: Any) -> Any:
         raise NotImplementedError("a Pipeline runs whole steps: call train_batch or eval_batch")
 
+    def _report(self) -> None:
+        logger.info(self.summary())
+        notice = self._summary.notice()
+        if notice is not None:
+            logger.warning(notice)
+
     def summary(self) -> str:
         """Describe the partition, and list the layers whose W stays in B with their share of the parameters."""
-        layout, placement = self.layout, self._placement
-        lines = [f"{self.schedule.name}, {placement.num_ranks} ranks, {self.num_microbatches} microbatches"]
-        for stage in range(placement.num_stages):
-            layers = layout.layers_of(stage)
-            which = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
-            lines.append(
-                f"  stage {stage} on rank {placement.rank_of(stage)}: {which}, {layout.loads[stage]:g} {layout.unit}"
-            )
-        lines.append(f"  W is split off for {1 - self.unsplit_share:.1%} of the parameters")
-        for name, count in self._unsplit.most_common():
-            lines.append(f"  W stays in B: {name}, {count / self._num_parameters:.1%} of the parameters")
-        return "\n".join(lines)
-
-    @property
-    def unsplit_share(self) -> float:
-        """The share of the model's parameters whose gradients are computed in B."""
-        return self._unsplit.total() / max(1, self._num_parameters)
+        return self._summary.text()
 
     def close(self) -> None:
         """Close the connections between the ranks, which otherwise are closed with the pipeline or at exit."""

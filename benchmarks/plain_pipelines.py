@@ -1,0 +1,143 @@
+"""Compare pipelines of plain PyTorch layers with real compute: this package's, torch's and DeepSpeed's.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.plain_pipelines
+    OMP_NUM_THREADS=1 python -m benchmarks.plain_pipelines --problem linear --schedule zb-h1 --schedule zb-v --rounds 9
+
+All contestants train the same layers on two ranks, one after the other within each round, in the same processes. They
+begin with the same weights, and must find the losses of one process. A step takes the optimizer's step too, and lasts
+from a common start to the end of the last rank. The table shows the median step with its 95% interval, and how much
+longer it is than that of the fastest of our schedules, within rounds. Without a bubble and without messages a step
+would take half as long as one process takes, which every rank runs beside the other: "without a bubble".
+
+DeepSpeed takes part where it is installed: `DS_BUILD_OPS=0 pip install deepspeed`. Give every rank a core of its own.
+
+A mistake in the flags ends with one line and exit status 2.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.plain_contestants import PROBLEMS, Contestant, Problem, contestants
+from megatron.zero_bubble.cli.benchmark.training_results import bootstrap_interval
+from megatron.zero_bubble.cli.flag_values import at_least
+from megatron.zero_bubble.cli.invocation import read_flags, run_command
+from megatron.zero_bubble.cli.output import table
+from megatron.zero_bubble.cli.shared_flags import TableFlags
+from megatron.zero_bubble.job.flag_parser import flag
+
+_PROG = "benchmarks.plain_pipelines"
+_NUM_RANKS = 2
+_OUTSIDE = "one process"
+
+
+@dataclass(frozen=True)
+class PlainFlags(TableFlags):
+    """what is measured"""
+
+    problem: list[str] | None = flag("what is trained; by default all", None, choices=list(PROBLEMS), repeat=True)
+    schedule: list[str] | None = flag(
+        "schedule of Pipeline; by default 1f1b, zb-h1 and zb-v", None, repeat=True, metavar="NAME"
+    )
+    num_microbatches: int = flag("microbatches of a step", 4, parse=at_least(1), metavar="M")
+    rounds: int = flag("rounds, in each of which every contestant has a turn", 7, parse=at_least(3), metavar="N")
+    steps: int = flag("steps of a turn, whose median is one measurement", 3, parse=at_least(1), metavar="N")
+
+
+@dataclass
+class Result:
+    """The steps of one contestant, in seconds, by round."""
+
+    name: str
+    rounds: list[float] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        return median(self.rounds)
+
+    def cells(self, fastest: Result) -> list[str]:
+        low, high = bootstrap_interval(self.rounds) or (self.seconds, self.seconds)
+        cells = [self.name, f"{1000 * self.seconds:.1f}", f"{1000 * low:.1f} .. {1000 * high:.1f}"]
+        if self.name == _OUTSIDE:
+            return [f"without a bubble ({_OUTSIDE} / {_NUM_RANKS})", *cells[1:], "", ""]
+        ratios = [own / of_fastest for own, of_fastest in zip(self.rounds, fastest.rounds, strict=True)]
+        low, high = bootstrap_interval(ratios) or (median(ratios), median(ratios))
+        return [*cells, f"{median(ratios):.3f}", f"{low:.3f} .. {high:.3f}"]
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if argv is None else argv
+    return run_command(_PROG, lambda: _compare(arguments))
+
+
+def _compare(arguments: list[str]) -> bool:
+    flags = read_flags(PlainFlags, arguments, _PROG, __doc__ or "")
+    if "RANK" not in os.environ:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(_NUM_RANKS)]
+        return subprocess.run([*launcher, "-m", _PROG, *arguments], check=False).returncode == 0
+    dist.init_process_group("gloo")
+    documents: list[dict[str, Any]] = []
+    texts = []
+    for name in flags.problem or list(PROBLEMS):
+        results = _measure(PROBLEMS[name](flags.num_microbatches), flags)
+        documents.append({"problem": name, "seconds": {result.name: result.rounds for result in results}})
+        texts.append(f"{name}, {_NUM_RANKS} ranks, {flags.num_microbatches} microbatches:\n\n{_table(results, flags)}")
+    if dist.get_rank() == 0:
+        flags.deliver(documents, "\n".join(texts))
+    dist.destroy_process_group()
+    return True
+
+
+def _measure(problem: Problem, flags: PlainFlags) -> list[Result]:
+    makers = contestants(flags.schedule or ["1f1b", "zb-h1", "zb-v"])
+    made = {name: make(problem) for name, make in makers.items()}
+    _check_losses(made)
+    results = [Result(name) for name in made]
+    for _ in range(flags.rounds):
+        for result in results:
+            steps = [_timed_step(made[result.name]) for _ in range(flags.steps)]
+            share = 1 / _NUM_RANKS if result.name == _OUTSIDE else 1
+            result.rounds.append(median(steps) * share)
+    return results
+
+
+def _check_losses(made: dict[str, Contestant]) -> None:
+    """Run two steps of every contestant; raise `RuntimeError` if their losses are not those of one process."""
+    losses: dict[str, list[float]] = {}
+    for name, contestant in made.items():
+        found = [contestant.step() for _ in range(2)]
+        of_ranks: list[Any] = [None] * _NUM_RANKS
+        dist.all_gather_object(of_ranks, None if None in found else [float(loss) for loss in found if loss is not None])
+        losses[name] = next(of_rank for of_rank in of_ranks if of_rank is not None)
+    for name, of_contestant in losses.items():
+        if not torch.allclose(torch.tensor(of_contestant), torch.tensor(losses[_OUTSIDE]), rtol=1e-5):
+            raise RuntimeError(f"{name} has the losses {of_contestant}, one process has {losses[_OUTSIDE]}")
+
+
+def _timed_step(contestant: Contestant) -> float:
+    """Return the seconds from a common start to the end of the last rank."""
+    dist.barrier()
+    start = time.perf_counter()
+    contestant.step()
+    seconds = torch.tensor(time.perf_counter() - start)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return float(seconds)
+
+
+def _table(results: list[Result], flags: PlainFlags) -> str:
+    fastest = min((one for one in results if one.name.startswith("Pipeline")), key=lambda one: one.seconds)
+    heads = ("", "step (ms)", "95% interval", f"to {fastest.name.removeprefix('Pipeline, ')}", "95% interval")
+    return table(heads, [result.cells(fastest) for result in results], markdown=flags.markdown)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
