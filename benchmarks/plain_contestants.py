@@ -132,6 +132,7 @@ class DeepSpeedPipeline:
         with contextlib.redirect_stdout(sys.stderr):
             import deepspeed
 
+            deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
             module = getattr(deepspeed.pipe, module_class)(
                 copy.deepcopy(problem.layers), dist.get_world_size(), loss_fn=mse_loss, partition_method="uniform"
             )
