@@ -24,7 +24,7 @@ from megatron.zero_bubble import Pipeline
 _LEARNING_RATE = 0.01
 
 
-class Problem(NamedTuple):
+class PlainTraining(NamedTuple):
     """What all contestants train, the same on all ranks."""
 
     layers: list[nn.Module]
@@ -35,44 +35,46 @@ class Problem(NamedTuple):
 
 
 class Contestant(Protocol):
-    """One rank of a pipeline that trains copies of the problem's layers."""
+    """One rank of a pipeline that trains copies of the layers."""
 
     def step(self) -> torch.Tensor | float | None:
         """Train with one batch, optimizer included; return the mean loss on at least one rank."""
         ...
 
 
-def linear_problem(num_microbatches: int) -> Problem:
-    """Return eight linear layers of a million parameters each, for microbatches of 256 vectors."""
+def linear_training(num_microbatches: int) -> PlainTraining:
+    """Return eight linear layers of a million parameters each, for microbatches of 512 vectors."""
     torch.manual_seed(0)
     layers: list[nn.Module] = [nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()) for _ in range(8)]
-    inputs, targets = torch.randn(2, 256 * num_microbatches, 1024)
-    return Problem(layers, inputs, targets, num_microbatches)
+    inputs, targets = torch.randn(2, 512 * num_microbatches, 1024)
+    return PlainTraining(layers, inputs, targets, num_microbatches)
 
 
-def convolution_problem(num_microbatches: int) -> Problem:
-    """Return eight convolutions of 64 channels, for microbatches of eight images."""
+def convolution_training(num_microbatches: int) -> PlainTraining:
+    """Return eight convolutions of 64 channels, for microbatches of 16 images."""
     torch.manual_seed(0)
     layers: list[nn.Module] = [nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.ReLU()) for _ in range(8)]
-    inputs, targets = torch.randn(2, 8 * num_microbatches, 64, 32, 32)
-    return Problem(layers, inputs, targets, num_microbatches)
+    inputs, targets = torch.randn(2, 16 * num_microbatches, 64, 32, 32)
+    return PlainTraining(layers, inputs, targets, num_microbatches)
 
 
-PROBLEMS = {"linear": linear_problem, "convolution": convolution_problem}
+TRAININGS = {"linear": linear_training, "convolution": convolution_training}
 
 
 class OneProcess:
-    """The layers in one process under autograd, which every rank runs for itself."""
+    """All layers in one process under autograd, which every rank runs for itself."""
 
-    def __init__(self, problem: Problem) -> None:
-        self._problem = problem
-        self._model = nn.Sequential(*copy.deepcopy(problem.layers))
+    def __init__(self, training: PlainTraining) -> None:
+        self._training = training
+        self._model = nn.Sequential(*copy.deepcopy(training.layers))
         self._optimizer = _optimizer(self._model.parameters())
 
     def step(self) -> torch.Tensor:
-        count = self._problem.num_microbatches
+        count = self._training.num_microbatches
         losses = []
-        for inputs, targets in zip(self._problem.inputs.chunk(count), self._problem.targets.chunk(count), strict=True):
+        for inputs, targets in zip(
+            self._training.inputs.chunk(count), self._training.targets.chunk(count), strict=True
+        ):
             loss = mse_loss(self._model(inputs), targets) / count
             loss.backward()
             losses.append(loss.detach())
@@ -83,9 +85,9 @@ class OneProcess:
 class OwnPipeline:
     """This package's `Pipeline`."""
 
-    def __init__(self, problem: Problem, schedule: str) -> None:
-        self._batch = problem.inputs, problem.targets
-        layers, count = copy.deepcopy(problem.layers), problem.num_microbatches
+    def __init__(self, training: PlainTraining, schedule: str) -> None:
+        self._batch = training.inputs, training.targets
+        layers, count = copy.deepcopy(training.layers), training.num_microbatches
         self._pipeline = Pipeline(layers, mse_loss, schedule, count, partition="uniform")
         self._optimizer = _optimizer(self._pipeline.parameters())
 
@@ -98,22 +100,22 @@ class OwnPipeline:
 class TorchPipeline:
     """A schedule of torch.distributed.pipelining."""
 
-    def __init__(self, problem: Problem, *, is_v: bool) -> None:
+    def __init__(self, training: PlainTraining, *, is_v: bool) -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
         places = [rank, 2 * size - 1 - rank] if is_v else [rank]
         count = size * len(places)
-        length = len(problem.layers) // count
-        modules = [nn.Sequential(*copy.deepcopy(problem.layers[p * length : (p + 1) * length])) for p in places]
-        device = problem.inputs.device
+        length = len(training.layers) // count
+        modules = [nn.Sequential(*copy.deepcopy(training.layers[p * length : (p + 1) * length])) for p in places]
+        device = training.inputs.device
         stages: list[Any] = [
             PipelineStage(module, place, count, device) for module, place in zip(modules, places, strict=True)
         ]
         if is_v:
-            self._schedule: Any = ScheduleZBVZeroBubble(stages, problem.num_microbatches, loss_fn=mse_loss)
+            self._schedule: Any = ScheduleZBVZeroBubble(stages, training.num_microbatches, loss_fn=mse_loss)
         else:
-            self._schedule = Schedule1F1B(stages[0], problem.num_microbatches, loss_fn=mse_loss)
-        self._inputs = (problem.inputs,) if 0 in places else ()
-        self._targets = problem.targets if count - 1 in places else None
+            self._schedule = Schedule1F1B(stages[0], training.num_microbatches, loss_fn=mse_loss)
+        self._inputs = (training.inputs,) if 0 in places else ()
+        self._targets = training.targets if count - 1 in places else None
         self._optimizer = _optimizer(parameter for module in modules for parameter in module.parameters())
 
     def step(self) -> torch.Tensor | None:
@@ -126,7 +128,7 @@ class TorchPipeline:
 class DeepSpeedPipeline:
     """DeepSpeed's `PipelineModule`, or its subclass `DualPipeVModule`; its engine also takes the optimizer's step."""
 
-    def __init__(self, problem: Problem, module_class: str) -> None:
+    def __init__(self, training: PlainTraining, module_class: str) -> None:
         os.environ.setdefault("LOCAL_RANK", str(dist.get_rank()))
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         with contextlib.redirect_stdout(sys.stderr):
@@ -134,10 +136,10 @@ class DeepSpeedPipeline:
 
             deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
             module = getattr(deepspeed.pipe, module_class)(
-                copy.deepcopy(problem.layers), dist.get_world_size(), loss_fn=mse_loss, partition_method="uniform"
+                copy.deepcopy(training.layers), dist.get_world_size(), loss_fn=mse_loss, partition_method="uniform"
             )
-            count = problem.num_microbatches
-            size = len(problem.inputs) // count
+            count = training.num_microbatches
+            size = len(training.inputs) // count
             config = {
                 "train_batch_size": size * count,
                 "train_micro_batch_size_per_gpu": size,
@@ -146,15 +148,15 @@ class DeepSpeedPipeline:
             }
             optimizer = _optimizer(module.parameters())
             self._engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
-        self._pairs = list(zip(problem.inputs.chunk(count), problem.targets.chunk(count), strict=True))
+        self._pairs = list(zip(training.inputs.chunk(count), training.targets.chunk(count), strict=True))
 
     def step(self) -> torch.Tensor:
         return self._engine.train_batch(iter(self._pairs))
 
 
-def contestants(schedules: Sequence[str]) -> dict[str, Callable[[Problem], Contestant]]:
+def contestants(schedules: Sequence[str]) -> dict[str, Callable[[PlainTraining], Contestant]]:
     """Return what makes each contestant, by its name in the table; DeepSpeed's only where it is installed."""
-    makers: dict[str, Callable[[Problem], Contestant]] = {"one process": OneProcess}
+    makers: dict[str, Callable[[PlainTraining], Contestant]] = {"one process": OneProcess}
     for schedule in schedules:
         makers[f"Pipeline, {schedule}"] = partial(OwnPipeline, schedule=schedule)
     makers["torch 1F1B"] = partial(TorchPipeline, is_v=False)

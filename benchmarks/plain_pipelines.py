@@ -1,7 +1,7 @@
 """Compare pipelines of plain PyTorch layers with real compute: this package's, torch's and DeepSpeed's.
 
     OMP_NUM_THREADS=1 python -m benchmarks.plain_pipelines
-    OMP_NUM_THREADS=1 python -m benchmarks.plain_pipelines --problem linear --schedule zb-h1 --schedule zb-v --rounds 9
+    OMP_NUM_THREADS=1 python -m benchmarks.plain_pipelines --model linear --schedule zb-h1 --schedule zb-v --rounds 9
 
 All contestants train the same layers on two ranks, one after the other within each round, in the same processes. They
 begin with the same weights, and must find the losses of one process. A step takes the optimizer's step too, and lasts
@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.plain_contestants import PROBLEMS, Contestant, Problem, contestants
+from benchmarks.plain_contestants import TRAININGS, Contestant, PlainTraining, contestants
 from megatron.zero_bubble.cli.benchmark.training_results import bootstrap_interval
 from megatron.zero_bubble.cli.flag_values import at_least
 from megatron.zero_bubble.cli.invocation import read_flags, run_command
@@ -44,7 +44,7 @@ _OUTSIDE = "one process"
 class PlainFlags(TableFlags):
     """what is measured"""
 
-    problem: list[str] | None = flag("what is trained; by default all", None, choices=list(PROBLEMS), repeat=True)
+    model: list[str] | None = flag("what is trained; by default all", None, choices=list(TRAININGS), repeat=True)
     schedule: list[str] | None = flag(
         "schedule of Pipeline; by default 1f1b, zb-h1 and zb-v", None, repeat=True, metavar="NAME"
     )
@@ -54,7 +54,7 @@ class PlainFlags(TableFlags):
 
 
 @dataclass
-class Result:
+class PlainStepTimes:
     """The steps of one contestant, in seconds, by round."""
 
     name: str
@@ -64,7 +64,7 @@ class Result:
     def seconds(self) -> float:
         return median(self.rounds)
 
-    def cells(self, fastest: Result) -> list[str]:
+    def cells(self, fastest: PlainStepTimes) -> list[str]:
         low, high = bootstrap_interval(self.rounds) or (self.seconds, self.seconds)
         cells = [self.name, f"{1000 * self.seconds:.1f}", f"{1000 * low:.1f} .. {1000 * high:.1f}"]
         if self.name == _OUTSIDE:
@@ -87,9 +87,9 @@ def _compare(arguments: list[str]) -> bool:
     dist.init_process_group("gloo")
     documents: list[dict[str, Any]] = []
     texts = []
-    for name in flags.problem or list(PROBLEMS):
-        results = _measure(PROBLEMS[name](flags.num_microbatches), flags)
-        documents.append({"problem": name, "seconds": {result.name: result.rounds for result in results}})
+    for name in flags.model or list(TRAININGS):
+        results = _measure(TRAININGS[name](flags.num_microbatches), flags)
+        documents.append({"model": name, "seconds": {result.name: result.rounds for result in results}})
         texts.append(f"{name}, {_NUM_RANKS} ranks, {flags.num_microbatches} microbatches:\n\n{_table(results, flags)}")
     if dist.get_rank() == 0:
         flags.deliver(documents, "\n".join(texts))
@@ -97,11 +97,11 @@ def _compare(arguments: list[str]) -> bool:
     return True
 
 
-def _measure(problem: Problem, flags: PlainFlags) -> list[Result]:
+def _measure(training: PlainTraining, flags: PlainFlags) -> list[PlainStepTimes]:
     makers = contestants(flags.schedule or ["1f1b", "zb-h1", "zb-v"])
-    made = {name: make(problem) for name, make in makers.items()}
+    made = {name: make(training) for name, make in makers.items()}
     _check_losses(made)
-    results = [Result(name) for name in made]
+    results = [PlainStepTimes(name) for name in made]
     for _ in range(flags.rounds):
         for result in results:
             steps = [_timed_step(made[result.name]) for _ in range(flags.steps)]
@@ -133,7 +133,7 @@ def _timed_step(contestant: Contestant) -> float:
     return float(seconds)
 
 
-def _table(results: list[Result], flags: PlainFlags) -> str:
+def _table(results: list[PlainStepTimes], flags: PlainFlags) -> str:
     fastest = min((one for one in results if one.name.startswith("Pipeline")), key=lambda one: one.seconds)
     heads = ("", "step (ms)", "95% interval", f"to {fastest.name.removeprefix('Pipeline, ')}", "95% interval")
     return table(heads, [result.cells(fastest) for result in results], markdown=flags.markdown)

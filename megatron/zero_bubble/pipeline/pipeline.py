@@ -35,9 +35,9 @@ from megatron.zero_bubble.pipeline.interconnect import (
 )
 from megatron.zero_bubble.pipeline.layer_costs import LayerTimes
 from megatron.zero_bubble.pipeline.layer_stage import LayerStage
+from megatron.zero_bubble.pipeline.layer_summary import Summary
 from megatron.zero_bubble.pipeline.stage_layout import LayoutRequest, Partition, StageLayout, plan_for
 from megatron.zero_bubble.pipeline.stage_times import stage_times
-from megatron.zero_bubble.pipeline.summary import Summary
 from megatron.zero_bubble.runtime.communicator import Communicator
 from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
