@@ -34,7 +34,7 @@ class PlainTraining(NamedTuple):
     num_microbatches: int
 
 
-class Contestant(Protocol):
+class PlainPipeline(Protocol):
     """One rank of a pipeline that trains copies of the layers."""
 
     def step(self) -> torch.Tensor | float | None:
@@ -154,9 +154,9 @@ class DeepSpeedPipeline:
         return self._engine.train_batch(iter(self._pairs))
 
 
-def contestants(schedules: Sequence[str]) -> dict[str, Callable[[PlainTraining], Contestant]]:
+def contestants(schedules: Sequence[str]) -> dict[str, Callable[[PlainTraining], PlainPipeline]]:
     """Return what makes each contestant, by its name in the table; DeepSpeed's only where it is installed."""
-    makers: dict[str, Callable[[PlainTraining], Contestant]] = {"one process": OneProcess}
+    makers: dict[str, Callable[[PlainTraining], PlainPipeline]] = {"one process": OneProcess}
     for schedule in schedules:
         makers[f"Pipeline, {schedule}"] = partial(OwnPipeline, schedule=schedule)
     makers["torch 1F1B"] = partial(TorchPipeline, is_v=False)

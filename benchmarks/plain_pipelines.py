@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.plain_contestants import TRAININGS, Contestant, PlainTraining, contestants
+from benchmarks.plain_contestants import TRAININGS, PlainPipeline, PlainTraining, contestants
 from megatron.zero_bubble.cli.benchmark.training_results import bootstrap_interval
 from megatron.zero_bubble.cli.flag_values import at_least
 from megatron.zero_bubble.cli.invocation import read_flags, run_command
@@ -110,7 +110,7 @@ def _measure(training: PlainTraining, flags: PlainFlags) -> list[PlainStepTimes]
     return results
 
 
-def _check_losses(made: dict[str, Contestant]) -> None:
+def _check_losses(made: dict[str, PlainPipeline]) -> None:
     """Run two steps of every contestant; raise `RuntimeError` if their losses are not those of one process."""
     losses: dict[str, list[float]] = {}
     for name, contestant in made.items():
@@ -123,7 +123,7 @@ def _check_losses(made: dict[str, Contestant]) -> None:
             raise RuntimeError(f"{name} has the losses {of_contestant}, one process has {losses[_OUTSIDE]}")
 
 
-def _timed_step(contestant: Contestant) -> float:
+def _timed_step(contestant: PlainPipeline) -> float:
     """Return the seconds from a common start to the end of the last rank."""
     dist.barrier()
     start = time.perf_counter()
