@@ -27,6 +27,8 @@ from megatron.zero_bubble.schedule import Op, Placement, Schedule, StageCosts
 _PR_SET_TIMERSLACK = 29
 _WAKING_UP = 60e-6
 """Seconds by which a sleep is shortened: the shortest wake-up that was seen on our machines."""
+_LEAD = 0.01
+"""Seconds between the ranks' agreement on the start of a step and that start."""
 _Header = ctypes.c_double * 2
 """The first elements of a message: the time at which it was sent and the time from which on it may be used."""
 
@@ -45,6 +47,15 @@ def sleep_until(deadline: float) -> None:
     while (remaining := deadline - time.perf_counter()) > 0:
         if remaining > _WAKING_UP:
             time.sleep(remaining - _WAKING_UP)
+
+
+def start_together() -> float:
+    """Wait for the start that rank 0 sets once all ranks are ready, and return it; all ranks return at that time."""
+    dist.barrier()
+    start = torch.tensor([time.perf_counter() + _LEAD], dtype=torch.float64)
+    dist.broadcast(start, src=0)
+    sleep_until(start.item())
+    return start.item()
 
 
 class Emulation:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from benchmarks.emulation.own_run import OwnRun
 from benchmarks.emulation.peers import Peer, PeerRun
 from benchmarks.emulation.reduction import ReductionCosts
-from benchmarks.emulation.sleeping import Emulation, sleep_precisely, sleep_until
+from benchmarks.emulation.sleeping import Emulation, sleep_precisely, start_together
 from megatron.zero_bubble.runtime.collectives import Collectives, TorchCollectives
 from megatron.zero_bubble.runtime.communicator import TorchCommunicator, channels
 from megatron.zero_bubble.runtime.profiler import measure_edges
@@ -26,8 +26,6 @@ from megatron.zero_bubble.schedule.errors import one_line
 
 _GATHERS = 9
 """Number of times that gathering the bubble rate is timed."""
-_LEAD = 0.01
-"""Seconds between the ranks' agreement on the start of a step and that start."""
 _REDUCTIONS = 20
 """Number of times that the optimizer's reduction is timed."""
 
@@ -199,7 +197,7 @@ def _peer_runs(job: EmulatedJob, emulation: Emulation, rank: int) -> tuple[dict[
 def _run_step(name: str, contestant: StepRunner, emulation: Emulation, iterations: int) -> list[StepRecord]:
     """Run one step of a contestant and return a record for each of its iterations."""
     gc.collect()
-    start = _start_together()
+    start = start_together()
     records = []
     for _ in range(iterations):
         emulation.reset()
@@ -214,20 +212,11 @@ def _run_step(name: str, contestant: StepRunner, emulation: Emulation, iteration
     return records
 
 
-def _start_together() -> float:
-    """Wait for the start that rank 0 sets once all ranks are ready, and return it; all ranks return at that time."""
-    dist.barrier()
-    start = torch.tensor([time.perf_counter() + _LEAD], dtype=torch.float64)
-    dist.broadcast(start, src=0)
-    sleep_until(start.item())
-    return start.item()
-
-
 def _time_reductions() -> list[float]:
     """Return the seconds from a common start to the end of a reduction like the optimizer's, for several of them."""
     seconds = []
     for _ in range(_REDUCTIONS):
-        start = _start_together()
+        start = start_together()
         dist.all_reduce(torch.zeros(1))
         seconds.append(time.perf_counter() - start)
     return seconds

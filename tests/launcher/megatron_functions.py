@@ -162,7 +162,7 @@ def installed() -> Source:
 
 def tables() -> list[Needed]:
     """Everything in the tables that are checked when a launch begins."""
-    session = Session(LaunchFlags(zero_bubble_post_validation=True))
+    session = Session(LaunchFlags(zero_bubble_post_validation=True, hierarchical_sgd="2:2"))
     return [*session.hooks(), *session.needed(), *cpu_hooks()]
 
 

@@ -22,7 +22,7 @@ def rows(needed: Iterable[Needed]) -> list[str]:
 
 
 def test_the_tables_are_those_of_the_code():
-    session = Session(LaunchFlags(zero_bubble_post_validation=True))
+    session = Session(LaunchFlags(zero_bubble_post_validation=True, hierarchical_sgd="2:2"))
     expected = rows([*session.hooks(), *session.needed(), *cpu_hooks()])
     assert [line for line in PAGE.splitlines() if line.startswith("| `megatron.")] == expected
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.zero_bubble.job.aliases import AliasFlags, translated
 from megatron.zero_bubble.job.flag_parser import flag, make_parser, take_flags
-from megatron.zero_bubble.job.flags import ZeroBubbleFlags, check_zero_bubble_flags
+from megatron.zero_bubble.job.flags import ReplicaFlags, ZeroBubbleFlags, check_zero_bubble_flags, flag_name
 from megatron.zero_bubble.launcher.mistakes import LauncherError, users_mistakes
 from megatron.zero_bubble.schedule.generators import ENTRIES
 
@@ -28,11 +28,11 @@ class LauncherOnlyFlags:
 
 
 @dataclass(frozen=True)
-class LaunchFlags(ZeroBubbleFlags, LauncherOnlyFlags, AliasFlags):
+class LaunchFlags(ZeroBubbleFlags, ReplicaFlags, LauncherOnlyFlags, AliasFlags):
     """All flags that the launcher itself takes."""
 
 
-_GROUPS = (ZeroBubbleFlags, LauncherOnlyFlags, AliasFlags)
+_GROUPS = (ZeroBubbleFlags, ReplicaFlags, LauncherOnlyFlags, AliasFlags)
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,12 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
         flags, rest = take_flags(LaunchFlags, _GROUPS, argv)
         flags = translated(flags)
         check_zero_bubble_flags(flags)
-        if flags.zero_bubble_seed_by_layer and not flags.asks_for_schedule:
-            raise ValueError(
-                "--zero-bubble-seed-by-layer needs --zero-bubble or --zero-bubble-schedule, without which the script "
-                "runs untouched"
-            )
+        for name in ("zero_bubble_seed_by_layer", "hierarchical_sgd", "hierarchical_sgd_warmup"):
+            if getattr(flags, name) and not flags.asks_for_schedule:
+                raise ValueError(
+                    f"{flag_name(name)} needs --zero-bubble or --zero-bubble-schedule, without which the script runs "
+                    "untouched"
+                )
     wants_help = any(argument in ("-h", "--help") for argument in rest)
     for argument in rest:
         name = argument.split("=")[0]
@@ -99,7 +100,7 @@ def flags_from_keywords(schedule: str | None, cpu: bool, settings: Mapping[str, 
     Raises:
         LauncherError: a keyword names no flag, or the flags contradict each other.
     """
-    groups = (*fields(ZeroBubbleFlags), *fields(AliasFlags))
+    groups = (*fields(ZeroBubbleFlags), *fields(ReplicaFlags), *fields(AliasFlags))
     names = {field.name.removeprefix("zero_bubble_"): field.name for field in groups}
     unknown = sorted(set(settings) - set(names))
     if unknown:

@@ -26,6 +26,7 @@ from megatron.zero_bubble.launcher.mistakes import LauncherError, users_mistakes
 from megatron.zero_bubble.launcher.script_choice import build_layout, megatrons_layout, settle_layout
 from megatron.zero_bubble.launcher.script_layouts import ScriptLayouts
 from megatron.zero_bubble.launcher.script_optimizer import ScriptPostValidation
+from megatron.zero_bubble.launcher.script_replicas import ScriptReplicas
 from megatron.zero_bubble.launcher.script_settings import check_chunks, flags_of, refuse_what_cannot_work
 from megatron.zero_bubble.launcher.script_units import ScriptUnits
 from megatron.zero_bubble.launcher.v_placement import VPlacement
@@ -74,6 +75,8 @@ class Run:
         """The model chunks of this rank that the script has built."""
         self._chunks: list[torch.nn.Module] = []
         """The same, wrapped in DDP."""
+        self._optimizer: Any = None
+        """The script's, if a hook keeps it."""
         self._resources = ExitStack()
         self._forward_backward: ForwardBackward | None = None
         self._timeline: TimelineWriter | None = None
@@ -97,6 +100,7 @@ class Run:
         self._job, placement = job, job.placement
         self._store = WeightGradStore(placement.num_chunks)
         self.post_validation = ScriptPostValidation(self._script, job)
+        self.replicas = ScriptReplicas(self._script, job)
         if job.is_layout_open:
             return
         self.v_placement = VPlacement(placement) if placement.kind == "v" else None
@@ -174,6 +178,7 @@ class Run:
             LauncherError: no schedule for this number of microbatches fits the memory limit.
         """
         run = self._forward_backward or self._start()
+        is_local = self.replicas.is_local
         if self.v_placement is not None:
             arguments["forward_step_func"] = self.v_placement.placed(arguments["forward_step_func"])
         try:
@@ -185,9 +190,31 @@ class Run:
         if not arguments.get("forward_only", False):
             self.num_steps += 1
             self._num_microbatches = arguments["num_microbatches"]
+            losses = self.replicas.own_losses(losses) if is_local else losses
+            if self._job.hierarchy is None:
+                self.replicas.after_step(self._iteration + self.num_steps)
             if self._timeline is not None:
                 self._timeline.after_iteration(self._iteration + self.num_steps, self._num_microbatches)
         return losses
+
+    def keep_optimizer(self, call: Call) -> Any:
+        self._optimizer = call.proceed()
+        return self._optimizer
+
+    def step(self, call: Call) -> Any:
+        """Hook around `optimizer.step()`, which the schedule may have taken; replicas average after it."""
+        if call["self"] is not self._optimizer:
+            return call.proceed()
+        outcome = self.post_validation.step(call)
+        if self._job.hierarchy is not None:
+            self.replicas.after_step(self._script.curr_iteration + 1)
+        return outcome
+
+    def save(self, call: Call) -> Any:
+        """Hook around `save_checkpoint`: the last step is valid, and replicas have the same state."""
+        self.post_validation.settle()
+        self.replicas.average_before_saving()
+        return call.proceed()
 
     def _start(self) -> ForwardBackward:
         """Make what runs steps, when the model is built and a checkpoint loaded; a collective call."""
@@ -201,7 +228,10 @@ class Run:
             with users_mistakes():
                 by_unit = drawn_by_unit(flags.seed, self._chunks, lambda: self._iteration + self.num_steps)
                 self._resources.enter_context(by_unit)
-        post_validation = self.post_validation.build(self._chunks) if flags.zero_bubble_post_validation else None
+        post_validation = None
+        if flags.zero_bubble_post_validation:
+            post_validation = self.post_validation.build(self._optimizer, self._chunks)
+        self.replicas.start(self._optimizer, self._chunks, self._iteration, post_validation)
         self._forward_backward = run_plan(job, self._store, self._iteration, post_validation, self._write_plan)
         self._timeline = open_timeline(job, self._forward_backward, self._iteration)
         self._watchdog = open_watchdog(flags, self._forward_backward, PROGRAM)
@@ -215,7 +245,7 @@ class Run:
         measured = self._forward_backward.measured_idle()
         predicted = self._forward_backward.predicted_idle(self._num_microbatches)
         _write_scalars(int(match[1]), idle_scalars(measured, predicted))
-        return message + idle_fields(measured, predicted)
+        return message + idle_fields(measured, predicted) + self.replicas.log_fields()
 
     def _write_plan(self, report: Report) -> None:
         """Write a plan to the script's TensorBoard and Weights & Biases, which one rank of the script has."""

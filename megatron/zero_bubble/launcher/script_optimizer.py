@@ -61,13 +61,14 @@ class ScriptPostValidation:
         self._is_first = True
         """Whether no step has run yet: scripts log the first iteration of a run, whatever the interval."""
 
-    def build(self, chunks: list[Any]) -> PostValidation | None:
+    def build(self, optimizer: Any, chunks: list[Any]) -> PostValidation | None:
         """Make the post-validation of the script's optimizer and model chunks; None with a single pipeline rank.
 
         Raises:
             LauncherError: the script has no optimizer of megatron-core, or one that does not support post-validation.
         """
-        if self._optimizer is None:
+        self._optimizer = optimizer
+        if optimizer is None:
             raise LauncherError(f"{FLAG} needs an optimizer made by megatron-core's get_megatron_optimizer")
         self._chunks = chunks
         with users_mistakes():
@@ -82,13 +83,9 @@ class ScriptPostValidation:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
 
-    def keep_optimizer(self, call: Call) -> Any:
-        self._optimizer = call.proceed()
-        return self._optimizer
-
     def step(self, call: Call) -> Any:
-        """Hook in place of `optimizer.step()`: report the step that the schedule has taken."""
-        if self._post_validation is None or call["self"] is not self._optimizer:
+        """Report the step that the schedule has taken, in place of the optimizer's own."""
+        if self._post_validation is None:
             return call.proceed()
         is_first, self._is_first = self._is_first, False
         if not is_first and not self._is_logged():
@@ -113,10 +110,9 @@ class ScriptPostValidation:
             return call.proceed()
         return None
 
-    def settle_first(self, call: Call) -> Any:
+    def settle(self) -> None:
         if self._post_validation is not None:
             self._post_validation.validate()
-        return call.proceed()
 
     @property
     def is_on(self) -> bool:
@@ -179,20 +175,6 @@ def needed_for_post_validation() -> Iterator[Needed]:
 def post_validation_hooks(run: Callable[[], ScriptPostValidation]) -> Iterator[Hook]:
     """The hooks that only `--zero-bubble-post-validation` needs."""
     optimizer = f"{_OPTIMIZER}.optimizer"
-    yield Hook(
-        _OPTIMIZER,
-        "get_megatron_optimizer",
-        (),
-        "keeps the optimizer, whose steps the schedule takes",
-        lambda call: run().keep_optimizer(call),
-    )
-    yield Hook(
-        optimizer,
-        "ChainedOptimizer.step",
-        ("self",),
-        "reports the step that the schedule has taken; validates it first if its norm is logged",
-        lambda call: run().step(call),
-    )
     deferred = "zeroes gradients only after the step that used them is validated"
     for module, name in (
         (optimizer, "ChainedOptimizer.zero_grad"),
@@ -210,10 +192,3 @@ def post_validation_hooks(run: Callable[[], ScriptPostValidation]) -> Iterator[H
             "returns the rank's own value, which is equal on all ranks, so that no rank waits after a step",
             partial(_agreed, run, parameter),
         )
-    yield Hook(
-        "megatron.training.checkpointing",
-        "save_checkpoint",
-        (),
-        "validates the last step before its parameters are saved",
-        lambda call: run().settle_first(call),
-    )

@@ -13,6 +13,7 @@ from megatron.zero_bubble.launcher.run import Run
 from megatron.zero_bubble.launcher.script_choice import validate_arguments
 from megatron.zero_bubble.launcher.script_layouts import ScriptLayouts
 from megatron.zero_bubble.launcher.script_optimizer import needed_for_post_validation, post_validation_hooks
+from megatron.zero_bubble.launcher.script_replicas import replica_hooks
 from megatron.zero_bubble.launcher.v_placement import VPlacement
 
 
@@ -105,8 +106,36 @@ class Session:
             self._log,
         )
 
+        if self.flags.zero_bubble_post_validation or self.flags.hierarchical_sgd is not None:
+            yield from self._optimizer_hooks()
         if self.flags.zero_bubble_post_validation:
             yield from post_validation_hooks(lambda: self.run.post_validation)
+        if self.flags.hierarchical_sgd is not None:
+            yield from replica_hooks(lambda: self.run.replicas)
+
+    def _optimizer_hooks(self) -> Iterator[Hook]:
+        """The hooks that post-validation and hierarchical SGD share."""
+        yield Hook(
+            "megatron.core.optimizer",
+            "get_megatron_optimizer",
+            (),
+            "keeps the optimizer, whose steps the schedule takes, or whose parameters replicas average",
+            lambda call: self.run.keep_optimizer(call),
+        )
+        yield Hook(
+            "megatron.core.optimizer.optimizer",
+            "ChainedOptimizer.step",
+            ("self",),
+            "reports the step that the schedule has taken, validated if its norm is logged; replicas average after it",
+            lambda call: self.run.step(call),
+        )
+        yield Hook(
+            "megatron.training.checkpointing",
+            "save_checkpoint",
+            (),
+            "validates the last step, and averages replicas, before they are saved",
+            lambda call: self.run.save(call),
+        )
 
     def needed(self) -> Iterator[Needed]:
         """Functions that are called but not hooked, and that differ between versions or may change."""

@@ -1,0 +1,166 @@
+"""Measure what a straggler costs in real runs with emulated compute, and compare with the simulation.
+
+    python -m benchmarks.emulate_stragglers --num-replicas 8 --slowdown 5 --hierarchical-sgd 2:2,4:4,8:8
+
+Every replica is a process that sleeps for --time-step milliseconds a step, or --slowdown times as long where it
+straggles, and then steps a model of --parameters on a gradient of its own. Synchronous SGD reduces the gradients over
+gloo in every step; local and hierarchical SGD average the parameters by the code that trainings use. All methods have
+the same stragglers, which are also those of the simulation, and end with the same parameters, which is checked. They
+take turns for --rounds rounds, and the table shows the median. On a shared machine, `chrt -f 1` before the command (as
+root) gives it priority over other processes.
+
+The exit status is 1 if hierarchical SGD gains less over synchronous SGD than the simulation says, by more than 5%.
+A mistake in the flags ends with one line and exit status 2.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+from benchmarks.emulation.sleeping import sleep_precisely, sleep_until, start_together
+from megatron.zero_bubble.cli.estimate.straggler_flags import ReplicasFlags
+from megatron.zero_bubble.cli.flag_values import at_least, positive
+from megatron.zero_bubble.cli.invocation import read_flags, run_command
+from megatron.zero_bubble.cli.output import table
+from megatron.zero_bubble.cli.shared_flags import TableFlags
+from megatron.zero_bubble.job.flag_parser import flag
+from megatron.zero_bubble.runtime.group_averager import GroupAverager, groups_of_replicas
+from megatron.zero_bubble.schedule.hierarchy import Hierarchy, Level
+from megatron.zero_bubble.schedule.stragglers import time_per_step
+
+_PROG = "benchmarks.emulate_stragglers"
+_TIMEOUT = timedelta(minutes=5)
+_LEARNING_RATE = 1e-3
+_TOLERANCE = 0.05
+"""Part of the simulated gain that an emulated run may lack."""
+
+
+@dataclass(frozen=True)
+class StragglerEmulationFlags(ReplicasFlags, TableFlags):
+    """emulation"""
+
+    time_step: float = flag("time of a step without straggling, in ms", 40, parse=positive, metavar="MS")
+    steps: int = flag("steps of a round, rounded up to the largest period", 32, parse=at_least(1), metavar="N")
+    rounds: int = flag("rounds, in which all methods take turns", 3, parse=at_least(1), metavar="N")
+    parameters: int = flag("parameters of the model", 100_000, parse=at_least(1), metavar="N")
+
+    @property
+    def methods(self) -> dict[str, Hierarchy | None]:
+        last = self.hierarchical_sgd.levels[-1]
+        local = Hierarchy((Level(last.period, self.num_replicas),))
+        return {"synchronous": None, "local": local, "hierarchical": self.hierarchical_sgd}
+
+    def times(self) -> list[list[float]]:
+        """Milliseconds of each replica in each step."""
+        period = self.hierarchical_sgd.levels[-1].period
+        num_steps = -(-self.steps // period) * period
+        return [[time * self.time_step for time in step] for step in self.stragglers.times(num_steps)]
+
+
+class Replica:
+    """One replica: a model of one tensor, whose gradient is always the same, another one on each replica."""
+
+    def __init__(self, flags: StragglerEmulationFlags) -> None:
+        self._rank = dist.get_rank()
+        self._times = [step[self._rank] / 1000 for step in flags.times()]
+        self._gradient = torch.full((flags.parameters,), float(self._rank))
+        self._mean_gradient = (flags.num_replicas - 1) / 2
+        replicas = range(flags.num_replicas)
+        sizes = {level.group_size for levels in flags.methods.values() if levels for level in levels.levels}
+        groups = groups_of_replicas([replicas], sorted(sizes), _TIMEOUT)
+        self._averagers = {
+            name: None if levels is None else GroupAverager(levels, groups) for name, levels in flags.methods.items()
+        }
+
+    def run(self, method: str) -> float:
+        """Run all steps, and return the seconds from the common start to the end of this replica's last one."""
+        parameters, averager = torch.zeros_like(self._gradient), self._averagers[method]
+        start = start_together()
+        for number, seconds in enumerate(self._times, 1):
+            sleep_until(time.perf_counter() + seconds)
+            gradient = self._gradient
+            if averager is None:
+                gradient = gradient / dist.get_world_size()
+                dist.all_reduce(gradient)
+            parameters -= _LEARNING_RATE * gradient
+            if averager is not None:
+                averager.average([parameters], number)
+        ended = time.perf_counter() - start
+        expected = torch.full_like(parameters, -_LEARNING_RATE * self._mean_gradient * len(self._times))
+        torch.testing.assert_close(parameters, expected, rtol=1e-4, atol=1e-6)
+        return ended
+
+
+def run_replica(rank: int, flags: StragglerEmulationFlags, directory: Path) -> None:
+    """Run every method in rounds, and write this replica's seconds."""
+    torch.set_num_threads(1)
+    sleep_precisely()
+    store = dist.FileStore(str(directory / "store"), flags.num_replicas)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=flags.num_replicas, timeout=_TIMEOUT)
+    replica = Replica(flags)
+    seconds: dict[str, list[float]] = {name: [] for name in flags.methods}
+    for _ in range(flags.rounds):
+        for name in flags.methods:
+            seconds[name].append(replica.run(name))
+    (directory / f"replica{rank}.json").write_text(json.dumps(seconds))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def emulated(flags: StragglerEmulationFlags) -> dict[str, float]:
+    """Run all replicas, and return the median milliseconds of a step of each method."""
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder)
+        # The server imports torch once and forks every replica.
+        multiprocessing.set_forkserver_preload(["benchmarks.emulation.sleeping", GroupAverager.__module__])
+        torch.multiprocessing.start_processes(
+            run_replica, args=(flags, directory), nprocs=flags.num_replicas, start_method="forkserver", daemon=True
+        )
+        replicas = [json.loads(path.read_text()) for path in sorted(directory.glob("replica*.json"))]
+    num_steps = len(flags.times())
+    return {
+        name: statistics.median(max(ends) for ends in zip(*(each[name] for each in replicas), strict=True))
+        * (1000 / num_steps)
+        for name in flags.methods
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    return run_command(_PROG, lambda: _emulate(sys.argv[1:] if argv is None else argv))
+
+
+def _emulate(argv: list[str]) -> bool:
+    flags = read_flags(StragglerEmulationFlags, argv, _PROG, __doc__ or "")
+    times = flags.times()
+    simulation = {name: time_per_step(times, levels) for name, levels in flags.methods.items()}
+    measured = emulated(flags)
+    gains = {
+        name: (simulation["synchronous"] / expected, measured["synchronous"] / measured[name])
+        for name, expected in simulation.items()
+    }
+    rows, document = [], {}
+    for name, expected in simulation.items():
+        document[name] = {"simulated": expected, "emulated": measured[name], "gains": gains[name]}
+        difference = f"{measured[name] / expected - 1:+.1%}"
+        each = (f"{gain:.3f}" for gain in gains[name])
+        rows.append((name, f"{expected:.1f}", f"{measured[name]:.1f}", difference, *each))
+    heads = ("SGD", "simulated (ms)", "emulated (ms)", "difference", "simulated gain", "emulated gain")
+    flags.deliver(document, table(heads, rows, markdown=flags.markdown))
+    simulated_gain, gain = gains["hierarchical"]
+    return gain >= (1 - _TOLERANCE) * simulated_gain
+
+
+if __name__ == "__main__":
+    sys.exit(main())
