@@ -1,8 +1,9 @@
 """A script that calls megatron-core as Megatron-LM does trains the same under schedules of ours.
 
 The trainings of `make test` run in one job, which several tests read. Exhaustive, and jobs of their own, are those with
-two chunks a rank, whose schedules `tests/training` compares, and those of further optimizers, whose steps
-`tests/training/test_post_validation.py` and `tests/mcore/test_rollback.py` undo, too.
+two chunks a rank, whose schedules `tests/training` compares, those of further optimizers, whose steps
+`tests/training/test_post_validation.py` and `tests/mcore/test_rollback.py` undo, too, and those of replicas that
+average, as in `tests/training/test_hierarchical_sgd.py`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron.zero_bubble.job.layers import layers_of_layout
 from megatron.zero_bubble.schedule import Placement
@@ -38,6 +40,8 @@ UNCLIPPED = ("--pipeline-model-parallel-size", "2", "--clip-grad", "0", "--num-l
 ODD = (*UNCLIPPED, "--num-layers", "7")
 """Layers that the ranks do not divide, which Megatron-LM takes only with a layout."""
 UNEVEN = ("--decoder-first-pipeline-num-layers", "3")
+REPLICAS = ("--pipeline-model-parallel-size", "2", "--optimizer", "sgd", "--clip-grad", "0", "--train-iters", "6")
+"""On four ranks, two replicas of a pipeline."""
 DRAWN = ("--keep-initial-weights", "--hidden-dropout", "0.1", "--seed", "7")
 """Weights and dropout come from random states, and not from the names of the parameters."""
 
@@ -84,9 +88,9 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_in_turn(trainings: dict[str, tuple], folder: Path) -> None:
+def run_in_turn(trainings: dict[str, tuple], folder: Path, num_ranks: int = 2) -> None:
     (folder / "plan.json").write_text(json.dumps(trainings))
-    result = run(2, ROOT / "tests" / "launcher" / "enabled_in_turn.py", str(folder / "plan.json"), timeout=400)
+    result = run(num_ranks, ROOT / "tests" / "launcher" / "enabled_in_turn.py", str(folder / "plan.json"), timeout=400)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
 
 
@@ -112,6 +116,21 @@ def optimizer_logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         trainings[f"base-{name}"] = (None, (*SOMETIMES, *more))
         trainings[f"post-validated-{name}"] = (POST_VALIDATION, (*SOMETIMES, *more))
     run_in_turn(trainings, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def replica_logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One file of log lines a training: gradients reduced, and parameters averaged often and seldom."""
+    folder = tmp_path_factory.mktemp("replicas")
+    (folder / "saved").mkdir()
+    seldom = {"schedule": "zb-2p", "post_validation": True, "hierarchical_sgd": "4:2"}
+    trainings = {
+        "reduced": ({"schedule": "zb-h1"}, REPLICAS),
+        "averaged": ({"schedule": "zb-h1", "hierarchical_sgd": "1:2"}, REPLICAS),
+        "averaged-seldom": (seldom, (*REPLICAS, "--save", str(folder / "saved"))),
+    }
+    run_in_turn(trainings, folder, 4)
     return folder
 
 
@@ -277,3 +296,32 @@ def test_the_command_line_does_the_same(logs: Path) -> None:
     result = run(2, "-m", "megatron.zero_bubble", *flags, timeout=400)
     assert result.returncode == 0, result.stderr[-3000:]
     assert numbers(result.stdout) == numbers_of(logs, "base")
+
+
+@pytest.mark.exhaustive
+def test_replicas_that_average_every_iteration_have_the_numbers_of_those_that_reduce_gradients(
+    replica_logs: Path,
+) -> None:
+    """Up to rounding: six losses, of which the script prints the mean over replicas, and that of the validation."""
+    reduced, averaged, seldom = (
+        [float.fromhex(number) for number in re.findall(r"lm loss(?: value)?: (\S+)", log.read_text())]
+        for log in (replica_logs / f"{name}.3.txt" for name in ("reduced", "averaged", "averaged-seldom"))
+    )
+    assert len(reduced) == 7
+    assert averaged == pytest.approx(reduced, rel=1e-6)
+    assert seldom[0] == reduced[0]
+    assert seldom[2:] != pytest.approx(reduced[2:], rel=1e-6)
+
+
+@pytest.mark.exhaustive
+def test_what_is_saved_is_the_same_on_all_replicas(replica_logs: Path) -> None:
+    """After iteration 6, where replicas that average every fourth have stepped alone twice."""
+    states = [torch.load(replica_logs / "saved" / f"rank_{rank}.pt", weights_only=False) for rank in range(2)]
+    (_, [model], optimizer, _), (_, [other_model], other_optimizer, _) = states
+    weights = [name for name, value in model.items() if isinstance(value, torch.Tensor)]
+    assert weights
+    assert all(torch.equal(model[name], other_model[name]) for name in weights)
+    moments, other_moments = optimizer["state"], other_optimizer["state"]
+    assert moments
+    for parameter, state in moments.items():
+        assert torch.equal(state["momentum_buffer"], other_moments[parameter]["momentum_buffer"])

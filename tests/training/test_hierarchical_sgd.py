@@ -1,7 +1,7 @@
 """Replicas step alone and average their parameters when the hierarchy says so, under every schedule.
 
-`make test` shows the method without pipelines and with two. What is exhaustive are resumed jobs and post-validation,
-whose own tests are in `make test`.
+`make test` shows the method without pipelines and with two. Exhaustive are resumed jobs, post-validation and other
+layouts, whose own tests are in `make test`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,16 @@ TWO_BY_TWO = [*TINY_GPT, "--pipeline-model-parallel-size", "2", "--global-batch-
 SGD = ("--optimizer", "sgd", "--clip-grad", "0", "--train-iters", "50", "--log-interval", "50")
 LOCAL = ("--hierarchical-sgd", "3:2")
 HALVES = ("--lr-decay-iters", "10", "--eval-interval", "4", *LOCAL, "--zero-bubble-schedule", "zb-h1")
+LAYOUTS = {
+    "tensor": ("--tensor-model-parallel-size", "2", "--sequence-parallel", "--overlap-grad-reduce"),
+    "context": (
+        *("--context-parallel-size", "2", "--position-embedding-type", "rope"),
+        *("--attention-dropout", "0", "--hidden-dropout", "0"),
+    ),
+    "V": ("--pipeline-model-parallel-size", "2", "--zero-bubble-schedule", "zb-v"),
+}
+"""Of two replicas on four ranks."""
+SHORT = (*TINY_GPT, "--global-batch-size", "4", "--eval-iters", "0", *SGD, "--train-iters", "10")
 POST = (*LOCAL, "--hierarchical-sgd-warmup", "2", "--zero-bubble-schedule", "zb-2p", "--clip-grad", "0.5", "--bf16")
 
 
@@ -32,6 +42,10 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
     def saved(name: str, interval: int) -> tuple[str, ...]:
         return ("--save", str(folder / name), "--save-interval", str(interval))
 
+    layouts = {}
+    for name, flags in LAYOUTS.items():
+        layouts[f"reduced-{name}"] = [*SHORT, *flags, *saved(f"reduced-{name}", 10)]
+        layouts[f"averaged-{name}"] = [*SHORT, *flags, "--hierarchical-sgd", "1:2", *saved(f"averaged-{name}", 10)]
     four = [*TINY_GPT, "--global-batch-size", "4", "--eval-iters", "0", "--train-iters", "8"]
     return Trainings(
         4,
@@ -44,6 +58,7 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
             "second half": [*TWO_BY_TWO, *HALVES, *saved("second half", 5), "--load", str(folder / "first half")],
             "validated before": [*TWO_BY_TWO, *POST],
             "validated later": [*TWO_BY_TWO, *POST, "--zero-bubble-post-validation"],
+            **layouts,
         },
         folder,
     )
@@ -65,7 +80,19 @@ def digests(trainings: Trainings, name: str) -> list[list[str]]:
 @pytest.mark.usefixtures("alone")
 def test_averaging_every_iteration_is_data_parallelism(trainings: Trainings) -> None:
     trainings.run("reduced", "averaged")
-    expected, averaged = (tensors(trainings.folder, name, 50) for name in ("reduced", "averaged"))
+    assert_close(*(tensors(trainings.folder, name, 50) for name in ("reduced", "averaged")))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_so_it_is_in_other_layouts(trainings: Trainings, layout: str) -> None:
+    names = f"reduced-{layout}", f"averaged-{layout}"
+    trainings.run(*names)
+    assert_close(*(tensors(trainings.folder, name, 10) for name in names))
+
+
+def assert_close(expected: dict[str, torch.Tensor], averaged: dict[str, torch.Tensor]) -> None:
     assert expected.keys() == averaged.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(averaged[name], tensor, rtol=1e-6, atol=1e-6, msg=name)
@@ -104,3 +131,6 @@ def test_post_validation_changes_no_digit(trainings: Trainings) -> None:
     trainings.run("validated before", "validated later")
     assert trainings.numerics("validated later") == trainings.numerics("validated before")
     assert "rollbacks:" in trainings.printed("validated later")
+    # Ranks 0 and 1 are the replicas of the first stage. Iterations 1 and 2 are synchronous.
+    equal = [first == second for first, second, *_ in digests(trainings, "validated later")]
+    assert equal == [True, True, True, False, False, True, False, False, True, False]

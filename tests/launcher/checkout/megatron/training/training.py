@@ -41,7 +41,7 @@ def pretrain(model_provider, forward_step, data_provider, argv=None):
     train(args, model, config, optimizer, forward_step, data_provider)
     if args.save is not None:
         save_checkpoint(args, model, optimizer)
-    evaluate(args, model, forward_step, data_provider)
+    evaluate_and_print_results(args, model, forward_step, data_provider, args.iteration)
 
 
 def setup_model_and_optimizer(model_provider_func):
@@ -117,7 +117,7 @@ def train(args, model, config, optimizer, forward_step, data_provider):
     config.finalize_model_grads_func = finalize_model_grads
     forward_backward_func = get_forward_backward_func()
     data = [data_provider(chunk.module.vp_stage, seed=args.iteration) for chunk in model]
-    iteration = args.iteration
+    iteration, total_loss_dict = args.iteration, {}
     while iteration < args.train_iters:
         start = time.perf_counter()
         args.curr_iteration = iteration
@@ -134,10 +134,8 @@ def train(args, model, config, optimizer, forward_step, data_provider):
         iteration += 1
         line = f" [{datetime.now()}] iteration {iteration:8d}/{args.train_iters:8d} |"
         line += f" elapsed time per iteration (ms): {(time.perf_counter() - start) * 1000:.1f} |"
-        if mpu.is_pipeline_last_stage(ignore_virtual=True):
-            line += f" lm loss: {mean_loss(losses).hex()} |"
-        if iteration % args.log_interval == 0:
-            print_rank_last(line + (f" grad norm: {grad_norm.hex()} |" if grad_norm else ""))
+        loss_dict = {"lm loss": mean_loss(losses)} if mpu.is_pipeline_last_stage(ignore_virtual=True) else {}
+        training_log(loss_dict, total_loss_dict, iteration, line, grad_norm)
         if args.exit_signal_handler and any_rank(bool(args.signals)):
             args.iteration = iteration
             save_checkpoint(args, model, optimizer)
@@ -146,20 +144,28 @@ def train(args, model, config, optimizer, forward_step, data_provider):
     args.iteration = iteration
 
 
+def training_log(loss_dict, total_loss_dict, iteration, line, grad_norm):
+    args = get_args()
+    for name, loss in loss_dict.items():
+        line += f" {name}: {loss.item().hex()} |"
+    if iteration % args.log_interval == 0:
+        print_rank_last(line + (f" grad norm: {grad_norm.hex()} |" if grad_norm else ""))
+
+
 def any_rank(condition):
     conditions = torch.tensor([int(condition)])
     torch.distributed.all_reduce(conditions, op=torch.distributed.ReduceOp.MAX)
     return bool(conditions.item())
 
 
-def evaluate(args, model, forward_step, data_provider):
+def evaluate_and_print_results(args, model, forward_step, data_provider, iteration):
     forward_backward_func = get_forward_backward_func()
     data = [data_provider(chunk.module.vp_stage, seed=99) for chunk in model]
     with torch.no_grad():
         for _ in range(args.eval_iters):
             losses = forward_backward_func(**step_arguments(args, forward_step, data, model), forward_only=True)
     if mpu.is_pipeline_last_stage(ignore_virtual=True):
-        print_rank_last(f" validation loss | lm loss value: {mean_loss(losses).hex()} |")
+        print_rank_last(f" validation loss | lm loss value: {mean_loss(losses).item().hex()} |")
     else:
         print_rank_last("")
 
@@ -176,6 +182,8 @@ def step_arguments(args, forward_step, data, model):
 
 
 def mean_loss(losses):
+    if losses[0]["lm loss"].numel() == 1:
+        return torch.cat([loss["lm loss"] for loss in losses]).mean()
     total = torch.stack([loss["lm loss"] for loss in losses]).sum(dim=0)
     torch.distributed.all_reduce(total, group=mpu.get_data_parallel_group())
-    return (total[0] / total[1]).item()
+    return total[0] / total[1]
