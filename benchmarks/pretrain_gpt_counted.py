@@ -1,6 +1,6 @@
 """Train like pretrain_gpt.py, count the memory of every pipeline rank, and print its peak at the end.
 
-    torchrun --nproc-per-node 4 benchmarks/pretrain_gpt_counted.py <pretrain_gpt.py's flags>
+    torchrun --nproc-per-node 4 -m benchmarks.pretrain_gpt_counted <pretrain_gpt.py's flags>
 
 The states are the bytes of all parameters, of their gradients and of the optimizer's tensors. To them come, after every
 operation, the bytes that autograd has saved for a backward, that a W holds, and that vocabulary shards keep; each

@@ -1,6 +1,6 @@
 """Trains like pretrain_gpt.py, but under a schedule of torch.distributed.pipelining, as a peer to measure against.
 
-    torchrun --nproc-per-node 4 benchmarks/pretrain_gpt_torch.py ZBVZeroBubble <pretrain_gpt.py's flags>
+    torchrun --nproc-per-node 4 -m benchmarks.pretrain_gpt_torch ZBVZeroBubble <pretrain_gpt.py's flags>
 
 Model, data, optimizer, loop and log line are pretrain_gpt.py's; forward and backward are
 torch.distributed.pipelining's. megatron-core's linear layers multiply with torch.nn.functional.linear, because that

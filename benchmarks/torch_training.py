@@ -38,7 +38,7 @@ def train(name: str, flags: Sequence[str], prog: str) -> None:
     log_rank, progress = placement.rank_of(placement.num_stages - 1), Progress()
     data_config = make_data_config(args)
     tokenizer = load_tokenizer(args)
-    args = replace(with_vocabulary(args, tokenizer), eval_iters=0)
+    args = replace(with_vocabulary(args, tokenizer.vocab_size), eval_iters=0)
     data_config.validate(tokenizer.vocab_size)
     with initialized(args, placement), ExitStack() as resources:
         config = transformer_config(args, placement.num_chunks, None)

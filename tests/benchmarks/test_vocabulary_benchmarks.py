@@ -12,7 +12,7 @@ from benchmarks.layout_gains import LayoutFlags, layouts_table, plans_of
 from benchmarks.vocabulary_sizes import SizesFlags, sizes_table
 from benchmarks.vocabulary_sizes import plans_of as plans_of_sizes
 from megatron.zero_bubble.schedule.layouts import LayoutPlan
-from tests.launch import ROOT, TINY_GPT, run
+from tests.launch import TINY_GPT, run
 
 SIZE = {"pipeline_size": 2, "num_microbatches": 4, "num_layers": 4}
 
@@ -53,7 +53,7 @@ def test_the_peaks_of_all_ranks_are_alike_with_shards(schedule: str) -> None:
     flags = [*TINY_GPT, "--num-layers", "8", "--vocab-size", "2000", "--pipeline-model-parallel-size", "4"]
     flags += ["--global-batch-size", "8", "--train-iters", "2", "--position-embedding-type", "rope"]
     flags += ["--zero-bubble-schedule", schedule, "--zero-bubble-vocabulary-parallel"]
-    result = run(4, ROOT / "benchmarks" / "pretrain_gpt_counted.py", *flags)
+    result = run(4, "-m", "benchmarks.pretrain_gpt_counted", *flags)
     assert result.returncode == 0, result.stderr
     ratios = dict(re.findall(r"^largest to smallest, ([a-z ]+): ([\d.]+)$", result.stdout, flags=re.MULTILINE))
     assert float(ratios["states"]) < 1.01
