@@ -75,7 +75,8 @@ def test_other_parallelism_computes_what_it_does_without_shards(layout: str, tmp
     whole, shards = (
         [json.loads(line) for line in trainings.numerics(name).splitlines()] for name in ("whole", "shards")
     )
-    # A router that is undecided chooses another expert after a rounding error.
+    # After a rounding error an undecided router chooses another expert. Here one of 3072 decisions differs, in the last
+    # iteration, between experts whose logits are 8e-6 apart; the loss then differs by 9e-6, and before by 6e-7.
     bounds = (1e-4, 1e-3) if layout == "experts" else (1e-6, 1e-4)
     for key, bound in zip(("lm_loss", "grad_norm"), bounds, strict=True):
         expected = [float.fromhex(line[key]) for line in whole]
