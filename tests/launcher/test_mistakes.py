@@ -144,6 +144,29 @@ def test_a_script_that_builds_other_layers_than_it_was_asked_for(tmp_path: Path)
     assert "--num-layers 4, but stages of 3, 3 layers were built, 6 in all" in result.stderr
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        pytest.param("labels=labels).mean()", "returns its output unchanged, but it computes with it", id="first rank"),
+        pytest.param("labels=None)", "the forward step must call the model with labels", id="last rank"),
+    ],
+)
+def test_a_script_whose_loss_is_not_per_token(tmp_path: Path, call: str, message: str) -> None:
+    """A rank that alone finds a mistake says so, and the others end without a traceback."""
+    script = tmp_path / "other_loss.py"
+    text = (CHECKOUT / "pretrain_small.py").read_text()
+    assert "labels=labels)," in text
+    script.write_text(text.replace("labels=labels),", f"{call},"))
+    (tmp_path / "megatron").symlink_to(CHECKOUT / "megatron")
+    flags = ("--pipeline-model-parallel-size", "2", *FLAGS, "--zero-bubble-vocabulary-parallel")
+    result = run(2, "-m", "megatron.zero_bubble", str(script), *flags, timeout=300)
+    assert result.returncode != 0
+    assert "[rank" not in result.stderr, "a traceback"
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("megatron.zero_bubble: error: ")]
+    assert message in line
+
+
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """A folder with a script, and what passes for a megatron-core of some version."""

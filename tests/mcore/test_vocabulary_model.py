@@ -146,6 +146,9 @@ def test_a_forward_step_runs_without_its_model():
         (lambda data, model: ([model(1)], None), "called the model 1 times and returned list"),
         (lambda data, model: ((model(1), model(2))[0], None), "called the model 2 times"),
         (lambda data, model: (data, None), "called the model 0 times and returned NoneType"),
+        (lambda data, model: (model(1).mean(), None), "computes with it: .* has no attribute 'mean'"),
+        (lambda data, model: (2 * model(1), None), "computes with it: unsupported operand"),
+        (lambda data, model: (torch.sum(model(1)), None), r"computes with it: sum\(\)"),
     ],
 )
 def test_a_forward_step_that_does_more_with_its_model_is_refused(forward_step, message):

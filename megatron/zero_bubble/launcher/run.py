@@ -34,6 +34,7 @@ from megatron.zero_bubble.mcore.checkpoint_results import keep_results_in_proces
 from megatron.zero_bubble.mcore.checkpointed_blocks import checkpoint_every_layer
 from megatron.zero_bubble.mcore.linear import split_weight_gradients
 from megatron.zero_bubble.mcore.placement import check_layers_built
+from megatron.zero_bubble.mcore.recorded_call import ForwardStepError
 from megatron.zero_bubble.mcore.step_settings import refuse_unsplit_recomputation, refuse_unsupported
 from megatron.zero_bubble.mcore.transformer_engine import defer_weight_gradients
 from megatron.zero_bubble.mcore.unit_seeds import drawn_by_unit, initialized_by_unit
@@ -175,7 +176,8 @@ class Run:
         """Run one step or evaluation; the drop-in for megatron-core's forward-backward function.
 
         Raises:
-            LauncherError: no schedule for this number of microbatches fits the memory limit.
+            LauncherError: no schedule for this number of microbatches fits the memory limit, or the script's forward
+                step does what vocabulary shards do not support.
         """
         run = self._forward_backward or self._start()
         is_local = self.replicas.is_local
@@ -185,6 +187,8 @@ class Run:
             losses = run(**arguments)
         except Infeasible as error:
             raise LauncherError(f"{limit_flag(self._job.flags)}: {error}") from error
+        except ForwardStepError as error:
+            raise LauncherError(str(error)) from error
         if self.v_placement is not None:
             losses = self.v_placement.to_last_rank(losses)
         if not arguments.get("forward_only", False):

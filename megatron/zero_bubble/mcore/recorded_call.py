@@ -9,6 +9,13 @@ import torch
 
 ForwardStep = Callable[[Any, Any], tuple[Any, Any]]
 """A forward step as megatron-core calls it: (data iterator, model) -> (output, loss function)."""
+_NEEDED = (
+    "--zero-bubble-vocabulary-parallel needs a forward step that calls the model once and returns its output unchanged"
+)
+
+
+class ForwardStepError(ValueError):
+    """A script's forward step does what vocabulary shards do not support; the message says what it must do."""
 
 
 class RecordedCall(NamedTuple):
@@ -32,15 +39,19 @@ def record_call(forward_step: ForwardStep, data_iterator: Iterator[Any] | None, 
     """Run a forward step, and return the call of its model, which does not run.
 
     Raises:
-        ValueError: the forward step does not call the model once, or does not return the output as it is.
+        ForwardStepError: the forward step does not call the model once, or does not return the output as it is.
     """
     recorder = _Recorder(model)
-    output, loss_function = forward_step(data_iterator, recorder)
+    try:
+        output, loss_function = forward_step(data_iterator, recorder)
+    except (AttributeError, TypeError) as error:
+        if ModelOutput.__name__ not in str(error):
+            raise
+        raise ForwardStepError(f"{_NEEDED}, but it computes with it: {error}") from error
     calls = object.__getattribute__(recorder, "calls")
     if len(calls) != 1 or output is not calls[0][0]:
-        raise ValueError(
-            "--zero-bubble-vocabulary-parallel needs a forward step that calls the model once and returns its output "
-            f"unchanged, but it called the model {len(calls)} times and returned {type(output).__name__}"
+        raise ForwardStepError(
+            f"{_NEEDED}, but it called the model {len(calls)} times and returned {type(output).__name__}"
         )
     _, arguments, keywords = calls[0]
     return RecordedCall(arguments, keywords, loss_function)

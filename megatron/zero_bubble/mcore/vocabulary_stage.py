@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.zero_bubble.mcore.recorded_call import ForwardStep, RecordedCall, record_call
+from megatron.zero_bubble.mcore.recorded_call import ForwardStep, ForwardStepError, RecordedCall, record_call
 from megatron.zero_bubble.mcore.shard_collectives import made_up_collectives
 from megatron.zero_bubble.mcore.vocabulary_run import VocabularyRun
 from megatron.zero_bubble.mcore.vocabulary_shard import ShardSoftmax, combine, look_up, softmax
@@ -109,7 +109,7 @@ class VocabularyStep:
         state.call = record_call(forward_step, data_iterator, model)
         tokens = state.call.tokens
         if tuple(tokens.shape) != self._token_shape:
-            raise ValueError(
+            raise ForwardStepError(
                 f"the forward step gave the model tokens of shape {tuple(tokens.shape)}, but "
                 f"--zero-bubble-vocabulary-parallel needs {self._token_shape}, [batch, sequence]"
             )
@@ -171,7 +171,7 @@ class VocabularyStep:
         state, layer = self._microbatches[microbatch], self._run.output_layer
         assert layer is not None
         if layer.loss_inputs is None:
-            raise ValueError(
+            raise ForwardStepError(
                 "--zero-bubble-vocabulary-parallel computes losses, not logits: the forward step must call the model "
                 "with labels"
             )
