@@ -27,7 +27,7 @@ INSTALLED := $(VENV)/.installed
 PLAYGROUND := megatron/zero_bubble/cli/playground/npm
 PYODIDE := $(PLAYGROUND)/node_modules/pyodide/package.json
 
-.PHONY: pretrain compare examples playground test test-rest test-all test-browser test-slurm gpu-check lint format clean
+.PHONY: pretrain compare examples playground test test-rest test-all test-browser screenshots test-slurm gpu-check lint format clean
 
 $(INSTALLED): pyproject.toml constraints.txt setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -80,6 +80,10 @@ test-browser: $(INSTALLED) $(PYODIDE)
 	@command -v chromium >/dev/null || { apt-get update && apt-get install --yes --no-install-recommends chromium; } || true
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[browser]'
 	$(BIN)/python -m pytest tests/browser $(FLAGS)
+
+# Pictures of the page at three widths, to be looked at; those of docs/playground.md are among them.
+screenshots: $(INSTALLED) $(PYODIDE)
+	$(BIN)/python -m tests.browser.screenshots
 
 # A container has its own torch, which knows the device: .venv is used if it is there, and made only where there is none.
 gpu-check:

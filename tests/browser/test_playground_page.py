@@ -23,7 +23,7 @@ from megatron.zero_bubble.schedule.formats import (
     schedule_to_json,
 )
 from megatron.zero_bubble.schedule.generators import ENTRIES
-from tests.browser.conftest import PATIENCE, Playground
+from tests.browser.opened_page import PATIENCE, Playground
 
 SIZE = ["--pipeline-size=4", "--num-microbatches=8"]
 TIMES = ["--time-f=10", "--time-b=9", "--time-w=7", "--time-comm=0.3"]
@@ -77,7 +77,7 @@ def test_pointing_at_an_operation_tells_its_times_and_what_it_waits_for(playgrou
     box = canvas.bounding_box()
     assert box is not None
     timeline = simulate(generate("1f1b", 4, 8), COSTS)
-    other = simulate(generate("auto", 4, 8, costs=COSTS, memory_limit=7), COSTS)
+    other = simulate(generate("auto", 4, 8, costs=COSTS, memory_limit=6), COSTS)
     longest = max(timeline.makespan, other.makespan)
 
     def point(pane: str, rank: int, time: float) -> str:
@@ -134,13 +134,13 @@ def test_the_limit_is_dragged_on_the_plot(playground: Playground):
     page.mouse.down()
     page.mouse.move(x - (frame["width"] - 68) / 10 * 2, y, steps=4)
     page.mouse.up()
-    assert playground.field("memory-limit", "b").input_value() == "5"
+    assert playground.field("memory-limit", "b").input_value() == "4"
     playground.wait_for_drawing(before)
     page.wait_for_selector("[data-pane=b]:not(.busy)")
-    expected = printed("simulate", "--schedule=auto", "--memory-limit=5", *SIZE, *TIMES)
+    expected = printed("simulate", "--schedule=auto", "--memory-limit=4", *SIZE, *TIMES)
     page.wait_for_selector(f"[data-pane=b] .figures dd:text-is('{percent(expected['bubble_rate'])}')")
     page.keyboard.press("ArrowRight")
-    assert playground.field("memory-limit", "b").input_value() == "5.25"
+    assert playground.field("memory-limit", "b").input_value() == "4.25"
 
 
 def test_the_plot_has_the_points_of_memory_curve(playground: Playground):

@@ -12,7 +12,7 @@ import pytest
 from megatron.zero_bubble.cli import playground_command, schedule_command
 from megatron.zero_bubble.cli.playground.answers import answer
 from megatron.zero_bubble.cli.playground.pictures import facts
-from megatron.zero_bubble.cli.playground.site_files import PYODIDE, START, write_site
+from megatron.zero_bubble.cli.playground.site_files import PYODIDE, RUNTIME, START, write_site
 from megatron.zero_bubble.schedule import StageCosts, generate, simulate
 from megatron.zero_bubble.schedule.draw import to_chrome_trace
 from megatron.zero_bubble.schedule.formats import Profile, costs_to_json, profile_to_json, schedule_to_json
@@ -192,7 +192,7 @@ def test_the_browser_needs_nothing_but_our_package():
 def test_the_page_comes_with_its_first_pictures(tmp_path):
     pyodide = tmp_path / "pyodide"
     pyodide.mkdir()
-    for name in ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json"):
+    for name in RUNTIME:
         (pyodide / name).write_text(name)
     write_site(tmp_path / "site", pyodide)
     start = json.loads((tmp_path / "site" / "start.json").read_text())

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.zero_bubble.cli.playground.site_files import PYODIDE, RUNTIME
 from tests.launch import ROOT, TINY_GPT
 
 METADATA = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
@@ -46,6 +47,11 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if (ROOT / name).exists():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((ROOT / name).read_bytes())
+    # As after `make playground`: the wheel carries Python for the browser.
+    pyodide = source / PYODIDE.relative_to(ROOT)
+    pyodide.mkdir(parents=True)
+    for name in RUNTIME:
+        (pyodide / name).write_text(name)
     build = "from setuptools import build_meta; import sys; print(build_meta.build_wheel(sys.argv[1]))"
     built = subprocess.run(
         [sys.executable, "-c", build, str(folder)], cwd=source, capture_output=True, text=True, check=False
@@ -79,7 +85,7 @@ def test_the_wheel_alone_has_the_commands_and_the_launcher(installed, tmp_path):
     command = entry_point(installed)
     help_page = run(installed, *command, "--help", cwd=tmp_path)
     assert (help_page.returncode, help_page.stderr) == (0, "")
-    for name in ("schedule", "estimate", "benchmark", "check"):
+    for name in ("schedule", "estimate", "benchmark", "check", "playground"):
         assert f"\n  {name} " in help_page.stdout
         result = run(installed, *command, name, "--help", cwd=tmp_path)
         assert result.returncode == 0, result.stderr
@@ -88,6 +94,9 @@ def test_the_wheel_alone_has_the_commands_and_the_launcher(installed, tmp_path):
     drawn = run(installed, *command, "schedule", "draw", *size, "--output", "picture.html", cwd=tmp_path)
     assert (drawn.returncode, drawn.stderr) == (0, "")
     assert "<svg" in (tmp_path / "picture.html").read_text()
+    page = run(installed, *command, "playground", "--output", "site", cwd=tmp_path)
+    assert (page.returncode, page.stderr) == (0, "")
+    assert {"index.html", "main.js", "package.zip", "pyodide"} < {path.name for path in (tmp_path / "site").iterdir()}
     job = ("--pipeline-model-parallel-size", "2", "--global-batch-size", "4")
     told = run(
         installed, *command, "estimate", "--world-size", "2", "--schedule", "1f1b", "--", *TINY_GPT, *job, cwd=tmp_path
@@ -105,10 +114,10 @@ def test_every_module_and_file_of_data_is_in_the_wheel(installed):
     names = {
         path.relative_to(ROOT).as_posix()
         for path in package.rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
+        if path.is_file() and not {"__pycache__", "node_modules"} & set(path.parts)
     }
     packed = {path.relative_to(installed).as_posix() for path in (installed / "megatron").rglob("*") if path.is_file()}
-    assert names == {name for name in packed if "__pycache__" not in name}
+    assert names == {name for name in packed if "__pycache__" not in name and "node_modules" not in name}
     assert "megatron/zero_bubble/py.typed" in packed
     assert not (installed / "megatron" / "__init__.py").exists()
     assert {path.name for path in installed.iterdir() if not path.name.endswith(".dist-info")} == {"megatron"}

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.zero_bubble.cli.schedule.arguments import CurveFlags
 from megatron.zero_bubble.cli.schedule.figures import ScheduleFigures
+from megatron.zero_bubble.cli.schedule.memory_curve import limits_of
 from megatron.zero_bubble.schedule import Timeline, critical_path
 from megatron.zero_bubble.schedule.analysis import BUBBLE_WORDS, Steps, causes, inputs, memory_over_time
 from megatron.zero_bubble.schedule.draw.palette import colour_of_rank, fill_of, is_dark
@@ -47,12 +49,19 @@ def facts() -> dict[str, Any]:
             for entry in ENTRIES.values()
         ],
         "causes": _CAUSES,
+        # In p M_B; with recomputation there are plans in less memory than without.
+        "limits": {"keeping": _limits(Recompute.NONE), "recomputing": _limits(Recompute.PLANNED)},
         "colours": {
             kind: {"fill": facts.colour, "isDark": is_dark(facts.colour)}
             for kind, facts in KINDS.items()
             if facts.colour
         },
     }
+
+
+def _limits(recompute: Recompute) -> list[float]:
+    """The limits of `zero-bubble schedule memory-curve`."""
+    return limits_of(CurveFlags(pipeline_size=2, num_microbatches=1, recompute=recompute.value))
 
 
 def picture_of(figures: ScheduleFigures, recompute: Recompute, unit: str) -> dict[str, Any]:

@@ -9,14 +9,15 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from megatron.zero_bubble.cli.playground.answers import picture
+from megatron.zero_bubble.cli.playground.answers import picture, point
 from megatron.zero_bubble.cli.playground.pictures import facts
+from megatron.zero_bubble.schedule.generators import entry_of
 
 _HERE = Path(__file__).parent
 _PACKAGE = _HERE.parents[1]
 _PACKED = ("schedule", "job", "cli")
 """The subpackages that the browser imports."""
-_RUNTIME = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json")
+RUNTIME = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json")
 """The files of the npm package pyodide that a browser loads."""
 
 PYODIDE = _HERE / "npm" / "node_modules" / "pyodide"
@@ -31,21 +32,21 @@ START: dict[str, Any] = {
         "time-w": "7",
         "time-comm": "0.3",
     },
-    "panes": [{"schedule": "1f1b"}, {"schedule": "auto", "memory-limit": "7"}],
+    "panes": [{"schedule": "1f1b"}, {"schedule": "auto", "memory-limit": "6"}],
 }
 """What the page shows first: flags that both schedules have, and those of each."""
 
 
 def write_site(folder: Path, pyodide: Path) -> None:
     """Write the page, our package, Python for the browser, and the first pictures. Raises `ValueError`."""
-    if not all((pyodide / name).is_file() for name in _RUNTIME):
+    if not all((pyodide / name).is_file() for name in RUNTIME):
         raise ValueError(
             f"Python for the browser is not in {pyodide}: run `make playground` in a clone, or "
             f"`npm install --prefix DIR pyodide@{_pinned()}` and give --pyodide DIR/node_modules/pyodide"
         )
     shutil.copytree(_HERE / "page", folder, dirs_exist_ok=True)
     (folder / "pyodide").mkdir(exist_ok=True)
-    for name in _RUNTIME:
+    for name in RUNTIME:
         shutil.copy(pyodide / name, folder / "pyodide" / name)
     (folder / "package.zip").write_bytes(_packed())
     (folder / "start.json").write_text(json.dumps(_start(), default=float), encoding="utf-8")
@@ -69,5 +70,11 @@ def _packed() -> bytes:
 def _start() -> dict[str, Any]:
     """What the page draws before Python has loaded."""
     shared = [f"--{name}={value}" for name, value in START["shared"].items()]
-    panes = ([*shared, *(f"--{name}={value}" for name, value in pane.items())] for pane in START["panes"])
-    return {"facts": facts(), "state": START, "pictures": [picture(words) for words in panes]}
+    panes = [[*shared, *(f"--{name}={value}" for name, value in pane.items())] for pane in START["panes"]]
+    known = facts()
+    limits = [limit * int(START["shared"]["pipeline-size"]) for limit in known["limits"]["keeping"]]
+    points = [
+        [point(words, limit) for limit in limits if entry_of(pane["schedule"]).uses_costs]
+        for words, pane in zip(panes, START["panes"], strict=True)
+    ]
+    return {"facts": known, "state": START, "pictures": [picture(words) for words in panes], "points": points}

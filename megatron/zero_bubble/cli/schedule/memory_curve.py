@@ -16,20 +16,20 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 
 def memory_curve(flags: CurveFlags) -> None:
     """Print or write the bubble rate of every schedule under every limit, and plot it if --output is an SVG."""
-    limits = _limits(flags)
+    each = limits_of(flags)
     chosen = flags.schedule or ["auto"]
     for name in chosen:
         entry_of(name)
-    curves = {name: [_at(flags, name, limit * flags.pipeline_size) for limit in limits] for name in chosen}
-    words = _json(flags, limits, curves) if flags.json else _table(limits, curves)
+    curves = {name: [_at(flags, name, limit * flags.pipeline_size) for limit in each] for name in chosen}
+    words = _json(flags, each, curves) if flags.json else _table(each, curves)
     if flags.output is not None and flags.output.suffix == ".svg":
-        deliver(_plot(flags, limits, curves), flags.output)
+        deliver(_plot(flags, each, curves), flags.output)
         deliver(words, None)
     else:
         deliver(words, flags.output)
 
 
-def _limits(flags: CurveFlags) -> list[float]:
+def limits_of(flags: CurveFlags) -> list[float]:
     """Return the limits from --from to --to, in p M_B. Raises `ScheduleError`."""
     first, last, step = flags.first, flags.to, flags.step
     if last < first:

@@ -12,7 +12,7 @@ export class Drawing {
     this.canvas = h('canvas', { tabindex: 0, role: 'application', 'aria-roledescription': 'drawing of a schedule' });
     this.canvas.addEventListener('pointermove', (event) => this.#point(event));
     this.canvas.addEventListener('pointerdown', (event) => this.#grab(event));
-    this.canvas.addEventListener('pointerleave', () => this.#choose(null));
+    this.canvas.addEventListener('pointerleave', (event) => event.pointerType === 'mouse' && this.#choose(null));
     this.canvas.addEventListener('blur', () => this.#choose(null));
     this.canvas.addEventListener('wheel', (event) => this.#wheel(event), { passive: false });
     this.canvas.addEventListener('keydown', (event) => this.#key(event));
@@ -154,10 +154,11 @@ export class Drawing {
     ];
   }
 
-  /** Drag to move through time, or click to go there. */
+  /** Drag to move through time, click below the lanes to go there, tap an operation to choose it. */
   #grab(event) {
     if (!this.picture || event.button || event.offsetX < LEFT) return;
     const { view, scale } = this;
+    const { offsetX: x, offsetY: y } = event;
     const begun = { x: event.clientX, from: view.from, to: view.to };
     let hasMoved = false;
     const move = ({ clientX }) => {
@@ -168,7 +169,9 @@ export class Drawing {
     };
     const up = ({ type }) => {
       this.canvas.removeEventListener('pointermove', move);
-      if (!hasMoved && type === 'pointerup' && event.pointerType === 'mouse') view.seek(scale.time(event.offsetX));
+      if (hasMoved || type !== 'pointerup') return;
+      if (scale.rankAt(y) === null) view.seek(scale.time(x));
+      else this.#choose(this.#at(x, y), event);
     };
     this.canvas.addEventListener('pointermove', move);
     this.canvas.addEventListener('pointerup', up, { once: true });

@@ -104,7 +104,7 @@ function drawLane(context, picture, scale, ink, each, rank, shown) {
 /** The name of an operation without its chunk, which the colour tells, if it fits. */
 function drawLabel(context, op, x, y, room, colour) {
   const words = op.name.replace(/\..*| of .*/, '');
-  if (room < 6 * words.length) return;
+  if (room < 6.5 * words.length) return;
   context.fillStyle = colour;
   context.textAlign = 'center';
   context.fillText(words, x, y, room);

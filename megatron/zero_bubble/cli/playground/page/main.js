@@ -11,9 +11,10 @@ import { View } from './view.js';
 const DELAY = 300; // milliseconds without a change after which the address and the plot follow
 const LETTERS = 'ab';
 
-const { facts, state: start, pictures: first } = await (await fetch('start.json')).json();
+const { facts, state: start, pictures: first, points } = await (await fetch('start.json')).json();
 const [engine, background] = [new Engine(), new Engine()];
 const ready = engine.warm(); // before the background's, so that the first answer does not wait for that
+const entryOf = (pane) => facts.schedules.find(({ name }) => name === pane.schedule);
 const startState = () => ({ ...copy(start), files: {} });
 let state = (await fromFragment(location.hash.slice(1)).catch(() => null)) ?? startState();
 let pictures = [];
@@ -25,6 +26,7 @@ view.causes = facts.causes;
 view.readTheme();
 const settings = new Settings($('settings'), changeShared);
 const plot = new Plot($('plot'), background, ready, facts, (k, limit) => changePane(k, 'memory-limit', limit));
+start.panes.forEach((pane, k) => plot.know(words(start, { ...pane, 'memory-limit': '' }, entryOf(pane)), points[k]));
 for (const [kind, { fill, isDark }] of Object.entries(facts.colours)) {
   document.documentElement.style.setProperty(`--kind-${kind}`, fill);
   document.documentElement.style.setProperty(`--ink-${kind}`, isDark ? '#fefefe' : '#111');
@@ -68,7 +70,6 @@ function rebuild() {
   $('panes').replaceChildren(...panes.map(({ element }) => element), ...(panes.length < 2 ? [add] : []));
 }
 
-const entryOf = (pane) => facts.schedules.find(({ name }) => name === pane.schedule);
 const flagsOf = (pane) => words(state, pane, entryOf(pane));
 
 async function ask(k) {

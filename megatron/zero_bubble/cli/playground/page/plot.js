@@ -3,7 +3,6 @@ import { Stale } from './engine.js';
 import { words } from './state.js';
 
 const [LEFT, RIGHT, TOP, BOTTOM, HEIGHT] = [52, 16, 14, 38, 250];
-const [LAST, STEP] = [2.5, 0.125]; // of the limits, in p M_B, as `zero-bubble schedule memory-curve` has them
 const LETTERS = 'ab';
 
 /** The bubble of each planned schedule over its memory limit, which can be dragged. */
@@ -28,7 +27,7 @@ export class Plot {
       const entry = this.facts.schedules.find(({ name }) => name === pane.schedule);
       const isPlanned = Boolean(entry?.takesLimit && !entry.isSlow && !pane.input && !pane.run);
       const flags = isPlanned ? words(state, { ...pane, 'memory-limit': '' }, entry) : null;
-      return { k, pane, isPlanned, flags, first: pane.recompute ? STEP : 0.5 };
+      return { k, pane, isPlanned, flags, limits: this.facts.limits[pane.recompute ? 'recomputing' : 'keeping'] };
     });
     this.draw();
   }
@@ -39,7 +38,7 @@ export class Plot {
     await this.ready;
     if (round !== this.#round) return;
     const planned = this.series.filter(({ isPlanned }) => isPlanned);
-    const missing = planned.flatMap(({ flags, first }) => limits(first, this.ranks).map((limit) => ({ flags, limit })))
+    const missing = planned.flatMap(({ flags, limits }) => coarseFirst(limits).map((limit) => ({ flags, limit: limit * this.ranks })))
       .filter(({ flags, limit }) => !this.#points(flags).has(limit));
     for (const [done, { flags, limit }] of missing.entries()) {
       this.progress.textContent = `${missing.length - done} points to go`;
@@ -55,6 +54,11 @@ export class Plot {
     this.progress.textContent = '';
   }
 
+  /** Add points that were computed elsewhere. */
+  know(flags, points) {
+    for (const point of points) this.#points(flags).set(point.limit, point);
+  }
+
   #points(flags) {
     const key = flags.join(' ');
     if (!this.#known.has(key)) this.#known.set(key, new Map());
@@ -68,7 +72,7 @@ export class Plot {
       ? [...this.#points(one.flags).values()].filter(({ lost }) => lost !== undefined).sort((a, b) => a.limit - b.limit) : [] }));
     const drawn = this.pictures.map((picture) => picture?.figures);
     const most = 1.1 * Math.max(0.05, ...curves.flatMap(({ points }) => points.map(({ lost }) => lost)), ...drawn.map((figures) => figures?.lost ?? 0));
-    const widest = Math.max(LAST * this.ranks, ...this.series.map(({ pane }) => limitOf(pane) ?? 0));
+    const widest = Math.max(this.facts.limits.keeping.at(-1) * this.ranks, ...this.series.map(({ pane }) => limitOf(pane) ?? 0));
     this.x = (limit) => LEFT + (limit / widest) * (width - LEFT - RIGHT);
     this.y = (lost) => HEIGHT - BOTTOM - (lost / most) * (HEIGHT - TOP - BOTTOM);
     this.limitAt = (x) => ((x - LEFT) / (width - LEFT - RIGHT)) * widest;
@@ -92,7 +96,7 @@ export class Plot {
         h('line', { class: 'grid', x1: this.x(limit), x2: this.x(limit), y1: bottom, y2: bottom + 4 }),
         h('text', { x: this.x(limit), y: bottom + 17, 'text-anchor': 'middle' }, figure(limit))]),
       h('line', { class: 'reference', x1: this.x(p), x2: this.x(p), y1: TOP, y2: bottom }),
-      h('text', { x: this.x(p) + 5, y: bottom - 6 }, 'what 1F1B takes'),
+      h('text', { x: this.x(p), y: HEIGHT - 4, 'text-anchor': 'middle' }, '1F1B’s memory'),
       h('text', { x: width - RIGHT, y: HEIGHT - 4, 'text-anchor': 'end' }, 'memory limit (M_B)'),
     ];
   }
@@ -138,11 +142,8 @@ export class Plot {
   }
 }
 
-/** The limits of a curve in M_B, coarse ones first. */
-function limits(first, ranks) {
-  const all = Array.from({ length: Math.round((LAST - first) / STEP) + 1 }, (_, k) => (first + k * STEP) * ranks);
-  return [...all.filter((_, k) => k % 4 === 0), ...all.filter((_, k) => k % 4 === 2), ...all.filter((_, k) => k % 2)];
-}
+/** Every fourth limit, and then those between. */
+const coarseFirst = (limits) => [limits.filter((_, k) => k % 4 === 0), limits.filter((_, k) => k % 4 === 2), limits.filter((_, k) => k % 2)].flat();
 
 const limitOf = (pane) => {
   const values = String(pane['memory-limit'] ?? '').split(',').map(Number).filter((value) => value > 0);

@@ -1,0 +1,76 @@
+"""Measures how soon the playground draws, in a headless Chromium: `python -m benchmarks.playground_times`.
+
+It loads the page as it begins, whose first pictures come with it, and as a link to another state, which Python in the
+browser has to compute first. Then it changes one number at a time with eight ranks and 32 microbatches, and drags the
+memory limit of `auto`. Times are from the change to the drawing on the page.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+from playwright.sync_api import Page, sync_playwright
+
+from megatron.zero_bubble.cli.output import table
+from tests.browser.opened_page import chromium_options, served
+
+_STATE = (
+    "#pipeline-size=8&num-microbatches=32&time-f=10&time-b=9&time-w=7&time-comm=0.3&a.schedule={}&a.memory-limit={}"
+)
+_CHANGE = """
+([selector, value]) => new Promise(resolve => {
+  const field = document.querySelector(selector), root = document.documentElement;
+  const before = root.dataset.drawn, start = performance.now();
+  const look = () => root.dataset.drawn === before ? requestAnimationFrame(look) : resolve(performance.now() - start);
+  field.value = value;
+  field.dispatchEvent(new Event('input'));
+  look();
+})
+"""
+_TIME, _LIMIT = "aside [data-flag=time-f] input", "[data-pane=a] [data-flag=memory-limit] input"
+
+
+def main() -> None:
+    rows: list[tuple[str, ...]] = []
+    with served() as address, sync_playwright() as driver:
+        browser = driver.chromium.launch(**chromium_options())
+        page = browser.new_page()
+        rows.append(("first drawing", _seconds(_loaded(page, address))))
+        page.close()
+        for schedule, limit in (("zb-h1", ""), ("auto", 10), ("zb-v", 8)):
+            page = browser.new_page()
+            rows.append(
+                (
+                    f"first drawing of a link to {schedule}",
+                    _seconds(_loaded(page, address + _STATE.format(schedule, limit))),
+                )
+            )
+            page.wait_for_selector("#plot .progress:empty", state="attached")
+            rows.append((f"{schedule}: another time of F", _median(page, _TIME, ["11", "12", "13", "14", "10"])))
+            if limit:
+                rows.append(
+                    (f"{schedule}: another memory limit", _median(page, _LIMIT, ["9", "9.5", "10.5", "11", "12"]))
+                )
+            page.close()
+        browser.close()
+    print(table(("p = 8, m = 32", "time"), rows), end="")
+
+
+def _loaded(page: Page, address: str) -> float:
+    begin = time.perf_counter()
+    page.goto(address)
+    page.wait_for_selector("html[data-drawn]")
+    return time.perf_counter() - begin
+
+
+def _median(page: Page, selector: str, values: list[str]) -> str:
+    return _seconds(statistics.median(page.evaluate(_CHANGE, [selector, value]) for value in values) / 1000)
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f} s"
+
+
+if __name__ == "__main__":
+    main()
