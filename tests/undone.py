@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 def counted_undos() -> Iterator[Callable[[], int]]:
     """Within, how many steps snapshots have undone on this rank so far."""
     # Only now: it imports torch's CUDA, which a test may have to stand in for first.
-    from megatron.zero_bubble.mcore.rollback import Snapshot
+    from megatron.zero_bubble.runtime.rollback import Snapshot
 
     undo, count = Snapshot.undo, 0
 

@@ -2,7 +2,7 @@
 
 The trainings of `make test` run in one job, which several tests read. Exhaustive, and jobs of their own, are those with
 two chunks a rank, whose schedules `tests/training` compares, those of further optimizers, whose steps
-`tests/training/test_post_validation.py` and `tests/mcore/test_rollback.py` undo, too, and those of replicas that
+`tests/training/test_post_validation.py` and `tests/runtime/test_rollback.py` undo, too, and those of replicas that
 average, as in `tests/training/test_hierarchical_sgd.py`.
 """
 

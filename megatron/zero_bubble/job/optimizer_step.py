@@ -13,7 +13,7 @@ from megatron.zero_bubble.job.post_validation_flags import FLAG, INVERSE, USE_SN
 from megatron.zero_bubble.job.start_up import print_rank_0
 from megatron.zero_bubble.mcore.optimizer import check_optimizer, torch_optimizers
 from megatron.zero_bubble.mcore.post_validation import PostValidation
-from megatron.zero_bubble.mcore.rollback import make_rollback
+from megatron.zero_bubble.runtime.rollback import make_rollback
 from megatron.zero_bubble.schedule.plan import Plan
 
 _WINDOW = 100

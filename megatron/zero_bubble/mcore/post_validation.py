@@ -24,7 +24,7 @@ from megatron.core.utils import get_model_config
 
 from megatron.zero_bubble.mcore.gradient_norm import Norm, norm_groups, norm_of_all, squared_norm
 from megatron.zero_bubble.mcore.optimizer import copy_to_model, parts
-from megatron.zero_bubble.mcore.rollback import Rollback
+from megatron.zero_bubble.runtime.rollback import Rollback
 
 _SCHEDULED = ("lr", "weight_decay")
 """The settings of parameter groups that a scheduler changes from step to step."""

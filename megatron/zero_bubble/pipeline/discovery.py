@@ -9,7 +9,7 @@ import torch
 from megatron.zero_bubble.pipeline.autocast import Autocast
 from megatron.zero_bubble.pipeline.batches import Microbatches, common_form
 from megatron.zero_bubble.pipeline.interconnect import HOST, Agreement, Interconnect
-from megatron.zero_bubble.pipeline.layer_stage import LayerStage
+from megatron.zero_bubble.pipeline.layer_stage import Failure, LayerStage
 from megatron.zero_bubble.pipeline.messages import MessageCommunicator, MessageSpec, StageMessage
 from megatron.zero_bubble.runtime.variable_shapes import refuse_one_queue
 from megatron.zero_bubble.schedule import Placement
@@ -39,14 +39,16 @@ class StepMessages:
         self._first, self._last = (placement.rank_of(stage) for stage in (0, placement.num_stages - 1))
         self._discovered: dict[tuple[object, ...], dict[int, MessageSpec]] = {}
         self.communicator = MessageCommunicator(interconnect.communicator(placement))
-        self._shapes_vary = False
+        self._trained_form: tuple[str, bool] | None = None
+        """What this rank's messages depend on, if the last step was one of training."""
+        self.shapes_vary = False
         if shapes_vary:
             self._open_headers()
 
     def _open_headers(self) -> None:
         self._agreement.together(lambda: refuse_one_queue(self._device))
         self.communicator.take_headers(self._interconnect.communicator(self._placement, HOST))
-        self._shapes_vary = True
+        self.shapes_vary = True
 
     def begin(self, load: Callable[[], Microbatches], autocast: Autocast, *, trains: bool) -> None:
         """Give the stage the data and the specs of the messages of a step; a collective call of all ranks.
@@ -58,23 +60,44 @@ class StepMessages:
             ValueError: on all ranks, if the data cannot be used or a layer fails.
         """
 
-        def describe() -> tuple[str, bool]:
-            """Return all that the messages depend on, and whether microbatches have several shapes."""
-            rank = self._interconnect.rank
-            microbatches = load() if rank in (self._first, self._last) else Microbatches([], [])
-            self._stage.begin(microbatches, autocast)
-            form, vary = common_form(microbatches.inputs) if rank == self._first else (None, False)
-            if form is not None and (vary or self._shapes_vary):
-                form = form.announced()
-            return f"{form!r} {autocast} {self._stage.trained_parameters()}", vary
-
-        described = self._agreement.collect(describe)
-        if not self._shapes_vary and any(vary for _, vary in described):
+        described = self._agreement.collect(lambda: self._describe(load, autocast))
+        if not self.shapes_vary and any(vary for _, vary in described):
             self._open_headers()
         key = trains, *described
         if key not in self._discovered:
             self._discovered[key] = self._discover()
-        self._stage.expect(self._discovered[key], shapes_vary=self._shapes_vary)
+        self._stage.expect(self._discovered[key], shapes_vary=self.shapes_vary)
+        self._trained_form = described[self._interconnect.rank] if trains else None
+
+    def begin_as_before(self, load: Callable[[], Microbatches], autocast: Autocast) -> None:
+        """Give the stage the data of a training step without asking other ranks: after `begin` of another one.
+
+        Data that cannot be used fail the step as a forward that fails does.
+        """
+        try:
+            if self._describe(load, autocast) != self._trained_form:
+                raise ValueError(
+                    "with post_validation all training steps need inputs of the same form, the same autocast and the "
+                    "same parameters that require gradients; call settle() and train_batch() between different ones"
+                )
+        except ValueError as error:
+            self._stage.begin(Microbatches([], []), autocast)
+            self._stage.failures.append(Failure(-1, self._interconnect.rank, str(error)))
+
+    @property
+    def can_begin_as_before(self) -> bool:
+        """Whether the last step was one of training, the same on all ranks."""
+        return self._trained_form is not None
+
+    def _describe(self, load: Callable[[], Microbatches], autocast: Autocast) -> tuple[str, bool]:
+        """Give the stage its data; return all that the messages depend on, and whether shapes differ."""
+        rank = self._interconnect.rank
+        microbatches = load() if rank in (self._first, self._last) else Microbatches([], [])
+        self._stage.begin(microbatches, autocast)
+        form, vary = common_form(microbatches.inputs) if rank == self._first else (None, False)
+        if form is not None and (vary or self.shapes_vary):
+            form = form.announced()
+        return f"{form!r} {autocast} {self._stage.trained_parameters()}", vary
 
     def _discover(self) -> dict[int, MessageSpec]:
         """Return the spec of what each stage but the last one sends to the next; a collective call of all ranks.

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megatron.zero_bubble.pipeline.held_layers import HeldLayers, stages_of_ties
 from megatron.zero_bubble.pipeline.interconnect import Agreement, Interconnect
+from megatron.zero_bubble.pipeline.stage_layout import StageLayout
 from megatron.zero_bubble.runtime.collectives import Collectives
 from megatron.zero_bubble.schedule import Placement
 
@@ -94,6 +97,17 @@ class TiedLayer:
         return tensor
 
 
+def connect_ties(
+    layers: Sequence[Any], layout: StageLayout, held: HeldLayers, interconnect: Interconnect, device: torch.device
+) -> list[TiedLayer]:
+    """Connect this rank's copies of layers that are tied across stages, in one order on all ranks."""
+    return [
+        TiedLayer(stages, held.tied[key], layout.schedule.placement, interconnect, device)
+        for key, stages in stages_of_ties(layers, layout).items()
+        if key in held.tied and len(stages) > 1
+    ]
+
+
 def average_over(replicas: dist.ProcessGroup, parameters: Sequence[torch.nn.Parameter]) -> None:
     """Replace gradients by their means over replicas, as DistributedDataParallel does: divided first, then summed."""
     works = []
@@ -107,6 +121,34 @@ def average_over(replicas: dist.ProcessGroup, parameters: Sequence[torch.nn.Para
         work.wait()
 
 
+LayerNorm = tuple[int, torch.Tensor]
+"""The index of a layer, and the norm of one of its parameters' gradients, in host memory."""
+
+
+def own_norms(counted: Sequence[tuple[int, torch.nn.Parameter]], norm_type: float = 2.0) -> list[LayerNorm]:
+    """Return the norms of this rank's gradients.
+
+    Args:
+        counted: the parameters that no earlier stage has, each with its layer's index, in the order of the model.
+    """
+    return [
+        (layer, torch.linalg.vector_norm(parameter.grad, norm_type).cpu())
+        for layer, parameter in counted
+        if parameter.grad is not None
+    ]
+
+
+def total_norm(norms: Sequence[LayerNorm], norm_type: float = 2.0) -> torch.Tensor:
+    """Return the norm of all ranks' gradients, with the bits that one process has.
+
+    It adds them up in the order of the model's parameters, as `torch.nn.utils.clip_grad_norm_` does.
+    """
+    if not norms:
+        return torch.tensor(0.0)
+    in_order = sorted(norms, key=lambda entry: entry[0])
+    return torch.linalg.vector_norm(torch.stack([norm for _, norm in in_order]), norm_type)
+
+
 def clip_grad_norm(
     parameters: Sequence[torch.nn.Parameter],
     counted: Sequence[tuple[int, torch.nn.Parameter]],
@@ -114,21 +156,9 @@ def clip_grad_norm(
     max_norm: float,
     norm_type: float,
 ) -> torch.Tensor:
-    """Scale gradients down to a norm over all ranks; return the norm before, with the bits that one process has.
-
-    Args:
-        parameters: this rank's.
-        counted: those of them that no earlier stage has, each with the index of its layer, in the order of the model.
-    """
-    norms = [
-        (layer, torch.linalg.vector_norm(parameter.grad, norm_type).cpu())
-        for layer, parameter in counted
-        if parameter.grad is not None
-    ]
-    # In the order of the model's parameters, as `torch.nn.utils.clip_grad_norm_` adds them up in one process.
-    of_all = sorted((entry for entries in agreement.gather(norms) for entry in entries), key=lambda entry: entry[0])
-    if not of_all:
-        return torch.tensor(0.0)
-    total = torch.linalg.vector_norm(torch.stack([norm for _, norm in of_all]), norm_type)
-    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+    """Scale this rank's gradients down to a norm over all ranks; return the norm before. Arguments as above."""
+    of_all = [entry for entries in agreement.gather(own_norms(counted, norm_type)) for entry in entries]
+    total = total_norm(of_all, norm_type)
+    if of_all:
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
     return total

@@ -65,7 +65,7 @@ class LayerStage:
         self.failures: list[Failure] = []
         self.cause: Exception | None = None
         self._last = placement.num_stages - 1
-        self._loss_fn, self._device = loss_fn, device
+        self._loss_fn, self.device = loss_fn, device
         self._microbatches = Microbatches([], [])
         self._sent: Mapping[int, MessageSpec] = {}
         self._announced: Mapping[int, MessageSpec] = {}
@@ -86,6 +86,10 @@ class LayerStage:
         """Tell of every parameter whether it requires a gradient, which decides what of a message needs one."""
         layers = [layer for chunk in self.chunks for layer in chunk]
         return [parameter.requires_grad for layer in layers for parameter in layer.module.parameters()]
+
+    def forget_forwards(self) -> None:
+        """Forget the results of this step's forwards, which will run again."""
+        self.losses, self.failures, self.cause, self._gradients = {}, [], None, {}
 
     def end(self) -> torch.Tensor | None:
         """Forget the data of the step and return its loss, None where the last stage is not on this rank."""
@@ -133,7 +137,7 @@ class LayerStage:
     def _zeros(self, stage: int) -> StageMessage:
         """Return what a stage that has failed hands on."""
         if stage == self._last:
-            return StageMessage.of(torch.zeros((), device=self._device))
+            return StageMessage.of(torch.zeros((), device=self.device))
         specs = self._sent[stage].tensors
         zeros = [torch.zeros_like(spec.empty()) for spec in specs if isinstance(spec, TensorSpec)]
         return StageMessage(self._announced.get(stage, self._sent[stage]), zeros)
@@ -217,7 +221,7 @@ class LayerStage:
         """Restore random states and the layers' buffers, such as running means, after the `with` block."""
         buffers = [buffer for layer in self.chunks[chunk] for buffer in layer.module.buffers()]
         before = [buffer.clone() for buffer in buffers]
-        with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             yield
         with torch.no_grad():
             for buffer, value in zip(buffers, before, strict=True):

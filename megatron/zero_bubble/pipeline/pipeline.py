@@ -11,8 +11,9 @@ optimizer.zero_grad()
 from __future__ import annotations
 
 import logging
+import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, cast
@@ -24,8 +25,8 @@ from torch import nn
 from megatron.zero_bubble.pipeline.autocast import Autocast
 from megatron.zero_bubble.pipeline.batches import microbatches_of
 from megatron.zero_bubble.pipeline.discovery import StepMessages
-from megatron.zero_bubble.pipeline.gradients import TiedLayer, average_over, clip_grad_norm
-from megatron.zero_bubble.pipeline.held_layers import HeldLayers, LayerBuilder, Unsplit, stages_of_ties
+from megatron.zero_bubble.pipeline.gradients import average_over, clip_grad_norm, connect_ties, own_norms
+from megatron.zero_bubble.pipeline.held_layers import LayerBuilder, Unsplit
 from megatron.zero_bubble.pipeline.interconnect import (
     HOST,
     Agreement,
@@ -33,9 +34,11 @@ from megatron.zero_bubble.pipeline.interconnect import (
     connect_ranks,
     default_device,
 )
+from megatron.zero_bubble.pipeline.late_steps import LateSteps, SteppingLayerStage, TrainingOutcome
 from megatron.zero_bubble.pipeline.layer_costs import LayerTimes
 from megatron.zero_bubble.pipeline.layer_stage import LayerStage
 from megatron.zero_bubble.pipeline.layer_summary import Summary
+from megatron.zero_bubble.pipeline.partial_model import PartialModel, layer_of
 from megatron.zero_bubble.pipeline.stage_layout import LayoutRequest, Partition, StageLayout, plan_for
 from megatron.zero_bubble.pipeline.stage_times import stage_times
 from megatron.zero_bubble.runtime.communicator import Communicator
@@ -53,7 +56,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=10)
 logger = logging.getLogger("megatron.zero_bubble")
 
 
-class Pipeline(nn.Module):
+class Pipeline(PartialModel):
     """A `torch.nn.Sequential` whose layers are spread over ranks.
 
     As a module it holds the layers of this rank, by their names in `torch.nn.Sequential(*layers)`. Every method that
@@ -75,6 +78,7 @@ class Pipeline(nn.Module):
         example: inputs and targets of one microbatch, for the partition "profile".
         variable_shapes: whether layers return other shapes for a microbatch than for another one with the same shapes
             of inputs, as one that drops padding does. Microbatches whose inputs differ are noticed without it.
+        post_validation: whether `train_step` steps before the norm of all gradients is known.
         group: the ranks of the pipeline, by default all of the job.
         replicas: the ranks that hold the same stages of other pipelines; gradients are averaged over them.
         device: where the layers and messages are, by default this process's GPU with NCCL and else the CPU.
@@ -99,6 +103,7 @@ class Pipeline(nn.Module):
         split_layers: Sequence[type[nn.Module]] = (),
         example: tuple[Any, Any] | None = None,
         variable_shapes: bool = False,
+        post_validation: bool = False,
         group: dist.ProcessGroup | None = None,
         replicas: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,
@@ -106,6 +111,8 @@ class Pipeline(nn.Module):
         interconnect: Interconnect | None = None,
     ) -> None:
         super().__init__()
+        if variable_shapes and post_validation:
+            raise ValueError("variable_shapes=True and post_validation=True do not go together yet")
         self.device = default_device(group) if device is None else torch.device(device)
         self.num_microbatches = num_microbatches
         self._interconnect = interconnect or connect_ranks(group, self.device, timeout)
@@ -129,10 +136,10 @@ class Pipeline(nn.Module):
         self._stores = WeightGradStore(self._placement.num_chunks), RecomputationStore()
         builder = LayerBuilder(layers, self.device, *self._stores, split_layers, checkpoint)
         held = self._agreement.together(lambda: builder.hold(self.layout, self._rank))
-        for layer in held.layers:
-            self.add_module(str(layer.index), layer.module)
-        self._stage = LayerStage(held.chunks, self._placement, self._rank, loss_fn, self.device)
-        self._tied = self._tie(layers, held)
+        self._hold(held, len(layers))
+        stage_class = SteppingLayerStage if post_validation else LayerStage
+        self._stage = stage_class(held.chunks, self._placement, self._rank, loss_fn, self.device)
+        self._tied = connect_ties(layers, self.layout, held, self._interconnect, self.device)
         self._messages = StepMessages(
             self._stage,
             self._placement,
@@ -142,6 +149,7 @@ class Pipeline(nn.Module):
             shapes_vary=variable_shapes,
         )
         self._executors: dict[bool, Executor] = {}
+        self._late = self._make_late_steps() if post_validation else None
         own = sum(parameter.numel() for parameter in self.parameters())
         counts = self._agreement.gather((held.unsplit, own))
         unsplit = sum((unsplit for unsplit, _ in counts), start=Unsplit())
@@ -150,15 +158,21 @@ class Pipeline(nn.Module):
             for tensor in (*self.parameters(), *self.buffers()):
                 dist.broadcast(tensor.detach(), dist.get_process_group_ranks(replicas)[0], group=replicas)
         if self._rank == 0 and (replicas is None or replicas.rank() == 0):
-            self._report()
+            logger.info(self.summary())
+            if notice := self._summary.notice():
+                logger.warning(notice)
 
-    def _tie(self, layers: Sequence[Any], held: HeldLayers) -> list[TiedLayer]:
-        """Connect the copies of layers that are tied across stages, in one order on all ranks."""
-        tied = []
-        for key, stages in stages_of_ties(layers, self.layout).items():
-            if key in held.tied and len(stages) > 1:
-                tied.append(TiedLayer(stages, held.tied[key], self._placement, self._interconnect, self.device))
-        return tied
+    def _make_late_steps(self) -> LateSteps:
+        schedule = prepare(self.schedule.without_communication(), post_validation=True)
+        communicator = cast(Communicator, self._messages.communicator)
+        return LateSteps(
+            Agreement(self._interconnect.collectives(range(self._interconnect.size), HOST)),
+            cast(SteppingLayerStage, self._stage),
+            self._messages,
+            Executor(schedule, self._rank, communicator, *self._stores),
+            self._tied,
+            list(self.parameters()),
+        )
 
     @property
     def schedule(self) -> Schedule:
@@ -183,6 +197,37 @@ class Pipeline(nn.Module):
         """
         return self._train(batch)
 
+    def train_step(
+        self, batch: Any, optimizer: torch.optim.Optimizer, max_norm: float = math.inf
+    ) -> TrainingOutcome | None:
+        """Run `train_batch`, clip, take the optimizer's step and drop the gradients; return loss and norm.
+
+        With post-validation the ranks do not wait for each other: the outcome is that of the step before, None if there
+        is none. A step that cannot be done is a `ValueError` of the next one; the pipeline cannot be used after it.
+        """
+        if self._late is None:
+            outcome = TrainingOutcome(self.train_batch(batch), self.clip_grad_norm_(max_norm))
+            optimizer.step()
+            optimizer.zero_grad()
+            return outcome
+        with torch.enable_grad():
+            self._late.run(partial(microbatches_of, batch, self.num_microbatches, self.device))
+        self._sum_gradients()
+        self._late.step(optimizer, max_norm, own_norms(self._counted()))
+        return self._late.take_outcome()
+
+    def settle(self) -> TrainingOutcome | None:
+        """Validate the last step of `train_step`; return its outcome, None if there is none.
+
+        Call it before anything else reads parameters or the optimizer's state. Methods of the pipeline do.
+        """
+        self._validate()
+        return self._late.take_outcome() if self._late is not None else None
+
+    def _validate(self) -> None:
+        if self._late is not None:
+            self._late.validate()
+
     def stage_times(self, batch: Any = None) -> list[LayerTimes]:
         """Run `train_batch` and return how many seconds each stage computed for one microbatch, on all ranks."""
         recorder = OpRecorder(device_clock(self.device))
@@ -194,11 +239,14 @@ class Pipeline(nn.Module):
     def _train(self, batch: Any, recorder: OpRecorder | None = None) -> torch.Tensor:
         with torch.enable_grad():
             loss = self._run(batch, trains=True, recorder=recorder)
+        self._sum_gradients()
+        return loss
+
+    def _sum_gradients(self) -> None:
         for tied in self._tied:
             tied.end_step()
         if self._replicas is not None:
             average_over(self._replicas, list(self.parameters()))
-        return loss
 
     def eval_batch(self, batch: Any = None) -> torch.Tensor:
         """Run the forward of one step in evaluation mode; return the mean loss on all ranks. Arguments as above."""
@@ -212,6 +260,7 @@ class Pipeline(nn.Module):
                 module.training = True
 
     def _run(self, batch: Any, *, trains: bool, recorder: OpRecorder | None = None) -> torch.Tensor:
+        self._validate()
         autocast = Autocast.current(self.device.type)
         with autocast.only_in_forwards():
             load = partial(microbatches_of, batch, self.num_microbatches, self.device)
@@ -241,41 +290,22 @@ class Pipeline(nn.Module):
             self._executors[trains] = Executor(schedule, self._rank, communicator, *self._stores)
         return self._executors[trains]
 
+    def state_dict(self, *arguments: Any, **options: Any) -> Any:
+        """Return the state of this rank's layers, as any module does, once the last step is validated."""
+        self._validate()
+        return super().state_dict(*arguments, **options)
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their norm over all ranks is at most `max_norm`; return the norm before.
 
         It is `torch.nn.utils.clip_grad_norm_` of the whole model, in which every tied parameter counts once.
         """
+        return clip_grad_norm(list(self.parameters()), self._counted(), self._agreement, max_norm, norm_type)
+
+    def _counted(self) -> list[tuple[int, nn.Parameter]]:
+        """Return this rank's parameters that no earlier stage has a copy of, each with its layer's index."""
         copies = {parameter for tied in self._tied for parameter in tied.parameters_beyond_first}
-        counted = [(_layer_of(name), own) for name, own in self.named_parameters() if own not in copies]
-        return clip_grad_norm(list(self.parameters()), counted, self._agreement, max_norm, norm_type)
-
-    def full_state_dict(self) -> dict[str, Any]:
-        """Return the state of the whole model on every rank, in host memory; `torch.nn.Sequential` can load it.
-
-        For large models save `state_dict()` with `torch.distributed.checkpoint`, which writes and reads the ranks'
-        parts: its names do not depend on the partition, nor on the number of ranks.
-        """
-        own = {
-            name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in self.state_dict().items()
-        }
-        whole = {name: value for part in self._agreement.gather(own) for name, value in part.items()}
-        return dict(sorted(whole.items(), key=lambda entry: _layer_of(entry[0])))
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load this rank's layers from a state of at least them, such as that of the whole model."""
-        elsewhere = set(map(str, range(self.layout.num_layers))) - set(dict(self.named_children()))
-        own = {name: value for name, value in state_dict.items() if name.partition(".")[0] not in elsewhere}
-        return super().load_state_dict(own, strict, assign)
-
-    def forward(self, *inputs: Any) -> Any:
-        raise NotImplementedError("a Pipeline runs whole steps: call train_batch or eval_batch")
-
-    def _report(self) -> None:
-        logger.info(self.summary())
-        notice = self._summary.notice()
-        if notice is not None:
-            logger.warning(notice)
+        return [(layer_of(name), own) for name, own in self.named_parameters() if own not in copies]
 
     def summary(self) -> str:
         """Describe the partition, and list the layers whose W stays in B with their share of the parameters."""
@@ -284,8 +314,3 @@ class Pipeline(nn.Module):
     def close(self) -> None:
         """Close the connections between the ranks, which otherwise are closed with the pipeline or at exit."""
         self._close()
-
-
-def _layer_of(name: str) -> int:
-    """Return the index of the layer that a parameter or buffer with this name belongs to."""
-    return int(name.partition(".")[0])

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from megatron.zero_bubble.mcore.rollback import Inverse, Snapshot, make_rollback
+from megatron.zero_bubble.runtime.rollback import Inverse, Snapshot, make_rollback
 
 SHAPES = [(64, 32), (64,), (7, 5, 3)]
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}

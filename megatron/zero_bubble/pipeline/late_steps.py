@@ -1,0 +1,222 @@
+"""Takes the optimizer's step of a pipeline before the norm of all gradients is known, and amends a step that was wrong.
+
+A rank whose own gradients are complete reports their norms in the background, steps, and goes on with the next step's
+forwards. Before their first backward it has the reports of all ranks. If the gradients had to be clipped, it undoes the
+step, clips, steps, and runs those forwards again. Parameters, losses and norms have the bits of a step that waits.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from megatron.zero_bubble.pipeline.autocast import Autocast
+from megatron.zero_bubble.pipeline.batches import Microbatches
+from megatron.zero_bubble.pipeline.discovery import StepMessages
+from megatron.zero_bubble.pipeline.gradients import LayerNorm, TiedLayer, total_norm
+from megatron.zero_bubble.pipeline.interconnect import Agreement
+from megatron.zero_bubble.pipeline.layer_stage import Failure, LayerStage
+from megatron.zero_bubble.runtime.executor import Executor
+from megatron.zero_bubble.runtime.rollback import Snapshot
+from megatron.zero_bubble.runtime.stage import Stage
+
+
+@dataclass(frozen=True)
+class TrainingOutcome:
+    """The result of a training step, the same on all ranks."""
+
+    loss: torch.Tensor
+    """The mean over the microbatches."""
+    grad_norm: torch.Tensor
+    """The norm of all gradients before clipping."""
+    was_amended: bool = False
+    """Whether the optimizer's step was wrong at first, and forwards of the next training step ran twice."""
+
+
+class SteppingLayerStage(LayerStage):
+    """A `LayerStage` for schedules with post-validation."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.validate: Callable[[], bool] = lambda: False
+        self._states: list[torch.Tensor] = []
+        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def remember(self) -> None:
+        """Keep random states and buffers, which the forwards before VALIDATE change, to run these forwards again."""
+        modules = [layer.module for chunk in self.chunks for layer in chunk]
+        self._buffers = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
+        self._states = [torch.get_rng_state()]
+        if self.device.type == "cuda":
+            self._states.append(torch.cuda.get_rng_state(self.device))
+
+    def step(self) -> None:
+        """Do nothing: the step needs the sums over tied layers and replicas, which follow the operations."""
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        torch.set_rng_state(self._states[0])
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(self._states[1], self.device)
+        for buffer, before in self._buffers:
+            buffer.copy_(before)
+        self.forget_forwards()
+
+
+class StepReport(NamedTuple):
+    """What a rank tells the others at the end of a training step."""
+
+    norms: list[LayerNorm]
+    loss: torch.Tensor | None
+    """None where the last stage is not on the rank."""
+    failure: Failure | None
+    has_stepped: bool
+
+
+@dataclass
+class _Pending:
+    """A step that is not validated yet."""
+
+    reports: Future[list[StepReport]]
+    optimizer: torch.optim.Optimizer
+    max_norm: float
+    has_stepped: bool
+    settings: list[dict[str, Any]]
+    """Those of the optimizer's parameter groups at the step, which a scheduler may have changed since."""
+
+
+class LateSteps:
+    """Runs one rank's training steps, whose optimizer steps it validates later.
+
+    Args:
+        agreement: of all ranks, which nothing else uses: it is called in a thread.
+        executor: of a schedule with post-validation.
+        parameters: this rank's.
+    """
+
+    def __init__(
+        self,
+        agreement: Agreement,
+        stage: SteppingLayerStage,
+        messages: StepMessages,
+        executor: Executor,
+        tied: Sequence[TiedLayer],
+        parameters: Sequence[torch.nn.Parameter],
+    ) -> None:
+        self._agreement, self._parameters = agreement, parameters
+        self._stage, self._messages, self._executor, self._tied = stage, messages, executor, tied
+        stage.validate = self._validate_before_backward
+        self._lane = ThreadPoolExecutor(1, thread_name_prefix="post-validation")
+        self._snapshots: weakref.WeakKeyDictionary[torch.optim.Optimizer, Snapshot] = weakref.WeakKeyDictionary()
+        self._pending: _Pending | None = None
+        self._outcome: TrainingOutcome | None = None
+
+    def take_outcome(self) -> TrainingOutcome | None:
+        """Return the outcome of the last validated step, once."""
+        outcome, self._outcome = self._outcome, None
+        return outcome
+
+    def run(self, load: Callable[[], Microbatches]) -> None:
+        """Run forward and backward of a step, and validate the last one in between.
+
+        Args:
+            load: returns the step's microbatches; called on the ranks of the first and the last stage.
+        """
+        autocast = Autocast.current(self._stage.device.type)
+        with autocast.only_in_forwards():
+            if self._messages.can_begin_as_before:
+                self._messages.begin_as_before(load, autocast)
+            else:
+                self._messages.begin(load, autocast, trains=True)
+                if self._messages.shapes_vary:
+                    raise ValueError("with post_validation=True all microbatches need inputs of the same shapes")
+            self._stage.remember()
+            self._executor.run(cast(Stage, self._stage))
+
+    def _validate_before_backward(self) -> bool:
+        was_wrong = self.validate()
+        for tied in self._tied:
+            tied.begin_step()
+        return was_wrong
+
+    def step(self, optimizer: torch.optim.Optimizer, max_norm: float, norms: list[LayerNorm]) -> None:
+        """StepReport to the other ranks and step, unless this rank alone knows already that a step would be wrong.
+
+        Args:
+            norms: of this rank's gradients, which are complete.
+        """
+        assert self._pending is None, "the last step has to be validated first"
+        failure, loss = min(self._stage.failures, default=None), self._stage.end()
+        has_stepped = failure is None and not _clips(total_norm(norms), max_norm)
+        report = StepReport(norms, None if loss is None else loss.cpu(), failure, has_stepped)
+        reports = self._lane.submit(self._agreement.gather, report)
+        settings = [{name: value for name, value in g.items() if name != "params"} for g in optimizer.param_groups]
+        self._pending = _Pending(reports, optimizer, max_norm, has_stepped, settings)
+        if has_stepped:
+            self._snapshot(optimizer).before_step()
+            optimizer.step()
+
+    def validate(self) -> bool:
+        """Wait for the reports of all ranks, amend the last step if it was wrong, and drop its gradients.
+
+        Returns:
+            Whether it was wrong on any rank: the same answer on every rank.
+
+        Raises:
+            ValueError: on all ranks, if a forward of the step has failed; the optimizer has not stepped then.
+        """
+        if self._pending is None:
+            return False
+        pending, self._pending = self._pending, None
+        reports = pending.reports.result()
+        snapshot = self._snapshot(pending.optimizer)
+        failures = [report.failure for report in reports if report.failure is not None]
+        norm = total_norm([entry for report in reports for entry in report.norms])
+        was_wrong = _clips(norm, pending.max_norm) or not all(report.has_stepped for report in reports)
+        if was_wrong:
+            with _as_in_the_step(pending):
+                if pending.has_stepped:
+                    snapshot.undo()
+                if failures:
+                    raise ValueError(min(failures).problem)
+                torch.nn.utils.clip_grads_with_norm_(self._parameters, pending.max_norm, norm)
+                pending.optimizer.step()
+        pending.optimizer.zero_grad()
+        snapshot.prepare()
+        loss = next(report.loss for report in reports if report.loss is not None)
+        self._outcome = TrainingOutcome(loss, norm, was_wrong)
+        return was_wrong
+
+    def _snapshot(self, optimizer: torch.optim.Optimizer) -> Snapshot:
+        if optimizer not in self._snapshots:
+            self._snapshots[optimizer] = Snapshot([optimizer])
+        return self._snapshots[optimizer]
+
+    def close(self) -> None:
+        """End the thread, in which nothing is under way once all ranks have ended their last step."""
+        self._lane.shutdown()
+
+
+def _clips(norm: torch.Tensor, max_norm: float) -> bool:
+    """Tell whether `clip_grads_with_norm_` changes gradients of this norm; it multiplies them with 1 otherwise."""
+    return not bool(max_norm / (norm + 1e-6) >= 1.0)
+
+
+@contextmanager
+def _as_in_the_step(pending: _Pending) -> Iterator[None]:
+    """Give the parameter groups the settings of the step inside the `with` block."""
+    groups = pending.optimizer.param_groups
+    now = [{name: group[name] for name in settings} for group, settings in zip(groups, pending.settings, strict=True)]
+    for group, settings in zip(groups, pending.settings, strict=True):
+        group.update(settings)
+    try:
+        yield
+    finally:
+        for group, settings in zip(groups, now, strict=True):
+            group.update(settings)

@@ -1,0 +1,52 @@
+"""A model of which every rank holds some layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.zero_bubble.pipeline.held_layers import HeldLayers
+from megatron.zero_bubble.pipeline.interconnect import Agreement
+
+
+class PartialModel(nn.Module):
+    """The layers of this rank, by their names in `torch.nn.Sequential` of all layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._agreement: Agreement
+        self._num_layers = 0
+
+    def _hold(self, held: HeldLayers, num_layers: int) -> None:
+        for layer in held.layers:
+            self.add_module(str(layer.index), layer.module)
+        self._num_layers = num_layers
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """Return the state of the whole model on every rank, in host memory; `torch.nn.Sequential` can load it.
+
+        For large models save `state_dict()` with `torch.distributed.checkpoint`, which writes and reads the ranks'
+        parts: its names do not depend on the partition, nor on the number of ranks.
+        """
+        own = {
+            name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in self.state_dict().items()
+        }
+        whole = {name: value for part in self._agreement.gather(own) for name, value in part.items()}
+        return dict(sorted(whole.items(), key=lambda entry: layer_of(entry[0])))
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load this rank's layers from a state of at least them, such as that of the whole model."""
+        elsewhere = set(map(str, range(self._num_layers))) - set(dict(self.named_children()))
+        own = {name: value for name, value in state_dict.items() if name.partition(".")[0] not in elsewhere}
+        return super().load_state_dict(own, strict, assign)
+
+    def forward(self, *inputs: Any) -> Any:
+        raise NotImplementedError("a Pipeline runs whole steps: call train_batch or eval_batch")
+
+
+def layer_of(name: str) -> int:
+    """Return the index of the layer that a parameter or buffer with this name belongs to."""
+    return int(name.partition(".")[0])

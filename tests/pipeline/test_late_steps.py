@@ -1,0 +1,149 @@
+"""Post-validation in a pipeline of plain layers gives the bits of optimizer steps that wait for all ranks."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from rank_threads import accumulate, errors_on_ranks, pipelines
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from megatron.zero_bubble import Pipeline
+from megatron.zero_bubble.pipeline.late_steps import SteppingLayerStage
+from megatron.zero_bubble.schedule import Placement
+
+WIDTH, NUM_STEPS = 6, 8
+
+OPTIMIZERS = {
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.05),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+}
+
+
+def stack(num_layers: int) -> list[nn.Module]:
+    torch.manual_seed(3)
+    layers = [layer for _ in range(num_layers) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+    layers.insert(3, nn.BatchNorm1d(WIDTH))  # whose running means a repeated forward must not count twice
+    return layers
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(16, WIDTH, generator=generator), torch.randn(16, WIDTH, generator=generator)
+
+
+def halved(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+
+
+def train_in_one_process(layers, make_optimizer, max_norm):
+    """Return the model, and the loss and the norm of each step."""
+    model = nn.Sequential(*copy.deepcopy(layers))
+    optimizer = make_optimizer(model.parameters())
+    scheduler, results = halved(optimizer), []
+    for step in range(NUM_STEPS):
+        loss = accumulate(model, mse_loss, batch(step), 4)
+        results.append((loss, nn.utils.clip_grad_norm_(model.parameters(), max_norm)))
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    return model, results
+
+
+def train_late(pipeline, make_optimizer, max_norm):
+    """Return the rank's parameters and buffers, and the outcome of each step."""
+    optimizer = make_optimizer(pipeline.parameters())
+    scheduler = halved(optimizer)
+    outcomes = []
+    for step in range(NUM_STEPS):
+        outcomes.append(pipeline.train_step(batch(step), optimizer, max_norm))
+        scheduler.step()
+    assert outcomes.pop(0) is None
+    outcomes.append(pipeline.settle())
+    assert pipeline.settle() is None
+    return pipeline.state_dict(), outcomes
+
+
+CASES = [("zb-h1", 2, "adam"), ("zb-2p", 2, "momentum")]
+OTHERS = [(s, p, o) for s in ("1f1b", "zb-h1", "zb-2p", "zb-v") for p in (2, 4) for o in OPTIMIZERS]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "num_ranks", "optimizer"),
+    CASES + [pytest.param(*case, marks=pytest.mark.exhaustive) for case in OTHERS if case not in CASES],
+)
+def test_late_steps_have_the_bits_of_steps_that_wait(schedule, num_ranks, optimizer):
+    layers, make = stack(8), OPTIMIZERS[optimizer]
+    _, free = train_in_one_process(layers, make, 1e9)
+    max_norm = sorted(float(norm) for _, norm in free)[NUM_STEPS // 2]
+    model, expected = train_in_one_process(layers, make, max_norm)
+    assert {bool(norm > max_norm) for _, norm in expected} == {True, False}
+
+    def train(pipeline):
+        return train_late(pipeline, make, max_norm)
+
+    arguments = {"schedule": schedule, "num_microbatches": 4, "partition": "uniform", "post_validation": True}
+    parts = pipelines(num_ranks, layers, mse_loss, train, **arguments)
+    for state, outcomes in parts:
+        assert [outcome.was_amended for outcome in outcomes] == [bool(norm > max_norm) for _, norm in expected]
+        for outcome, (loss, norm) in zip(outcomes, expected, strict=True):
+            assert torch.equal(outcome.loss, loss)
+            assert torch.equal(outcome.grad_norm, norm)
+        for name, value in state.items():
+            assert torch.equal(model.state_dict()[name], value), name
+
+
+def test_without_post_validation_a_training_step_waits_and_returns_its_own_outcome():
+    layers, make = stack(4), OPTIMIZERS["adam"]
+    model, expected = train_in_one_process(layers, make, 0.1)
+
+    def train(pipeline):
+        optimizer = make(pipeline.parameters())
+        scheduler = halved(optimizer)
+        for step, (loss, norm) in enumerate(expected):
+            outcome = pipeline.train_step(batch(step), optimizer, 0.1)
+            scheduler.step()
+            assert torch.equal(outcome.loss, loss)
+            assert torch.equal(outcome.grad_norm, norm)
+        return pipeline.state_dict()
+
+    for state in pipelines(2, layers, mse_loss, train, schedule="zb-h1", num_microbatches=4):
+        assert all(torch.equal(model.state_dict()[name], value) for name, value in state.items())
+
+
+def test_forwards_that_run_again_draw_the_same_random_numbers():
+    stage = SteppingLayerStage([[]], Placement("linear", 1), 0, mse_loss, torch.device("cpu"))
+    stage.remember()
+    drawn = torch.rand(4)
+    stage.restart()
+    assert torch.equal(torch.rand(4), drawn)
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        (6, "a batch of 6 samples does not divide into 4 microbatches"),
+        (
+            8,
+            "with post_validation all training steps need inputs of the same form, the same autocast and the same "
+            "parameters that require gradients; call settle() and train_batch() between different ones",
+        ),
+    ],
+)
+def test_a_batch_that_cannot_be_used_ends_all_ranks_with_the_next_call(second, message):
+    layers = stack(4)
+
+    def train(interconnect):
+        arguments = {"schedule": "zb-h1", "num_microbatches": 4, "post_validation": True, "interconnect": interconnect}
+        pipeline = Pipeline(copy.deepcopy(layers), mse_loss, **arguments)
+        optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.05)
+        pipeline.train_step(batch(0), optimizer)
+        pipeline.train_step(tuple(values[:second] for values in batch(1)), optimizer)
+        pipeline.settle()
+
+    errors = errors_on_ranks(2, train)
+    assert {str(error) for error in errors} == {message}
+    assert all(isinstance(error, ValueError) for error in errors)
