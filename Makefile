@@ -10,6 +10,8 @@
 #   make playground  a page that draws any schedule as it runs, served to your browser
 #   make test-browser  the playground in a headless Chromium, which apt-get installs
 #   make test-slurm  the Slurm examples on a Slurm of two nodes, which apt-get installs; as root
+#   make docs        the documentation as a site, in build/site
+#   make docs-check  run the commands that README.md and docs/ show
 #   make lint        ruff (format, check) and mypy
 #   make gpu-check   numerics, times, memory and messages on one CUDA device; with the torch that is there, if it is
 #
@@ -27,7 +29,7 @@ INSTALLED := $(VENV)/.installed
 PLAYGROUND := megatron/zero_bubble/cli/playground/npm
 PYODIDE := $(PLAYGROUND)/node_modules/pyodide/package.json
 
-.PHONY: pretrain compare examples playground test test-rest test-all test-browser screenshots test-slurm gpu-check lint format clean
+.PHONY: pretrain compare examples playground test test-rest test-all test-browser screenshots test-slurm docs docs-check gpu-check lint format clean
 
 $(INSTALLED): pyproject.toml constraints.txt setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -89,6 +91,16 @@ screenshots: $(INSTALLED) $(PYODIDE)
 gpu-check:
 	@[ -e $(INSTALLED) ] || $(PYTHON) -c 'import torch' 2>/dev/null || $(MAKE) $(INSTALLED)
 	@$$([ -e $(INSTALLED) ] && echo $(BIN)/python || echo $(PYTHON)) -m megatron.zero_bubble.cli check $(FLAGS)
+
+# The playground is on the site if it has been fetched: make playground.
+docs: $(INSTALLED)
+	$(BIN)/pip install --quiet $(PIP_FLAGS) --editable '.[docs]'
+	@[ ! -e $(PYODIDE) ] || $(BIN)/zero-bubble playground --output build/playground
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build $(FLAGS)
+	@echo "the site is in build/site; to read it: $(BIN)/python -m http.server --directory build/site"
+
+docs-check: $(INSTALLED)
+	$(PYTEST) -m "" tests/test_documentation_commands.py tests/documentation $(FLAGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
