@@ -25,6 +25,7 @@ from megatron.zero_bubble.mcore.post_validation import PostValidation
 _REFUSED = {
     "check_weight_hash_across_dp_replicas_interval": "replicas have different weights between two averagings",
     "optimizer_cpu_offload": "the optimizer's parameters are on the host",
+    "use_torch_fsdp2": "each replica keeps a shard of the others' parameters, so none can step alone",
 }
 """Flags of the script that hierarchical SGD does not work with, and why."""
 
