@@ -24,6 +24,8 @@ def write_plan(report: Report, iteration: int, tensorboard: Any | None, wandb_ru
         tensorboard: a `SummaryWriter`, or None.
         wandb_run: a run of Weights & Biases or its module, or None.
     """
+    if tensorboard is None and wandb_run is None:
+        return
     timeline = simulate(report.prediction.schedule, report.prediction.profile.costs)
     scalars = cause_scalars(timeline)
     if tensorboard is not None:
