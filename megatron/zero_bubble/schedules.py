@@ -36,7 +36,12 @@ from megatron.zero_bubble.mcore.step_settings import (
 from megatron.zero_bubble.mcore.vocabulary_run import VocabularyRun, open_vocabulary
 from megatron.zero_bubble.mcore.vocabulary_stage import VocabularyStep
 from megatron.zero_bubble.mcore.warm_up import warm_up
-from megatron.zero_bubble.runtime.channel_memory import ChannelCommunicator, ChannelMemory, open_channels
+from megatron.zero_bubble.runtime.channel_memory import (
+    ChannelCommunicator,
+    ChannelMemory,
+    VariableChannels,
+    open_channels,
+)
 from megatron.zero_bubble.runtime.communicator import TensorSpec, TorchCommunicator
 from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.observer import StepObserver
@@ -131,7 +136,8 @@ class ForwardBackward:
         self._open_channels = partial(
             open_channels, communicator, device=_device(), timeout=timeout, report=report_channels
         )
-        self._communicator: ChannelCommunicator | None = None
+        self._communicator: ChannelCommunicator | VariableChannels | None = None
+        self._shapes_vary = False
         self._spec: TensorSpec | None = None
         self._open_vocabulary = partial(open_vocabulary, device=_device(), timeout=timeout)
         self._vocabulary: VocabularyRun | None = None
@@ -230,6 +236,10 @@ class ForwardBackward:
             self.settle()
         else:
             self._running.before_step(num_microbatches)
+        if self._communicator is None:
+            self._shapes_vary = config.variable_seq_lengths
+        if self._shapes_vary:
+            self._running.let_microbatches_differ()
         if self._vocabulary is None:
             self._vocabulary = self._open_vocabulary(chunks, self.plan.placement, groups)
         executor = self._running.executor(
@@ -254,6 +264,7 @@ class ForwardBackward:
             rank=executor.rank,
             num_microbatches=num_microbatches,
             output_shape=tuple(shapes[0]),
+            shapes_vary=self._shapes_vary,
             cp_group_size=groups.cp.size(),
             device=_device(),
             forward_only=forward_only,
@@ -284,7 +295,7 @@ class ForwardBackward:
         config = get_model_config(stage.model_chunks[0])
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
-        self._spec = stage.message_spec()
+        self._spec = stage.usual_message
         self._num_calls += 1
         self._last_executor, self._is_in_step = executor, True
         executor.run(stage, None if stage.forward_only else self._start_recording(stage.vocabulary))
@@ -340,7 +351,9 @@ class ForwardBackward:
                 else f"schedule {schedule.name} has no operations on vocabulary shards, which the model has"
             )
         if self._communicator is None:
-            self._communicator = self._open_channels(group=group, placement=schedule.placement)
+            self._communicator = self._open_channels(
+                group=group, placement=schedule.placement, shapes_vary=self._shapes_vary
+            )
         return Executor(
             schedule,
             group.rank(),

@@ -42,6 +42,8 @@ ODD = (*UNCLIPPED, "--num-layers", "7")
 UNEVEN = ("--decoder-first-pipeline-num-layers", "3")
 REPLICAS = ("--pipeline-model-parallel-size", "2", "--optimizer", "sgd", "--clip-grad", "0", "--train-iters", "6")
 """On four ranks, two replicas of a pipeline."""
+LENGTHS = (*P2, "--varied-lengths")
+PACKED = (*SOMETIMES, "--varied-lengths", "--packed", *RECOMPUTED)
 DRAWN = ("--keep-initial-weights", "--hidden-dropout", "0.1", "--seed", "7")
 """Weights and dropout come from random states, and not from the names of the parameters."""
 
@@ -74,6 +76,10 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "base-drawn": (None, (*UNCLIPPED, *DRAWN)),
         "spread": (SPREAD, (*UNCLIPPED, *DRAWN)),
         "base-again": (None, P2),
+        "base-lengths": (None, LENGTHS),
+        "lengths": ({"keep_layout": True, "profile_iters": [1, 2]}, LENGTHS),
+        "base-packed": (None, PACKED),
+        "packed": (POST_VALIDATION, PACKED),
         "base-logged-sometimes": (None, (*SOMETIMES, "--save", plain)),
         "post-validated": (POST_VALIDATION, (*SOMETIMES, "--save", plain)),
         "saved-by-ours": ({"schedule": "zb-h1"}, (*P2, *first, "--save", ours)),
@@ -152,6 +158,8 @@ def numbers_of(logs: Path, training: str) -> list[str]:
         ("recomputed", "base"),
         ("recomputed-where-needed", "base"),
         ("post-validated", "base-logged-sometimes"),
+        ("lengths", "base-lengths"),
+        ("packed", "base-packed"),
     ],
 )
 def test_numbers_are_those_of_the_script_alone(logs: Path, training: str, same: str) -> None:

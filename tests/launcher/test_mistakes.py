@@ -61,6 +61,7 @@ def error_of(result: subprocess.CompletedProcess[str]) -> str:
         ("zb-h1", {"transformer_impl": "transformer_engine"}, ["--transformer-impl transformer_engine", "use local"]),
         ("zb-h1", {"tp_comm_overlap": True}, ["--tp-comm-overlap", "zb-h1"]),
         ("zb-h1", {"fp8": "hybrid"}, ["--fp8-format hybrid", "zb-h1", "--disable-bias-linear"]),
+        ("zb-h1", {"sft": True, "transformer_impl": "local"}, ["--sft", "transformer_engine", "--spec"]),
         ("zb-h3", {}, ["zb-h3", "zb-h1, zb-h2"]),
         ("file:no/such/file.json", {}, ["no/such/file.json"]),
     ],
@@ -78,8 +79,8 @@ def test_a_model_that_no_schedule_can_run_is_refused_when_it_is_built() -> None:
     """No flag of Megatron-LM sets this; a script may."""
     run = Run(script_arguments(), LaunchFlags(zero_bubble_schedule="zb-h1"))
     config = TransformerConfig(num_layers=8, hidden_size=32, num_attention_heads=4)
-    config.variable_seq_lengths = True
-    with pytest.raises(LauncherError, match=r"^variable_seq_lengths is not supported by zero-bubble schedules"):
+    config.enable_autocast = True
+    with pytest.raises(LauncherError, match=r"^enable_autocast is not supported by zero-bubble schedules"):
         run.build_chunk({"config": config})
 
 

@@ -49,6 +49,7 @@ def first_stage(**settings: Any) -> GPTModel:
             "a padded vocabulary of 128 does not divide .*: --make-vocab-size-divisible-by 384 makes it",
         ),
         ({"mtp_num_layers": 1}, 2, "leave out --mtp-num-layers 1"),
+        ({"variable_seq_lengths": True}, 2, "does not work with variable_seq_lengths"),
         ({"defer_embedding_wgrad_compute": True}, 2, "leave out --defer-embedding-wgrad-compute"),
     ],
 )

@@ -122,6 +122,13 @@ def test_layers(layer, message):
     assert_message([*linears(1), layer, *linears(2)], message)
 
 
+def test_a_rank_whose_layers_have_another_type():
+    assert_message(
+        [*linears(2), nn.Linear(4, 4).double(), nn.Linear(4, 4)],
+        "layer 2 (Linear) failed: RuntimeError: mat1 and mat2 must have the same dtype, but got Float and Double",
+    )
+
+
 def test_layers_of_two_stages_that_share_a_parameter_are_refused():
     first, last = nn.Linear(4, 4), nn.Linear(4, 4)
     last.weight = first.weight

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import statistics
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -29,6 +30,15 @@ def test_times_are_medians_in_milliseconds_and_memory_medians_in_bytes():
     assert costs.stage == 1
     assert costs.times == {F: pytest.approx(3.0), B: pytest.approx(3.0), W: pytest.approx(1.0)}
     assert costs.memory == {F: 110, B: -55, W: -55}
+
+
+def test_of_microbatches_that_differ_in_length_the_mean_counts():
+    profiler = Profiler(LINEAR, rank=0)
+    for tokens in (1, 1, 7):
+        profiler.add(step((F, 0, 1.0 * tokens, 10 * tokens), (B, 0, 2.0 * tokens, 0), (W, 0, 1.0, -10 * tokens)))
+    (costs,) = profiler.costs(statistics.fmean)
+    assert costs.times == {F: pytest.approx(3.0), B: pytest.approx(6.0), W: pytest.approx(1.0)}
+    assert costs.memory == {F: 30, B: 0, W: -30}
 
 
 def test_of_what_operations_need_inside_the_most_counts():

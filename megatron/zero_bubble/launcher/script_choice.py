@@ -97,6 +97,8 @@ def settle_layout(script: Namespace, job: JobSettings, units: ScriptUnits, setup
             costs = units.profiled_costs(setup, profile) if profile else units.measured_costs(setup)
         except LauncherError as error:
             return megatrons_layout(script, job, str(error))
+        if units.shapes_vary and not job.flags.vocabulary_parallel:
+            job = replace(job, flags=replace(job.flags, zero_bubble_vocabulary_parallel="off"))
         return with_layout(job, new_choice(job, costs, script.padded_vocab_size), os.environ, torch.cuda.is_available())
 
 

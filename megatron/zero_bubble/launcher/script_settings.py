@@ -66,6 +66,12 @@ def refuse_what_cannot_work(script: Namespace, flags: JobFlags) -> None:
             raise LauncherError(f"{flag} does not work with --zero-bubble-schedule {flags.schedule}: {reason}")
     if getattr(script, "cuda_graph_impl", "none") != "none":
         raise LauncherError(f"--cuda-graph-impl {script.cuda_graph_impl} records B and W in one graph: leave it out")
+    has_local_attention = getattr(script, "transformer_impl", None) == "local" and not getattr(script, "spec", None)
+    if getattr(script, "sft", False) and has_local_attention:
+        raise LauncherError(
+            "--sft packs sequences, which megatron-core's local attention cannot tell apart: give "
+            "--transformer-impl transformer_engine, which needs a GPU, or --spec with an attention that can"
+        )
     for name in ("fp8", "fp4"):
         if getattr(script, name, None) and getattr(script, "add_bias_linear", True):
             raise LauncherError(

@@ -86,6 +86,8 @@ class ScriptUnits:
         self._store = WeightGradStore()
         self.is_building = False
         """Whether a `GPTModel` under construction is not the script's model, but a unit."""
+        self.shapes_vary = False
+        """Whether the model's configuration says `variable_seq_lengths`; known once costs were asked for."""
 
     def measured_costs(self, setup: Call, seconds: float = SECONDS) -> ModelCosts:
         """Measure the costs of the model that the call `setup` would build; a collective call, see `measure_model`.
@@ -135,6 +137,7 @@ class ScriptUnits:
         """Return what builds and feeds units, and the kind of every layer."""
         arguments = self._arguments(setup)
         config, script = arguments["config"], self._script
+        self.shapes_vary = config.variable_seq_lengths
         groups = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         [shape] = get_tensor_shapes(
             seq_length=script.seq_length,

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.pipeline_parallel import schedules as mcore
@@ -22,6 +22,7 @@ from megatron.zero_bubble.mcore.restart import Restart, RewindableIterator, make
 from megatron.zero_bubble.mcore.vocabulary_stage import VocabularyStep
 from megatron.zero_bubble.runtime.communicator import TensorSpec
 from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
+from megatron.zero_bubble.runtime.variable_shapes import AnnouncedSpec, AnswerSpec
 from megatron.zero_bubble.schedule import Op, OpKind, Placement
 
 NoSync = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -65,6 +66,7 @@ class MegatronStage:
         data_iterators: one a model chunk; None where a chunk needs no data.
         model_chunks: this rank's modules, by chunk.
         output_shape: shape of the tensor that passes between stages.
+        shapes_vary: whether the tensor has other shapes, which headers tell (`config.variable_seq_lengths`).
         cp_group_size: context-parallel size, by which megatron-core scales the loss.
         forward_data_store: what the loss function returned, one entry a microbatch, on the last stage.
         num_tokens: sum of the token counts that the loss function returned.
@@ -93,11 +95,13 @@ class MegatronStage:
     num_early_forwards: int = 0
     recomputation_store: RecomputationStore | None = None
     vocabulary: VocabularyStep | None = None
+    shapes_vary: bool = False
 
     def __post_init__(self) -> None:
         self._config = get_model_config(self.model_chunks[0])
         self._grad_sync = GradSync(self._config.no_sync_func, len(self.model_chunks))
         self.num_tokens = torch.zeros([], dtype=torch.int, device=self.device)
+        self._sent: dict[tuple[int, int], TensorSpec] = {}
         self._restart: Restart | None = None
         self._rewindable: list[RewindableIterator] = []
         if self.post_validation is not None and self.post_validation.is_pending:
@@ -129,6 +133,8 @@ class MegatronStage:
                 is_last_stage=is_last and self.vocabulary is None,
             )
         self.num_tokens += num_tokens
+        if self.shapes_vary and not is_last:
+            self._sent[chunk, microbatch] = TensorSpec(tuple(output.shape), output.dtype, output.device)
         if self.vocabulary is not None and is_last:
             output = self.vocabulary.end_last_stage(microbatch)
             if not self.forward_only:
@@ -219,8 +225,19 @@ class MegatronStage:
     def before_gradients(self, op: Op) -> None:
         self._grad_sync.enable(op.chunk, op.microbatch == self.num_microbatches - 1)
 
-    def message_spec(self, op: Op | None = None) -> TensorSpec:
-        """Describe the messages of this rank: all activations and gradients have the same shape."""
+    def message_spec(self, op: Op) -> TensorSpec:
+        """Describe a message to this rank: all have the same shape unless they vary."""
+        if not self.shapes_vary:
+            return self.usual_message
+        spec: AnnouncedSpec | AnswerSpec = AnnouncedSpec(self.usual_message.dtype, self.device)
+        if op.kind is OpKind.RECV_BACKWARD:
+            spec = AnswerSpec(partial(self._sent.get, (op.chunk, op.microbatch)))
+        # Such a stage runs with a `VariableCommunicator`, which takes these.
+        return cast(TensorSpec, spec)
+
+    @property
+    def usual_message(self) -> TensorSpec:
+        """The message of a microbatch with the length and the size that the step's arguments say."""
         return TensorSpec(self.output_shape, self._config.pipeline_dtype, self.device)
 
     def finish(self) -> None:

@@ -19,7 +19,6 @@ def refuse_unsupported(config: Any, chunks: Sequence[torch.nn.Module], adjust_te
         ValueError: an unsupported setting is on, or DDP would lose the gradients that W computes.
     """
     reasons = {
-        "variable_seq_lengths": config.variable_seq_lengths,
         "num_microbatches_with_partial_activation_checkpoints": (
             config.num_microbatches_with_partial_activation_checkpoints is not None
         ),

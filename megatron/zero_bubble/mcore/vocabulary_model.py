@@ -228,6 +228,8 @@ def _refusal(models: Sequence[Any], placement: Placement, first: Any, last: Any)
         return f"{flag} needs at least two pipeline ranks: set --pipeline-model-parallel-size"
     if config.mtp_num_layers:
         return f"{flag} does not support multi-token prediction: leave out --mtp-num-layers {config.mtp_num_layers}"
+    if config.variable_seq_lengths:
+        return f"{flag} does not work with variable_seq_lengths: its collectives need one shape on all ranks"
     if config.defer_embedding_wgrad_compute:
         return f"{flag} defers the output layer's weight gradient itself: leave out --defer-embedding-wgrad-compute"
     whole = [first and first.embedding.word_embeddings, last and last.output_layer]

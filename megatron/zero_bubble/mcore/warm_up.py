@@ -32,10 +32,11 @@ def warm_up(stage: MegatronStage, store: WeightGradStore, groups: ProcessGroupCo
     """Compute one microbatch on each of this rank's stages and discard the results; a collective call of all ranks.
 
     It is called at the start of the first training step, when gradients are zero, and leaves them zero. The step reads
-    the same data again. With fp8 only communicators are made, because its scaling remembers every forward.
+    the same data again. Only communicators are made with fp8, whose scaling remembers every forward, and where shapes
+    vary, because a stage learns the length of a microbatch from the stage before it.
     """
     _make_communicators(groups, stage.device)
-    if get_model_config(stage.model_chunks[0]).fp8:
+    if get_model_config(stage.model_chunks[0]).fp8 or stage.shapes_vary:
         return
     restart = Restart(stage.model_chunks)
     stage.data_iterators, rewindable = make_rewindable(stage.data_iterators)
@@ -83,7 +84,7 @@ def _make_communicators(groups: ProcessGroupCollection, device: torch.device) ->
 def _compute_microbatch(stage: MegatronStage, store: WeightGradStore, chunk: int) -> None:
     """Run F, B and W of one chunk, with noise in place of its neighbours' messages."""
     place = stage.placement.stage_of(stage.rank, chunk)
-    spec = stage.message_spec()
+    spec = stage.usual_message
     input_tensor, output_grad = None, None
     if place > 0:
         input_tensor = torch.randn(spec.shape, dtype=spec.dtype, device=spec.device).requires_grad_()

@@ -11,9 +11,23 @@ import torch.distributed as dist
 
 from megatron.zero_bubble.runtime.communicator import TorchCommunicator, channels
 from megatron.zero_bubble.runtime.host_communicator import HostCommunicator
+from megatron.zero_bubble.runtime.variable_shapes import HEADER, VariableCommunicator, refuse_one_queue
 from megatron.zero_bubble.schedule import Placement
 
 ChannelCommunicator = TorchCommunicator | HostCommunicator
+
+
+class VariableChannels(VariableCommunicator):
+    """Channels for messages whose shape varies, and others between the hosts for their headers."""
+
+    def __init__(self, messages: ChannelCommunicator, headers: TorchCommunicator) -> None:
+        super().__init__(messages, headers)
+        self._open = messages, headers
+
+    def close(self) -> None:
+        """Shut all of them down; no message may be under way."""
+        for communicator in self._open:
+            communicator.close()
 
 
 class ChannelMemory(NamedTuple):
@@ -30,13 +44,21 @@ def open_channels(
     device: torch.device,
     timeout: timedelta,
     report: Callable[[ChannelMemory], None],
-) -> ChannelCommunicator:
+    *,
+    shapes_vary: bool = False,
+) -> ChannelCommunicator | VariableChannels:
     """Open the channels between the ranks of `group`, a pipeline's; a collective call of them.
 
     Args:
         report: called on every rank if `device` is a GPU, with the channel memory of the rank that has most channels,
             and of several such ranks the largest.
+        shapes_vary: whether headers tell the shapes of activations.
+
+    Raises:
+        ValueError: shapes cannot vary on this device.
     """
+    if shapes_vary and communicator is TorchCommunicator:
+        refuse_one_queue(device)
     ranks = dist.get_process_group_ranks(group)
     free = _free_bytes(device)
     opened = communicator(ranks, group.rank(), placement, device, timeout)
@@ -46,7 +68,9 @@ def open_channels(
         gathered = [ChannelMemory(num_channels, taken)] * group.size()
         dist.all_gather_object(gathered, gathered[0], group=group)
         report(max(gathered))
-    return opened
+    if not shapes_vary:
+        return opened
+    return VariableChannels(opened, TorchCommunicator(ranks, group.rank(), placement, HEADER.device, timeout))
 
 
 def _free_bytes(device: torch.device) -> int | None:

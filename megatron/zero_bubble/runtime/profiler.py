@@ -125,10 +125,10 @@ class ChunkCosts:
 
     stage: int
     times: Mapping[OpKind, float]
-    """Median time of F, B and W, or of F and BW if the backward is fused; of R if anything was recomputed, and of the
+    """Usual time of F, B and W, or of F and BW if the backward is fused; of R if anything was recomputed, and of the
     operations on the rank's vocabulary shard, which are those of its first chunk."""
     memory: Mapping[OpKind, float]
-    """Median change of memory of the same kinds; of F as `StageCosts.memory_f`, which keeps everything."""
+    """Usual change of memory of the same kinds; of F as `StageCosts.memory_f`, which keeps everything."""
     noise: float
     """Largest relative spread of the times that matter: half the interquartile range over the median."""
     inside: int = 0
@@ -162,32 +162,37 @@ class Profiler:
                 (self._dropped[chunk] if drops else self._memory[chunk, kind]).append(measured.held)
                 self._inside[chunk] = max(self._inside[chunk], measured.inside)
 
-    def costs(self) -> list[ChunkCosts]:
-        """Return the costs of this rank's chunks: medians, which an outlier such as the first step does not move."""
+    def costs(self, center: Callable[[Sequence[float]], float] = statistics.median) -> list[ChunkCosts]:
+        """Return the costs of this rank's chunks.
+
+        Args:
+            center: of the samples. An outlier such as the first step does not move their median; of microbatches that
+                differ in length, a schedule is planned for the mean.
+        """
         found = []
         for chunk in range(self._placement.num_chunks):
             kinds = [kind for kind, facts in KINDS.items() if facts.time and (chunk, kind) in self._times]
             samples = {kind: self._times[chunk, kind] for kind in kinds}
-            times = {kind: statistics.median(values) for kind, values in samples.items()}
+            times = {kind: center(values) for kind, values in samples.items()}
             matter = [kind for kind in kinds if times[kind] >= _MATTERS * max(times.values())]
             found.append(
                 ChunkCosts(
                     stage=self._placement.stage_of(self._rank, chunk),
                     times=times,
-                    memory={kind: self._memory_of(chunk, kind) for kind in kinds},
+                    memory={kind: self._memory_of(chunk, kind, center) for kind in kinds},
                     noise=max(_spread(samples[kind]) for kind in matter),
                     inside=self._inside[chunk],
                 )
             )
         return found
 
-    def _memory_of(self, chunk: int, kind: OpKind) -> float:
-        """Return the median change of memory; for F of one that keeps everything, or of one that drops and its R."""
+    def _memory_of(self, chunk: int, kind: OpKind, center: Callable[[Sequence[float]], float]) -> float:
+        """Return the usual change of memory; for F of one that keeps everything, or of one that drops and its R."""
         kept = self._memory.get((chunk, kind))
         if kept:
-            return statistics.median(kept)
+            return center(kept)
         if kind is OpKind.F and self._dropped[chunk]:
-            return statistics.median(self._dropped[chunk]) + self._memory_of(chunk, OpKind.R)
+            return center(self._dropped[chunk]) + self._memory_of(chunk, OpKind.R, center)
         return 0
 
 

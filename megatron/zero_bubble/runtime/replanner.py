@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -116,6 +117,8 @@ class Replanner:
         self._report = report
         self._device = device
         self._profiler = Profiler(plan.placement, rank)
+        self.center: Callable[[Sequence[float]], float] = statistics.median
+        """What the profile takes from the samples of an operation."""
         self._edges: Mapping[int, float] = {}
         self._profile = options.profile
         self._step = 0
@@ -169,7 +172,7 @@ class Replanner:
         """Combine the measurements of all ranks into one profile; a collective call."""
         self._observer.flush()
         placement = self._plan.placement
-        costs, noise, inside = gather_costs(placement, self._profiler.costs(), self._edges)
+        costs, noise, inside = gather_costs(placement, self._profiler.costs(self.center), self._edges)
         self._profiler = Profiler(placement, self._rank)
         return Profile(placement, costs, noise, self._options.model, inside)
 

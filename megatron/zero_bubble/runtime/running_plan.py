@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Protocol
 
 import torch.distributed as dist
@@ -63,6 +64,11 @@ class RunningPlan:
         """Let the replanner decide on the next plan; a collective call after every training step."""
         if self._replanner is not None:
             self._next_plan = self._replanner.after_step(step, num_microbatches)
+
+    def let_microbatches_differ(self) -> None:
+        """Plan for the mean of the measured costs from now on, because microbatches have other shapes."""
+        if self._replanner is not None:
+            self._replanner.center = statistics.fmean
 
     def measures_memory(self, step: int) -> bool:
         return self._replanner is not None and self._replanner.measures_memory(step)

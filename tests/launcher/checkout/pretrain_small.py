@@ -2,12 +2,15 @@
 
 import signal
 from functools import partial
+from itertools import pairwise
 
 import torch
 from megatron.core import mpu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training.global_vars import get_args
 from megatron.training.training import pretrain
@@ -34,10 +37,15 @@ def model_provider(pre_process, post_process, vp_stage, pg_collection):
         recompute_granularity=args.recompute_granularity,
         recompute_method=args.recompute_method,
         recompute_num_layers=args.recompute_num_layers,
+        variable_seq_lengths=args.varied_lengths,
+        moe_token_dispatcher_type="alltoall",  # megatron-core demands it then, also of models without experts
     )
+    layer = get_gpt_layer_local_spec()
+    if args.packed:
+        layer.submodules.self_attention.submodules.core_attention = PackedAttention
     return GPTModel(
         config,
-        get_gpt_layer_local_spec(),
+        layer,
         args.padded_vocab_size,
         args.seq_length,
         pre_process=pre_process,
@@ -48,10 +56,33 @@ def model_provider(pre_process, post_process, vp_stage, pg_collection):
     )
 
 
+class PackedAttention(DotProductAttention):
+    """Attention within each sequence of a pack, which megatron-core leaves to Transformer Engine."""
+
+    def forward(self, query, key, value, attention_mask, *, packed_seq_params, **others):
+        ends = packed_seq_params.cu_seqlens_q.tolist()
+        outputs = []
+        for first, end in pairwise(ends):
+            parts = [part[first:end].unsqueeze(1) for part in (query, key, value)]
+            outputs.append(super().forward(*parts, causal_mask(end - first), **others))
+        return torch.cat(outputs)
+
+
+def causal_mask(length):
+    return torch.ones(length, length).tril().logical_not().view(1, 1, length, length)
+
+
+def reads_data(vp_stage):
+    """Whether a chunk needs the microbatch: for its tokens or labels, or because the lengths of sequences differ."""
+    is_whole_rank = vp_stage is None
+    is_at_an_end = mpu.is_pipeline_first_stage(is_whole_rank, vp_stage)
+    is_at_an_end = is_at_an_end or mpu.is_pipeline_last_stage(is_whole_rank, vp_stage)
+    return is_at_an_end or get_args().varied_lengths
+
+
 def data_provider(vp_stage, seed):
     """Random tokens, for the chunks that read them."""
-    is_whole_rank = vp_stage is None
-    if mpu.is_pipeline_first_stage(is_whole_rank, vp_stage) or mpu.is_pipeline_last_stage(is_whole_rank, vp_stage):
+    if reads_data(vp_stage):
         args = get_args()
         tokens = RandomTokens(args, 1000 * seed + mpu.get_data_parallel_rank())
         ignore = ignore_stop_signal if args.exit_signal_handler else None
@@ -61,14 +92,16 @@ def data_provider(vp_stage, seed):
 
 class RandomTokens(IterableDataset):
     def __init__(self, args, seed):
-        self._shape, self._seed = (args.micro_batch_size, args.seq_length + 1), seed
+        self._size, self._length, self._seed = args.micro_batch_size, args.seq_length, seed
+        self._shortest = 2 if args.varied_lengths else args.seq_length
         self._vocabulary = args.padded_vocab_size
 
     def __iter__(self):
         worker = get_worker_info()
         generator = torch.Generator().manual_seed(self._seed + (500 * worker.id if worker else 0))
         while True:
-            yield torch.randint(self._vocabulary, self._shape, generator=generator)
+            length = int(torch.randint(self._shortest, self._length + 1, (), generator=generator))
+            yield torch.randint(self._vocabulary, (self._size, length + 1), generator=generator)
 
 
 def ignore_stop_signal(worker):
@@ -81,16 +114,19 @@ def loss_func(output):
 
 
 def forward_step(data_iterator, model):
-    vp_stage = get_attr_wrapped_model(model, "vp_stage")
-    is_whole_rank = vp_stage is None
-    tokens = labels = None
-    if mpu.is_pipeline_first_stage(is_whole_rank, vp_stage) or mpu.is_pipeline_last_stage(is_whole_rank, vp_stage):
+    tokens = labels = pack = None
+    length = get_args().seq_length
+    if reads_data(get_attr_wrapped_model(model, "vp_stage")):
         batch = next(data_iterator)
         tokens, labels = batch[:, :-1], batch[:, 1:]
-    length = get_args().seq_length
+        length = tokens.shape[1]
     positions = torch.arange(length).unsqueeze(0)
-    mask = torch.ones(length, length).tril().logical_not().view(1, 1, length, length)
-    return model(tokens, positions, mask, labels=labels), partial(loss_func)
+    if get_args().packed:
+        ends = torch.tensor([0, length // 2, length], dtype=torch.int32)
+        longest = int(ends.diff().max())
+        pack = PackedSeqParams("thd", ends, ends, max_seqlen_q=longest, max_seqlen_kv=longest)
+    output = model(tokens, positions, causal_mask(length), labels=labels, packed_seq_params=pack)
+    return output, partial(loss_func)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def parse_args(argv=None):
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--sgd-momentum", type=float, default=0.9)
     switches = ("untie-embeddings-and-output-weights", "use-distributed-optimizer", "overlap-grad-reduce")
-    for name in (*switches, "exit-signal-handler", "keep-initial-weights"):
+    for name in (*switches, "exit-signal-handler", "keep-initial-weights", "varied-lengths", "packed"):
         parser.add_argument(f"--{name}", action="store_true")
     for name in ("save", "load", "pipeline-model-parallel-layout", "recompute-granularity", "recompute-method"):
         parser.add_argument(f"--{name}", default=None)
