@@ -14,7 +14,7 @@ from tests.browser.opened_page import Playground, chromium_options, served
 from tests.launch import ROOT
 
 _FOLDER = ROOT / "build" / "screenshots"
-_SHOWN = {"1440.light": "page.png", "390.dark": "narrow.png"}
+_SHOWN = {"1440.light.playing": "page.png", "390.dark": "narrow.png"}
 """Pictures that the documentation shows, with their names there."""
 _PAPER = (
     "#pipeline-size=8&num-microbatches=24&time-f=29.718&time-b=29.444&time-w=19.927&time-comm=0.527"

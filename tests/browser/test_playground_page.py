@@ -91,6 +91,8 @@ def test_pointing_at_an_operation_tells_its_times_and_what_it_waits_for(playgrou
     assert "rank 1, stage 1" in words
     assert f"{backward.start:.4g} to {backward.end:.4g} ms" in words
     assert re.search(rf"BW0 of rank 2\s+{backward.start:.4g}", words)
+    idle = timeline.lanes[0][4].start - timeline.lanes[0][3].end
+    assert " ".join(point("a", 0, 60).split()) == f"Idle waiting for B {idle:.4g} ms"
     # Both drawings have one scale: the same place is the same time.
     [under] = [timed for timed in other.lanes[1] if timed.start <= backward.start + 1 < timed.end]
     assert point("b", 1, backward.start + 1).startswith(str(under.op))
@@ -264,7 +266,7 @@ def test_a_link_holds_everything_files_too(playground: Playground, tmp_path: Pat
     (tmp_path / "own.json").write_text(schedule_to_json(generate("zb-h2", 4, 8)))
     before = playground.num_drawn
     page.set_input_files("#open", tmp_path / "own.json")
-    playground.wait_for_drawing(before)
+    playground.wait_for_drawing(before, 2)
     playground.set("memory-limit", "6.5", "b")
     playground.set("time-w", "8,7,7,9")
     expected = [playground.figures(pane) for pane in "ab"]
@@ -289,6 +291,23 @@ def test_only_the_newest_of_many_changes_is_drawn(playground: Playground):
     playground.page.wait_for_selector(f"[data-pane=a] dd:text-is('{percent(expected['bubble_rate'])}')")
     playground.page.wait_for_selector(".pane.busy", state="detached")
     assert playground.num_drawn - before <= 4, "not one drawing for each change"
+
+
+def test_a_long_computation_that_nobody_waits_for_any_more_is_ended(playground: Playground):
+    page = playground.page
+    page.get_by_role("button", name="Remove schedule A").click()
+    page.wait_for_selector(".pane:not(.busy)")
+    started: list[str] = []
+    page.on("worker", lambda worker: started.append(worker.url))
+    page.locator("[data-pane=a] select.name").select_option("v-min")
+    playground.field("num-microbatches").fill("128")
+    playground.field("pipeline-size").fill("16")
+    page.wait_for_selector(".pane.busy")
+    playground.field("pipeline-size").fill("4")
+    playground.field("num-microbatches").fill("8")
+    expected = printed("simulate", "--schedule=v-min", "--memory-limit=6", *SIZE, *TIMES)
+    page.wait_for_selector(f".figures dd:text-is('{percent(expected['bubble_rate'])}')")
+    assert started, "another worker took the place of the one that was busy"
 
 
 @pytest.mark.parametrize("width", [390, 900, 1440])

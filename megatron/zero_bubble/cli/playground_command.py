@@ -6,6 +6,7 @@ until Ctrl-C. `--output DIR` writes them instead, for any web server.
 
 from __future__ import annotations
 
+import signal
 import sys
 import tempfile
 import webbrowser
@@ -44,6 +45,7 @@ def _run(argv: list[str]) -> None:
         write_site(flags.output, flags.pyodide)
         print(f"wrote {flags.output}")
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the files are removed then, too
     with tempfile.TemporaryDirectory(prefix="zero-bubble-playground-") as folder:
         write_site(Path(folder), flags.pyodide)
         with ThreadingHTTPServer(("127.0.0.1", flags.port), partial(_Handler, directory=folder)) as server:

@@ -109,22 +109,43 @@ export class Drawing {
     return found < 0 ? null : [rank, found];
   }
 
+  /** The gap between operations at a place of the canvas, and what the rank waits for in it. */
+  #idleAt(x, y) {
+    const rank = this.scale.rankAt(y);
+    if (rank === null || x < LEFT || x > this.scale.right) return null;
+    const { lanes, kinds, begin, end } = this.picture;
+    const time = this.scale.time(x);
+    const next = lanes[rank].findIndex((op) => op.start > time);
+    const from = lanes[rank].at(next < 0 ? -1 : next - 1);
+    if (next < 0) return time < end ? { from: from.end, to: end, cause: 'tail' } : null;
+    const { start, kind } = lanes[rank][next];
+    return next ? { from: from.end, to: start, cause: kinds[kind].waiting } : { from: begin, to: start, cause: 'warmup' };
+  }
+
   #point(event) {
     if (!this.picture || event.buttons) return;
-    this.#choose(this.#at(event.offsetX, event.offsetY), event);
+    const place = this.#at(event.offsetX, event.offsetY);
+    this.#choose(place, event);
+    const idle = place ? null : this.#idleAt(event.offsetX, event.offsetY);
+    if (idle) this.#tell([h('h3', {}, 'Idle', h('small', {}, idle.cause)), h('p', {}, `${figure(idle.to - idle.from)} ${this.picture.unit}`)], event.clientX, event.clientY);
   }
 
   #choose(place, event) {
     const hasChanged = String(place) !== String(this.#chosen);
     this.#chosen = place;
     if (hasChanged) this.frame();
-    const tip = $('tip');
-    tip.hidden = !place;
+    $('tip').hidden = true;
     if (!place) return;
-    if (hasChanged) tip.replaceChildren(...this.#describe());
     const box = this.canvas.getBoundingClientRect();
-    const x = event ? event.clientX : box.left + this.scale.x(this.#op.end);
-    const y = event ? event.clientY : box.top + this.scale.middle(place[0]);
+    const x = event?.clientX ?? box.left + this.scale.x(this.#op.end);
+    this.#tell(this.#describe(), x, event?.clientY ?? box.top + this.scale.middle(place[0]));
+  }
+
+  /** Show words beside a place of the window. */
+  #tell(words, x, y) {
+    const tip = $('tip');
+    tip.replaceChildren(...words);
+    tip.hidden = false;
     tip.style.left = `${Math.max(8, Math.min(x + 14, innerWidth - tip.offsetWidth - 8))}px`;
     tip.style.top = `${y + 18 + tip.offsetHeight > innerHeight ? y - tip.offsetHeight - 12 : y + 18}px`;
   }

@@ -18,6 +18,7 @@ const entryOf = (pane) => facts.schedules.find(({ name }) => name === pane.sched
 const startState = () => ({ ...copy(start), files: {} });
 let state = (await fromFragment(location.hash.slice(1)).catch(() => null)) ?? startState();
 let pictures = [];
+let errors = [];
 let panes = [];
 let settling;
 
@@ -66,6 +67,7 @@ function rebuild() {
     remove: () => { state.panes.splice(k, 1); panes = []; update(); },
   }));
   pictures = pictures.slice(0, panes.length);
+  errors = [];
   const add = h('button', { type: 'button', class: 'add', onclick: () => { state.panes.push({ schedule: 'zb-v' }); update(); } }, 'Compare with another schedule');
   $('panes').replaceChildren(...panes.map(({ element }) => element), ...(panes.length < 2 ? [add] : []));
 }
@@ -79,24 +81,31 @@ async function ask(k) {
   const busy = setTimeout(() => element.classList.add('busy'), 250);
   try {
     const answer = isStart() ? first[k] : await engine.ask(`picture ${k}`, question, state.files);
-    panes[k]?.clear();
-    if (!answer.error) settings.clear();
-    if (answer.error) fail(k, answer);
-    else draw(k, answer);
-    element.classList.remove('busy');
+    errors[k] = answer.error ? answer : null;
+    if (!answer.error) draw(k, answer);
   } catch (error) {
-    if (!(error instanceof Stale)) fail(k, { error: error.message, flag: 'schedule' });
+    if (error instanceof Stale) return;
+    errors[k] = { error: error.message, flag: 'schedule' };
   } finally {
     clearTimeout(busy);
   }
+  element.classList.remove('busy');
+  showErrors();
 }
 
 /** Whether the page shows what it begins with, whose pictures came with it. */
 const isStart = () => JSON.stringify([state.shared, state.panes]) === JSON.stringify([start.shared, start.panes]);
 
-function fail(k, { error, flag }) {
-  panes[k].element.classList.add('failed');
-  if (!panes[k].fail(flag, error) && !settings.fail(flag, error)) panes[k].failSchedule(error);
+/** Say what is wrong beside the fields: once, if it is so with both schedules. */
+function showErrors() {
+  settings.clear();
+  panes.forEach((pane, k) => {
+    pane.clear();
+    if (!errors[k]) return;
+    const { flag, error } = errors[k];
+    pane.element.classList.add('failed');
+    if (!pane.fail(flag, error) && !settings.fail(flag, error)) pane.failSchedule(error);
+  });
 }
 
 function draw(k, picture) {
