@@ -2,10 +2,11 @@
 
     python tools/make_sample_data.py
     python -m benchmarks.averaging_losses --num-ranks 4 --hierarchical-sgd 2:2,4:4 --plot losses.svg -- \\
-        --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 4 \\
-        --global-batch-size 32 --train-iters 200 --lr 2e-3 --lr-warmup-iters 20 --eval-iters 8 --log-interval 10 \\
-        --data-path .cache/sample/stdlib_text_document --tokenizer-type HuggingFaceTokenizer \\
-        --tokenizer-model .cache/sample/tokenizer.json --data-cache-path .cache/index
+        --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 8 \\
+        --global-batch-size 32 --train-iters 200 --lr 2e-3 --lr-warmup-iters 20 --log-interval 10 \\
+        --eval-interval 200 --eval-iters 8 --data-path .cache/sample/stdlib_text_document \\
+        --tokenizer-type HuggingFaceTokenizer --tokenizer-model .cache/sample/tokenizer.json \\
+        --data-cache-path .cache/index
 
 After `--` come pretrain_gpt.py's flags. The table has the losses of the last log line and of the validation after the
 last iteration; with --eval-interval that divides --train-iters there is one. The exit status is 1 if the loss of the
