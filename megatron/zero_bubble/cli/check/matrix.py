@@ -72,7 +72,8 @@ def cells(size: str, folder: Path) -> list[Cell]:
             _PP4,
             zb_h1=_named("zb-h1"),
             zb_2p=_named("zb-2p"),
-            auto=("--zero-bubble", "--zero-bubble-profile-iters", "2", "3"),
+            # The reference has this layout too, so that bits can be compared.
+            auto=("--zero-bubble", "--zero-bubble-keep-layout", "--zero-bubble-profile-iters", "2", "3"),
             post_validation=_named("zb-2p", "--zero-bubble-post-validation"),
         ),
         *_layout(
