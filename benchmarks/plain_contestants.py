@@ -37,9 +37,13 @@ class PlainTraining(NamedTuple):
 class PlainPipeline(Protocol):
     """One rank of a pipeline that trains copies of the layers."""
 
-    def step(self) -> torch.Tensor | float | None:
+    def step(self) -> torch.Tensor | None:
         """Train with one batch, optimizer included; return the mean loss on at least one rank."""
         ...
+
+    def settle(self) -> None:
+        """Complete what steps have left to do."""
+        return
 
 
 def linear_training(num_microbatches: int) -> PlainTraining:
@@ -61,7 +65,7 @@ def convolution_training(num_microbatches: int) -> PlainTraining:
 TRAININGS = {"linear": linear_training, "convolution": convolution_training}
 
 
-class OneProcess:
+class OneProcess(PlainPipeline):
     """All layers in one process under autograd, which every rank runs for itself."""
 
     def __init__(self, training: PlainTraining) -> None:
@@ -82,22 +86,30 @@ class OneProcess:
         return torch.stack(losses).sum()
 
 
-class OwnPipeline:
-    """This package's `Pipeline`."""
+class OwnPipeline(PlainPipeline):
+    """This package's `Pipeline`; with post-validation a step returns the loss of the one before."""
 
-    def __init__(self, training: PlainTraining, schedule: str) -> None:
+    def __init__(self, training: PlainTraining, schedule: str, *, post_validation: bool = False) -> None:
         self._batch = training.inputs, training.targets
         layers, count = copy.deepcopy(training.layers), training.num_microbatches
-        self._pipeline = Pipeline(layers, mse_loss, schedule, count, partition="uniform")
+        options: dict[str, Any] = {"partition": "uniform", "post_validation": post_validation}
+        self._pipeline = Pipeline(layers, mse_loss, schedule, count, **options)
         self._optimizer = _optimizer(self._pipeline.parameters())
+        self._is_late = post_validation
 
-    def step(self) -> torch.Tensor:
-        loss = self._pipeline.train_batch(self._batch)
-        _take(self._optimizer)
-        return loss
+    def step(self) -> torch.Tensor | None:
+        if not self._is_late:
+            loss = self._pipeline.train_batch(self._batch)
+            _take(self._optimizer)
+            return loss
+        outcome = self._pipeline.train_step(self._batch, self._optimizer)
+        return None if outcome is None else outcome.loss
+
+    def settle(self) -> None:
+        self._pipeline.settle()
 
 
-class TorchPipeline:
+class TorchPipeline(PlainPipeline):
     """A schedule of torch.distributed.pipelining."""
 
     def __init__(self, training: PlainTraining, *, is_v: bool) -> None:
@@ -125,7 +137,7 @@ class TorchPipeline:
         return torch.stack(losses).mean().detach() if losses else None
 
 
-class DeepSpeedPipeline:
+class DeepSpeedPipeline(PlainPipeline):
     """DeepSpeed's `PipelineModule`, or its subclass `DualPipeVModule`; its engine also takes the optimizer's step."""
 
     def __init__(self, training: PlainTraining, module_class: str) -> None:
@@ -159,6 +171,8 @@ def contestants(schedules: Sequence[str]) -> dict[str, Callable[[PlainTraining],
     makers: dict[str, Callable[[PlainTraining], PlainPipeline]] = {"one process": OneProcess}
     for schedule in schedules:
         makers[f"Pipeline, {schedule}"] = partial(OwnPipeline, schedule=schedule)
+        late = f"Pipeline, {schedule}, post-validation"
+        makers[late] = partial(OwnPipeline, schedule=schedule, post_validation=True)
     makers["torch 1F1B"] = partial(TorchPipeline, is_v=False)
     makers["torch ZBVZeroBubble"] = partial(TorchPipeline, is_v=True)
     if importlib.util.find_spec("deepspeed") is not None:

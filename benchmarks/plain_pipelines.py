@@ -4,10 +4,11 @@
     OMP_NUM_THREADS=1 python -m benchmarks.plain_pipelines --model linear --schedule zb-h1 --schedule zb-v --rounds 9
 
 All contestants train the same layers on two ranks, one after the other within each round, in the same processes. They
-begin with the same weights, and must find the losses of one process. A step takes the optimizer's step too, and lasts
-from a common start to the end of the last rank. The table shows the median step with its 95% interval, and how much
-longer it is than that of the fastest of our schedules, within rounds. Without a bubble and without messages a step
-would take half as long as one process takes, which every rank runs beside the other: "without a bubble".
+begin with the same weights, and must find the losses of one process. Each turn is some steps from a common start to the
+end of the last rank, optimizer included; with post-validation ours compute the norm of all gradients, too. The table
+shows the median time of a step with its 95% interval, and how much longer it is than that of the fastest of our
+schedules, within rounds. Without a bubble and without messages a step would take half as long as one process takes,
+which every rank runs beside the other: "without a bubble".
 
 DeepSpeed takes part where it is installed: `DS_BUILD_OPS=0 pip install deepspeed`. Give every rank a core of its own.
 
@@ -46,11 +47,11 @@ class PlainFlags(TableFlags):
 
     model: list[str] | None = flag("what is trained; by default all", None, choices=list(TRAININGS), repeat=True)
     schedule: list[str] | None = flag(
-        "schedule of Pipeline; by default 1f1b, zb-h1 and zb-v", None, repeat=True, metavar="NAME"
+        "schedule of Pipeline; by default 1f1b, zb-2p and zb-v", None, repeat=True, metavar="NAME"
     )
     num_microbatches: int = flag("microbatches of a step", 4, parse=at_least(1), metavar="M")
     rounds: int = flag("rounds, in each of which every contestant has a turn", 7, parse=at_least(3), metavar="N")
-    steps: int = flag("steps of a turn, whose median is one measurement", 3, parse=at_least(1), metavar="N")
+    steps: int = flag("steps of a turn, whose mean is one measurement", 3, parse=at_least(1), metavar="N")
 
 
 @dataclass
@@ -98,39 +99,41 @@ def _compare(arguments: list[str]) -> bool:
 
 
 def _measure(training: PlainTraining, flags: PlainFlags) -> list[PlainStepTimes]:
-    makers = contestants(flags.schedule or ["1f1b", "zb-h1", "zb-v"])
+    makers = contestants(flags.schedule or ["1f1b", "zb-2p", "zb-v"])
     made = {name: make(training) for name, make in makers.items()}
     _check_losses(made)
     results = [PlainStepTimes(name) for name in made]
     for _ in range(flags.rounds):
         for result in results:
-            steps = [_timed_step(made[result.name]) for _ in range(flags.steps)]
             share = 1 / _NUM_RANKS if result.name == _OUTSIDE else 1
-            result.rounds.append(median(steps) * share)
+            result.rounds.append(_seconds_of_a_step(made[result.name], flags.steps) * share)
     return results
 
 
 def _check_losses(made: dict[str, PlainPipeline]) -> None:
-    """Run two steps of every contestant; raise `RuntimeError` if their losses are not those of one process."""
+    """Run three steps of each; raise `RuntimeError` if their losses are not those of one process."""
     losses: dict[str, list[float]] = {}
     for name, contestant in made.items():
-        found = [contestant.step() for _ in range(2)]
+        found = [float(loss) for loss in [contestant.step() for _ in range(3)] if loss is not None]
+        contestant.settle()
         of_ranks: list[Any] = [None] * _NUM_RANKS
-        dist.all_gather_object(of_ranks, None if None in found else [float(loss) for loss in found if loss is not None])
-        losses[name] = next(of_rank for of_rank in of_ranks if of_rank is not None)
+        dist.all_gather_object(of_ranks, found)
+        losses[name] = max(of_ranks, key=len)[:2]
     for name, of_contestant in losses.items():
         if not torch.allclose(torch.tensor(of_contestant), torch.tensor(losses[_OUTSIDE]), rtol=1e-5):
             raise RuntimeError(f"{name} has the losses {of_contestant}, one process has {losses[_OUTSIDE]}")
 
 
-def _timed_step(contestant: PlainPipeline) -> float:
-    """Return the seconds from a common start to the end of the last rank."""
+def _seconds_of_a_step(contestant: PlainPipeline, num_steps: int) -> float:
+    """Run a turn; return its time from a common start to the end of the last rank, divided by the steps."""
     dist.barrier()
     start = time.perf_counter()
-    contestant.step()
+    for _ in range(num_steps):
+        contestant.step()
+    contestant.settle()
     seconds = torch.tensor(time.perf_counter() - start)
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    return float(seconds)
+    return float(seconds) / num_steps
 
 
 def _table(results: list[PlainStepTimes], flags: PlainFlags) -> str:
