@@ -47,18 +47,18 @@ class PlainPipeline(Protocol):
 
 
 def linear_training(num_microbatches: int) -> PlainTraining:
-    """Return eight linear layers of a million parameters each, for microbatches of 512 vectors."""
+    """Return eight linear layers of a million parameters each, for microbatches of 256 vectors."""
     torch.manual_seed(0)
     layers: list[nn.Module] = [nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()) for _ in range(8)]
-    inputs, targets = torch.randn(2, 512 * num_microbatches, 1024)
+    inputs, targets = torch.randn(2, 256 * num_microbatches, 1024)
     return PlainTraining(layers, inputs, targets, num_microbatches)
 
 
 def convolution_training(num_microbatches: int) -> PlainTraining:
-    """Return eight convolutions of 64 channels, for microbatches of 16 images."""
+    """Return eight convolutions of 64 channels, for microbatches of eight images."""
     torch.manual_seed(0)
     layers: list[nn.Module] = [nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.ReLU()) for _ in range(8)]
-    inputs, targets = torch.randn(2, 16 * num_microbatches, 64, 32, 32)
+    inputs, targets = torch.randn(2, 8 * num_microbatches, 64, 32, 32)
     return PlainTraining(layers, inputs, targets, num_microbatches)
 
 

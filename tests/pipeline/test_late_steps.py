@@ -64,6 +64,7 @@ def train_late(pipeline, make_optimizer, max_norm):
     assert outcomes.pop(0) is None
     outcomes.append(pipeline.settle())
     assert pipeline.settle() is None
+    pipeline.close()
     return pipeline.state_dict(), outcomes
 
 

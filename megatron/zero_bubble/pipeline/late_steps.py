@@ -199,7 +199,7 @@ class LateSteps:
         return self._snapshots[optimizer]
 
     def close(self) -> None:
-        """End the thread, in which nothing is under way once all ranks have ended their last step."""
+        """Wait for the reports of all ranks and end the thread that gathers them."""
         self._lane.shutdown()
 
 

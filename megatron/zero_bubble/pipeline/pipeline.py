@@ -313,4 +313,6 @@ class Pipeline(PartialModel):
 
     def close(self) -> None:
         """Close the connections between the ranks, which otherwise are closed with the pipeline or at exit."""
+        if self._late is not None:
+            self._late.close()
         self._close()
