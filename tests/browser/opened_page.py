@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import json
 import os
 import shutil
 import signal
@@ -14,11 +16,31 @@ from typing import Any
 
 from playwright.sync_api import Locator, Page
 
+from megatron.zero_bubble.cli import schedule_command
+from megatron.zero_bubble.schedule import StageCosts
 from tests.launch import ROOT
 
 CHROMIUM = shutil.which("chromium")
 PATIENCE = 120.0
 """Seconds to wait for anything: a machine that does other work too is slow."""
+
+
+SIZE = ["--pipeline-size=4", "--num-microbatches=8"]
+TIMES = ["--time-f=10", "--time-b=9", "--time-w=7", "--time-comm=0.3"]
+COSTS = StageCosts.uniform(4, 10, 9, 7, 0.3)
+"""The costs that these flags, and the page as it begins, stand for."""
+
+
+def printed(command: str, *flags: str) -> Any:
+    """What `zero-bubble schedule` prints as JSON."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert schedule_command.main([command, "--json", *flags]) == 0
+    return json.loads(out.getvalue())
+
+
+def percent(fraction: float) -> str:
+    return f"{100 * fraction:.2f}%"
 
 
 @contextlib.contextmanager

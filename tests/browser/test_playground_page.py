@@ -2,44 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
 import re
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from megatron.zero_bubble.cli import schedule_command
-from megatron.zero_bubble.schedule import StageCosts, generate, lower, simulate, validate
-from megatron.zero_bubble.schedule.draw import to_chrome_trace
-from megatron.zero_bubble.schedule.formats import (
-    Profile,
-    profile_to_json,
-    schedule_from_json,
-    schedule_from_pytorch_csv,
-    schedule_to_json,
-)
+from megatron.zero_bubble.schedule import generate, simulate
 from megatron.zero_bubble.schedule.generators import ENTRIES
-from tests.browser.opened_page import PATIENCE, Playground
-
-SIZE = ["--pipeline-size=4", "--num-microbatches=8"]
-TIMES = ["--time-f=10", "--time-b=9", "--time-w=7", "--time-comm=0.3"]
-COSTS = StageCosts.uniform(4, 10, 9, 7, 0.3)
-
-
-def printed(command: str, *flags: str) -> Any:
-    """What `zero-bubble schedule` prints as JSON."""
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        assert schedule_command.main([command, "--json", *flags]) == 0
-    return json.loads(out.getvalue())
-
-
-def percent(fraction: float) -> str:
-    return f"{100 * fraction:.2f}%"
+from tests.browser.opened_page import COSTS, PATIENCE, SIZE, TIMES, Playground, percent, printed
 
 
 def test_every_schedule_is_drawn_with_the_figures_of_the_command_line(playground: Playground):
@@ -200,87 +170,6 @@ def test_a_mistake_gives_one_message_beside_its_field(playground: Playground, fl
     assert playground.field(flag, pane).get_attribute("aria-invalid") == "true"
     playground.set(flag, right, pane)
     page.wait_for_selector(".message:visible", state="hidden")
-
-
-def test_saved_schedules_are_read_by_everyone(playground: Playground, tmp_path: Path):
-    page, expected = playground.page, generate("1f1b", 4, 8)
-    saved: dict[str, Path] = {}
-    for kind in ("json", "csv", "svg", "png", "trace"):
-        with page.expect_download() as download:
-            page.locator("[data-pane=a] .save").select_option(kind)
-        saved[kind] = tmp_path / download.value.suggested_filename
-        download.value.save_as(saved[kind])
-    assert [path.name for path in saved.values()] == [
-        "1f1b.json",
-        "1f1b.csv",
-        "1f1b.svg",
-        "1f1b.png",
-        "1f1b.trace.json",
-    ]
-    assert schedule_from_json(saved["json"].read_text()) == expected
-    validate(lower(schedule_from_json(saved["json"].read_text())))
-    assert schedule_from_pytorch_csv(saved["csv"].read_bytes().decode(), "1f1b") == expected
-    assert saved["svg"].read_text().startswith("<svg")
-    assert saved["png"].read_bytes().startswith(b"\x89PNG")
-    assert len(json.loads(saved["trace"].read_text())["traceEvents"]) > 64
-
-
-def test_a_profile_gives_the_costs(playground: Playground, tmp_path: Path):
-    costs = StageCosts.uniform(4, 3.5, 3, 2, 0.1, 4e6, -2e6, -2e6)
-    schedule = generate("zb-v", 2, 4)
-    (tmp_path / "profile.json").write_text(profile_to_json(Profile(schedule.placement, costs, 0.01, {})))
-    before = playground.num_drawn
-    playground.page.set_input_files("#open", tmp_path / "profile.json")
-    playground.wait_for_drawing(before)
-    assert playground.page.locator(".file").inner_text().split()[:3] == ["Costs", "from", "profile.json"]
-    assert playground.field("time-f").is_hidden()
-    flags = ["--schedule=auto", "--pipeline-size=2", "--num-microbatches=8", "--num-chunks=2", "--placement=v"]
-    expected = printed("simulate", *flags, f"--costs={tmp_path / 'profile.json'}")
-    assert playground.figures("a")["Bubble"] == percent(expected["bubble_rate"])
-
-
-def test_a_run_s_trace_is_dropped_and_compared_with_its_plan(playground: Playground):
-    timeline = simulate(generate("zb-h1", 4, 8), COSTS)
-    text = to_chrome_trace(timeline)
-    data = playground.page.evaluate_handle(
-        "text => { const data = new DataTransfer(); data.items.add(new File([text], 'run.trace.json')); return data; }",
-        text,
-    )
-    before = playground.num_drawn
-    playground.page.dispatch_event("body", "drop", {"dataTransfer": data})
-    playground.wait_for_drawing(before, 2)
-    assert playground.page.locator("[data-pane=a] strong.name").inner_text() == "run.trace.json"
-    assert playground.figures("a")["Bubble"] == percent(timeline.bubble_rate)
-    assert playground.figures("b")["Bubble"] != playground.figures("a")["Bubble"]
-
-
-def test_what_cannot_be_opened_is_refused_in_words(playground: Playground, tmp_path: Path):
-    (tmp_path / "notes.txt").write_text("hello")
-    playground.page.set_input_files("#open", tmp_path / "notes.txt")
-    playground.page.wait_for_selector("#notice:visible")
-    assert "'hello' is not an action" in playground.page.locator("#notice").inner_text()
-
-
-def test_a_link_holds_everything_files_too(playground: Playground, tmp_path: Path):
-    page = playground.page
-    (tmp_path / "own.json").write_text(schedule_to_json(generate("zb-h2", 4, 8)))
-    before = playground.num_drawn
-    page.set_input_files("#open", tmp_path / "own.json")
-    playground.wait_for_drawing(before, 2)
-    playground.set("memory-limit", "6.5", "b")
-    playground.set("time-w", "8,7,7,9")
-    expected = [playground.figures(pane) for pane in "ab"]
-    page.get_by_role("button", name="Copy link").click()
-    page.wait_for_selector("#share:text-is('Copied')")
-    link = page.evaluate("() => navigator.clipboard.readText()")
-    other = Playground(page.context.new_page(), playground.address)
-    other.open(link.removeprefix(playground.address))
-    other.wait_for_drawing(0, 2)
-    assert [other.figures(pane) for pane in "ab"] == expected
-    assert other.field("time-w").input_value() == "8,7,7,9"
-    assert other.page.locator("[data-pane=a] strong.name").inner_text() == "own.json"
-    other.page.close()
-    assert other.problems == []
 
 
 def test_only_the_newest_of_many_changes_is_drawn(playground: Playground):

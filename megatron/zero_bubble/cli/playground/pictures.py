@@ -42,8 +42,8 @@ def facts() -> dict[str, Any]:
                 "chunks": entry.num_chunks,
                 "takesChunks": entry.takes_num_chunks,
                 "takesPlacement": entry.takes_placement,
+                "usesCosts": entry.uses_costs,
                 "takesLimit": "memory_limit" in entry.options,
-                "plansRecomputation": entry.plans_recomputation,
                 "isSlow": entry.is_slow,
             }
             for entry in ENTRIES.values()

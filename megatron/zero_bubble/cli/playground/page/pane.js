@@ -8,8 +8,8 @@ export class Pane {
   constructor(letter, facts, view, { changed, save, remove }) {
     this.facts = facts;
     const groups = [
-      ['any costs', facts.schedules.filter(({ takesLimit, name }) => !takesLimit && !name.startsWith('zb-1p') && !name.startsWith('zb-2p'))],
-      ['planned from the costs', facts.schedules.filter(({ takesLimit, name }) => takesLimit || name === 'zb-1p' || name === 'zb-2p')],
+      ['for any costs', facts.schedules.filter(({ usesCosts }) => !usesCosts)],
+      ['planned from the costs', facts.schedules.filter(({ usesCosts }) => usesCosts)],
     ];
     this.select = h('select', { class: 'name', 'aria-label': `Schedule ${letter.toUpperCase()}`, 'aria-describedby': `message-${letter}`, onchange: () => changed('schedule', this.select.value) },
       groups.map(([label, entries]) => h('optgroup', { label }, entries.map(({ name, isSlow }) =>

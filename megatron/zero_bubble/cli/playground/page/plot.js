@@ -119,7 +119,7 @@ export class Plot {
     const y = this.y(figures.lost);
     const badge = (x) => [h('circle', { class: `mark ${letter}`, cx: x, cy: y, r: 11 }), h('text', { class: 'letter', x, y: y + 4, 'text-anchor': 'middle' }, letter.toUpperCase())];
     if (!isPlanned) return [h('g', {}, title(`${figures.schedule}: ${percent(figures.lost)} in ${figure(peak)} M_B`), badge(this.x(peak)))];
-    const limit = limitOf(pane) ?? (pane.schedule === 'auto' ? 2 * this.ranks : peak);
+    const limit = limitOf(pane) ?? peak;
     const x = this.x(limit);
     const set = (value) => this.changed(k, String(Math.max(0.25, Math.min(widest, Math.round(value * 4) / 4))));
     const steps = { ArrowLeft: -0.25, ArrowDown: -0.25, ArrowRight: 0.25, ArrowUp: 0.25, PageDown: -1, PageUp: 1 };
