@@ -6,5 +6,5 @@ cd "$(dirname "$0")/.."
 source examples/sample_model.sh
 
 exec python -m benchmarks.train --pipeline-size "$PIPELINE_SIZE" --num-microbatches "$NUM_MICROBATCHES" \
-    --peers megatron-core --schedule chosen --losses --rounds 2 --warmup 10 --iterations 20 "$@" -- \
+    --peers megatron-core --schedule chosen --losses --rounds 2 --warmup 10 --iterations 10 "$@" -- \
     "${GPT_MODEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${DATA_ARGS[@]}"

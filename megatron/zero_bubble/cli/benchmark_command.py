@@ -47,7 +47,7 @@ def benchmark(flags: BenchmarkFlags, peers: Sequence[Contestant] = ()) -> None:
     results = compare_trainings(flags, peers)
     table = train_table(results, markdown=flags.markdown)
     if flags.losses:
-        table += f"\n\n{loss_agreement(results)}"
+        table = f"{table.rstrip()}\n\n{loss_agreement(results)}\n"
     flags.deliver([one.as_json() for one in results], table)
     if flags.plot is not None:
         deliver(train_plot(results), flags.plot)
