@@ -8,6 +8,11 @@ from megatron.zero_bubble.schedule import names
 from tests.checked_flags import checked
 
 TENSOR_2 = {"--tensor-model-parallel-size": "2", "--pipeline-model-parallel-size": "2"}
+FULLY_SHARDED = {
+    "--use-torch-fsdp2": None,
+    "--untie-embeddings-and-output-weights": None,
+    "--zero-bubble-schedule": "zb-h1",
+}
 
 AT_LEAST_ONE = """
 num-layers hidden-size num-attention-heads seq-length micro-batch-size max-position-embeddings ffn-hidden-size
@@ -109,6 +114,40 @@ MISTAKES = {
     "instances that do not divide the replicas": (
         {"--num-distributed-optimizer-instances": "2", "--use-distributed-optimizer": None},
         "--num-distributed-optimizer-instances 2 must divide the 1 data- and context-parallel ranks",
+    ),
+    "keeping parameters that are not sharded": (
+        {"--torch-fsdp2-no-reshard-after-forward": None},
+        "--torch-fsdp2-no-reshard-after-forward needs --use-torch-fsdp2",
+    ),
+    "sharded gradients that are not sharded": (
+        {"--zero-bubble-reduce-every-microbatch": None},
+        "--zero-bubble-reduce-every-microbatch needs --use-torch-fsdp2",
+    ),
+    "fully sharded, tied embeddings": (
+        {"--use-torch-fsdp2": None, "--zero-bubble-schedule": "zb-h1"},
+        "--use-torch-fsdp2 needs --untie-embeddings-and-output-weights: FSDP cannot share a weight",
+    ),
+    "fully sharded, optimizer sharded again": (
+        FULLY_SHARDED | {"--use-distributed-optimizer": None},
+        "--use-distributed-optimizer does not work with --use-torch-fsdp2: it shards the optimizer too: leave it out",
+    ),
+    "fully sharded, checkpoints": (
+        FULLY_SHARDED | {"--save": "somewhere"},
+        "--save somewhere does not work with --use-torch-fsdp2: shards cannot be saved and loaded yet: leave it out",
+    ),
+    "fully sharded, fp16": (
+        FULLY_SHARDED | {"--fp16": None},
+        "--fp16 does not work with --use-torch-fsdp2: its loss scale is not shared by the shards: use --bf16",
+    ),
+    "fully sharded, post-validation": (
+        FULLY_SHARDED | {"--zero-bubble-post-validation": None},
+        "--zero-bubble-post-validation does not work with --use-torch-fsdp2: a step cannot be undone in a shard: use "
+        "--use-distributed-optimizer",
+    ),
+    "fully sharded, vocabulary shards": (
+        FULLY_SHARDED | {"--zero-bubble-vocabulary-parallel": "on"},
+        "--zero-bubble-vocabulary-parallel does not work with --use-torch-fsdp2: the vocabulary would be cut twice: "
+        "leave it out",
     ),
     "gathering parameters without sharding them": (
         {"--overlap-param-gather": None, "--overlap-grad-reduce": None},

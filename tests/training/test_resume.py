@@ -170,6 +170,7 @@ OPTIMIZERS = {
         "2",
         "--disable-bias-linear",
     ),
+    "instances": ("--use-distributed-optimizer", "--num-distributed-optimizer-instances", "2"),
     "sgd": ("--optimizer", "sgd", "--lr", "0.1"),
     "sgd-skipped": ("--optimizer", "sgd", "--lr", "0.1", *SKIPPED),
     "adam-skipped": SKIPPED,

@@ -42,6 +42,12 @@ class ParallelFlags:
     num_distributed_optimizer_instances: int = flag(
         "groups of data-parallel ranks that each hold the whole sharded state of --use-distributed-optimizer", 1
     )
+    use_torch_fsdp2: bool = flag(
+        "shard parameters, gradients and the optimizer's state over data-parallel ranks with torch's FSDP2", False
+    )
+    torch_fsdp2_no_reshard_after_forward: bool = flag(
+        "keep the parameters that --use-torch-fsdp2 has gathered until the end of the step", False
+    )
     overlap_grad_reduce: bool = flag("reduce gradients while the backward runs", False)
     overlap_param_gather: bool = flag("gather parameters while the forward runs", False)
     ddp_bucket_size: int | None = flag("parameters in a bucket of the gradient reduction", None)

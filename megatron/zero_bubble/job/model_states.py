@@ -23,7 +23,7 @@ def element_bytes(args: Any) -> int:
 
 @dataclass(frozen=True)
 class States:
-    """Bytes that a rank keeps for each parameter between iterations, and how ZeRO divides them among ranks.
+    """Bytes that a rank keeps for each parameter, how ZeRO divides them among replicas, and what these then exchange.
 
     ZeRO (Rajbhandari et al. 2020): the optimizer's part is divided among the d data-parallel ranks from stage 1 on,
     the gradients from stage 2, the parameters from stage 3; context-parallel ranks count as data-parallel ones. In
@@ -40,10 +40,17 @@ class States:
     zero_stage: int
     instances: int = 1
     """Groups of replicas that each hold the whole of what is divided."""
+    sums_whole_gradients: bool = False
+    """Whether gradients are divided only after they are summed over the microbatches of a step."""
+    keeps_shards: bool = False
+    """Whether a rank keeps its shard of parameters beside the whole ones of stage 2, as torch's FSDP2 does."""
 
     @classmethod
-    def of(cls, args: Any, zero_stage: int) -> States:
-        """Read Megatron's and our flags from the attributes of `args`."""
+    def of(cls, args: Any, zero_stage: int | None = None) -> States:
+        """Read Megatron's and our flags from the attributes of `args`; another `zero_stage` than theirs may be given.
+
+        Flags that came after Megatron-LM 0.9 or are the trainer's own may be missing.
+        """
         size = element_bytes(args)
         reduces_in_bf16 = getattr(args, "grad_reduce_in_bf16", False)
         in_fp32 = args.accumulate_allreduce_grads_in_fp32 or (args.bf16 and not reduces_in_bf16) or size == 4
@@ -51,17 +58,61 @@ class States:
         snapshot = args.zero_bubble_post_validation and args.zero_bubble_rollback != "inverse"
         copied = 4 + 4 * num_moments if snapshot and not args.zero_bubble_rollback_on_host else 0
         optimizer = (4 if size == 2 else 0) + 4 * num_moments + copied
-        instances = getattr(args, "num_distributed_optimizer_instances", 1)  # younger than Megatron-LM 0.9
-        return cls(size, 4 if in_fp32 else size, optimizer, zero_stage, instances)
+        flags_stage = _zero_stage(args)
+        is_fsdp = flags_stage >= 2 and zero_stage in (None, flags_stage)
+        return cls(
+            size,
+            4 if in_fp32 else size,
+            optimizer,
+            flags_stage if zero_stage is None else zero_stage,
+            getattr(args, "num_distributed_optimizer_instances", 1),
+            sums_whole_gradients=is_fsdp and not args.zero_bubble_reduce_every_microbatch,
+            keeps_shards=is_fsdp,
+        )
 
     def bytes_a_parameter(self, replicas: int) -> float:
-        """Return the bytes that one of `replicas` ranks holds for each parameter of its part of the model."""
-        shared = [self.zero_stage >= stage for stage in (3, 2, 1)]
-        parts = (self.parameter, self.gradient, self.optimizer)
-        replicas = max(1, replicas // self.instances)
-        return sum(part / replicas if is_shared else part for part, is_shared in zip(parts, shared, strict=True))
+        """Return the most bytes that one of `replicas` ranks holds in a step for each parameter of its model part.
+
+        Not counted are the layers that stage 3 has gathered at the moment.
+        """
+        shards = max(1, replicas // self.instances)
+        optimizer = self.optimizer / (shards if self.zero_stage >= 1 else 1)
+        gradient: float = self.gradient
+        if self.zero_stage >= 2 and not self.sums_whole_gradients:
+            # FSDP2 keeps reduced gradients in the parameters' type.
+            gradient = (self.parameter if self.keeps_shards else self.gradient) / shards
+        parameter = self.parameter / (shards if self.zero_stage >= 3 else 1)
+        if self.zero_stage == 2 and self.keeps_shards:
+            parameter += self.parameter / shards
+        return parameter + gradient + optimizer
+
+    def passes(self, num_microbatches: int) -> tuple[int, int]:
+        """Return how often a step sends all gradients, and all parameters, once round the replicas.
+
+        An all-reduce passes twice, a reduce-scatter and an all-gather once each. Stage 3 gathers parameters for the F
+        and for the B of every microbatch. Gradients that are not summed whole are reduced after every microbatch.
+        """
+        reductions = num_microbatches if self.zero_stage >= 2 and not self.sums_whole_gradients else 1
+        return [(2, 0), (1, 1), (reductions, 1), (reductions, 2 * num_microbatches)][self.zero_stage]
+
+    def sent_a_parameter(self, replicas: int, num_microbatches: int) -> float:
+        """Return the bytes that one of `replicas` ranks sends to others in a step for each parameter it works with.
+
+        A pass round d ranks sends the (d - 1) / d that are not the rank's own.
+        """
+        gradients, parameters = self.passes(num_microbatches)
+        shards = max(1, replicas // self.instances)
+        sent = (gradients * self.gradient + parameters * self.parameter) * (shards - 1) / shards
+        # Instances all-reduce the shards that their ranks have reduced.
+        return sent + 2 * self.gradient / shards * (self.instances - 1) / self.instances
 
     def of_rank(self, parameters: Parameters, replicas: int, expert_ranks: int) -> float:
         """Return the bytes of all states of a rank; `expert_ranks` of the `replicas` divide the experts among them."""
         expert = parameters.expert * self.bytes_a_parameter(max(1, replicas // expert_ranks))
         return parameters.dense * self.bytes_a_parameter(replicas) + expert
+
+
+def _zero_stage(args: Any) -> int:
+    if getattr(args, "use_torch_fsdp2", False):
+        return 2 if args.torch_fsdp2_no_reshard_after_forward else 3
+    return int(bool(getattr(args, "use_distributed_optimizer", False)))

@@ -36,5 +36,7 @@ def may_spread(flags: JobFlags, padded_vocab_size: int) -> bool | None:
     """Whether a layout that is searched spreads the vocabulary; None if the search may choose."""
     if flags.zero_bubble_vocabulary_parallel in ("on", "off"):
         return flags.vocabulary_parallel
+    if flags.use_torch_fsdp2:
+        return False
     ranks = flags.pipeline_model_parallel_size, flags.tensor_model_parallel_size
     return None if divides(padded_vocab_size, *ranks) and not flags.mtp_num_layers else False

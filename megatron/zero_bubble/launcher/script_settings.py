@@ -14,7 +14,7 @@ from megatron.zero_bubble.launcher.mistakes import LauncherError
 from megatron.zero_bubble.schedule import Placement
 
 _REFUSED = {
-    "use_torch_fsdp2": "it shards gradients, but W accumulates whole ones",
+    "use_torch_fsdp2": "Megatron-LM refuses it with pipelines, but pretrain_gpt.py of this project runs it",
     "use_megatron_fsdp": "it shards gradients, but W accumulates whole ones",
     "use_legacy_models": "its layers are not megatron-core's",
     "overlap_moe_expert_parallel_comm": "it brings its own pipeline schedule",

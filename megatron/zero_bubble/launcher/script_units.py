@@ -153,7 +153,7 @@ class ScriptUnits:
         microbatch = random_microbatch(
             arguments["vocab_size"], script.micro_batch_size, script.seq_length // groups.cp.size(), has_mask=has_mask
         )
-        states = States.of(Namespace(**{**_PRECISION, **vars(script), **vars(self._flags)}), self._zero_stage)
+        states = States.of(Namespace(**{**_PRECISION, **vars(script), **vars(self._flags)}))
         replicas = self._flags.data_parallel_size * groups.cp.size()
         expert_ranks = parallel_state.get_expert_model_parallel_world_size()
         models = UnitModels(
@@ -167,10 +167,6 @@ class ScriptUnits:
         specs = _layer_specs(arguments["transformer_layer_spec"])
         distinct = _distinct(specs)
         return models, [distinct.index(spec) for spec in specs] or [0] * script.num_layers
-
-    @property
-    def _zero_stage(self) -> int:
-        return int(bool(getattr(self._script, "use_distributed_optimizer", False)))
 
     def _arguments(self, setup: Call) -> Call:
         """Return the arguments with which the script constructs a `GPTModel` of all layers."""

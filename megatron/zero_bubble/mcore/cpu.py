@@ -33,6 +33,7 @@ def substitutions() -> Iterator[Substitution]:
     """Yield every substitution, in the order in which they are applied."""
     yield from _devices()
     yield from _streams()
+    yield from _meshes()
     yield from _random_state()
     yield from _tensors()
     yield from _experts()
@@ -93,6 +94,17 @@ def _devices() -> Iterator[Substitution]:
     yield Substitution(torch.cuda, "set_device", _nothing, "the CPU is always the current device")
     for name in ("range_push", "range_pop"):
         yield Substitution(torch.cuda.nvtx, name, _nothing, "profiler ranges need CUDA's library")
+
+
+def _meshes() -> Iterator[Substitution]:
+    from megatron.core.distributed import torch_fully_sharded_data_parallel as fsdp
+
+    class CpuMesh(fsdp.DeviceMesh):
+        @staticmethod
+        def from_group(group: Any, device_type: str, *args: Any, **kwargs: Any) -> Any:
+            return torch.distributed.DeviceMesh.from_group(group, "cpu", *args, **kwargs)
+
+    yield Substitution(fsdp, "DeviceMesh", CpuMesh, "its wrapper of FSDP makes a mesh of CUDA devices")
 
 
 def _streams() -> Iterator[Substitution]:

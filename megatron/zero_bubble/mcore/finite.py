@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.utils import unwrap_model
+from megatron.core.utils import to_local_if_dtensor, unwrap_model
 
 from megatron.zero_bubble.schedule import Placement
 
@@ -74,7 +74,8 @@ class FiniteCheck:
         self.steps_with: dist.ProcessGroup | None = None
         """The ranks that get the same norm and look for its cause together; None for all ranks."""
         for chunk in chunks:
-            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            # FSDP has no buckets.
+            for group in (*getattr(chunk, "bucket_groups", ()), *getattr(chunk, "expert_parallel_bucket_groups", ())):
                 # DDP calls this before it reduces gradients, if its config asks for a check.
                 group.check_grads = partial(self._record_norms, group)
 
@@ -152,7 +153,7 @@ class FiniteCheck:
         if norms and not any(map(_is_wrong, norms)):
             return None  # the value that is not finite comes from a replica
         for (stage, index), name, parameter in reversed(list(self._parameters())):
-            gradient = getattr(parameter, "main_grad", None)
+            gradient = getattr(parameter, "main_grad", parameter.grad)
             if gradient is not None and _is_wrong(gradient):
                 what = f"the gradient of {name} ({_value(gradient)})"
                 return _Finding(2, (-stage, -index), dist.get_rank(), what)
@@ -171,8 +172,8 @@ def _number_in_model(model: Any, number_in_chunk: re.Match[str]) -> str:
 
 
 def _is_wrong(tensor: torch.Tensor) -> bool:
-    return not bool(torch.isfinite(tensor).all())
+    return not bool(torch.isfinite(to_local_if_dtensor(tensor)).all())
 
 
 def _value(tensor: torch.Tensor) -> str:
-    return "nan" if bool(torch.isnan(tensor).any()) else "inf"
+    return "nan" if bool(torch.isnan(to_local_if_dtensor(tensor)).any()) else "inf"

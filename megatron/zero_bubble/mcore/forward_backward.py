@@ -15,6 +15,7 @@ from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker
 from megatron.core.utils import get_model_config, get_model_type
 
 from megatron.zero_bubble.mcore.checkpointed_blocks import split_checkpoints
+from megatron.zero_bubble.mcore.fully_sharded import fully_sharded
 from megatron.zero_bubble.mcore.multi_token import forget_losses
 from megatron.zero_bubble.mcore.post_validation import PostValidation
 from megatron.zero_bubble.mcore.recorded_call import ForwardStep
@@ -222,8 +223,14 @@ class MegatronStage:
     def release_output(self, output_tensor: torch.Tensor) -> None:
         mcore.deallocate_output_tensor(output_tensor, self._config.deallocate_pipeline_outputs)
 
+    def before_inputs(self, op: Op) -> None:
+        for chunk in fully_sharded(self.model_chunks[op.chunk : op.chunk + 1]):
+            chunk.gather_ahead(is_forward=op.kind is OpKind.F)
+
     def before_gradients(self, op: Op) -> None:
         self._grad_sync.enable(op.chunk, op.microbatch == self.num_microbatches - 1)
+        for chunk in fully_sharded(self.model_chunks[op.chunk : op.chunk + 1]):
+            chunk.before_gradients(is_fused=op.kind is OpKind.BW)
 
     def message_spec(self, op: Op) -> TensorSpec:
         """Describe a message to this rank: all have the same shape unless they vary."""
@@ -244,6 +251,8 @@ class MegatronStage:
         """Leave `no_sync`, as DDP expects between steps, and reduce the gradients, which are complete."""
         self._grad_sync.enable_all()
         self.finalize(self)
+        for chunk in fully_sharded(self.model_chunks):
+            chunk.free_gathered()
 
     def step(self) -> None:
         assert self.post_validation is not None

@@ -146,6 +146,8 @@ class _SplitLinear(torch.autograd.Function):
         tp_group: dist.ProcessGroup | None,
     ) -> torch.Tensor:
         ctx.weight_grad = weight_grad
+        # The saved tensor is another object than the parameter while something counts saved tensors by hooks.
+        ctx.weight = weight
         return LinearWithGradAccumulationAndAsyncCommunication.forward(
             ctx,
             input,
@@ -188,14 +190,14 @@ def _input_grad(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, torc
     saved_input, grad_output = saved_input.detach(), grad_output.detach()
     deferred = DeferredWeightGrad(
         ctx.weight_grad,
-        weight,
+        ctx.weight,
         saved_input,
         grad_output,
         ctx.gradient_accumulation_fusion,
         ctx.tp_group if ctx.sequence_parallel else None,
     )
     ctx.weight_grad.store.put(
-        deferred.run, held=(saved_input, grad_output), parameter=weight, start=deferred.start_to_gather
+        deferred.run, held=(saved_input, grad_output), parameter=ctx.weight, start=deferred.start_to_gather
     )
     if handle is not None:
         handle.wait()

@@ -23,7 +23,6 @@ class LayerWeightGrad:
     """Adds the weight gradients of one layer to its parameter and tells DDP when they are complete."""
 
     def __init__(self, weight: Any, store: WeightGradStore) -> None:
-        self._weight = weight
         self._hook: Callable[[], None] | None = None
         self._sum = MicrobatchSum()
         self._of_microbatch = -1
@@ -33,9 +32,9 @@ class LayerWeightGrad:
         # strong one would keep the model, its optimizer and its process groups in memory after their last use.
         this = weakref.ref(self)
 
-        def reduce(_: torch.Tensor) -> None:
+        def reduce(weight: torch.Tensor) -> None:
             if (layer := this()) is not None:
-                layer._reduce()
+                layer._reduce(weight)
 
         weight.register_post_accumulate_grad_hook(reduce)
 
@@ -50,18 +49,22 @@ class LayerWeightGrad:
         self._sum.num_missing += 1
         return self._sum
 
-    def accumulate(self, grad: torch.Tensor, into: MicrobatchSum) -> None:
-        """Add a term to the sum of a microbatch; once complete, add the sum to `weight.grad` and call DDP's hook."""
+    def accumulate(self, grad: torch.Tensor, into: MicrobatchSum, weight: torch.Tensor) -> None:
+        """Add a term to the sum of a microbatch; once complete, add the sum to `weight.grad` and call DDP's hook.
+
+        Args:
+            weight: what the forward multiplied with: the layer's parameter, or what replicas have gathered for it.
+        """
         total = into.add(grad)
         if total is None:
             return
-        assert self._hook is None or self._weight.grad is None, "a weight's gradient was computed twice"
-        self._weight.grad = total if self._weight.grad is None else self._weight.grad + total
-        self._reduce()
+        assert self._hook is None or weight.grad is None, "a weight's gradient was computed twice"
+        weight.grad = total if weight.grad is None else weight.grad + total
+        self._reduce(weight)
 
-    def _reduce(self) -> None:
+    def _reduce(self, weight: torch.Tensor) -> None:
         # Autograd also calls this after a B, when there is no gradient.
-        if self._hook is not None and self._weight.grad is not None:
+        if self._hook is not None and weight.grad is not None:
             self._hook()
 
 
@@ -115,9 +118,10 @@ class DeferredWeightGrad:
     def run(self) -> None:
         grad_output, whole_input = prepare_input_tensors_for_wgrad_compute(self._grad_output, self._whole_input())
         if self._is_fused:
-            self._layer.accumulate(add_to_main_grad(self._weight, whole_input, grad_output), self._sum)
+            grad = add_to_main_grad(self._weight, whole_input, grad_output)
         else:
-            self._layer.accumulate(grad_output.t().matmul(whole_input), self._sum)
+            grad = grad_output.t().matmul(whole_input)
+        self._layer.accumulate(grad, self._sum, self._weight)
 
     def _whole_input(self) -> torch.Tensor:
         if self._gathering is None:

@@ -168,6 +168,7 @@ class Executor:
         return next(later, self._num_ops), False
 
     def _forward(self, stage: Stage, op: Op) -> None:
+        stage.before_inputs(op)
         input_tensor = None
         if self._stages[op.chunk] > 0:
             input_tensor = self._incoming.pop((True, op.chunk, op.microbatch)).wait()
@@ -198,6 +199,7 @@ class Executor:
         self._recomputation.recompute(op.chunk, op.microbatch)
 
     def _backward(self, stage: Stage, op: Op) -> None:
+        stage.before_inputs(op)
         output_grad = None
         if self._stages[op.chunk] + 1 < self.schedule.num_stages:
             output_grad = self._incoming.pop((False, op.chunk, op.microbatch)).wait()

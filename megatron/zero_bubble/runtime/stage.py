@@ -41,6 +41,13 @@ class Stage(Protocol):
         """
         return
 
+    def before_inputs(self, op: Op) -> None:
+        """Prepare for an F, B or BW whose message may still be under way.
+
+        A stage without anything to prepare need not define it.
+        """
+        return
+
     def before_gradients(self, op: Op) -> None:
         """Prepare for a B, W or BW, the operations that add to parameters' gradients.
 

@@ -124,6 +124,11 @@ class TrainingFlags:
     accumulate_allreduce_grads_in_fp32: bool = flag(
         "accumulate and reduce gradients in fp32 (always with --bf16)", False
     )
+    zero_bubble_reduce_every_microbatch: bool = flag(
+        "reduce the gradients of --use-torch-fsdp2 after every W of a layer, not after its last: no rank then holds "
+        "whole gradients",
+        False,
+    )
     grad_reduce_in_bf16: bool = flag("accumulate and reduce gradients in bfloat16, with --bf16", False)
     no_check_for_nan_in_loss_and_grad: bool = flag(
         "continue if a loss, gradient or weight is not finite, instead of ending before the step; with an adaptive "

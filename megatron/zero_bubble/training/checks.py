@@ -27,6 +27,7 @@ from megatron.zero_bubble.training.between_iterations import check_between_itera
 from megatron.zero_bubble.training.defaults import completed
 from megatron.zero_bubble.training.output_checks import check_output
 from megatron.zero_bubble.training.run_length import check_learning_rate, check_length, with_iterations
+from megatron.zero_bubble.training.sharding_checks import check_fully_sharded
 from megatron.zero_bubble.training.size_checks import check_memory
 
 
@@ -52,6 +53,7 @@ def complete_and_check(
         check_implementation(flags)
         check_device_found(parsed, environment, Path("/dev"))
     _check_parallel(args, has_cuda)
+    check_fully_sharded(args)
     _check_batches(args)
     args = with_iterations(args)
     _check_training(args)

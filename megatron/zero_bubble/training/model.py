@@ -1,24 +1,23 @@
-"""Builds megatron-core's GPTModel and DDP from the flags."""
+"""Builds megatron-core's GPTModel from the flags."""
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.module import Float16Module
 
 from megatron.zero_bubble.mcore.checkpointed_blocks import checkpoint_every_layer
 from megatron.zero_bubble.mcore.layer_spec import block_spec, layer_spec, multi_token_spec
-from megatron.zero_bubble.mcore.linear import fuses_accumulation, split_weight_gradients
+from megatron.zero_bubble.mcore.linear import fuses_accumulation
 from megatron.zero_bubble.mcore.placed_layout import place_layout
 from megatron.zero_bubble.mcore.placement import chunk_groups, copy_tied_embedding
 from megatron.zero_bubble.mcore.transformer_engine import defer_weight_gradients
@@ -28,6 +27,7 @@ from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.schedule.errors import one_line
 from megatron.zero_bubble.training.arguments import TORCH_BACKENDS, Arguments
+from megatron.zero_bubble.training.replication import parameter_dtype, wrap_in_ddp
 
 
 @contextmanager
@@ -102,7 +102,8 @@ def transformer_config(args: Arguments, num_chunks: int, timers: Any) -> Transfo
         bias_dropout_fusion=torch.cuda.is_available(),
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        gradient_accumulation_fusion=fuses_accumulation() and not args.no_gradient_accumulation_fusion,
+        gradient_accumulation_fusion=fuses_accumulation()
+        and not (args.no_gradient_accumulation_fusion or args.use_torch_fsdp2),
         deallocate_pipeline_outputs=True,
         batch_p2p_comm=False,
         overlap_p2p_comm=False,
@@ -110,13 +111,6 @@ def transformer_config(args: Arguments, num_chunks: int, timers: Any) -> Transfo
         **attention,
         **gated,
     )
-
-
-def parameter_dtype(args: Arguments) -> torch.dtype:
-    """The data type in which the model computes."""
-    if args.bf16:
-        return torch.bfloat16
-    return torch.float16 if args.fp16 else torch.float32
 
 
 def build_model(
@@ -165,22 +159,6 @@ def build_model(
     return wrapped
 
 
-def wrap_in_ddp(
-    args: Arguments, config: TransformerConfig, chunks: Sequence[torch.nn.Module], store: WeightGradStore | None
-) -> list[DistributedDataParallel]:
-    """Wrap a rank's model chunks in megatron-core's DDP; with a `store`, split their linear layers before."""
-    if args.bf16 or args.fp16:
-        chunks = [Float16Module(config, chunk) for chunk in chunks]
-    if store is not None:
-        split_weight_gradients(chunks, store)
-    # As in Megatron-LM, only the first chunk's gradients are cut into buckets; other chunks have one bucket each.
-    ddp_config = _ddp_config(args, store is not None)
-    return [
-        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
-        for index, chunk in enumerate(chunks)
-    ]
-
-
 def _build_chunk(
     args: Arguments, config: TransformerConfig, placement: Placement, rank: int, chunk: int
 ) -> torch.nn.Module:
@@ -224,19 +202,3 @@ def build_gpt(
     for parameter in model.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     return model.cuda(torch.cuda.current_device())
-
-
-def _ddp_config(args: Arguments, splits_backward: bool) -> DistributedDataParallelConfig:
-    return DistributedDataParallelConfig(
-        grad_reduce_in_fp32=args.accumulate_allreduce_grads_in_fp32 or (args.bf16 and not args.grad_reduce_in_bf16),
-        overlap_grad_reduce=args.overlap_grad_reduce,
-        overlap_param_gather=args.overlap_param_gather,
-        use_distributed_optimizer=args.use_distributed_optimizer,
-        num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
-        fp8_param_gather=args.fp8_param_gather,
-        bucket_size=args.ddp_bucket_size,
-        # Checks before the reduction, after which no rank can tell which replica's gradient was not finite.
-        check_for_nan_in_grad=args.checks_finite and args.data_parallel_size * args.context_parallel_size > 1,
-        # With this setting DDP gives each layer its hook that accumulates and reduces a gradient; W calls the hook.
-        delay_wgrad_compute=splits_backward,
-    )

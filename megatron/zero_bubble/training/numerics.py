@@ -11,16 +11,20 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron.zero_bubble.mcore.fully_sharded import whole
 from megatron.zero_bubble.runtime.joint import on_rank
 from megatron.zero_bubble.training.progress import TrainingError
 
 
 def parameter_digest(chunks: Iterable[torch.nn.Module]) -> str:
-    """First 16 hex digits of the SHA-256 over the bytes of all parameters, in the order of the model's names."""
+    """First 16 hex digits of the SHA-256 over the bytes of all parameters, in the order of the model's names.
+
+    A collective call of the replicas if each holds a shard of the parameters.
+    """
     digest = hashlib.sha256()
     for chunk in chunks:
         for parameter in chunk.parameters():
-            digest.update(parameter.detach().reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
+            digest.update(whole(parameter.detach()).reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
 
 

@@ -29,7 +29,8 @@ from megatron.zero_bubble.schedule.model_costs import ModelCosts, with_states
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.data import DataConfig
 from megatron.zero_bubble.training.forward_step import make_forward_step
-from megatron.zero_bubble.training.model import build_gpt, parameter_dtype, transformer_config, wrap_in_ddp
+from megatron.zero_bubble.training.model import build_gpt, transformer_config
+from megatron.zero_bubble.training.replication import parameter_dtype, wrap_in_ddp
 
 
 def measured_costs(args: Arguments, data_config: DataConfig, seconds: float = SECONDS) -> ModelCosts:
@@ -62,7 +63,7 @@ def _kinds(args: Arguments) -> list[int]:
 
 
 def _unit_models(args: Arguments, data_config: DataConfig) -> UnitModels:
-    states = States.of(args, zero_stage=int(args.use_distributed_optimizer))
+    states = States.of(args)
     replicas = args.data_parallel_size * args.context_parallel_size
 
     def state_bytes(dense: int, expert: int) -> float:
@@ -98,6 +99,7 @@ def _build(args: Arguments, unit: Unit, store: WeightGradStore) -> DistributedDa
         args,
         use_distributed_optimizer=False,
         num_distributed_optimizer_instances=1,
+        use_torch_fsdp2=False,
         overlap_grad_reduce=False,
         overlap_param_gather=False,
     )

@@ -61,7 +61,7 @@ class EstimateFlags(ClusterFlags, TableFlags, FollowingFlags):
 
     zero_stage: int | None = flag(
         "what is sharded over data-parallel ranks: 1 the optimizer's states, 2 gradients too, 3 parameters too "
-        "(default: 1 with --use-distributed-optimizer, else 0)",
+        "(default: what --use-torch-fsdp2 and --use-distributed-optimizer say)",
         None,
         parse=at_least(0, 3),
         metavar="{0,1,2,3}",

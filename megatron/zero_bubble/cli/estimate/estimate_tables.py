@@ -25,6 +25,7 @@ def as_json(results: Results) -> dict[str, Any]:
         "parameters_per_rank": [sum(held) for held in rank_parameters(shown.args, placement)],
         "bytes_a_parameter": states.bytes_a_parameter(job.replicas),
         "zero_stage": states.zero_stage,
+        "bytes_sent_to_replicas": job.exchanged_bytes(placement),
         "num_microbatches": job.num_microbatches,
         "flops_per_iteration": flops_per_iteration(args, args.global_batch_size),
         "flops_of_a_microbatch": flops._asdict(),
@@ -73,12 +74,25 @@ def _head(job: EstimatedJob, placement: Placement) -> str:
         f"bytes a parameter: {states.parameter} + {states.gradient} for its gradient + {states.optimizer} for "
         f"{optimizer}; ZeRO stage {states.zero_stage} over {job.replicas} data- and context-parallel ranks leaves "
         f"{states.bytes_a_parameter(job.replicas):.4g}",
+        *_exchanged(job, placement),
         f"operations of an iteration: {flops_per_iteration(args, args.global_batch_size):.4g}; of a microbatch on a "
         f"tensor-parallel rank F : B : W{' : R' if flops.r else ''} = "
         + " : ".join(["1", *(f"{part / flops.f:.3f}" for part in flops[1:] if part)]),
         f"costs: {costs}; {job.num_microbatches} microbatches; the optimizer {waiting}",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _exchanged(job: EstimatedJob, placement: Placement) -> list[str]:
+    """Return the line on what replicas send each other, if there are several."""
+    if job.replicas == 1:
+        return []
+    gradients, parameters = job.states.passes(job.num_microbatches)
+    sent = job.exchanged_bytes(placement)
+    return [
+        f"replicas: each sends {gib(min(sent))} to {gib(max(sent))} GiB an iteration to the others, gradients "
+        f"{gradients} times and parameters {parameters} times round the ring"
+    ]
 
 
 def _schedules(found: list[Estimate], *, markdown: bool) -> str:

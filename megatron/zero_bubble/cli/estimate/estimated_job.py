@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.zero_bubble.cli.estimate.arguments import EstimateFlags
-from megatron.zero_bubble.cli.estimate.cluster import Cluster
+from megatron.zero_bubble.cli.estimate.cluster import Cluster, rank_parameters
 from megatron.zero_bubble.cli.trainings import complete_training
 from megatron.zero_bubble.job.job_flags import JobFlags
 from megatron.zero_bubble.job.model_states import States
@@ -51,6 +51,11 @@ class EstimatedJob:
         """Return the job with other values of these flags of its training, by name."""
         return replace(self, args=replace(self.args, **changed), flags=replace(self.flags, **changed))
 
+    def exchanged_bytes(self, placement: Placement) -> list[float]:
+        """Return the bytes that each pipeline rank sends to its replicas in an iteration."""
+        a_parameter = self.states.sent_a_parameter(self.replicas, self.num_microbatches)
+        return [sum(held) * a_parameter for held in rank_parameters(self.args, placement)]
+
     def awaited(self, placement: Placement) -> str | None:
         """Return what keeps iterations from overlapping under post-validation; None if nothing does."""
         return awaited_by_the_first_stage(self.flags, placement)
@@ -68,9 +73,6 @@ def job_of(flags: EstimateFlags) -> EstimatedJob:
         raise ValueError("schedules need --pipeline-model-parallel-size of at least 2")
     if args.mtp_num_layers is not None:
         raise ValueError("--mtp-num-layers is not supported: the cost of its layers is not estimated; leave it out")
-    stage = flags.zero_stage
-    if stage is None:
-        stage = int(args.use_distributed_optimizer)
     cluster = Cluster(
         memory=flags.device_memory,
         reserved=flags.reserved_memory,
@@ -79,7 +81,7 @@ def job_of(flags: EstimateFlags) -> EstimatedJob:
         latency=flags.interconnect_latency * 1e-6,
     )
     profile = _profile(flags.profile, settings.flags)
-    return EstimatedJob(args, settings.flags, cluster, States.of(args, stage), profile, flags.num_chunks)
+    return EstimatedJob(args, settings.flags, cluster, States.of(args, flags.zero_stage), profile, flags.num_chunks)
 
 
 def _with_stand_ins(flags: Sequence[str]) -> list[str]:

@@ -81,15 +81,14 @@ class Estimate:
 
     @property
     def reduction_ms(self) -> float:
-        """The exposed time of reducing the gradients of the fullest rank over its d replicas.
+        """The exposed time of what the fullest rank and its replicas exchange: gradients, and sharded parameters.
 
-        A ring moves 2 (d-1)/d times the bytes through every link. With --overlap-grad-reduce nothing is exposed.
+        With --overlap-grad-reduce, and with --use-torch-fsdp2, which overlaps by itself, nothing is exposed.
         """
-        args, replicas = self.job.args, self.job.replicas
-        if replicas == 1 or args.overlap_grad_reduce:
+        args = self.job.args
+        if self.job.replicas == 1 or args.overlap_grad_reduce or args.use_torch_fsdp2:
             return 0.0
-        parameters = max(sum(held) for held in rank_parameters(args, self.timeline.schedule.placement))
-        return self.job.cluster.message_ms(2 * (replicas - 1) / replicas * parameters * self.job.states.gradient)
+        return self.job.cluster.message_ms(max(self.job.exchanged_bytes(self.timeline.schedule.placement)))
 
     @cached_property
     def iteration_ms(self) -> float:

@@ -1,0 +1,205 @@
+"""Shards a chunk's parameters, gradients and optimizer state over replicas (ZeRO-2 and ZeRO-3) under any schedule.
+
+The sharding is torch's FSDP2, in megatron-core's wrapper. FSDP2 expects autograd to compute all gradients of a layer in
+its backward and reduces them there. Here W computes the gradients of weights, later and outside of autograd. So
+backward only accumulates, and a layer's gradients are reduced by hand after its last W of a step, as torch's own
+pipelines do it after the last backward. The sums are those of DDP, in the same order.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from megatron.core.distributed import TorchFullyShardedDataParallel, TorchFullyShardedDataParallelConfig
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+
+class FullyShardedChunk(TorchFullyShardedDataParallel):
+    """A model chunk of which every replica holds a shard, and gathers a layer's parameters for F and for B.
+
+    `split_weight_gradients` must have been called on the module.
+
+    Args:
+        module: the chunk, on its device, with all its parameters.
+        keeps_parameters: whether a layer's parameters, once gathered, stay until the end of the step (ZeRO-2).
+        reduces_every_microbatch: whether gradients are reduced after every W of a layer, so that no replica holds whole
+            ones; otherwise after the last of a step.
+        gradient_dtype: type in which gradients are summed over microbatches and replicas. The optimizer gets the sum in
+            the parameters' type, as FSDP2 has it.
+
+    Raises:
+        ValueError: a parameter's rows do not divide among the replicas.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        module: torch.nn.Module,
+        *,
+        keeps_parameters: bool,
+        reduces_every_microbatch: bool,
+        gradient_dtype: torch.dtype,
+    ) -> None:
+        hooks = _hooks_of_weights(module)
+        # Reduction begins layer by layer, while other layers' W are still to come.
+        ddp_config = TorchFullyShardedDataParallelConfig(
+            reshard_after_forward=not keeps_parameters,
+            delay_wgrad_compute=True,
+            overlap_grad_reduce=not reduces_every_microbatch,
+        )
+        super().__init__(config, ddp_config, module, sub_modules_to_wrap={TransformerLayer, LanguageModelEmbedding})
+        self._keeps_parameters, self._reduces_every_microbatch = keeps_parameters, reduces_every_microbatch
+        self._gradient_dtype = gradient_dtype
+        self._is_last_microbatch = True
+        self._num_ready: Counter[int] = Counter()
+        modules: list[Any] = [part for part in module.modules() if isinstance(part, FSDPModule)]
+        self._root, *layers = modules
+        self._layers = [layer for layer in layers if _group(layer) is not None]
+        self._groups = [group for part in modules if (group := _group(part)) is not None]
+        self._set_up_reduction()
+        self._set_up_gathering()
+        for group in self._groups:
+            weights = [parameter for parameter in group.fsdp_params if _place(parameter) in hooks]
+            for parameter in weights:
+                hooks[_place(parameter)](partial(self._add_weight_gradient, group, parameter, len(weights)))
+
+    def _set_up_reduction(self) -> None:
+        replicas = self.process_group.size()
+        for group in self._groups:
+            for parameter in group.fsdp_params:
+                rows = parameter._orig_size[0]
+                if rows % replicas:
+                    name = f"{type(parameter._module_info.module).__name__}.{parameter._module_info.param_name}"
+                    raise ValueError(f"the {rows} rows of {name} do not divide among {replicas} replicas")
+            group.mp_policy = MixedPrecisionPolicy(reduce_dtype=self._gradient_dtype)
+            for parameter in group.fsdp_params:
+                parameter.mp_policy = group.mp_policy
+        if self.config.calculate_per_token_loss:
+            # finalize_model_grads divides by the number of tokens, with `scale_gradients`.
+            for part in (self._root, *self._layers):
+                part.set_force_sum_reduction_for_comms(True)
+                part.set_gradient_divide_factor(1.0)
+        self._root.set_requires_gradient_sync(False)
+        self._root.set_is_last_backward(False)
+        self._root.set_reshard_after_backward(not self._keeps_parameters)
+        self._root._get_fsdp_state()._lazy_init()
+
+    def _set_up_gathering(self) -> None:
+        """Let each layer gather its successor's parameters before it computes.
+
+        By default FSDP takes the order of the last forwards, which here belong to other microbatches.
+        """
+        order = [self._root, *self._layers]
+        for before, after in pairwise(order):
+            before.set_modules_to_forward_prefetch([after])
+            after.set_modules_to_backward_prefetch([before])
+        self._root.set_modules_to_backward_prefetch(order[-1:])
+
+    def gather_ahead(self, *, is_forward: bool) -> None:
+        """Begin to gather what an F or B needs first, while it waits for its message."""
+        first = self._layers[:1] if is_forward else self._layers[-1:]
+        for part in (self._root, *first):
+            if (group := _group(part)) is not None:
+                group.unshard(async_op=True)
+
+    def before_gradients(self, *, is_fused: bool) -> None:
+        """Prepare for an operation that adds to gradients: a fused BW is reduced by FSDP itself, within backward."""
+        reduces = is_fused and (self._is_last_microbatch or self._reduces_every_microbatch)
+        if any(group.reduce_grads != reduces for group in self._groups):
+            self._root.set_requires_gradient_sync(reduces)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside the `with` block gradients are those of a microbatch before the last."""
+        self._is_last_microbatch = False
+        try:
+            yield
+        finally:
+            self._is_last_microbatch = True
+
+    def _add_weight_gradient(self, group: Any, parameter: Any, num_weights: int) -> None:
+        """Take the gradient that W has left on a gathered weight; reduce those of its layer when they are complete."""
+        gathered = parameter.unsharded_param
+        gradient, gathered.grad = gathered.grad, None
+        if parameter.unsharded_accumulated_grad is None:
+            parameter.unsharded_accumulated_grad = gradient.to(self._gradient_dtype)
+        else:
+            parameter.unsharded_accumulated_grad += gradient
+        if self._is_last_microbatch or self._reduces_every_microbatch:
+            self._num_ready[id(group)] += 1
+            if self._num_ready[id(group)] == num_weights:
+                del self._num_ready[id(group)]
+                self._reduce(group)
+
+    def _reduce(self, group: Any) -> None:
+        reduces, group.reduce_grads = group.reduce_grads, True
+        state = group._training_state
+        group.post_backward()
+        group.reduce_grads, group._training_state = reduces, state
+
+    def finish_grad_sync(self, *unused: Any, **also_unused: Any) -> None:
+        """Reduce what is not reduced yet, such as the embedding's gradients, and wait for all reductions.
+
+        `finalize_model_grads` calls it at the end of a step, of megatron-core's own schedule, too.
+        """
+        self._root.set_is_last_backward(True)
+        for group in reversed(self._groups):
+            self._reduce(group)
+        self._root._get_fsdp_state()._root_post_backward_final_callback()
+        self._root.set_is_last_backward(False)
+        self.free_gathered()
+
+    def free_gathered(self) -> None:
+        """Free parameters that are still gathered; called when neither F nor B will need them before they change."""
+        for part in (self._root, *self._layers):
+            part.reshard()
+
+    def gathered_tensors(self) -> Iterator[torch.Tensor]:
+        """Yield what this replica holds beside its shards now: gathered parameters and gradients not yet reduced."""
+        for group in self._groups:
+            for parameter in group.fsdp_params:
+                yield from parameter.all_gather_outputs
+                gathered = getattr(parameter, "_unsharded_param", None)
+                gradients = (parameter.unsharded_accumulated_grad, None if gathered is None else gathered.grad)
+                yield from (gradient for gradient in gradients if gradient is not None)
+
+    def scale_gradients(self, scaling_factor: float) -> None:
+        """Scale all gradients, which are reduced."""
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(scaling_factor)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor of which `tensor` may be this replica's shard; then a collective call of the replicas."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def fully_sharded(chunks: Sequence[torch.nn.Module]) -> list[FullyShardedChunk]:
+    """Return those of the chunks that are fully sharded."""
+    return [chunk for chunk in chunks if isinstance(chunk, FullyShardedChunk)]
+
+
+def _group(module: Any) -> Any:
+    return module._get_fsdp_state()._fsdp_param_group
+
+
+def _place(parameter: Any) -> tuple[int, str]:
+    """Return the module that holds the parameter, by its id, and the parameter's name there."""
+    return id(parameter._module_info.module), parameter._module_info.param_name
+
+
+def _hooks_of_weights(module: torch.nn.Module) -> dict[tuple[int, str], Callable[[Callable[[], None]], None]]:
+    """Return for each weight whose gradient W computes the function that sets what is called after each W."""
+    name = "register_wgrad_accumulation_and_reduce_hooks"
+    return {(id(layer), "weight"): getattr(layer, name) for layer in module.modules() if hasattr(layer, name)}

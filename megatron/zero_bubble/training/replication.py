@@ -1,0 +1,79 @@
+"""Wraps model chunks for data parallelism: whole on every replica in megatron-core's DDP, or fully sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+
+from megatron.zero_bubble.mcore.fully_sharded import FullyShardedChunk
+from megatron.zero_bubble.mcore.linear import split_weight_gradients
+from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
+from megatron.zero_bubble.training.arguments import Arguments
+
+
+def parameter_dtype(args: Arguments) -> torch.dtype:
+    """The data type in which the model computes."""
+    if args.bf16:
+        return torch.bfloat16
+    return torch.float16 if args.fp16 else torch.float32
+
+
+def reduces_in_fp32(args: Arguments) -> bool:
+    """Whether gradients accumulate and are reduced in fp32."""
+    return args.accumulate_allreduce_grads_in_fp32 or (args.bf16 and not args.grad_reduce_in_bf16)
+
+
+def wrap_in_ddp(
+    args: Arguments, config: TransformerConfig, chunks: Sequence[torch.nn.Module], store: WeightGradStore | None
+) -> list[Any]:
+    """Wrap a rank's model chunks in megatron-core's DDP or FSDP; with a `store`, split their linear layers before.
+
+    Raises:
+        ValueError: a parameter cannot be sharded.
+    """
+    if args.bf16 or args.fp16:
+        chunks = [Float16Module(config, chunk) for chunk in chunks]
+    if store is not None:
+        split_weight_gradients(chunks, store)
+    if args.use_torch_fsdp2:
+        return [_fully_sharded(args, config, chunk) for chunk in chunks]
+    # As in Megatron-LM, only the first chunk's gradients are cut into buckets; other chunks have one bucket each.
+    ddp_config = _ddp_config(args, store is not None)
+    return [
+        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
+
+
+def _fully_sharded(args: Arguments, config: TransformerConfig, chunk: torch.nn.Module) -> FullyShardedChunk:
+    try:
+        return FullyShardedChunk(
+            config,
+            chunk,
+            keeps_parameters=args.torch_fsdp2_no_reshard_after_forward,
+            reduces_every_microbatch=args.zero_bubble_reduce_every_microbatch,
+            gradient_dtype=torch.float32 if reduces_in_fp32(args) else parameter_dtype(args),
+        )
+    except ValueError as error:
+        raise ValueError(f"--use-torch-fsdp2: {error}") from error
+
+
+def _ddp_config(args: Arguments, splits_backward: bool) -> DistributedDataParallelConfig:
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=reduces_in_fp32(args),
+        overlap_grad_reduce=args.overlap_grad_reduce,
+        overlap_param_gather=args.overlap_param_gather,
+        use_distributed_optimizer=args.use_distributed_optimizer,
+        num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
+        fp8_param_gather=args.fp8_param_gather,
+        bucket_size=args.ddp_bucket_size,
+        # Checks before the reduction, after which no rank can tell which replica's gradient was not finite.
+        check_for_nan_in_grad=args.checks_finite and args.data_parallel_size * args.context_parallel_size > 1,
+        # With this setting DDP gives each layer its hook that accumulates and reduces a gradient; W calls the hook.
+        delay_wgrad_compute=splits_backward,
+    )
