@@ -10,6 +10,7 @@ import signal
 import sys
 import tempfile
 import webbrowser
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -68,3 +69,8 @@ class _Handler(SimpleHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Print nothing."""
+
+    def copyfile(self, source: Any, outputfile: Any) -> None:
+        """Send a file; a browser that closes the page while it loads is no error."""
+        with suppress(ConnectionError):
+            super().copyfile(source, outputfile)
