@@ -58,7 +58,7 @@ def test_a_wrong_gradient_is_found_and_told(monkeypatch, capsys):
     from megatron.zero_bubble.mcore.weight_grad import LayerWeightGrad
 
     accumulate = LayerWeightGrad.accumulate
-    monkeypatch.setattr(LayerWeightGrad, "accumulate", lambda self, grad, into: accumulate(self, grad * 1.01, into))
+    monkeypatch.setattr(LayerWeightGrad, "accumulate", lambda self, grad, *into: accumulate(self, grad * 1.01, *into))
     monkeypatch.setattr(numerics, "CASES", (("zb-h1", 2),))
     assert main(TRY) == 1
     assert "tensors differ" in capsys.readouterr().out

@@ -98,6 +98,9 @@ class ToyStage:
         self.released += 1
         output_tensor.data = torch.empty(1)
 
+    def before_inputs(self, op):
+        return
+
     def before_gradients(self, op):
         self.ran.append(op)
         if op.kind is OpKind.W:

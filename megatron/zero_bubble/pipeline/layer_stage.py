@@ -164,6 +164,9 @@ class LayerStage:
     def release_output(self, output: StageMessage) -> None:
         output.release()
 
+    def before_inputs(self, op: Op) -> None:
+        return
+
     def before_gradients(self, op: Op) -> None:
         return
 
