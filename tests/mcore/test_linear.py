@@ -166,9 +166,9 @@ def test_with_sequence_parallelism_the_next_layers_input_is_gathered_while_this_
         calls.append("gather")
         return Gathering(calls, whole, kept)
 
-    def multiply(self, grad, into):
+    def multiply(self, grad, *into):
         calls.append("multiplied")
-        accumulate(self, grad, into)
+        accumulate(self, grad, *into)
 
     accumulate = LayerWeightGrad.accumulate
     monkeypatch.setattr(dist, "all_gather_into_tensor", gather)

@@ -50,7 +50,7 @@ MEGATRON_HAS_TOO = """
 --use-mcore-models --train-samples --decoupled-lr --decoupled-min-lr --lr-decay-samples --lr-warmup-samples
 --grad-reduce-in-bf16 --manual-gc --manual-gc-interval --no-manual-gc-eval --empty-unused-memory-level
 --tiktoken-pattern --no-create-attention-mask-in-dataloader --no-mmap-bin-files --profile --use-pytorch-profiler
---profile-step-start --profile-step-end --profile-ranks
+--profile-step-start --profile-step-end --profile-ranks --use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward
 """
 """Names that are not ours to give another meaning."""
 

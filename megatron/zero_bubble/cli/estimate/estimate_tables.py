@@ -25,7 +25,7 @@ def as_json(results: Results) -> dict[str, Any]:
         "parameters_per_rank": [sum(held) for held in rank_parameters(shown.args, placement)],
         "bytes_a_parameter": states.bytes_a_parameter(job.replicas),
         "zero_stage": states.zero_stage,
-        "bytes_sent_to_replicas": job.exchanged_bytes(placement),
+        "bytes_sent_to_replicas": shown.exchanged_bytes(placement),
         "num_microbatches": job.num_microbatches,
         "flops_per_iteration": flops_per_iteration(args, args.global_batch_size),
         "flops_of_a_microbatch": flops._asdict(),
