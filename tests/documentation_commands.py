@@ -20,7 +20,7 @@ SKIPPED = {
     r"--(pipeline-size|num-microbatches|output-layers|time-f|num-chunks|output|timeline) [A-Z]+\b": (
         "has values for the reader to fill in"
     ),
-    r"^chrt|python -m benchmarks\.": "measures for minutes on a machine that does nothing else",
+    r"^chrt|-m benchmarks\.": "measures for minutes on a machine that does nothing else",
     r"benchmark --pipeline-size": "measures for minutes on a machine that does nothing else",
     r"sbatch |^make test-slurm": "needs Slurm: make test-slurm",
     r"^make (lint|test|test-rest|test-all|test-browser|docs|docs-check)\b": "is a check itself, which CI calls",

@@ -12,7 +12,8 @@ import torch
 from megatron.zero_bubble.mcore.layer_spec import LocalNorm
 from megatron.zero_bubble.training import optimization
 from megatron.zero_bubble.training.between_iterations import BetweenIterations
-from megatron.zero_bubble.training.model import _ddp_config, transformer_config
+from megatron.zero_bubble.training.model import transformer_config
+from megatron.zero_bubble.training.replication import _ddp_config
 from tests.checked_flags import checked
 
 

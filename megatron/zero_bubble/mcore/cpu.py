@@ -99,7 +99,7 @@ def _devices() -> Iterator[Substitution]:
 def _meshes() -> Iterator[Substitution]:
     from megatron.core.distributed import torch_fully_sharded_data_parallel as fsdp
 
-    class CpuMesh(fsdp.DeviceMesh):
+    class CpuMesh(torch.distributed.DeviceMesh):
         @staticmethod
         def from_group(group: Any, device_type: str, *args: Any, **kwargs: Any) -> Any:
             return torch.distributed.DeviceMesh.from_group(group, "cpu", *args, **kwargs)
