@@ -80,7 +80,7 @@ test-slurm: $(INSTALLED)
 # Skipped, with the reason, where there is no Chromium and apt-get does not give one.
 test-browser: $(INSTALLED) $(PYODIDE)
 	@command -v chromium >/dev/null || { apt-get update && apt-get install --yes --no-install-recommends chromium; } || true
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[browser]'
+	$(BIN)/pip install --quiet $(PIP_FLAGS) --editable '.[browser]'
 	$(BIN)/python -m pytest tests/browser $(FLAGS)
 
 # Pictures of the page at three widths, to be looked at; those of docs/playground.md are among them.

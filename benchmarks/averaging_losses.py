@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron.zero_bubble.cli.benchmark.training_turn import printed_losses
 from megatron.zero_bubble.cli.flag_values import at_least, positive
 from megatron.zero_bubble.cli.invocation import FollowingFlags, read_flags, run_command
 from megatron.zero_bubble.cli.output import deliver, table
@@ -33,7 +34,6 @@ from megatron.zero_bubble.job.flag_parser import flag
 from megatron.zero_bubble.schedule.draw import Series, to_plot
 
 _PROG = "benchmarks.averaging_losses"
-_LINE = re.compile(r" iteration +(\d+)/ *\d+ \|.* lm loss: (\S+) \|")
 _VALIDATION = re.compile(r" validation loss at iteration \d+ \| lm loss value: (\S+) \|")
 
 
@@ -51,10 +51,10 @@ class AveragingFlags(TableFlags, FollowingFlags):
 class Losses(NamedTuple):
     """Losses of one training."""
 
-    training: tuple[tuple[float, float], ...]
+    training: tuple[tuple[int, float], ...]
     """Iterations, each with the mean loss since the line before."""
     validation: float | None
-    """Of the last evaluation; None if there was none."""
+    """The loss of the last evaluation; None if there was none."""
 
 
 def train(flags: AveragingFlags, more: Sequence[str]) -> Losses:
@@ -69,7 +69,7 @@ def train(flags: AveragingFlags, more: Sequence[str]) -> Losses:
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if result.returncode != 0:
         raise RuntimeError(failure_reason(result.stderr) or f"a training ended with status {result.returncode}")
-    lines = tuple((float(match[1]), float(match[2])) for match in _LINE.finditer(result.stdout))
+    lines = printed_losses(result.stdout)
     if not lines:
         raise RuntimeError("a training printed no loss: choose a smaller --log-interval")
     validations = _VALIDATION.findall(result.stdout)

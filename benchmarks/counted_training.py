@@ -17,6 +17,7 @@ from megatron.zero_bubble.cli.output import table
 from megatron.zero_bubble.job.settings import JobSettings
 from megatron.zero_bubble.job.sharding import check_shards
 from megatron.zero_bubble.job.start_up import print_rank_0
+from megatron.zero_bubble.mcore.held_states import held_state_bytes
 from megatron.zero_bubble.mcore.vocabulary_stage import VocabularyStep
 from megatron.zero_bubble.mcore.vocabulary_weight import ShardWeight
 from megatron.zero_bubble.runtime.profiler import SavedTensorMeter
@@ -91,19 +92,6 @@ class CountedForwardBackward(ForwardBackward):
         return self.observer.start(self._num_steps, self.meter)
 
 
-def states(model: Sequence[torch.nn.Module], optimizer: Any) -> Iterator[torch.Tensor]:
-    """Yield all parameters, their gradients, and the optimizer's tensors."""
-    for parameter in chain.from_iterable(chunk.parameters() for chunk in model):
-        yield parameter
-        yield from (
-            gradient for name in ("main_grad", "grad") if (gradient := getattr(parameter, name, None)) is not None
-        )
-    for each in getattr(optimizer, "chained_optimizers", [optimizer]):
-        yield from chain.from_iterable(group["params"] for group in each.optimizer.param_groups)
-        for state in each.optimizer.state.values():
-            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
-
-
 def train(flags: Sequence[str], prog: str) -> None:
     """Train with pretrain_gpt.py's `flags`, and print what every rank of the first pipeline held at its peak.
 
@@ -148,7 +136,7 @@ def _train(args: Arguments, job: JobSettings, data_config: Any, tokenizer: Any, 
     )
     trainer.train()
     assert forward_backward.meter is not None
-    _print_peaks(num_bytes(states(model, optimizer)), forward_backward.meter.peak)
+    _print_peaks(held_state_bytes(model, optimizer), forward_backward.meter.peak)
     trainer.close()
 
 

@@ -7,13 +7,22 @@ memory limit of `auto`. Times are from the change to the drawing on the page.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shutil
+import signal
 import statistics
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from typing import Any
 
 from playwright.sync_api import Page, sync_playwright
 
 from megatron.zero_bubble.cli.output import table
-from tests.browser.opened_page import chromium_options, served
+
+CHROMIUM = shutil.which("chromium")
 
 _STATE = (
     "#pipeline-size=8&num-microbatches=32&time-f=10&time-b=9&time-w=7&time-comm=0.3&a.schedule={}&a.memory-limit={}"
@@ -29,6 +38,23 @@ _CHANGE = """
 })
 """
 _TIME, _LIMIT = "aside [data-flag=time-f] input", "[data-pane=a] [data-flag=memory-limit] input"
+
+
+@contextlib.contextmanager
+def served() -> Iterator[str]:
+    """Serve the page with `zero-bubble playground`; its address."""
+    command = [sys.executable, "-m", "megatron.zero_bubble.cli", "playground", "--no-browser"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        words = server.stdout.readline().split()
+        yield next(word for word in words if word.startswith("http"))
+        server.send_signal(signal.SIGINT)
+        assert server.wait(30) == 130
+
+
+def chromium_options() -> dict[str, Any]:
+    """How to start the system's Chromium; as root it cannot have a sandbox."""
+    return {"executable_path": CHROMIUM, "args": ["--no-sandbox"] if os.geteuid() == 0 else []}
 
 
 def main() -> None:

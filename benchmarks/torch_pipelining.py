@@ -14,6 +14,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from megatron.zero_bubble.mcore.placement import finalize_gradients
+from megatron.zero_bubble.runtime.device import own_device
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.data import Batch, DataConfig, get_batch
@@ -140,7 +141,7 @@ class _Stage(torch.nn.Module):
 
     def for_pipelining(self, args: Arguments, config: Any) -> PipelineStage:
         """Return the `PipelineStage`, with its shapes given so that the runtime need not run the stage to find them."""
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        device = own_device()
         batch, sequence = args.micro_batch_size, args.seq_length
         tokens = torch.zeros(batch, sequence, dtype=torch.int64, device=device)
         hidden = torch.zeros(sequence, batch, args.hidden_size, dtype=config.pipeline_dtype, device=device)

@@ -61,6 +61,13 @@ def test_a_file_imports_only_from_its_own_layer_and_below(layer, path, package):
     assert not wrong, f"{path.name} of {layer} must not import {wrong}"
 
 
+@pytest.mark.parametrize("folder", ["benchmarks", "tools"])
+def test_programs_beside_the_package_do_not_import_the_tests(folder):
+    imports = {path: imports_of(path, folder) for path in (ROOT / folder).glob("*.py")}
+    wrong = {path.name for path, modules in imports.items() if any(within(module, "tests") for module in modules)}
+    assert not wrong
+
+
 def test_the_launcher_s_program_imports_nothing_but_the_launcher():
     imports = imports_of(ROOT / "megatron" / "zero_bubble" / "__main__.py", PACKAGE)
     ours = {module for module in imports if within(module, PACKAGE)}

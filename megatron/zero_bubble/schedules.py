@@ -43,6 +43,7 @@ from megatron.zero_bubble.runtime.channel_memory import (
     open_channels,
 )
 from megatron.zero_bubble.runtime.communicator import TensorSpec, TorchCommunicator
+from megatron.zero_bubble.runtime.device import own_device
 from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.observer import StepObserver
 from megatron.zero_bubble.runtime.profiler import measure_edges, memory_meter
@@ -134,22 +135,22 @@ class ForwardBackward:
         self._recomputation_store = None if plan.recompute is Recompute.NONE else RecomputationStore()
         self._post_validation = post_validation
         self._open_channels = partial(
-            open_channels, communicator, device=_device(), timeout=timeout, report=report_channels
+            open_channels, communicator, device=own_device(), timeout=timeout, report=report_channels
         )
         self._communicator: ChannelCommunicator | VariableChannels | None = None
         self._shapes_vary = False
         self._spec: TensorSpec | None = None
-        self._open_vocabulary = partial(open_vocabulary, device=_device(), timeout=timeout)
+        self._open_vocabulary = partial(open_vocabulary, device=own_device(), timeout=timeout)
         self._vocabulary: VocabularyRun | None = None
         self._rank = parallel_state.get_pipeline_model_parallel_rank()
         self._num_calls, self._num_steps = 0, 0
-        self._is_to_warm_up = _device().type == "cuda" if warms_up is None else warms_up
+        self._is_to_warm_up = own_device().type == "cuda" if warms_up is None else warms_up
         self._last_executor: Executor | None = None
         self._is_in_step = False
-        self.observer = StepObserver(device_clock(_device()))
+        self.observer = StepObserver(device_clock(own_device()))
         replanner = None
         if planning is not None:
-            replanner = Replanner(plan, planning, self._rank, self.observer, self._measure_edges, report, _device())
+            replanner = Replanner(plan, planning, self._rank, self.observer, self._measure_edges, report, own_device())
         self._running = RunningPlan(plan, replanner, self._make_executor, post_validation=post_validation is not None)
 
     @property
@@ -266,7 +267,7 @@ class ForwardBackward:
             output_shape=tuple(shapes[0]),
             shapes_vary=self._shapes_vary,
             cp_group_size=groups.cp.size(),
-            device=_device(),
+            device=own_device(),
             forward_only=forward_only,
             collect_non_loss_data=collect_non_loss_data,
             first_val_step=first_val_step,
@@ -334,7 +335,7 @@ class ForwardBackward:
         self._num_steps += 1
         meter = None
         if self._running.measures_memory(self._num_steps):
-            meter = memory_meter(_device(), self._store, None if vocabulary is None else vocabulary.kept_bytes)
+            meter = memory_meter(own_device(), self._store, None if vocabulary is None else vocabulary.kept_bytes)
         return self.observer.start(self._num_steps, meter)
 
     def _measure_edges(self) -> dict[int, float]:
@@ -363,9 +364,3 @@ class ForwardBackward:
             tail_by_parameter=tail_by_parameter,
             exchange_lane=None if self._vocabulary is None else self._vocabulary.lane,
         )
-
-
-def _device() -> torch.device:
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")

@@ -8,8 +8,9 @@ import pytest
 
 playwright = pytest.importorskip("playwright.sync_api", reason="make test-browser installs playwright")
 
+from benchmarks.playground_times import CHROMIUM, chromium_options, served  # noqa: E402
 from megatron.zero_bubble.cli.playground.site_files import PYODIDE  # noqa: E402
-from tests.browser.opened_page import CHROMIUM, Playground, chromium_options, served  # noqa: E402
+from tests.browser.opened_page import Playground  # noqa: E402
 
 if CHROMIUM is None:
     pytest.skip("there is no Chromium: apt-get install chromium", allow_module_level=True)

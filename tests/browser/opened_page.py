@@ -5,22 +5,14 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
-import shutil
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from typing import Any
 
 from playwright.sync_api import Locator, Page
 
 from megatron.zero_bubble.cli import schedule_command
 from megatron.zero_bubble.schedule import StageCosts
-from tests.launch import ROOT
 
-CHROMIUM = shutil.which("chromium")
 PATIENCE = 120.0
 """Seconds to wait for anything: a machine that does other work too is slow."""
 
@@ -41,23 +33,6 @@ def printed(command: str, *flags: str) -> Any:
 
 def percent(fraction: float) -> str:
     return f"{100 * fraction:.2f}%"
-
-
-@contextlib.contextmanager
-def served() -> Iterator[str]:
-    """Serve the page with `zero-bubble playground`; its address."""
-    command = [sys.executable, "-m", "megatron.zero_bubble.cli", "playground", "--no-browser"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        words = server.stdout.readline().split()
-        yield next(word for word in words if word.startswith("http"))
-        server.send_signal(signal.SIGINT)
-        assert server.wait(30) == 130
-
-
-def chromium_options() -> dict[str, Any]:
-    """How to start the system's Chromium; as root it cannot have a sandbox."""
-    return {"executable_path": CHROMIUM, "args": ["--no-sandbox"] if os.geteuid() == 0 else []}
 
 
 class Playground:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from playwright.sync_api import Page, sync_playwright
 
-from tests.browser.opened_page import Playground, chromium_options, served
+from benchmarks.playground_times import chromium_options, served
+from tests.browser.opened_page import Playground
 from tests.launch import ROOT
 
 _FOLDER = ROOT / "build" / "screenshots"

@@ -30,7 +30,7 @@ LAYOUTS = {
     ),
     "V": ("--pipeline-model-parallel-size", "2", "--zero-bubble-schedule", "zb-v"),
 }
-"""Of two replicas on four ranks."""
+"""Flags of layouts that make two replicas of four ranks."""
 SHORT = (*TINY_GPT, "--global-batch-size", "4", "--eval-iters", "0", *SGD, "--train-iters", "10")
 POST = (*LOCAL, "--hierarchical-sgd-warmup", "2", "--zero-bubble-schedule", "zb-2p", "--clip-grad", "0.5", "--bf16")
 

@@ -156,6 +156,11 @@ class ZeroBubbleFlags:
         """Whether the flags ask for a zero-bubble schedule; otherwise megatron-core's own schedule runs."""
         return self.zero_bubble or self.zero_bubble_schedule is not None
 
+    @property
+    def vocabulary_parallel(self) -> bool:
+        """Whether embedding and output layer are spread over all pipeline ranks, as far as that is decided."""
+        return self.zero_bubble_vocabulary_parallel == "on"
+
 
 def flag_name(name: str) -> str:
     """The flag of a field as the user writes it: `num_layers` becomes `--num-layers`."""

@@ -105,11 +105,6 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
         return self.zero_bubble_post_validation and self.untie_embeddings_and_output_weights
 
     @property
-    def vocabulary_parallel(self) -> bool:
-        """Whether embedding and output layer are spread over all pipeline ranks, as far as that is decided."""
-        return self.zero_bubble_vocabulary_parallel == "on"
-
-    @property
     def has_own_limit(self) -> bool:
         """Whether the schedule fixes its own memory; other schedules use all that the memory limit allows."""
         entry = ENTRIES.get(self.schedule or "")

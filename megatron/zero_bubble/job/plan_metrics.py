@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from megatron.zero_bubble.runtime.replanner import Report
-from megatron.zero_bubble.schedule import Timeline, simulate
+from megatron.zero_bubble.schedule import Timeline
 from megatron.zero_bubble.schedule.analysis import causes
 from megatron.zero_bubble.schedule.draw import to_svg
 from megatron.zero_bubble.schedule.draw.palette import fill_of, is_dark
@@ -26,7 +26,7 @@ def write_plan(report: Report, iteration: int, tensorboard: Any | None, wandb_ru
     """
     if tensorboard is None and wandb_run is None:
         return
-    timeline = simulate(report.prediction.schedule, report.prediction.profile.costs)
+    timeline = report.prediction.timeline
     scalars = cause_scalars(timeline)
     if tensorboard is not None:
         for tag, value in scalars.items():

@@ -7,7 +7,6 @@ from datetime import timedelta
 from functools import wraps
 from typing import Any
 
-import torch
 from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer
 
@@ -15,6 +14,7 @@ from megatron.zero_bubble.job.hierarchy_flags import FLAG
 from megatron.zero_bubble.job.settings import JobSettings
 from megatron.zero_bubble.job.start_up import print_rank_0
 from megatron.zero_bubble.mcore.replica_averaging import ReplicaAveraging
+from megatron.zero_bubble.runtime.device import own_device
 from megatron.zero_bubble.runtime.recorder import device_clock
 from megatron.zero_bubble.runtime.replica_waits import ReplicaWaits, Waits
 from megatron.zero_bubble.schedule.hierarchy import Hierarchy
@@ -54,7 +54,7 @@ class Replicas:
                 raise ValueError(f"{FLAG} {job.flags.hierarchical_sgd}: {error}") from error
             print_rank_0(describe_hierarchy(job.hierarchy))
         group = parallel_state.get_data_parallel_group()
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        device = own_device()
         self._num_replicas = group.size()
         self._waits = ReplicaWaits(group, device_clock(device), device)
         for chunk in chunks:

@@ -7,11 +7,11 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 
 from megatron.zero_bubble.job.environment import host_name
 from megatron.zero_bubble.job.job_flags import JobFlags
+from megatron.zero_bubble.runtime.device import own_device
 from megatron.zero_bubble.runtime.watchdog import RankState, Stall, Watchdog
 
 if TYPE_CHECKING:
@@ -44,7 +44,6 @@ def open_watchdog(flags: JobFlags, forward_backward: ForwardBackward, program: s
     timeout = stall_timeout(flags)
     if timeout == 0:
         return None
-    cuda = torch.cuda.is_available()
     return Watchdog(
         store=dist.distributed_c10d._get_default_store(),
         rank=flags.rank,
@@ -54,7 +53,7 @@ def open_watchdog(flags: JobFlags, forward_backward: ForwardBackward, program: s
         report=lambda stall: print(f"{program}: error: {describe(stall)}", file=sys.stderr, flush=True),
         leave=_leave,
         host=host_name(os.environ),
-        device=torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"),
+        device=own_device(),
     )
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron.zero_bubble.job.flags import flag_name
 from megatron.zero_bubble.job.hierarchy_flags import FLAG
 from megatron.zero_bubble.job.replicas import Replicas, wait_fields
 from megatron.zero_bubble.job.settings import JobSettings
@@ -46,7 +47,7 @@ class ScriptReplicas:
             return
         for name, reason in _REFUSED.items():
             if getattr(script, name, None):
-                raise LauncherError(f"{FLAG} does not work with --{name.replace('_', '-')}: {reason}")
+                raise LauncherError(f"{FLAG} does not work with {flag_name(name)}: {reason}")
         if getattr(script, "rerun_mode", "disabled") != "disabled":
             print_rank_0(
                 f" > {FLAG}: with --rerun-mode {script.rerun_mode} all ranks wait for each other in every iteration; "

@@ -146,7 +146,7 @@ class LateSteps:
         return was_wrong
 
     def step(self, optimizer: torch.optim.Optimizer, max_norm: float, norms: list[LayerNorm]) -> None:
-        """StepReport to the other ranks and step, unless this rank alone knows already that a step would be wrong.
+        """Report to the other ranks and step, unless this rank alone knows already that a step would be wrong.
 
         Args:
             norms: of this rank's gradients, which are complete.

@@ -15,9 +15,9 @@ class Summary:
     layout: StageLayout
     num_microbatches: int
     unsplit: Unsplit
-    """Of all ranks."""
+    """The parameters of all ranks whose W stays in B, counted by class of layer."""
     num_parameters: int
-    """Of all ranks."""
+    """The number of all ranks' parameters."""
 
     @property
     def unsplit_share(self) -> float:

@@ -23,22 +23,23 @@ class Prediction:
     """What the run recomputes, which 1F1B is compared by."""
 
     @cached_property
-    def _timeline(self) -> Timeline:
+    def timeline(self) -> Timeline:
+        """The simulation of the schedule."""
         return simulate(self.schedule, self.profile.costs)
 
     @property
     def idle(self) -> Idle:
-        return self._timeline.idle
+        return self.timeline.idle
 
     @property
     def milliseconds(self) -> float:
         """Predicted time from the first operation anywhere to the last."""
-        return self._timeline.makespan
+        return self.timeline.makespan
 
     @property
     def peak_bytes(self) -> tuple[float, ...]:
         """Predicted peak memory of each rank's activations."""
-        return self._timeline.peak_memory
+        return self.timeline.peak_memory
 
     @cached_property
     def speed_up(self) -> float:
@@ -51,4 +52,4 @@ class Prediction:
         if self.recompute is Recompute.FULL:
             costs = costs.recomputing_in_backward()
         baseline = simulate(generate("1f1b", self.schedule.num_ranks, self.schedule.num_microbatches), costs)
-        return baseline.cost / self._timeline.cost
+        return baseline.cost / self.timeline.cost

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megatron.zero_bubble.job.flags import flag_name
 from megatron.zero_bubble.training.arguments import Arguments
 
 
@@ -20,7 +21,7 @@ def check_between_iterations(args: Arguments) -> None:
     """
     for name in ("manual_gc_interval", "no_manual_gc_eval"):
         if getattr(args, name) and not args.manual_gc:
-            raise ValueError(f"--{name.replace('_', '-')} needs --manual-gc")
+            raise ValueError(f"{flag_name(name)} needs --manual-gc")
     if not args.profile:
         if args.use_pytorch_profiler:
             raise ValueError("--use-pytorch-profiler needs --profile")

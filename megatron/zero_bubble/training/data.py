@@ -23,6 +23,7 @@ from megatron.core.datasets.utils import Split
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 from megatron.core.utils import get_batch_on_this_cp_rank
 
+from megatron.zero_bubble.runtime.device import own_device
 from megatron.zero_bubble.schedule.errors import one_line
 from megatron.zero_bubble.training.data_config import DataConfig
 from megatron.zero_bubble.training.data_files import fingerprint
@@ -116,7 +117,7 @@ def _by_split(num_samples: tuple[int, int, int]) -> str:
 
 def _agree_on_lengths(lengths: list[int]) -> tuple[int, int, int]:
     """Broadcast the lengths of the splits from global rank 0 to every rank."""
-    tensor = torch.tensor(lengths, dtype=torch.int64, device=_device())
+    tensor = torch.tensor(lengths, dtype=torch.int64, device=own_device())
     torch.distributed.broadcast(tensor, src=0)
     train, valid, test = tensor.tolist()
     return train, valid, test
@@ -193,7 +194,7 @@ def _read(data_iterator: Iterator[dict[str, torch.Tensor]] | None, keys: list[st
         sample = next(data_iterator)
     except StopIteration:
         raise RuntimeError("the data ended, although the check at the start found enough for the whole run") from None
-    return {key: sample[key].to(_device(), non_blocking=True) for key in keys}
+    return {key: sample[key].to(own_device(), non_blocking=True) for key in keys}
 
 
 def _empty(config: DataConfig, keys: list[str]) -> dict[str, torch.Tensor]:
@@ -202,9 +203,6 @@ def _empty(config: DataConfig, keys: list[str]) -> dict[str, torch.Tensor]:
     dtypes = {"attention_mask": torch.bool, "loss_mask": torch.float32}
     plain = (config.micro_batch_size, config.seq_length)
     return {
-        key: torch.empty(shapes.get(key, plain), dtype=dtypes.get(key, torch.int64), device=_device()) for key in keys
+        key: torch.empty(shapes.get(key, plain), dtype=dtypes.get(key, torch.int64), device=own_device())
+        for key in keys
     }
-
-
-def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

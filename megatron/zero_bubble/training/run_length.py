@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from megatron.zero_bubble.job.flags import flag_name
 from megatron.zero_bubble.training.arguments import Arguments
 
 
@@ -78,8 +79,8 @@ def check_length(args: Arguments) -> None:
     given, counted = ("--train-samples", "samples") if args.train_samples else ("--train-iters", "iters")
     for name in other:
         if value := getattr(args, name):
-            flag, instead = f"--{name.replace('_', '-')}", f"--{'-'.join(name.split('_')[:2])}-{counted}"
-            raise ValueError(f"{flag} {value}: with {given} give {instead} instead")
+            instead = flag_name(f"{name.rpartition('_')[0]}_{counted}")
+            raise ValueError(f"{flag_name(name)} {value}: with {given} give {instead} instead")
 
 
 def check_learning_rate(args: Arguments) -> None:

@@ -81,7 +81,7 @@ def gather(flags: BenchmarkFlags, has_cuda: bool, peers: Sequence[Contestant] = 
             continue
         if one.name == BASELINE:
             args = finished
-        contestants.append(replace(one, spreads_vocabulary=finished.zero_bubble_vocabulary_parallel == "on"))
+        contestants.append(replace(one, spreads_vocabulary=finished.vocabulary_parallel))
     return Competition(tuple(contestants), tuple(shared), args)
 
 

@@ -44,6 +44,11 @@ class Turn:
     """Placement and layers of the stages that the training chose; None if it chose none."""
 
 
+def printed_losses(text: str) -> tuple[tuple[int, float], ...]:
+    """Return the iteration of every line of a training's log, with the mean loss since the line before."""
+    return tuple((int(iteration), float(loss)) for iteration, loss in _LOSS.findall(text))
+
+
 def read_log(text: str, warmup: int, resident_bytes: float) -> Turn:
     """Read the measurements of the iterations after the `warmup`th from a training's log.
 
@@ -67,7 +72,7 @@ def read_log(text: str, warmup: int, resident_bytes: float) -> Turn:
         float(predicted[1]) / 100 if predicted else None,
         float(planned[-1]) if planned else None,
         max(memory, default=resident_bytes),
-        tuple((int(iteration), float(loss)) for iteration, loss in _LOSS.findall(text)),
+        printed_losses(text),
         f"{layout[1]} {layout[2]}" if layout else None,
     )
 

@@ -32,18 +32,13 @@ class Cluster:
         return 1e3 * (self.latency + num_bytes / self.bandwidth)
 
 
-def spreads_vocabulary(args: Arguments) -> bool:
-    """Return whether every rank has a shard of embedding and output layer, and no stage the whole."""
-    return args.zero_bubble_vocabulary_parallel == "on"
-
-
 def stages_of(args: Arguments, placement: Placement) -> list[StageLayers]:
     """Return the part of the model in every stage, in model order.
 
     Raises:
         ValueError: the layers cannot be cut into these stages.
     """
-    last, is_whole = placement.num_stages - 1, not spreads_vocabulary(args)
+    last, is_whole = placement.num_stages - 1, not args.vocabulary_parallel
     layers = _layers_of(args, placement)
     return [StageLayers(count, stage == 0, stage == last, is_whole) for stage, count in enumerate(layers)]
 
@@ -60,7 +55,7 @@ def _layers_of(args: Arguments, placement: Placement) -> Sequence[int]:
 def rank_parameters(args: Arguments, placement: Placement) -> list[Parameters]:
     """Return the parameters of every pipeline rank, its chunks and its vocabulary shard added up."""
     shard = Parameters(0, 0)
-    if spreads_vocabulary(args):
+    if args.vocabulary_parallel:
         tables = 2 if args.untie_embeddings_and_output_weights else 1
         shard = Parameters(tables * vocabulary_table(args) // placement.num_ranks, 0)
     ranks = [shard] * placement.num_ranks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.zero_bubble.cli.estimate.cluster import rank_parameters, spreads_vocabulary
+from megatron.zero_bubble.cli.estimate.cluster import rank_parameters
 from megatron.zero_bubble.cli.estimate.estimated_job import EstimatedJob
 from megatron.zero_bubble.cli.estimate.notes import notes
 from megatron.zero_bubble.cli.estimate.results import Results
@@ -70,7 +70,7 @@ def _head(job: EstimatedJob, placement: Placement) -> str:
     lines = [
         f"parameters of a rank: {min(counts) / 1e6:.1f} to {max(counts) / 1e6:.1f} million, "
         f"{sum(counts) * args.tensor_model_parallel_size / 1e9:.3f} billion in all"
-        f"{'' if spreads_vocabulary(args) else ' (tied embeddings twice)'}",
+        f"{'' if args.vocabulary_parallel else ' (tied embeddings twice)'}",
         f"bytes a parameter: {states.parameter} + {states.gradient} for its gradient + {states.optimizer} for "
         f"{optimizer}; ZeRO stage {states.zero_stage} over {job.replicas} data- and context-parallel ranks leaves "
         f"{states.bytes_a_parameter(job.replicas):.4g}",

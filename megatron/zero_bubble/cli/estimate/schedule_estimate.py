@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, cast
 
-from megatron.zero_bubble.cli.estimate.cluster import rank_parameters, spreads_vocabulary, stages_of
+from megatron.zero_bubble.cli.estimate.cluster import rank_parameters, stages_of
 from megatron.zero_bubble.cli.estimate.estimated_job import EstimatedJob
 from megatron.zero_bubble.job.model_states import element_bytes
 from megatron.zero_bubble.runtime.replanner import MARGIN, limits_of_ranks
@@ -237,7 +237,7 @@ def stage_costs(job: EstimatedJob, placement: Placement) -> StageCosts:
         memory_r=tuple(stage.memory_r for stage in stages),
     )
     costs = costs if job.flags.recompute is not Recompute.NONE else costs.recomputing_in_backward()
-    return costs.with_shards(placement, _shard_costs(job, placement)) if spreads_vocabulary(job.args) else costs
+    return costs.with_shards(placement, _shard_costs(job, placement)) if job.args.vocabulary_parallel else costs
 
 
 def _shard_costs(job: EstimatedJob, placement: Placement) -> Mapping[str, float]:
