@@ -18,11 +18,10 @@ from dataclasses import dataclass
 
 from benchmarks.emulation.peers import ONE_CHUNK, peer_placements
 from megatron.zero_bubble.cli.benchmark.arguments import BenchmarkFlags
-from megatron.zero_bubble.cli.benchmark.contestants import CHUNKS_FLAG, TRAINER, Contestant, group_size_flags
+from megatron.zero_bubble.cli.benchmark.contestants import CHUNKS_FLAG, Contestant, megatrons_interleaved
 from megatron.zero_bubble.cli.benchmark_command import benchmark
 from megatron.zero_bubble.cli.invocation import read_flags, run_command
 from megatron.zero_bubble.job.flag_parser import flag
-from megatron.zero_bubble.schedule import Placement
 
 _PROG = "benchmarks.train"
 _SAME_ORDER = {**ONE_CHUNK, "Interleaved1F1B": "interleaved-1f1b"}
@@ -49,15 +48,15 @@ def main(argv: list[str] | None = None) -> int:
 
 def _benchmark(argv: list[str]) -> None:
     flags = read_flags(PeerFlags, argv, _PROG, __doc__ or "")
+    if flags.peers and flags.pipeline_size is None:
+        raise ValueError("argument --peers: needs --pipeline-size")
     benchmark(flags, tuple(peers(flags, with_torch=flags.peers == "all")) if flags.peers else ())
 
 
 def peers(flags: BenchmarkFlags, *, with_torch: bool = True) -> Iterator[Contestant]:
     """Yield megatron-core's interleaved schedule, and `with_torch` every schedule of torch.distributed.pipelining."""
     p, chunks = flags.pipeline_size, flags.num_chunks or 2
-    words = (CHUNKS_FLAG, str(chunks), *group_size_flags(flags))
-    interleaved = Placement("interleaved", p, chunks)
-    yield Contestant("megatron-core interleaved", TRAINER, words, interleaved, "interleaved-1f1b", is_required=False)
+    yield megatrons_interleaved(flags, chunks, "megatron-core interleaved")
     if not with_torch:
         return
     for name, placement in peer_placements(p, chunks).items():

@@ -21,7 +21,7 @@ SKIPPED = {
         "has values for the reader to fill in"
     ),
     r"^chrt|-m benchmarks\.": "measures for minutes on a machine that does nothing else",
-    r"benchmark --pipeline-size": "measures for minutes on a machine that does nothing else",
+    r"benchmark --(pipeline-size| )": "measures for minutes on a machine that does nothing else",
     r"sbatch |^make test-slurm": "needs Slurm: make test-slurm",
     r"^make (lint|test|test-rest|test-all|test-browser|docs|docs-check)\b": "is a check itself, which CI calls",
     r"^make gpu-check|zero-bubble check|megatron\.zero_bubble\.cli check": (

@@ -12,8 +12,10 @@ import pytest
 from benchmarks import train
 from benchmarks.train import peers
 from megatron.zero_bubble.cli.benchmark import rounds
+from megatron.zero_bubble.cli.benchmark.advice import advice
 from megatron.zero_bubble.cli.benchmark.arguments import BenchmarkFlags
-from megatron.zero_bubble.cli.benchmark.contestants import BASELINE, gather
+from megatron.zero_bubble.cli.benchmark.contestants import BASELINE, CHUNKS_FLAG, gather
+from megatron.zero_bubble.cli.benchmark.own_training import of_own_training
 from megatron.zero_bubble.cli.benchmark.training_results import bootstrap_interval, loss_agreement, train_table
 from megatron.zero_bubble.cli.benchmark.training_turn import Turn, read_log, take_turn
 from megatron.zero_bubble.cli.benchmark_command import main
@@ -131,7 +133,13 @@ def test_peers_of_torch_can_be_left_out(monkeypatch, flags, has_megatrons, has_t
         ([*SIZE, "--warmup", "8", "--", *TINY], "--warmup: must be a multiple of --interval 5"),
         ([*SIZE, "--warmup", "5", "--", *TINY], "--warmup: must be at least 7"),
         ([*SIZE, "--", *TINY, "--train-iters", "5"], "--train-iters: not allowed after --"),
-        ([*SIZE[:2], "--", *TINY], "--num-microbatches"),
+        ([*SIZE[:2], "--", *TINY], "--num-microbatches is required with --pipeline-size"),
+        (["--", *TINY], "--pipeline-model-parallel-size: must be at least 2 after --, got 1"),
+        (["--", *TINY, "--pipeline-model-parallel-size", "2", "--no-such-flag"], "--no-such-flag"),
+        (
+            ["--", *TINY, "--pipeline-model-parallel-size", "2", "--zero-bubble-placement", "u"],
+            "--zero-bubble-placement",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_before_anything_runs(flags, words, capsys):
@@ -155,6 +163,84 @@ def figures(monkeypatch):
 
     monkeypatch.setattr(rounds, "take_turn", turn)
     return rounds.compare_trainings(given := arguments("--rounds", "3", "--schedule", "zb-h1"), tuple(peers(given)))
+
+
+OWN = [*TINY, "--pipeline-model-parallel-size=2", "--global-batch-size", "8", "--train-samples", "80000"]
+OWN += ["--lr", "1e-3", "--lr-warmup-samples", "400", "--save", "somewhere", "--load", "elsewhere", "--eval-iters", "9"]
+OWN += ["--num-layers-per-virtual-pipeline-stage", "1", "--zero-bubble-memory-limit", "1.5", "--log-interval", "100"]
+
+
+def own_field(*more: str):
+    given = read_flags(BenchmarkFlags, ["--warmup", "10", "--", *OWN, *more], "benchmark", "")
+    flags, others = of_own_training(given, 0)
+    return flags, gather(flags, False, others)
+
+
+def test_a_training_of_ones_own_runs_under_megatron_cores_schedules_and_the_plan(capsys):
+    flags, field = own_field()
+    assert (flags.pipeline_size, flags.num_microbatches, flags.num_ranks) == (2, 8, 2)
+    assert [(one.name, one.words) for one in field.contestants] == [
+        (BASELINE, ()),
+        (name := "--zero-bubble --zero-bubble-memory-limit 1.5", tuple(name.split())),
+        ("megatron-core interleaved, 2 chunks", ("--num-virtual-stages-per-pipeline-rank", "2")),
+    ]
+    assert (
+        "megatron-core interleaved, 4 chunks left out: --num-virtual-stages-per-pipeline-rank 4 x"
+        in capsys.readouterr().err
+    )
+    words = " ".join(field.flags)
+    assert "--train-samples 80000 --lr 1e-3 --lr-warmup-samples 400 --exit-interval 30" in words
+    assert "--log-interval 5" in words
+    assert not {"--save", "--load", "--num-layers-per-virtual-pipeline-stage", "--train-iters"} & {*field.flags}
+    assert (field.args.save, field.args.eval_iters, field.args.global_batch_size) == (None, 0, 8)
+
+
+def test_gpus_hold_as_many_replicas_of_a_training_as_fit():
+    given = read_flags(BenchmarkFlags, ["--", *OWN], "benchmark", "")
+    flags, _ = of_own_training(given, num_devices=5)
+    assert (flags.num_ranks, flags.num_microbatches) == (4, 4)
+
+
+def test_a_named_schedule_after_the_dashes_is_the_plan():
+    _, field = own_field("--zero-bubble-schedule", "zb-v")
+    assert field.contestants[1].words == ("--zero-bubble-memory-limit", "1.5", "--zero-bubble-schedule", "zb-v")
+
+
+def own_results(monkeypatch, **milliseconds: list[float]):
+    """The results of rounds that took these times, by a word of the command."""
+    calls = Counter()
+
+    def turn(command, environment, warmup, timeout):
+        name = (
+            "plan"
+            if "--zero-bubble" in command
+            else "chunks"
+            if "2" in command[-30:] and CHUNKS_FLAG in command
+            else "core"
+        )
+        calls[name] += 1
+        return Turn((milliseconds[name][calls[name] - 1],), (), None, None, 2.0**30)
+
+    monkeypatch.setattr(rounds, "take_turn", turn)
+    given = read_flags(BenchmarkFlags, ["--rounds", str(len(milliseconds["core"])), "--", *OWN], "benchmark", "")
+    flags, others = of_own_training(given, 0)
+    return rounds.compare_trainings(flags, others)
+
+
+def test_the_advice_names_the_fastest_and_by_how_much(monkeypatch):
+    results = own_results(monkeypatch, core=[120.0, 242, 118], plan=[100.0, 200, 100], chunks=[110.0, 230, 115])
+    assert advice(results).splitlines() == [
+        "Use --zero-bubble --zero-bubble-memory-limit 1.5: 1.15 (1.10 to 1.15) times as fast as megatron-core "
+        "interleaved, 2 chunks, 1.20 (1.18 to 1.21) times as fast as megatron-core 1F1B.",
+        "Its fullest rank takes 1024 MiB, megatron-core 1F1B's 1024.",
+    ]
+
+
+def test_the_advice_admits_what_the_rounds_do_not_tell_apart(monkeypatch):
+    results = own_results(monkeypatch, core=[120.0, 120], plan=[100.0, 111], chunks=[90.0, 120])
+    text = advice(results)
+    assert "Use megatron-core interleaved, 2 chunks (--num-virtual-stages-per-pipeline-rank 2)" in text
+    assert "do not tell it from megatron-core 1F1B and --zero-bubble --zero-bubble-memory-limit 1.5" in text
 
 
 def test_ratios_are_taken_within_rounds(capsys, figures):

@@ -1,17 +1,24 @@
 """Train under several schedules in turn and compare their throughput with that of megatron-core's own 1F1B.
 
+    zero-bubble benchmark -- --pipeline-model-parallel-size 2 --global-batch-size 8 <all other flags of a training>
+
+runs a training that you have, on this machine, under megatron-core's 1F1B, its interleaved schedule with 2 and with 4
+chunks a rank and --zero-bubble, and says which to use, and by how much. It loads, writes and evaluates nothing; an
+interleaved schedule that the training refuses is left out, in one line that says why. Flags of zero bubble after `--`
+are those of the plan. The training is pretrain_gpt.py's: a script of your own does not run here.
+
     zero-bubble benchmark --pipeline-size 2 --num-microbatches 4 --schedule zb-h1 --schedule zb-2p -- \\
         --num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 256 \\
         --micro-batch-size 2 --mock-data --vocab-size 4095
 
-Every schedule runs pretrain_gpt.py as a job of its own, with the flags that follow `--`. megatron-core's own 1F1B
-always runs, as the baseline. The schedules take turns, and a turn is compared with the turn of 1F1B in the same round;
-`to 1F1B` is the median of these ratios, and its interval is a bootstrap over rounds. `--schedule chosen` trains with
---zero-bubble alone, on the layout that it chooses; the line of its turn says which. Bubble rates are measured in runs
-of our schedules; `predicted` of megatron-core's own is simulated from the costs that a run of ours in the same
-placement measured, where the costs of vocabulary shards are put back on the first and the last stage. Memory is the
-allocator's peak on the fullest GPU; without CUDA it is the resident memory of the largest process, its libraries
-included. `--losses` also says how far the losses are from those of 1F1B.
+compares schedules by name. Every one runs pretrain_gpt.py as a job of its own, with the flags that follow `--`.
+megatron-core's own 1F1B always runs, as the baseline. The schedules take turns, and a turn is compared with the turn of
+1F1B in the same round; `to 1F1B` is the median of these ratios, and its interval is a bootstrap over rounds.
+`--schedule chosen` trains with --zero-bubble alone, on the layout that it chooses; the line of its turn says which.
+Bubble rates are measured in runs of our schedules; `predicted` of megatron-core's own is simulated from the costs that
+a run of ours in the same placement measured, where the costs of vocabulary shards are put back on the first and the
+last stage. Memory is the allocator's peak on the fullest GPU; without CUDA it is the resident memory of the largest
+process, its libraries included. `--losses` also says how far the losses are from those of 1F1B.
 
 A mistake in the flags ends with one line and exit status 2, a training that fails with status 1.
 """
@@ -39,15 +46,26 @@ def main(argv: list[str] | None = None) -> int:
 def benchmark(flags: BenchmarkFlags, peers: Sequence[Contestant] = ()) -> None:
     """Train under the schedules that the flags name and under `peers`, and print or write the results."""
     # Imported here, so that --help does not need torch.
+    import torch
+
+    from megatron.zero_bubble.cli.benchmark.advice import advice
+    from megatron.zero_bubble.cli.benchmark.own_training import of_own_training
     from megatron.zero_bubble.cli.benchmark.rounds import compare_trainings
     from megatron.zero_bubble.cli.benchmark.training_results import loss_agreement, train_plot, train_table
 
     # SIGTERM raises an exception, so that the running training is ended too.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    is_own_training = flags.pipeline_size is None
+    if is_own_training:
+        flags, peers = of_own_training(flags, torch.cuda.device_count())
+    else:
+        flags.check_training_flags()
     results = compare_trainings(flags, peers)
     table = train_table(results, markdown=flags.markdown)
     if flags.losses:
         table = f"{table.rstrip()}\n\n{loss_agreement(results)}\n"
+    if is_own_training:
+        table = f"{table.rstrip()}\n\n{advice(results)}\n"
     flags.deliver([one.as_json() for one in results], table)
     if flags.plot is not None:
         deliver(train_plot(results), flags.plot)

@@ -26,10 +26,19 @@ def _count(help: str, default: int, smallest: int = 1) -> Any:
 class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
     """the trainings"""
 
+    pipeline_size: int = flag(
+        "pipeline ranks (default: what the flags after -- say, which then may be those of any training)",
+        None,
+        parse=at_least(2),
+        metavar="P",
+    )
+    num_microbatches: int = flag(
+        "microbatches of an iteration, with --pipeline-size", None, parse=at_least(1), metavar="M"
+    )
     schedule: list[str] | None = flag(
         "schedule to train under, or chosen: with --zero-bubble alone, which chooses layout and schedule; repeat for "
         "more; flags may follow in quotes: 'auto --zero-bubble-memory-limit 1.5' "
-        f"(default: {', '.join(DEFAULT_SCHEDULES)})",
+        f"(default: {', '.join(DEFAULT_SCHEDULES)}; without --pipeline-size --zero-bubble)",
         None,
         repeat=True,
         metavar="NAME",
@@ -46,7 +55,11 @@ class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
         metavar="COMMAND",
     )
     world_size: int | None = flag(
-        "number of ranks that --launch starts (default: --pipeline-size)", None, parse=at_least(2), metavar="N"
+        "number of ranks that --launch starts (default: --pipeline-size; without it the ranks of one replica, or of as "
+        "many as this machine has GPUs for)",
+        None,
+        parse=at_least(2),
+        metavar="N",
     )
     losses: bool = flag(
         "compare the losses, too: every layer draws its initial weights from its own seed, whatever the layout", False
@@ -58,9 +71,15 @@ class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
         for name in ("warmup", "iterations"):
             if getattr(self, name) % self.interval:
                 raise ValueError(f"argument --{name}: must be a multiple of --interval {self.interval}")
+        if (self.pipeline_size is None) != (self.num_microbatches is None):
+            missing, given = ("--num-microbatches", "--pipeline-size")[:: -1 if self.pipeline_size is None else 1]
+            raise ValueError(f"argument {missing} is required with {given}")
+
+    def check_training_flags(self) -> None:
+        """Raise `ValueError` if the flags after `--` contradict the sizes that the benchmark was given."""
         for word in _SET_HERE:
             if word in self.training_flags:
-                raise ValueError(f"argument {word}: not allowed after --, because the benchmark sets it")
+                raise ValueError(f"argument {word}: not allowed after -- with --pipeline-size, which sets it")
 
     @property
     def num_ranks(self) -> int:

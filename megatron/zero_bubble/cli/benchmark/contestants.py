@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -59,7 +60,9 @@ def gather(flags: BenchmarkFlags, has_cuda: bool, peers: Sequence[Contestant] = 
         ValueError: a training would refuse its flags, or a schedule is unknown.
     """
     shared = [*flags.training_flags, "--pipeline-model-parallel-size", str(flags.pipeline_size)]
-    shared += ["--train-iters", str(flags.warmup + flags.iterations), "--log-interval", str(flags.interval)]
+    if "--train-samples" not in shared:
+        shared += _unless_given(shared, "--train-iters", str(flags.warmup + flags.iterations))
+    shared += ["--log-interval", str(flags.interval)]
     shared += _unless_given(shared, "--eval-iters", "0") + _unless_given(shared, "--lr", "1e-4")
     if flags.losses:
         shared += _unless_given(shared, "--zero-bubble-seed-by-layer")
@@ -77,7 +80,7 @@ def gather(flags: BenchmarkFlags, has_cuda: bool, peers: Sequence[Contestant] = 
         except ValueError as error:
             if one.is_required:
                 raise ValueError(f"{one.name}: {error}") from error
-            contestants.append(one)
+            print(f"{one.name} left out: {error}", file=sys.stderr)
             continue
         if one.name == BASELINE:
             args = finished
@@ -91,7 +94,7 @@ def _unless_given(flags: Sequence[str], name: str, *value: str) -> list[str]:
 
 def _chosen(flags: BenchmarkFlags) -> Iterator[Contestant]:
     yield Contestant(BASELINE, TRAINER, (), Placement("linear", flags.pipeline_size), "1f1b")
-    for text in dict.fromkeys(flags.schedule or DEFAULT_SCHEDULES):
+    for text in dict.fromkeys(DEFAULT_SCHEDULES if flags.schedule is None else flags.schedule):
         yield _ours(text, flags)
 
 
@@ -109,6 +112,13 @@ def _ours(text: str, flags: BenchmarkFlags) -> Contestant:
     except ScheduleError as error:
         raise ValueError(f"--schedule {text}: {error}") from error
     return Contestant(" ".join([name, *more]), TRAINER, tuple(words), placement, name, True, required)
+
+
+def megatrons_interleaved(flags: BenchmarkFlags, chunks: int, name: str) -> Contestant:
+    """Return megatron-core's own interleaved schedule, which is left out where the training refuses it."""
+    words = (CHUNKS_FLAG, str(chunks), *group_size_flags(flags))
+    placement = Placement("interleaved", flags.pipeline_size, chunks)
+    return Contestant(name, TRAINER, words, placement, "interleaved-1f1b", is_required=False)
 
 
 def _chunks_in(words: Sequence[str]) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any
@@ -85,12 +85,21 @@ class TrainResult:
     @property
     def ratios(self) -> list[float]:
         """For every round, how many times as fast this schedule was as megatron-core's 1F1B in the same round."""
-        ours = self.rounds
-        return [median(turn.iteration_ms) / mine for turn, mine in zip(self.baseline, ours, strict=True)]
+        return self._ratios(median(turn.iteration_ms) for turn in self.baseline)
 
     @property
     def ratio(self) -> float:
         return median(self.ratios)
+
+    def ratios_to(self, other: TrainResult) -> list[float]:
+        """For every round, how many times as fast this schedule was as `other` in the same round."""
+        return self._ratios(other.rounds)
+
+    def ratio_to(self, other: TrainResult) -> float:
+        return median(self.ratios_to(other))
+
+    def _ratios(self, rounds: Iterable[float]) -> list[float]:
+        return [theirs / mine for theirs, mine in zip(rounds, self.rounds, strict=True)]
 
     def as_json(self) -> dict[str, Any]:
         """Return the figures under the keys of `benchmarks.emulate` and those of a training; null if not measured."""

@@ -1,0 +1,109 @@
+"""Prepares the benchmark of a training that the user runs already: all flags after `--` are the training's own."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import fields, replace
+from math import prod
+
+from megatron.zero_bubble.cli.benchmark.arguments import PROG, BenchmarkFlags
+from megatron.zero_bubble.cli.benchmark.contestants import TRAINER, Contestant, megatrons_interleaved
+from megatron.zero_bubble.job.aliases import AliasFlags
+from megatron.zero_bubble.job.flags import flag_name
+from megatron.zero_bubble.training.arguments import Arguments, parse_arguments
+
+CHUNKS = (2, 4)
+"""Model chunks a rank of megatron-core's interleaved schedule, beside the number that the flags ask for."""
+_SIZES = ("--pipeline-model-parallel-size", "--global-batch-size", "--log-interval", "--rampup-batch-size")
+_OUTPUTS = ("--save", "--save-interval", "--load", "--tensorboard-dir", "--wandb-project", "--log-memory-interval")
+_ENDS = ("--exit-interval", "--exit-duration-in-mins", "--eval-iters", "--eval-interval")
+_CHUNKS_OR_GROUPS = (
+    "--num-virtual-stages-per-pipeline-rank",
+    "--num-layers-per-virtual-pipeline-stage",
+    "--microbatch-group-size-per-virtual-pipeline-stage",
+)
+_ALIASES = tuple(flag_name(field.name) for field in fields(AliasFlags))
+
+
+def of_own_training(flags: BenchmarkFlags, num_devices: int) -> tuple[BenchmarkFlags, tuple[Contestant, ...]]:
+    """Return the flags of the benchmark of the user's own training, and whom 1F1B meets there.
+
+    The training keeps its model, its data, its learning rates and its parallel sizes, but loads, writes and evaluates
+    nothing and stops after the last measured iteration. Its flags of zero bubble are those of the plan alone, which is
+    that of `--zero-bubble` if they name no schedule.
+
+    Args:
+        num_devices: GPUs of this machine, which as many replicas share as fit; 0 without CUDA, where there is one
+            replica.
+
+    Raises:
+        ValueError: the training would refuse its flags, or has one pipeline rank.
+    """
+    words = tuple(_apart(flags.training_flags))
+    args = parse_arguments([*words, *(("--lr", "0") if "--lr" not in words else ())], PROG)
+    pipeline_size = args.pipeline_model_parallel_size
+    if pipeline_size < 2:
+        raise ValueError(
+            f"argument --pipeline-model-parallel-size: must be at least 2 after --, got {pipeline_size}: "
+            "one pipeline rank has no schedule to choose"
+        )
+    num_iterations = flags.warmup + flags.iterations
+    is_too_short = args.train_iters is not None and args.train_iters < num_iterations
+    shared, _ = _parted(words, (*_SIZES, *_OUTPUTS, *_ENDS, *_CHUNKS_OR_GROUPS, *["--train-iters"] * is_too_short))
+    shared, ours = _parted(shared, _ALIASES, prefix="--zero-bubble")
+    num_ranks = flags.world_size or _num_ranks(args, num_devices)
+    resolved = replace(
+        flags,
+        pipeline_size=pipeline_size,
+        num_microbatches=_num_microbatches(args, num_ranks),
+        world_size=num_ranks,
+        schedule=flags.schedule or [],
+        training_flags=(*shared, "--exit-interval", str(num_iterations)),
+    )
+    return resolved, tuple(_contestants(resolved, args, ours))
+
+
+def _contestants(flags: BenchmarkFlags, args: Arguments, ours: Sequence[str]) -> Iterator[Contestant]:
+    chosen = () if {"--zero-bubble", "--enable-zero-bubble"} & {*ours} else ("--zero-bubble",)
+    if "--zero-bubble-schedule" in ours or "--zero-bubble-v-schedule" in ours:
+        chosen = ()
+    words = (*chosen, *ours)
+    yield Contestant(" ".join(words), TRAINER, words, None, None)
+    own = args.num_virtual_stages_per_pipeline_rank
+    for chunks in sorted({*CHUNKS, *([own] if own is not None and own > 1 else [])}):
+        yield megatrons_interleaved(flags, chunks, f"megatron-core interleaved, {chunks} chunks")
+
+
+def _num_ranks(args: Arguments, num_devices: int) -> int:
+    """Ranks of a job on this machine: as many replicas as its GPUs have room for, or one."""
+    sizes = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size)
+    return prod(sizes) * max(1, num_devices // prod(sizes))
+
+
+def _num_microbatches(args: Arguments, num_ranks: int) -> int:
+    """Microbatches of an iteration, rounded down; the training itself refuses ranks that its parallel sizes do not
+    divide."""
+    replicas = max(1, replace(args, world_size=num_ranks).data_parallel_size)
+    return max(1, (args.global_batch_size or 0) // (args.micro_batch_size * replicas))
+
+
+def _apart(words: Sequence[str]) -> Iterator[str]:
+    """Yield `--name value` as two words, however it was written."""
+    for word in words:
+        if word.startswith("--") and "=" in word:
+            yield from word.split("=", 1)
+        else:
+            yield word
+
+
+def _parted(words: Sequence[str], names: Collection[str], prefix: str | None = None) -> tuple[list[str], list[str]]:
+    """Return the words of all other flags, and those of the flags `names`, or that begin with `prefix`."""
+    others: list[str] = []
+    named: list[str] = []
+    into = others
+    for word in words:
+        if word.startswith("--"):
+            is_named = word in names or (prefix is not None and word.startswith(prefix))
+            into = named if is_named else others
+        into.append(word)
+    return others, named
