@@ -131,10 +131,6 @@ MISTAKES = {
         FULLY_SHARDED | {"--use-distributed-optimizer": None},
         "--use-distributed-optimizer does not work with --use-torch-fsdp2: it shards the optimizer too: leave it out",
     ),
-    "fully sharded, checkpoints": (
-        FULLY_SHARDED | {"--save": "somewhere"},
-        "--save somewhere does not work with --use-torch-fsdp2: shards cannot be saved and loaded yet: leave it out",
-    ),
     "fully sharded, fp16": (
         FULLY_SHARDED | {"--fp16": None},
         "--fp16 does not work with --use-torch-fsdp2: its loss scale is not shared by the shards: use --bf16",

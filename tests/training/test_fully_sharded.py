@@ -2,16 +2,20 @@
 
 Losses and parameters are those of DDP byte for byte, as long as nothing is clipped. The norm of all gradients is summed
 shard by shard, so its last bits differ, and with clipping those of the losses do. In bf16 with gradients in fp32, FSDP2
-rounds the reduced gradients to bf16. `make test` runs ZeRO-3 under the schedule with the most in flight, and ZeRO-2.
+rounds the reduced gradients to bf16. A checkpoint of shards is loaded by shards, and without sharding. `make test` runs
+ZeRO-3 under the schedule with the most in flight, cut in two by a checkpoint, too, and ZeRO-2.
 """
 
 from __future__ import annotations
 
 import json
+import signal
+from pathlib import Path
 
 import pytest
 
-from tests.launch import TINY_GPT, Trainings
+from tests.launch import TINY_GPT, Trainings, run_trainings
+from tests.several_trainings import KILL
 
 COMMON = [
     *(*TINY_GPT, "--pipeline-model-parallel-size", "2", "--global-batch-size", "8", "--train-iters", "4"),
@@ -46,6 +50,15 @@ CLOSE = {
     "bf16": ("ddp-bf16", (FSDP, "--bf16")),
     "zero-2-every-microbatch": ("ddp-fp32", (FSDP, KEEPS, "--zero-bubble-reduce-every-microbatch")),
 }
+RESUMED = {
+    "shards by shards": ("fp32", (FSDP,), (FSDP,)),
+    "shards by ddp": ("fp32", (FSDP,), ()),
+    "ddp by shards": ("fp32", (), (FSDP, KEEPS)),
+    "sgd by shards": ("sgd", (FSDP,), (FSDP,)),
+    "gated by shards": ("llama-like", (FSDP,), (FSDP,)),
+    "gated by ddp": ("llama-like", (FSDP,), ()),
+}
+"""For each job that goes on from a checkpoint: the model, and the sharding of the job that saves and of the other."""
 IN_MAKE_TEST = ("zb-2p-fp32", "zero-2-fp32")
 
 
@@ -61,7 +74,13 @@ def numerics(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
         trainings[name] = [*COMMON, *ours, *flags]
     for name in ("auto-fp32", "megatron-core-fp32"):
         trainings[name] = [*COMMON, *EXACT[name]]
-    return Trainings(4, trainings, tmp_path_factory.mktemp("sharded"), together=("ddp-fp32", *IN_MAKE_TEST))
+    folder = tmp_path_factory.mktemp("sharded")
+    for name, (model, saving, loading) in RESUMED.items():
+        flags, checkpoint = [*COMMON, *ours, *MODELS[model]], str(folder / f"{name} checkpoint")
+        trainings[f"{name} saved"] = [*flags, *saving, "--save", checkpoint, "--exit-interval", "2"]
+        trainings[name] = [*flags, *loading, "--load", checkpoint]
+    together = ("ddp-fp32", *IN_MAKE_TEST, "shards by shards saved", "shards by shards")
+    return Trainings(4, trainings, folder, together=together)
 
 
 def _model(name: str) -> str:
@@ -96,3 +115,37 @@ def test_sums_in_another_order_differ_by_rounding(numerics: Trainings, name: str
     rounding = 2**-8 if name == "bf16" else 1e-5
     assert losses[0] == pytest.approx(losses[1], rel=rounding)
     assert norms(ours) == pytest.approx(norms(theirs), rel=10 * rounding)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name == "shards by shards" else pytest.mark.exhaustive) for name in RESUMED],
+)
+def test_a_resumed_job_goes_on_like_one_that_never_stopped(numerics: Trainings, name: str) -> None:
+    uncut = f"ddp-{RESUMED[name][0]}"
+    numerics.run(f"{name} saved", name, uncut)
+    ours, theirs = lines(numerics, name), lines(numerics, uncut)[2:]
+    assert [line["iteration"] for line in ours] == [3, 4]
+    for key in ("lm_loss", "parameters"):
+        assert [line[key] for line in ours] == [line[key] for line in theirs]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(("--zero-bubble-schedule", "zb-2p"), id="zero-3"),
+        pytest.param(("--zero-bubble-schedule", "zb-v", "--bf16"), id="zero-3 in a V, bf16"),
+        pytest.param(("--zero-bubble-schedule", "zb-h1", KEEPS, "--bf16", "--grad-reduce-in-bf16"), id="zero-2, bf16"),
+    ],
+)
+def test_killed_in_a_step_and_resumed(flags: tuple[str, ...], tmp_path: Path) -> None:
+    """A rank dies in the fifth step; the job goes on from the checkpoint of the third, and no digit differs."""
+    flags = (*COMMON, FSDP, *flags, "--clip-grad", "1.0", "--train-iters", "8", "--eval-iters", "1")
+    save = ("--save", str(tmp_path / "checkpoints"), "--save-interval", "3")
+    run_trainings(4, {"uncut": flags, "cut": [*flags, *save, f"{KILL}5@1"]}, tmp_path, status=-signal.SIGKILL)
+    assert (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "3"
+    run_trainings(4, {"cut": [*flags, *save, "--load", str(tmp_path / "checkpoints")]}, tmp_path)
+    cut, uncut = ((tmp_path / f"{name}.jsonl").read_bytes() for name in ("cut", "uncut"))
+    assert cut == uncut
+    assert uncut.count(b"\n") == 8

@@ -23,6 +23,8 @@ from megatron.core.optimizer.optimizer import (
     MixedPrecisionOptimizer,
 )
 
+from megatron.zero_bubble.mcore.shard_checkpoints import optimizer_shards
+
 
 def parts(optimizer: MegatronOptimizer) -> list[Any]:
     """Return the optimizers that a chained optimizer consists of, or `[optimizer]` if it is not chained."""
@@ -87,15 +89,20 @@ def loadable(optimizer: MegatronOptimizer) -> Iterator[None]:
     for part in parts(optimizer):
         if part.init_state_fn is None:
             part.init_state_fn = _nothing_to_allocate
-    shards = [part for part in parts(optimizer) if _is_distributed_torch_adam(part)]
+    shards = [part for part in parts(optimizer) if _is_distributed(part) and _is_torch_adam(part.optimizer)]
     for shard in shards:
         shard._set_main_param_and_optimizer_states = _setter_that_keeps_steps(shard)
     adams = [one for one in torch_optimizers(optimizer) if _is_torch_adam(one)]
     for adam in adams:
         adam.load_state_dict = _loader_of_any_step(adam)
+    whole = [part for part in parts(optimizer) if part.optimizer is not None and not _is_distributed(part)]
+    for part in whole:
+        part.load_state_dict = _loader_of_shards(part)
     try:
         yield
     finally:
+        for part in whole:
+            del part.load_state_dict
         for adam in adams:
             del adam.load_state_dict
         for shard in shards:
@@ -113,8 +120,8 @@ def _is_torch_adam(torch_optimizer: Any) -> bool:
     return isinstance(torch_optimizer, (torch.optim.Adam, torch.optim.AdamW))
 
 
-def _is_distributed_torch_adam(optimizer: Any) -> bool:
-    return isinstance(optimizer, DistributedOptimizer) and _is_torch_adam(optimizer.optimizer)
+def _is_distributed(optimizer: Any) -> bool:
+    return isinstance(optimizer, DistributedOptimizer)
 
 
 def _loader_of_any_step(adam: torch.optim.Optimizer) -> Any:
@@ -127,6 +134,12 @@ def _loader_of_any_step(adam: torch.optim.Optimizer) -> Any:
         load(states)
 
     return load_any_step
+
+
+def _loader_of_shards(part: Any) -> Any:
+    """Return a `load_state_dict` that also loads the state of parameters that torch's FSDP2 shards."""
+    load = part.load_state_dict
+    return lambda state: load(optimizer_shards(part, state))
 
 
 def _setter_that_keeps_steps(shard: Any) -> Any:

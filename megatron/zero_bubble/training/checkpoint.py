@@ -24,6 +24,7 @@ from megatron.zero_bubble.mcore.checkpoint_reading import COMMON_FILE, Checkpoin
 from megatron.zero_bubble.mcore.checkpoint_results import keep_results_in_process
 from megatron.zero_bubble.mcore.checkpoint_writing import save
 from megatron.zero_bubble.mcore.optimizer import allocate_states, loadable
+from megatron.zero_bubble.mcore.shard_checkpoints import sharded_state, shards_matched, shards_of
 from megatron.zero_bubble.runtime.joint import jointly, on_rank
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.checkpoint_files import (
@@ -188,16 +189,18 @@ class Checkpointer:
         state: dict[str, Any] = {}
         for index, chunk in enumerate(self._chunks):
             key = "model" if len(self._chunks) == 1 else f"model{index}"
-            state[key] = chunk.sharded_state_dict(metadata=metadata)
+            state[key] = sharded_state(chunk, metadata)
         if with_optimizer:
-            state["optimizer"] = self._optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
+            with shards_matched():
+                state["optimizer"] = self._optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
         if with_rng:
             state["rng_state"] = _rng_state()
         return state
 
     def _restore(self, state: dict[str, Any], *, with_optimizer: bool, with_rng: bool) -> None:
         for index, chunk in enumerate(self._chunks):
-            chunk.load_state_dict(state["model" if len(self._chunks) == 1 else f"model{index}"])
+            key = "model" if len(self._chunks) == 1 else f"model{index}"
+            chunk.load_state_dict(shards_of(chunk, state[key]))
         if with_optimizer:
             self._optimizer.load_state_dict(state["optimizer"])
         else:

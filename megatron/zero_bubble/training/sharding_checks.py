@@ -28,10 +28,6 @@ def check_fully_sharded(args: Arguments) -> None:
             args.transformer_impl == "transformer_engine",
             "its layers keep the weights for W: use --transformer-impl local",
         ),
-        **{
-            f"--{name} {folder}": (folder is not None, "shards cannot be saved and loaded yet: leave it out")
-            for name, folder in (("save", args.save), ("load", args.load))
-        },
         "--hierarchical-sgd": (args.hierarchical_sgd is not None, "replicas would step on shards of a shared gradient"),
         "--fp8-param-gather": (args.fp8_param_gather, "FSDP gathers what the model computes with: leave it out"),
         "--zero-bubble-post-validation": (

@@ -1,0 +1,129 @@
+"""Lets megatron-core save and load parameters and optimizer state that torch's FSDP2 shards.
+
+megatron-core saves each replica's rows of a parameter as a part of the whole, under the name that it has without
+sharding. So a checkpoint can be loaded by any number of replicas, sharded or not. Three things are mended here: how the
+optimizer's state is matched to the parameters, where the rows of gated layers belong, and that loading gives shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing import optimizer as matching
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from torch.distributed.tensor import DTensor
+
+
+@contextmanager
+def shards_matched() -> Iterator[None]:
+    """Let megatron-core find the parameter of each shard of the optimizer's state inside the `with` block.
+
+    It compares the ids of local tensors, but torch's `to_local` makes a new one at each call for a parameter.
+    """
+    original = matching.to_local_if_dtensor
+    matching.to_local_if_dtensor = _local
+    try:
+        yield
+    finally:
+        matching.to_local_if_dtensor = original
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def sharded_state(chunk: Any, metadata: dict[str, Any]) -> dict[str, Any]:
+    """Return the chunk's `sharded_state_dict`, in which rows of gated layers are where they are without sharding."""
+    state: dict[str, Any] = chunk.sharded_state_dict(metadata=metadata)
+    for name, parameter in chunk.named_parameters():
+        part = state.get(name)
+        if isinstance(parameter, DTensor) and isinstance(part, ShardedTensorFactory):
+            state[name] = _gated(part, parameter)
+    return state
+
+
+def _gated(part: ShardedTensorFactory, parameter: DTensor) -> ShardedTensorFactory:
+    """Return the part of a gated layer's weight or bias that saves this replica's rows at their places.
+
+    megatron-core cuts each shard into a gate's rows and an input's, as if it were the whole of its rank.
+    """
+    build, mesh = part.build_fn, parameter.device_mesh
+    ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+    places, num_places = places_of_gated_rows(mesh.get_local_rank(), mesh.size(), *ranks)
+
+    def build_pieces(key: str, tensor: torch.Tensor, *more: Any) -> list[ShardedTensor]:
+        model: ShardedTensor = build(key, tensor, *more)[0]
+        rows = model.prepend_axis_num
+        pieces = []
+        for place, piece in zip(places, tensor.chunk(len(places)), strict=True):
+            offset, fragments = list(model.global_offset), list(model.axis_fragmentations or ())
+            offset[rows], fragments[rows] = place * len(piece), num_places
+            pieces.append(
+                replace(
+                    model,
+                    data=piece,
+                    local_shape=tuple(piece.shape),
+                    global_offset=tuple(offset),
+                    axis_fragmentations=tuple(fragments),
+                )
+            )
+        return pieces
+
+    return replace(part, build_fn=build_pieces)
+
+
+def places_of_gated_rows(replica: int, num_replicas: int, rank: int, num_ranks: int) -> tuple[list[int], int]:
+    """Return where in a gated layer's whole weight the equal pieces of one replica's shard are, and of how many places.
+
+    The whole has all rows of the gate and then all of the input. A tensor-parallel rank has its part of the gate's rows
+    and then of the input's, and its replicas divide these rows.
+    """
+    # With an odd number of replicas the middle one has rows of both.
+    num_pieces = 1 if num_replicas % 2 == 0 else 2
+    in_half = num_replicas * num_pieces // 2
+    halves = [divmod(replica * num_pieces + piece, in_half) for piece in range(num_pieces)]
+    return [(half * num_ranks + rank) * in_half + place for half, place in halves], 2 * num_ranks * in_half
+
+
+def shards_of(chunk: torch.nn.Module, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the loaded `tensors` of the chunk, where those of sharded parameters are shards as well."""
+    parameters = dict(chunk.named_parameters())
+    return {name: shard_like(parameters.get(name), tensor) for name, tensor in tensors.items()}
+
+
+def optimizer_shards(part: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the loaded `state` of a part of the optimizer, where that of sharded parameters is shards as well.
+
+    Args:
+        part: megatron-core's optimizer in fp32 or with fp32 copies of the parameters, but not its distributed one.
+    """
+    parameters = [parameter for group in part.optimizer.param_groups for parameter in group["params"]]
+    # With fp32 copies torch's state is a part of the whole. The number of steps is beside the parameters' states.
+    for index, values in state.get("optimizer", state)["state"].items():
+        if isinstance(index, int):
+            values.update({name: shard_like(parameters[index], value) for name, value in values.items()})
+    if "fp32_from_fp16_params" in state:
+        state["fp32_from_fp16_params"] = [
+            [shard_like(copy, value) for copy, value in zip(copies, values, strict=True)]
+            for copies, values in zip(part.fp32_from_float16_groups, state["fp32_from_fp16_params"], strict=True)
+        ]
+    return state
+
+
+def shard_like(parameter: Any, value: Any) -> Any:
+    """Return a loaded local tensor as a shard, if it belongs to a `parameter` that is sharded; else `value` itself."""
+    if not isinstance(parameter, DTensor) or not isinstance(value, torch.Tensor) or value.dim() == 0:
+        return value
+    return DTensor.from_local(
+        value.to(parameter.device),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
