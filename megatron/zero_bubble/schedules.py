@@ -24,6 +24,7 @@ from megatron.core.pipeline_parallel import schedules as mcore
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
+from megatron.zero_bubble.mcore.connections import Connections
 from megatron.zero_bubble.mcore.forward_backward import MegatronStage
 from megatron.zero_bubble.mcore.placement import finalize_gradients
 from megatron.zero_bubble.mcore.post_validation import PostValidation
@@ -33,20 +34,14 @@ from megatron.zero_bubble.mcore.step_settings import (
     refuse_unsplit_recomputation,
     refuse_unsupported,
 )
-from megatron.zero_bubble.mcore.vocabulary_run import VocabularyRun, open_vocabulary
 from megatron.zero_bubble.mcore.vocabulary_stage import VocabularyStep
 from megatron.zero_bubble.mcore.warm_up import warm_up
-from megatron.zero_bubble.runtime.channel_memory import (
-    ChannelCommunicator,
-    ChannelMemory,
-    VariableChannels,
-    open_channels,
-)
+from megatron.zero_bubble.runtime.channel_memory import ChannelCommunicator, ChannelMemory
 from megatron.zero_bubble.runtime.communicator import TensorSpec, TorchCommunicator
 from megatron.zero_bubble.runtime.device import own_device
 from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.observer import StepObserver
-from megatron.zero_bubble.runtime.profiler import measure_edges, memory_meter
+from megatron.zero_bubble.runtime.profiler import memory_meter
 from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
 from megatron.zero_bubble.runtime.recorder import OpRecorder, StepTime, device_clock, idle_share
 from megatron.zero_bubble.runtime.replanner import PlanningOptions, Replanner, Report
@@ -134,14 +129,8 @@ class ForwardBackward:
         # Where the schedule has no R, B recomputes what the model's configuration says.
         self._recomputation_store = None if plan.recompute is Recompute.NONE else RecomputationStore()
         self._post_validation = post_validation
-        self._open_channels = partial(
-            open_channels, communicator, device=own_device(), timeout=timeout, report=report_channels
-        )
-        self._communicator: ChannelCommunicator | VariableChannels | None = None
-        self._shapes_vary = False
-        self._spec: TensorSpec | None = None
-        self._open_vocabulary = partial(open_vocabulary, device=own_device(), timeout=timeout)
-        self._vocabulary: VocabularyRun | None = None
+        self._connections = Connections(communicator, timeout, report_channels)
+        self._usual_message: TensorSpec | None = None
         self._rank = parallel_state.get_pipeline_model_parallel_rank()
         self._num_calls, self._num_steps = 0, 0
         self._is_to_warm_up = own_device().type == "cuda" if warms_up is None else warms_up
@@ -237,12 +226,9 @@ class ForwardBackward:
             self.settle()
         else:
             self._running.before_step(num_microbatches)
-        if self._communicator is None:
-            self._shapes_vary = config.variable_seq_lengths
-        if self._shapes_vary:
+        self._connections.prepare(chunks, self.plan.placement, groups)
+        if self._connections.shapes_vary:
             self._running.let_microbatches_differ()
-        if self._vocabulary is None:
-            self._vocabulary = self._open_vocabulary(chunks, self.plan.placement, groups)
         executor = self._running.executor(
             groups.pp,
             num_microbatches,
@@ -265,7 +251,7 @@ class ForwardBackward:
             rank=executor.rank,
             num_microbatches=num_microbatches,
             output_shape=tuple(shapes[0]),
-            shapes_vary=self._shapes_vary,
+            shapes_vary=self._connections.shapes_vary,
             cp_group_size=groups.cp.size(),
             device=own_device(),
             forward_only=forward_only,
@@ -275,7 +261,7 @@ class ForwardBackward:
             post_validation=None if forward_only else self._post_validation,
             num_early_forwards=num_forwards_before_validation(executor.schedule),
             recomputation_store=self._recomputation_store,
-            vocabulary=self._vocabulary_step(num_microbatches, tuple(shapes[0]), forward_only=forward_only),
+            vocabulary=self._connections.vocabulary_step(num_microbatches, tuple(shapes[0]), forward_only=forward_only),
         )
         if self._is_to_warm_up and not forward_only:
             self._is_to_warm_up = False
@@ -285,18 +271,11 @@ class ForwardBackward:
             self._running.after_step(self._num_steps, num_microbatches)
         return stage.forward_data_store
 
-    def _vocabulary_step(
-        self, num_microbatches: int, message_shape: tuple[int, ...], *, forward_only: bool
-    ) -> VocabularyStep | None:
-        if self._vocabulary is None:
-            return None
-        return VocabularyStep(self._vocabulary, num_microbatches, message_shape, forward_only=forward_only)
-
     def _run(self, executor: Executor, stage: MegatronStage) -> None:
         config = get_model_config(stage.model_chunks[0])
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
-        self._spec = stage.usual_message
+        self._usual_message = stage.usual_message
         self._num_calls += 1
         self._last_executor, self._is_in_step = executor, True
         executor.run(stage, None if stage.forward_only else self._start_recording(stage.vocabulary))
@@ -323,12 +302,7 @@ class ForwardBackward:
 
     def close(self) -> None:
         """Close the channels, before the job's process groups are destroyed."""
-        if self._communicator is not None:
-            self._communicator.close()
-            self._communicator = None
-        if self._vocabulary is not None:
-            self._vocabulary.close()
-            self._vocabulary = None
+        self._connections.close()
         self._running.drop_executors()
 
     def _start_recording(self, vocabulary: VocabularyStep | None) -> OpRecorder:
@@ -339,28 +313,17 @@ class ForwardBackward:
         return self.observer.start(self._num_steps, meter)
 
     def _measure_edges(self) -> dict[int, float]:
-        assert self._communicator is not None
-        assert self._spec is not None
-        return measure_edges(self._communicator, self.plan.placement, self._rank, self._spec)
+        assert self._usual_message is not None
+        return self._connections.measure_edges(self.plan.placement, self._rank, self._usual_message)
 
     def _make_executor(self, schedule: Schedule, group: dist.ProcessGroup, *, tail_by_parameter: bool) -> Executor:
         assert schedule.num_ranks == group.size(), "a plan for another pipeline size"
-        if schedule.is_vocabulary_parallel is (self._vocabulary is None):
-            raise ScheduleError(
-                f"schedule {schedule.name} has operations on vocabulary shards: call shard_vocabulary() on the model"
-                if self._vocabulary is None
-                else f"schedule {schedule.name} has no operations on vocabulary shards, which the model has"
-            )
-        if self._communicator is None:
-            self._communicator = self._open_channels(
-                group=group, placement=schedule.placement, shapes_vary=self._shapes_vary
-            )
         return Executor(
             schedule,
             group.rank(),
-            self._communicator,
+            self._connections.channels(schedule, group),
             self._store,
             self._recomputation_store,
             tail_by_parameter=tail_by_parameter,
-            exchange_lane=None if self._vocabulary is None else self._vocabulary.lane,
+            exchange_lane=self._connections.exchange_lane,
         )

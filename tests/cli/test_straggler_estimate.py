@@ -46,6 +46,7 @@ def test_json_has_times_in_the_unit_of_the_step(capsys):
             ["--hierarchical-sgd", "4:4,2:8"],
             "argument --hierarchical-sgd: 4:4,2:8: period 2 comes after 4: periods must increase with the groups",
         ),
+        (["--slowdown", "2,3"], "argument --slowdown: expected one number, got '2,3'"),
         (["--slowdown", "0.5"], "argument --slowdown: must not be below 1, got 0.5"),
         (["--probability", "1.5"], "argument --probability: must not be above 1, got 1.5"),
         (["--periods", "4,0"], "argument --periods: must be at least 1, got 0"),

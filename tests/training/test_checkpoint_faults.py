@@ -115,8 +115,8 @@ def test_a_full_disk_ends_a_training_in_one_line(tmp_path: Path) -> None:
     result = subprocess.run(limited, env=environment(), capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode != 0
     (line,) = re.findall(r"^pretrain_gpt\.py: error: (.*)", result.stderr, flags=re.MULTILINE)
-    assert line == (
-        f"--save {tmp_path}: iteration 2 cannot be saved: a write failed, as on a full disk (latest there: none)"
-    )
+    # torch's writer keeps the system's words to itself, unless the limit is reached as its file is closed.
+    reasons = ("a write failed, as on a full disk", "File too large")
+    assert line in [f"--save {tmp_path}: iteration 2 cannot be saved: {why} (latest there: none)" for why in reasons]
     assert 'pretrain_gpt.py", line' not in result.stderr, "a traceback: " + result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["zero_bubble.lock"]

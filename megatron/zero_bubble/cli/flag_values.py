@@ -25,12 +25,20 @@ def numbers(at_least: float = -math.inf, above: float = -math.inf) -> Callable[[
     return parse
 
 
-def positive(word: str) -> float:
-    """Parse one number above zero. Raises `argparse.ArgumentTypeError`."""
-    [value, *more] = numbers(above=0)(word)
-    if more:
-        raise argparse.ArgumentTypeError(f"expected one number, got {word!r}")
-    return value
+def one_number(at_least: float = -math.inf, above: float = -math.inf) -> Callable[[str], float]:
+    """Return a parser of one number above `above` and at least `at_least`."""
+
+    def parse(word: str) -> float:
+        value, *more = numbers(at_least, above)(word)
+        if more:
+            raise argparse.ArgumentTypeError(f"expected one number, got {word!r}")
+        return value
+
+    return parse
+
+
+positive = one_number(above=0)
+"""Parses one number above zero."""
 
 
 def at_least(smallest: int, largest: float = math.inf) -> Callable[[str], int]:

@@ -82,11 +82,13 @@ class GroupAverager:
 def _parts(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Split tensors into lists that are averaged together, so that copies of them take little memory."""
     part: list[torch.Tensor] = []
+    num_elements = 0
     for tensor in tensors:
-        if part and sum(each.numel() for each in part) + tensor.numel() > _ELEMENTS_AT_ONCE:
+        if part and num_elements + tensor.numel() > _ELEMENTS_AT_ONCE:
             yield part
-            part = []
+            part, num_elements = [], 0
         part.append(tensor)
+        num_elements += tensor.numel()
     if part:
         yield part
 

@@ -6,21 +6,13 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.zero_bubble.cli.flag_values import at_least, numbers, positive
+from megatron.zero_bubble.cli.flag_values import at_least, one_number, positive
 from megatron.zero_bubble.cli.shared_flags import CommandFlags, TableFlags
 from megatron.zero_bubble.job.flag_parser import flag
 from megatron.zero_bubble.schedule.hierarchy import Hierarchy
 from megatron.zero_bubble.schedule.stragglers import STRAGGLER_KINDS, StragglerKind, Stragglers
 
-
-def _not_negative(text: str) -> float:
-    [value, *_] = numbers(at_least=0)(text)
-    return value
-
-
-def _slowdown(text: str) -> float:
-    [value, *_] = numbers(at_least=1)(text)
-    return value
+_not_negative = one_number(at_least=0)
 
 
 def _probability(text: str) -> float:
@@ -49,7 +41,9 @@ class ReplicasFlags(CommandFlags):
     straggler: StragglerKind = flag(
         "random: another replica in each step; fixed: always replica 0", "random", parse=str, choices=STRAGGLER_KINDS
     )
-    slowdown: float = flag("how many times as long as others a straggler takes", 5, parse=_slowdown, metavar="X")
+    slowdown: float = flag(
+        "how many times as long as others a straggler takes", 5, parse=one_number(at_least=1), metavar="X"
+    )
     probability: float = flag("probability that a step has a straggler", 1, parse=_probability, metavar="P")
     seed: int = flag("seed of the stragglers", 0, parse=at_least(0), metavar="N")
     hierarchical_sgd: Hierarchy = flag(

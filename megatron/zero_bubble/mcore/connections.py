@@ -1,0 +1,108 @@
+"""Keeps what a rank has open to the other ranks of its pipeline, from the first step of a run to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
+
+from megatron.zero_bubble.mcore.vocabulary_run import VocabularyRun, open_vocabulary
+from megatron.zero_bubble.mcore.vocabulary_stage import VocabularyStep
+from megatron.zero_bubble.runtime.channel_memory import (
+    ChannelCommunicator,
+    ChannelMemory,
+    VariableChannels,
+    open_channels,
+)
+from megatron.zero_bubble.runtime.communicator import TensorSpec
+from megatron.zero_bubble.runtime.device import own_device
+from megatron.zero_bubble.runtime.exchange_lane import ExchangeLane
+from megatron.zero_bubble.runtime.profiler import measure_edges
+from megatron.zero_bubble.schedule import Placement, Schedule, ScheduleError
+
+
+class Connections:
+    """The channels to neighbouring stages, and with vocabulary shards the collectives of all ranks.
+
+    Args:
+        communicator: the class of the channels.
+        timeout: for one message or collective.
+        report: called with the channels' memory once they are open.
+    """
+
+    def __init__(
+        self, communicator: type[ChannelCommunicator], timeout: timedelta, report: Callable[[ChannelMemory], None]
+    ) -> None:
+        self._communicator, self._timeout, self._report = communicator, timeout, report
+        self._channels: ChannelCommunicator | VariableChannels | None = None
+        self._vocabulary: VocabularyRun | None = None
+        self.shapes_vary = False
+
+    def prepare(self, chunks: Sequence[torch.nn.Module], placement: Placement, groups: ProcessGroupCollection) -> None:
+        """Learn from the model what a step needs, and open the collectives of its vocabulary shards if it has them.
+
+        A collective call of a pipeline's ranks and their tensor-parallel ranks; all but the first do nothing.
+        """
+        if self._channels is None:
+            self.shapes_vary = get_model_config(chunks[0]).variable_seq_lengths
+        if self._vocabulary is None:
+            self._vocabulary = open_vocabulary(chunks, placement, groups, own_device(), self._timeout)
+
+    def channels(self, schedule: Schedule, group: dist.ProcessGroup) -> ChannelCommunicator | VariableChannels:
+        """Return the channels that a schedule's messages go through; the first call opens them, on all ranks together.
+
+        Raises:
+            ScheduleError: the model has its vocabulary in shards and the schedule does not work on them, or the other
+                way round.
+        """
+        if schedule.is_vocabulary_parallel is (self._vocabulary is None):
+            raise ScheduleError(
+                f"schedule {schedule.name} has operations on vocabulary shards: call shard_vocabulary() on the model"
+                if self._vocabulary is None
+                else f"schedule {schedule.name} has no operations on vocabulary shards, which the model has"
+            )
+        if self._channels is None:
+            self._channels = open_channels(
+                self._communicator,
+                group,
+                schedule.placement,
+                own_device(),
+                self._timeout,
+                self._report,
+                shapes_vary=self.shapes_vary,
+            )
+        return self._channels
+
+    @property
+    def exchange_lane(self) -> ExchangeLane | None:
+        """Where collectives run beside the computation; None without vocabulary shards."""
+        return None if self._vocabulary is None else self._vocabulary.lane
+
+    def vocabulary_step(
+        self, num_microbatches: int, message_shape: tuple[int, ...], *, forward_only: bool
+    ) -> VocabularyStep | None:
+        """Return the state of one step's operations on the vocabulary shard; None without shards."""
+        if self._vocabulary is None:
+            return None
+        return VocabularyStep(self._vocabulary, num_microbatches, message_shape, forward_only=forward_only)
+
+    def measure_edges(self, placement: Placement, rank: int, message: TensorSpec) -> dict[int, float]:
+        """Measure the milliseconds of a message over each edge of this rank; a collective call of a pipeline's ranks.
+
+        The channels must be open.
+        """
+        assert self._channels is not None
+        return measure_edges(self._channels, placement, rank, message)
+
+    def close(self) -> None:
+        """Close what is open, before the job's process groups are destroyed."""
+        if self._channels is not None:
+            self._channels.close()
+            self._channels = None
+        if self._vocabulary is not None:
+            self._vocabulary.close()
+            self._vocabulary = None
