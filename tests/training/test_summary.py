@@ -24,6 +24,15 @@ def test_lines_since_the_plan_count_but_its_own() -> None:
     )
 
 
+def test_with_a_chosen_layout_the_gain_over_megatrons_split_comes_first() -> None:
+    summary = RunSummary(layout_speed_up=1.216)
+    for iteration in (5, 10):
+        summary.record(iteration, 5, 0.1, Idle(0.1, 0.1), FIRST, 1.055)
+    assert summary.line is not None
+    gain = "predicted to be 1.216 times as fast as 1F1B on Megatron's split (1.055 times 1F1B on this one)"
+    assert summary.line.endswith(gain)
+
+
 def test_a_new_plan_begins_anew() -> None:
     summary = RunSummary()
     for iteration, predicted in ((5, FIRST), (10, FIRST), (15, SECOND), (20, SECOND)):

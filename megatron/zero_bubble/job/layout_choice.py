@@ -45,11 +45,13 @@ class ChosenLayout:
         flags: the flags, by name, that fix it.
         costs, limits: of its stages, and the bytes that activations may take on every rank, as planned with; None for
             a layout that was not planned with costs.
+        speed_up: how many times as fast as 1F1B on Megatron's split it was predicted to be; None if that is not known.
     """
 
     flags: Mapping[str, Any]
     costs: StageCosts | None = None
     limits: tuple[float, ...] | None = None
+    speed_up: float | None = None
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,11 @@ class LayoutChoice:
     @property
     def chosen(self) -> LayoutPlan:
         return self.plans[0]
+
+    @property
+    def speed_ups(self) -> dict[str, float]:
+        """Schedule on Megatron's split -> how many times as fast the chosen layout is predicted to be."""
+        return {plan.timeline.schedule.name: plan.time / self.chosen.time for plan in self.megatrons}
 
 
 def is_layout_open(flags: JobFlags) -> bool:

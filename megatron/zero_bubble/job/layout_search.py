@@ -24,7 +24,9 @@ def new_choice(job: JobSettings, costs: ModelCosts, padded_vocab_size: int) -> C
     def choose() -> ChosenLayout:
         found = choose_layout(job.flags, costs, free_bytes, padded_vocab_size)
         plan = found.chosen
-        chosen = ChosenLayout(flags_of_layout(job.flags, plan.layout), plan.timeline.costs, plan.limits)
+        chosen = ChosenLayout(
+            flags_of_layout(job.flags, plan.layout), plan.timeline.costs, plan.limits, found.speed_ups.get("1f1b")
+        )
         for line in layout_lines(found, chosen.flags):
             print(line, flush=True)
         return chosen

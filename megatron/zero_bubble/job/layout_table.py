@@ -32,8 +32,8 @@ def layout_lines(choice: LayoutChoice, flags: Mapping[str, Any]) -> Iterator[str
         names = (cell.ljust(width) for cell, width in zip(cells[:2], widths[:2], strict=True))
         figures = (cell.rjust(width) for cell, width in zip(cells[2:], widths[2:], strict=True))
         yield f"     {'  '.join((*names, *figures))}"
-    gains = (f"{plan.time / chosen.time:.3f} times {plan.timeline.schedule.name}" for plan in choice.megatrons)
     if choice.megatrons:
+        gains = (f"{speed_up:.3f} times {schedule}" for schedule, speed_up in choice.speed_ups.items())
         yield f"     as fast as, with Megatron's split: {', '.join(gains)}"
     yield f"     the same layout in another run: {flags_text(flags)}"
 

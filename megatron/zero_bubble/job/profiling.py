@@ -146,11 +146,15 @@ def _as_mistake_in_profile(flags: JobFlags) -> Iterator[None]:
         raise ValueError(f"--zero-bubble-profile-input {flags.zero_bubble_profile_input}: {error}") from error
 
 
-def reporter(flags: JobFlags, say: Callable[[str], None]) -> Callable[[Report], None]:
-    """A function that logs the block about a plan with `say`, and saves the profile if the flags ask for that."""
+def reporter(flags: JobFlags, say: Callable[[str], None], layout_speed_up: float | None) -> Callable[[Report], None]:
+    """A function that logs the block about a plan with `say`, and saves the profile if the flags ask for that.
+
+    Args:
+        layout_speed_up: predicted when the layout was chosen, over 1F1B on Megatron's split; None if it was not.
+    """
 
     def report(found: Report) -> None:
-        say(describe(found))
+        say(describe(found, layout_speed_up))
         if flags.zero_bubble_profile_output is not None and flags.rank == 0:
             output = flags.zero_bubble_profile_output
             try:
@@ -161,7 +165,7 @@ def reporter(flags: JobFlags, say: Callable[[str], None]) -> Callable[[Report], 
     return report
 
 
-def describe(report: Report) -> str:
+def describe(report: Report, layout_speed_up: float | None = None) -> str:
     """The block of lines about a plan: costs of each stage, the schedule, and its predicted time and memory."""
     prediction = report.prediction
     profile, schedule = prediction.profile, prediction.schedule
@@ -176,7 +180,7 @@ def describe(report: Report) -> str:
     lines.append(f"     schedule {schedule.name} ({made}) for {schedule.num_microbatches} microbatches{limit}")
     lines.append(
         f"     predicted: {prediction.idle}, {prediction.milliseconds:.1f} ms, "
-        f"{prediction.speed_up:.3f} times as fast as {_BASELINES[prediction.recompute]}"
+        f"{speed_up_words(prediction.speed_up, layout_speed_up, _BASELINES[prediction.recompute])}"
     )
     peaks = ", ".join(f"{_mib(peak):.1f}" for peak in prediction.peak_bytes)
     lines.append(f"     peak activations of each rank (MiB): {peaks}")
@@ -186,6 +190,20 @@ def describe(report: Report) -> str:
     if limits and any(peak > most * (1 + 1e-9) for peak, most in zip(prediction.peak_bytes, limits, strict=True)):
         lines.append("     a peak is above the memory limit, to which this schedule does not adapt")
     return "\n".join(lines)
+
+
+def speed_up_words(speed_up: float, layout_speed_up: float | None, baseline: str = "1F1B") -> str:
+    """How many times as fast a schedule is predicted to be.
+
+    Args:
+        speed_up: over `baseline` with the same layers on each rank.
+        layout_speed_up: of the layout over 1F1B on Megatron's split; None for a layout that was not chosen.
+    """
+    if layout_speed_up is None:
+        return f"{speed_up:.3f} times as fast as {baseline}"
+    return (
+        f"{layout_speed_up:.3f} times as fast as 1F1B on Megatron's split ({speed_up:.3f} times {baseline} on this one)"
+    )
 
 
 def _costs_table(costs: StageCosts, placement: Placement) -> Iterator[str]:

@@ -39,6 +39,8 @@ class JobSettings:
         planning: how costs are measured and used for planning; None if neither is done.
         is_layout_open: whether partition, placement or chunks are still to be chosen, by `with_layout`.
         hierarchy: how replicas average their parameters; None if they reduce gradients.
+        layout_speed_up: how many times as fast as 1F1B on Megatron's split the chosen layout was predicted to be; None
+            for a layout that was not chosen, or was chosen for an earlier job.
     """
 
     flags: JobFlags
@@ -48,6 +50,7 @@ class JobSettings:
     planning: PlanningOptions | None
     is_layout_open: bool = False
     hierarchy: Hierarchy | None = None
+    layout_speed_up: float | None = None
 
     @property
     def log_rank(self) -> int:
@@ -119,7 +122,8 @@ def with_layout(job: JobSettings, choice: ChosenLayout, environment: Mapping[str
     planning = planning_options(settings.flags, settings.placement, knows_costs=True, profile=profile)
     if planning is not None:
         planning = replace(planning, limits=choice.limits)
-    return replace(settings, plan=settings.plan.with_costs(choice.costs, choice.limits), planning=planning)
+    plan = settings.plan.with_costs(choice.costs, choice.limits)
+    return replace(settings, plan=plan, planning=planning, layout_speed_up=choice.speed_up)
 
 
 def _is_of_layout(profile: Profile, settings: JobSettings) -> bool:

@@ -107,14 +107,22 @@ class TrainingLog:
 
     Args:
         log_rank: the global rank that holds the loss and prints.
+        layout_speed_up: of the chosen layout over 1F1B on Megatron's split; None for a layout that was not chosen.
     """
 
-    def __init__(self, args: Arguments, progress: Progress, writers: list[Writer], log_rank: int) -> None:
+    def __init__(
+        self,
+        args: Arguments,
+        progress: Progress,
+        writers: list[Writer],
+        log_rank: int,
+        layout_speed_up: float | None = None,
+    ) -> None:
         self._args = args
         self.progress = progress
         self._log_rank = log_rank
         self._writers = writers
-        self._summary = RunSummary()
+        self._summary = RunSummary(layout_speed_up)
         self._reset(_now())
 
     def _reset(self, start: float) -> None:

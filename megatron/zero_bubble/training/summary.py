@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from megatron.zero_bubble.job.profiling import speed_up_words
 from megatron.zero_bubble.schedule import Idle
 
 
 class RunSummary:
     """Averages the log lines since the schedule was planned, of which the first is left out: planning is in its time.
 
+    Args:
+        layout_speed_up: of the chosen layout over 1F1B on Megatron's split; None for a layout that was not chosen.
+
     Attributes:
         line: the summary, None as long as there is nothing to tell.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, layout_speed_up: float | None = None) -> None:
         self.line: str | None = None
+        self._layout_speed_up = layout_speed_up
         self._predicted: Idle | None = None
         self._first = self._iterations = 0
         self._seconds = self._bubble = 0.0
@@ -40,5 +45,5 @@ class RunSummary:
         self.line = (
             f" > iterations {self._first} to {iteration}: {self._seconds / self._iterations * 1000:.1f} ms each; "
             f"bubble rate {self._bubble / self._iterations:.2%} measured, {predicted.bubble:.2%} predicted; "
-            f"predicted to be {speed_up:.3f} times as fast as 1F1B"
+            f"predicted to be {speed_up_words(speed_up, self._layout_speed_up)}"
         )
