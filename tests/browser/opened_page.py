@@ -60,6 +60,11 @@ class Playground:
         )
         self.wait_for_drawing(before, self.page.locator(".pane").count())
 
+    def steps_of_worker(self) -> list[str]:
+        """What the page's Python has done since it began to load."""
+        names: list[str] = self.page.workers[0].evaluate("performance.getEntriesByType('mark').map(mark => mark.name)")
+        return names
+
     @property
     def num_drawn(self) -> int:
         return int(self.page.locator("html").get_attribute("data-drawn") or 0)

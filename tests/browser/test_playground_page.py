@@ -6,6 +6,7 @@ import re
 import time
 
 import pytest
+from playwright.sync_api import Browser
 
 from megatron.zero_bubble.schedule import generate, simulate
 from megatron.zero_bubble.schedule.generators import ENTRIES
@@ -27,6 +28,38 @@ def test_every_schedule_is_drawn_with_the_figures_of_the_command_line(playground
         assert shown["Iteration"] == f"{expected['iteration_time']:.4g} ms", name
         assert shown["Peak memory"] == f"{max(expected['peak_memory']):.4g} M_B", name
         assert shown["Messages"] == str(expected["num_messages"]), name
+
+
+def test_python_starts_from_a_snapshot_of_its_memory(playground: Playground):
+    playground.set("time-f", "11")
+    assert "restored" in playground.steps_of_worker()
+
+
+def test_without_a_snapshot_python_starts_from_its_beginning(chromium: Browser, address: str):
+    page = chromium.new_page()
+    page.route("**/python.snapshot", lambda route: route.fulfill(body=b""))
+    other = Playground(page, address)
+    other.open("#pipeline-size=4&num-microbatches=8&a.schedule=zb-h1")
+    assert "started" in other.steps_of_worker()
+    assert "restored" not in other.steps_of_worker()
+    assert other.figures("a")["Bubble"] == percent(printed("simulate", "--schedule=zb-h1", *SIZE)["bubble_rate"])
+    assert other.problems == []
+    page.close()
+
+
+def test_a_slow_plan_is_drawn_twice(playground: Playground):
+    """First as it is found with little effort, then whole, with the figures of the command line."""
+    flags = ["--pipeline-size=8", "--num-microbatches=32", *TIMES]
+    before = playground.num_drawn
+    fragment = f"{'&'.join(flag.removeprefix('--') for flag in flags)}&a.schedule=auto&a.memory-limit=9"
+    playground.page.evaluate("fragment => { location.hash = fragment; }", fragment)
+    playground.page.wait_for_selector("[data-pane=a].draft .drafted:text-is('first plan …')")
+    draft = playground.figures("a")["Bubble"]
+    playground.wait_for_drawing(before)
+    assert playground.page.locator(".draft").count() == 0
+    whole = printed("simulate", "--schedule=auto", "--memory-limit=9", *flags)["bubble_rate"]
+    assert playground.figures("a")["Bubble"] == percent(whole)
+    assert draft > percent(whole)
 
 
 def test_the_causes_of_idle_time_are_those_of_the_command_line(playground: Playground):

@@ -189,12 +189,28 @@ def test_the_browser_needs_nothing_but_our_package():
     assert result.stdout.strip() == "[]"
 
 
-def test_the_page_comes_with_its_first_pictures(tmp_path):
+def test_a_draft_is_a_plan_too_and_not_better_than_the_whole():
+    words = [
+        "--schedule=auto",
+        "--pipeline-size=8",
+        "--num-microbatches=32",
+        "--memory-limit=9",
+        "--time-f=10",
+        *TIMES[1:],
+    ]
+    costs = [ask("picture", words=words, is_draft=is_draft)["figures"]["cost"] for is_draft in (True, False)]
+    assert costs[0] > costs[1]
+
+
+def test_the_page_comes_with_its_first_pictures(tmp_path, capsys):
     pyodide = tmp_path / "pyodide"
     pyodide.mkdir()
     for name in RUNTIME:
         (pyodide / name).write_text(name)
     write_site(tmp_path / "site", pyodide)
+    # These are no Python that node could start; tests/browser loads a page that has a snapshot.
+    assert (tmp_path / "site" / "python.snapshot").read_bytes() == b""
+    assert capsys.readouterr().err.startswith("the page will take seconds longer to load: ")
     start = json.loads((tmp_path / "site" / "start.json").read_text())
     assert start["state"] == START
     assert [picture["name"] for picture in start["pictures"]] == [pane["schedule"] for pane in START["panes"]]

@@ -28,15 +28,20 @@ from megatron.zero_bubble.schedule.formats import (
     schedule_to_json,
     schedule_to_pytorch_csv,
 )
+from megatron.zero_bubble.schedule.search.problem import BUDGET
 
 Words = Sequence[str]
 """Flags of `zero-bubble schedule simulate`."""
 
 
-def picture(words: Words) -> dict[str, Any]:
-    """Return the simulation of one schedule, with all that the page draws of it."""
+def picture(words: Words, is_draft: bool = False) -> dict[str, Any]:
+    """Return the simulation of one schedule, with all that the page draws of it.
+
+    A draft is planned with little effort.
+    """
     flags = _flags(words)
-    return picture_of(figures_of_source(flags), flags.recomputation, _unit(flags))
+    figures = figures_of_source(flags, 0 if is_draft else BUDGET)
+    return picture_of(figures, flags.recomputation, _unit(flags))
 
 
 def run(file: str, planned: bool) -> dict[str, Any]:

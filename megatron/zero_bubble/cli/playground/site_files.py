@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
+import os
 import shutil
+import subprocess
+import sys
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +55,40 @@ def write_site(folder: Path, pyodide: Path) -> None:
         shutil.copy(pyodide / name, folder / "pyodide" / name)
     (folder / "package.zip").write_bytes(_packed())
     (folder / "start.json").write_text(json.dumps(_start(), default=float), encoding="utf-8")
+    _write_snapshot(folder, pyodide)
+
+
+def _write_snapshot(folder: Path, pyodide: Path) -> None:
+    """Write the memory that Python in the browser begins with, so that it need not import anything.
+
+    It is made by node, which npm needs, within ten seconds, and kept beside Python for the browser: a wheel carries it.
+    Without it, and in a browser that cannot take it, Python starts from its beginning, which takes seconds longer.
+    """
+    written, kept = folder / "python.snapshot", pyodide / f"snapshot-{_digest()}"
+    if kept.is_file():
+        shutil.copy(kept, written)
+        return
+    node = shutil.which("node")
+    command = [node or "node", str(_HERE / "snapshot.mjs"), str(folder)]
+    if node is None or subprocess.run(command, capture_output=True, check=False).returncode != 0:
+        reason = "there is no node" if node is None else f"{node} fails"
+        print(f"the page will take seconds longer to load: {reason}, which prepares it", file=sys.stderr)
+        written.write_bytes(b"")
+        return
+    with suppress(OSError):  # a folder that cannot be written: it is made again the next time
+        for old in pyodide.glob("snapshot-*"):
+            old.unlink()
+        new = pyodide / f"new-{os.getpid()}"
+        shutil.copy(written, new)
+        new.replace(kept)
+
+
+def _digest() -> str:
+    """Stands for the content of all files that a snapshot depends on, but for Python for the browser."""
+    digest = hashlib.sha256()
+    for path in (*_packed_files(), _HERE / "snapshot.mjs", _HERE / "page" / "python.mjs"):
+        digest.update(str(path.relative_to(_PACKAGE)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
 
 
 def _pinned() -> str:
@@ -62,9 +101,13 @@ def _packed() -> bytes:
     """The modules that answer the page, as a zip."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        for path in (_PACKAGE / "__init__.py", *(file for part in _PACKED for file in (_PACKAGE / part).rglob("*.py"))):
+        for path in _packed_files():
             archive.write(path, path.relative_to(_PACKAGE.parents[1]))
     return buffer.getvalue()
+
+
+def _packed_files() -> list[Path]:
+    return [_PACKAGE / "__init__.py", *(file for part in _PACKED for file in sorted((_PACKAGE / part).rglob("*.py")))]
 
 
 def _start() -> dict[str, Any]:
@@ -77,4 +120,5 @@ def _start() -> dict[str, Any]:
         [point(words, limit) for limit in limits if entry_of(pane["schedule"]).uses_costs]
         for words, pane in zip(panes, START["panes"], strict=True)
     ]
-    return {"facts": known, "state": START, "pictures": [picture(words) for words in panes], "points": points}
+    pictures = [picture(words) for words in panes]
+    return {"facts": known, "state": START, "questions": panes, "pictures": pictures, "points": points}

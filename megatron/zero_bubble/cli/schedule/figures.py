@@ -39,6 +39,7 @@ from megatron.zero_bubble.schedule.recomputation import (
     with_recomputation,
     without_recomputation,
 )
+from megatron.zero_bubble.schedule.search.problem import BUDGET
 from megatron.zero_bubble.schedule.step_ops import operation_name, without_post_validation
 
 
@@ -127,9 +128,17 @@ class ScheduleFigures:
 
 
 def make_schedule(
-    flags: ScheduleFlags, name: str, limit: Sequence[float] | None, *, post_validation: bool = False
+    flags: ScheduleFlags,
+    name: str,
+    limit: Sequence[float] | None,
+    *,
+    post_validation: bool = False,
+    budget: int = BUDGET,
 ) -> tuple[Schedule, float]:
-    """Generate the schedule `name` from the flags under `limit` (in M_B); return it and the seconds that took."""
+    """Generate the schedule `name` from the flags under `limit` (in M_B); return it and the seconds that took.
+
+    `budget` is as in `generate`.
+    """
     placement = placement_for(name, flags.pipeline_size, flags.num_chunks, flags.placement)
     costs = stage_costs(flags, placement)
     if flags.recomputation is not Recompute.NONE and not any(costs.memory_r):
@@ -149,6 +158,7 @@ def make_schedule(
         post_validation=post_validation,
         recompute=flags.recomputation,
         vocabulary_parallel=costs.has_vocabulary,
+        budget=budget,
     )
     return schedule, time.perf_counter() - begin
 
@@ -161,21 +171,24 @@ def read_schedule(path: Path) -> Schedule:
         raise ScheduleError(f"{path}: {error}") from None
 
 
-def figures_of_source(flags: SimulationFlags) -> ScheduleFigures:
-    """Return the figures of the schedule that --schedule or --input names."""
-    schedule, seconds = source(flags)
+def figures_of_source(flags: SimulationFlags, budget: int = BUDGET) -> ScheduleFigures:
+    """Return the figures of the schedule that --schedule or --input names; `budget` is as in `generate`."""
+    schedule, seconds = source(flags, budget)
     return simulated_figures(
         flags, schedule, seconds, post_validation=flags.post_validation, steps=flags.steps, queues=flags.queues
     )
 
 
-def source(flags: SourceFlags) -> tuple[Schedule, float]:
-    """Return the schedule that --schedule or --input names, and the seconds that generating it took."""
+def source(flags: SourceFlags, budget: int = BUDGET) -> tuple[Schedule, float]:
+    """Return the schedule that --schedule or --input names, and the seconds that generating it took.
+
+    `budget` is as in `generate`.
+    """
     if flags.input is not None:
         return read_schedule(flags.input), 0.0
     assert flags.schedule is not None
     interlocks = isinstance(flags, PostValidationFlags) and flags.post_validation
-    return make_schedule(flags, flags.schedule, flags.memory_limit, post_validation=interlocks)
+    return make_schedule(flags, flags.schedule, flags.memory_limit, post_validation=interlocks, budget=budget)
 
 
 def figures_of_all(

@@ -8,16 +8,21 @@ import { Settings } from './settings.js';
 import { copy, fromFragment, resized, toFragment, words } from './state.js';
 import { View } from './view.js';
 
-const DELAY = 300; // milliseconds without a change after which the address and the plot follow
+const DELAY = 300; // milliseconds without a change after which the address and the plot follow, and drafts are planned
+const [SLOW, USUAL] = [150, 2]; // milliseconds: of planning above which a draft is drawn first; for each F, where not known
 const LETTERS = 'ab';
 
 const { facts, state: start, pictures: first, points } = await (await fetch('start.json')).json();
 const [engine, background] = [new Engine(), new Engine()];
-const ready = engine.warm(); // before the background's, so that the first answer does not wait for that
+let drew;
+// Python starts twice: in the background when something is drawn, which waits for the first.
+const ready = Promise.all([engine.warm(), new Promise((resolve) => { drew = resolve; })]);
+const times = new Map(); // schedule -> milliseconds that planning it took, for each F
 const entryOf = (pane) => facts.schedules.find(({ name }) => name === pane.schedule);
 const startState = () => ({ ...copy(start), files: {} });
 let state = (await fromFragment(location.hash.slice(1)).catch(() => null)) ?? startState();
 let pictures = [];
+let rounds = [0, 0]; // of each pane, how often its picture was asked for
 let errors = [];
 let panes = [];
 let settling;
@@ -77,20 +82,41 @@ const flagsOf = (pane) => words(state, pane, entryOf(pane));
 async function ask(k) {
   const pane = state.panes[k];
   const question = pane.run ? { what: 'run', file: pane.run, planned: Boolean(pane.planned) } : { what: 'picture', words: flagsOf(pane) };
+  const round = rounds[k] += 1;
+  background.forget(`picture ${k}`);
+  if (isStart()) return receive(k, async () => first[k]);
+  if (!isSlow(pane)) return receive(k, () => engine.ask(`picture ${k}`, question, state.files));
+  const isDrawn = await receive(k, () => engine.ask(`picture ${k}`, { ...question, is_draft: true }, state.files), true);
+  await new Promise((resolve) => { setTimeout(resolve, DELAY); });
+  if (isDrawn && round === rounds[k]) await receive(k, () => background.ask(`picture ${k}`, question, state.files));
+}
+
+/** Draw the answer, or show what is wrong; returns whether it is drawn. A draft is drawn until the whole plan is there. */
+async function receive(k, answering, isDraft = false) {
   const { element } = panes[k];
   const busy = setTimeout(() => element.classList.add('busy'), 250);
   try {
-    const answer = isStart() ? first[k] : await engine.ask(`picture ${k}`, question, state.files);
+    const answer = await answering();
     errors[k] = answer.error ? answer : null;
-    if (!answer.error) draw(k, answer);
+    element.classList.toggle('draft', isDraft && !answer.error);
+    if (!answer.error) draw(k, answer, isDraft);
   } catch (error) {
-    if (error instanceof Stale) return;
+    if (error instanceof Stale) return false;
     errors[k] = { error: error.message, flag: 'schedule' };
   } finally {
     clearTimeout(busy);
   }
   element.classList.remove('busy');
   showErrors();
+  drew();
+  return !errors[k];
+}
+
+/** Whether planning takes so long that a draft is worth drawing. */
+function isSlow(pane) {
+  const { 'pipeline-size': ranks, 'num-microbatches': microbatches } = state.shared;
+  const isPlanned = !pane.run && !pane.input && entryOf(pane)?.usesCosts;
+  return isPlanned && (times.get(pane.schedule) ?? USUAL) * ranks * microbatches > SLOW;
 }
 
 /** Whether the page shows what it begins with, whose pictures came with it. */
@@ -108,15 +134,20 @@ function showErrors() {
   });
 }
 
-function draw(k, picture) {
+function draw(k, picture, isDraft) {
   pictures[k] = prepared(picture);
+  const { schedule, generation_seconds: seconds } = picture.figures;
+  const { 'pipeline-size': ranks, 'num-microbatches': microbatches } = state.shared;
+  if (seconds && !isDraft && !isStart()) times.set(schedule, (1000 * seconds) / (ranks * microbatches));
   const limit = Math.max(...String(state.panes[k]['memory-limit'] ?? '').split(',').map(Number));
   panes[k].draw(pictures[k], limit);
   const shown = pictures.filter(Boolean);
   const most = Math.max(...shown.flatMap(idleTimes)) || 1;
   panes.filter(({ picture: known }) => known).forEach((each) => each.explain(most));
   view.cover(Math.min(...shown.map(({ begin }) => begin)), Math.max(...shown.map(({ end }) => end)));
-  document.documentElement.dataset.drawn = Number(document.documentElement.dataset.drawn ?? 0) + 1;
+  const { dataset } = document.documentElement;
+  dataset.shown = Number(dataset.shown ?? 0) + 1;
+  if (!isDraft) dataset.drawn = Number(dataset.drawn ?? 0) + 1;
   settle();
 }
 

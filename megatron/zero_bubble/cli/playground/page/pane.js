@@ -20,6 +20,7 @@ export class Pane {
     this.message = h('p', { class: 'message', id: `message-${letter}`, role: 'alert', hidden: true });
     this.fields = OWN.map((about) => new Field(about, changed));
     this.figures = h('dl', { class: 'figures' });
+    this.draft = h('p', { class: 'drafted', role: 'status' }, 'first plan …');
     this.drawing = new Drawing(view);
     this.legend = h('ul', { class: 'legend', 'aria-label': 'Kinds of operations' });
     this.causes = h('div', { class: 'causes' });
@@ -41,7 +42,7 @@ export class Pane {
       h('header', {}, h('span', { class: 'letter', 'aria-hidden': 'true' }, letter.toUpperCase()), this.select, this.given, this.discard,
         h('div', { class: 'own' }, this.fields.filter(({ about }) => !about.rare).map(({ element }) => element)), h('span', { class: 'spacer' }), this.more, this.save, this.remove),
       this.rare,
-      this.message, this.summary, h('div', { class: 'facts' }, this.figures, this.legend),
+      this.message, this.summary, h('div', { class: 'facts' }, this.figures, this.draft, this.legend),
       h('div', { class: 'drawn' }, this.drawing.canvas, this.causes));
   }
 

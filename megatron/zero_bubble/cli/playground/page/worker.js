@@ -1,18 +1,29 @@
 // Runs our Python package, away from the thread that draws.
-import { loadPyodide } from './pyodide/pyodide.mjs';
+import { startPython } from './python.mjs';
 
 const ready = start();
 ready.then(() => self.postMessage({ isReady: true }));
 
 async function start() {
-  const [python, archive] = await Promise.all([
-    loadPyodide(),
-    fetch('package.zip').then((response) => response.arrayBuffer()),
-  ]);
-  python.unpackArchive(archive, 'zip', { extractDir: '/package' });
-  python.runPython('import sys; sys.path.insert(0, "/package")');
-  const { answer } = python.pyimport('megatron.zero_bubble.cli.playground.answers');
-  return { python, answer };
+  const [archive, snapshot] = await Promise.all([bytes('package.zip'), bytes('python.snapshot')]);
+  performance.mark('fetched');
+  const python = await restored(archive, snapshot).catch(() => startPython(archive));
+  performance.mark('started');
+  return { python, answer: python.globals.get('answer') };
+}
+
+/** Start Python from the snapshot of its memory; rejects where there is none, or this browser cannot take it. */
+async function restored(archive, snapshot) {
+  const unpacked = new Blob([snapshot]).stream().pipeThrough(new DecompressionStream('gzip'));
+  const memory = new Uint8Array(await new Response(unpacked).arrayBuffer());
+  performance.mark('unpacked');
+  const python = await startPython(archive, { _loadSnapshot: memory });
+  performance.mark('restored');
+  return python;
+}
+
+async function bytes(file) {
+  return (await fetch(file)).arrayBuffer();
 }
 
 self.onmessage = async ({ data: { question, files } }) => {
