@@ -30,7 +30,6 @@ SKIPPED = {
     r"^(make|zero-bubble) playground": "serves until Ctrl-C: make test-browser opens it",
     r"^pip ": "changes the environment",
     r"\$model": "stands in a loop",
-    r"--costs profile\.json": "reads what a measured run wrote",
 }
 """Patterns of commands that do not run in `make docs-check`, with the reason."""
 

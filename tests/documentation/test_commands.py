@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.zero_bubble.schedule import Placement, StageCosts
+from megatron.zero_bubble.schedule.formats import Profile, profile_to_json
 from tests.documentation_commands import Command, commands
 from tests.launch import ROOT
 
@@ -25,11 +28,14 @@ CASES = [
 
 @pytest.mark.parametrize("command", CASES)
 def test_the_command_works(command: Command, tmp_path: Path) -> None:
-    """Commands of make run in the repository; others in an empty folder, where they may write drawings to docs/."""
+    """Ours run in a folder with a profile, where they may write to docs/; the others run in the repository."""
     (tmp_path / "docs").mkdir()
-    folder = ROOT if command.text.startswith("make ") else tmp_path
-    program = f"{shlex.quote(sys.executable)} -m megatron.zero_bubble.cli"
-    text = command.text.replace("zero-bubble ", f"{program} ", 1) if folder is tmp_path else command.text
+    profile = Profile(Placement("v", 4, 2), StageCosts.uniform(8, 20, 20, 20), 0.0, {})
+    (tmp_path / "profile.json").write_text(profile_to_json(profile))
+    python = shlex.quote(sys.executable)
+    text = re.sub("^zero-bubble ", f"{python} -m megatron.zero_bubble.cli ", command.text)
+    text = re.sub("^python ", f"{python} ", text)
+    folder = tmp_path if command.text.startswith("zero-bubble ") else ROOT
     result = subprocess.run(
         ["bash", "-c", text],
         cwd=folder,

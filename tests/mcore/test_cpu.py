@@ -207,3 +207,12 @@ class TestWhatMegatronCoreAsksOfCuda:
         torch.cuda.set_rng_state(torch.get_rng_state())
         assert torch.equal(dropout(torch.ones(64)), mask)
         assert caplog.records == []
+
+
+def test_torchs_profiler_knows_the_modules(substituted, tmp_path):
+    """It finds a module in the variable `self` of what is called for `torch.nn.Module.__call__`."""
+    module = torch.nn.Linear(2, 2)
+    with torch.profiler.profile(with_stack=True, with_modules=True) as profiler:
+        module(torch.ones(2))
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    assert "nn.Module: Linear_0" in (tmp_path / "trace.json").read_text()

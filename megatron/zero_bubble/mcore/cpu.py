@@ -174,12 +174,15 @@ class _DeviceGenerator:
             torch.set_rng_state(of_the_cpu)
 
     def drawn_from_in(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        generator = self
+
+        # torch's profiler takes the variable `self` of this function for the module that is called.
         @functools.wraps(function)
-        def draw(*args: Any, **kwargs: Any) -> Any:
-            if self._is_in_place:
-                return function(*args, **kwargs)
-            with self._in_place():
-                return function(*args, **kwargs)
+        def draw(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if generator._is_in_place:
+                return function(self, *args, **kwargs)
+            with generator._in_place():
+                return function(self, *args, **kwargs)
 
         return draw
 
