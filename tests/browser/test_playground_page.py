@@ -222,8 +222,8 @@ def test_a_long_computation_that_nobody_waits_for_any_more_is_ended(playground: 
     started: list[str] = []
     page.on("worker", lambda worker: started.append(worker.url))
     page.locator("[data-pane=a] select.name").select_option("v-min")
-    playground.field("num-microbatches").fill("256")
-    playground.field("pipeline-size").fill("32")
+    playground.field("num-microbatches").fill("512")
+    playground.field("pipeline-size").fill("16")
     page.wait_for_selector(".pane.busy")
     playground.field("pipeline-size").fill("4")
     playground.field("num-microbatches").fill("8")
