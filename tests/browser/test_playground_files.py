@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from megatron.zero_bubble.schedule import StageCosts, generate, lower, simulate, validate
+from megatron.zero_bubble.schedule.analysis import causes
 from megatron.zero_bubble.schedule.draw import to_chrome_trace
 from megatron.zero_bubble.schedule.formats import (
     Profile,
@@ -67,6 +70,16 @@ def test_a_run_s_trace_is_dropped_and_compared_with_its_plan(playground: Playgro
     assert playground.page.locator("[data-pane=a] strong.name").inner_text() == "run.trace.json"
     assert playground.figures("a")["Bubble"] == percent(timeline.bubble_rate)
     assert playground.figures("b")["Bubble"] != playground.figures("a")["Bubble"]
+    # What each rank waited for, as it ran; nothing that a run does not have can be set.
+    playground.page.locator("[data-pane=a] .causes summary").click()
+    row = playground.page.locator("[data-pane=a] .causes tbody tr").nth(1).locator("td").all_inner_texts()
+    assert [float(cell) for cell in row] == [pytest.approx(times[1], abs=0.05) for times in causes(timeline).values()]
+    assert playground.page.locator("#settings details:visible").count() == 0
+    assert playground.page.locator("#plot").is_hidden()
+    before = playground.num_drawn
+    playground.page.get_by_role("button", name="Close the file").first.click()
+    playground.wait_for_drawing(before)
+    assert playground.field("time-f").is_visible()
 
 
 def test_what_cannot_be_opened_is_refused_in_words(playground: Playground, tmp_path: Path):

@@ -69,7 +69,7 @@ export class Pane {
     if (pane.run) this.#unfold(false);
     this.more.hidden = Boolean(pane.run);
     this.save.hidden = Boolean(pane.run);
-    this.remove.hidden = state.panes.length < 2;
+    this.remove.hidden = state.panes.length < 2 || Boolean(pane.run);
     this.command.textContent = `zero-bubble schedule simulate ${words(state, pane, entry).map(quoted).join(' ')}`;
   }
 

@@ -23,6 +23,7 @@ export class Plot {
   show(state, pictures) {
     Object.assign(this, { state, pictures });
     this.ranks = Number(state.shared['pipeline-size']) || 2;
+    this.svg.parentElement.hidden = state.panes.every(({ run }) => run);
     this.series = state.panes.map((pane, k) => {
       const entry = this.facts.schedules.find(({ name }) => name === pane.schedule);
       const isPlanned = Boolean(entry?.takesLimit && !entry.isSlow && !pane.input && !pane.run);

@@ -8,6 +8,7 @@ export class Settings {
   constructor(host, changed) {
     this.fields = new Map();
     this.file = h('p', { class: 'file', hidden: true });
+    this.ofRun = h('p', { class: 'hint', hidden: true }, 'A run has sizes and times of its own. Close its file to set others.');
     this.changed = changed;
     const groups = SHARED.map(({ title, note, closed, fields }) => h('details', { class: 'card group', open: !closed && !NARROW.matches },
       h('summary', {}, title, note && h('small', {}, note)),
@@ -16,8 +17,7 @@ export class Settings {
         this.fields.set(about.flag, field);
         return field.element;
       })));
-    groups[0].after(this.file);
-    host.append(groups[0], this.file, ...groups.slice(1));
+    host.append(this.ofRun, groups[0], this.file, ...groups.slice(1));
   }
 
   show(state) {
@@ -25,7 +25,9 @@ export class Settings {
     const ranks = Number(shared['pipeline-size']) || 2;
     const recomputes = state.panes.some((pane) => pane.recompute);
     const isGiven = state.panes.every((pane) => pane.input || pane.run);
-    this.file.hidden = !costs;
+    const isRun = state.panes.every((pane) => pane.run);
+    this.ofRun.hidden = !isRun;
+    this.file.hidden = !costs || isRun;
     this.file.replaceChildren('Costs from ', h('strong', {}, costs ?? ''), h('button', {
       type: 'button', class: 'icon', 'aria-label': 'Remove the file of costs', onclick: () => this.changed('costs', undefined),
     }, '×'));
@@ -33,7 +35,10 @@ export class Settings {
       const isSize = flag === 'pipeline-size' || flag === 'num-microbatches';
       field.show(shared[flag], ranks);
       field.element.hidden = (field.about.needs === 'recompute' && !recomputes)
-        || (isSize && isGiven) || (Boolean(costs) && !isSize && flag !== 'no-overlap-communication');
+        || (isSize && isGiven) || isRun || (Boolean(costs) && !isSize && flag !== 'no-overlap-communication');
+    }
+    for (const group of new Set([...this.fields.values()].map(({ element }) => element.closest('details')))) {
+      group.hidden = ![...group.querySelectorAll('.field')].some((element) => !element.hidden);
     }
   }
 
