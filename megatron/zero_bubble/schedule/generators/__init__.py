@@ -244,9 +244,7 @@ def generate(
         able = ", ".join(name for name, one in ENTRIES.items() if one.plans_recomputation)
         raise ScheduleError(f"schedule {name} does not plan recomputation: choose one of {able}")
     gets_recomputed = recompute is Recompute.FULL and not entry.plans_recomputation
-    without_shards = costs.with_vocabulary_in_weight_gradients() if vocabulary_parallel else costs
     available = {
-        "costs": without_shards.recomputing_in_backward() if gets_recomputed else without_shards,
         "num_chunks": placement.num_chunks,
         "placement": placement,
         "group_size": group_size,
@@ -256,15 +254,16 @@ def generate(
         "budget": budget,
     }
 
-    def make(limits: tuple[float, ...] | None) -> Schedule:
-        options = {key: value for key, value in (*available.items(), ("memory_limit", limits)) if key in entry.options}
+    def make(costs: StageCosts, limits: tuple[float, ...] | None) -> Schedule:
+        given = {"costs": costs.recomputing_in_backward() if gets_recomputed else costs, "memory_limit": limits}
+        options = {key: value for key, value in (available | given).items() if key in entry.options}
         schedule = entry.function(num_ranks, num_microbatches, **options)
         return with_recomputation(schedule) if gets_recomputed else schedule
 
     if vocabulary_parallel:
         schedule = best_with_vocabulary(make, placement, costs, limits, is_quick=budget == 0)
     else:
-        schedule = make(limits)
+        schedule = make(costs, limits)
     if limits is not None:
         _check_memory(schedule, costs, limits)
     return schedule

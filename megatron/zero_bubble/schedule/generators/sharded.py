@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from itertools import product
+from statistics import mean
 
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import Infeasible
@@ -16,6 +18,11 @@ from megatron.zero_bubble.schedule.timeline import Timeline
 Limits = tuple[float, ...]
 RESERVES = (1, 0.5, 0)
 """How many microbatches less the schedule without shards may hold, to leave room for what the delay adds."""
+SLACKS = (0, 0.02)
+"""How much longer messages take in the schedules without shards, in parts of the mean F. How good the best order found
+for some costs is depends on chance: it is searched for costs that differ a little, too."""
+MOST_OPERATIONS = 20_000
+"""Operations of a schedule up to which it is searched for several costs."""
 OVERHANGS = (0.5, 0, 1)
 """How much longer than a gap a weight gradient may be that fills it, in parts of its own time."""
 NUM_FILLED = 2
@@ -23,7 +30,7 @@ NUM_FILLED = 2
 
 
 def best_with_vocabulary(
-    make: Callable[[Limits | None], Schedule],
+    make: Callable[[StageCosts, Limits | None], Schedule],
     placement: Placement,
     costs: StageCosts,
     limits: Limits | None,
@@ -33,7 +40,7 @@ def best_with_vocabulary(
     """The best schedule with operations on vocabulary shards that comes from one without, by simulation.
 
     Args:
-        make: makes the schedule without them, for costs in which W takes their time, within limits; it may raise
+        make: makes the schedule without them within limits, for costs in which W takes their time; it may raise
             `Infeasible`.
         limits: one a rank; None for those of the schedule itself.
         is_quick: whether to try only what is best as a rule.
@@ -79,23 +86,26 @@ def _candidates(
 
 
 def _without_shards(
-    make: Callable[[Limits | None], Schedule],
+    make: Callable[[StageCosts, Limits | None], Schedule],
     placement: Placement,
     costs: StageCosts,
     limits: Limits | None,
     is_quick: bool,
 ) -> Iterator[Schedule]:
     """Yield the schedules to start from, each once."""
+    whole = costs.with_vocabulary_in_weight_gradients()
     if limits is None:
-        yield make(None)
+        yield make(whole, None)
         return
     microbatch = placement.sums(costs.memory_f)
     made: list[Schedule] = []
     error: Infeasible | None = None
-    for reserve in RESERVES:
+    for slack, reserve in product(SLACKS, RESERVES):
+        if slack and made and sum(map(len, made[0].ops)) > MOST_OPERATIONS:
+            return
         reduced = tuple(limit - reserve * memory for limit, memory in zip(limits, microbatch, strict=True))
         try:
-            schedule = make(reduced)
+            schedule = make(_with_longer_messages(whole, slack), reduced)
         except Infeasible as reason:
             error = reason
             continue
@@ -107,3 +117,10 @@ def _without_shards(
     if not made:
         assert error is not None
         raise error
+
+
+def _with_longer_messages(costs: StageCosts, slack: float) -> StageCosts:
+    """Add to the time of each message so much of the mean F."""
+    added = slack * mean(costs.time_f)
+    messages = costs.time_comm or (0,) * (costs.num_stages - 1)
+    return replace(costs, time_comm=tuple(each + added for each in messages)) if added else costs
