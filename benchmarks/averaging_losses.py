@@ -1,16 +1,18 @@
 """Train synchronously and with hierarchical SGD, and draw both losses in one plot.
 
     python tools/make_sample_data.py
-    python -m benchmarks.averaging_losses --num-ranks 4 --hierarchical-sgd 2:2,4:4 --plot losses.svg -- \\
+    python -m benchmarks.averaging_losses --num-ranks 4 --hierarchical-sgd 2:2,4:4 --hierarchical-lr 4e-3 \\
+        --plot losses.svg -- \\
         --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 8 \\
         --global-batch-size 32 --train-iters 200 --lr 2e-3 --lr-warmup-iters 20 --log-interval 10 \\
         --eval-interval 200 --eval-iters 8 --data-path .cache/sample/stdlib_text_document \\
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model .cache/sample/tokenizer.json \\
         --data-cache-path .cache/index
 
-After `--` come pretrain_gpt.py's flags. The table has the losses of the last log line and of the validation after the
-last iteration; with --eval-interval that divides --train-iters there is one. The exit status is 1 if the loss of the
-last line differs by more than --tolerance. A mistake ends with one line and exit status 2.
+After `--` come pretrain_gpt.py's flags, those of both trainings; `--hierarchical-lr` replaces --lr in the second. The
+table has the losses of the last log line and of the validation after the last iteration; with --eval-interval that
+divides --train-iters there is one. The exit status is 1 if the loss of the last line differs by more than --tolerance.
+A mistake ends with one line and exit status 2.
 """
 
 from __future__ import annotations
@@ -44,6 +46,9 @@ class AveragingFlags(TableFlags, FollowingFlags):
     num_ranks: int = flag("ranks of each training", 4, parse=at_least(2), metavar="N")
     hierarchical_sgd: str = flag("PERIOD:SIZE,...: the training's flag", "2:2,4:4", metavar="LEVELS")
     hierarchical_sgd_warmup: int = flag("the training's flag", 0, parse=at_least(0), metavar="STEPS")
+    hierarchical_lr: float | None = flag(
+        "learning rate of the hierarchical training; by default that of both", None, parse=positive, metavar="LR"
+    )
     tolerance: float = flag("largest relative difference of the last losses", 0.02, parse=positive, metavar="X")
     plot: Path | None = flag("draw the losses", None, parse=Path, metavar="FILE.svg")
 
@@ -84,9 +89,10 @@ def _compare(argv: list[str]) -> bool:
     flags = read_flags(AveragingFlags, argv, _PROG, __doc__ or "")
     levels = ("--hierarchical-sgd", flags.hierarchical_sgd)
     warmup = ("--hierarchical-sgd-warmup", str(flags.hierarchical_sgd_warmup)) if flags.hierarchical_sgd_warmup else ()
+    own_rate = () if flags.hierarchical_lr is None else ("--lr", str(flags.hierarchical_lr))
     losses = {
         "synchronous": train(flags, ()),
-        f"hierarchical {flags.hierarchical_sgd}": train(flags, (*levels, *warmup)),
+        f"hierarchical {flags.hierarchical_sgd}": train(flags, (*levels, *warmup, *own_rate)),
     }
     if flags.plot is not None:
         series = [Series(name, each.training) for name, each in losses.items()]

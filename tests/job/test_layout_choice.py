@@ -76,6 +76,16 @@ def test_what_flags_fix_is_not_searched() -> None:
     assert {plan.layout.recompute for plan in full.plans} == {Recompute.FULL}
 
 
+def test_what_fsdp_cannot_recompute_is_not_recomputed_where_memory_is_short() -> None:
+    short = {"zero_bubble_memory_limit": "3MiB", "zero_bubble_vocabulary_parallel": "off"}
+    recomputed = {
+        is_sharded: {plan.layout.recompute for plan in choose_layout(made, MODEL, None, 1024).plans}
+        for is_sharded in (False, True)
+        for made in [flags(**short, use_torch_fsdp2=is_sharded)]
+    }
+    assert recomputed == {False: {Recompute.PLANNED, Recompute.NONE}, True: {Recompute.NONE}}
+
+
 def test_what_fits_nowhere_is_one_line_that_names_the_flag() -> None:
     with pytest.raises(
         ValueError,
@@ -118,6 +128,8 @@ def test_a_job_that_goes_on_keeps_the_layout_and_the_seeds_that_were_saved() -> 
         ({}, {"zero_bubble_placement": "linear"}),
         ({}, {"zero_bubble_recompute": "planned"}),
         ({"zero_bubble_seed_by_layer": False}, {"zero_bubble_seed_by_layer": True}),
+        ({"zero_bubble_recompute": "planned"}, {"use_torch_fsdp2": True}),
+        ({"zero_bubble_vocabulary_parallel": "on"}, {"use_torch_fsdp2": True}),
     ],
 )
 def test_a_saved_layout_is_not_kept_by_another_job(changed: dict[str, object], given: dict[str, object]) -> None:

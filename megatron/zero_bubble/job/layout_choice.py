@@ -134,12 +134,15 @@ def saved_choice(saved: Namespace, flags: JobFlags) -> ChosenLayout | None:
     """The layout that was chosen for the job which saved its arguments in a checkpoint.
 
     None if no layout was chosen for it, if it had other pipeline ranks or layers than a job with `flags`, or if these
-    flags ask for another one.
+    flags ask for another one, or do not allow what it recomputes or spreads.
     """
     chosen = {name: getattr(saved, name, None) for name in SAVED_NAMES}
     same = all(getattr(saved, name, None) == getattr(flags, name) for name in _KEPT_WITH)
     allowed = all(getattr(flags, name) in (None, False, "auto", value) for name, value in chosen.items())
-    return ChosenLayout(chosen) if same and allowed and chosen["zero_bubble_placement"] is not None else None
+    beyond_fsdp = chosen["zero_bubble_recompute"] is not None or chosen["zero_bubble_vocabulary_parallel"] == "on"
+    if not same or not allowed or (flags.use_torch_fsdp2 and beyond_fsdp):
+        return None
+    return ChosenLayout(chosen) if chosen["zero_bubble_placement"] is not None else None
 
 
 def _problem(flags: JobFlags, model: ModelCosts, baseline: Layout, free_bytes: float | None) -> LayoutProblem:
@@ -203,6 +206,7 @@ def _placements(flags: JobFlags, name: str) -> tuple[Placement, ...]:
 def _recomputes(flags: JobFlags) -> tuple[Recompute, ...]:
     """What the flags allow to recompute; if no flag says it, what has no room in the memory limit as well."""
     is_given = any(getattr(flags, name) is not None for name in (*RECOMPUTATION, "zero_bubble_recompute"))
-    if is_given or flags.fp8 or flags.fp4:
+    # R would use parameters that FSDP2 has not gathered.
+    if is_given or flags.fp8 or flags.fp4 or flags.use_torch_fsdp2:
         return (flags.recompute,)
     return (Recompute.NONE, Recompute.PLANNED)

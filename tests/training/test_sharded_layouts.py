@@ -1,0 +1,68 @@
+"""Parameters sharded by torch's FSDP2 train as under DDP in other layouts of ranks. Exhaustive: up to eight ranks each.
+
+The sharding itself is in `make test`, on two replicas of two stages. Between two shards a sum has one order, so numbers
+are those of DDP byte for byte. Between four it depends on where in a message an element is, which differs from DDP.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.launch import TINY_GPT, run_trainings
+
+pytestmark = pytest.mark.exhaustive
+
+COMMON = (
+    *(*TINY_GPT, "--pipeline-model-parallel-size", "2", "--global-batch-size", "16", "--train-iters", "4"),
+    *("--untie-embeddings-and-output-weights", "--clip-grad", "0"),
+)
+ZB_2P = ("--zero-bubble-schedule", "zb-2p")
+CONTEXT = (*ZB_2P, "--context-parallel-size", "2", "--position-embedding-type", "rope", "--attention-dropout", "0")
+TWO_SHARDS = {
+    "tensor": (8, (*ZB_2P, "--tensor-model-parallel-size", "2")),
+    "sequence": (8, (*ZB_2P, "--tensor-model-parallel-size", "2", "--sequence-parallel", "--swiglu")),
+    "context": (4, CONTEXT),
+    "chosen": (4, ("--zero-bubble", "--zero-bubble-vocabulary-parallel", "off")),
+}
+"""Ranks and flags of each layout."""
+FOUR_SHARDS = {
+    "context and replicas": (8, CONTEXT),
+    "replicas": (8, ZB_2P),
+    "replicas in a V": (8, ("--zero-bubble-schedule", "zb-v")),
+}
+
+
+@pytest.mark.parametrize("layout", [*TWO_SHARDS, *FOUR_SHARDS])
+def test_losses_are_those_of_ddp_and_a_resumed_job_has_the_same(layout: str, tmp_path: Path) -> None:
+    num_ranks, more = (TWO_SHARDS | FOUR_SHARDS)[layout]
+    flags, checkpoint = [*COMMON, *more], str(tmp_path / "checkpoint")
+    sharded = [*flags, "--use-torch-fsdp2"]
+    trainings = {
+        "ddp": flags,
+        "sharded": sharded,
+        "zero-2": [*sharded, "--torch-fsdp2-no-reshard-after-forward"],
+        "saved": [*sharded, "--save", checkpoint, "--exit-interval", "2"],
+        "resumed": [*sharded, "--load", checkpoint],
+        "resumed by ddp": [*flags, "--load", checkpoint],
+    }
+    run_trainings(num_ranks, trainings, tmp_path)
+    lines = {name: (tmp_path / f"{name}.jsonl").read_text().splitlines() for name in trainings}
+    losses = {name: [float.fromhex(json.loads(line)["lm_loss"]) for line in of] for name, of in lines.items()}
+    assert losses["zero-2"] == losses["sharded"]
+    assert losses["resumed"] == losses["sharded"][2:]
+    if layout in TWO_SHARDS:
+        assert losses["sharded"] == losses["ddp"]
+        assert losses["resumed by ddp"] == losses["ddp"][2:]
+    else:
+        assert losses["sharded"] == pytest.approx(losses["ddp"], rel=1e-6)
+        assert losses["resumed by ddp"] == pytest.approx(losses["ddp"][2:], rel=1e-6)
+    if layout != "chosen":  # each new job may choose another one
+        assert lines["zero-2"] == lines["sharded"]
+        assert lines["resumed"] == lines["sharded"][2:]
+    if layout in TWO_SHARDS and layout != "chosen":
+        assert [json.loads(line)["parameters"] for line in lines["sharded"]] == [
+            json.loads(line)["parameters"] for line in lines["ddp"]
+        ]
