@@ -1,0 +1,118 @@
+"""Measure what --zero-bubble brings over megatron-core's own schedules, in four situations, with real compute.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.situations
+    OMP_NUM_THREADS=1 python -m benchmarks.situations --situation 'large vocabulary' --num-microbatches 8
+
+In each situation the same training runs in turns as a user starts it: with megatron-core's 1F1B, with its interleaved
+schedule of two chunks a rank, and with --zero-bubble, as `zero-bubble benchmark` runs them. Where memory is short,
+megatron-core has to recompute all layers, and --zero-bubble chooses what it recomputes within a limit. The last columns
+compare turns of the same round, with a bootstrap over rounds.
+
+A mistake in the flags ends with one line and exit status 2, a training that fails with status 1.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.zero_bubble.cli.benchmark.arguments import BenchmarkFlags
+from megatron.zero_bubble.cli.benchmark.contestants import CHOSEN, megatrons_interleaved
+from megatron.zero_bubble.cli.benchmark.rounds import compare_trainings
+from megatron.zero_bubble.cli.benchmark.training_results import TrainResult, bootstrap_interval
+from megatron.zero_bubble.cli.flag_values import at_least
+from megatron.zero_bubble.cli.invocation import read_flags, run_command
+from megatron.zero_bubble.cli.output import table
+from megatron.zero_bubble.cli.shared_flags import TableFlags
+from megatron.zero_bubble.job.flag_parser import flag
+
+_PROG = "benchmarks.situations"
+_MODEL = (
+    *("--num-layers", "8", "--hidden-size", "256", "--num-attention-heads", "4", "--mock-data"),
+    *("--position-embedding-type", "rope", "--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear"),
+)
+_SMALL = ("--seq-length", "128", "--micro-batch-size", "4", "--vocab-size", "255")
+_RECOMPUTED = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+
+
+@dataclass(frozen=True)
+class Situation:
+    """A training that a user has, and what `--zero-bubble` is told there."""
+
+    flags: tuple[str, ...]
+    told: tuple[str, ...] = ()
+
+
+SITUATIONS = {
+    "small vocabulary": Situation(_SMALL),
+    "large vocabulary": Situation(("--seq-length", "128", "--micro-batch-size", "1", "--vocab-size", "32767")),
+    "full recomputation": Situation((*_SMALL, *_RECOMPUTED)),
+    "memory short": Situation(
+        (*_SMALL, *_RECOMPUTED), ("--zero-bubble-recompute", "planned", "--zero-bubble-memory-limit", "0.7")
+    ),
+}
+
+
+@dataclass(frozen=True)
+class SituationFlags(TableFlags):
+    """the trainings"""
+
+    situation: list[str] | None = flag(
+        "situation to measure; repeat for more (default: all)", None, repeat=True, choices=tuple(SITUATIONS)
+    )
+    pipeline_size: int = flag("pipeline ranks", 2, parse=at_least(2), metavar="P")
+    num_microbatches: int = flag("microbatches of an iteration", 4, parse=at_least(1), metavar="M")
+    rounds: int = flag("turns of every schedule", 5, parse=at_least(1), metavar="N")
+
+
+def main(argv: list[str] | None = None) -> int:
+    return run_command(_PROG, lambda: _measure(sys.argv[1:] if argv is None else argv))
+
+
+def _measure(argv: list[str]) -> None:
+    flags = read_flags(SituationFlags, argv, _PROG, __doc__ or "")
+    results = {name: measured(SITUATIONS[name], flags) for name in flags.situation or SITUATIONS}
+    document = {name: [result.as_json() for result in of_one] for name, of_one in results.items()}
+    rows = [row for name, of_one in results.items() for row in rows_of(name, of_one)]
+    heads = ("situation", "schedule", "iteration (ms)", "memory (MiB)", "to 1F1B", "95% interval")
+    flags.deliver(document, table(heads, rows, markdown=flags.markdown))
+
+
+def measured(situation: Situation, flags: SituationFlags) -> list[TrainResult]:
+    """Train in turns and return what was measured of 1F1B, of the plan and of megatron-core's interleaved schedule."""
+    benchmark = BenchmarkFlags(
+        pipeline_size=flags.pipeline_size,
+        num_microbatches=flags.num_microbatches,
+        schedule=[" ".join((CHOSEN, *situation.told))],
+        rounds=flags.rounds,
+        warmup=8,
+        iterations=8,
+        interval=4,
+        training_flags=(*_MODEL, *situation.flags),
+    )
+    peers = (megatrons_interleaved(benchmark, 2, "megatron-core interleaved, 2 chunks"),)
+    return compare_trainings(benchmark, peers)
+
+
+def rows_of(name: str, results: Sequence[TrainResult]) -> list[tuple[str, ...]]:
+    """Return the rows of a situation; the first alone has its name."""
+    rows = []
+    for number, result in enumerate(results):
+        interval = bootstrap_interval(result.ratios_to(results[0])) if number else None
+        words = " ".join(result.contestant.words) if result.contestant.name.startswith(CHOSEN) else ""
+        rows.append(
+            (
+                "" if number else name,
+                words or result.contestant.name,
+                f"{result.measured:.1f}",
+                f"{result.peak_bytes / 2**20:.0f}",
+                f"{result.ratio:.3f}",
+                f"{interval[0]:.3f} .. {interval[1]:.3f}" if interval else "",
+            )
+        )
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())
