@@ -97,7 +97,7 @@ def measured(situation: Situation, flags: SituationFlags) -> list[TrainResult]:
 
 def rows_of(name: str, results: Sequence[TrainResult]) -> list[tuple[str, ...]]:
     """Return the rows of a situation; the first alone has its name."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for number, result in enumerate(results):
         interval = bootstrap_interval(result.ratios_to(results[0])) if number else None
         words = " ".join(result.contestant.words) if result.contestant.name.startswith(CHOSEN) else ""
