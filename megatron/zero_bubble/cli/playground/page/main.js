@@ -8,8 +8,9 @@ import { Settings } from './settings.js';
 import { copy, fromFragment, resized, toFragment, words } from './state.js';
 import { View } from './view.js';
 
-const DELAY = 300; // milliseconds without a change after which the address and the plot follow, and drafts are planned
-const [SLOW, USUAL] = [150, 2]; // milliseconds: of planning above which a draft is drawn first; for each F, where not known
+const DELAY = 300; // milliseconds without a change after which the address and the plot follow
+const PAUSE = 100; // milliseconds without a change after which a draft is planned whole
+const [SLOW, USUAL] = [200, 1.5]; // milliseconds: of planning above which a draft is drawn first; for each F, if not known
 const LETTERS = 'ab';
 
 const { facts, state: start, pictures: first, points } = await (await fetch('start.json')).json();
@@ -83,12 +84,11 @@ async function ask(k) {
   const pane = state.panes[k];
   const question = pane.run ? { what: 'run', file: pane.run, planned: Boolean(pane.planned) } : { what: 'picture', words: flagsOf(pane) };
   const round = rounds[k] += 1;
-  background.forget(`picture ${k}`);
   if (isStart()) return receive(k, async () => first[k]);
   if (!isSlow(pane)) return receive(k, () => engine.ask(`picture ${k}`, question, state.files));
   const isDrawn = await receive(k, () => engine.ask(`picture ${k}`, { ...question, is_draft: true }, state.files), true);
-  await new Promise((resolve) => { setTimeout(resolve, DELAY); });
-  if (isDrawn && round === rounds[k]) await receive(k, () => background.ask(`picture ${k}`, question, state.files));
+  await new Promise((resolve) => { setTimeout(resolve, PAUSE); });
+  if (isDrawn && round === rounds[k]) await receive(k, () => engine.ask(`picture ${k}`, question, state.files));
 }
 
 /** Draw the answer, or show what is wrong; returns whether it is drawn. A draft is drawn until the whole plan is there. */
