@@ -2,6 +2,9 @@
 
     python -m benchmarks.planning                                       200 problems of every placement
     python -m benchmarks.planning --placement interleaved --problems 20
+    python -m benchmarks.planning --scale                               large problems, with the time that each takes
+
+`--scale` plans the problems of `benchmarks.planning_at_scale` instead, and measures processor time and memory.
 
 A problem has 2 to 16 ranks, up to four microbatches a rank, stages whose costs are equal, equal but for the last one,
 or all unequal, and a memory limit from the smallest that works to 3p M_B, where M_B is that of the fullest rank.
@@ -20,6 +23,7 @@ from math import inf
 from statistics import median, quantiles
 from typing import get_args
 
+from benchmarks.planning_at_scale import planned_at_scale
 from megatron.zero_bubble.cli.flag_values import at_least
 from megatron.zero_bubble.cli.invocation import read_flags, run_command
 from megatron.zero_bubble.cli.output import percent, table
@@ -49,6 +53,7 @@ class PlanningFlags(TableFlags):
         choices=get_args(PlacementKind),
     )
     problems: int = flag("problems of each placement", 200, parse=at_least(1), metavar="N")
+    scale: bool = flag("plan large problems, and measure the time and memory that planning takes", False)
 
 
 @dataclass(frozen=True)
@@ -151,6 +156,9 @@ def main(argv: list[str] | None = None) -> int:
 def _plan_all(argv: list[str]) -> bool:
     """Plan the problems that the flags ask for, print the table, and return whether no plan is worse than a name."""
     flags = read_flags(PlanningFlags, argv, _PROG, __doc__ or "")
+    if flags.scale:
+        flags.deliver(*planned_at_scale(markdown=flags.markdown))
+        return True
     found, rows = [], []
     for kind in flags.placement or get_args(PlacementKind):
         own = [planned_problem(kind, number) for number in range(flags.problems)]

@@ -18,7 +18,7 @@ from megatron.zero_bubble.schedule.kinds import COMMUNICATION, FORWARDS, MESSAGE
 PlacementKind = Literal["linear", "interleaved", "v"]
 MAX_STAGES = 4096
 """The most stages of a placement: bounds and planners take time in the square of it."""
-MAX_OPERATIONS = 1_000_000
+MAX_OPERATIONS = 4_000_000
 """The most F, B and W of a schedule: about a minute of work, and some gigabytes, in one process."""
 
 _WORDS = {kind.value: kind for kind in OpKind} | {"WT": OpKind.W}

@@ -72,6 +72,19 @@ class _Times:
             for lane in timeline.lanes
         ]
         """Rank -> when each of its operations in its stages starts."""
+        placement, microbatches = self.schedule.placement, range(self.schedule.num_microbatches)
+        last_stage, first_rank = placement.num_stages - 1, placement.rank_of(0)
+        self._last_rank, last_chunk = placement.rank_of(last_stage), placement.chunk_of(last_stage)
+        forwards, last_forwards = self._starts[first_rank], self._starts[self._last_rank]
+        self._embedded = [forwards[Op(OpKind.F, microbatch)] for microbatch in microbatches]
+        """Microbatch -> when the first stage uses its embedding."""
+        self._output = [
+            last_forwards[Op(OpKind.F, microbatch, last_chunk)] + costs.time_f[last_stage]
+            for microbatch in microbatches
+        ]
+        """Microbatch -> when the output of the last stage is there."""
+        self._gradient = [start + costs.time_b[0] + costs.time_w[0] for start in self._starts_of(first_rank, OpKind.B)]
+        """Microbatch -> when the gradient of its embedding is there."""
 
     def of_rank(self, rank: int) -> Iterator[_Timed]:
         """All operations of `rank`; of those with equal times the one comes first that another rank waits for."""
@@ -81,28 +94,25 @@ class _Times:
 
     def _of_shard(self, rank: int) -> dict[Op, float]:
         """When each operation on the shard of `rank` is to start."""
-        placement, costs = self.schedule.placement, self.costs
-        last_stage = placement.num_stages - 1
-        last_rank, last_chunk = placement.rank_of(last_stage), placement.chunk_of(last_stage)
-        message = collective_time(costs)
-        lead = LEAD * interval(self.schedule, costs)
+        message, until_loss = collective_time(self.costs), shortest_delay(self.costs)
+        lead = LEAD * interval(self.schedule, self.costs)
         starts: dict[Op, float] = {}
-        for microbatch in range(self.schedule.num_microbatches):
-            embedded = self._starts[placement.rank_of(0)][Op(OpKind.F, microbatch)]
+        shared = zip(self._embedded, self._output, self._gradient, self._starts_of(rank, OpKind.W), strict=True)
+        for microbatch, (embedded, output, gradient, weights) in enumerate(shared):
+            loss = output + until_loss
             starts[Op(OpKind.E, microbatch)] = embedded - lead
-            output = self._starts[last_rank][Op(OpKind.F, microbatch, last_chunk)] + costs.time_f[last_stage]
             starts[Op(OpKind.S, microbatch)] = output + message
-            loss = output + shortest_delay(costs)
-            if rank == last_rank:
+            if rank == self._last_rank:
                 starts[Op(OpKind.L, microbatch)] = loss
-            weights = self._start(rank, microbatch, OpKind.W)
             starts[Op(OpKind.T, microbatch)] = max(weights, loss + message)
-            gradient = self._start(placement.rank_of(0), microbatch, OpKind.B) + costs.time_b[0] + costs.time_w[0]
             starts[Op(OpKind.EW, microbatch)] = max(weights, gradient + message)
         return starts
 
-    def _start(self, rank: int, microbatch: int, result: OpKind) -> float:
-        """When chunk 0 of `rank` makes `result`, B or W, of `microbatch`."""
+    def _starts_of(self, rank: int, result: OpKind) -> list[float]:
+        """Microbatch -> when chunk 0 of `rank` makes `result`, B or W."""
+        starts = self._starts[rank]
         kinds = (result, *(kind for kind in BACKWARDS if result in KINDS[kind].makes))
-        ops = (Op(kind, microbatch) for kind in kinds)
-        return next(self._starts[rank][op] for op in ops if op in self._starts[rank])
+        return [
+            next(starts[op] for kind in kinds if (op := Op(kind, microbatch)) in starts)
+            for microbatch in range(self.schedule.num_microbatches)
+        ]

@@ -26,6 +26,7 @@ from megatron.zero_bubble.schedule.generators.zb_h1 import zb_h1
 from megatron.zero_bubble.schedule.generators.zb_h2 import zb_h2
 from megatron.zero_bubble.schedule.ir import Placement, PlacementKind, Schedule, check_size
 from megatron.zero_bubble.schedule.memory import peak_memory
+from megatron.zero_bubble.schedule.periodic import extended, fewer_microbatches, is_long
 from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation
 from megatron.zero_bubble.schedule.search.problem import BUDGET
 
@@ -254,14 +255,23 @@ def generate(
         "budget": budget,
     }
 
-    def make(costs: StageCosts, limits: tuple[float, ...] | None) -> Schedule:
+    def search(num_microbatches: int, costs: StageCosts, limits: tuple[float, ...] | None) -> Schedule:
         given = {"costs": costs.recomputing_in_backward() if gets_recomputed else costs, "memory_limit": limits}
         options = {key: value for key, value in (available | given).items() if key in entry.options}
         schedule = entry.function(num_ranks, num_microbatches, **options)
         return with_recomputation(schedule) if gets_recomputed else schedule
 
+    def make(costs: StageCosts, limits: tuple[float, ...] | None) -> Schedule:
+        for fewer in fewer_microbatches(placement, num_microbatches) if entry.uses_costs else ():
+            shorter = search(fewer, costs, limits)
+            schedule = extended(shorter, num_microbatches, costs, limits, overlap_communication=overlap_communication)
+            if schedule is not None:
+                return schedule
+        return search(num_microbatches, costs, limits)
+
     if vocabulary_parallel:
-        schedule = best_with_vocabulary(make, placement, costs, limits, is_quick=budget == 0)
+        long = is_long(placement, num_microbatches)
+        schedule = best_with_vocabulary(make, placement, costs, limits, is_quick=budget == 0, is_long=long)
     else:
         schedule = make(costs, limits)
     if limits is not None:

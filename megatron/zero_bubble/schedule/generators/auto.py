@@ -19,7 +19,7 @@ from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomput
 from megatron.zero_bubble.schedule.search.dropping import try_dropping
 from megatron.zero_bubble.schedule.search.event_loop import GapRule, Keeping, PlannedOrders
 from megatron.zero_bubble.schedule.search.greedy import Policy
-from megatron.zero_bubble.schedule.search.portfolio import Portfolio, best_of, fits, recomputed_where_needed
+from megatron.zero_bubble.schedule.search.portfolio import Portfolio, best_of, budget_of, fits, recomputed_where_needed
 from megatron.zero_bubble.schedule.search.problem import BUDGET, Problem
 from megatron.zero_bubble.schedule.search.profiles import (
     Profile,
@@ -137,7 +137,7 @@ def _best(name: str, problem: Problem) -> Schedule:
 
 def plan_linear(problem: Problem) -> PlannedOrders:
     """The best plan found for one chunk a rank."""
-    portfolio = Portfolio(problem.bound, max(problem.budget, LEAST_CANDIDATES * problem.num_ops))
+    portfolio = Portfolio(problem, budget_of(problem, LEAST_CANDIDATES))
     portfolio.in_order(problem, problem.one_by_one())
     if problem.recompute is Recompute.PLANNED:
         try_dropping(portfolio, problem)

@@ -12,7 +12,7 @@ from megatron.zero_bubble.schedule.ir import Schedule
 from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation
 from megatron.zero_bubble.schedule.search.event_loop import GapRule, Keeping, PlannedOrders
 from megatron.zero_bubble.schedule.search.grouped import GroupPolicy, alternating_orders, even_groups
-from megatron.zero_bubble.schedule.search.portfolio import IMPROVING, Portfolio, best_of, fits
+from megatron.zero_bubble.schedule.search.portfolio import IMPROVING, Portfolio, best_of, budget_of, fits
 from megatron.zero_bubble.schedule.search.problem import Problem
 
 LEAST_CANDIDATES = 12
@@ -69,7 +69,7 @@ def plan_chunks(problem: Problem, group_size: int | None) -> PlannedOrders | Non
     """The best plan found, if there is one; `group_size` as in `best_interleaved`."""
     if not problem.is_feasible:
         return None
-    portfolio = Portfolio(problem.bound, max(problem.budget, LEAST_CANDIDATES * problem.num_ops))
+    portfolio = Portfolio(problem, budget_of(problem, LEAST_CANDIDATES))
     if group_size is None:
         portfolio.in_order(problem, problem.one_by_one())
         _try(portfolio, problem, _choices_of_groups(problem))
@@ -137,7 +137,7 @@ def _try_alternating(portfolio: Portfolio, problem: Problem, groups: Groups, slo
 def _try_recomputing(portfolio: Portfolio, problem: Problem, choices: Sequence[Groups]) -> None:
     """Try the orders of plans without R apart, and F and B in turn."""
     for other in (problem.recomputing_in_backward(), problem.keeping_everything()):
-        without = Portfolio(other.bound, problem.budget // 3)
+        without = Portfolio(other, problem.budget // 3)
         if other.is_feasible and not portfolio.finished:
             _try(without, other, choices)
         if without.best is not None:

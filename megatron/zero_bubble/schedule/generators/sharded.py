@@ -36,6 +36,7 @@ def best_with_vocabulary(
     limits: Limits | None,
     *,
     is_quick: bool = False,
+    is_long: bool = False,
 ) -> Schedule:
     """The best schedule with operations on vocabulary shards that comes from one without, by simulation.
 
@@ -44,12 +45,17 @@ def best_with_vocabulary(
             `Infeasible`.
         limits: one a rank; None for those of the schedule itself.
         is_quick: whether to try only what is best as a rule.
+        is_long: whether the schedule is so long that fewer delays are tried, too.
 
     Raises:
         Infeasible: no delay keeps within the limits.
     """
-    timelines = list(_candidates(_without_shards(make, placement, costs, limits, is_quick), limits, costs, is_quick))
+    is_quick = is_quick or is_long
+    without_shards = _without_shards(make, placement, costs, limits, is_quick)
+    timelines = list(_candidates(without_shards, limits, costs, is_quick, is_long))
     fitting = [timeline for timeline in timelines if limits is None or _fits(timeline, limits)]
+    if not fitting and is_long:
+        return best_with_vocabulary(make, placement, costs, limits)
     if not fitting:
         assert limits is not None
         least = min(max(timeline.peak_memory) for timeline in timelines)
@@ -70,11 +76,12 @@ def _fits(timeline: Timeline, limits: Limits) -> bool:
 
 
 def _candidates(
-    without_shards: Iterable[Schedule], limits: Limits | None, costs: StageCosts, is_quick: bool
+    without_shards: Iterable[Schedule], limits: Limits | None, costs: StageCosts, is_quick: bool, is_long: bool
 ) -> Iterator[Timeline]:
     for schedule in without_shards:
         step, shortest = interval(schedule, costs), shortest_delay(costs)
-        delays = sorted({max(shortest, delay) for delay in (shortest, step / 2, step, step + shortest, 1.5 * step)})
+        steps = (step / 2, step) if is_long else (shortest, step / 2, step, step + shortest, 1.5 * step)
+        delays = sorted({max(shortest, delay) for delay in steps})
         delayed = [simulate(each, costs) for each in with_vocabulary(schedule, costs, delays)]
         yield from delayed
         if schedule.splits_backward:

@@ -20,7 +20,14 @@ from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomput
 from megatron.zero_bubble.schedule.search.blocks import eager_orders, repeated_blocks
 from megatron.zero_bubble.schedule.search.event_loop import GapRule, Keeping, PlannedOrders
 from megatron.zero_bubble.schedule.search.fitting import dropped_to_fit
-from megatron.zero_bubble.schedule.search.portfolio import IMPROVING, Portfolio, best_of, fits, recomputed_where_needed
+from megatron.zero_bubble.schedule.search.portfolio import (
+    IMPROVING,
+    Portfolio,
+    best_of,
+    budget_of,
+    fits,
+    recomputed_where_needed,
+)
 from megatron.zero_bubble.schedule.search.preference import Preference
 from megatron.zero_bubble.schedule.search.problem import BUDGET, Order, Problem
 
@@ -111,7 +118,7 @@ def _search(problem: Problem) -> PlannedOrders:
 
 
 def _searched(problem: Problem) -> Portfolio:
-    portfolio = Portfolio(problem.bound, max(problem.budget, LEAST_CANDIDATES * problem.num_ops))
+    portfolio = Portfolio(problem, budget_of(problem, LEAST_CANDIDATES))
     portfolio.in_order(problem, problem.one_by_one())
     keepings = _keepings(problem)
     for orders in _candidates(problem):

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
 from math import inf
+from typing import NamedTuple
 
 from megatron.zero_bubble.schedule.costs import StageCosts
-from megatron.zero_bubble.schedule.graph import Node, arrivals, dependencies, nodes_of
+from megatron.zero_bubble.schedule.graph import Arrival, Node, nodes_of, sources
 from megatron.zero_bubble.schedule.ir import Op, Schedule
 from megatron.zero_bubble.schedule.kinds import OpKind
 from megatron.zero_bubble.schedule.memory import memory_held
@@ -25,6 +26,18 @@ def fill_gaps(schedule: Schedule, costs: StageCosts, limits: Sequence[float], ov
     the memory for its next operation. None if a rank cannot stay within its limit, with this order of the others.
     """
     return _Gaps(schedule, costs, limits, overhang).run()
+
+
+class _Need(NamedTuple):
+    """A result that all operations of one kind in one stage need, as `Need` says."""
+
+    result: OpKind
+    stage: int
+    num_before: int
+    makers: frozenset[int] | None
+    """The microbatches that have it; None if all have."""
+    way: float
+    """How long it is on its way."""
 
 
 class _Gaps:
@@ -46,8 +59,10 @@ class _Gaps:
                     queues[op.kind, op.chunk].append(op)
             self.waited_for.append(deque(op for op in ops if op.kind not in WEIGHT_GRADIENTS))
             self.free.append(list(queues.values()))
+        self.needs: list[dict[tuple[OpKind, int], list[_Need]]] = [{} for _ in schedule.ops]
+        """Rank, kind and chunk -> what such an operation needs."""
         self.ends: dict[Node, float] = {}
-        self.waiting: dict[Node, list[int]] = {}
+        self.waiting: defaultdict[Node, set[int]] = defaultdict(set)
         self.busy_until = [0.0] * schedule.num_ranks
         self.held = [0.0] * schedule.num_ranks
         self.done: list[list[Op]] = [[] for _ in schedule.ops]
@@ -90,14 +105,34 @@ class _Gaps:
 
     def _ready(self, rank: int, op: Op) -> float:
         """When all that `op` needs is there; if that is not known yet, infinity, and the rank is woken when it is."""
-        ways = {arrival.node: arrival.time(self.costs) for arrival in arrivals(self.schedule, rank, op)}
+        kind, microbatch, chunk = op
+        needs = self.needs[rank].get((kind, chunk))
+        if needs is None:
+            needs = self.needs[rank][kind, chunk] = list(self._needs_of(rank, kind, chunk))
         ready = 0.0
-        for node in dependencies(self.schedule, rank, op):
-            if node not in self.ends:
-                self.waiting.setdefault(node, []).append(rank)
+        for result, stage, num_before, makers, way in needs:
+            needed = microbatch - num_before
+            if needed < 0 or (makers is not None and needed not in makers):
+                continue
+            node = result, stage, needed
+            end = self.ends.get(node)
+            if end is None:
+                self.waiting[node].add(rank)
                 return inf
-            ready = max(ready, self.ends[node] + ways.get(node, 0))
+            if end + way > ready:
+                ready = end + way
         return ready
+
+    def _needs_of(self, rank: int, kind: OpKind, chunk: int) -> Iterator[_Need]:
+        placement = self.schedule.placement
+        for need, stage, is_remote, edge in sources(placement, kind, placement.stage_of(rank, chunk)):
+            way = Arrival((need.result, stage, 0), edge).time(self.costs) if is_remote else 0
+            makers = None
+            if need.is_optional:
+                ops = self.schedule.ops[placement.rank_of(stage)]
+                made = (need.result, placement.chunk_of(stage))
+                makers = frozenset(op.microbatch for op in ops if (op.kind, op.chunk) == made)
+            yield _Need(need.result, stage, need.num_before, makers, way)
 
     def _start(self, rank: int, op: Op, now: float) -> None:
         self.done[rank].append(op)

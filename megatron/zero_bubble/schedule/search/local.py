@@ -75,7 +75,7 @@ class _LocalSearch:
     def can_improve(self) -> bool:
         patience = min(PATIENCE, self.problem.num_ops // OPERATIONS_PER_MOVE)
         is_patient = self.num_moves - self.last_success < patience
-        return is_patient and not self.is_stuck and self.best.cost > self.problem.bound * (1 + 1e-9)
+        return is_patient and not self.is_stuck and self.best.cost > self.problem.aim
 
     def move(self) -> None:
         """Make the most promising move after which all ranks run to their end."""

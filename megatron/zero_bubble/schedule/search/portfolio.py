@@ -25,18 +25,27 @@ PREFERENCE_WEIGHT = 2
 """How much longer `plan_by_preference` takes for an operation."""
 NUM_PLANS = 3
 """How many of the best plans are kept to be improved."""
+LONG_PARTS = 3
+"""In so many parts the budget is divided where it is planned what to recompute, in a long problem."""
 IMPROVING = 0.5
 """Operations to plan while the best plans are improved, where those of all candidates together are 1."""
 
 
+def budget_of(problem: Problem, least_candidates: int) -> int:
+    """The budget for all candidates: at least for so many of them, or a quarter of that if the problem is long."""
+    if problem.is_long:
+        return max(problem.budget // 2, least_candidates * problem.num_ops // 4)
+    return max(problem.budget, least_candidates * problem.num_ops)
+
+
 class Portfolio:
-    """The best plan so far of a search that stops at a lower bound, or when its budget is spent.
+    """The best plan so far of a search that stops at the problem's aim, or when its budget is spent.
 
     The budget counts operations planned, and not seconds, so that every rank of a job finds the same schedule.
     """
 
-    def __init__(self, bound: float, budget: int) -> None:
-        self.bound = bound
+    def __init__(self, problem: Problem, budget: int) -> None:
+        self.bound, self.aim = problem.bound, problem.aim
         self.budget = budget
         self.plans: list[PlannedOrders] = []
         """The best plans so far, from the best on, no two of the same cost."""
@@ -53,8 +62,8 @@ class Portfolio:
 
     @property
     def finished(self) -> bool:
-        """Whether the bound is reached or the budget spent."""
-        return self.budget <= 0 or self.cost <= self.bound * (1 + 1e-9)
+        """Whether the aim is reached or the budget spent."""
+        return self.budget <= 0 or self.cost <= self.aim
 
     def offer(self, plan: PlannedOrders | None) -> None:
         """Keep `plan` if it is among the best so far; of equals the first stays."""
@@ -63,12 +72,13 @@ class Portfolio:
         self.plans = sorted([*self.plans, plan], key=lambda each: each.cost)[:NUM_PLANS]
 
     def improve(self, problem: Problem, budget: int, *, keeps_forwards: bool = False) -> None:
-        """Improve the best plans in turn, with equal parts of `budget`, until one reaches the bound.
+        """Improve the best plans in turn, with equal parts of `budget`, until one reaches the aim.
 
-        `keeps_forwards` keeps the order in which a rank runs the forwards of its chunks.
+        Those of a long problem stay as they are. `keeps_forwards` keeps the order in which a rank runs the forwards of
+        its chunks.
         """
         for number, plan in enumerate(list(self.plans)):
-            if self.cost > self.bound * (1 + 1e-9):
+            if self.cost > self.aim and not problem.is_long:
                 share = budget // (NUM_PLANS - number)
                 better, left = improve(problem, plan, share, keeps_forwards=keeps_forwards)
                 budget -= share - left
@@ -145,6 +155,8 @@ def recomputed_where_needed(problem: Problem, best: Callable[[Problem], Schedule
     """
     if problem.recompute is not Recompute.PLANNED:
         return best(problem)
+    if problem.is_long:
+        problem = replace(problem, budget=problem.budget // LONG_PARTS)
     keeping = problem.keeping_everything()
     held = problem.placement.sums([footprint.whole for footprint in problem.footprints])
     everything = tuple(map(max, problem.limits, (problem.num_microbatches * whole for whole in held)))
@@ -153,7 +165,7 @@ def recomputed_where_needed(problem: Problem, best: Callable[[Problem], Schedule
         candidates.append(best(keeping))
         unlimited = replace(keeping, limits=everything)
         cost = _cost(candidates[0], problem) * (1 - 1e-9)
-        if keeping == unlimited or cost <= unlimited.bound or cost <= _cost(best(unlimited), problem):
+        if keeping == unlimited or cost <= unlimited.aim or cost <= _cost(best(unlimited), problem):
             return candidates[0]
     problem.check_feasible()
     candidates.append(best(problem))

@@ -17,6 +17,11 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 
 BUDGET = 600_000
 """Operations to plan in all candidates together, by default: a second or so."""
+LONG = 30_000
+"""More operations than this make a long problem: each candidate takes so much time that few are tried, none is improved
+operation by operation, and one that is close to the bound is enough."""
+CLOSE = 5e-4
+"""How close to the bound is enough for a long problem, as a fraction of it."""
 QUICK_BUDGET = 50_000
 """The same where the plan is only an estimate and is wanted soon."""
 
@@ -96,6 +101,16 @@ class Problem:
                     f"{smallest:g} is enough for every rank",
                     smallest,
                 )
+
+    @property
+    def is_long(self) -> bool:
+        """Whether little is tried, because it takes long (see `LONG`)."""
+        return self.num_ops > LONG
+
+    @property
+    def aim(self) -> float:
+        """The cost of a plan that is good enough."""
+        return self.bound * (1 + (CLOSE if self.is_long else 1e-9))
 
     @property
     def is_judged_by_makespan(self) -> bool:
