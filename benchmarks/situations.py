@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.zero_bubble.cli.benchmark.arguments import BenchmarkFlags
 from megatron.zero_bubble.cli.benchmark.contestants import CHOSEN, megatrons_interleaved
@@ -38,10 +38,11 @@ _RECOMPUTED = ("--recompute-granularity", "full", "--recompute-method", "uniform
 
 @dataclass(frozen=True)
 class Situation:
-    """A training that a user has, and what `--zero-bubble` is told there."""
+    """A training that a user has, and the flags that `--zero-bubble` or megatron-core's schedules have besides."""
 
     flags: tuple[str, ...]
-    told: tuple[str, ...] = ()
+    ours: tuple[str, ...] = ()
+    megatrons: tuple[str, ...] = ()
 
 
 SITUATIONS = {
@@ -49,7 +50,7 @@ SITUATIONS = {
     "large vocabulary": Situation(("--seq-length", "128", "--micro-batch-size", "1", "--vocab-size", "32767")),
     "full recomputation": Situation((*_SMALL, *_RECOMPUTED)),
     "memory short": Situation(
-        (*_SMALL, *_RECOMPUTED), ("--zero-bubble-recompute", "planned", "--zero-bubble-memory-limit", "0.7")
+        _SMALL, ("--zero-bubble-recompute", "planned", "--zero-bubble-memory-limit", "0.7"), _RECOMPUTED
     ),
 }
 
@@ -80,19 +81,20 @@ def _measure(argv: list[str]) -> None:
 
 
 def measured(situation: Situation, flags: SituationFlags) -> list[TrainResult]:
-    """Train in turns and return what was measured of 1F1B, of the plan and of megatron-core's interleaved schedule."""
+    """Train in turns and return the results of 1F1B, of the plan and of megatron-core's interleaved schedule."""
     benchmark = BenchmarkFlags(
         pipeline_size=flags.pipeline_size,
         num_microbatches=flags.num_microbatches,
-        schedule=[" ".join((CHOSEN, *situation.told))],
+        schedule=[" ".join((CHOSEN, *situation.ours))],
         rounds=flags.rounds,
         warmup=8,
         iterations=8,
         interval=4,
+        baseline_flags=list(situation.megatrons),
         training_flags=(*_MODEL, *situation.flags),
     )
-    peers = (megatrons_interleaved(benchmark, 2, "megatron-core interleaved, 2 chunks"),)
-    return compare_trainings(benchmark, peers)
+    interleaved = megatrons_interleaved(benchmark, 2, "megatron-core interleaved, 2 chunks")
+    return compare_trainings(benchmark, [replace(interleaved, words=(*interleaved.words, *situation.megatrons))])
 
 
 def rows_of(name: str, results: Sequence[TrainResult]) -> list[tuple[str, ...]]:

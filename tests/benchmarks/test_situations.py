@@ -18,7 +18,7 @@ def test_a_situation_is_trained_under_both_of_megatron_cores_schedules_and_the_p
     assert situation == name
     baseline, plan, interleaved = (result["schedule"] for result in results)
     assert baseline == "megatron-core 1F1B"
-    assert plan == " ".join(("chosen", *SITUATIONS[name].told))
+    assert plan == " ".join(("chosen", *SITUATIONS[name].ours))
     assert interleaved == "megatron-core interleaved, 2 chunks"
 
 

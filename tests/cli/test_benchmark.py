@@ -110,6 +110,13 @@ def test_the_field_of_what_zero_bubble_alone_chooses():
     assert (v.name, v.words) == ("chosen --zero-bubble-placement v", ("--zero-bubble", "--zero-bubble-placement", "v"))
 
 
+def test_the_baseline_alone_gets_its_flags():
+    given = arguments("--schedule", "zb-h1", "--baseline-flags", "--recompute-activations --init-method-std 0.01")
+    baseline, ours = gather(given, False).contestants
+    assert baseline.words == ("--recompute-activations", "--init-method-std", "0.01")
+    assert "--recompute-activations" not in ours.words
+
+
 @pytest.mark.parametrize(
     ("flags", "has_megatrons", "has_torchs"),
     [((), False, False), (("--peers",), True, True), (("--peers", "megatron-core"), True, False)],

@@ -48,6 +48,9 @@ class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
     iterations: int = _count("measured iterations of a turn", 20)
     interval: int = _count("iterations whose mean time is one measurement", 5)
     timeout: int = _count("largest duration of a turn in seconds", 600)
+    baseline_flags: list[str] | None = flag(
+        "flags that megatron-core's 1F1B alone is given, in quotes", None, parse=shlex.split, metavar="FLAGS"
+    )
     launch: list[str] | None = flag(
         "command that starts a program on all ranks (default: torchrun on this machine)",
         None,

@@ -93,7 +93,8 @@ def _unless_given(flags: Sequence[str], name: str, *value: str) -> list[str]:
 
 
 def _chosen(flags: BenchmarkFlags) -> Iterator[Contestant]:
-    yield Contestant(BASELINE, TRAINER, (), Placement("linear", flags.pipeline_size), "1f1b")
+    baseline = tuple(flags.baseline_flags or ())
+    yield Contestant(BASELINE, TRAINER, baseline, Placement("linear", flags.pipeline_size), "1f1b")
     for text in dict.fromkeys(DEFAULT_SCHEDULES if flags.schedule is None else flags.schedule):
         yield _ours(text, flags)
 
