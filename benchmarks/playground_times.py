@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -52,8 +51,7 @@ def served() -> Iterator[str]:
         assert server.stdout is not None
         words = server.stdout.readline().split()
         yield next(word for word in words if word.startswith("http"))
-        server.send_signal(signal.SIGINT)
-        assert server.wait(30) == 130
+        server.terminate()
 
 
 def chromium_options() -> dict[str, Any]:

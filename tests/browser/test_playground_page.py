@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import re
+import signal
+import subprocess
+import sys
 import time
+from functools import partial
 
 import pytest
 from playwright.sync_api import Browser
@@ -45,6 +49,17 @@ def test_without_a_snapshot_python_starts_from_its_beginning(chromium: Browser, 
     assert other.figures("a")["Bubble"] == percent(printed("simulate", "--schedule=zb-h1", *SIZE)["bubble_rate"])
     assert other.problems == []
     page.close()
+
+
+def test_ctrl_c_ends_the_server():
+    command = [sys.executable, "-m", "megatron.zero_bubble.cli", "playground", "--no-browser"]
+    # A job in the background of a shell would ignore Ctrl-C.
+    takes_ctrl_c = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=takes_ctrl_c) as server:
+        assert server.stdout is not None
+        assert "http" in server.stdout.readline()
+        server.send_signal(signal.SIGINT)
+        assert server.wait(30) == 130
 
 
 def test_a_slow_plan_is_drawn_twice(playground: Playground):
