@@ -324,6 +324,7 @@ def test_the_interval_narrows_with_agreement_and_needs_three_rounds():
     assert bootstrap_interval([1.0, 1.1, 1.2]) == bootstrap_interval([1.0, 1.1, 1.2])
 
 
+@pytest.mark.exhaustive  # make docs-check runs make compare, which is this command
 def test_real_trainings_as_json_and_a_plot(tmp_path):
     output, plot = tmp_path / "figures.json", tmp_path / "plot.svg"
     counts = ["--rounds", "1", "--warmup", "7", "--iterations", "7", "--interval", "7", "--schedule", "zb-h1"]

@@ -79,6 +79,7 @@ def verdicts(found: dict[str, Any]) -> dict[tuple[str, str], str]:
     return {(one["backend"], f"{one['layout']}: {one['cell']}"): one["verdict"] for one in trainings}
 
 
+@pytest.mark.exhaustive  # one layout of what test_numerics.py compares
 def test_ranks_over_gloo_and_through_host_memory_equal_megatron_core(tmp_path):
     """One layout is checked, from a clone where nothing of ours is installed."""
     status, found, printed = run_in_a_container(tmp_path, "--cell", "interleaved-zb")
@@ -223,6 +224,7 @@ def start(tmp_path):
     return start
 
 
+@pytest.mark.exhaustive  # two trainings, of which one hangs until it is ended
 def test_a_training_that_fails_or_hangs_does_not_stop_those_after_it(start, tmp_path):
     trainings = {"first": None, "failing": ["fail"], "second": None, "hanging": ["hang"], "third": None}
     started = time.monotonic()

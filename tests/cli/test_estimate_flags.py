@@ -61,6 +61,7 @@ def test_what_is_given_is_not_given_again():
     assert (args.train_iters, args.lr, args.data_path, args.mock_data) == (500000, 6e-4, ["prefix"], False)
 
 
+@pytest.mark.exhaustive  # it plans all schedules of a large model
 def test_the_attention_that_the_job_runs_is_the_one_estimated(capsys):
     """An 8B model with 8k tokens fits eight devices of 80 GiB because the job's attention is fused."""
     model = "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --group-query-attention --num-query-groups 8 "

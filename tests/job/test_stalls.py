@@ -12,6 +12,7 @@ from megatron.zero_bubble.training.arguments import Arguments, parse_arguments
 from tests.launch import ROOT, TINY_GPT, run
 
 
+@pytest.mark.exhaustive  # the tests of runtime/test_watchdog.py find the operation
 def test_a_rank_that_hangs_is_named_with_its_operation_and_the_job_ends() -> None:
     flags = ("--pipeline-model-parallel-size", "2", "--global-batch-size", "4", "--train-iters", "100")
     result = run(

@@ -299,6 +299,7 @@ def test_start_up_plan_and_timeline_are_those_of_our_own_trainer(logs: Path) -> 
     assert (logs / "timeline" / "iteration_0000003.html").is_file()
 
 
+@pytest.mark.exhaustive  # test_launcher_endings.py starts the command, too
 def test_the_command_line_does_the_same(logs: Path) -> None:
     flags = ["--zero-bubble-cpu", str(CHECKOUT / "pretrain_small.py"), *P2, "--zero-bubble-schedule", "zb-h1"]
     result = run(2, "-m", "megatron.zero_bubble", *flags, timeout=400)

@@ -51,6 +51,7 @@ def test_missing_data(tmp_path: Path) -> None:
     assert str(tmp_path / "nothing") in line
 
 
+@pytest.mark.exhaustive  # test_planning_flags.py has the line, the tests below how torchrun repeats it
 def test_a_limit_in_bytes_under_the_smallest_possible(tmp_path: Path) -> None:
     """A limit in bytes can be checked once costs are measured: here they come from a profile."""
     _, job = complete_and_check(parse_arguments(BASE), {"WORLD_SIZE": "2"}, has_cuda=False)

@@ -273,6 +273,7 @@ def test_data_that_is_used_up_is_no_mistake_of_the_command_line(prefix: str) -> 
         get_batch(iterator, settings, embeds=True, is_last=True)
 
 
+@pytest.mark.exhaustive  # test_parallelism.py trains with such batches
 def test_two_ranks_share_a_batch(prefix: str, tmp_path: Path) -> None:
     """Tensor parallel: the batch is broadcast; context parallel: each rank has its half of the sequence."""
     settings = config(data_path=[prefix], create_attention_mask=True, data_cache_path=str(tmp_path / "cache"))

@@ -125,7 +125,8 @@ def test_a_full_disk(start, tmp_path: Path, more) -> None:
     assert latest(tmp_path) == 3
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive  # launcher/test_launcher_endings.py has the same of a script
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @WITH_AND_WITHOUT
 def test_a_signal_saves_where_it_is_asked_to(start, tmp_path: Path, number: signal.Signals, more) -> None:
     """A second request of the same kind changes nothing: Slurm and torchrun both pass SIGTERM on."""
