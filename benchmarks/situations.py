@@ -1,7 +1,7 @@
 """Measure what --zero-bubble brings over megatron-core's own schedules, in four situations, with real compute.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.situations
-    OMP_NUM_THREADS=1 python -m benchmarks.situations --situation 'large vocabulary' --num-microbatches 8
+    python -m benchmarks.situations
+    python -m benchmarks.situations --situation 'large vocabulary' --num-microbatches 8
 
 In each situation the same training runs in turns as a user starts it: with megatron-core's 1F1B, with its interleaved
 schedule of two chunks a rank, and with --zero-bubble, as `zero-bubble benchmark` runs them. Where memory is short,

@@ -156,13 +156,15 @@ class _SplitCall(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        layer, parameters = ctx.layer, ctx.parameters
+        layer, parameters, edge = ctx.layer, ctx.parameters, ctx.edge
         inputs = () if ctx.input is None else (ctx.input,)
+        # Freed as the backward goes on, as autograd frees what it has saved: the next layer takes the memory.
+        del ctx.edge, ctx.input
         if layer.is_deferring:
-            grads = run_backward((ctx.edge,), (grad,), inputs, keeps_graph=True) if inputs else (None,)
-            layer.defer(parameters, ctx.edge, grad.detach())
+            grads = run_backward((edge,), (grad,), inputs, keeps_graph=True) if inputs else (None,)
+            layer.defer(parameters, edge, grad.detach())
             return None, grads[0], *(None,) * len(parameters)
-        grads = run_backward((ctx.edge,), (grad,), (*inputs, *parameters))
+        grads = run_backward((edge,), (grad,), (*inputs, *parameters))
         return None, *(() if inputs else (None,)), *grads
 
 
