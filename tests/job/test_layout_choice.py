@@ -76,6 +76,15 @@ def test_what_flags_fix_is_not_searched() -> None:
     assert {plan.layout.recompute for plan in full.plans} == {Recompute.FULL}
 
 
+@pytest.mark.parametrize(("limit", "megatrons"), [("0.7", ["auto"]), ("1", ["auto", "1f1b"])])
+def test_planned_recomputation_is_compared_with_1f1b_that_keeps_everything(limit: str, megatrons: list[str]) -> None:
+    given = {"zero_bubble_recompute": "planned", "zero_bubble_memory_limit": limit}
+    found = choose_layout(replace(WHOLE, **given), MODEL, None, 1024)
+    assert found.chosen.layout.recompute is Recompute.PLANNED
+    assert [plan.timeline.schedule.name for plan in found.megatrons] == megatrons
+    assert [plan.layout.recompute for plan in found.megatrons] == [Recompute.PLANNED, Recompute.NONE][: len(megatrons)]
+
+
 def test_what_fsdp_cannot_recompute_is_not_recomputed_where_memory_is_short() -> None:
     short = {"zero_bubble_memory_limit": "3MiB", "zero_bubble_vocabulary_parallel": "off"}
     recomputed = {

@@ -149,16 +149,22 @@ def test_a_script_that_builds_other_layers_than_it_was_asked_for(tmp_path: Path)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        pytest.param("labels=labels).mean()", "returns its output unchanged, but it computes with it", id="first rank"),
-        pytest.param("labels=None)", "the forward step must call the model with labels", id="last rank"),
+        pytest.param(
+            "labels=labels, packed_seq_params=pack).mean()",
+            "returns its output unchanged, but it computes with it",
+            id="first rank",
+        ),
+        pytest.param(
+            "labels=None, packed_seq_params=pack)", "the forward step must call the model with labels", id="last rank"
+        ),
     ],
 )
 def test_a_script_whose_loss_is_not_per_token(tmp_path: Path, call: str, message: str) -> None:
     """The rank that finds the mistake says so in one line; the other may add that it has lost the first."""
     script = tmp_path / "other_loss.py"
     text = (CHECKOUT / "pretrain_small.py").read_text()
-    assert "labels=labels)," in text
-    script.write_text(text.replace("labels=labels),", f"{call},"))
+    assert text.count("labels=labels, packed_seq_params=pack)\n") == 1
+    script.write_text(text.replace("labels=labels, packed_seq_params=pack)\n", f"{call}\n"))
     (tmp_path / "megatron").symlink_to(CHECKOUT / "megatron")
     flags = ("--pipeline-model-parallel-size", "2", *FLAGS, "--zero-bubble-vocabulary-parallel")
     result = run(2, "-m", "megatron.zero_bubble", str(script), *flags, timeout=300)

@@ -107,9 +107,10 @@ def choose_layout(
             f"{ceil(error.smallest_limit)} bytes for activations"
         ) from error
     megatrons = []
-    for schedule in (problem.schedule, "1f1b" if baseline.placement.kind == "linear" else "interleaved-1f1b"):
+    megatrons_own = "1f1b" if baseline.placement.kind == "linear" else "interleaved-1f1b"
+    for schedule, recompute in ((problem.schedule, flags.recompute), (megatrons_own, baseline.recompute)):
         try:
-            megatrons.append(problem.plan(baseline, schedule))
+            megatrons.append(problem.plan(replace(baseline, recompute=recompute), schedule))
         except ScheduleError:
             continue
     return LayoutChoice(tuple(plans), tuple(megatrons), model)
@@ -189,10 +190,14 @@ def _peak(flags: JobFlags, model: ModelCosts, baseline: Layout, limit: MemoryLim
 
 
 def _megatrons_layout(flags: JobFlags) -> Layout:
-    """The layout of Megatron's flags: as many layers on every stage, or as evenly as they can be spread."""
+    """The layout of Megatron's flags: as many layers on every stage, or as evenly as they can be spread.
+
+    Where our schedule decides what is recomputed, megatron-core's own keeps everything.
+    """
     chunks = flags.model_chunks or 1
     placement = Placement("linear" if chunks == 1 else "interleaved", flags.pipeline_model_parallel_size, chunks)
-    return Layout(placement, spread_layers(flags.num_layers, placement.num_stages), flags.recompute)
+    recompute = Recompute.NONE if flags.recompute is Recompute.PLANNED else flags.recompute
+    return Layout(placement, spread_layers(flags.num_layers, placement.num_stages), recompute)
 
 
 def _placements(flags: JobFlags, name: str) -> tuple[Placement, ...]:
