@@ -76,6 +76,15 @@ def test_what_flags_fix_is_not_searched() -> None:
     assert {plan.layout.recompute for plan in full.plans} == {Recompute.FULL}
 
 
+def test_under_full_recomputation_1f1b_recomputes_in_its_backward() -> None:
+    found = choose_layout(replace(WHOLE, recompute_granularity="full"), MODEL, None, 1024)
+    [ours, one_f_one_b] = found.megatrons
+    assert ours.timeline.schedule.recomputes
+    assert not one_f_one_b.timeline.schedule.recomputes
+    last = MODEL.output.time_b + 2 * (LAYER.time_b + LAYER.time_r)
+    assert one_f_one_b.timeline.costs.time_b[-1] == pytest.approx(last)
+
+
 @pytest.mark.parametrize(("limit", "megatrons"), [("0.7", ["auto"]), ("1", ["auto", "1f1b"])])
 def test_planned_recomputation_is_compared_with_1f1b_that_keeps_everything(limit: str, megatrons: list[str]) -> None:
     given = {"zero_bubble_recompute": "planned", "zero_bubble_memory_limit": limit}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any, cast
@@ -25,6 +26,7 @@ from megatron.zero_bubble.schedule.layouts import (
 )
 from megatron.zero_bubble.schedule.memory_limit import MemoryLimit
 from megatron.zero_bubble.schedule.model_costs import ModelCosts
+from megatron.zero_bubble.schedule.prediction import as_megatron_recomputes
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.schedule.search.problem import QUICK_BUDGET
 
@@ -61,7 +63,7 @@ class LayoutChoice:
     plans: tuple[LayoutPlan, ...]
     """The chosen layout first, then the others from the shortest predicted time to the longest."""
     megatrons: tuple[LayoutPlan, ...]
-    """Megatron's split, with the job's schedule and with 1F1B; empty where it does not fit."""
+    """Megatron's split, with the job's schedule and with megatron-core's own; without what does not fit."""
     model: ModelCosts
 
     @property
@@ -106,14 +108,16 @@ def choose_layout(
             f"{limit_flag(flags)}: no layout of the layers fits: the fullest rank needs at least "
             f"{ceil(error.smallest_limit)} bytes for activations"
         ) from error
-    megatrons = []
-    megatrons_own = "1f1b" if baseline.placement.kind == "linear" else "interleaved-1f1b"
-    for schedule, recompute in ((problem.schedule, flags.recompute), (megatrons_own, baseline.recompute)):
-        try:
-            megatrons.append(problem.plan(replace(baseline, recompute=recompute), schedule))
-        except ScheduleError:
-            continue
-    return LayoutChoice(tuple(plans), tuple(megatrons), model)
+    return LayoutChoice(tuple(plans), tuple(_on_megatrons_split(flags, problem, baseline)), model)
+
+
+def _on_megatrons_split(flags: JobFlags, problem: LayoutProblem, baseline: Layout) -> Iterator[LayoutPlan]:
+    """The plans, where they fit, of the job's schedule and of megatron-core's own, whose backwards recompute."""
+    with suppress(ScheduleError):
+        yield problem.plan(replace(baseline, recompute=flags.recompute))
+    with suppress(ScheduleError):
+        plan = problem.plan(baseline, "1f1b" if baseline.placement.kind == "linear" else "interleaved-1f1b")
+        yield replace(plan, timeline=as_megatron_recomputes(plan.timeline))
 
 
 def flags_of_layout(flags: JobFlags, layout: Layout) -> Mapping[str, Any]:

@@ -8,7 +8,7 @@ from functools import cached_property
 from megatron.zero_bubble.schedule.formats import Profile
 from megatron.zero_bubble.schedule.generators import generate
 from megatron.zero_bubble.schedule.ir import Schedule
-from megatron.zero_bubble.schedule.recomputation import Recompute
+from megatron.zero_bubble.schedule.recomputation import Recompute, without_recomputation
 from megatron.zero_bubble.schedule.simulate import simulate
 from megatron.zero_bubble.schedule.timeline import Idle, Timeline
 
@@ -53,3 +53,10 @@ class Prediction:
             costs = costs.recomputing_in_backward()
         baseline = simulate(generate("1f1b", self.schedule.num_ranks, self.schedule.num_microbatches), costs)
         return baseline.cost / self.timeline.cost
+
+
+def as_megatron_recomputes(timeline: Timeline) -> Timeline:
+    """The simulation of the same order as megatron-core runs it: without R, because every backward recomputes."""
+    if not timeline.schedule.recomputes:
+        return timeline
+    return simulate(without_recomputation(timeline.schedule), timeline.costs.recomputing_in_backward())

@@ -28,7 +28,8 @@ from megatron.zero_bubble.schedule.generators import entry_of
 from megatron.zero_bubble.schedule.ir import PlacementKind
 from megatron.zero_bubble.schedule.memory_limit import MemoryLimit
 from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts
-from megatron.zero_bubble.schedule.recomputation import Recompute, without_recomputation
+from megatron.zero_bubble.schedule.prediction import as_megatron_recomputes
+from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.schedule.search.problem import BUDGET, QUICK_BUDGET
 from megatron.zero_bubble.training.flops import flops_per_iteration
 from megatron.zero_bubble.training.model_size import StageLayers, stage_parameters
@@ -188,10 +189,7 @@ def as_megatron_runs(one: Estimate) -> Estimate:
     """Return the estimate of the same schedule as megatron-core runs it: B recomputes, and the vocabulary is whole."""
     if one.job.flags.vocabulary_parallel:
         one = estimate(one.job.with_flags({"zero_bubble_vocabulary_parallel": "off"}), one.timeline.schedule.name)
-    if not one.timeline.schedule.recomputes:
-        return one
-    schedule, costs = without_recomputation(one.timeline.schedule), one.timeline.costs.recomputing_in_backward()
-    return replace(one, timeline=simulate(schedule, costs))
+    return replace(one, timeline=as_megatron_recomputes(one.timeline))
 
 
 def _activation_limit(job: EstimatedJob, costs: StageCosts, placement: Placement, states: float) -> float:
