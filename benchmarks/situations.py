@@ -4,9 +4,10 @@
     python -m benchmarks.situations --situation 'large vocabulary' --num-microbatches 8
 
 In each situation the same training runs in turns as a user starts it: with megatron-core's 1F1B, with its interleaved
-schedule of two chunks a rank, and with --zero-bubble, as `zero-bubble benchmark` runs them. Where memory is short,
-megatron-core has to recompute all layers, and --zero-bubble chooses what it recomputes within a limit. The last columns
-compare turns of the same round, with a bootstrap over rounds.
+schedule of two chunks a rank, and with --zero-bubble, as `zero-bubble benchmark` runs them. With full recomputation
+the plan may restore two microbatches at a time. Where memory is short, megatron-core has to recompute all layers, and
+--zero-bubble chooses what it recomputes within a limit. The last columns compare turns of the same round, with a
+bootstrap over rounds.
 
 A mistake in the flags ends with one line and exit status 2, a training that fails with status 1.
 """
@@ -48,7 +49,7 @@ class Situation:
 SITUATIONS = {
     "small vocabulary": Situation(_SMALL),
     "large vocabulary": Situation(("--seq-length", "128", "--micro-batch-size", "1", "--vocab-size", "32767")),
-    "full recomputation": Situation((*_SMALL, *_RECOMPUTED)),
+    "full recomputation": Situation((*_SMALL, *_RECOMPUTED), ("--zero-bubble-memory-limit", "2")),
     "memory short": Situation(
         _SMALL, ("--zero-bubble-recompute", "planned", "--zero-bubble-memory-limit", "0.7"), _RECOMPUTED
     ),
