@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 from megatron.zero_bubble.training import logging
 from megatron.zero_bubble.training.arguments import Arguments, parse_arguments
-from megatron.zero_bubble.training.logging import StepResult, TrainingLog, open_writers
+from megatron.zero_bubble.training.logging import StepResult, TrainingLog
 from megatron.zero_bubble.training.progress import Progress
+from megatron.zero_bubble.training.writers import open_writers
 
 TRAINING_LINE = re.compile(
     r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\] iteration +(?P<iteration>\d+)/ *(?P<last>\d+) \|"

@@ -68,22 +68,22 @@ def check(flags: CheckFlags, paths: list[Path], scratch: Path) -> Findings:
     from megatron.zero_bubble.cli.check.rank_jobs import Limits
 
     device = torch.device(flags.device)
-    found: dict[str, Any] = {"stages": [], "without_room": {}}
+    results: dict[str, Any] = {"stages": [], "without_room": {}}
     errors: dict[str, str] = {}
 
     def numerics() -> None:
         _say("numerics")
-        found["numerics"] = check_numerics(NUMERICS[flags.size], device)
+        results["numerics"] = check_numerics(NUMERICS[flags.size], device)
 
     def stages() -> None:
         for model in SIZES[flags.size]:
             if flags.model in (None, model.name):
-                _check_stage(model, flags, device, found)
+                _check_stage(model, flags, device, results)
 
     def ranks() -> None:
         limits = Limits(training=flags.time_limit)
         rank_check = RankCheck(device.type == "cuda", [ROOT, *paths], scratch, limits, _say)
-        found["ranks"] = rank_check.run(chosen(cells(flags.size, scratch), flags.cell or ()))
+        results["ranks"] = rank_check.run(chosen(cells(flags.size, scratch), flags.cell or ()))
 
     parts: tuple[Callable[[], None], ...] = (numerics, stages, ranks)
     for name, part in zip(PARTS, parts, strict=True):
@@ -93,15 +93,15 @@ def check(flags: CheckFlags, paths: list[Path], scratch: Path) -> Findings:
             except Exception as error:
                 traceback.print_exc()
                 errors[name] = f"{type(error).__name__}: {one_line(error)}"
-    return Findings(describe_machine(ROOT), errors=errors, **found)
+    return Findings(describe_machine(ROOT), errors=errors, **results)
 
 
-def _check_stage(model: Model, flags: CheckFlags, device: torch.device, found: dict[str, Any]) -> None:
+def _check_stage(model: Model, flags: CheckFlags, device: torch.device, results: dict[str, Any]) -> None:
     _say(f"measuring a stage of {model.name}, {flags.rounds} rounds")
     try:
-        found["stages"].append(_measure_stage(model, flags, device))
+        results["stages"].append(_measure_stage(model, flags, device))
     except torch.OutOfMemoryError as error:
-        found["without_room"][model.name] = one_line(error)
+        results["without_room"][model.name] = one_line(error)
     # The next stage needs the memory of this one, which reference cycles keep alive.
     gc.collect()
     torch.cuda.empty_cache()

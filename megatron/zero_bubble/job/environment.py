@@ -120,7 +120,7 @@ def environment_warnings(
     """
     if not has_cuda or flags.schedule is None or flags.zero_bubble_communicator == "host":
         return []
-    found = []
+    warnings = []
     connections = environment.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
     if connections.isdigit() and int(connections) < 8:
         parallel = flags.tensor_model_parallel_size * flags.context_parallel_size > 1
@@ -128,15 +128,15 @@ def environment_warnings(
             advice = "Megatron-LM demands 1 with tensor or context parallelism on GPUs before Blackwell"
         else:
             advice = "Unset it, or set 8 or more" + (", with tensor parallelism too" if parallel else "")
-        found.append(
+        warnings.append(
             f"CUDA_DEVICE_MAX_CONNECTIONS={connections}: kernels of all streams share {connections} queue(s) of the "
             f"device, and messages between stages wait behind computation. {advice}"
         )
     if environment.get("TORCH_NCCL_BLOCKING_WAIT", "0") != "0":
-        found.append(
+        warnings.append(
             "TORCH_NCCL_BLOCKING_WAIT=1: the process waits for each message and launches nothing meanwhile. Unset it"
         )
-    return found
+    return warnings
 
 
 def describe_hosts(placement: Placement, pipeline_ranks: Sequence[int], hosts: Sequence[str]) -> list[str]:
@@ -149,8 +149,8 @@ def describe_hosts(placement: Placement, pipeline_ranks: Sequence[int], hosts: S
     lines = []
     for host in dict.fromkeys(hosts):
         ranks = [rank for rank, name in enumerate(hosts) if name == host]
-        held = {pipeline_ranks[rank] for rank in ranks}
-        stages = sorted(placement.stage_of(rank, chunk) for rank in held for chunk in range(placement.num_chunks))
+        hosted = {pipeline_ranks[rank] for rank in ranks}
+        stages = sorted(placement.stage_of(rank, chunk) for rank in hosted for chunk in range(placement.num_chunks))
         lines.append(f"host {host} holds stages {_ranges(stages)} on ranks {_ranges(ranks)}")
     return lines
 

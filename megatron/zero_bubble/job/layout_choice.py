@@ -189,8 +189,8 @@ def _peak(flags: JobFlags, model: ModelCosts, baseline: Layout, limit: MemoryLim
         ranks = map(baseline.placement.stages_of, range(num_ranks))
         partition = tuple(sum(baseline.partition[stage] for stage in stages) for stages in ranks)
         plan = problem.plan(Layout(Placement("linear", num_ranks), partition, baseline.recompute), "1f1b")
-    held = zip(plan.states, plan.timeline.peak_memory, strict=True)
-    return max(state + limit.multiple * activations for state, activations in held)
+    memory = zip(plan.states, plan.timeline.peak_memory, strict=True)
+    return max(state + limit.multiple * activations for state, activations in memory)
 
 
 def _megatrons_layout(flags: JobFlags) -> Layout:
@@ -209,7 +209,7 @@ def _placements(flags: JobFlags, name: str) -> tuple[Placement, ...]:
     num_ranks, kind = flags.pipeline_model_parallel_size, cast("PlacementKind | None", flags.zero_bubble_placement)
     if flags.model_chunks is not None:
         return (placement_for(name, num_ranks, flags.model_chunks, kind),)
-    return tuple(one for one in all_placements(num_ranks) if kind is None or one.kind == kind)
+    return tuple(placement for placement in all_placements(num_ranks) if kind is None or placement.kind == kind)
 
 
 def _recomputes(flags: JobFlags) -> tuple[Recompute, ...]:

@@ -22,12 +22,12 @@ def new_choice(job: JobSettings, costs: ModelCosts, padded_vocab_size: int) -> C
     free_bytes = least_free_bytes(device) if device.type == "cuda" else None
 
     def choose() -> ChosenLayout:
-        found = choose_layout(job.flags, costs, free_bytes, padded_vocab_size)
-        plan = found.chosen
+        choice = choose_layout(job.flags, costs, free_bytes, padded_vocab_size)
+        plan = choice.chosen
         chosen = ChosenLayout(
-            flags_of_layout(job.flags, plan.layout), plan.timeline.costs, plan.limits, found.speed_ups.get("1f1b")
+            flags_of_layout(job.flags, plan.layout), plan.timeline.costs, plan.limits, choice.speed_ups.get("1f1b")
         )
-        for line in layout_lines(found, chosen.flags):
+        for line in layout_lines(choice, chosen.flags):
             print(line, flush=True)
         return chosen
 

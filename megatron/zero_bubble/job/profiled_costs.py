@@ -134,9 +134,9 @@ def _least_squares(matrix: np.ndarray, values: np.ndarray) -> list[float]:
     used = list(np.flatnonzero(matrix.any(axis=0)))
     solution = np.zeros(matrix.shape[1])
     while used:
-        found = np.linalg.lstsq(matrix[:, used], values, rcond=None)[0]
-        if min(found) >= 0:
-            solution[used] = found
+        entries = np.linalg.lstsq(matrix[:, used], values, rcond=None)[0]
+        if min(entries) >= 0:
+            solution[used] = entries
             break
-        used.pop(int(np.argmin(found)))
+        used.pop(int(np.argmin(entries)))
     return solution.tolist()

@@ -153,12 +153,12 @@ def reporter(flags: JobFlags, say: Callable[[str], None], layout_speed_up: float
         layout_speed_up: predicted when the layout was chosen, over 1F1B on Megatron's split; None if it was not.
     """
 
-    def report(found: Report) -> None:
-        say(describe(found, layout_speed_up))
+    def report(decision: Report) -> None:
+        say(describe(decision, layout_speed_up))
         if flags.zero_bubble_profile_output is not None and flags.rank == 0:
             output = flags.zero_bubble_profile_output
             try:
-                write_file(output, profile_to_json(found.prediction.profile))
+                write_file(output, profile_to_json(decision.prediction.profile))
             except OSError as error:
                 raise OSError(f"--zero-bubble-profile-output {output}: cannot be written: {error.strerror}") from error
 
@@ -173,11 +173,11 @@ def describe(report: Report, layout_speed_up: float | None = None) -> str:
     source = f"measured up to step {report.step}, spread {profile.noise:.1%}" if report.step else "from a profile"
     lines = [f" > zero-bubble plan; times {source}"]
     lines += _costs_table(costs, placement)
-    made = "planned" if report.is_new_plan else "kept"
+    origin = "planned" if report.is_new_plan else "kept"
     limits = report.memory_limit or ()
     of_ranks = limits[:1] if len(set(limits)) == 1 else limits
-    limit = f", memory limit {' '.join(f'{_mib(one):.1f}' for one in of_ranks)} MiB" if limits else ""
-    lines.append(f"     schedule {schedule.name} ({made}) for {schedule.num_microbatches} microbatches{limit}")
+    limit = f", memory limit {' '.join(f'{_mib(most):.1f}' for most in of_ranks)} MiB" if limits else ""
+    lines.append(f"     schedule {schedule.name} ({origin}) for {schedule.num_microbatches} microbatches{limit}")
     lines.append(
         f"     predicted: {prediction.idle}, {prediction.milliseconds:.1f} ms, "
         f"{speed_up_words(prediction.speed_up, layout_speed_up, _BASELINES[prediction.recompute])}"

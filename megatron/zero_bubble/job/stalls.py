@@ -86,5 +86,5 @@ def _suspects(stall: Stall) -> str:
     answers: list[RankState] = [state for state in stall.states if state is not None]
     computing = sorted((state for state in answers if state.is_computing), key=lambda state: -state.seconds)
     outside = [state for state in answers if not state.excerpt]
-    found = silent or [f"rank {s.rank} on {s.host}, which {s.where}" for s in (*computing, *outside)]
-    return "; ".join(found) if found else "the network: all wait for messages"
+    suspects = silent or [f"rank {s.rank} on {s.host}, which {s.where}" for s in (*computing, *outside)]
+    return "; ".join(suspects) if suspects else "the network: all wait for messages"

@@ -95,9 +95,9 @@ class InstalledHooks:
     """
 
     def __init__(self, hooks: Iterable[Hook], version: str, mark: object = None) -> None:
-        found = [(hook, find_target(hook, version)) for hook in hooks]
+        targets = [(hook, find_target(hook, version)) for hook in hooks]
         self._replaced: list[tuple[Target, Function]] = []
-        for hook, target in found:
+        for hook, target in targets:
             replacement = _make_replacement(hook, target, mark)
             _replace_everywhere(target, target.function, replacement)
             self._replaced.append((target, replacement))

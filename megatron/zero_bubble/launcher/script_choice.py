@@ -178,4 +178,6 @@ def _builds_chunks(setup: Call) -> bool:
     if provider is None or getattr(setup.get("cfg_container"), "model", None) is not None:
         return True
     parameters = inspect.signature(provider).parameters.values()
-    return any(one.name == "vp_stage" or one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
+    return any(
+        parameter.name == "vp_stage" or parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters
+    )

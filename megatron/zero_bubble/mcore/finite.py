@@ -88,10 +88,10 @@ class FiniteCheck:
         prepare, get_norm = optimizer.prepare_grads, optimizer.get_grad_norm
 
         def prepare_grads() -> bool:
-            found = prepare()
-            if found:  # with a constant loss scale, which does not adapt
+            is_found = prepare()
+            if is_found:  # with a constant loss scale, which does not adapt
                 self.check_norm(None)
-            return found
+            return is_found
 
         def get_grad_norm() -> float:
             norm = get_norm()

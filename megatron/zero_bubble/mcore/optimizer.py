@@ -92,7 +92,7 @@ def loadable(optimizer: MegatronOptimizer) -> Iterator[None]:
     shards = [part for part in parts(optimizer) if _is_distributed(part) and _is_torch_adam(part.optimizer)]
     for shard in shards:
         shard._set_main_param_and_optimizer_states = _setter_that_keeps_steps(shard)
-    adams = [one for one in torch_optimizers(optimizer) if _is_torch_adam(one)]
+    adams = [adam for adam in torch_optimizers(optimizer) if _is_torch_adam(adam)]
     for adam in adams:
         adam.load_state_dict = _loader_of_any_step(adam)
     whole = [part for part in parts(optimizer) if part.optimizer is not None and not _is_distributed(part)]

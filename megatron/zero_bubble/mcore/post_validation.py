@@ -110,13 +110,13 @@ class PostValidation:
     def step(self) -> None:
         """Take the optimizer's step, unless this stage's own gradients show that it would be wrong."""
         assert self._pending is None, "the last step has to be validated first"
-        found = self._prepare_gradients()
+        flags = self._prepare_gradients()
         norms = [(squared_norm(optimizers), group) for optimizers, group in norm_groups(self._optimizer)]
-        has_stepped = not self._is_wrong(found, [norm for norm, _ in norms])
+        has_stepped = not self._is_wrong(flags, [norm for norm, _ in norms])
         self._pending = _Pending(
             has_stepped,
             [_reduce(norm, dist.ReduceOp.SUM, group) for norm, group in norms],
-            [self._reduce_found(flag, has_stepped, optimizer) for flag, optimizer in found],
+            [self._reduce_found(flag, has_stepped, optimizer) for flag, optimizer in flags],
             [scaler.state_dict() for scaler in self._scalers()],
             [{name: group[name] for name in _SCHEDULED if name in group} for group in self._optimizer.param_groups],
         )
@@ -140,15 +140,15 @@ class PostValidation:
         if self._pending is None:
             return False
         pending, self._pending = self._pending, None
-        found = [bool(reduction.wait()[0] > 0) for reduction in pending.found_inf]
-        norm = None if any(found) else norm_of_all([reduction.wait() for reduction in pending.squared_norms])
+        infinite = [bool(reduction.wait()[0] > 0) for reduction in pending.found_inf]
+        norm = None if any(infinite) else norm_of_all([reduction.wait() for reduction in pending.squared_norms])
         self.check_norm(None if norm is None else float(norm))
         with self._as_in_the_step(pending):
-            was_wrong = self._amend(pending, found, norm)
+            was_wrong = self._amend(pending, infinite, norm)
         self._rollback.prepare()
         self.settled(
             StepOutcome(
-                was_updated=not any(found),
+                was_updated=not any(infinite),
                 grad_norm=None if norm is None else float(norm),
                 was_amended=was_wrong,
                 num_redone_forwards=num_early_forwards if was_wrong else 0,
@@ -161,10 +161,10 @@ class PostValidation:
         assert self._pending is None, "the last step has to be validated first"
         self._rollback.prepare()
 
-    def _amend(self, pending: _Pending, found: list[bool], norm: Norm | None) -> bool:
+    def _amend(self, pending: _Pending, infinite: list[bool], norm: Norm | None) -> bool:
         """Replace the step that was taken by the right one; return whether they differ on any rank."""
-        if any(found):
-            self._skip(pending, found)
+        if any(infinite):
+            self._skip(pending, infinite)
             has_stepped = any(bool(reduction.wait()[1] > 0) for reduction in pending.found_inf)
             return has_stepped or self._scales_forwards(pending)
         if self._clips(norm):
@@ -188,7 +188,7 @@ class PostValidation:
 
         Returns for each loss scale a flag, whether an Inf or NaN was found on this rank, and the optimizer.
         """
-        found = []
+        flags = []
         for optimizer in self._optimizers:
             scaler = getattr(optimizer, "grad_scaler", None)
             if scaler is None:
@@ -199,13 +199,13 @@ class PostValidation:
                 optimizer._copy_model_grads_to_main_grads()
                 gradients = optimizer._collect_main_grad_data_for_unscaling()
                 torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, scaler.inv_scale)
-            found.append((flag, optimizer))
-        return found
+            flags.append((flag, optimizer))
+        return flags
 
-    def _is_wrong(self, found: list[tuple[torch.Tensor, MixedPrecisionOptimizer]], norms: list[torch.Tensor]) -> bool:
+    def _is_wrong(self, flags: list[tuple[torch.Tensor, MixedPrecisionOptimizer]], norms: list[torch.Tensor]) -> bool:
         """Tell whether this stage's gradients alone show that a step would be wrong; its ranks agree on the answer."""
         zero = torch.zeros(1, device=norms[0].device)
-        state = torch.cat([sum((flag for flag, _ in found), zero), sum(norms, zero)])
+        state = torch.cat([sum((flag for flag, _ in flags), zero), sum(norms, zero)])
         group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
         if group.size() > 1 and self._optimizer.config.use_distributed_optimizer:
             # The ranks of a stage exchange parameters in a step, so either all of them step or none.
@@ -223,13 +223,13 @@ class PostValidation:
         """Tell whether megatron-core's clipping changes gradients of this norm; a NaN norm changes none."""
         return norm is not None and self._clip > 0.0 and bool(self._clip / (norm + 1.0e-6) < 1.0)
 
-    def _skip(self, pending: _Pending, found: list[bool]) -> None:
+    def _skip(self, pending: _Pending, infinite: list[bool]) -> None:
         if pending.has_stepped:
             self._rollback.undo()
             self._hand_out_parameters()
-        for scaler, before, is_found in zip(self._scalers(), pending.scales, found, strict=True):
+        for scaler, before, is_infinite in zip(self._scalers(), pending.scales, infinite, strict=True):
             scaler.load_state_dict(before)
-            scaler.update(is_found)
+            scaler.update(is_infinite)
 
     def _clip_and_step(self, pending: _Pending, norm: Norm | None) -> None:
         if pending.has_stepped:

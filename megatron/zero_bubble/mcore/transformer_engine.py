@@ -24,11 +24,11 @@ OLDEST = "2.8.0"
 def check_transformer_engine() -> None:
     """Raise `ValueError` unless Transformer Engine is installed in a version that can defer weight gradients."""
     try:
-        found = version("transformer-engine")
+        installed = version("transformer-engine")
     except PackageNotFoundError:
         raise ValueError("Transformer Engine is not installed") from None
-    if Version(found) < Version(OLDEST):
-        raise ValueError(f"Transformer Engine {found} cannot defer weight gradients, {OLDEST} and later can")
+    if Version(installed) < Version(OLDEST):
+        raise ValueError(f"Transformer Engine {installed} cannot defer weight gradients, {OLDEST} and later can")
 
 
 def defer_weight_gradients(config: Any) -> None:

@@ -266,7 +266,7 @@ def _scatter(
     part = torch.empty(rows // group.size(), hidden, dtype=weight.dtype, device=device)
     # As bytes, because gloo does not know every type.
     parts = (
-        None if whole is None else [one.contiguous().view(torch.uint8) for one in whole.detach().chunk(group.size())]
+        None if whole is None else [own.contiguous().view(torch.uint8) for own in whole.detach().chunk(group.size())]
     )
     dist.scatter(part.view(torch.uint8), parts, src=dist.get_global_rank(group, source), group=group)
     return part

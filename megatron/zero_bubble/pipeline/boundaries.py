@@ -62,9 +62,9 @@ def _most_even(before: Sequence[float], num_parts: int, limit: float) -> Boundar
                 weight = before[end] - before[first]
                 if weight > limit:
                     break
-                found = (squares + weight**2, lengths + (end - first) ** 2, first)
-                if end not in ends or found < ends[end]:
-                    ends[end] = found
+                candidate = (squares + weight**2, lengths + (end - first) ** 2, first)
+                if end not in ends or candidate < ends[end]:
+                    ends[end] = candidate
         best.append(ends)
     cuts = [num_layers]
     for ends in reversed(best[1:]):
@@ -78,13 +78,13 @@ def given(boundaries: Sequence[int], num_layers: int, num_stages: int) -> Bounda
     Raises:
         ValueError: they do not leave at least one layer to each stage.
     """
-    found = (0, *boundaries, num_layers)
-    if len(boundaries) != num_stages - 1 or any(first >= end for first, end in pairwise(found)):
+    complete = (0, *boundaries, num_layers)
+    if len(boundaries) != num_stages - 1 or any(first >= end for first, end in pairwise(complete)):
         raise ValueError(
             f"partition={list(boundaries)}: {num_layers} layers on {num_stages} stages need {num_stages - 1} rising "
             f"boundaries from 1 to {num_layers - 1}, the first layer of every stage after the first"
         )
-    return found
+    return complete
 
 
 def matching(pattern: str, class_names: Sequence[str]) -> list[int]:

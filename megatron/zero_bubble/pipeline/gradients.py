@@ -156,7 +156,12 @@ def clip_grad_norm(
     max_norm: float,
     norm_type: float,
 ) -> torch.Tensor:
-    """Scale this rank's gradients down to a norm over all ranks; return the norm before. Arguments as above."""
+    """Scale this rank's gradients down to a norm over all ranks; return the norm before.
+
+    Args:
+        parameters: all parameters of this rank.
+        counted: those that no earlier stage has, each with its layer's index, in the order of the model.
+    """
     of_all = [entry for entries in agreement.gather(own_norms(counted, norm_type)) for entry in entries]
     total = total_norm(of_all, norm_type)
     if of_all:

@@ -108,9 +108,9 @@ def unsplit_of(modules: Sequence[nn.Module], split: set[int]) -> Unsplit:
 
 def stages_of_ties(layers: Sequence[Any], layout: StageLayout) -> dict[str, tuple[int, ...]]:
     """Return the stages that each tied layer is on, by its key."""
-    found: dict[str, tuple[int, ...]] = {}
+    stages_of: dict[str, tuple[int, ...]] = {}
     for stage in range(layout.schedule.num_stages):
         for key in {tie_of(layers[index]) for index in layout.layers_of(stage)} - {None}:
             assert key is not None
-            found[key] = (*found.get(key, ()), stage)
-    return dict(sorted(found.items()))
+            stages_of[key] = (*stages_of.get(key, ()), stage)
+    return dict(sorted(stages_of.items()))

@@ -112,7 +112,7 @@ class Pipeline(PartialModel):
     ) -> None:
         super().__init__()
         if variable_shapes and post_validation:
-            raise ValueError("variable_shapes=True and post_validation=True do not go together yet")
+            raise ValueError("variable_shapes=True and post_validation=True do not go together")
         self.device = default_device(group) if device is None else torch.device(device)
         self.num_microbatches = num_microbatches
         self._interconnect = interconnect or connect_ranks(group, self.device, timeout)
@@ -249,7 +249,10 @@ class Pipeline(PartialModel):
             average_over(self._replicas, list(self.parameters()))
 
     def eval_batch(self, batch: Any = None) -> torch.Tensor:
-        """Run the forward of one step in evaluation mode; return the mean loss on all ranks. Arguments as above."""
+        """Run the forward of one step in evaluation mode; return the mean loss on all ranks.
+
+        The batch is what `train_batch` takes.
+        """
         training = [module for module in self.modules() if module.training]
         self.eval()
         try:

@@ -70,15 +70,15 @@ class LayoutRequest:
         times = self._times() if self.partition == "profile" else None
         weights, unit = self._weights(times)
         if isinstance(self.partition, str):
-            found = boundaries.balanced(weights, placement.num_stages)
+            stages = boundaries.balanced(weights, placement.num_stages)
         else:
-            found = boundaries.given(self.partition, num_layers, placement.num_stages)
-        _refuse_shared(self.layers, found)
+            stages = boundaries.given(self.partition, num_layers, placement.num_stages)
+        _refuse_shared(self.layers, stages)
         plan = self.plan
         if times is not None:
-            plan = replace(plan, costs=_stage_costs(times, found, default_costs(placement, plan.recompute)))
-        loads = tuple(sum(weights[first:end]) for first, end in pairwise(found))
-        return StageLayout(found, loads, unit, plan.schedule(self.num_microbatches))
+            plan = replace(plan, costs=_stage_costs(times, stages, default_costs(placement, plan.recompute)))
+        loads = tuple(sum(weights[first:end]) for first, end in pairwise(stages))
+        return StageLayout(stages, loads, unit, plan.schedule(self.num_microbatches))
 
     def _times(self) -> list[LayerTimes]:
         if self.example is None:
@@ -128,10 +128,10 @@ def plan_for(
     return replace(plan, memory_limit=memory_limit, recompute=Recompute.FULL if recomputes else Recompute.NONE)
 
 
-def _refuse_shared(layers: Sequence[Any], found: boundaries.Boundaries) -> None:
+def _refuse_shared(layers: Sequence[Any], stages: boundaries.Boundaries) -> None:
     """Raise `ValueError` if modules on two stages share a parameter, whose copies would train apart."""
     seen: dict[int, tuple[int, int]] = {}
-    for stage, (first, end) in enumerate(pairwise(found)):
+    for stage, (first, end) in enumerate(pairwise(stages)):
         for index in range(first, end):
             layer = layers[index]
             for parameter in layer.parameters() if isinstance(layer, nn.Module) else ():
@@ -157,9 +157,9 @@ def num_parameters(layer: Any) -> int:
     return sum(parameter.numel() for parameter in layer.parameters()) if isinstance(layer, nn.Module) else 0
 
 
-def _stage_costs(times: Sequence[LayerTimes], found: boundaries.Boundaries, unmeasured: StageCosts) -> StageCosts:
+def _stage_costs(times: Sequence[LayerTimes], stages: boundaries.Boundaries, unmeasured: StageCosts) -> StageCosts:
     """Return the sums of the layers' times, in seconds. R takes as long as F, and memory is counted, not measured."""
-    sums = [LayerTimes(*map(sum, zip(*times[first:end], strict=True))) for first, end in pairwise(found)]
+    sums = [LayerTimes(*map(sum, zip(*times[first:end], strict=True))) for first, end in pairwise(stages)]
     # An operation of a schedule takes some time, however short.
     time_f, time_b, time_w = (tuple(max(1e-9, value) for value in column) for column in zip(*sums, strict=True))
     time_r = time_f if any(unmeasured.time_r) else unmeasured.time_r

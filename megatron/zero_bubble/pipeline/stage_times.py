@@ -17,9 +17,9 @@ def stage_times(ops: Sequence[MeasuredOp], placement: Placement, rank: int) -> d
     """
     profiler = Profiler(placement, rank)
     profiler.add(ops)
-    found = {}
+    times_of = {}
     for costs in profiler.costs():
         seconds = {kind: milliseconds / 1000 for kind, milliseconds in costs.times.items()}
         backward = sum(seconds.get(kind, 0.0) for kind in (OpKind.B, OpKind.BW, OpKind.R))
-        found[costs.stage] = LayerTimes(seconds[OpKind.F], backward, seconds.get(OpKind.W, 0.0))
-    return found
+        times_of[costs.stage] = LayerTimes(seconds[OpKind.F], backward, seconds.get(OpKind.W, 0.0))
+    return times_of

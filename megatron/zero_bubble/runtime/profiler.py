@@ -169,13 +169,13 @@ class Profiler:
             center: of the samples. An outlier such as the first step does not move their median; of microbatches that
                 differ in length, a schedule is planned for the mean.
         """
-        found = []
+        chunk_costs = []
         for chunk in range(self._placement.num_chunks):
             kinds = [kind for kind, facts in KINDS.items() if facts.time and (chunk, kind) in self._times]
             samples = {kind: self._times[chunk, kind] for kind in kinds}
             times = {kind: center(values) for kind, values in samples.items()}
             matter = [kind for kind in kinds if times[kind] >= _MATTERS * max(times.values())]
-            found.append(
+            chunk_costs.append(
                 ChunkCosts(
                     stage=self._placement.stage_of(self._rank, chunk),
                     times=times,
@@ -184,7 +184,7 @@ class Profiler:
                     inside=self._inside[chunk],
                 )
             )
-        return found
+        return chunk_costs
 
     def _memory_of(self, chunk: int, kind: OpKind, center: Callable[[Sequence[float]], float]) -> float:
         """Return the usual change of memory; for F of one that keeps everything, or of one that drops and its R."""

@@ -66,12 +66,12 @@ class CudaClock:
     def seconds(self, marks: Sequence[torch.cuda.Event]) -> list[float]:
         if marks:
             marks[-1].synchronize()
-        found = []
+        times = []
         for mark in marks:
             self._seconds += self._last.elapsed_time(mark) / 1000.0
             self._last = mark
-            found.append(self._seconds)
-        return found
+            times.append(self._seconds)
+        return times
 
     def lag(self) -> float:
         (seconds,) = self.seconds([self.mark()])

@@ -68,11 +68,13 @@ def check_config(folder: Path) -> None:
     """Raise `CheckpointError` unless `metadata.json` says that the folder holds a checkpoint in torch_dist format."""
     try:
         config = json.loads((folder / CONFIG).read_text())
-        found = (config["sharded_backend"], config["sharded_backend_version"])
+        saved_format = (config["sharded_backend"], config["sharded_backend_version"])
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{CONFIG} cannot be read: {error}") from error
-    if found != ("torch_dist", 1):
-        raise CheckpointError(f"{CONFIG} says format {found[0]}, version {found[1]}, expected torch_dist, version 1")
+    if saved_format != ("torch_dist", 1):
+        raise CheckpointError(
+            f"{CONFIG} says format {saved_format[0]}, version {saved_format[1]}, expected torch_dist, version 1"
+        )
 
 
 def begin_folder(root: Path, iteration: int) -> Path:
@@ -143,21 +145,21 @@ def check_checksums(folder: Path, expected: Mapping[str, Checksum]) -> None:
     """Raise `CheckpointError` unless the files of a checkpoint have the `expected` sizes and checksums."""
     for name, saved in expected.items():
         check_size(folder / name, saved.bytes)
-        found = checksum(folder / name)
-        if found != saved:
+        actual = checksum(folder / name)
+        if actual != saved:
             raise CheckpointError(
-                f"{name} is damaged: its CRC-32 is {found.crc32}, that of what was saved {saved.crc32}"
+                f"{name} is damaged: its CRC-32 is {actual.crc32}, that of what was saved {saved.crc32}"
             )
 
 
 def check_size(path: Path, num_bytes: int, *, at_least: bool = False) -> None:
     """Raise `CheckpointError` unless a file has `num_bytes` bytes, or with `at_least` that many or more."""
     try:
-        found = path.stat().st_size
+        size = path.stat().st_size
     except FileNotFoundError as error:
         raise CheckpointError(f"{path.name} is missing, expected {num_bytes} bytes") from error
-    if found < num_bytes or (found > num_bytes and not at_least):
-        raise CheckpointError(f"{path.name} has {found} bytes, expected {'at least ' if at_least else ''}{num_bytes}")
+    if size < num_bytes or (size > num_bytes and not at_least):
+        raise CheckpointError(f"{path.name} has {size} bytes, expected {'at least ' if at_least else ''}{num_bytes}")
 
 
 def check_complete(folder: Path, description: Metadata, checksums: Mapping[str, Checksum] | None) -> None:

@@ -1,4 +1,4 @@
-"""Logs a training: Megatron's log line to the letter, TensorBoard, and Weights & Biases."""
+"""Logs a training: Megatron's log line to the letter, and scalars for TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import time
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.flops import flops_per_iteration
 from megatron.zero_bubble.training.progress import Progress
 from megatron.zero_bubble.training.summary import RunSummary
+from megatron.zero_bubble.training.writers import WandbWriter, Writer
 
 
 @dataclass(frozen=True)
@@ -55,51 +56,6 @@ class StepResult:
     """Waits of replicas since the last log line, in iterations that print one; None with a single replica."""
     finished_at: float | None = None
     """Time when the step was settled, in seconds of `time.perf_counter`; None for the time when it is recorded."""
-
-
-class Writer(Protocol):
-    """Records scalars over iterations or samples; TensorBoard's `SummaryWriter` is one."""
-
-    def add_scalar(self, tag: str, value: float, step: int) -> None: ...
-
-
-class WandbWriter:
-    """A `Writer` to Weights & Biases."""
-
-    def __init__(self, args: Arguments) -> None:
-        import wandb
-
-        self.run = wandb.init(project=args.wandb_project, name=args.wandb_exp_name, config=vars(args))
-
-    def add_scalar(self, tag: str, value: float, step: int) -> None:
-        self.run.log({tag: value}, step=step)
-
-
-def open_writers(args: Arguments, log_rank: int) -> list[Writer]:
-    """The writers that the flags ask for; empty on all ranks but `log_rank`, which holds the loss.
-
-    Raises:
-        ValueError: the package behind a flag is not installed.
-    """
-    writers: list[Writer] = []
-    is_writing_rank = dist.get_rank() == log_rank
-    if args.tensorboard_dir is not None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise ValueError(
-                "--tensorboard-dir needs tensorboard: pip install 'megatron-zero-bubble[tensorboard]'"
-            ) from None
-        if is_writing_rank:
-            writers.append(SummaryWriter(args.tensorboard_dir))
-    if args.wandb_project is not None:
-        try:
-            import wandb  # noqa: F401
-        except ImportError:
-            raise ValueError("--wandb-project needs wandb: pip install 'megatron-zero-bubble[wandb]'") from None
-        if is_writing_rank:
-            writers.append(WandbWriter(args))
-    return writers
 
 
 class TrainingLog:

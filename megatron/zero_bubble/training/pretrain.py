@@ -36,7 +36,7 @@ from megatron.zero_bubble.training.data import DataConfig, build_data_iterator, 
 from megatron.zero_bubble.training.forward_step import DataIterator
 from megatron.zero_bubble.training.initialize import initialized
 from megatron.zero_bubble.training.layout import settle_layout
-from megatron.zero_bubble.training.logging import TrainingLog, open_writers
+from megatron.zero_bubble.training.logging import TrainingLog
 from megatron.zero_bubble.training.loop import Trainer
 from megatron.zero_bubble.training.model import build_model, transformer_config
 from megatron.zero_bubble.training.numerics import NumericsLog
@@ -46,6 +46,7 @@ from megatron.zero_bubble.training.save_lock import lock_folder
 from megatron.zero_bubble.training.size_checks import check_memory
 from megatron.zero_bubble.training.tokenizer import build_tokenizer
 from megatron.zero_bubble.training.vocabulary import with_vocabulary
+from megatron.zero_bubble.training.writers import open_writers
 
 
 def pretrain(args: Arguments, job: JobSettings) -> None:

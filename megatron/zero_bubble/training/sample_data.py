@@ -43,13 +43,13 @@ def documents(library: Path, max_bytes: int) -> Iterator[tuple[str, str]]:
     The order is that of a hash of the name: it is the same on every machine, and every part of the data is a mixture
     (the end becomes the validation set).
     """
-    found: dict[str, Path | str] = dict(_topics())
+    sources: dict[str, Path | str] = dict(_topics())
     for path in library.rglob("*.py"):
         relative = path.relative_to(library)
         if not SKIPPED_FOLDERS.intersection(relative.parts[:-1]):
-            found[relative.as_posix()] = path
-    for name in sorted(found, key=lambda name: hashlib.sha256(name.encode()).digest()):
-        source = found[name]
+            sources[relative.as_posix()] = path
+    for name in sorted(sources, key=lambda name: hashlib.sha256(name.encode()).digest()):
+        source = sources[name]
         try:
             text = source if isinstance(source, str) else source.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):

@@ -43,7 +43,8 @@ def stage_flops(args: Arguments, stage: StageLayers) -> Flops:
     computes: sbh 4s in F and sbh 8s in B for the whole matrix of scores, half of it in a fused kernel with a causal
     mask, whose B computes one product again.
     """
-    linear = 2.0 * rank_tokens(args) * sum(one.inputs * one.outputs for one in _computed_linears(args))
+    weights = sum(layer.inputs * layer.outputs for layer in _computed_linears(args))
+    linear = 2.0 * rank_tokens(args) * weights
     has_logits = stage.is_last and stage.has_vocabulary
     logits = 2.0 * rank_tokens(args) * args.hidden_size * args.padded_vocab_size if has_logits else 0.0
     layers, t = stage.num_layers, args.tensor_model_parallel_size

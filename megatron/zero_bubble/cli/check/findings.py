@@ -56,8 +56,8 @@ class StageCheck:
     @property
     def expected_memory(self) -> tuple[float, float]:
         """M_B and M_W by the formulas of zero-bubble estimate, in bytes."""
-        held = stage_activations(self.model.arguments(NUM_RANKS), self._stage)
-        return held.after_f, held.after_b
+        activations = stage_activations(self.model.arguments(NUM_RANKS), self._stage)
+        return activations.after_f, activations.after_b
 
     def as_json(self) -> dict[str, Any]:
         times = {str(kind): self.profile.time(kind) for kind in self.profile.times}
@@ -104,9 +104,9 @@ class Findings:
         }
 
     def as_text(self, *, markdown: bool) -> str:
-        made = [make() for make in (self._numerics, self._times, self._bubbles, self._memory)]
+        tables = [self._numerics(), self._times(), self._bubbles(), self._memory()]
         parts = [f"device: {self.machine['device']}, torch {self.machine['torch']}\n"]
-        parts += [table(*one, markdown=markdown) for one in made if one[1]]
+        parts += [table(heads, rows, markdown=markdown) for heads, rows in tables if rows]
         if self.ranks is not None:
             parts.append(self.ranks.as_text(markdown=markdown))
         parts += [

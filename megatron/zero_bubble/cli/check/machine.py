@@ -59,9 +59,9 @@ def _version(package: str) -> str | None:
 def _commit(root: Path) -> str | None:
     """Return the commit of the repository in `root`; None without git or a repository."""
     try:
-        found = subprocess.run(
+        git = subprocess.run(
             ["git", "-C", str(root), "describe", "--always", "--dirty"], capture_output=True, text=True, check=True
         )
     except (OSError, subprocess.CalledProcessError):
         return None
-    return found.stdout.strip()
+    return git.stdout.strip()

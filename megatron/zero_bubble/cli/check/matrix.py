@@ -66,7 +66,7 @@ def cells(size: str, folder: Path) -> list[Cell]:
     """
     checkpoint = str(folder / "checkpoint")
     load = (*_PP4, *_WITHOUT_ORDER, "--load", checkpoint, "--override-opt_param-scheduler")
-    found = [
+    trainings = [
         *_layout(
             "PP4",
             _PP4,
@@ -100,7 +100,7 @@ def cells(size: str, folder: Path) -> list[Cell]:
     ]
     data = ("--train-data-path", str(folder / "corpus"))
     common = (*_MODEL[size], *_TRAINING, *data)
-    return [Cell(cell.layout, cell.name, (*common, *cell.flags), cell.compares) for cell in found]
+    return [Cell(cell.layout, cell.name, (*common, *cell.flags), cell.compares) for cell in trainings]
 
 
 NAMES = tuple(dict.fromkeys(cell.name for cell in cells("tiny", Path()) if cell.is_ours))

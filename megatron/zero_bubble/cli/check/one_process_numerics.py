@@ -61,18 +61,18 @@ def check_numerics(model: Model, device: torch.device) -> list[NumericsCheck]:
         weights = dict(_named_parameters(args, Placement("linear", 1), 0, whole))
         for name, num_ranks in CASES:
             schedule = generate(name, num_ranks, NUM_MICROBATCHES)
-            found = _run_schedule(args, lower(schedule), weights, device)
-            differing = tuple(what for what in _differences(expected, found) if what not in undetermined)
+            outcome = _run_schedule(args, lower(schedule), weights, device)
+            differing = tuple(what for what in _differences(expected, outcome) if what not in undetermined)
             checks.append(NumericsCheck(name, num_ranks, differing, undetermined))
     return checks
 
 
-def _differences(expected: Outcome, found: Outcome) -> Iterator[str]:
-    assert expected.gradients.keys() == found.gradients.keys(), "the stages hold other parameters than the model"
-    if not all(map(torch.equal, expected.losses, found.losses)):
+def _differences(expected: Outcome, outcome: Outcome) -> Iterator[str]:
+    assert expected.gradients.keys() == outcome.gradients.keys(), "the stages hold other parameters than the model"
+    if not all(map(torch.equal, expected.losses, outcome.losses)):
         yield "loss"
     for name, gradient in expected.gradients.items():
-        if not torch.equal(gradient, found.gradients[name]):
+        if not torch.equal(gradient, outcome.gradients[name]):
             yield name
 
 
@@ -164,5 +164,5 @@ def _named_parameters(
     for index, chunk in enumerate(chunks):
         first = layers * placement.stage_of(rank, index)
         for name, parameter in unwrap_model(chunk).named_parameters():
-            before, found, after = re.split(r"(?<=layers\.)(\d+)", name) if "layers." in name else (name, "", "")
-            yield before + (str(int(found) + first) if found else "") + after, parameter
+            before, number, after = re.split(r"(?<=layers\.)(\d+)", name) if "layers." in name else (name, "", "")
+            yield before + (str(int(number) + first) if number else "") + after, parameter

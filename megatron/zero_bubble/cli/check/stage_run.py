@@ -89,10 +89,10 @@ class MiddleStage:
         times: dict[OpKind, list[float]] = {}
         for number in range(1 + rounds):
             ops = self._run(split, self._split) + [
-                one for one in self._run(whole, self._whole) if one.op.kind is OpKind.BW
+                timed for timed in self._run(whole, self._whole) if timed.op.kind is OpKind.BW
             ]
-            for one in ops if number else ():
-                times.setdefault(one.op.kind, []).append(1e3 * (one.end - one.start))
+            for timed in ops if number else ():
+                times.setdefault(timed.op.kind, []).append(1e3 * (timed.end - timed.start))
         profiler = Profiler(self._placement, RANK)
         profiler.add(self._run(split, self._split, with_memory=True))
         [costs] = profiler.costs()
@@ -114,7 +114,7 @@ class MiddleStage:
             return torch.cuda.max_memory_allocated() - before
         # A CPU's allocator reports no peak, so the memory that operations hold is added up.
         ops = self._run(schedule, self._split, with_memory=True)
-        return float(max(accumulate(one.held or 0 for one in ops)))
+        return float(max(accumulate(timed.held or 0 for timed in ops)))
 
     def _run(self, schedule: Schedule, chunks: list[Any], *, with_memory: bool = False) -> list[MeasuredOp]:
         """Run one step and return its operations; their times mean nothing if `with_memory` is set."""

@@ -59,6 +59,6 @@ def rank_parameters(args: Arguments, placement: Placement) -> list[Parameters]:
         tables = 2 if args.untie_embeddings_and_output_weights else 1
         shard = Parameters(tables * vocabulary_table(args) // placement.num_ranks, 0)
     ranks = [shard] * placement.num_ranks
-    for stage, held in enumerate(stages_of(args, placement)):
-        ranks[placement.rank_of(stage)] += stage_parameters(args, held)
+    for stage, part in enumerate(stages_of(args, placement)):
+        ranks[placement.rank_of(stage)] += stage_parameters(args, part)
     return ranks

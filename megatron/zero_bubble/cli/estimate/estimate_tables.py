@@ -15,14 +15,14 @@ from megatron.zero_bubble.training.flops import flops_per_iteration
 
 
 def as_json(results: Results) -> dict[str, Any]:
-    job, found = results.job, results.found
+    job, estimates = results.job, results.estimates
     args, states = job.args, job.states
     assert args.global_batch_size is not None
-    baseline = _baseline(found)
+    baseline = _baseline(estimates)
     shown, placement = results.shown
     flops = model_flops(shown, placement)
     return {
-        "parameters_per_rank": [sum(held) for held in rank_parameters(shown.args, placement)],
+        "parameters_per_rank": [sum(parameters) for parameters in rank_parameters(shown.args, placement)],
         "bytes_a_parameter": states.bytes_a_parameter(job.replicas),
         "zero_stage": states.zero_stage,
         "bytes_sent_to_replicas": shown.exchanged_bytes(placement),
@@ -30,7 +30,7 @@ def as_json(results: Results) -> dict[str, Any]:
         "flops_per_iteration": flops_per_iteration(args, args.global_batch_size),
         "flops_of_a_microbatch": flops._asdict(),
         "device_memory_bytes": job.cluster.memory,
-        "schedules": [one.as_json(baseline) for one in found],
+        "schedules": [estimate.as_json(baseline) for estimate in estimates],
         "layout": None if results.layout is None else results.layout.as_json(),
         "refused": results.refused,
         "ways_out": [way.as_json() for way in results.ways_out],
@@ -39,9 +39,9 @@ def as_json(results: Results) -> dict[str, Any]:
 
 
 def as_text(results: Results, *, per_rank: bool, markdown: bool) -> str:
-    parts = [_head(*results.shown), *([_schedules(results.found, markdown=markdown)] if results.found else [])]
+    parts = [_head(*results.shown), *([_schedules(results.estimates, markdown=markdown)] if results.estimates else [])]
     if per_rank:
-        parts.append(_ranks(results.found, markdown=markdown))
+        parts.append(_ranks(results.estimates, markdown=markdown))
     parts += [f"{note}\n" for note in notes(results)]
     parts += [f"{name}: {reason}\n" for name, reason in results.refused.items()]
     if results.layout is not None:
@@ -49,16 +49,16 @@ def as_text(results: Results, *, per_rank: bool, markdown: bool) -> str:
     return "\n".join(parts)
 
 
-def _baseline(found: list[Estimate]) -> Estimate | None:
+def _baseline(estimates: list[Estimate]) -> Estimate | None:
     """Return the estimate of megatron-core's own 1F1B if `1f1b` is among the schedules."""
-    ours = next((one for one in found if one.timeline.schedule.name == "1f1b"), None)
+    ours = next((estimate for estimate in estimates if estimate.timeline.schedule.name == "1f1b"), None)
     return ours and as_megatron_runs(ours)
 
 
 def _head(job: EstimatedJob, placement: Placement) -> str:
     args, cluster, states = job.args, job.cluster, job.states
     assert args.global_batch_size is not None
-    counts = [sum(held) for held in rank_parameters(args, placement)]
+    counts = [sum(parameters) for parameters in rank_parameters(args, placement)]
     flops = model_flops(job, placement)
     costs = "measured (--profile)" if job.profile is not None else f"{cluster.flops / 1e12:.4g} TFLOP/s in the layers"
     waiting = (
@@ -95,37 +95,39 @@ def _exchanged(job: EstimatedJob, placement: Placement) -> list[str]:
     ]
 
 
-def _schedules(found: list[Estimate], *, markdown: bool) -> str:
+def _schedules(estimates: list[Estimate], *, markdown: bool) -> str:
     heads = (
         *("schedule", "chunks", "states (GiB)", "activations", "in all", "fits"),
         *(*IDLE_HEADS, "iteration (ms)", "tokens/s/GPU", "TFLOP/s/GPU", "to 1F1B"),
     )
-    baseline = _baseline(found)
+    baseline = _baseline(estimates)
     rows = []
-    for one in found:
-        fullest = one.total_bytes.index(max(one.total_bytes))
+    for estimate in estimates:
+        fullest = estimate.total_bytes.index(max(estimate.total_bytes))
         rows.append(
             (
-                one.timeline.schedule.name,
-                str(one.timeline.schedule.num_chunks),
-                gib(one.state_bytes[fullest]),
-                gib(one.activation_bytes[fullest]),
-                gib(one.total_bytes[fullest]),
-                "yes" if one.fits else f"no: {one.memory_text}",
-                *idle_cells(one.timeline.idle),
-                f"{one.iteration_ms:.1f}",
-                f"{one.tokens_per_second:.0f}",
-                f"{one.tflops:.4g}",
-                "" if baseline is None else f"{baseline.iteration_ms / one.iteration_ms:.3f}",
+                estimate.timeline.schedule.name,
+                str(estimate.timeline.schedule.num_chunks),
+                gib(estimate.state_bytes[fullest]),
+                gib(estimate.activation_bytes[fullest]),
+                gib(estimate.total_bytes[fullest]),
+                "yes" if estimate.fits else f"no: {estimate.memory_text}",
+                *idle_cells(estimate.timeline.idle),
+                f"{estimate.iteration_ms:.1f}",
+                f"{estimate.tokens_per_second:.0f}",
+                f"{estimate.tflops:.4g}",
+                "" if baseline is None else f"{baseline.iteration_ms / estimate.iteration_ms:.3f}",
             )
         )
     return table(heads, rows, markdown=markdown)
 
 
-def _ranks(found: list[Estimate], *, markdown: bool) -> str:
+def _ranks(estimates: list[Estimate], *, markdown: bool) -> str:
     rows = [
-        (f"{one.timeline.schedule.name}, rank {rank}", *map(gib, figures))
-        for one in found
-        for rank, figures in enumerate(zip(one.state_bytes, one.activation_bytes, one.total_bytes, strict=True))
+        (f"{estimate.timeline.schedule.name}, rank {rank}", *map(gib, figures))
+        for estimate in estimates
+        for rank, figures in enumerate(
+            zip(estimate.state_bytes, estimate.activation_bytes, estimate.total_bytes, strict=True)
+        )
     ]
     return table(("schedule", "states (GiB)", "activations", "in all"), rows, markdown=markdown)

@@ -54,7 +54,7 @@ class EstimatedJob:
     def exchanged_bytes(self, placement: Placement) -> list[float]:
         """Return the bytes that each pipeline rank sends to its replicas in an iteration."""
         a_parameter = self.states.sent_a_parameter(self.replicas, self.num_microbatches)
-        return [sum(held) * a_parameter for held in rank_parameters(self.args, placement)]
+        return [sum(parameters) * a_parameter for parameters in rank_parameters(self.args, placement)]
 
     def awaited(self, placement: Placement) -> str | None:
         """Return what keeps iterations from overlapping under post-validation; None if nothing does."""

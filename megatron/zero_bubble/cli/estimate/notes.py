@@ -13,18 +13,18 @@ _WHAT_IS_LEFT = "nine tenths of the free memory of the fullest rank"
 
 
 def notes(results: Results) -> list[str]:
-    job, found = results.job, results.found
+    job, estimates = results.job, results.estimates
     return [
         *_ways_out(results),
-        *_limits(job, found),
+        *_limits(job, estimates),
         *_effort(job),
-        *_baseline(job, found),
-        *_post_validation(job, found),
+        *_baseline(job, estimates),
+        *_post_validation(job, estimates),
     ]
 
 
 def _ways_out(results: Results) -> Iterator[str]:
-    if not results.found or any(one.fits for one in results.found):
+    if not results.estimates or any(estimate.fits for estimate in results.estimates):
         return
     if results.job.profile is not None and results.layout is None:
         yield "nothing fits; a profile does not say what recomputation would take: leave out --profile to estimate it"
@@ -40,13 +40,13 @@ def _ways_out(results: Results) -> Iterator[str]:
         yield f"less memory is needed with --use-distributed-optimizer, a larger {smaller}"
 
 
-def _limits(job: EstimatedJob, found: Sequence[Estimate]) -> Iterator[str]:
-    for one in found:
-        if one.limit is None:
+def _limits(job: EstimatedJob, estimates: Sequence[Estimate]) -> Iterator[str]:
+    for estimate in estimates:
+        if estimate.limit is None:
             continue
-        name, limit = one.timeline.schedule.name, gib(max(0.0, one.limit))
-        if one.is_over_limit:
-            least = gib(max(one.activation_bytes))
+        name, limit = estimate.timeline.schedule.name, gib(max(0.0, estimate.limit))
+        if estimate.is_over_limit:
+            least = gib(max(estimate.activation_bytes))
             yield f"{name}: needs at least {least} GiB of activations, and gets {limit}, {_source(job)}"
         else:
             yield f"{name}: planned for {limit} GiB of activations, {_source(job)}"
@@ -69,8 +69,8 @@ def _effort(job: EstimatedJob) -> Iterator[str]:
         yield "planned with little effort: --schedule NAME plans a large job as its training will"
 
 
-def _baseline(job: EstimatedJob, found: Sequence[Estimate]) -> Iterator[str]:
-    ours = next((one for one in found if one.timeline.schedule.name == "1f1b"), None)
+def _baseline(job: EstimatedJob, estimates: Sequence[Estimate]) -> Iterator[str]:
+    ours = next((estimate for estimate in estimates if estimate.timeline.schedule.name == "1f1b"), None)
     if ours is None:
         return
     if ours.timeline.schedule.recomputes:
@@ -79,10 +79,10 @@ def _baseline(job: EstimatedJob, found: Sequence[Estimate]) -> Iterator[str]:
         yield "to 1F1B: to megatron-core's own, without vocabulary shards; all schedules here have them"
 
 
-def _post_validation(job: EstimatedJob, found: Sequence[Estimate]) -> Iterator[str]:
+def _post_validation(job: EstimatedJob, estimates: Sequence[Estimate]) -> Iterator[str]:
     if not job.args.zero_bubble_post_validation:
         return
-    reasons = (job.awaited(one.timeline.schedule.placement) for one in found)
+    reasons = (job.awaited(estimate.timeline.schedule.placement) for estimate in estimates)
     for reason in {reason: None for reason in reasons if reason is not None}:
         waiting = f"the first stage waits for the last, because {reason}"
         yield f"--zero-bubble-post-validation gains nothing, except in a V: {waiting}"

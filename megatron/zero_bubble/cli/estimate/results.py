@@ -64,7 +64,7 @@ class Results:
     """Everything that `zero-bubble estimate` has to say about a job."""
 
     job: EstimatedJob
-    found: list[Estimate]
+    estimates: list[Estimate]
     refused: dict[str, str]
     """By schedule that is not possible, the reason; under `layout`, why no layout is."""
     ways_out: list[WayOut]
@@ -75,7 +75,7 @@ class Results:
     @property
     def shown(self) -> tuple[EstimatedJob, Placement]:
         """The job whose parameters and operations are shown, and its placement: with Megatron's split if it has one."""
-        if self.layout is None or self.found:
+        if self.layout is None or self.estimates:
             return self.job, Placement("linear", self.job.args.pipeline_model_parallel_size)
         return self.layout.estimate.job, self.layout.choice.chosen.layout.placement
 
@@ -88,11 +88,11 @@ def results_of(job: EstimatedJob, chosen: Sequence[str] | None) -> Results:
     """
     names = chosen or [name for name, entry in ENTRIES.items() if not entry.is_slow]
     job = replace(job, is_quick=chosen is None and _size(job) >= LARGE_JOB)
-    found, refused, layout = _estimates(job, names)
-    if not found and layout is None:
+    estimates, refused, layout = _estimates(job, names)
+    if not estimates and layout is None:
         reasons = {reason: name for name, reason in reversed(refused.items())}
         raise ValueError("; ".join(f"--schedule {name}: {reason}" for reason, name in reversed(reasons.items())))
-    return Results(job, found, refused, list(_ways_out(job, found, layout)), layout)
+    return Results(job, estimates, refused, list(_ways_out(job, estimates, layout)), layout)
 
 
 def _estimates(job: EstimatedJob, names: Sequence[str]) -> tuple[list[Estimate], dict[str, str], LayoutEstimate | None]:
@@ -102,10 +102,10 @@ def _estimates(job: EstimatedJob, names: Sequence[str]) -> tuple[list[Estimate],
     # The layout comes first, because its search takes longer than any schedule.
     tasks = [*([_LAYOUT] if is_layout_open(job.flags) else []), *names]
     answers = dict(zip(tasks, _in_processes(partial(_answer, job), tasks, _num_processes(job)), strict=True))
-    found = [answer for answer in answers.values() if isinstance(answer, Estimate)]
+    estimates = [answer for answer in answers.values() if isinstance(answer, Estimate)]
     refused = {name: answer for name, answer in answers.items() if isinstance(answer, str)}
     layout = answers.get(_LAYOUT)
-    return found, refused, layout if isinstance(layout, LayoutEstimate) else None
+    return estimates, refused, layout if isinstance(layout, LayoutEstimate) else None
 
 
 def _answer(job: EstimatedJob, task: str) -> Estimate | LayoutEstimate | str:
@@ -121,11 +121,11 @@ def _answer(job: EstimatedJob, task: str) -> Estimate | LayoutEstimate | str:
 def _estimate_or_reason(job: EstimatedJob, name: str) -> Estimate | str:
     """Return the estimate of a schedule with its times computed, or the reason why it is not possible."""
     try:
-        one = estimate(job, name)
+        answer = estimate(job, name)
     except ValueError as error:
         return str(error)
-    assert one.iteration_ms > 0, "computed here, not where all estimates come together"
-    return one
+    assert answer.iteration_ms > 0, "computed here, not where all estimates come together"
+    return answer
 
 
 def _size(job: EstimatedJob) -> int:
@@ -149,17 +149,17 @@ def _in_processes(function: Callable[[str], T], names: Sequence[str], num_proces
         return list(processes.map(function, names))
 
 
-def _ways_out(job: EstimatedJob, found: Sequence[Estimate], layout: LayoutEstimate | None) -> Iterator[WayOut]:
-    if not found or any(one.fits for one in found):
+def _ways_out(job: EstimatedJob, estimates: Sequence[Estimate], layout: LayoutEstimate | None) -> Iterator[WayOut]:
+    if not estimates or any(candidate.fits for candidate in estimates):
         return
-    reference = min(one.iteration_ms for one in found)
+    reference = min(candidate.iteration_ms for candidate in estimates)
     if layout is not None:
         yield WayOut(flags_text(layout.flags), layout.estimate, reference)
         return
     # A profile measures no recomputation that its run did not have.
     if job.profile is not None:
         return
-    names = [one.timeline.schedule.name for one in found]
+    names = [candidate.timeline.schedule.name for candidate in estimates]
     if job.flags.recompute is not Recompute.FULL:
         yield from _way_out(job, _FULL, names, reference)
     if job.flags.recompute is not Recompute.PLANNED:
@@ -173,8 +173,8 @@ def _way_out(
     other = job.with_flags({**_WITHOUT, **flags})
     estimates, _, layout = _estimates(other, names)
     estimates += [] if layout is None else [layout.estimate]
-    fitting = [one for one in estimates if one.fits]
+    fitting = [candidate for candidate in estimates if candidate.fits]
     if fitting:
-        yield WayOut(flags_text(flags), min(fitting, key=lambda one: one.iteration_ms), reference_ms)
+        yield WayOut(flags_text(flags), min(fitting, key=lambda candidate: candidate.iteration_ms), reference_ms)
     elif estimates:
-        yield WayOut(flags_text(flags), min(estimates, key=lambda one: max(one.total_bytes)), reference_ms)
+        yield WayOut(flags_text(flags), min(estimates, key=lambda candidate: max(candidate.total_bytes)), reference_ms)

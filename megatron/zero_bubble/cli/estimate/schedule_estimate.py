@@ -60,7 +60,8 @@ class Estimate:
     def total_bytes(self) -> tuple[float, ...]:
         reserved = self.job.cluster.reserved
         return tuple(
-            state + held + reserved for state, held in zip(self.state_bytes, self.activation_bytes, strict=True)
+            state + activations + reserved
+            for state, activations in zip(self.state_bytes, self.activation_bytes, strict=True)
         )
 
     @property
@@ -185,11 +186,11 @@ def gib(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:.2f}"
 
 
-def as_megatron_runs(one: Estimate) -> Estimate:
+def as_megatron_runs(ours: Estimate) -> Estimate:
     """Return the estimate of the same schedule as megatron-core runs it: B recomputes, and the vocabulary is whole."""
-    if one.job.flags.vocabulary_parallel:
-        one = estimate(one.job.with_flags({"zero_bubble_vocabulary_parallel": "off"}), one.timeline.schedule.name)
-    return replace(one, timeline=as_megatron_recomputes(one.timeline))
+    if ours.job.flags.vocabulary_parallel:
+        ours = estimate(ours.job.with_flags({"zero_bubble_vocabulary_parallel": "off"}), ours.timeline.schedule.name)
+    return replace(ours, timeline=as_megatron_recomputes(ours.timeline))
 
 
 def _activation_limit(job: EstimatedJob, costs: StageCosts, placement: Placement, states: float) -> float:
@@ -248,16 +249,16 @@ def _shard_costs(job: EstimatedJob, placement: Placement) -> Mapping[str, float]
 def unit_costs(job: EstimatedJob, stage: StageLayers) -> UnitCosts:
     """Return the costs of a part of the model in milliseconds and bytes, from its operations and tensors."""
     args, operations_a_ms = job.args, job.cluster.flops / 1e3
-    flops, held = stage_flops(args, stage), stage_activations(args, stage)
+    flops, activations = stage_flops(args, stage), stage_activations(args, stage)
     return UnitCosts(
         time_f=flops.f / operations_a_ms,
         time_b=flops.b / operations_a_ms,
         time_w=flops.w / operations_a_ms,
-        memory_f=held.after_f,
-        memory_b=held.after_b - held.after_f,
-        memory_w=-held.after_b,
+        memory_f=activations.after_f,
+        memory_b=activations.after_b - activations.after_f,
+        memory_w=-activations.after_b,
         time_r=flops.r / operations_a_ms,
-        memory_r=held.restored,
+        memory_r=activations.restored,
         state=job.states.of_rank(stage_parameters(args, stage), job.replicas, args.expert_model_parallel_size),
     )
 

@@ -55,24 +55,24 @@ def run(file: str, planned: bool) -> dict[str, Any]:
 def point(words: Words, limit: float) -> dict[str, Any]:
     """Return one point of the plot: the bubble rate under a memory limit, or the smallest limit that works."""
     try:
-        found = figures_of_source(_flags([*words, f"--memory-limit={limit}"]))
+        figures = figures_of_source(_flags([*words, f"--memory-limit={limit}"]))
     except Infeasible as error:
         return {"limit": limit, "smallest": error.smallest_limit}
-    return {"limit": limit, "lost": found.lost, "bubble_rate": found.timeline.bubble_rate}
+    return {"limit": limit, "lost": figures.lost, "bubble_rate": figures.timeline.bubble_rate}
 
 
 def save(words: Words, kind: str) -> dict[str, str]:
     """Return the name and the text of a file: `json`, `csv` (PyTorch's), `svg` or `trace`."""
     flags = _flags(words)
-    found = figures_of_source(flags)
+    figures = figures_of_source(flags)
     writers: dict[str, tuple[str, Callable[[], str]]] = {
-        "json": (".json", lambda: schedule_to_json(found.schedule)),
-        "csv": (".csv", lambda: schedule_to_pytorch_csv(found.schedule)),
-        "svg": (".svg", lambda: to_svg(found.timeline, time_unit=_unit(flags), steps=found.steps)),
-        "trace": (".trace.json", lambda: to_chrome_trace(found.timeline, steps=found.steps)),
+        "json": (".json", lambda: schedule_to_json(figures.schedule)),
+        "csv": (".csv", lambda: schedule_to_pytorch_csv(figures.schedule)),
+        "svg": (".svg", lambda: to_svg(figures.timeline, time_unit=_unit(flags), steps=figures.steps)),
+        "trace": (".trace.json", lambda: to_chrome_trace(figures.timeline, steps=figures.steps)),
     }
     suffix, write = writers[kind]
-    return {"name": found.schedule.name + suffix, "text": write()}
+    return {"name": figures.schedule.name + suffix, "text": write()}
 
 
 def opened(file: str) -> dict[str, Any]:

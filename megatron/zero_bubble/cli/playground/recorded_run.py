@@ -37,8 +37,8 @@ def recorded_run(text: str) -> tuple[Timeline, dict[int, Steps]]:
         raise ScheduleError(
             f"not a trace that --zero-bubble-timeline wrote: {error or 'it has no operations'}"
         ) from None
-    timed = [[one for one, _ in lane] for lane in lanes]
-    ops = tuple(tuple(one.op for one in lane) for lane in timed)
+    timed = [[timed_op for timed_op, _ in lane] for lane in lanes]
+    ops = tuple(tuple(timed_op.op for timed_op in lane) for lane in timed)
     return measured_timeline(Schedule(name, placement, num_microbatches, ops), timed, None), _memory(events)
 
 

@@ -72,13 +72,13 @@ def simulate(flags: SimulateFlags) -> None:
 
 def compare(flags: CompareFlags) -> None:
     """Print what several schedules cost, in a table with a row for each."""
-    found = figures_of_all(
+    all_figures = figures_of_all(
         flags, flags.schedule, flags.memory_limit, post_validation=flags.post_validation, queues=flags.queues
     )
-    flags.deliver([one.as_json() for one in found], _summary(found, markdown=flags.markdown))
+    flags.deliver([figures.as_json() for figures in all_figures], _summary(all_figures, markdown=flags.markdown))
 
 
-def _summary(found: list[ScheduleFigures], *, markdown: bool = False) -> str:
+def _summary(all_figures: list[ScheduleFigures], *, markdown: bool = False) -> str:
     heads: tuple[str, ...] = (
         "schedule",
         *IDLE_HEADS,
@@ -91,45 +91,49 @@ def _summary(found: list[ScheduleFigures], *, markdown: bool = False) -> str:
     )
     rows: list[tuple[str, ...]] = [
         (
-            one.schedule.name,
-            *idle_cells(one.timeline.idle),
-            f"{float(one.timeline.cost):.6g}",
-            percent(one.above_bound),
-            f"{float(one.timeline.makespan):.6g}",
-            f"{max(one.peak_memory):.4g}",
-            str(one.num_messages),
-            f"{one.generation_seconds:.3f} s",
+            figures.schedule.name,
+            *idle_cells(figures.timeline.idle),
+            f"{float(figures.timeline.cost):.6g}",
+            percent(figures.above_bound),
+            f"{float(figures.timeline.makespan):.6g}",
+            f"{max(figures.peak_memory):.4g}",
+            str(figures.num_messages),
+            f"{figures.generation_seconds:.3f} s",
         )
-        for one in found
+        for figures in all_figures
     ]
-    if any(one.schedule.recomputes for one in found):
+    if any(figures.schedule.recomputes for figures in all_figures):
         heads += ("recomputed", "bubble and R", "cost with R in B", "gain of R apart")
-        rows = [(*row, *_recomputation(one)) for row, one in zip(rows, found, strict=True)]
-    if any(one.schedule.has_post_validation for one in found):
+        rows = [(*row, *_recomputation(figures)) for row, figures in zip(rows, all_figures, strict=True)]
+    if any(figures.schedule.has_post_validation for figures in all_figures):
         heads += ("iteration", "without", "gain")
-        rows = [(*row, *_iteration_times(one)) for row, one in zip(rows, found, strict=True)]
+        rows = [(*row, *_iteration_times(figures)) for row, figures in zip(rows, all_figures, strict=True)]
     return table(heads, rows, markdown=markdown)
 
 
-def _recomputation(one: ScheduleFigures) -> tuple[str, str, str, str]:
+def _recomputation(figures: ScheduleFigures) -> tuple[str, str, str, str]:
     """Return what is recomputed and what that costs, and the cost and the loss if R were in B, as text."""
-    inside = one.cost_in_backward
-    apart = ("-", "-") if inside is None else (f"{float(inside):.6g}", percent(inside / one.timeline.cost - 1))
-    return percent(one.recomputed), percent(one.lost), *apart
+    inside = figures.cost_in_backward
+    apart = ("-", "-") if inside is None else (f"{float(inside):.6g}", percent(inside / figures.timeline.cost - 1))
+    return percent(figures.recomputed), percent(figures.lost), *apart
 
 
-def _iteration_times(one: ScheduleFigures) -> tuple[str, str, str]:
+def _iteration_times(figures: ScheduleFigures) -> tuple[str, str, str]:
     """Return the iteration time with and without post-validation, and the gain, as text."""
-    return f"{float(one.iteration_time):.6g}", f"{float(one.without_post_validation):.6g}", percent(one.gain)
+    return (
+        f"{float(figures.iteration_time):.6g}",
+        f"{float(figures.without_post_validation):.6g}",
+        percent(figures.gain),
+    )
 
 
-def _ranks(found: ScheduleFigures) -> str:
+def _ranks(figures: ScheduleFigures) -> str:
     """Return a table of every rank's span, bubble by cause, and peak memory."""
-    idle = causes(found.timeline)
+    idle = causes(figures.timeline)
     rows = []
-    for rank, peak in enumerate(peaks(found.timeline.schedule, found.timeline.costs)):
-        values = (found.timeline.spans[rank], *(cause[rank] for cause in idle.values()), peak.amount)
-        op = operation_name(peak.op, found.schedule.num_microbatches, found.steps) if peak.op else ""
+    for rank, peak in enumerate(peaks(figures.timeline.schedule, figures.timeline.costs)):
+        values = (figures.timeline.spans[rank], *(cause[rank] for cause in idle.values()), peak.amount)
+        op = operation_name(peak.op, figures.schedule.num_microbatches, figures.steps) if peak.op else ""
         rows.append((str(rank), *(f"{float(value):.6g}" for value in values), op))
     return table(("rank", "span", *idle, "memory (M_B)", "peak in"), rows)
 

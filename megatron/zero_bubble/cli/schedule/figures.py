@@ -209,7 +209,7 @@ def figures_of_all(
     Raises:
         ScheduleError: a schedule that was chosen by name is not possible, or none is.
     """
-    found: list[ScheduleFigures] = []
+    all_figures: list[ScheduleFigures] = []
     refusal: ScheduleError | None = None
     for name in chosen or [name for name in ENTRIES if not (leaves_out_slow and ENTRIES[name].is_slow)]:
         entry = entry_of(name)
@@ -223,14 +223,14 @@ def figures_of_all(
             if placement.kind != "interleaved":
                 own = replace(own, microbatch_group_size=None)
             made = make_schedule(own, name, limit, post_validation=post_validation)
-            found.append(simulated_figures(own, *made, post_validation=post_validation, queues=queues))
+            all_figures.append(simulated_figures(own, *made, post_validation=post_validation, queues=queues))
         except ScheduleError as error:
             refusal = error
             if chosen:
                 break
-    if refusal is not None and (chosen or not found):
+    if refusal is not None and (chosen or not all_figures):
         raise refusal
-    return found
+    return all_figures
 
 
 def simulated_figures(

@@ -51,8 +51,8 @@ def _at(flags: CurveFlags, name: str, limit: float) -> ScheduleFigures | None:
 def _table(limits: Sequence[float], curves: dict[str, list[ScheduleFigures | None]]) -> str:
     rows = []
     for i, limit in enumerate(limits):
-        found = [curve[i] for curve in curves.values()]
-        rows.append((f"{limit:g}", *(percent(r.lost) if r else "-" for r in found)))
+        points = [curve[i] for curve in curves.values()]
+        rows.append((f"{limit:g}", *(percent(r.lost) if r else "-" for r in points)))
     return table(("limit (p M_B)", *curves), rows)
 
 
@@ -61,15 +61,15 @@ def _json(flags: CurveFlags, limits: Sequence[float], curves: dict[str, list[Sch
         {
             "schedule": name,
             "memory_limit": limit * flags.pipeline_size,
-            "bubble_rate": None if found is None else float(found.timeline.bubble_rate),
-            "idle": None if found is None else float(found.timeline.idle.total),
-            "recomputed": None if found is None else found.recomputed,
-            "lost": None if found is None else found.lost,
-            "peak_memory": None if found is None else max(found.peak_memory),
-            "lower_bound": None if found is None else found.lower_bound,
+            "bubble_rate": None if figures is None else float(figures.timeline.bubble_rate),
+            "idle": None if figures is None else float(figures.timeline.idle.total),
+            "recomputed": None if figures is None else figures.recomputed,
+            "lost": None if figures is None else figures.lost,
+            "peak_memory": None if figures is None else max(figures.peak_memory),
+            "lower_bound": None if figures is None else figures.lower_bound,
         }
         for name, curve in curves.items()
-        for limit, found in zip(limits, curve, strict=True)
+        for limit, figures in zip(limits, curve, strict=True)
     ]
     return to_json(points)
 

@@ -40,11 +40,11 @@ def stage_costs(flags: CostFlags, placement: Placement) -> StageCosts:
                 f"{flags.costs} has costs of {costs.num_stages} stages: expected {placement.num_stages}, or "
                 f"{placement.num_ranks} for whole ranks"
             )
-    held = costs.whole_ranks(placement).memory_f
-    if max(held) < SMALLEST:
-        raise ScheduleError(f"M_B, the memory of F on a whole rank, must be above zero, got {max(held):g}")
+    memory_f = costs.whole_ranks(placement).memory_f
+    if max(memory_f) < SMALLEST:
+        raise ScheduleError(f"M_B, the memory of F on a whole rank, must be above zero, got {max(memory_f):g}")
     memory = {
-        name: tuple(value / max(held) for value in getattr(costs, name))
+        name: tuple(value / max(memory_f) for value in getattr(costs, name))
         for name in (field.name for field in fields(StageCosts) if field.name.startswith("memory_"))
     }
     return replace(costs, **memory)
