@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,8 @@ def arguments(*flags: str):
 
 def test_a_log_is_read_after_its_warmup():
     turn = read_log(LOG, warmup=10, resident_bytes=1.0)
-    assert turn == Turn((100.0, 110.5), (Idle(0.05, 0.125), Idle(0.06, 0.135)), 0.11, 88.5, 30 * 2**20)
+    idle = (Idle(0.05, 0.125), Idle(0.06, 0.135))
+    assert turn == Turn((100.0, 110.5), idle, 0.11, 88.5, 30 * 2**20, is_device_memory=True)
 
 
 @pytest.mark.parametrize(
@@ -239,8 +241,14 @@ def test_the_advice_names_the_fastest_and_by_how_much(monkeypatch):
     assert advice(results).splitlines() == [
         "Use --zero-bubble --zero-bubble-memory-limit 1.5: 1.15 (1.10 to 1.15) times as fast as megatron-core "
         "interleaved, 2 chunks, 1.20 (1.18 to 1.21) times as fast as megatron-core 1F1B.",
-        "Its fullest rank takes 1024 MiB, megatron-core 1F1B's 1024.",
+        "Its largest process, its libraries included, takes 1024 MiB, megatron-core 1F1B's 1024.",
     ]
+
+
+def test_the_advice_names_the_allocators_memory_on_gpus(monkeypatch):
+    results = own_results(monkeypatch, core=[120.0], plan=[100.0], chunks=[110.0])
+    on_gpus = [replace(one, turns=tuple(replace(turn, is_device_memory=True) for turn in one.turns)) for one in results]
+    assert advice(on_gpus).splitlines()[-1] == "Its fullest GPU takes 1024 MiB, megatron-core 1F1B's 1024."
 
 
 def test_the_advice_admits_what_the_rounds_do_not_tell_apart(monkeypatch):

@@ -1,11 +1,14 @@
 """Train under several schedules in turn and compare their throughput with that of megatron-core's own 1F1B.
 
-    zero-bubble benchmark -- --pipeline-model-parallel-size 2 --global-batch-size 8 <all other flags of a training>
+    zero-bubble benchmark -- /path/to/Megatron-LM/pretrain_gpt.py <its flags>
+    zero-bubble benchmark -- <flags of pretrain_gpt.py of this project>
 
 runs a training that you have, on this machine, under megatron-core's 1F1B, its interleaved schedule with 2 and with 4
 chunks a rank and --zero-bubble, and says which to use, and by how much. It loads, writes and evaluates nothing; an
 interleaved schedule that the training refuses is left out, in one line that says why. Flags of zero bubble after `--`
-are those of the plan. The training is pretrain_gpt.py's: a script of your own does not run here.
+are those of the plan. A script of Megatron-LM's or your own with its loop runs under the launcher (`python -m
+megatron.zero_bubble`); the times are those that Megatron-LM prints. What it does not print is unknown: `-`, null in
+JSON. `--json` has the advice beside the results.
 
     zero-bubble benchmark --pipeline-size 2 --num-microbatches 4 --schedule zb-h1 --schedule zb-2p -- \\
         --num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 256 \\
@@ -28,7 +31,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron.zero_bubble.cli.benchmark.arguments import PROG, BenchmarkFlags
 from megatron.zero_bubble.cli.invocation import read_flags, run_command
@@ -61,11 +64,15 @@ def benchmark(flags: BenchmarkFlags, peers: Sequence[Contestant] = ()) -> None:
     else:
         flags.check_training_flags()
     results = compare_trainings(flags, peers)
+    figures = [one.as_json() for one in results]
+    document: Any = figures
     table = train_table(results, markdown=flags.markdown)
     if flags.losses:
         table = f"{table.rstrip()}\n\n{loss_agreement(results)}\n"
     if is_own_training:
-        table = f"{table.rstrip()}\n\n{advice(results)}\n"
-    flags.deliver([one.as_json() for one in results], table)
+        text = advice(results)
+        table = f"{table.rstrip()}\n\n{text}\n"
+        document = {"results": figures, "advice": text}
+    flags.deliver(document, table)
     if flags.plot is not None:
         deliver(train_plot(results), flags.plot)

@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, fields
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from megatron.zero_bubble.job.flag_parser import FlagParser, add_flags, title_of
 from megatron.zero_bubble.schedule.errors import one_line
@@ -19,6 +19,8 @@ T = TypeVar("T")
 class FollowingFlags:
     """Flags of `pretrain_gpt.py` that follow `--` on the command line; the training itself parses them."""
 
+    following: ClassVar[str] = "<pretrain_gpt.py's flags>"
+    """What the usage of the command shows after `--`."""
     training_flags: tuple[str, ...] = ()
 
 
@@ -71,7 +73,7 @@ def read_flags(arguments: type[T], argv: Sequence[str], prog: str, description: 
     if issubclass(arguments, FollowingFlags):
         cut = words.index("--") if "--" in words else len(words)
         words, more = words[:cut], {"training_flags": tuple(words[cut + 1 :])}
-        usage = "%(prog)s [flags] -- <pretrain_gpt.py's flags>"
+        usage = f"%(prog)s [flags] -- {arguments.following}"
     parser = FlagParser(
         prog=prog,
         usage=usage,

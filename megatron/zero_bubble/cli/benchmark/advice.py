@@ -23,7 +23,8 @@ def advice(results: Sequence[TrainResult]) -> str:
     close = [other.contestant.name for other in others if not _is_faster(best, other)]
     if close:
         lines.append(f"These rounds do not tell it from {' and '.join(close)}: more --rounds may.")
-    memory = f"Its fullest rank takes {best.peak_bytes / _MIB:.0f} MiB"
+    kind = "fullest GPU" if best.is_device_memory else "largest process, its libraries included,"
+    memory = f"Its {kind} takes {best.peak_bytes / _MIB:.0f} MiB"
     if best is not baseline:
         memory += f", {baseline.contestant.name}'s {baseline.peak_bytes / _MIB:.0f}"
     lines.append(f"{memory}.")

@@ -6,7 +6,7 @@ import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron.zero_bubble.cli.flag_values import at_least
 from megatron.zero_bubble.cli.invocation import FollowingFlags
@@ -15,6 +15,8 @@ from megatron.zero_bubble.job.flag_parser import flag
 
 DEFAULT_SCHEDULES = ("zb-h1", "zb-2p", "zb-v")
 PROG = "zero-bubble benchmark"
+TRAINER = ("-m", "megatron.zero_bubble.training")
+"""Words with which a launcher starts the installed pretrain_gpt.py."""
 _SET_HERE = ("--pipeline-model-parallel-size", "--global-batch-size", "--train-iters", "--log-interval")
 
 
@@ -25,6 +27,10 @@ def _count(help: str, default: int, smallest: int = 1) -> Any:
 @dataclass(frozen=True)
 class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
     """the trainings"""
+
+    following: ClassVar[str] = "[SCRIPT] <the flags of a training>"
+    script: Path | None = None
+    """The Megatron-LM script that trains; None if pretrain_gpt.py of this project does."""
 
     pipeline_size: int = flag(
         "pipeline ranks (default: what the flags after -- say, which then may be those of any training)",
@@ -80,9 +86,16 @@ class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
 
     def check_training_flags(self) -> None:
         """Raise `ValueError` if the flags after `--` contradict the sizes that the benchmark was given."""
+        if self.training_flags and not self.training_flags[0].startswith("-"):
+            raise ValueError("argument --pipeline-size: not allowed with a script after --, whose own flags set it")
         for word in _SET_HERE:
             if word in self.training_flags:
                 raise ValueError(f"argument {word}: not allowed after -- with --pipeline-size, which sets it")
+
+    @property
+    def program(self) -> tuple[str, ...]:
+        """Words with which the launcher of ranks starts the training."""
+        return TRAINER if self.script is None else ("-m", "megatron.zero_bubble", str(self.script))
 
     @property
     def num_ranks(self) -> int:

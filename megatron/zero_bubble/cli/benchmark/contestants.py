@@ -9,13 +9,12 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from megatron.zero_bubble.cli.benchmark.arguments import DEFAULT_SCHEDULES, PROG, BenchmarkFlags
+from megatron.zero_bubble.cli.benchmark.script_arguments import ScriptArguments, checked_script_arguments
 from megatron.zero_bubble.cli.trainings import complete_arguments
 from megatron.zero_bubble.schedule import Placement, ScheduleError
 from megatron.zero_bubble.schedule.generators import entry_of, placement_for
 from megatron.zero_bubble.training.arguments import Arguments
 
-TRAINER = ("-m", "megatron.zero_bubble.training")
-"""Words with which a launcher starts the installed pretrain_gpt.py."""
 BASELINE = "megatron-core 1F1B"
 CHOSEN = "chosen"
 """What --schedule calls a training with --zero-bubble, which chooses its layout when it starts."""
@@ -49,7 +48,7 @@ class Competition:
 
     contestants: tuple[Contestant, ...]
     flags: tuple[str, ...]
-    args: Arguments = field(repr=False)
+    args: Arguments | ScriptArguments = field(repr=False)
     """The complete arguments of the baseline, megatron-core's 1F1B."""
 
 
@@ -69,14 +68,14 @@ def gather(flags: BenchmarkFlags, has_cuda: bool, peers: Sequence[Contestant] = 
     if has_cuda:
         shared += ["--log-memory-interval", str(flags.warmup + flags.iterations)]
     # The batch size depends on the number of replicas, which the other flags decide.
-    args = complete_arguments(shared, flags.num_ranks, PROG, has_cuda=has_cuda)
+    args = _complete(shared, flags, has_cuda)
     batch = flags.num_microbatches * args.micro_batch_size * args.data_parallel_size
     shared += ["--global-batch-size", str(batch)]
     contestants = []
     for one in (*_chosen(flags), *peers):
-        checked = [*one.words, *shared] if one.program == TRAINER else shared
+        checked = [*one.words, *shared] if one.program == flags.program else shared
         try:
-            finished = complete_arguments(checked, flags.num_ranks, PROG, has_cuda=has_cuda)
+            finished = _complete(checked, flags, has_cuda)
         except ValueError as error:
             if one.is_required:
                 raise ValueError(f"{one.name}: {error}") from error
@@ -88,13 +87,19 @@ def gather(flags: BenchmarkFlags, has_cuda: bool, peers: Sequence[Contestant] = 
     return Competition(tuple(contestants), tuple(shared), args)
 
 
+def _complete(words: Sequence[str], flags: BenchmarkFlags, has_cuda: bool) -> Arguments | ScriptArguments:
+    if flags.script is not None:
+        return checked_script_arguments(flags.script, words, flags.num_ranks)
+    return complete_arguments(words, flags.num_ranks, PROG, has_cuda=has_cuda)
+
+
 def _unless_given(flags: Sequence[str], name: str, *value: str) -> list[str]:
     return [] if name in flags else [name, *value]
 
 
 def _chosen(flags: BenchmarkFlags) -> Iterator[Contestant]:
     baseline = tuple(flags.baseline_flags or ())
-    yield Contestant(BASELINE, TRAINER, baseline, Placement("linear", flags.pipeline_size), "1f1b")
+    yield Contestant(BASELINE, flags.program, baseline, Placement("linear", flags.pipeline_size), "1f1b")
     for text in dict.fromkeys(DEFAULT_SCHEDULES if flags.schedule is None else flags.schedule):
         yield _ours(text, flags)
 
@@ -103,7 +108,9 @@ def _ours(text: str, flags: BenchmarkFlags) -> Contestant:
     name, *more = shlex.split(text) or [""]
     required = bool(flags.schedule)
     if name == CHOSEN:
-        return Contestant(" ".join([name, *more]), TRAINER, ("--zero-bubble", *more), None, None, is_required=required)
+        return Contestant(
+            " ".join([name, *more]), flags.program, ("--zero-bubble", *more), None, None, is_required=required
+        )
     words = ["--zero-bubble-schedule", name, *more]
     try:
         chunks = _chunks_in(more) or flags.num_chunks if entry_of(name).takes_num_chunks else None
@@ -112,14 +119,14 @@ def _ours(text: str, flags: BenchmarkFlags) -> Contestant:
             words += [CHUNKS_FLAG, str(placement.num_chunks), *group_size_flags(flags)]
     except ScheduleError as error:
         raise ValueError(f"--schedule {text}: {error}") from error
-    return Contestant(" ".join([name, *more]), TRAINER, tuple(words), placement, name, True, required)
+    return Contestant(" ".join([name, *more]), flags.program, tuple(words), placement, name, True, required)
 
 
 def megatrons_interleaved(flags: BenchmarkFlags, chunks: int, name: str) -> Contestant:
     """Return megatron-core's own interleaved schedule, which is left out where the training refuses it."""
     words = (CHUNKS_FLAG, str(chunks), *group_size_flags(flags))
     placement = Placement("interleaved", flags.pipeline_size, chunks)
-    return Contestant(name, TRAINER, words, placement, "interleaved-1f1b", is_required=False)
+    return Contestant(name, flags.program, words, placement, "interleaved-1f1b", is_required=False)
 
 
 def _chunks_in(words: Sequence[str]) -> int | None:

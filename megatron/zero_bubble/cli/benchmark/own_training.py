@@ -1,4 +1,4 @@
-"""Prepares the benchmark of a training that the user runs already: all flags after `--` are the training's own."""
+"""Prepares the benchmark of a training that the user runs already: its own flags, or script and flags, follow `--`."""
 
 from __future__ import annotations
 
@@ -7,22 +7,36 @@ from dataclasses import fields, replace
 from math import prod
 
 from megatron.zero_bubble.cli.benchmark.arguments import PROG, BenchmarkFlags
-from megatron.zero_bubble.cli.benchmark.contestants import TRAINER, Contestant, megatrons_interleaved
+from megatron.zero_bubble.cli.benchmark.contestants import Contestant, megatrons_interleaved
+from megatron.zero_bubble.cli.benchmark.script_arguments import ScriptArguments, read_script_arguments, split_script
 from megatron.zero_bubble.job.aliases import AliasFlags
-from megatron.zero_bubble.job.flags import flag_name
+from megatron.zero_bubble.job.flags import ReplicaFlags, flag_name
 from megatron.zero_bubble.training.arguments import Arguments, parse_arguments
 
 CHUNKS = (2, 4)
 """Model chunks a rank of megatron-core's interleaved schedule, beside the number that the flags ask for."""
 _SIZES = ("--pipeline-model-parallel-size", "--global-batch-size", "--log-interval", "--rampup-batch-size")
-_OUTPUTS = ("--save", "--save-interval", "--load", "--tensorboard-dir", "--wandb-project", "--log-memory-interval")
-_ENDS = ("--exit-interval", "--exit-duration-in-mins", "--eval-iters", "--eval-interval")
+_OUTPUTS = (
+    *("--save", "--save-interval", "--non-persistent-save-interval", "--save-params-interval"),
+    *(
+        "--load",
+        "--pretrained-checkpoint",
+        "--tensorboard-dir",
+        "--wandb-project",
+        "--profile",
+        "--log-memory-interval",
+    ),
+)
+_ENDS = ("--exit-interval", "--exit-duration-in-mins", "--eval-iters", "--full-validation")
 _CHUNKS_OR_GROUPS = (
     "--num-virtual-stages-per-pipeline-rank",
     "--num-layers-per-virtual-pipeline-stage",
     "--microbatch-group-size-per-virtual-pipeline-stage",
 )
 _ALIASES = tuple(flag_name(field.name) for field in fields(AliasFlags))
+_REPLICAS = tuple(flag_name(field.name) for field in fields(ReplicaFlags))
+"""Flags that the launcher takes with a schedule only, and our own training without one, too."""
+_CPU = "--zero-bubble-cpu"
 
 
 def of_own_training(flags: BenchmarkFlags, num_devices: int) -> tuple[BenchmarkFlags, tuple[Contestant, ...]]:
@@ -30,17 +44,19 @@ def of_own_training(flags: BenchmarkFlags, num_devices: int) -> tuple[BenchmarkF
 
     The training keeps its model, its data, its learning rates and its parallel sizes, but loads, writes and evaluates
     nothing and stops after the last measured iteration. Its flags of zero bubble are those of the plan alone, which is
-    that of `--zero-bubble` if they name no schedule.
+    that of `--zero-bubble` if they name no schedule. A script of Megatron-LM runs under the launcher, which leaves it
+    alone where no schedule is asked for.
 
     Args:
         num_devices: GPUs of this machine, which as many replicas share as fit; 0 without CUDA, where there is one
             replica.
 
     Raises:
-        ValueError: the training would refuse its flags, or has one pipeline rank.
+        ValueError: the training would refuse its flags, has one pipeline rank, or its script is not a file.
     """
-    words = tuple(_apart(flags.training_flags))
-    args = parse_arguments([*words, *(("--lr", "0") if "--lr" not in words else ())], PROG)
+    script, given = split_script(flags.training_flags)
+    words = tuple(_apart(given))
+    args = _script_arguments(words, flags, num_devices) if script is not None else _trainers_arguments(words)
     pipeline_size = args.pipeline_model_parallel_size
     if pipeline_size < 2:
         raise ValueError(
@@ -50,7 +66,10 @@ def of_own_training(flags: BenchmarkFlags, num_devices: int) -> tuple[BenchmarkF
     num_iterations = flags.warmup + flags.iterations
     is_too_short = args.train_iters is not None and args.train_iters < num_iterations
     shared, _ = _parted(words, (*_SIZES, *_OUTPUTS, *_ENDS, *_CHUNKS_OR_GROUPS, *["--train-iters"] * is_too_short))
-    shared, ours = _parted(shared, _ALIASES, prefix="--zero-bubble")
+    shared, for_all = _parted(shared, (_CPU,))
+    shared, ours = _parted(shared, (*_ALIASES, *(_REPLICAS if script is not None else ())), prefix="--zero-bubble")
+    # Our own training counts its operations itself; of a script, Megatron-LM prints what it counts.
+    added = ["--log-throughput"] if script is not None and "--log-throughput" not in shared else []
     num_ranks = flags.world_size or _num_ranks(args, num_devices)
     resolved = replace(
         flags,
@@ -58,29 +77,47 @@ def of_own_training(flags: BenchmarkFlags, num_devices: int) -> tuple[BenchmarkF
         num_microbatches=_num_microbatches(args, num_ranks),
         world_size=num_ranks,
         schedule=flags.schedule or [],
-        training_flags=(*shared, "--exit-interval", str(num_iterations)),
+        script=script,
+        training_flags=(*shared, *for_all, "--exit-interval", str(num_iterations), *added),
     )
     return resolved, tuple(_contestants(resolved, args, ours))
 
 
-def _contestants(flags: BenchmarkFlags, args: Arguments, ours: Sequence[str]) -> Iterator[Contestant]:
+def _trainers_arguments(words: Sequence[str]) -> Arguments:
+    return parse_arguments([*words, *(("--lr", "0") if "--lr" not in words else ())], PROG)
+
+
+def _script_arguments(words: Sequence[str], flags: BenchmarkFlags, num_devices: int) -> ScriptArguments:
+    if flags.losses:
+        raise ValueError(
+            "argument --losses: not allowed with a script after --, which draws other initial weights in each layout"
+        )
+    if not num_devices and flags.launch is None and _CPU not in words:
+        raise ValueError(f"argument {_CPU}: required after --, because torch finds no CUDA device on this machine")
+    arguments = read_script_arguments(words)
+    if flags.plot is not None and arguments.seq_length is None:
+        raise ValueError("argument --plot: needs --seq-length after --, to count tokens")
+    return arguments
+
+
+def _contestants(flags: BenchmarkFlags, args: Arguments | ScriptArguments, ours: Sequence[str]) -> Iterator[Contestant]:
     chosen = () if {"--zero-bubble", "--enable-zero-bubble"} & {*ours} else ("--zero-bubble",)
     if "--zero-bubble-schedule" in ours or "--zero-bubble-v-schedule" in ours:
         chosen = ()
     words = (*chosen, *ours)
-    yield Contestant(" ".join(words), TRAINER, words, None, None)
+    yield Contestant(" ".join(words), flags.program, words, None, None)
     own = args.num_virtual_stages_per_pipeline_rank
     for chunks in sorted({*CHUNKS, *([own] if own is not None and own > 1 else [])}):
         yield megatrons_interleaved(flags, chunks, f"megatron-core interleaved, {chunks} chunks")
 
 
-def _num_ranks(args: Arguments, num_devices: int) -> int:
+def _num_ranks(args: Arguments | ScriptArguments, num_devices: int) -> int:
     """Ranks of a job on this machine: as many replicas as its GPUs have room for, or one."""
     sizes = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size)
     return prod(sizes) * max(1, num_devices // prod(sizes))
 
 
-def _num_microbatches(args: Arguments, num_ranks: int) -> int:
+def _num_microbatches(args: Arguments | ScriptArguments, num_ranks: int) -> int:
     """Microbatches of an iteration, rounded down; the training itself refuses ranks that its parallel sizes do not
     divide."""
     replicas = max(1, replace(args, world_size=num_ranks).data_parallel_size)

@@ -18,6 +18,7 @@ from megatron.zero_bubble.cli.benchmark.training_results import TrainResult
 from megatron.zero_bubble.cli.benchmark.training_turn import Turn, take_turn
 from megatron.zero_bubble.schedule import Placement, ScheduleError, StageCosts, Timeline, generate, simulate
 from megatron.zero_bubble.schedule.formats import profile_from_json
+from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.flops import flops_per_iteration
 
 _Costs = dict[tuple[Placement | None, bool], StageCosts]
@@ -88,7 +89,8 @@ def _result(
     flags: BenchmarkFlags,
     costs: _Costs,
 ) -> TrainResult:
-    batch = competition.args.global_batch_size
+    args = competition.args
+    batch, length = args.global_batch_size, args.seq_length
     assert batch is not None
     return TrainResult(
         contestant=one,
@@ -96,8 +98,8 @@ def _result(
         baseline=tuple(turns[BASELINE]),
         pipeline_size=flags.pipeline_size,
         num_microbatches=flags.num_microbatches,
-        tokens=batch * competition.args.seq_length,
-        flops=flops_per_iteration(competition.args, batch),
+        tokens=None if length is None else batch * length,
+        flops=flops_per_iteration(args, batch) if isinstance(args, Arguments) else None,
         world_size=flags.num_ranks,
         simulated=_simulated(one, flags, _costs_of(one, costs)),
     )

@@ -27,10 +27,10 @@ class TrainResult:
     baseline: tuple[Turn, ...]
     pipeline_size: int
     num_microbatches: int
-    tokens: int
-    """Tokens of one iteration."""
-    flops: float
-    """Operations of one iteration, counted as --log-throughput does."""
+    tokens: int | None
+    """Tokens of one iteration; None if a script's flags do not say."""
+    flops: float | None
+    """Operations of one iteration, counted as --log-throughput does; None for a script, which counts them itself."""
     world_size: int
     simulated: Timeline | None
     """The schedule simulated with costs that one of ours measured in this placement; None if that is not possible."""
@@ -50,13 +50,16 @@ class TrainResult:
         return max(self.rounds) - min(self.rounds)
 
     @property
-    def tokens_per_second(self) -> float:
-        """Tokens a second of one GPU, or of one rank on a CPU."""
-        return self.tokens / (self.measured / 1e3) / self.world_size
+    def tokens_per_second(self) -> float | None:
+        """Tokens a second of one GPU, or of one rank on a CPU; None if unknown."""
+        return None if self.tokens is None else self.tokens / (self.measured / 1e3) / self.world_size
 
     @property
-    def tflops(self) -> float:
-        return self.flops / (self.measured / 1e3) / self.world_size / 1e12
+    def tflops(self) -> float | None:
+        if self.flops is not None:
+            return self.flops / (self.measured / 1e3) / self.world_size / 1e12
+        printed = [value for turn in self.turns for value in turn.tflops]
+        return median(printed) if printed else None
 
     @property
     def idle(self) -> Idle | None:
@@ -81,6 +84,11 @@ class TrainResult:
     @property
     def peak_bytes(self) -> float:
         return max(turn.peak_bytes for turn in self.turns)
+
+    @property
+    def is_device_memory(self) -> bool:
+        """Whether `peak_bytes` is the allocator's, not the resident memory of a process."""
+        return all(turn.is_device_memory for turn in self.turns)
 
     @property
     def ratios(self) -> list[float]:
@@ -129,6 +137,7 @@ class TrainResult:
 
 
 def train_table(results: list[TrainResult], *, markdown: bool = False) -> str:
+    """Return the results as a table, with `-` for what was not measured."""
     heads = (
         *("schedule", "tokens/s/GPU", "TFLOP/s/GPU", "iteration (ms)", "spread", *IDLE_HEADS),
         *("predicted", "memory (MiB)", "to 1F1B", "95% interval"),
@@ -139,8 +148,8 @@ def train_table(results: list[TrainResult], *, markdown: bool = False) -> str:
         rows.append(
             (
                 one.contestant.name,
-                f"{one.tokens_per_second:.0f}",
-                f"{one.tflops:.4g}",
+                "" if one.tokens_per_second is None else f"{one.tokens_per_second:.0f}",
+                "" if one.tflops is None else f"{one.tflops:.4g}",
                 f"{one.measured:.1f}",
                 f"{one.spread:.1f}",
                 *idle_cells(one.idle),
@@ -150,7 +159,7 @@ def train_table(results: list[TrainResult], *, markdown: bool = False) -> str:
                 f"{interval[0]:.3f} .. {interval[1]:.3f}" if interval else "",
             )
         )
-    return table(heads, rows, markdown=markdown)
+    return table(heads, [[cell or "-" for cell in row] for row in rows], markdown=markdown)
 
 
 def _percent(rate: float | None) -> str:
@@ -180,7 +189,10 @@ def loss_agreement(results: Sequence[TrainResult]) -> str:
 
 def train_plot(results: list[TrainResult]) -> str:
     """Return an SVG that plots throughput over peak memory, with a mark for each schedule."""
-    series = [Series(one.contestant.name, ((one.peak_bytes / 2**20, one.tokens_per_second),)) for one in results]
+    series = []
+    for one in results:
+        assert one.tokens_per_second is not None
+        series.append(Series(one.contestant.name, ((one.peak_bytes / 2**20, one.tokens_per_second),)))
     first = results[0]
     title = f"{first.pipeline_size} pipeline ranks, {first.num_microbatches} microbatches"
     return to_plot(series, title=title, x_label="peak memory (MiB)", y_label="tokens/s/GPU")

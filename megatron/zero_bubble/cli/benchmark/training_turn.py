@@ -15,11 +15,12 @@ from megatron.zero_bubble.cli.trainings import failure_reason
 from megatron.zero_bubble.schedule import Idle
 
 _ITERATION = re.compile(r"\biteration +(\d+)/ *\d+ \|.* elapsed time per iteration \(ms\): ([\d.]+) \|")
-_LOSS = re.compile(r"\biteration +(\d+)/ *\d+ \|.* lm loss: (\S+) \|")
+_LOSS = re.compile(r"\biteration +(\d+)/ *\d+ \|.* lm loss: ([-+]?[\d.]+E[-+]\d+|NAN|INF) \|")
 _IDLE = re.compile(r"\| imbalance: ([\d.]+)% \| bubble rate: ([\d.]+)% \|")
 _PREDICTED = re.compile(r"\| predicted: ([\d.]+)% \|")
 _PLANNED = re.compile(r"predicted: idle .*%\), ([\d.]+) ms")
 _LAYOUT = re.compile(r"^ +chosen: (\S.*?)  +(\S.*?)  +[\d.]+  ", re.MULTILINE)
+_THROUGHPUT = re.compile(r"\| throughput per GPU \(TFLOP/s/GPU\): ([\d.]+) \|")
 _MEMORY = re.compile(r"memory \(MB\) \|.*\bmax allocated: ([\d.]+)")
 
 _GRACE = 60.0
@@ -42,6 +43,10 @@ class Turn:
     """The mean loss of every interval, with its last iteration; those of the warmup, too."""
     layout: str | None = None
     """Placement and layers of the stages that the training chose; None if it chose none."""
+    is_device_memory: bool = False
+    """Whether `peak_bytes` is that of the allocator."""
+    tflops: tuple[float, ...] = ()
+    """TFLOP/s/GPU of every interval, as the training printed it; empty if it does not, or less than it can show."""
 
 
 def printed_losses(text: str) -> tuple[tuple[int, float], ...]:
@@ -59,13 +64,17 @@ def read_log(text: str, warmup: int, resident_bytes: float) -> Turn:
         (int(match[1]), float(match[2]), match.string) for match in map(_ITERATION.search, text.splitlines()) if match
     ]
     measured = [(milliseconds, line) for iteration, milliseconds, line in lines if iteration > warmup]
+    if not lines:
+        raise RuntimeError("it printed no line with 'elapsed time per iteration (ms)', as Megatron-LM's trainings do")
     if not measured:
         raise RuntimeError("the training logged no iteration after its warmup")
     idle = [Idle(float(match[1]) / 100, float(match[2]) / 100) for _, line in measured if (match := _IDLE.search(line))]
     predicted = _PREDICTED.search(measured[-1][1])
     planned = _PLANNED.findall(text)
     layout = _LAYOUT.search(text)
-    memory = [float(value) * 2**20 for value in _MEMORY.findall(text)]
+    throughput = [float(match[1]) for _, line in measured if (match := _THROUGHPUT.search(line))]
+    # Without CUDA, Megatron-LM under the launcher prints an allocator's 0.00.
+    memory = [float(value) * 2**20 for value in _MEMORY.findall(text) if float(value) > 0]
     return Turn(
         tuple(milliseconds for milliseconds, _ in measured),
         tuple(idle),
@@ -74,6 +83,8 @@ def read_log(text: str, warmup: int, resident_bytes: float) -> Turn:
         max(memory, default=resident_bytes),
         printed_losses(text),
         f"{layout[1]} {layout[2]}" if layout else None,
+        bool(memory),
+        tuple(throughput) if all(throughput) else (),
     )
 
 

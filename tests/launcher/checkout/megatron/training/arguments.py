@@ -15,6 +15,7 @@ _NUMBERS = {
     "train-iters": 4,
     "log-interval": 1,
     "eval-iters": 1,
+    "exit-interval": None,
     "num-workers": 2,
     "pipeline-model-parallel-size": 1,
     "num-layers-per-virtual-pipeline-stage": None,
@@ -29,12 +30,20 @@ def parse_args(argv=None):
     for name, default in _NUMBERS.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--clip-grad", type=float, default=1.0)
+    parser.add_argument("--lr", type=float, default=1e-2)
     parser.add_argument("--optimizer", default="adamw", choices=("adamw", "adam", "sgd", "adagrad"))
     parser.add_argument("--hidden-dropout", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--sgd-momentum", type=float, default=0.9)
     switches = ("untie-embeddings-and-output-weights", "use-distributed-optimizer", "overlap-grad-reduce")
-    for name in (*switches, "exit-signal-handler", "keep-initial-weights", "varied-lengths", "packed"):
+    for name in (
+        *switches,
+        "exit-signal-handler",
+        "log-throughput",
+        "keep-initial-weights",
+        "varied-lengths",
+        "packed",
+    ):
         parser.add_argument(f"--{name}", action="store_true")
     for name in ("save", "load", "pipeline-model-parallel-layout", "recompute-granularity", "recompute-method"):
         parser.add_argument(f"--{name}", default=None)

@@ -83,7 +83,7 @@ def get_optimizer(args, model):
             optimizer="sgd" if args.optimizer == "sgd" else "adam",
             sgd_momentum=args.sgd_momentum,
             decoupled_weight_decay=args.optimizer == "adamw",
-            lr=1e-2,
+            lr=args.lr,
             clip_grad=args.clip_grad,
             use_distributed_optimizer=args.use_distributed_optimizer,
             params_dtype=torch.float32,
@@ -134,6 +134,8 @@ def train(args, model, config, optimizer, forward_step, data_provider):
         iteration += 1
         line = f" [{datetime.now()}] iteration {iteration:8d}/{args.train_iters:8d} |"
         line += f" elapsed time per iteration (ms): {(time.perf_counter() - start) * 1000:.1f} |"
+        if args.log_throughput:
+            line += f" throughput per GPU (TFLOP/s/GPU): {throughput(args, model, time.perf_counter() - start):.1f} |"
         loss_dict = {"lm loss": mean_loss(losses)} if mpu.is_pipeline_last_stage(ignore_virtual=True) else {}
         training_log(loss_dict, total_loss_dict, iteration, line, grad_norm)
         if args.exit_signal_handler and any_rank(bool(args.signals)):
@@ -141,7 +143,15 @@ def train(args, model, config, optimizer, forward_step, data_provider):
             save_checkpoint(args, model, optimizer)
             print_rank_last(f"exiting program at iteration {iteration}")
             sys.exit()
+        if args.exit_interval and iteration % args.exit_interval == 0:
+            print_rank_last(f"exiting program at iteration {iteration}")
+            sys.exit()
     args.iteration = iteration
+
+
+def throughput(args, model, seconds):
+    parameters = sum(parameter.numel() for chunk in model for parameter in chunk.parameters())
+    return 6 * parameters * args.seq_length * args.global_batch_size / args.data_parallel_size / seconds / 1e12
 
 
 def training_log(loss_dict, total_loss_dict, iteration, line, grad_norm):

@@ -1,0 +1,82 @@
+"""Reads and checks the arguments of a Megatron-LM script of the user's own, which trains under the launcher."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron.zero_bubble.job.flag_parser import flag, take_flags
+from megatron.zero_bubble.job.flags import ParallelFlags
+from megatron.zero_bubble.launcher.command_line import complete_script_arguments, parse_command_line
+from megatron.zero_bubble.launcher.foresight import check_script_arguments
+
+_REFUSED = {
+    "--yaml-cfg": "Megatron-LM then ignores all other flags, those of the benchmark among them",
+    "--use-checkpoint-args": "the benchmark loads no checkpoint; give the flags of the model",
+    "--step-batch-size-schedule": "all iterations of the benchmark have one batch size; give --global-batch-size",
+}
+"""Flags of Megatron-LM with which a script cannot be compared under several schedules, and why."""
+_TRAINER = Path(__file__).resolve().parents[4] / "pretrain_gpt.py"
+
+
+@dataclass(frozen=True)
+class _ScriptSizes:
+    """Sizes."""
+
+    micro_batch_size: int = flag("sequences in a microbatch")
+    global_batch_size: int | None = flag("sequences in an iteration", None)
+    seq_length: int | None = flag("tokens in a sequence", None)
+    train_iters: int | None = flag("number of iterations", None)
+
+
+@dataclass(frozen=True)
+class ScriptArguments(ParallelFlags, _ScriptSizes):
+    """The arguments of a script that say how many ranks, microbatches and tokens an iteration has."""
+
+    world_size: int = 1
+    vocabulary_parallel: bool = False
+
+    @property
+    def data_parallel_size(self) -> int:
+        model_parallel = self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+        return self.world_size // (model_parallel * self.context_parallel_size)
+
+
+def split_script(words: Sequence[str]) -> tuple[Path | None, tuple[str, ...]]:
+    """Return the script and its flags; the script is None if the words are flags of our own `pretrain_gpt.py`.
+
+    Raises:
+        ValueError: the first word is neither a flag nor a file.
+    """
+    if not words or words[0].startswith("-"):
+        return None, tuple(words)
+    script = Path(words[0])
+    if not script.is_file():
+        raise ValueError(f"{script} is not a file: what follows -- are flags, or a script and its flags")
+    return (None if script.resolve() == _TRAINER else script), tuple(words[1:])
+
+
+def read_script_arguments(words: Sequence[str]) -> ScriptArguments:
+    """Return the arguments of a script from its flags, most of which only Megatron-LM knows.
+
+    Raises:
+        ValueError: a flag does not allow a comparison, or its value has the wrong type.
+    """
+    for name, reason in _REFUSED.items():
+        if name in words:
+            raise ValueError(f"argument {name}: not allowed after --: {reason}")
+    return take_flags(ScriptArguments, (ParallelFlags, _ScriptSizes), words)[0]
+
+
+def checked_script_arguments(script: Path, words: Sequence[str], world_size: int) -> ScriptArguments:
+    """Return the arguments of a job on `world_size` ranks after the checks that the launcher makes before it starts.
+
+    Raises:
+        ValueError: the launcher would refuse the flags; the message is its own line.
+    """
+    command = parse_command_line([str(script), *words])
+    complete = complete_script_arguments(command.flags, command.script_arguments)
+    check_script_arguments(command.flags, complete, {"WORLD_SIZE": str(world_size)})
+    spreads_vocabulary = command.flags.vocabulary_parallel
+    return replace(read_script_arguments(words), world_size=world_size, vocabulary_parallel=spreads_vocabulary)
