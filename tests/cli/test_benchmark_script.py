@@ -60,6 +60,11 @@ def test_zeros_that_megatron_lm_prints_on_a_cpu_are_unknown():
     assert turn.predicted_bubble_rate == 0.11
 
 
+def test_a_training_whose_numbers_are_broken_has_no_time():
+    with pytest.raises(RuntimeError, match="grad norm of iteration 10 is NaN"):
+        read_log(CORE_0_16.replace("grad norm: 1.902", "grad norm: nan"), 10, 7.0)
+
+
 def field(*flags: str, benchmark: tuple[str, ...] = (), num_devices: int = 0):
     given = read_flags(BenchmarkFlags, [*benchmark, "--", SCRIPT, *flags], "benchmark", "")
     resolved, others = of_own_training(given, num_devices)

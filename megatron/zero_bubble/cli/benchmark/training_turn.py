@@ -16,6 +16,7 @@ from megatron.zero_bubble.schedule import Idle
 
 _ITERATION = re.compile(r"\biteration +(\d+)/ *\d+ \|.* elapsed time per iteration \(ms\): ([\d.]+) \|")
 _LOSS = re.compile(r"\biteration +(\d+)/ *\d+ \|.* lm loss: ([-+]?[\d.]+E[-+]\d+|NAN|INF) \|")
+_NAN = re.compile(r"\biteration +(\d+)/.* (lm loss|grad norm): nan \|", re.IGNORECASE)
 _IDLE = re.compile(r"\| imbalance: ([\d.]+)% \| bubble rate: ([\d.]+)% \|")
 _PREDICTED = re.compile(r"\| predicted: ([\d.]+)% \|")
 _PLANNED = re.compile(r"predicted: idle .*%\), ([\d.]+) ms")
@@ -58,7 +59,7 @@ def read_log(text: str, warmup: int, resident_bytes: float) -> Turn:
     """Read the measurements of the iterations after the `warmup`th from a training's log.
 
     Raises:
-        RuntimeError: the log has no such iteration.
+        RuntimeError: the log has no such iteration, or a loss or gradient norm is NaN.
     """
     lines = [
         (int(match[1]), float(match[2]), match.string) for match in map(_ITERATION.search, text.splitlines()) if match
@@ -68,6 +69,8 @@ def read_log(text: str, warmup: int, resident_bytes: float) -> Turn:
         raise RuntimeError("it printed no line with 'elapsed time per iteration (ms)', as Megatron-LM's trainings do")
     if not measured:
         raise RuntimeError("the training logged no iteration after its warmup")
+    if broken := _NAN.search(text):
+        raise RuntimeError(f"{broken[2]} of iteration {broken[1]} is NaN, so that its times say nothing")
     idle = [Idle(float(match[1]) / 100, float(match[2]) / 100) for _, line in measured if (match := _IDLE.search(line))]
     predicted = _PREDICTED.search(measured[-1][1])
     planned = _PLANNED.findall(text)
