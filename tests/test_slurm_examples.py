@@ -77,7 +77,7 @@ def test_every_schedule_is_accepted_and_embedding_and_loss_take_a_layers_place(m
 
 
 @pytest.mark.parametrize(("model", "more"), [("6.2b", ()), ("1.5b", ("--allow-padding-num-layers",))])
-def test_a_v_takes_the_models_too(model, more):
+def test_a_v_takes_the_papers_models(model, more):
     args, job = training(model, "zb-v", *more)
     assert job.placement.kind == "v"
     assert layers_of_layout(args.pipeline_model_parallel_layout, 8) == job.partition

@@ -25,12 +25,12 @@ def test_list_names_every_schedule_in_order(ok):
     assert [line.split()[0] for line in ok("list").splitlines()] == list(names())
 
 
-def test_list_as_json(ok):
+def test_the_list_as_json_has_every_schedule_in_order(ok):
     rows = json.loads(ok("list", "--json"))
     assert [row["schedule"] for row in rows] == list(names())
 
 
-def test_simulate_as_json(ok):
+def test_simulate_as_json_has_every_figure(ok):
     figures = json.loads(ok("simulate", "--schedule", "zb-h1", *SIZE, "--json"))
     seconds = figures.pop("generation_seconds")
     assert 0 <= seconds < 5
@@ -91,7 +91,7 @@ def test_costs_are_those_of_whole_ranks(ok):
     assert two["peak_memory"][0] == 5.5
 
 
-def test_costs_from_a_file(ok, tmp_path):
+def test_costs_from_a_file_count_as_those_of_the_flags(ok, tmp_path):
     path = tmp_path / "costs.json"
     path.write_text(costs_to_json(StageCosts.uniform(4, 3, 2, 1, 0.5, memory_f=8, memory_b=-4, memory_w=-4)))
     flags = ["--time-f", "3", "--time-b", "2", "--time-comm", "0.5"]
@@ -154,7 +154,7 @@ def test_post_validation_in_a_file(ok, tmp_path):
     assert "3:W7 of iteration 3" in path_of_three
 
 
-def test_compare(ok):
+def test_compare_has_a_row_for_each_schedule_in_json_text_and_markdown(ok):
     found = json.loads(ok("compare", "--schedule", "1f1b", "--schedule", "zb-h1", *SIZE, "--json"))
     assert [(one["schedule"], one["cost"]) for one in found] == [("1f1b", 33), ("zb-h1", 27)]
     table = ok("compare", "--schedule", "interleaved-1f1b", "--schedule", "zb-h1", *SIZE, "--num-chunks", "4")
@@ -231,7 +231,7 @@ def test_every_format_is_recognised(ok, tmp_path, write):
     assert schedule_from_pytorch_csv(ok("generate", "--input", path, "--format", "pytorch")).num_chunks == 2
 
 
-def test_draw(ok, tmp_path):
+def test_draw_takes_its_format_from_the_suffix_and_its_unit_from_the_times(ok, tmp_path):
     for suffix, start in ((".svg", "<svg"), (".html", "<!DOCTYPE html>"), (".json", '{"displayTimeUnit"')):
         path = tmp_path / f"picture{suffix}"
         assert ok("draw", "--schedule", "zb-h2", *SIZE, "--output", path, "--title", "shown") == ""
@@ -243,7 +243,7 @@ def test_draw(ok, tmp_path):
         assert f">time ({unit})</text>" in (tmp_path / "picture.svg").read_text()
 
 
-def test_memory_curve(ok, tmp_path):
+def test_the_memory_curve_has_a_row_for_each_limit_and_no_point_below_a_schedules_memory(ok, tmp_path):
     flags = ["--schedule", "zb-h1", "--schedule", "zb-h2", *SIZE, "--from", "0.5", "--to", "2", "--step", "0.25"]
     lines = ok("memory-curve", *flags).splitlines()
     assert lines[1].split() == ["0.5", "-", "-"]

@@ -36,7 +36,7 @@ def test_the_table_that_everybody_draws(replicas):
         ({"--bf16": None} | FSDP | EVERY, 16 / 8, (3, 6)),
     ],
 )
-def test_what_the_flags_do(flags, in_a_step, passes):
+def test_the_flags_decide_what_replicas_keep_and_how_often_they_exchange_it(flags, in_a_step, passes):
     """Eight replicas, three microbatches; torch's FSDP2 keeps a shard beside parameters that stay gathered."""
     states = States.of(checked(flags))
     assert states.bytes_a_parameter(8) == in_a_step

@@ -57,7 +57,7 @@ def test_every_name_of_a_function_is_replaced_and_restored(modules):
     assert first.scale is original
 
 
-def test_a_name_that_was_imported_in_the_meantime_is_restored_too(modules, monkeypatch):
+def test_a_name_that_was_imported_in_the_meantime_is_restored(modules, monkeypatch):
     first, _ = modules
     original = first.scale
     hooks = InstalledHooks([hook()], "1.0")

@@ -50,7 +50,9 @@ def launch(script: Path, cwd: Path, *arguments: str) -> list[str]:
 
 
 @pytest.mark.parametrize("is_package", [False, True], ids=["namespace", "package with __init__.py"])
-def test_both_are_found(checkout: Path, tmp_path: Path, is_package: bool) -> None:
+def test_megatron_of_the_script_and_our_package_are_both_found(
+    checkout: Path, tmp_path: Path, is_package: bool
+) -> None:
     if is_package:
         (checkout / "megatron" / "__init__.py").write_text("version = 3\n")
     core, training, helper, ours, state = launch(checkout / "pretrain.py", tmp_path, "--lr", "1")

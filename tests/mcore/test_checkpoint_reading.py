@@ -110,7 +110,7 @@ def test_a_damaged_description(tmp_path, data):
 
 
 @pytest.mark.parametrize("read", [read_metadata, read_common])
-def test_a_missing_file(tmp_path, read):
+def test_a_missing_file_is_named(tmp_path, read):
     assert refusal(read, tmp_path) in (".metadata is missing", "common.pt is missing")
 
 

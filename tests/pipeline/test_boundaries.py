@@ -38,7 +38,7 @@ def test_no_partition_has_a_smaller_largest_part_and_none_as_good_is_more_even(s
         assert unevenness(weights, found) == min(unevenness(weights, other) for other in as_good)
 
 
-def test_times_are_balanced_too():
+def test_weights_that_are_not_whole_numbers_are_balanced():
     weights = [0.1, 0.2, 0.3, 0.3, 0.2, 0.1]
     assert balanced(weights, 2) == (0, 3, 6)
     assert balanced(weights, 6) == (0, 1, 2, 3, 4, 5, 6)

@@ -118,7 +118,7 @@ def test_arguments_and_batches(num_layers, arguments, message):
         (LayerSpec(broken), "layer 1 (broken) cannot be built: no such thing"),
     ],
 )
-def test_layers(layer, message):
+def test_layers_that_cannot_be_used_are_named(layer, message):
     assert_message([*linears(1), layer, *linears(2)], message)
 
 

@@ -117,7 +117,7 @@ def test_a_busy_receiver_is_what_its_next_op_waits_for():
     assert words(critical_path(timeline)) == "0:F0 1:F0 1:F1"
 
 
-def test_empty_timelines():
+def test_an_empty_timeline_has_no_path_no_bubbles_and_no_cost():
     empty = simulate(made_of("linear", 2, 1, 1, "", ""), StageCosts.uniform(2))
     assert critical_path(empty) == ()
     assert bubbles(empty) == (Bubble(0, 0, 0, 0, 0, 0),) * 2

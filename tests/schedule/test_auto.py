@@ -110,7 +110,7 @@ def test_memory_that_stays_for_ever_is_counted():
     assert max(timeline.peak_memory) == pytest.approx(1.5)
 
 
-def test_b_that_allocates_fits_too():
+def test_a_plan_whose_b_allocates_fits_in_the_limit():
     costs = StageCosts.uniform(3, memory_f=1, memory_b=0.25, memory_w=-1.25)
     timeline = checked(generate("auto", 3, 6, costs=costs, memory_limit=1.25), costs)
     assert max(timeline.peak_memory) <= 1.25

@@ -35,7 +35,7 @@ def test_no_schedule_is_below_the_bound_in_its_own_memory(schedule, data):
 
 @settings(max_examples=100, deadline=None)
 @given(st.data(), st.integers(1, 6), st.integers(1, 12), st.sampled_from(["zb-h1", "zb-h2", "zb-1p", "zb-2p", "auto"]))
-def test_good_schedules_are_not_below_the_bound_either(data, p, m, name):
+def test_good_schedules_are_not_below_the_bound(data, p, m, name):
     costs = data.draw(random_costs(p))
     timeline = simulate(generate(name, p, m, costs=costs), costs)
     assert lower_bounds(Placement("linear", p), m, costs, timeline.peak_memory).span <= timeline.cost * (1 + 1e-9)
@@ -77,7 +77,7 @@ def test_negative_memory_turns_the_memory_bound_off():
     assert bounds.span == lower_bounds(Placement("linear", 4), 8, odd).span
 
 
-def test_bad_requests():
+def test_costs_limits_and_microbatches_that_do_not_fit_are_refused():
     costs = StageCosts.uniform(4)
     for arguments, message in [
         ((Placement("linear", 3), 4, costs), "the placement has 3 stages, but the costs are for 4"),

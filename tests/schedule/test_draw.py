@@ -148,7 +148,7 @@ def test_labels_stay_within_their_operations(name, width):
         assert x + drawn / 2 <= left + cell + 1
 
 
-def test_curves():
+def test_the_curves_count_idle_ranks_and_memory_over_time():
     timeline = simulate(generate("1f1b", 2, 2), StageCosts.uniform(2))
     assert idle_ranks_over_time(timeline) == [(0, 1), (1, 0), (2, 1), (4, 0), (6, 1), (9, 2)]
     assert memory_over_time(timeline, 1) == [(0, 0), (1, 1), (2, 1), (4, 1), (5, 1), (7, 0)]
@@ -267,7 +267,7 @@ def test_axes_have_units_and_memory_is_shown_where_it_is_known():
     assert "memory" not in svg
 
 
-def test_pictures_are_for_dark_surroundings_too():
+def test_pictures_have_colours_for_dark_surroundings():
     svg = to_svg(timeline_of())
     assert "prefers-color-scheme:dark" in svg
     used = set(re.findall(r'(?:fill|stroke)="(#[0-9a-f]{6})"', svg))

@@ -38,7 +38,7 @@ def test_what_takes_no_time_is_an_instant_of_the_trace():
     assert step["ts"] == 10 * timeline.lanes[1][-1].start
 
 
-def test_chrome_trace():
+def test_a_chrome_trace_has_every_operation_rank_and_peak():
     timeline = timeline_of()
     events = json.loads(to_chrome_trace(timeline, microseconds=10))["traceEvents"]
     ops = {(event["tid"], event["name"]): event for event in events if event["ph"] == "X"}
@@ -95,7 +95,7 @@ def test_empty_ranks_can_be_drawn():
     json.loads(to_chrome_trace(empty))
 
 
-def test_plot():
+def test_a_plot_has_every_point_of_every_series_in_its_place():
     series = [Series("auto", ((1, 0.2), (2, 0.1))), Series("zb & h1", ((2, 0.15),))]
     root = ElementTree.fromstring(to_plot(series, title="t", x_label="x", y_label="y"))
     titles = [node.text for node in root.iter(f"{SVG}title")]

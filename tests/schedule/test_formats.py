@@ -123,7 +123,7 @@ def test_csv_is_the_grid():
     ]
 
 
-def test_pytorchs_letters():
+def test_pytorchs_csv_has_its_letters_and_stages():
     mixed = made_of("v", 2, 2, 1, "F0 F0.1 B0.1 W0.1 B0 W0", "F0 F0.1 BW0.1 BW0")
     assert schedule_to_pytorch_csv(mixed).split() == ["0F0,3F0,3I0,3W0,0I0,0W0", "1F0,2F0,2B0,1B0"]
     assert schedule_to_pytorch_csv(lower(mixed, 0)).split()[1] == "1RECV_F0,1F0,2F0,2SEND_F0,2RECV_B0,2B0,1B0,1SEND_B0"
@@ -203,7 +203,7 @@ GOOD = json.loads(schedule_to_json(generate("1f1b", 2, 2)))
         ({**GOOD, "ops": ["F0 F" + "9" * 5000, ""]}, "is not an operation"),
     ],
 )
-def test_malformed_json(text, message):
+def test_malformed_json_is_refused_in_one_line(text, message):
     with pytest.raises(ScheduleError, match=message) as error:
         schedule_from_json(text if isinstance(text, str) else json.dumps(text))
     assert "\n" not in str(error.value)
@@ -224,7 +224,7 @@ COSTS = json.loads(costs_to_json(StageCosts.uniform(2)))
         (GOOD, "costs"),
     ],
 )
-def test_malformed_costs(document, message):
+def test_malformed_costs_are_refused(document, message):
     with pytest.raises(ScheduleError, match=message):
         costs_from_json(json.dumps(document))
 
@@ -240,7 +240,7 @@ def test_malformed_costs(document, message):
         ('"', "not CSV"),
     ],
 )
-def test_malformed_csv(text, message):
+def test_malformed_csv_is_refused(text, message):
     with pytest.raises(ScheduleError, match=message):
         schedule_from_csv(text)
 

@@ -35,7 +35,7 @@ def test_bubble_of_fused_schedules(name, p, m, f, b, w):
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 6), st.integers(0, 8), times, times, st.data())
-def test_bubble_of_zb_h1(p, more, f, b, data):
+def test_the_bubble_of_zb_h1_is_that_of_its_formula(p, more, f, b, data):
     w = data.draw(st.integers(1, f))
     m = p + more
     assert simulate(generate("zb-h1", p, m), StageCosts.uniform(p, f, b, w)).cost == (
@@ -45,7 +45,7 @@ def test_bubble_of_zb_h1(p, more, f, b, data):
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 6), st.integers(0, 8), times, times, st.data())
-def test_bubble_of_zb_h2(p, more, f, b, data):
+def test_the_bubble_of_zb_h2_is_that_of_its_formula(p, more, f, b, data):
     w = data.draw(st.integers(1, f))
     comm = data.draw(st.integers(0, min(f, b) // 2))
     m = 2 * p - 1 + more
@@ -175,7 +175,7 @@ def test_costs_for_other_stages_and_endless_waits_are_refused():
         simulate(made_of("linear", 2, 1, 2, "F0 BW0 F1 BW1", "F0 F1 BW0 BW1"), StageCosts.uniform(2))
 
 
-def test_a_forward_only_schedule_has_a_bubble_too():
+def test_a_forward_only_schedule_has_a_bubble():
     timeline = simulate(generate("1f1b", 4, 8).forward_only(), StageCosts.uniform(4))
     assert (timeline.cost, timeline.makespan) == (8, 11)
     assert timeline.bubble_rate == 0

@@ -24,5 +24,5 @@ from tools.site_pages import site_text
         ("```\n[no link](../README.md)\n```", "../", "```\n[no link](../README.md)\n```"),
     ],
 )
-def test_links(written: str, root: str, shown: str) -> None:
+def test_links_of_the_repository_become_those_of_the_site(written: str, root: str, shown: str) -> None:
     assert site_text(written, root) == shown

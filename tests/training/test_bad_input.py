@@ -45,7 +45,7 @@ def test_an_unknown_schedule_is_answered_with_the_known_ones() -> None:
 
 
 @pytest.mark.exhaustive
-def test_missing_data(tmp_path: Path) -> None:
+def test_missing_data_is_named_with_its_flag(tmp_path: Path) -> None:
     (line,) = errors_of(*REAL_DATA, "--tokenizer-type", "NullTokenizer", "--data-path", str(tmp_path / "nothing"))
     assert "--data-path" in line
     assert str(tmp_path / "nothing") in line

@@ -93,7 +93,7 @@ def test_a_file_of_another_length_is_found_without_reading_it(saved, monkeypatch
 @pytest.mark.parametrize(
     "text", ["", "[]", '{"common.pt": 3}', '{"common.pt": {"bytes": "many", "crc32": ""}}', "{" * 9]
 )
-def test_damaged_checksums(tmp_path, text):
+def test_damaged_checksums_are_refused(tmp_path, text):
     (tmp_path / CHECKSUMS).write_text(text)
     assert refusal(read_checksums, tmp_path).startswith(f"{CHECKSUMS} cannot be read: ")
 

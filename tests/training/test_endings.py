@@ -105,7 +105,7 @@ def test_a_training_that_stops_early_saves(start, tmp_path: Path, flag, more) ->
     [(0, POST_VALIDATION), pytest.param(1, HANDLER, marks=pytest.mark.exhaustive)],
     ids=["first", "last"],
 )
-def test_an_error_on_a_rank(start, tmp_path: Path, rank: int, more) -> None:
+def test_an_error_on_a_rank_ends_all_and_is_in_torchruns_summary(start, tmp_path: Path, rank: int, more) -> None:
     """The other ranks end too, although they wait for a message and a handler may keep SIGTERM from ending them."""
     job = start(*more, "--train-iters", "100000", fault=f"error@{rank}@18")
     job.wait_until(lambda: "a planted error" in job.errors)
@@ -117,7 +117,7 @@ def test_an_error_on_a_rank(start, tmp_path: Path, rank: int, more) -> None:
 
 @pytest.mark.exhaustive
 @WITH_AND_WITHOUT
-def test_a_full_disk(start, tmp_path: Path, more) -> None:
+def test_a_full_disk_ends_all_and_keeps_the_checkpoint_before(start, tmp_path: Path, more) -> None:
     """All ranks end, and the last complete checkpoint stays the latest."""
     job = start(*more, "--train-iters", "100000", fault="full disk@1@14")
     job.wait_until(lambda: "cannot be saved" in job.errors)

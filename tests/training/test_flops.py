@@ -46,7 +46,7 @@ def count(per_layer: int, *, num_layers: int = 2, beside: int = LOGITS) -> int:
     ],
     ids=["gpt", "layers", "shared keys and values", "wide heads", "swiglu", "experts", "further tokens"],
 )
-def test_by_hand(args, expected):
+def test_operations_are_those_that_were_counted_by_hand(args, expected):
     assert flops_per_iteration(args, batch_size=3) == expected
 
 

@@ -89,7 +89,7 @@ def test_a_killed_job_does_not_keep_the_next_one_out(tmp_path, holder):
     lock(tmp_path / "checkpoints").close()
 
 
-def test_a_job_that_is_done_does_not_either(tmp_path):
+def test_a_folder_whose_job_is_done_can_be_locked_by_the_next_one(tmp_path):
     lock(tmp_path).close()
     holder = Holder(tmp_path)
     holder.kill()
