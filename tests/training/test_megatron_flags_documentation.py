@@ -1,10 +1,11 @@
-"""docs/megatron_flags.md says of every flag of Megatron-LM what `pretrain_gpt.py` does with it."""
+"""docs/megatron_flags.md says of every flag of Megatron-LM what the trainer does with it; docs/training.md has ours."""
 
 from __future__ import annotations
 
 import re
 
 from megatron.zero_bubble.job.flag_parser import make_parser
+from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.training.arguments import FLAG_GROUPS
 from tests.launch import ROOT
 from tests.training.test_arguments import IN_USE_ELSEWHERE, WITHOUT_OUR_NAME
@@ -43,3 +44,10 @@ def test_the_page_and_the_parser_know_the_same_flags() -> None:
     assert listed["Accepted without effect"] == (without_effect - {*IN_USE_ELSEWHERE.split()}) | {
         "--no-position-embedding"
     }
+
+
+def test_every_flag_of_zero_bubble_is_on_the_page_about_training() -> None:
+    options = {*make_parser(FLAG_GROUPS)._option_string_actions, *make_parser((LaunchFlags,))._option_string_actions}
+    ours = {name for name in options if "zero-bubble" in name or "hierarchical-sgd" in name}
+    page = (ROOT / "docs" / "training.md").read_text()
+    assert ours - set(re.findall(r"`(--[a-z0-9-]+)", page)) == set()

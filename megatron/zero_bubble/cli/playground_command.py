@@ -33,7 +33,9 @@ class PlaygroundFlags(CommandFlags):
     port: int = flag("port on 127.0.0.1; 0 takes a free one", 0, parse=at_least(0, 65535), metavar="PORT")
     no_browser: bool = flag("open no browser, only print the address", False)
     output: Path | None = flag("write the page to DIR instead of serving it", None, parse=Path, metavar="DIR")
-    pyodide: Path = flag("folder of the npm package pyodide", PYODIDE, parse=Path, metavar="DIR")
+    pyodide: Path | None = flag(
+        "folder of the npm package pyodide (default: the one in this package)", None, parse=Path, metavar="DIR"
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -43,12 +45,12 @@ def main(argv: list[str] | None = None) -> int:
 def _run(argv: list[str]) -> None:
     flags = read_flags(PlaygroundFlags, argv, _PROG, __doc__ or "")
     if flags.output is not None:
-        write_site(flags.output, flags.pyodide)
+        write_site(flags.output, flags.pyodide or PYODIDE)
         print(f"wrote {flags.output}")
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the files are removed then, too
     with tempfile.TemporaryDirectory(prefix="zero-bubble-playground-") as folder:
-        write_site(Path(folder), flags.pyodide)
+        write_site(Path(folder), flags.pyodide or PYODIDE)
         with ThreadingHTTPServer(("127.0.0.1", flags.port), partial(_Handler, directory=folder)) as server:
             address = f"http://127.0.0.1:{server.server_address[1]}/"
             print(f"the playground is at {address} (Ctrl-C ends it)", flush=True)
