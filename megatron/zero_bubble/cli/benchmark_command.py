@@ -6,8 +6,8 @@
 runs a training that you have, on this machine, under megatron-core's 1F1B, its interleaved schedule with 2 and with 4
 chunks a rank and --zero-bubble, and says which to use, and by how much. It loads, writes and evaluates nothing; an
 interleaved schedule that the training refuses is left out, in one line that says why. Flags of zero bubble after `--`
-are those of the plan. A script of Megatron-LM's or your own with its loop runs under the launcher (`python -m
-megatron.zero_bubble`); the times are those that Megatron-LM prints. What it does not print is unknown: `-`, null in
+are those of the plan. A script, which must train with Megatron-LM's loop, runs under the launcher (`python -m
+megatron.zero_bubble`); the times are those that Megatron-LM prints. What it does not print is unknown: `-`, and null in
 JSON. `--json` has the advice beside the results.
 
     zero-bubble benchmark --pipeline-size 2 --num-microbatches 4 --schedule zb-h1 --schedule zb-2p -- \\
