@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
+from operator import itemgetter
 from typing import Literal, NamedTuple
 
 from megatron.zero_bubble.schedule.errors import InvalidSchedule, ScheduleError
@@ -188,7 +190,7 @@ class Schedule:
     @cached_property
     def kinds(self) -> frozenset[OpKind]:
         """The kinds that any rank runs."""
-        return frozenset(op.kind for rank_ops in self.ops for op in rank_ops)
+        return frozenset(map(itemgetter(0), chain.from_iterable(self.ops)))
 
     @cached_property
     def op_sets(self) -> tuple[frozenset[Op], ...]:

@@ -10,6 +10,7 @@ from math import inf
 from operator import itemgetter
 from typing import NamedTuple
 
+from megatron.zero_bubble.schedule.collector import paused_collector
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import Deadlock, ScheduleError
 from megatron.zero_bubble.schedule.graph import message_time, other_end, receive_before, send_after
@@ -25,6 +26,7 @@ _NEGLIGIBLE = 0.001
 """The share of the makespan that messages may cost before the receives are tried at other places."""
 
 
+@paused_collector()
 def lower(schedule: Schedule, receive_ahead: int = RECEIVE_AHEAD, costs: StageCosts | None = None) -> Schedule:
     """The same schedule with the operations that move tensors between ranks, in an order that NCCL can run.
 

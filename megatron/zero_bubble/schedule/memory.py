@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from megatron.zero_bubble.schedule.costs import StageCosts
@@ -23,19 +24,29 @@ def memory_held(schedule: Schedule, costs: StageCosts, rank: int) -> Iterator[tu
     What an operation adds it adds at its start; what it releases it releases at its end. The unit is
     that of the costs' memory.
     """
-    changes = costs.memory()
+    held: float = 0
+    for op, change in _changes(schedule, costs.memory(), rank):
+        yield op, held + change if change > 0 else held, held + change
+        held += change
+
+
+def _changes(
+    schedule: Schedule, by_kind: Mapping[OpKind, Sequence[float]], rank: int
+) -> Iterator[tuple[Op, float]]:
+    """Yield every compute operation of `rank` with its change of memory; `by_kind` has that of every kind and stage."""
+    stages = schedule.placement.stages_of(rank)
+    changes = {(kind, chunk): by_kind[kind][stage] for kind in by_kind for chunk, stage in enumerate(stages)}
     allocates_later = {
         kind: tuple(later for later in kinds if later in schedule.kinds) for kind, kinds in _ALLOCATES_LATER.items()
     }
-    held: float = 0
+    ops = schedule.op_sets[rank] if any(allocates_later.values()) else frozenset()
     for op in schedule.compute_ops(rank):
-        stage = schedule.placement.stage_of(rank, op.chunk)
-        change = changes[op.kind][stage]
-        for later in allocates_later.get(op.kind, ()):
-            if op._replace(kind=later) in schedule.op_sets[rank]:
-                change -= changes[later][stage]
-        yield op, held + max(0, change), held + change
-        held += change
+        kind, microbatch, chunk = op
+        change = changes[kind, chunk]
+        for later in allocates_later.get(kind, ()):
+            if (later, microbatch, chunk) in ops:
+                change -= changes[later, chunk]
+        yield op, change
 
 
 class PeakMemory(NamedTuple):
@@ -60,4 +71,9 @@ def _peak(schedule: Schedule, costs: StageCosts, rank: int) -> PeakMemory:
 
 def peak_memory(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
     """For every rank, the most that its operations hold at once."""
-    return tuple(peak.amount for peak in peaks(schedule, costs))
+    by_kind = costs.memory()
+    # What releases memory holds no more while it runs than was held after the operation before it.
+    return tuple(
+        max(accumulate((change for _, change in _changes(schedule, by_kind, rank)), initial=0))
+        for rank in range(schedule.num_ranks)
+    )

@@ -76,7 +76,8 @@ def num_recomputed(schedule: Schedule) -> int:
 def _with_recomputation(ops: Sequence[Op]) -> Iterator[Op]:
     before: Op | None = None
     for op in ops:
-        if op.kind in BACKWARDS and before != op._replace(kind=OpKind.F):
-            yield op._replace(kind=OpKind.R)
+        kind, microbatch, chunk = op
+        if kind in BACKWARDS and before != (OpKind.F, microbatch, chunk):
+            yield Op(OpKind.R, microbatch, chunk)
         yield op
         before = op

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
+from itertools import chain
+from operator import itemgetter
 from typing import NamedTuple
 
+from megatron.zero_bubble.schedule.collector import paused_collector
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import Deadlock, ScheduleError
 from megatron.zero_bubble.schedule.graph import Arrival, circle, message_time, send_after, sources
 from megatron.zero_bubble.schedule.ir import Op, Schedule
 from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
 from megatron.zero_bubble.schedule.streams import HardwareQueues, StreamReplay
-from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline
+from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline, timed_ops
 
 
+@paused_collector()
 def simulate(
     schedule: Schedule,
     costs: StageCosts,
@@ -73,6 +78,14 @@ class _Step(NamedTuple):
     """How long the message with the result occupies the sender."""
 
 
+class _Lane:
+    """When the operations that a rank has run so far started and ended."""
+
+    def __init__(self) -> None:
+        self.starts: list[float] = []
+        self.ends: list[float] = []
+
+
 class _Simulation:
     """Runs every rank's operations as far as it can, in turn, until all are done.
 
@@ -88,7 +101,7 @@ class _Simulation:
         facts = [KINDS[kind] for kind in schedule.kinds]
         results = {result for fact in facts for result in (*fact.makes, *(need.result for need in fact.needs))}
         self._rows = {result: row for row, result in enumerate(results)}
-        self._width = 1 + max((op.microbatch for ops in schedule.ops for op in ops), default=0)
+        self._width = 1 + max(map(itemgetter(1), chain.from_iterable(schedule.ops)), default=0)
         size = len(results) * schedule.num_stages * self._width
         self._ends: list[float | None] = [None] * size
         self._is_made = self._optional_results(size)
@@ -126,7 +139,7 @@ class _Simulation:
     def run(self) -> tuple[tuple[TimedOp, ...], ...]:
         """Return the timed operations of every rank. Raises `Deadlock`."""
         schedule = self._schedule
-        lanes: list[list[TimedOp]] = [[] for _ in schedule.ops]
+        lanes = [_Lane() for _ in schedule.ops]
         free: list[float] = [0] * schedule.num_ranks
         steps: list[dict[tuple[OpKind, int], _Step]] = [{} for _ in schedule.ops]
         blocked: dict[int, list[int]] = {}
@@ -136,9 +149,11 @@ class _Simulation:
             free[rank] = self._run_rank(rank, lanes[rank], free[rank], steps[rank], blocked, runnable)
         if blocked:
             raise Deadlock(self._explain(blocked, lanes))
-        return tuple(map(tuple, lanes))
+        return tuple(
+            timed_ops(ops, lane.starts, lane.ends) for ops, lane in zip(schedule.ops, lanes, strict=True)
+        )
 
-    def _explain(self, blocked: dict[int, list[int]], lanes: list[list[TimedOp]]) -> str:
+    def _explain(self, blocked: dict[int, list[int]], lanes: Sequence[_Lane]) -> str:
         """One line with the ranks that wait for each other."""
         schedule, results = self._schedule, list(self._rows)
         waits_for: dict[int, tuple[OpKind, int, int]] = {}
@@ -150,14 +165,14 @@ class _Simulation:
         steps = []
         for rank in circle(owners):
             result, stage, microbatch = waits_for[rank]
-            at = schedule.ops[rank][len(lanes[rank])]
+            at = schedule.ops[rank][len(lanes[rank].ends)]
             steps.append(f"rank {rank} at {at} waits for {result}{microbatch} of stage {stage} on rank {owners[rank]}")
         return f"schedule {schedule.name} deadlocks: {'; '.join(steps)}"
 
     def _run_rank(
         self,
         rank: int,
-        lane: list[TimedOp],
+        lane: _Lane,
         free: float,
         steps: dict[tuple[OpKind, int], _Step],
         blocked: dict[int, list[int]],
@@ -165,14 +180,14 @@ class _Simulation:
     ) -> float:
         """Run the operations of `rank` until one lacks a result; return when the rank is free then."""
         ends, is_made, ops = self._ends, self._is_made, self._schedule.ops[rank]
-        for position in range(len(lane), len(ops)):
-            op = ops[position]
-            kind, microbatch, chunk = op
+        for position in range(len(lane.ends), len(ops)):
+            kind, microbatch, chunk = ops[position]
             step = steps.get((kind, chunk))
             if step is None:
                 step = steps[kind, chunk] = self._step(rank, kind, chunk)
+            time, waits, slots, sending = step
             start = free
-            for slot, num_before, is_optional, transit, occupies in step.waits:
+            for slot, num_before, is_optional, transit, occupies in waits:
                 if microbatch < num_before or (is_optional and not is_made[slot + microbatch]):
                     continue
                 made = ends[slot + microbatch]
@@ -180,12 +195,16 @@ class _Simulation:
                     blocked.setdefault(slot + microbatch, []).append(rank)
                     return free
                 if transit is not None:
-                    start = max(start, made) + transit if occupies else max(start, made + transit)
-            end = start + step.time
-            lane.append(TimedOp(op, start, end))
-            for slot in step.slots:
+                    if occupies:
+                        start = max(start, made) + transit
+                    elif made + transit > start:
+                        start = made + transit
+            end = start + time
+            lane.starts.append(start)
+            lane.ends.append(end)
+            for slot in slots:
                 ends[slot + microbatch] = end
                 if slot + microbatch in blocked:
                     runnable.extend(blocked.pop(slot + microbatch))
-            free = end + step.sending
+            free = end + sending
         return free

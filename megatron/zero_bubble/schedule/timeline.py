@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from itertools import repeat
 from typing import NamedTuple
 
 from megatron.zero_bubble.schedule.costs import StageCosts
@@ -29,6 +30,11 @@ class TimedOp(NamedTuple):
     op: Op
     start: float
     end: float
+
+
+def timed_ops(ops: Iterable[Op], starts: Iterable[float], ends: Iterable[float]) -> tuple[TimedOp, ...]:
+    """The operations with these times, made without a step of the interpreter for each."""
+    return tuple(map(tuple.__new__, repeat(TimedOp), zip(ops, starts, ends, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -85,7 +91,7 @@ class Timeline:
     hardware_queues: HardwareQueues | None = None
     """The hardware queues of the simulated GPUs; None where messages do not wait for launches."""
 
-    @property
+    @cached_property
     def spans(self) -> tuple[float, ...]:
         """For every rank, the time from the start of its first operation to the end of its last.
 
@@ -94,7 +100,9 @@ class Timeline:
         """
         spans = []
         for lane in self.lanes:
-            computing = [timed for timed in lane if timed.op.kind not in POST_VALIDATION]
+            computing: Sequence[TimedOp] = lane
+            if self.schedule.has_post_validation:
+                computing = [timed for timed in lane if timed.op.kind not in POST_VALIDATION]
             ahead = num_ahead(computing)
             embeddings = sum(timed.end - timed.start for timed in computing[:ahead])
             spans.append(computing[-1].end - computing[ahead].start + embeddings if computing else 0)
@@ -114,12 +122,12 @@ class Timeline:
     @cached_property
     def work(self) -> tuple[float, ...]:
         """For every rank, the sum of the times of its operations."""
-        times = self.costs.times()
-        placement = self.schedule.placement
-        return tuple(
-            sum(times[timed.op.kind][placement.stage_of(rank, timed.op.chunk)] for timed in lane)
-            for rank, lane in enumerate(self.lanes)
-        )
+        by_kind, work = self.costs.times(), []
+        for rank, lane in enumerate(self.lanes):
+            stages = self.schedule.placement.stages_of(rank)
+            times = {(kind, chunk): by_kind[kind][stage] for kind in by_kind for chunk, stage in enumerate(stages)}
+            work.append(sum(times[kind, chunk] for (kind, _, chunk), _, _ in lane))
+        return tuple(work)
 
     @cached_property
     def idle(self) -> Idle:

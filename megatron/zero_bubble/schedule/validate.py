@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 
+from megatron.zero_bubble.schedule.collector import paused_collector
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import InvalidSchedule
 from megatron.zero_bubble.schedule.graph import (
@@ -35,6 +36,7 @@ _Positions = list[dict[Op, int]]
 """For every rank, where each of its operations stands."""
 
 
+@paused_collector()
 def validate(schedule: Schedule) -> None:
     """Raise `InvalidSchedule` or `Deadlock`, in one line that names rank and operation, unless all of this holds:
 

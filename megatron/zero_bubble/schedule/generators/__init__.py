@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
+from megatron.zero_bubble.schedule.collector import paused_collector
 from megatron.zero_bubble.schedule.costs import LARGEST, StageCosts
 from megatron.zero_bubble.schedule.default_costs import default_costs
 from megatron.zero_bubble.schedule.errors import Infeasible, ScheduleError, UnknownSchedule
@@ -193,6 +194,7 @@ def placement_for(
     return Placement(kind, num_ranks, chunks)
 
 
+@paused_collector()
 def generate(
     name: str,
     num_ranks: int,

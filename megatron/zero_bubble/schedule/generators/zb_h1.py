@@ -31,8 +31,8 @@ def split_backward(ops: Sequence[Op], delay: int) -> tuple[Op, ...]:
         if op.kind is not OpKind.BW:
             split.append(op)
             continue
-        split.append(op._replace(kind=OpKind.B))
-        waiting.append(op._replace(kind=OpKind.W))
+        split.append(Op(OpKind.B, op.microbatch, op.chunk))
+        waiting.append(Op(OpKind.W, op.microbatch, op.chunk))
         if len(waiting) > delay:
             split.append(waiting.pop(0))
     return (*split, *waiting)

@@ -1,0 +1,23 @@
+"""Pauses Python's collector of reference cycles where millions of small values are made."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def paused_collector() -> Iterator[None]:
+    """Pause the collector of reference cycles, for a block or a decorated function.
+
+    The operations of a long schedule are millions of tuples, none in a cycle; the collector would walk through all of
+    them again and again, in half of the time that everything takes.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
