@@ -30,9 +30,7 @@ def memory_held(schedule: Schedule, costs: StageCosts, rank: int) -> Iterator[tu
         held += change
 
 
-def _changes(
-    schedule: Schedule, by_kind: Mapping[OpKind, Sequence[float]], rank: int
-) -> Iterator[tuple[Op, float]]:
+def _changes(schedule: Schedule, by_kind: Mapping[OpKind, Sequence[float]], rank: int) -> Iterator[tuple[Op, float]]:
     """Yield every compute operation of `rank` with its change of memory; `by_kind` has that of every kind and stage."""
     stages = schedule.placement.stages_of(rank)
     changes = {(kind, chunk): by_kind[kind][stage] for kind in by_kind for chunk, stage in enumerate(stages)}

@@ -149,9 +149,7 @@ class _Simulation:
             free[rank] = self._run_rank(rank, lanes[rank], free[rank], steps[rank], blocked, runnable)
         if blocked:
             raise Deadlock(self._explain(blocked, lanes))
-        return tuple(
-            timed_ops(ops, lane.starts, lane.ends) for ops, lane in zip(schedule.ops, lanes, strict=True)
-        )
+        return tuple(timed_ops(ops, lane.starts, lane.ends) for ops, lane in zip(schedule.ops, lanes, strict=True))
 
     def _explain(self, blocked: dict[int, list[int]], lanes: Sequence[_Lane]) -> str:
         """One line with the ranks that wait for each other."""

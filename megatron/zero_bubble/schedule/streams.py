@@ -15,15 +15,15 @@ behind it, which may be the very one that this message needs.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron.zero_bubble.schedule.costs import StageCosts
-from megatron.zero_bubble.schedule.errors import Deadlock
+from megatron.zero_bubble.schedule.errors import Deadlock, InvalidSchedule
 from megatron.zero_bubble.schedule.graph import circle, collective_time, exchange_before, message_time, receive_before
 from megatron.zero_bubble.schedule.ir import Op, Schedule
 from megatron.zero_bubble.schedule.kinds import COLLECTIVES, COMMUNICATION, RECEIVES, SENDS, OpKind
-from megatron.zero_bubble.schedule.timeline import HardwareQueues, TimedOp
+from megatron.zero_bubble.schedule.timeline import HardwareQueues, TimedOp, timed_ops
 
 
 def check_streams(schedule: Schedule) -> None:
@@ -42,44 +42,43 @@ def check_streams(schedule: Schedule) -> None:
 class StreamReplay:
     """Runs a lowered schedule on NCCL's streams, in time linear in the number of operations.
 
-    Without costs nothing takes time. Raises `InvalidSchedule` where an operation uses a message that its rank has
-    not posted; what else `validate` checks is taken for granted.
+    Without costs nothing takes time.
     """
 
     def __init__(self, schedule: Schedule, costs: StageCosts | None = None) -> None:
-        self._name = schedule.name
-        streams = _Streams(schedule.num_ranks)
-        self._streams = streams
-        self._launches = [tuple(_Host(schedule, costs, rank, streams).launches()) for rank in range(schedule.num_ranks)]
+        self._schedule, self._costs = schedule, costs
 
     def run(self, queues: HardwareQueues) -> tuple[tuple[TimedOp, ...], ...]:
-        """For every rank, its computations and when they ran. Raises `Deadlock`."""
-        self._streams.reset()
-        devices = [_Device(launches, queues) for launches in self._launches]
+        """For every rank, its computations and when they ran.
+
+        Raises `Deadlock`, and `InvalidSchedule` where an operation uses a message that its rank has not posted; what
+        else `validate` checks is taken for granted.
+        """
+        streams = _Streams(self._schedule.num_ranks)
+        devices = [
+            _Device(_Launches(self._schedule, self._costs, rank, streams), queues)
+            for rank in range(self._schedule.num_ranks)
+        ]
         runnable = deque(range(len(devices)))
         while runnable:
             rank = runnable.popleft()
-            for stream in devices[rank].go_on():
-                runnable.extend(stream.waiting)
-                stream.waiting.clear()
+            devices[rank].go_on(runnable)
             blocked_by = devices[rank].blocked_by
             if blocked_by is not None:
                 blocked_by.waiting.append(rank)
         if any(device.blocked_by is not None for device in devices):
             raise Deadlock(self._explain(devices, queues))
-        return tuple(tuple(device.lane) for device in devices)
+        return tuple(device.lane() for device in devices)
 
     def _explain(self, devices: Sequence[_Device], queues: HardwareQueues) -> str:
         """One line with the ranks that wait for each other."""
         waits_for: dict[int, tuple[int, Op]] = {}
         for rank, device in enumerate(devices):
             if device.blocked_by is not None:
-                message = (device.blocked_by, len(device.blocked_by.complete))
                 waits_for[rank] = next(
-                    (other, launch.op)
+                    (other, op)
                     for other, late in enumerate(devices)
-                    for launch in late.launches[late.position :]
-                    if launch.starts == message and launch.op is not None
+                    if (op := late.missing_end(device.blocked_by)) is not None
                 )
         steps = []
         for rank in circle({rank: other for rank, (other, _) in waits_for.items()}):
@@ -87,9 +86,12 @@ class StreamReplay:
             steps.append(f"rank {rank} at {devices[rank].at()} waits for {op} of rank {other}")
         circle_of_waits = "; ".join(steps)
         if queues is HardwareQueues.MANY:
-            return f"schedule {self._name} deadlocks: {circle_of_waits}"
+            return f"schedule {self._schedule.name} deadlocks: {circle_of_waits}"
         where = "with one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1)"
-        return f"schedule {self._name} deadlocks {where}: {circle_of_waits}; lower it again to remove the deadlock"
+        return (
+            f"schedule {self._schedule.name} deadlocks {where}: {circle_of_waits}; "
+            "lower it again to remove the deadlock"
+        )
 
 
 class _Stream:
@@ -97,9 +99,6 @@ class _Stream:
 
     def __init__(self, num_ends: int) -> None:
         self._num_ends = num_ends
-        self.reset()
-
-    def reset(self) -> None:
         self.complete: list[float] = []
         """When message 0, 1, ... was complete."""
         self.waiting: list[int] = []
@@ -137,156 +136,204 @@ class _Streams:
     def channel(self, source: int, destination: int) -> _Stream:
         return self._channels.setdefault((source, destination), _Stream(2))
 
-    def reset(self) -> None:
-        for stream in (self.validation, self.collectives, *self._channels.values()):
-            stream.reset()
 
+class _End:
+    """One rank's end of a stream."""
 
-_Message = tuple[_Stream, int]
-"""A message, named by its stream and by the number of messages before it on that stream."""
+    def __init__(self, stream: _Stream, *, sends: bool) -> None:
+        self.stream = stream
+        self.sends = sends
+        """Whether its messages are sends or collectives, for which the rank waits at the end of a step."""
+        self.num_posted = 0
 
 
 class _Launch(NamedTuple):
-    """One launch of the host on one stream: an operation or, if `op` is None, a wait of the compute stream."""
+    """What the host launches for all operations of one kind and chunk: a computation, or one end of a message."""
 
-    op: Op | None
+    time: float
+    """How long the computation or the message takes."""
+    end: _End | None
+    """The stream of the message, or of the one that brings a computation its input; None if nothing does."""
     computes: bool
     """Whether it runs on the compute stream; otherwise it is one end of a message."""
-    time: float
-    """How long the computation takes."""
-    awaited: Sequence[_Message]
-    """The messages that the compute stream waits for before it."""
-    starts: _Message | None
-    """The message of which the launch is one end, or the reduction that a STEP takes part in."""
-    message_time: float = 0
+    indices: dict[int, int]
+    """Microbatch -> the number, on its stream, of the message that brings a computation its input. It is there from
+    when that message is posted until the computation runs."""
 
 
-class _Host:
-    """Generates the launches of one rank's executor, in its order."""
+class _Launches:
+    """The launches of one rank's executor."""
 
     def __init__(self, schedule: Schedule, costs: StageCosts | None, rank: int, streams: _Streams) -> None:
-        self._schedule, self._costs, self._rank, self._streams = schedule, costs, rank, streams
-        self._posted: dict[_Stream, int] = {}
-        """How many messages were posted on each of the rank's channels."""
-        self._sent: dict[_Stream, int] = {}
-        """Number of the last message that the rank has sent on each of its channels, and of its last collective."""
-        self._unused: dict[Op, _Message] = {}
-        """The messages that were received, and the collectives, that were not used yet."""
+        self.schedule, self.rank, self.ops = schedule, rank, schedule.ops[rank]
+        self._costs, self._streams = costs, streams
+        self.reduction = _End(streams.validation, sends=False)
+        """The rank's end of the reductions of the state of all gradients."""
+        self._ends: dict[_Stream, _End] = {}
+        self._indices: dict[tuple[OpKind, int], dict[int, int]] = {}
+        """Kind and chunk of messages -> their numbers."""
+        self.time_of_reduction = collective_time(costs) if costs is not None else 0
+        """How long the reduction takes that a STEP starts."""
 
-    def launches(self) -> Iterator[_Launch]:
-        # All messages of one kind and chunk have the same channel and time; likewise computations.
-        messages: dict[tuple[OpKind, int], tuple[_Stream, float]] = {}
-        computations: dict[tuple[OpKind, int], tuple[Op | None, float]] = {}
-        for op in self._schedule.ops[self._rank]:
-            key = (op.kind, op.chunk)
-            if op.kind in COMMUNICATION:
-                if key not in messages:
-                    messages[key] = self._stream(op), self._message_time(op)
-                yield self._message(op, *messages[key])
-            elif op.kind is OpKind.VALIDATE:
-                reduction = ((self._streams.validation, op.microbatch - 1),) if op.microbatch else ()
-                yield _Launch(op, True, 0, reduction, None)
-            elif op.kind is OpKind.STEP:
-                yield from self._step(op)
-            else:
-                if key not in computations:
-                    computations[key] = self._input(op), self._compute_time(op)
-                yield self._computation(op, *computations[key])
+    def of(self, kind: OpKind, chunk: int) -> _Launch:
+        """What is launched for the operations of a kind and chunk."""
+        op = Op(kind, 0, chunk)
+        if kind is OpKind.STEP:
+            return _Launch(0, None, True, {})
+        if kind is OpKind.VALIDATE:
+            before = {validate.microbatch: validate.microbatch - 1 for validate in self.ops if validate.kind is kind}
+            return _Launch(0, self.reduction, True, before)
+        if kind in COMMUNICATION:
+            return _Launch(self._message_time(op), self._end(op), False, self._numbers(op))
+        brings = self._input(op)
+        if brings is None:
+            return _Launch(self._compute_time(op), None, True, {})
+        return _Launch(self._compute_time(op), self._end(brings), True, self._numbers(brings))
 
-    def _message(self, op: Op, channel: _Stream, time: float) -> _Launch:
-        index = self._posted.get(channel, 0)
-        self._posted[channel] = index + 1
-        message = (channel, index)
-        if op.kind not in RECEIVES:
-            self._sent[channel] = index
-        if op.kind not in SENDS:
-            self._unused[op] = message
-        return _Launch(op, False, 0, (), message, time)
+    def sending(self) -> list[_End]:
+        """The ends of streams that have messages for which the rank waits at the end of a step."""
+        return [end for end in self._ends.values() if end.sends and end.num_posted]
 
-    def _computation(self, op: Op, first_input: Op | None, time: float) -> _Launch:
-        """The launch of a computation; `first_input` is what brings the first one of its kind and chunk its input."""
-        if first_input is None:
-            return _Launch(op, True, time, (), None)
-        brings = first_input._replace(microbatch=op.microbatch)
-        message = self._unused.pop(brings, None)
-        if message is None:
-            raise self._schedule.invalid(f"rank {self._rank} lacks {brings} for {op}")
-        return _Launch(op, True, time, (message,), None)
+    def posted_by(self, op: Op) -> _End | None:
+        """The end of a stream on which `op` starts a message, if it does."""
+        if op.kind is OpKind.STEP:
+            return self.reduction
+        return self._end(op) if op.kind in COMMUNICATION else None
 
-    def _step(self, op: Op) -> Iterator[_Launch]:
-        """Yield the launches of STEP: the start of a reduction, which takes as long as the slowest message, and a wait
-        for all sends and collectives, as at the end of a step."""
-        time = collective_time(self._costs) if self._costs is not None else 0
-        yield _Launch(op, True, 0, (), (self._streams.validation, op.microbatch), time)
-        yield _Launch(None, True, 0, tuple(self._sent.items()), None)
+    def missing(self, op: Op) -> InvalidSchedule:
+        """The error of a computation whose input was not posted."""
+        return self.schedule.invalid(f"rank {self.rank} lacks {self._input(op)} for {op}")
+
+    def _numbers(self, message: Op) -> dict[int, int]:
+        return self._indices.setdefault((message.kind, message.chunk), {})
+
+    def _end(self, message: Op) -> _End:
+        stream = self._stream(message)
+        return self._ends.setdefault(stream, _End(stream, sends=message.kind not in RECEIVES))
 
     def _stream(self, message: Op) -> _Stream:
         if message.kind in COLLECTIVES:
             return self._streams.collectives
-        peer = self._schedule.placement.peer_of(self._rank, message)
-        return self._streams.channel(*((self._rank, peer) if message.kind in SENDS else (peer, self._rank)))
+        peer = self.schedule.placement.peer_of(self.rank, message)
+        return self._streams.channel(*((self.rank, peer) if message.kind in SENDS else (peer, self.rank)))
 
     def _message_time(self, message: Op) -> float:
         if self._costs is None:
             return 0
         if message.kind in COLLECTIVES:
             return collective_time(self._costs)
-        return message_time(self._schedule.placement, self._costs, self._rank, message)
+        return message_time(self.schedule.placement, self._costs, self.rank, message)
 
     def _input(self, op: Op) -> Op | None:
         """The receive or collective that brings `op` its input."""
-        receive = receive_before(self._schedule.placement, self._rank, op)
-        return exchange_before(self._schedule, self._rank, op) if receive is None else receive
+        receive = receive_before(self.schedule.placement, self.rank, op)
+        return exchange_before(self.schedule, self.rank, op) if receive is None else receive
 
     def _compute_time(self, op: Op) -> float:
         if self._costs is None:
             return 0
-        return self._costs.times()[op.kind][self._schedule.placement.stage_of(self._rank, op.chunk)]
+        return self._costs.times()[op.kind][self.schedule.placement.stage_of(self.rank, op.chunk)]
 
 
 class _Device:
     """Simulates one rank's GPU, which runs its launches until one has to wait."""
 
-    def __init__(self, launches: Sequence[_Launch], queues: HardwareQueues) -> None:
-        self.launches = launches
-        self.position = 0
-        """The position of the launch that is to start next."""
+    def __init__(self, launches: _Launches, queues: HardwareQueues) -> None:
         self.blocked_by: _Stream | None = None
-        self.lane: list[TimedOp] = []
+        self._launches = launches
+        self._by_kind: dict[tuple[OpKind, int], _Launch] = {}
+        """Kind and chunk -> their launch."""
+        self._ops: Sequence[Op | None] = launches.ops
+        """The operations, and None where the compute stream waits for all sends and collectives."""
+        if launches.schedule.has_post_validation:
+            self._ops = [each for op in launches.ops for each in ((op, None) if op.kind is OpKind.STEP else (op,))]
         self._in_line = queues is HardwareQueues.ONE
+        self._position = 0
+        """The position of the launch that is to start next."""
         self._free: float = 0
         """When the compute stream has finished all that was started."""
         self._issued: float = 0
         """When the last launch left the line."""
+        self._computed: list[Op] = []
+        self._starts: list[float] = []
+        self._ends: list[float] = []
 
-    def go_on(self) -> Iterator[_Stream]:
-        """Run until a launch has to wait or all have run; yield every stream of which a message becomes complete."""
+    def lane(self) -> tuple[TimedOp, ...]:
+        """The computations that ran, and when."""
+        return timed_ops(self._computed, self._starts, self._ends)
+
+    def go_on(self, runnable: deque[int]) -> None:
+        """Run until a launch has to wait or all have run; ranks that waited for a message become runnable with it."""
         self.blocked_by = None
-        while self.position < len(self.launches):
-            op, computes, time, awaited, starts, message_time = self.launches[self.position]
-            start = max(self._free, self._issued)
-            if self._in_line and not computes:
-                awaited = self._one_before(starts)
-            for stream, index in awaited:
-                if index >= len(stream.complete):
-                    self.blocked_by = stream
+        ops, by_kind, in_line = self._ops, self._by_kind, self._in_line
+        for position in range(self._position, len(ops)):
+            op = ops[position]
+            if op is None:
+                if not self._wait_for_sends():
                     return
-                start = max(start, stream.complete[index])
-            if computes:
-                self._free = start + time
-                if op is not None:
-                    self.lane.append(TimedOp(op, start, self._free))
-            if self._in_line:
+                continue
+            kind, microbatch, chunk = op
+            launch = by_kind.get((kind, chunk))
+            if launch is None:
+                launch = by_kind[kind, chunk] = self._launches.of(kind, chunk)
+            time, end, computes, indices = launch
+            start = self._issued if self._issued > self._free else self._free
+            if end is not None and (computes or in_line):
+                # With one queue an end of a message leaves the line when the message before it is complete.
+                index = indices.get(microbatch) if computes else end.num_posted - 1
+                if index is None:
+                    raise self._launches.missing(op)
+                complete = end.stream.complete
+                if index >= len(complete):
+                    self.blocked_by = end.stream
+                    return
+                if index >= 0 and complete[index] > start:
+                    start = complete[index]
+            if in_line:
                 self._issued = start
-            self.position += 1
-            if starts is not None and starts[0].start(starts[1], start, message_time):
-                yield starts[0]
+            self._position = position + 1
+            if computes:
+                indices.pop(microbatch, None)
+                self._free = start + time
+                self._computed.append(op)
+                self._starts.append(start)
+                self._ends.append(self._free)
+                if kind is not OpKind.STEP:
+                    continue
+                end, time = self._launches.reduction, self._launches.time_of_reduction
+            elif kind not in SENDS:
+                indices[microbatch] = end.num_posted
+            stream = end.stream
+            end.num_posted += 1
+            if stream.start(end.num_posted - 1, start, time):
+                runnable.extend(stream.waiting)
+                stream.waiting.clear()
 
-    @staticmethod
-    def _one_before(message: _Message | None) -> tuple[_Message, ...]:
-        """The previous message of the stream, which must be complete before an end of `message` can leave the line."""
-        return ((message[0], message[1] - 1),) if message is not None and message[1] else ()
+    def _wait_for_sends(self) -> bool:
+        """Let the compute stream wait for all sends and collectives; False if one is not complete."""
+        start = max(self._free, self._issued)
+        for end in self._launches.sending():
+            if end.num_posted > len(end.stream.complete):
+                self.blocked_by = end.stream
+                return False
+            start = max(start, end.stream.complete[end.num_posted - 1])
+        self._free = start
+        if self._in_line:
+            self._issued = start
+        self._position += 1
+        return True
+
+    def missing_end(self, stream: _Stream) -> Op | None:
+        """The operation that is still to start this rank's end of the next message of `stream`, if there is one."""
+        number = None
+        for op in self._ops[self._position :]:
+            end = None if op is None else self._launches.posted_by(op)
+            if end is not None and end.stream is stream:
+                number = end.num_posted if number is None else number + 1
+                if number == len(stream.complete):
+                    return op
+        return None
 
     def at(self) -> Op | str:
         """Name the launch that waits."""
-        return self.launches[self.position].op or "its end"
+        return self._ops[self._position] or "its end"
