@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import product
 
 from megatron.zero_bubble.schedule.collector import paused_collector
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import InvalidSchedule
 from megatron.zero_bubble.schedule.graph import (
     collective_kinds,
-    dependencies,
     exchange_before,
     exchanges_after,
     other_end,
     receive_before,
     send_after,
+    sources,
 )
 from megatron.zero_bubble.schedule.ir import Op, Schedule
 from megatron.zero_bubble.schedule.kinds import (
@@ -32,8 +34,8 @@ from megatron.zero_bubble.schedule.simulate import simulate
 from megatron.zero_bubble.schedule.step_ops import check_post_validation
 from megatron.zero_bubble.schedule.streams import check_streams
 
-_Positions = list[dict[Op, int]]
-"""For every rank, where each of its operations stands."""
+_Rows = dict[tuple[OpKind, int], list[int]]
+"""Kind and chunk -> for every microbatch, where this operation of a rank stands; -1 where the rank has none."""
 
 
 @paused_collector()
@@ -57,12 +59,14 @@ def validate(schedule: Schedule) -> None:
     """
     if schedule.num_microbatches < 1:
         raise InvalidSchedule(f"schedule {schedule.name} has {schedule.num_microbatches} microbatches")
-    positions = [_positions(schedule, rank) for rank in range(schedule.num_ranks)]
-    _check_complete(schedule, positions)
-    _check_order(schedule)
-    _check_own_rank(schedule, positions)
+    for rank in range(schedule.num_ranks):
+        rows = _rows(schedule, rank)
+        _check_complete(schedule, rank, rows)
+        _check_order(schedule, rank)
+        _check_own_rank(schedule, rank, rows)
+        if schedule.is_lowered:
+            _check_messages(schedule, rank, rows)
     if schedule.is_lowered:
-        _check_messages(schedule, positions)
         _check_channels(schedule)
         _check_collectives(schedule)
     if schedule.has_post_validation:
@@ -73,18 +77,22 @@ def validate(schedule: Schedule) -> None:
         simulate(schedule, StageCosts.uniform(schedule.num_stages))
 
 
-def _positions(schedule: Schedule, rank: int) -> dict[Op, int]:
-    positions: dict[Op, int] = {}
+def _rows(schedule: Schedule, rank: int) -> _Rows:
+    rows: _Rows = {}
     for position, op in enumerate(schedule.ops[rank]):
-        if not 0 <= op.microbatch < schedule.num_microbatches or not 0 <= op.chunk < schedule.num_chunks:
+        kind, microbatch, chunk = op
+        row = rows.get((kind, chunk))
+        if not 0 <= microbatch < schedule.num_microbatches or (row is None and not 0 <= chunk < schedule.num_chunks):
             raise schedule.invalid(
                 f"rank {rank} runs {op}, but there are {schedule.num_microbatches} microbatches "
                 f"and {schedule.num_chunks} chunks",
             )
-        if op in positions:
+        if row is None:
+            row = rows[kind, chunk] = [-1] * schedule.num_microbatches
+        if row[microbatch] >= 0:
             raise schedule.invalid(f"rank {rank} runs {op} twice")
-        positions[op] = position
-    return positions
+        row[microbatch] = position
+    return rows
 
 
 _IN_ORDER = tuple(kind for kind, facts in KINDS.items() if facts.in_order)
@@ -96,24 +104,30 @@ def _makers(result: OpKind) -> tuple[OpKind, ...]:
     return tuple(sorted(makers, key=lambda kind: len(KINDS[kind].makes), reverse=True))
 
 
+_MADE_IN_ORDER = {
+    kind: tuple(result for result in facts.makes if KINDS[result].in_order) for kind, facts in KINDS.items()
+}
+"""For every kind of operation, those of its results."""
 _MAKERS = {result: _makers(result) for result in KINDS}
 """For every result, the kinds of operation that make it, those that make more than that first."""
 
 
-def _check_complete(schedule: Schedule, positions: _Positions) -> None:
-    for rank, here in enumerate(positions):
-        for chunk in range(schedule.num_chunks):
-            results = _expected(schedule, rank, chunk)
-            for microbatch in range(schedule.num_microbatches):
-                for result in results:
-                    ops = [op for kind in _MAKERS[result] if (op := Op(kind, microbatch, chunk)) in here]
-                    if not ops:
-                        raise schedule.invalid(f"rank {rank} lacks {Op(result, microbatch, chunk)}")
-                    if len(ops) > 1:
-                        raise schedule.invalid(f"rank {rank} runs {ops[0]} and also {ops[1]}")
-            for op in here:
-                if op.chunk == chunk and op.kind in VOCABULARY and op.kind not in results:
-                    raise schedule.invalid(f"rank {rank} runs {op}, which has no place there")
+def _check_complete(schedule: Schedule, rank: int, rows: _Rows) -> None:
+    for chunk in range(schedule.num_chunks):
+        results = _expected(schedule, rank, chunk)
+        makers = {result: [kind for kind in _MAKERS[result] if (kind, chunk) in rows] for result in results}
+        if any(len(kinds) != 1 or -1 in rows[kinds[0], chunk] for kinds in makers.values()):
+            for microbatch, result in product(range(schedule.num_microbatches), results):
+                kinds = [kind for kind in makers[result] if rows[kind, chunk][microbatch] >= 0]
+                if not kinds:
+                    raise schedule.invalid(f"rank {rank} lacks {Op(result, microbatch, chunk)}")
+                if len(kinds) > 1:
+                    ops = (Op(kind, microbatch, chunk) for kind in kinds)
+                    raise schedule.invalid(f"rank {rank} runs {' and also '.join(map(str, ops))}")
+        for kind, other in rows:
+            if other == chunk and kind in VOCABULARY and kind not in results:
+                op = next(op for op in schedule.ops[rank] if (op.kind, op.chunk) == (kind, chunk))
+                raise schedule.invalid(f"rank {rank} runs {op}, which has no place there")
 
 
 def _expected(schedule: Schedule, rank: int, chunk: int) -> list[OpKind]:
@@ -131,71 +145,100 @@ def _expected(schedule: Schedule, rank: int, chunk: int) -> list[OpKind]:
     ]
 
 
-def _check_order(schedule: Schedule) -> None:
-    for rank, ops in enumerate(schedule.ops):
-        last: dict[tuple[OpKind, int], Op] = {}
-        for op in ops:
-            for result in KINDS[op.kind].makes:
-                what = KINDS[result].in_order
-                before = last.get((result, op.chunk))
-                if what and before is not None and before.microbatch > op.microbatch:
-                    raise schedule.invalid(
-                        f"rank {rank} runs {op} after {before}: {what} of a stage go in microbatch order"
-                    )
-                last[result, op.chunk] = op
+def _check_order(schedule: Schedule, rank: int) -> None:
+    last: dict[tuple[OpKind, int], Op] = {}
+    for op in schedule.ops[rank]:
+        kind, microbatch, chunk = op
+        for result in _MADE_IN_ORDER[kind]:
+            before = last.get((result, chunk))
+            if before is not None and before.microbatch > microbatch:
+                raise schedule.invalid(
+                    f"rank {rank} runs {op} after {before}: {KINDS[result].in_order} of a stage go in microbatch order"
+                )
+            last[result, chunk] = op
 
 
-def _check_own_rank(schedule: Schedule, positions: _Positions) -> None:
+def _check_own_rank(schedule: Schedule, rank: int, rows: _Rows) -> None:
     """What an operation needs from its own rank stands before it."""
     placement = schedule.placement
-    for rank, here in enumerate(positions):
-        for op, position in here.items():
-            if op.kind in COMMUNICATION:
+    for (kind, chunk), row in rows.items():
+        if kind in COMMUNICATION:
+            continue
+        for need, stage, is_remote, _ in sources(placement, kind, placement.stage_of(rank, chunk)):
+            if is_remote:
                 continue
-            for result, stage, microbatch in dependencies(schedule, rank, op):
-                if placement.rank_of(stage) != rank:
+            made_by = [(maker, placement.chunk_of(stage)) for maker in _MAKERS[need.result]]
+            made = _merged([rows[maker] for maker in made_by if maker in rows], schedule.num_microbatches)
+            for microbatch, position in enumerate(row):
+                needed = microbatch - need.num_before
+                if position < 0 or needed < 0 or 0 <= made[needed] < position:
                     continue
-                makers = [Op(kind, microbatch, placement.chunk_of(stage)) for kind in _MAKERS[result]]
-                needed = next((maker for maker in makers if maker in here), None)
-                if needed is None:
-                    raise schedule.invalid(f"rank {rank} lacks {makers[-1]} for {op}")
-                if here[needed] > position:
-                    raise schedule.invalid(f"rank {rank} runs {op} before {needed}, which it needs")
+                op = Op(kind, microbatch, chunk)
+                if made[needed] >= 0:
+                    raise schedule.invalid(
+                        f"rank {rank} runs {op} before {schedule.ops[rank][made[needed]]}, which it needs"
+                    )
+                if not need.is_optional:
+                    maker, its_chunk = made_by[-1]
+                    raise schedule.invalid(f"rank {rank} lacks {Op(maker, needed, its_chunk)} for {op}")
 
 
-def _check_messages(schedule: Schedule, positions: _Positions) -> None:
+def _merged(rows: Sequence[Sequence[int]], num_microbatches: int) -> Sequence[int]:
+    """For every microbatch, where the first of these operations stands that the rank has; -1 where it has none."""
+    if len(rows) == 1:
+        return rows[0]
+    return [next((row[k] for row in rows if row[k] >= 0), -1) for k in range(num_microbatches)]
+
+
+def _check_messages(schedule: Schedule, rank: int, rows: _Rows) -> None:
     """Every tensor that enters or leaves a rank has its receive or send, on the right side of the operation."""
-    placement = schedule.placement
-    for rank, here in enumerate(positions):
-        unused = {op for op in here if op.kind in COMMUNICATION}
-        for op, position in here.items():
-            if op.kind in COMMUNICATION:
+    placement, none = schedule.placement, [-1] * schedule.num_microbatches
+    unused = {key: list(row) for key, row in rows.items() if key[0] in COMMUNICATION}
+    for (kind, chunk), row in rows.items():
+        if kind in COMMUNICATION:
+            continue
+        first = Op(kind, 0, chunk)
+        brings = (receive_before(placement, rank, first), exchange_before(schedule, rank, first))
+        carries = (send_after(placement, rank, first), *exchanges_after(schedule, rank, first))
+        for message, is_before in (*((each, True) for each in brings), *((each, False) for each in carries)):
+            if message is None:
                 continue
-            brings = (receive_before(placement, rank, op), exchange_before(schedule, rank, op))
-            carries = (send_after(placement, rank, op), *exchanges_after(schedule, rank, op))
-            for message in (*brings, *carries):
-                if message is not None and message not in here:
-                    raise schedule.invalid(f"rank {rank} lacks {message} for {op}")
-            for message in brings:
-                if message is not None and here[message] > position:
-                    raise schedule.invalid(f"rank {rank} runs {op} before {message}, which it needs")
-            for message in carries:
-                if message is not None and here[message] < position:
+            key = message.kind, message.chunk
+            places, left = rows.get(key, none), unused.get(key, none)
+            for microbatch, (position, place) in enumerate(zip(row, places, strict=True)):
+                if position < 0:
+                    continue
+                if place < 0 or (place < position) != is_before:
+                    op, message = first._replace(microbatch=microbatch), message._replace(microbatch=microbatch)
+                    if place < 0:
+                        raise schedule.invalid(f"rank {rank} lacks {message} for {op}")
+                    if is_before:
+                        raise schedule.invalid(f"rank {rank} runs {op} before {message}, which it needs")
                     raise schedule.invalid(f"rank {rank} runs {message} before {op}, which makes the tensor")
-            unused.difference_update(brings, carries)
-        for kind in collective_kinds(schedule):
-            for microbatch in range(schedule.num_microbatches):
-                if Op(kind, microbatch) not in here:
-                    raise schedule.invalid(f"rank {rank} lacks {Op(kind, microbatch)}, in which all ranks take part")
-                unused.discard(Op(kind, microbatch))
-        if unused:
-            raise schedule.invalid(f"rank {rank} runs {min(unused)}, but no such message enters or leaves it")
+                left[microbatch] = -1
+    for kind in collective_kinds(schedule):
+        row = rows.get((kind, 0), none)
+        if -1 in row:
+            raise schedule.invalid(f"rank {rank} lacks {Op(kind, row.index(-1))}, in which all ranks take part")
+        unused.pop((kind, 0), None)
+    left_over = [
+        Op(kind, microbatch, chunk)
+        for (kind, chunk), row in unused.items()
+        for microbatch, position in enumerate(row)
+        if position >= 0
+    ]
+    if left_over:
+        raise schedule.invalid(f"rank {rank} runs {min(left_over)}, but no such message enters or leaves it")
 
 
 def _check_collectives(schedule: Schedule) -> None:
     """All ranks run their collectives in one order."""
+    if schedule.kinds.isdisjoint(COLLECTIVES):
+        return
     first, *others = ([op for op in ops if op.kind in COLLECTIVES] for ops in schedule.ops)
     for rank, collectives in enumerate(others, 1):
+        if collectives == first:
+            continue
         for expected, collective in zip(first, collectives, strict=True):
             if collective != expected:
                 raise schedule.invalid(
@@ -207,18 +250,28 @@ def _check_collectives(schedule: Schedule) -> None:
 def _check_channels(schedule: Schedule) -> None:
     """The k-th send of every channel and its k-th receive name the same message."""
     placement = schedule.placement
-    received: dict[tuple[int, int], deque[Op]] = defaultdict(deque)
+    received: dict[tuple[int, int], list[Op]] = defaultdict(list)
     for rank, ops in enumerate(schedule.ops):
+        append = {}
         for op in ops:
-            if op.kind in RECEIVES:
-                received[placement.peer_of(rank, op), rank].append(op)
+            kind, _, chunk = op
+            if kind in RECEIVES:
+                if (kind, chunk) not in append:
+                    append[kind, chunk] = received[placement.peer_of(rank, op), rank].append
+                append[kind, chunk](op)
+    in_line = {channel: iter(ops) for channel, ops in received.items()}
     for source, ops in enumerate(schedule.ops):
+        receives = {}
         for send in ops:
-            if send.kind not in SENDS:
+            kind, microbatch, chunk = send
+            if kind not in SENDS:
                 continue
-            destination, expected = other_end(placement, source, send)
-            receive = received[source, destination].popleft()
-            if receive != expected:
+            if (kind, chunk) not in receives:
+                destination, expected = other_end(placement, source, send)
+                receives[kind, chunk] = (destination, expected.kind, expected.chunk)
+            destination, expected_kind, expected_chunk = receives[kind, chunk]
+            receive = next(in_line[source, destination])
+            if receive != (expected_kind, microbatch, expected_chunk):
                 raise schedule.invalid(
                     f"rank {source} runs {send} where rank {destination} runs {receive}: "
                     f"the messages of a channel must have the same order at both ends",
