@@ -7,14 +7,14 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
-from operator import itemgetter
 from typing import NamedTuple
 
 from megatron.zero_bubble.schedule.collector import paused_collector
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import Deadlock, ScheduleError
 from megatron.zero_bubble.schedule.graph import message_time, other_end, receive_before, send_after
-from megatron.zero_bubble.schedule.ir import Op, Schedule
+from megatron.zero_bubble.schedule.ir import Op, Placement, Schedule
+from megatron.zero_bubble.schedule.kinds import OpKind
 from megatron.zero_bubble.schedule.lower_collectives import PlacedCollective, place_collectives
 from megatron.zero_bubble.schedule.serial_order import SerialOrder, unit_costs
 from megatron.zero_bubble.schedule.simulate import simulate
@@ -100,24 +100,50 @@ def _channels(schedule: Schedule, costs: StageCosts) -> list[_Channel]:
     placement = schedule.placement
     consumers: list[dict[Op, int]] = [{} for _ in schedule.ops]
     for rank, ops in enumerate(schedule.ops):
+        receives: dict[tuple[OpKind, int], Op | None] = {}
         for position, op in enumerate(ops):
-            receive = receive_before(placement, rank, op)
+            kind, microbatch, chunk = op
+            if (kind, chunk) not in receives:
+                receives[kind, chunk] = receive_before(placement, rank, op)
+            receive = receives[kind, chunk]
             if receive is not None:
-                consumers[rank][receive] = position
+                consumers[rank][Op(receive.kind, microbatch, receive.chunk)] = position
     messages: dict[tuple[int, int], list[_Message]] = defaultdict(list)
     for source, ops in enumerate(schedule.ops):
+        routes: dict[tuple[OpKind, int], _Route | None] = {}
         for maker, op in enumerate(ops):
-            send = send_after(placement, source, op)
-            if send is None:
+            kind, microbatch, chunk = op
+            if (kind, chunk) not in routes:
+                routes[kind, chunk] = _route(placement, costs, source, op)
+            route = routes[kind, chunk]
+            if route is None:
                 continue
-            destination, receive = other_end(placement, source, send)
-            consumer = consumers[destination].pop(receive, None)
+            receive = Op(route.receive.kind, microbatch, route.receive.chunk)
+            consumer = consumers[route.destination].pop(receive, None)
             if consumer is None:
-                raise schedule.invalid(f"rank {source} makes {op}, but rank {destination} never uses it")
-            time = message_time(placement, costs, source, send)
-            messages[source, destination].append(_Message(send, maker, receive, consumer, time))
+                raise schedule.invalid(f"rank {source} makes {op}, but rank {route.destination} never uses it")
+            send = Op(route.send.kind, microbatch, chunk)
+            messages[source, route.destination].append(_Message(send, maker, receive, consumer, route.time))
     _check_all_made(schedule, consumers)
     return [_Channel(*ends, messages[ends]) for ends in sorted(messages)]
+
+
+class _Route(NamedTuple):
+    """Where the results of all operations of one kind and chunk go, with the operations for one microbatch."""
+
+    destination: int
+    send: Op
+    receive: Op
+    time: float
+
+
+def _route(placement: Placement, costs: StageCosts, source: int, op: Op) -> _Route | None:
+    """Return the route of results such as that of `op` of rank `source`; None if no other rank wants them."""
+    send = send_after(placement, source, op)
+    if send is None:
+        return None
+    destination, receive = other_end(placement, source, send)
+    return _Route(destination, send, receive, message_time(placement, costs, source, send))
 
 
 def _check_all_made(schedule: Schedule, unmatched: list[dict[Op, int]]) -> None:
@@ -149,10 +175,12 @@ def _with_communication(
     for computations, communication in zip(schedule.ops, inserted, strict=True):
         lowered: list[Op] = []
         done = 0
-        for before, *_, op in sorted(communication, key=itemgetter(0, 1, 2, 3)):
-            lowered += computations[done:before]
+        communication.sort()
+        for before, *_, op in communication:
+            if before > done:
+                lowered += computations[done:before]
+                done = before
             lowered.append(op)
-            done = before
         ops.append((*lowered, *computations[done:]))
     return replace(schedule, ops=tuple(ops))
 

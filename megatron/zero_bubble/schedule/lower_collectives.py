@@ -11,7 +11,7 @@ from typing import NamedTuple
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.graph import collective_kinds, collective_time, exchange_before, exchanges_after
 from megatron.zero_bubble.schedule.ir import Op, Schedule
-from megatron.zero_bubble.schedule.kinds import COLLECTIVES
+from megatron.zero_bubble.schedule.kinds import COLLECTIVES, OpKind
 from megatron.zero_bubble.schedule.serial_order import SerialOrder
 
 
@@ -98,11 +98,18 @@ def _collectives(schedule: Schedule, order: SerialOrder) -> list[_Collective]:
     }
     users: dict[Op, list[tuple[int, int]]] = {collective: [] for collective in makers}
     for rank, ops in enumerate(schedule.ops if makers else ()):
+        ends: dict[tuple[OpKind, int], list[tuple[OpKind, dict[Op, list[tuple[int, int]]]]]] = {}
+        """Kind and chunk -> the kinds of collectives that such operations use and make."""
         for position, op in enumerate(ops):
-            used = exchange_before(schedule, rank, op)
-            for collective, where in ((used, users), *((made, makers) for made in exchanges_after(schedule, rank, op))):
-                if collective is not None:
-                    where.setdefault(collective, []).append((rank, position))
+            kind, microbatch, chunk = op
+            if (kind, chunk) not in ends:
+                used = exchange_before(schedule, rank, op)
+                made = exchanges_after(schedule, rank, op)
+                ends[kind, chunk] = [(each.kind, makers) for each in made]
+                if used is not None:
+                    ends[kind, chunk].append((used.kind, users))
+            for collective, where in ends[kind, chunk]:
+                where.setdefault(Op(collective, microbatch), []).append((rank, position))
     collectives = (_bounds(schedule, order, op, made_at, users.get(op, ())) for op, made_at in makers.items())
     return sorted(collectives, key=attrgetter("last_maker"))
 

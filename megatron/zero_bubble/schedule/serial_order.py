@@ -6,7 +6,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise, zip_longest
+from operator import add
 
 from megatron.zero_bubble.schedule.costs import VOCABULARY_COSTS, StageCosts
 from megatron.zero_bubble.schedule.ir import Op
@@ -41,32 +42,53 @@ class SerialOrder:
 
     def __init__(self, timeline: Timeline) -> None:
         self._schedule = timeline.schedule
-        ops = timeline.schedule.ops
-        self.phases = [Phases(rank_ops) for rank_ops in ops]
+        self.phases = [Phases(ops) for ops in timeline.schedule.ops]
         self.starts: list[list[float]] = []
         self.ends: list[list[float]] = []
         end = max((lane[-1].end for lane in timeline.lanes if lane), default=0)
         for lane, here in zip(timeline.lanes, self.phases, strict=True):
-            shifts: list[float] = []
-            for number, (begin, next_begin) in enumerate(pairwise((*here.begins, len(lane) + 1))):
-                # The last operation of a phase is VALIDATE, which comes after those of all ranks.
-                shifts += [3 * number * end] * (next_begin - 1 - begin) + [(3 * number + 2) * end]
-            self.starts.append([timed.start + shift for timed, shift in zip(lane, shifts, strict=False)])
-            self.ends.append([timed.end + shift for timed, shift in zip(lane, shifts, strict=False)])
-        self.numbers: list[list[int]] = [[0] * len(rank_ops) for rank_ops in ops]
+            starts, ends = [timed.start for timed in lane], [timed.end for timed in lane]
+            if len(here.begins) > 1:
+                shifts: list[float] = []
+                for number, (begin, next_begin) in enumerate(pairwise((*here.begins, len(lane) + 1))):
+                    # The last operation of a phase is VALIDATE, which comes after those of all ranks.
+                    shifts += [3 * number * end] * (next_begin - 1 - begin) + [(3 * number + 2) * end]
+                starts, ends = (list(map(add, times, shifts)) for times in (starts, ends))
+            self.starts.append(starts)
+            self.ends.append(ends)
+        self.numbers = self._numbered(timeline)
         """For every rank, the place of each of its computations in the order."""
-        self.first_of_phase: list[int] = []
+        begins = zip_longest(*(here.begins[1:] for here in self.phases))
+        self.first_of_phase = [
+            min(self.numbers[rank][begin - 1] for rank, begin in enumerate(ranks) if begin is not None)
+            for ranks in begins
+        ]
         """For every phase but the first, the place of the first VALIDATE that begins it."""
-        keyed = []
-        for rank, lane in enumerate(timeline.lanes):
-            for position, (op, start, stop) in enumerate(lane):
-                phase = 2 * self.phases[rank].of(position) + (op.kind is OpKind.VALIDATE)
-                turn = (0.0, False) if stop > start else self._turn(rank, position)
-                keyed.append((phase, stop, turn, rank, position))
-        for number, (phase, *_, rank, position) in enumerate(sorted(keyed)):
-            self.numbers[rank][position] = number
-            if phase > 2 * len(self.first_of_phase):
-                self.first_of_phase.append(number)
+
+    def _numbered(self, timeline: Timeline) -> list[list[int]]:
+        stops = [timed.end for lane in timeline.lanes for timed in lane]
+        firsts = [*accumulate(map(len, timeline.lanes), initial=0)]
+        """Rank -> which of all computations is its first one."""
+        turns = {
+            first + position: self._turn(rank, position)
+            for rank, (first, lane) in enumerate(zip(firsts, timeline.lanes, strict=False))
+            for position, (_, start, stop) in enumerate(lane)
+            if not stop > start
+        }
+        # Equals keep their order when they are sorted, so that what decides first is sorted by last.
+        order = [k for k in range(len(stops)) if k not in turns] + sorted(turns, key=turns.__getitem__)
+        order.sort(key=stops.__getitem__)
+        if OpKind.VALIDATE in timeline.schedule.kinds:
+            phases = [
+                2 * here.of(position) + (timed.op.kind is OpKind.VALIDATE)
+                for lane, here in zip(timeline.lanes, self.phases, strict=True)
+                for position, timed in enumerate(lane)
+            ]
+            order.sort(key=phases.__getitem__)
+        numbers = [0] * len(order)
+        for number, computation in enumerate(order):
+            numbers[computation] = number
+        return [numbers[first:end] for first, end in pairwise(firsts)]
 
     def _turn(self, rank: int, position: int) -> tuple[float, bool]:
         """What decides between operations that take no time and end at the same moment.

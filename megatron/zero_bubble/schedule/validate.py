@@ -79,6 +79,8 @@ def validate(schedule: Schedule) -> None:
 
 def _rows(schedule: Schedule, rank: int) -> _Rows:
     rows: _Rows = {}
+    # Where a rank has fewer operations than there are microbatches, it lacks one of the first of them.
+    size = min(schedule.num_microbatches, 1 + len(schedule.ops[rank]))
     for position, op in enumerate(schedule.ops[rank]):
         kind, microbatch, chunk = op
         row = rows.get((kind, chunk))
@@ -88,7 +90,9 @@ def _rows(schedule: Schedule, rank: int) -> _Rows:
                 f"and {schedule.num_chunks} chunks",
             )
         if row is None:
-            row = rows[kind, chunk] = [-1] * schedule.num_microbatches
+            row = rows[kind, chunk] = [-1] * size
+        if microbatch >= size:
+            continue
         if row[microbatch] >= 0:
             raise schedule.invalid(f"rank {rank} runs {op} twice")
         row[microbatch] = position
@@ -117,7 +121,8 @@ def _check_complete(schedule: Schedule, rank: int, rows: _Rows) -> None:
         results = _expected(schedule, rank, chunk)
         makers = {result: [kind for kind in _MAKERS[result] if (kind, chunk) in rows] for result in results}
         if any(len(kinds) != 1 or -1 in rows[kinds[0], chunk] for kinds in makers.values()):
-            for microbatch, result in product(range(schedule.num_microbatches), results):
+            size = min(schedule.num_microbatches, 1 + len(schedule.ops[rank]))
+            for microbatch, result in product(range(size), results):
                 kinds = [kind for kind in makers[result] if rows[kind, chunk][microbatch] >= 0]
                 if not kinds:
                     raise schedule.invalid(f"rank {rank} lacks {Op(result, microbatch, chunk)}")
