@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from operator import itemgetter
 from typing import NamedTuple
 
 from megatron.zero_bubble.schedule.costs import StageCosts
@@ -25,26 +26,31 @@ def memory_held(schedule: Schedule, costs: StageCosts, rank: int) -> Iterator[tu
     that of the costs' memory.
     """
     held: float = 0
-    for op, change in _changes(schedule, costs.memory(), rank):
+    ops = tuple(schedule.compute_ops(rank))
+    for op, change in zip(ops, _changes(schedule, costs.memory(), rank, ops), strict=True):
         yield op, held + change if change > 0 else held, held + change
         held += change
 
 
-def _changes(schedule: Schedule, by_kind: Mapping[OpKind, Sequence[float]], rank: int) -> Iterator[tuple[Op, float]]:
-    """Yield every compute operation of `rank` with its change of memory; `by_kind` has that of every kind and stage."""
+def _changes(
+    schedule: Schedule, by_kind: Mapping[OpKind, Sequence[float]], rank: int, ops: Sequence[Op]
+) -> Iterable[float]:
+    """The change of memory of these operations of `rank`; `by_kind` has that of every kind and stage."""
     stages = schedule.placement.stages_of(rank)
     changes = {(kind, chunk): by_kind[kind][stage] for kind in by_kind for chunk, stage in enumerate(stages)}
-    allocates_later = {
-        kind: tuple(later for later in kinds if later in schedule.kinds) for kind, kinds in _ALLOCATES_LATER.items()
+    alone = map(changes.__getitem__, map(itemgetter(0, 2), ops))
+    allocates_later = [
+        (kind, later) for kind, kinds in _ALLOCATES_LATER.items() for later in kinds if later in schedule.kinds
+    ]
+    if not allocates_later:
+        return alone
+    different = {
+        (kind, microbatch, chunk): changes[kind, chunk] - changes[later, chunk]
+        for kind, later in allocates_later
+        for other, microbatch, chunk in ops
+        if other is later
     }
-    ops = schedule.op_sets[rank] if any(allocates_later.values()) else frozenset()
-    for op in schedule.compute_ops(rank):
-        kind, microbatch, chunk = op
-        change = changes[kind, chunk]
-        for later in allocates_later.get(kind, ()):
-            if (later, microbatch, chunk) in ops:
-                change -= changes[later, chunk]
-        yield op, change
+    return map(different.get, ops, alone)
 
 
 class PeakMemory(NamedTuple):
@@ -70,8 +76,6 @@ def _peak(schedule: Schedule, costs: StageCosts, rank: int) -> PeakMemory:
 def peak_memory(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
     """For every rank, the most that its operations hold at once."""
     by_kind = costs.memory()
+    lanes = schedule.without_communication().ops
     # What releases memory holds no more while it runs than was held after the operation before it.
-    return tuple(
-        max(accumulate((change for _, change in _changes(schedule, by_kind, rank)), initial=0))
-        for rank in range(schedule.num_ranks)
-    )
+    return tuple(max(accumulate(_changes(schedule, by_kind, rank, ops), initial=0)) for rank, ops in enumerate(lanes))

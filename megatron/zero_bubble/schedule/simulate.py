@@ -71,7 +71,11 @@ class _Step(NamedTuple):
     """What all operations of one kind in one stage have in common."""
 
     time: float
+    plain_waits: tuple[tuple[int, float | None], ...]
+    """The slot and transit of every wait, where all are for results of the same microbatch that no rank lacks, and
+    occupy nobody."""
     waits: tuple[_Wait, ...]
+    """The waits, where any is not as plain as that."""
     slots: tuple[int, ...]
     """Where the ends of microbatch 0's results are noted."""
     sending: float
@@ -134,7 +138,10 @@ class _Simulation:
         slots = tuple(self._slot(result, stage) for result in KINDS[kind].makes)
         message = None if self._overlaps else send_after(placement, rank, Op(kind, 0, chunk))
         sending = message_time(placement, costs, rank, message)
-        return _Step(self._times[kind][stage], tuple(waits), slots, sending)
+        plain: tuple[tuple[int, float | None], ...] = ()
+        if not any(wait.num_before or wait.is_optional or wait.occupies for wait in waits):
+            plain, waits = tuple((wait.slot, wait.transit) for wait in waits), []
+        return _Step(self._times[kind][stage], plain, tuple(waits), slots, sending)
 
     def run(self) -> tuple[tuple[TimedOp, ...], ...]:
         """Return the timed operations of every rank. Raises `Deadlock`."""
@@ -183,8 +190,15 @@ class _Simulation:
             step = steps.get((kind, chunk))
             if step is None:
                 step = steps[kind, chunk] = self._step(rank, kind, chunk)
-            time, waits, slots, sending = step
+            time, plain_waits, waits, slots, sending = step
             start = free
+            for slot, transit in plain_waits:
+                made = ends[slot + microbatch]
+                if made is None:
+                    blocked.setdefault(slot + microbatch, []).append(rank)
+                    return free
+                if transit is not None and made + transit > start:
+                    start = made + transit
             for slot, num_before, is_optional, transit, occupies in waits:
                 if microbatch < num_before or (is_optional and not is_made[slot + microbatch]):
                     continue

@@ -71,6 +71,7 @@ class EventLoop(ABC):
         self.num_microbatches = problem.num_microbatches
         self.duration = problem.duration
         self.latency = problem.latency
+        self.message = problem.message
         self.allocation = problem.allocation
         self.work = list(problem.work)
         """Rank -> time that all its operations occupy it, going by the microbatches that it has dropped so far."""
@@ -119,33 +120,31 @@ class EventLoop(ABC):
 
     def start(self, code: int, rank: int, now: float, events: list[tuple[float, int]]) -> None:
         """Run the operation `code` on `rank`, from `now`."""
-        if self.orders[rank]:
-            span = self.span_so_far(rank, now)
+        order, size = self.orders[rank], self.num_stages
+        if order:
+            span = now - self.begin[rank] + self.work[rank] - self.worked[rank]
             if span > self.target:
                 self.target = span
         else:
             self.begin[rank] = now + self.problem.receiving[code]
-        self.orders[rank].append(code)
-        size = self.num_stages
-        if code >= 4 * size:
-            self.drop(code - 4 * size, rank)
-        self.done[code % (4 * size)] += 1
+        order.append(code)
         duration = self.duration[code]
-        end = now + self.latency[code]
-        self.end[rank] = end
-        self.free[rank] = now + duration
+        self.end[rank] = end = now + self.latency[code]
+        self.free[rank] = free = now + duration
         self.worked[rank] += duration
         self.held[rank] += self.allocation[code]
-        heappush(events, (self.free[rank], rank))
+        heappush(events, (free, rank))
         if code >= 4 * size:
             code -= 4 * size
+            self.drop(code, rank)
+        self.done[code] += 1
         if code < size:
             if code + 1 < size:
-                self.arrive(code + 1, end + self.problem.message[code], rank, events)
+                self.arrive(code + 1, end + self.message[code], rank, events)
             else:
                 self.arrivals[size + code].append(end)
         elif size < code < 2 * size:
-            self.arrive(code - 1, end + self.problem.message[code - size - 1], rank, events)
+            self.arrive(code - 1, end + self.message[code - size - 1], rank, events)
 
     def drop(self, stage: int, rank: int) -> None:
         """Note that the next microbatch of `stage` needs an R."""

@@ -160,17 +160,18 @@ def recomputed_where_needed(problem: Problem, best: Callable[[Problem], Schedule
     keeping = problem.keeping_everything()
     held = problem.placement.sums([footprint.whole for footprint in problem.footprints])
     everything = tuple(map(max, problem.limits, (problem.num_microbatches * whole for whole in held)))
-    candidates = []
+    candidates, costs = [], []
     if keeping.is_feasible:
         candidates.append(best(keeping))
+        costs.append(_cost(candidates[0], problem))
         unlimited = replace(keeping, limits=everything)
-        cost = _cost(candidates[0], problem) * (1 - 1e-9)
+        cost = costs[0] * (1 - 1e-9)
         if keeping == unlimited or cost <= unlimited.aim or cost <= _cost(best(unlimited), problem):
             return candidates[0]
     problem.check_feasible()
-    candidates.append(best(problem))
-    candidates.append(best(replace(problem, recompute=Recompute.FULL)))
-    costs = [_cost(schedule, problem) for schedule in candidates]
+    for every in (problem, replace(problem, recompute=Recompute.FULL)):
+        candidates.append(best(every))
+        costs.append(_cost(candidates[-1], problem))
     longest = min(costs) + tolerance(min(costs))
     equals = [schedule for schedule, cost in zip(candidates, costs, strict=True) if cost <= longest]
     return min(equals, key=num_recomputed)
