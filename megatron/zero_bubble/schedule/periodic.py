@@ -93,7 +93,7 @@ class _Period(NamedTuple):
     @property
     def displaced(self) -> float:
         """How many operations stand between those of the period without being part of it, for each that is."""
-        return sum(len(part.displaced) for part in self.parts) / sum(len(part.period) for part in self.parts)
+        return sum(part.end - part.begin - part.size for part in self.parts) / sum(part.size for part in self.parts)
 
 
 class _Part(NamedTuple):
@@ -103,28 +103,39 @@ class _Part(NamedTuple):
     """The position of the first operation of the period."""
     end: int
     """The position behind the last one."""
-    period: Sequence[Op]
-    displaced: Sequence[Op]
-    """Operations that come after the period, but stand before its end."""
+    size: int
+    """How many operations of the period stand there. The others come after it."""
+    behind: dict[tuple[OpKind, int], int]
+    """Kind and chunk -> the first microbatch after the period."""
 
 
 def _repeated(schedule: Schedule, period: _Period, count: int) -> Schedule:
     """The schedule with the period `count` times more."""
-    length = period.length
+    length, num_microbatches = period.length, schedule.num_microbatches + count * period.length
+    every = {
+        (kind, chunk): [Op(kind, microbatch, chunk) for microbatch in range(num_microbatches)]
+        for kind in schedule.kinds
+        for chunk in range(schedule.num_chunks)
+    }
+    """Kind and chunk -> their operations, which all ranks share."""
+
+    def later(ops: Sequence[Op], shift: int) -> list[Op]:
+        """The same operations of microbatches that come `shift` later."""
+        return [every[kind, chunk][microbatch + shift] for kind, microbatch, chunk in ops]
+
     ranks = []
     for ops, part in zip(schedule.ops, period.parts, strict=True):
-        lane = [*ops[: part.begin], *part.period]
+        inside: list[Op] = []
+        displaced: list[Op] = []
+        for op in ops[part.begin : part.end]:
+            (inside if op.microbatch < part.behind[op.kind, op.chunk] else displaced).append(op)
+        lane = [*later(ops[: part.begin], 0), *inside]
         for number in range(1, count + 1):
-            lane += _later(part.period, number * length)
-        lane += _later(part.displaced, count * length)
-        lane += _later(ops[part.end :], count * length)
+            lane += later(inside, number * length)
+        lane += later(displaced, count * length)
+        lane += later(ops[part.end :], count * length)
         ranks.append(tuple(lane))
-    return replace(schedule, num_microbatches=schedule.num_microbatches + count * length, ops=tuple(ranks))
-
-
-def _later(ops: Sequence[Op], shift: int) -> list[Op]:
-    """The same operations of microbatches that come `shift` later."""
-    return [Op(kind, microbatch + shift, chunk) for kind, microbatch, chunk in ops]
+    return replace(schedule, num_microbatches=num_microbatches, ops=tuple(ranks))
 
 
 def _periods(timeline: Timeline, more: int) -> Iterator[_Period]:
@@ -137,8 +148,13 @@ def _periods(timeline: Timeline, more: int) -> Iterator[_Period]:
     for length in (each for each in range(1, min(2 * p, m // 2) + 1) if more % each == 0):
         for microbatch in sorted({number * (m - length) // NUM_CUTS for number in range(1, NUM_CUTS)}):
             begin = begins[microbatch]
-            parts = [part for rank in ranks if (part := rank.part(begin, length)) is not None]
-            if len(parts) == len(ranks):
+            parts = []
+            for rank in ranks:
+                part = rank.part(begin, length)
+                if part is None:
+                    break
+                parts.append(part)
+            else:
                 yield _Period(length, tuple(parts))
 
 
@@ -146,12 +162,13 @@ class _Rank:
     """The operations of one rank, to be cut at a time."""
 
     def __init__(self, lane: Sequence[TimedOp]) -> None:
-        self.ops = [timed.op for timed in lane]
         self.starts = [timed.start for timed in lane]
-        self.num_kinds = len({(op.kind, op.chunk) for op in self.ops if op.kind is not OpKind.R})
-        """How many operations it runs for every microbatch."""
-        self.restored = [(op.microbatch, op.chunk, place) for place, op in enumerate(self.ops) if op.kind is OpKind.R]
-        """Microbatch, chunk and position of every R."""
+        self.rows: dict[tuple[OpKind, int], _Row] = {}
+        """Kind and chunk -> its operations."""
+        for position, ((kind, microbatch, chunk), _, _) in enumerate(lane):
+            row = self.rows.setdefault((kind, chunk), _Row([], []))
+            row.positions.append(position)
+            row.microbatches.append(microbatch)
 
     def part(self, time: float, length: int) -> _Part | None:
         """The operations around a period that begins at `time`; None if too few are left for it.
@@ -159,25 +176,31 @@ class _Rank:
         Not every microbatch has an R. Those in the period are of as many microbatches as there are of another kind.
         """
         begin = end = bisect_left(self.starts, time)
-        first: dict[tuple[OpKind, int], int] = {}
-        """Kind and chunk -> the first microbatch of the period."""
-        missing = length * self.num_kinds
-        later = [(microbatch, chunk) for microbatch, chunk, place in self.restored if place >= begin]
-        for chunk in {chunk for _, chunk in later}:
-            forwards = (op.microbatch for op in self.ops[begin:] if op.kind is OpKind.F and op.chunk == chunk)
-            begins = min(next(forwards, 0), next(microbatch for microbatch, other in later if other == chunk))
-            first[OpKind.R, chunk] = begins
-            missing += sum(other == chunk and microbatch < begins + length for microbatch, other in later)
-        period: list[Op] = []
-        displaced: list[Op] = []
-        while missing:
-            if end == len(self.ops):
-                return None
-            op = self.ops[end]
-            end += 1
-            if op.microbatch < first.setdefault((op.kind, op.chunk), op.microbatch) + length:
-                period.append(op)
-                missing -= 1
+        size, behind = 0, {}
+        for (kind, chunk), row in self.rows.items():
+            first = bisect_left(row.positions, begin)
+            if first < len(row.positions):
+                microbatch = row.microbatches[first]
+            elif kind is OpKind.R:
+                continue
             else:
-                displaced.append(op)
-        return _Part(begin, end, period, displaced)
+                return None
+            if kind is OpKind.R:
+                forwards = self.rows[OpKind.F, chunk]
+                next_forward = bisect_left(forwards.positions, begin)
+                microbatch = min([microbatch, *forwards.microbatches[next_forward : next_forward + 1]])
+            last = max(first, bisect_left(row.microbatches, microbatch + length))
+            if kind is not OpKind.R and last - first < length:
+                return None
+            size += last - first
+            behind[kind, chunk] = microbatch + length
+            if last > first:
+                end = max(end, row.positions[last - 1] + 1)
+        return _Part(begin, end, size, behind)
+
+
+class _Row(NamedTuple):
+    """The operations of one kind and chunk of a rank, in microbatch order."""
+
+    positions: list[int]
+    microbatches: list[int]
