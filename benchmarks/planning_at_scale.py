@@ -29,16 +29,24 @@ class LargeProblem:
     """In p M_B; None for the schedule's own."""
     plans_recomputation: bool = False
     has_vocabulary: bool = False
+    num_chunks: int | None = None
+    """Interleaved model chunks a rank; None for the schedule's own."""
 
     @property
     def features(self) -> str:
+        chunks = [] if self.num_chunks is None else [f"{self.num_chunks} chunks"]
         limit = [] if self.memory_limit is None else [f"{self.memory_limit:g} p M_B"]
         return ", ".join(
-            [*limit, *["planned recomputation"] * self.plans_recomputation, *["vocabulary"] * self.has_vocabulary]
+            [
+                *chunks,
+                *limit,
+                *["planned recomputation"] * self.plans_recomputation,
+                *["vocabulary"] * self.has_vocabulary,
+            ]
         )
 
     def costs(self) -> StageCosts:
-        placement = placement_for(self.schedule, self.num_ranks)
+        placement = placement_for(self.schedule, self.num_ranks, self.num_chunks)
         size, generator = placement.num_stages, random.Random(1)
         times = tuple(generator.uniform(0.9, 1.1) for _ in range(size))
         held = 1 / placement.num_chunks
@@ -63,6 +71,7 @@ PROBLEMS = (
     LargeProblem("auto", 64, 512, 1, plans_recomputation=True, has_vocabulary=True),
     LargeProblem("auto", 64, 512, 0.7, plans_recomputation=True, has_vocabulary=True),
     LargeProblem("zb-v", 64, 512, has_vocabulary=True),
+    LargeProblem("auto", 64, 512, num_chunks=2),
     LargeProblem("auto", 128, 4096, 1),
     LargeProblem("zb-2p", 128, 4096),
     LargeProblem("zb-v", 128, 4096),
@@ -93,6 +102,7 @@ def planned(problem: LargeProblem) -> PlannedLarge:
         problem.num_ranks,
         problem.num_microbatches,
         costs=costs,
+        num_chunks=problem.num_chunks,
         memory_limit=limit,
         recompute=Recompute.PLANNED if problem.plans_recomputation else Recompute.NONE,
         vocabulary_parallel=problem.has_vocabulary,
