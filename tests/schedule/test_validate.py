@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import pickle
 from dataclasses import replace
 
@@ -144,3 +145,20 @@ def stands_nowhere_still(schedule: Schedule) -> bool:
 def test_a_limit_that_is_too_small_can_be_told_to_other_ranks():
     told = pickle.loads(pickle.dumps(Infeasible("rank 0 needs 2", 2.0)))
     assert (str(told), told.smallest_limit) == ("rank 0 needs 2", 2.0)
+
+
+def test_a_schedule_that_claims_a_billion_microbatches_lacks_some_at_once():
+    schedule = replace(generate("zb-h1", 2, 2), num_microbatches=10**9)
+    with pytest.raises(InvalidSchedule, match="rank 0 lacks F2"):
+        validate(schedule)
+
+
+@pytest.mark.parametrize("was_enabled", [True, False])
+def test_the_collector_is_afterwards_as_it_was(was_enabled):
+    try:
+        gc.enable() if was_enabled else gc.disable()
+        with pytest.raises(InvalidSchedule):
+            validate(replace(generate("zb-h1", 2, 2), num_microbatches=3))
+        assert gc.isenabled() == was_enabled
+    finally:
+        gc.enable()

@@ -12,7 +12,7 @@ def paused_collector() -> Iterator[None]:
     """Pause the collector of reference cycles, for a block or a decorated function.
 
     The operations of a long schedule are millions of tuples, none in a cycle; the collector would walk through all of
-    them again and again, in half of the time that everything takes.
+    them again and again: without it, lowering such a schedule takes half of the time.
     """
     was_enabled = gc.isenabled()
     gc.disable()
