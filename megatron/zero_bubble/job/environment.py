@@ -77,11 +77,11 @@ def _sign_of_device(environment: Mapping[str, str], nodes: Path) -> str | None:
 
 def check_num_ranks(flags: ParallelFlags, world_size: int) -> None:
     """Raise `ValueError` if the number of started ranks is not a multiple of the ranks of one model replica."""
-    tensor, pipeline = flags.tensor_model_parallel_size, flags.pipeline_model_parallel_size
-    context = flags.context_parallel_size
-    ranks = tensor * pipeline * context
+    ranks = flags.ranks_of_replica
     if world_size % ranks == 0:
         return
+    tensor, pipeline = flags.tensor_model_parallel_size, flags.pipeline_model_parallel_size
+    context = flags.context_parallel_size
     sizes = f"--tensor-model-parallel-size {tensor} x --pipeline-model-parallel-size {pipeline}"
     sizes += f" x --context-parallel-size {context}" if context > 1 else ""
     raise ValueError(

@@ -56,6 +56,11 @@ class ParallelFlags:
     )
     distributed_timeout_minutes: int = flag("minutes after which a collective gives up", 10)
 
+    @property
+    def ranks_of_replica(self) -> int:
+        """How many ranks hold one replica of the model."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
 
 @dataclass(frozen=True)
 class ReplicaFlags:

@@ -53,12 +53,12 @@ def check_script_arguments(flags: LaunchFlags, arguments: Sequence[str], environ
         # Reading a layout imports megatron-core, which `Launch` first prepares for a machine without CUDA.
         if shape.num_layers is None or shape.micro_batch_size is None or shape.pipeline_model_parallel_layout:
             return
-        ranks = shape.tensor_model_parallel_size * shape.pipeline_model_parallel_size * shape.context_parallel_size
-        step = shape.micro_batch_size * (world_size // ranks)
+        replicas = world_size // shape.ranks_of_replica
+        step = shape.micro_batch_size * replicas
         given = Namespace(**vars(shape))
         known = {
             "world_size": world_size,
-            "data_parallel_size": world_size // ranks,
+            "data_parallel_size": replicas,
             "global_batch_size": step if shape.global_batch_size is None else shape.global_batch_size,
         }
         job = flags_of(given, flags, **known)

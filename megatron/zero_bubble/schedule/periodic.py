@@ -17,18 +17,18 @@ from megatron.zero_bubble.schedule.simulate import simulate
 from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline
 
 LONG = 20_000
-"""So many F, B and W are planned one by one; a longer schedule repeats the steady state of a shorter one."""
+"""The most F, B and W that are planned one by one; a longer schedule repeats the steady state of a shorter one."""
 WARMUPS = (4, 6, 10)
 """Microbatches of the shorter schedule, as a multiple of the ranks: with the first number most ranks have filled their
 memory, and have come into their rhythm, long before their last microbatch."""
 MOST_DISPLACED = 0.1
 """The largest part of the operations of a period by which its ranks may be out of step with each other."""
 NUM_CUTS = 16
-"""At so many times, for each length, a period may begin."""
+"""How many times, spread over the schedule, are tried as the beginning of a period of each length."""
 NUM_SIMULATED = 3
-"""So many of the most regular periods that fit into memory are simulated."""
+"""How many of the most regular periods that fit into memory are simulated."""
 NUM_CHECKED = 24
-"""Of so many it is checked whether they fit."""
+"""How many of the most regular periods are compared with the memory limit."""
 
 
 def is_long(placement: Placement, num_microbatches: int) -> bool:

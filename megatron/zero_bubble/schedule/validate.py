@@ -79,8 +79,7 @@ def validate(schedule: Schedule) -> None:
 
 def _rows(schedule: Schedule, rank: int) -> _Rows:
     rows: _Rows = {}
-    # Where a rank has fewer operations than there are microbatches, it lacks one of the first of them.
-    size = min(schedule.num_microbatches, 1 + len(schedule.ops[rank]))
+    size = _row_size(schedule, rank)
     for position, op in enumerate(schedule.ops[rank]):
         kind, microbatch, chunk = op
         row = rows.get((kind, chunk))
@@ -97,6 +96,14 @@ def _rows(schedule: Schedule, rank: int) -> _Rows:
             raise schedule.invalid(f"rank {rank} runs {op} twice")
         row[microbatch] = position
     return rows
+
+
+def _row_size(schedule: Schedule, rank: int) -> int:
+    """Return how many microbatches a row has.
+
+    Where a rank has fewer operations than there are microbatches, it lacks one of the first of them.
+    """
+    return min(schedule.num_microbatches, 1 + len(schedule.ops[rank]))
 
 
 _IN_ORDER = tuple(kind for kind, facts in KINDS.items() if facts.in_order)
@@ -121,8 +128,7 @@ def _check_complete(schedule: Schedule, rank: int, rows: _Rows) -> None:
         results = _expected(schedule, rank, chunk)
         makers = {result: [kind for kind in _MAKERS[result] if (kind, chunk) in rows] for result in results}
         if any(len(kinds) != 1 or -1 in rows[kinds[0], chunk] for kinds in makers.values()):
-            size = min(schedule.num_microbatches, 1 + len(schedule.ops[rank]))
-            for microbatch, result in product(range(size), results):
+            for microbatch, result in product(range(_row_size(schedule, rank)), results):
                 kinds = [kind for kind in makers[result] if rows[kind, chunk][microbatch] >= 0]
                 if not kinds:
                     raise schedule.invalid(f"rank {rank} lacks {Op(result, microbatch, chunk)}")

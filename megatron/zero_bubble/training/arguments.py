@@ -253,8 +253,7 @@ class Arguments(
 
     @property
     def data_parallel_size(self) -> int:
-        tensor, pipeline = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
-        return self.world_size // (tensor * pipeline * self.context_parallel_size)
+        return self.world_size // self.ranks_of_replica
 
 
 FLAG_GROUPS = Arguments.__bases__

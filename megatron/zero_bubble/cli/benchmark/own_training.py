@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import fields, replace
-from math import prod
 
 from megatron.zero_bubble.cli.benchmark.arguments import PROG, BenchmarkFlags
 from megatron.zero_bubble.cli.benchmark.contestants import Contestant, megatrons_interleaved
@@ -17,15 +16,8 @@ CHUNKS = (2, 4)
 """Model chunks a rank of megatron-core's interleaved schedule, beside the number that the flags ask for."""
 _SIZES = ("--pipeline-model-parallel-size", "--global-batch-size", "--log-interval", "--rampup-batch-size")
 _OUTPUTS = (
-    *("--save", "--save-interval", "--non-persistent-save-interval", "--save-params-interval"),
-    *(
-        "--load",
-        "--pretrained-checkpoint",
-        "--tensorboard-dir",
-        "--wandb-project",
-        "--profile",
-        "--log-memory-interval",
-    ),
+    *("--save", "--save-interval", "--non-persistent-save-interval", "--save-params-interval", "--load"),
+    *("--pretrained-checkpoint", "--tensorboard-dir", "--wandb-project", "--profile", "--log-memory-interval"),
 )
 _ENDS = ("--exit-interval", "--exit-duration-in-mins", "--eval-iters", "--full-validation")
 _CHUNKS_OR_GROUPS = (
@@ -113,14 +105,13 @@ def _contestants(flags: BenchmarkFlags, args: Arguments | ScriptArguments, ours:
 
 def _num_ranks(args: Arguments | ScriptArguments, num_devices: int) -> int:
     """Ranks of a job on this machine: as many replicas as its GPUs have room for, or one."""
-    sizes = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size)
-    return prod(sizes) * max(1, num_devices // prod(sizes))
+    return args.ranks_of_replica * max(1, num_devices // args.ranks_of_replica)
 
 
 def _num_microbatches(args: Arguments | ScriptArguments, num_ranks: int) -> int:
     """Microbatches of an iteration, rounded down; the training itself refuses ranks that its parallel sizes do not
     divide."""
-    replicas = max(1, replace(args, world_size=num_ranks).data_parallel_size)
+    replicas = max(1, num_ranks // args.ranks_of_replica)
     return max(1, (args.global_batch_size or 0) // (args.micro_batch_size * replicas))
 
 

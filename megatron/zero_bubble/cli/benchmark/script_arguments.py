@@ -39,8 +39,7 @@ class ScriptArguments(ParallelFlags, _ScriptSizes):
 
     @property
     def data_parallel_size(self) -> int:
-        model_parallel = self.tensor_model_parallel_size * self.pipeline_model_parallel_size
-        return self.world_size // (model_parallel * self.context_parallel_size)
+        return self.world_size // self.ranks_of_replica
 
 
 def split_script(words: Sequence[str]) -> tuple[Path | None, tuple[str, ...]]:
