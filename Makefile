@@ -66,7 +66,7 @@ test: $(INSTALLED)
 	$(PYTEST) --numprocesses $(WORKERS) --dist loadfile $(FLAGS)
 
 test-rest: $(INSTALLED)
-	$(PYTEST) --numprocesses $(WORKERS) --dist loadfile -m exhaustive $(FLAGS)
+	$(PYTEST) --numprocesses $(WORKERS) --dist loadfile -m exhaustive --durations 10 $(FLAGS)
 
 test-all: $(INSTALLED)
 	$(PYTEST) --numprocesses $(WORKERS) --dist loadfile -m "" $(FLAGS)

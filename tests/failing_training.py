@@ -1,6 +1,6 @@
-"""`pretrain_gpt.py` in which a rank fails: its first flag is `fault:KIND@RANK@COUNT`, at the COUNT-th microbatch.
+"""`pretrain_gpt.py` in which a rank fails. The faults are functions of this file; `command` names one in a command.
 
-Kinds: `error`, an exception in the forward step; `full disk`, after which no file of the rank takes another byte.
+failing_training.py FAULT RANK MICROBATCH FLAGS...
 """
 
 from __future__ import annotations
@@ -8,28 +8,28 @@ from __future__ import annotations
 import resource
 import signal
 import sys
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-FAULT = "fault:"
 
-
-def error() -> None:
+def raise_error() -> None:
     raise RuntimeError("a planted error")
 
 
-def full_disk() -> None:
-    """Let writes fail as on a full disk, with an error and not with a signal."""
+def fill_disk() -> None:
+    """Let writes fail as on a full disk, with an error and not with a signal, but let the log grow, which is short."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
 
 
-KINDS = {"error": error, "full disk": full_disk}
+def command(fault: Callable[[], None], rank: int, microbatch: int) -> tuple[str, ...]:
+    """The words before the flags of a training in which `fault` strikes a rank as it reads this microbatch, from 1."""
+    return (__file__, fault.__name__, str(rank), str(microbatch))
 
 
-def plant(kind: str, rank: int, number: int) -> None:
-    """Let the forward step of this rank, if it is the one, fail at this microbatch."""
+def plant(fault: Callable[[], None], rank: int, microbatch: int) -> None:
     import torch.distributed as dist
 
     from megatron.zero_bubble.training import forward_step
@@ -37,8 +37,8 @@ def plant(kind: str, rank: int, number: int) -> None:
     get_batch, batches = forward_step.get_batch, count(1)
 
     def get_batch_or_fail(*args: Any, **options: Any) -> Any:
-        if next(batches) == number and dist.get_rank() == rank:
-            KINDS[kind]()
+        if next(batches) == microbatch and dist.get_rank() == rank:
+            fault()
         return get_batch(*args, **options)
 
     forward_step.get_batch = get_batch_or_fail
@@ -50,6 +50,6 @@ if __name__ == "__main__":
 
     program.substitute_cuda()
     program.substitute_cuda = lambda: None  # once is enough, and comes before megatron-core is imported
-    kind, rank, number = sys.argv.pop(1).removeprefix(FAULT).split("@")
-    plant(kind, int(rank), int(number))
+    name, rank, microbatch = (sys.argv.pop(1) for _ in range(3))
+    plant(globals()[name], int(rank), int(microbatch))
     sys.exit(program.main())

@@ -13,7 +13,9 @@ from megatron.zero_bubble.mcore.cpu import substitute_cuda
 quiet_start_up()
 substitute_cuda()
 
+import megatron.core.tokenizers.text  # noqa: E402  # with transformers, seconds that a rank would pay for
+
 import megatron.zero_bubble.training.pretrain  # noqa: E402, F401
-import tests.several_trainings  # noqa: E402, F401
+import tests.trainings  # noqa: E402, F401
 
 gc.freeze()  # collecting the modules' objects takes a second

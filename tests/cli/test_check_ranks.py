@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import sysconfig
 import time
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,14 @@ import pytest
 import torch
 
 from megatron.zero_bubble.cli.check import rank_check
+from megatron.zero_bubble.cli.check.host_collectives import stage_collectives
 from megatron.zero_bubble.cli.check.matrix import NAMES, REFERENCE, cells, chosen
 from megatron.zero_bubble.cli.check.megatron_core import provide_megatron_core
 from megatron.zero_bubble.cli.check.rank_check import RankCheck
 from megatron.zero_bubble.cli.check.rank_jobs import Backend, Ended, Limits, RankStart
+from tests.changes import Change, Run
 from tests.launch import ROOT
+from tests.trainings import run_trainings
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tries the check where there is no CUDA")
 
@@ -79,12 +84,11 @@ def verdicts(found: dict[str, Any]) -> dict[tuple[str, str], str]:
     return {(one["backend"], f"{one['layout']}: {one['cell']}"): one["verdict"] for one in trainings}
 
 
-@pytest.mark.exhaustive  # one layout of what test_numerics.py compares
+@pytest.mark.exhaustive  # test_numerics.py compares the schedule of this layout, the tests below start other ranks
 def test_ranks_over_gloo_and_through_host_memory_equal_megatron_core(tmp_path):
-    """One layout is checked, from a clone where nothing of ours is installed."""
+    """One layout is checked by the command, from a clone where nothing of ours is installed."""
     status, found, printed = run_in_a_container(tmp_path, "--cell", "interleaved-zb")
-    layout = "PP4, two chunks a rank"
-    expected = {f"{layout}: {REFERENCE}": "reference", f"{layout}: interleaved-zb": "equal"}
+    expected = {f"{OF_THE_COMMAND}: {REFERENCE}": "reference", f"{OF_THE_COMMAND}: interleaved-zb": "equal"}
     assert verdicts(found) == {
         (backend, title): verdict for backend in ("gloo", "host") for title, verdict in expected.items()
     }, found
@@ -92,11 +96,45 @@ def test_ranks_over_gloo_and_through_host_memory_equal_megatron_core(tmp_path):
     assert printed.splitlines()[-1].endswith("found.json")
 
 
-@pytest.mark.exhaustive
-def test_the_whole_matrix_equals_megatron_core(tmp_path):
-    status, found, _ = run_in_a_container(tmp_path)
-    assert set(verdicts(found).values()) == {"reference", "made", "equal"}, found
-    assert status == 0
+class Staged(Change):
+    """All collectives go through copies in host memory."""
+
+    @contextlib.contextmanager
+    def applied(self, run: Run) -> Iterator[None]:
+        undo = stage_collectives("cpu")
+        try:
+            yield
+        finally:
+            undo()
+
+
+def run_on_forked_ranks(start: RankStart, trainings: dict[str, Any]) -> dict[str, Ended]:
+    """Stands in for `RankStart.run`, whose ranks take long to start."""
+    staged = [Staged()] if start.backend.name == "host" else []
+    words = {title: [*flags, *staged] for title, flags in trainings.items()}
+    run_trainings(start.num_ranks, words, start.folder, unlogged=words)
+    return dict.fromkeys(trainings, Ended(0.0))
+
+
+OF_THE_COMMAND = "PP4, two chunks a rank"
+"""The layout that is checked by the command itself, over gloo and through host memory."""
+OVER_GLOO = ("PP4", "PP2 x TP2", "PP2 x DP2, overlapped", "PP4 from a checkpoint")
+THROUGH_HOST_MEMORY = ("PP2 x TP2", "PP2 x DP2, overlapped")
+"""Layouts whose collectives carry tensors; a pipeline's messages are in the layout of the command."""
+
+
+@pytest.mark.exhaustive  # the schedules and layouts of test_numerics.py and test_parallelism.py
+@pytest.mark.parametrize(("backend", "layouts"), [("gloo", OVER_GLOO), ("host", THROUGH_HOST_MEMORY)])
+def test_the_matrix_equals_megatron_core(backend: str, layouts: tuple[str, ...], tmp_path, monkeypatch):
+    """With the layout of the command each training of the matrix runs over gloo once."""
+    monkeypatch.setattr(RankStart, "run", run_on_forked_ranks)
+    monkeypatch.setattr(RankCheck, "_backends", lambda check: ([Backend(backend, False)], {}))
+    trainings = [cell for cell in cells("tiny", tmp_path) if cell.layout in layouts]
+    found = RankCheck(False, [], tmp_path, Limits(60.0), print).run(trainings)
+    verdicts = [(result.layout, result.cell, result.verdict) for result in found.results]
+    others = {REFERENCE: "reference", "checkpoint": "made"}
+    assert verdicts == [(cell.layout, cell.name, others.get(cell.name, "equal")) for cell in trainings]
+    assert found.passed
 
 
 def test_the_matrix_is_the_one_that_is_promised():
@@ -107,6 +145,7 @@ def test_the_matrix_is_the_one_that_is_promised():
         assert [cell.name for cell in everything if cell.layout == layout].count(REFERENCE) == 1
     assert [cell.name for cell in chosen(everything, ["zb-v"])] == ["checkpoint", REFERENCE, "zb-v"]
     assert chosen(everything, []) == everything
+    assert {cell.layout for cell in everything} == {OF_THE_COMMAND, *OVER_GLOO} > {*THROUGH_HOST_MEMORY}, "tested above"
 
 
 class Ranks:

@@ -8,7 +8,8 @@ import pytest
 
 from megatron.zero_bubble.job.layers import layers_of_layout, spread_layers, to_layout
 from tests.checked_flags import checked
-from tests.launch import TINY_GPT, Trainings
+from tests.launch import TINY_GPT
+from tests.trainings import Trainings
 
 EMBEDDING, LOSS = "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"
 FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
@@ -192,7 +193,7 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
         "ends": [*UNEVEN, *ENDS, "--zero-bubble"],
         "first": [*UNEVEN, FIRST, "3", "--zero-bubble"],
     }
-    return Trainings(2, flags, tmp_path_factory.mktemp("layers"), together=flags)
+    return Trainings(2, flags, tmp_path_factory.mktemp("layers"))
 
 
 def test_schedules_equal_megatron_cores_with_uneven_stages(trainings: Trainings) -> None:

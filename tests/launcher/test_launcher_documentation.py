@@ -1,4 +1,7 @@
-"""The page lists what is really hooked, and which versions."""
+"""The page lists what is really hooked, and which versions.
+
+Users read there whether a Megatron-LM of another version, or with changes of their own, works with the launcher.
+"""
 
 from __future__ import annotations
 

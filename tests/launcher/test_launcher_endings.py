@@ -1,7 +1,7 @@
 """However a job under the launcher ends, all of its processes are gone soon, with a status that tells how it went.
 
-`make test` runs a signal; the other endings go the ways of `tests/training/test_endings.py`, through the
-same code, and are in `make test-all`.
+`make test` runs a signal. Of the other ways to end, which `tests/training/test_endings.py` tests as well, through the
+same code, one of a kind is exhaustive here; `test_launch.py` starts the job that is done.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from pathlib import Path
 import pytest
 
 from tests.jobs import Job
-from tests.launch import ROOT, torchrun
+from tests.launch import torchrun
+from tests.launcher.script_trainings import CHECKOUT
 
 SECONDS = 60.0
 """Time for a job to be gone: see tests/training/test_endings.py."""
-SCRIPT = ROOT / "tests" / "launcher" / "checkout" / "pretrain_small.py"
+SCRIPT = CHECKOUT / "pretrain_small.py"
 FOR_EVER = ("--train-iters", "1000000")
 HANDLER = ("--exit-signal-handler",)
 POST_VALIDATION = ("--zero-bubble-post-validation", "--log-interval", "1")
-WAITING = pytest.param((), marks=pytest.mark.exhaustive, id="waiting")
-WITH_AND_WITHOUT = pytest.mark.parametrize("more", [WAITING, pytest.param(POST_VALIDATION, id="post-validation")])
+"""It has more to stop than a training without."""
 
 
 @pytest.fixture
@@ -42,14 +42,6 @@ def start(tmp_path: Path) -> Iterator:
 
 
 @pytest.mark.exhaustive
-@WITH_AND_WITHOUT
-def test_a_script_that_is_done(start, more) -> None:
-    job = start(*HANDLER, *more)
-    job.wait_until(lambda: "validation loss" in job.output)
-    assert job.end(SECONDS)[:2] == (0, []), job.errors
-
-
-@pytest.mark.exhaustive
 def test_an_error_in_the_script(start, tmp_path: Path) -> None:
     """The loader's workers end too, although the traceback keeps the loader and SIGTERM does not end them."""
     checkout = tmp_path / "checkout"
@@ -63,9 +55,8 @@ def test_an_error_in_the_script(start, tmp_path: Path) -> None:
     assert "a planted error" in job.errors[job.errors.index("FAILED\n") :], "torchrun's summary"
 
 
-@WITH_AND_WITHOUT
-def test_a_signal_saves_where_the_script_does(start, tmp_path: Path, more) -> None:
-    job = start(*HANDLER, *FOR_EVER, *more)
+def test_a_signal_saves_where_the_script_does(start, tmp_path: Path) -> None:
+    job = start(*HANDLER, *FOR_EVER, *POST_VALIDATION)
     job.wait_for_iteration(3)
     job.launcher.terminate()
     status, left, seconds = job.end(SECONDS)
@@ -76,8 +67,8 @@ def test_a_signal_saves_where_the_script_does(start, tmp_path: Path, more) -> No
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_a_signal_to_a_rank_ends_the_job(start, tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_signal_to_a_rank_ends_the_job(start, number: signal.Signals) -> None:
     job = start(*FOR_EVER)
     job.wait_for_iteration(3)
     job.ranks()[0].send_signal(number)

@@ -1,6 +1,6 @@
 """What cannot work ends in one line and a non-zero exit, before or after the script, and never in a hang.
 
-`make test` starts a process for one of these mistakes; the others reach the same lines, and are in `make test-all`.
+One mistake ends a process of its own. Those that take a running script end forked ranks, and are exhaustive.
 """
 
 from __future__ import annotations
@@ -8,18 +8,21 @@ from __future__ import annotations
 import subprocess
 import sys
 from argparse import Namespace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 from megatron.core.transformer import TransformerConfig
 
+from megatron.zero_bubble.launcher import launch as launch_module
 from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.launcher.mistakes import LauncherError
 from megatron.zero_bubble.launcher.run import Run
-from tests.launch import ROOT, environment, run
+from tests.launch import environment
+from tests.launcher.launched import launch
+from tests.launcher.script_trainings import CHECKOUT
 
-CHECKOUT = ROOT / "tests" / "launcher" / "checkout"
 FLAGS = ("--zero-bubble-cpu", "--zero-bubble-schedule", "zb-h1")
 
 
@@ -35,15 +38,15 @@ def script_arguments(**changed: object) -> Namespace:
     return settings
 
 
-def start(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "megatron.zero_bubble", str(script), *arguments]
-    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=400, check=False)
+def error_of(status: int | None, errors: str) -> str:
+    """The line that tells the mistake, of a process or job that ends by no other one."""
+    assert status == 2, errors
+    assert "Traceback" not in errors
+    return only_error(errors)
 
 
-def error_of(result: subprocess.CompletedProcess[str]) -> str:
-    assert result.returncode == 2, result.stderr
-    assert "Traceback" not in result.stderr
-    (line,) = [line for line in result.stderr.splitlines() if line.startswith("megatron.zero_bubble: error: ")]
+def only_error(errors: str) -> str:
+    (line,) = [line for line in errors.splitlines() if line.startswith("megatron.zero_bubble: error: ")]
     return line
 
 
@@ -115,9 +118,9 @@ def test_a_script_that_never_trains(tmp_path: Path) -> None:
     script = tmp_path / "prepare.py"
     script.write_text("import sys\nprint('done')\nsys.exit()\n")
     (tmp_path / "megatron").symlink_to(CHECKOUT / "megatron")
-    result = start(script, *FLAGS)
-    assert result.stdout == "done\n"
-    assert "without a training step" in error_of(result)
+    job = launch(1, script, *FLAGS)
+    assert job.output == "done\n"
+    assert "without a training step" in error_of(job.status, job.errors)
 
 
 MORE_LAYERS = """
@@ -139,10 +142,8 @@ def test_a_script_that_builds_other_layers_than_it_was_asked_for(tmp_path: Path)
     script.write_text(MORE_LAYERS)
     for name in ("megatron", "pretrain_small.py"):
         (tmp_path / name).symlink_to(CHECKOUT / name)
-    flags = ("--pipeline-model-parallel-size", "2", "--zero-bubble-cpu", "--zero-bubble-schedule", "zb-h1")
-    result = run(2, "-m", "megatron.zero_bubble", str(script), *flags, timeout=300)
-    assert result.returncode != 0
-    assert "--num-layers 4, but stages of 3, 3 layers were built, 6 in all" in result.stderr
+    job = launch(2, script, "--pipeline-model-parallel-size", "2", *FLAGS)
+    assert "--num-layers 4, but stages of 3, 3 layers were built, 6 in all" in error_of(job.status, job.errors)
 
 
 @pytest.mark.exhaustive
@@ -167,32 +168,27 @@ def test_a_script_whose_loss_is_not_per_token(tmp_path: Path, call: str, message
     script.write_text(text.replace("labels=labels, packed_seq_params=pack)\n", f"{call}\n"))
     (tmp_path / "megatron").symlink_to(CHECKOUT / "megatron")
     flags = ("--pipeline-model-parallel-size", "2", *FLAGS, "--zero-bubble-vocabulary-parallel")
-    result = run(2, "-m", "megatron.zero_bubble", str(script), *flags, timeout=300)
-    assert result.returncode != 0
-    (line,) = [line for line in result.stderr.splitlines() if line.startswith("megatron.zero_bubble: error: ")]
-    assert message in line
+    job = launch(2, script, *flags)
+    assert job.status != 0
+    assert message in only_error(job.errors)
 
 
-@pytest.fixture
-def checkout(tmp_path: Path) -> Path:
-    """A folder with a script, and what passes for a megatron-core of some version."""
-    (tmp_path / "megatron" / "core").mkdir(parents=True)
-    (tmp_path / "pretrain.py").write_text("print('not reached')\n")
-    return tmp_path
-
-
-def test_another_version_of_megatron_core(checkout: Path) -> None:
-    core = checkout / "megatron" / "core"
+def test_another_version_of_megatron_core(tmp_path: Path) -> None:
+    """The process is new: it imports another megatron-core. It shows as well how the command tells a mistake."""
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
     (core / "__init__.py").write_text("__version__ = '0.9.0'\n")
-    result = start(checkout / "pretrain.py", "--zero-bubble-schedule", "zb-h1")
-    error = error_of(result)
+    (tmp_path / "pretrain.py").write_text("print('not reached')\n")
+    flags = (str(tmp_path / "pretrain.py"), "--zero-bubble-schedule", "zb-h1")
+    command = [sys.executable, "-m", "megatron.zero_bubble", *flags]
+    result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=400, check=False)
+    error = error_of(result.returncode, result.stderr)
     assert all(words in error for words in ("0.9.0", "0.16", str(core)))
     assert result.stdout == ""
 
 
-@pytest.mark.exhaustive
-def test_a_script_without_megatron_lm_s_trainer(checkout: Path) -> None:
-    (checkout / "megatron" / "core" / "__init__.py").write_text("__version__ = '0.16.1'\n")
-    result = start(checkout / "pretrain.py", "--zero-bubble-schedule", "zb-h1")
-    assert "megatron.training" in error_of(result)
-    assert result.stdout == ""
+def test_a_script_without_megatron_lm_s_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = lambda name: None if name == "megatron.training" else find_spec(name)  # noqa: E731
+    monkeypatch.setattr(launch_module, "find_spec", find)
+    with pytest.raises(LauncherError, match=r"^megatron\.training, .* is not found: the script must lie in a checkout"):
+        launch_module.Launch(LaunchFlags(zero_bubble_schedule="zb-h1"))

@@ -33,7 +33,8 @@ from megatron.zero_bubble.training.model import build_model, transformer_config
 from megatron.zero_bubble.training.optimization import build_lr_scheduler, build_optimizer
 from megatron.zero_bubble.training.pretrain import make_data_config
 from megatron.zero_bubble.training.progress import Progress
-from tests.launch import TINY_GPT, run_forked
+from tests.launch import TINY_GPT
+from tests.ranks import run_on_ranks
 
 MICROBATCHES, VOCABULARY = 4, 128
 FLAGS = (
@@ -64,7 +65,7 @@ class Training:
 def run_job(num_ranks: int, trainings: dict[str, Training], flags: Sequence[str], folder: Path) -> dict[str, Outcome]:
     """Run trainings in one job and return what each has computed, put together from all ranks."""
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    assert run_forked(num_ranks, _run_rank, (trainings, tuple(flags), folder, store.port), timeout=240) == 0
+    assert run_on_ranks(num_ranks, _run_rank, (trainings, tuple(flags), folder, store.port), timeout=240) == 0
     return {
         name: _merged([torch.load(folder / f"{name}.{rank}.pt") for rank in range(num_ranks)]) for name in trainings
     }

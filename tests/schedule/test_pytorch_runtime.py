@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss
 
 from megatron.zero_bubble.cli.schedule_command import main
 from megatron.zero_bubble.schedule.formats import schedule_from_pytorch_csv
-from tests.launch import run_forked
+from tests.ranks import run_on_ranks
 
 pytest.importorskip("torch.distributed.pipelining.schedules")
 
@@ -68,7 +68,7 @@ def gradients(tmp_path_factory) -> list[dict[str, list[list[torch.Tensor | None]
     for name in SCHEDULES:
         csv = ["--format", "pytorch", "--output", str(folder / f"{name}.csv")]
         assert main(["generate", "--schedule", name, *size, *csv]) == 0
-    assert run_forked(RANKS, train, (folder,), timeout=120) == 0
+    assert run_on_ranks(RANKS, train, (folder,), timeout=120) == 0
     return [torch.load(folder / f"gradients{rank}.pt") for rank in range(RANKS)]
 
 

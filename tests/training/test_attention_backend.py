@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from tests.launch import TINY_GPT, Trainings
+from tests.launch import TINY_GPT
+from tests.trainings import Trainings
 
 COMMON = [*TINY_GPT, "--pipeline-model-parallel-size", "2", "--global-batch-size", "8", "--train-iters", "4"]
 NO_DROPOUT = ["--attention-dropout", "0", "--hidden-dropout", "0"]
@@ -23,7 +24,7 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
         "base": [*COMMON, *TORCH, "--recompute-granularity", "selective"],
         "zb-h1": [*COMMON, *TORCH, "--recompute-granularity", "selective", "--zero-bubble-schedule", "zb-h1"],
     }
-    return Trainings(4, flags, tmp_path_factory.mktemp("attention"), together=("base", "zb-h1"))
+    return Trainings(4, flags, tmp_path_factory.mktemp("attention"))
 
 
 def test_every_schedule_equals_megatron_cores(trainings: Trainings) -> None:

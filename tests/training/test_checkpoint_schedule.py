@@ -10,7 +10,8 @@ import re
 
 import pytest
 
-from tests.launch import TINY_GPT, Trainings
+from tests.launch import TINY_GPT
+from tests.trainings import Trainings
 
 IN_MAKE_TEST = ("same", "checkpoint", "flags", "model alone")
 
@@ -35,7 +36,7 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
         "another optimizer": [*load, "--optimizer", "sgd", "--no-load-optim"],
         "model alone": [*lower, "--bf16", "--finetune"],
     }
-    return Trainings(2, flags, root, together=("saved", *IN_MAKE_TEST))
+    return Trainings(2, flags, root)
 
 
 def rates(trainings: Trainings, name: str) -> dict[int, float]:

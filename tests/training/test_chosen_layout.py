@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron.zero_bubble.cli.benchmark.training_turn import read_log
-from tests.launch import TINY_GPT, run_trainings
+from tests.launch import TINY_GPT
+from tests.trainings import run_trainings
 
 FLAGS = [
     *TINY_GPT,

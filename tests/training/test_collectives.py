@@ -10,14 +10,15 @@ import json
 
 import pytest
 
+from tests.changes import RecordedCollectives, WarmedUp
 from tests.collectives import IN_VALIDATION, Call, disagreements
-from tests.launch import TINY_GPT, Trainings
-from tests.several_trainings import COLLECTIVES, WARM_UP
+from tests.launch import TINY_GPT
+from tests.trainings import Trainings
 
 COMMON = [
     *TINY_GPT,
     *("--pipeline-model-parallel-size", "2", "--global-batch-size", "8", "--train-iters", "6", "--eval-interval", "3"),
-    *("--eval-iters", "1", COLLECTIVES, WARM_UP),
+    *("--eval-iters", "1", RecordedCollectives(), WarmedUp()),
 ]
 TENSOR = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 DATA = (
@@ -41,7 +42,7 @@ QUICK = ("dp2-planned", "tp2-post-validation")
 def trainings(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
     """Trainings on four ranks, each of which writes down its collectives."""
     flags = {name: [*COMMON, *more] for name, more in TRAININGS.items()}
-    return Trainings(4, flags, tmp_path_factory.mktemp("collectives"), together=QUICK)
+    return Trainings(4, flags, tmp_path_factory.mktemp("collectives"))
 
 
 def calls(trainings: Trainings, name: str) -> list[list[Call]]:

@@ -2,36 +2,47 @@
 
 Every training here runs under the defaults: loader workers, clipping, evaluation, saving, data from files.
 
-`make test` runs each way to end once (done, an error, a signal), with post-validation, which has more to stop. What is
-exhaustive ends by other signals, on other ranks, with other flags, by the death of torchrun, whose ranks then get
-the same signal, or again and again.
+`make test` runs a job that is done and one with an error, with post-validation, which has more to stop. Exhaustive are
+the other ways to end. Each is started by torchrun once, some with post-validation and some without. What the loop does
+before its last iteration, and most kills at random moments, need no torchrun: they happen in ranks that are there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import random
+import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
-from tests.failing_training import FAULT
+from megatron.zero_bubble.cli.check.matrix import write_corpus
+from megatron.zero_bubble.runtime.processes import tie_children
+from megatron.zero_bubble.training.save_lock import LOCK, lock_folder
+from tests.changes import AtReducedGradients, Change, Run
+from tests.failing_training import command, fill_disk, raise_error
 from tests.jobs import Job, kill
-from tests.launch import PRETRAIN, ROOT, torchrun, write_corpus
+from tests.launch import PRETRAIN, torchrun
+from tests.trainings import run_trainings
 
 SECONDS = 60.0
 """Time for a job to be gone once there is a reason: far above what it takes, less than a second to eight on a machine
 with nothing else to do, so that only one that hangs is late."""
 SECONDS_TO_KILL = 90.0
 """Time where torchrun has to kill a rank: it waits for 30 s."""
-FAILING = ROOT / "tests" / "failing_training.py"
 POST_VALIDATION = ("--zero-bubble-post-validation",)
-WAITING = pytest.param((), marks=pytest.mark.exhaustive, id="waiting")
-WITH_AND_WITHOUT = pytest.mark.parametrize("more", [WAITING, pytest.param(POST_VALIDATION, id="post-validation")])
 HANDLER = ("--exit-signal-handler",)
+FOR_EVER = ("--train-iters", "100000", "--save-interval", "100000")
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +75,12 @@ def latest(folder: Path) -> int:
 def start(corpus: Path, tmp_path: Path) -> Iterator:
     jobs: list[Job] = []
 
-    def start_job(*more: str, fault: str = "") -> Job:
+    def start_job(*more: str, fault: tuple[Callable[[], None], int, int] | None = None) -> Job:
+        """Start a training of two ranks; `fault` has the arguments of `failing_training.command`."""
         script: tuple[str, ...] = (str(PRETRAIN),)
-        if fault:
+        if fault is not None:
             # It is planted at a microbatch of a rank with one stage: a rank with two may read each of them twice.
-            script, more = (str(FAILING), f"{FAULT}{fault}"), (*more, "--zero-bubble-keep-layout")
+            script, more = command(*fault), (*more, "--zero-bubble-keep-layout")
         jobs.append(Job(torchrun(2, *script, *flags(corpus, tmp_path, *more)), tmp_path))
         return jobs[-1]
 
@@ -77,27 +89,44 @@ def start(corpus: Path, tmp_path: Path) -> Iterator:
         job.end(0.0)
 
 
-@WITH_AND_WITHOUT
-def test_a_training_that_is_done(start, tmp_path: Path, more) -> None:
+def test_a_training_that_is_done(start, tmp_path: Path) -> None:
     """Its data loaders end with it, although post-validation or a signal handler may still refer to them."""
-    job = start(*HANDLER, *more)
+    job = start(*HANDLER, *POST_VALIDATION)
     job.wait_until(lambda: "validated checkpoint" in job.output or latest(tmp_path) == 8)
     assert job.end(SECONDS)[:2] == (0, []), job.errors
     assert "iteration        8/       8" in job.output
     assert "validation loss at iteration 8" in job.output
 
 
-@pytest.mark.exhaustive
+@dataclass(frozen=True)
+class Signalled(AtReducedGradients):
+    """The rank gets a signal."""
+
+    number: signal.Signals
+
+    def happen(self, chunks: list[Any]) -> None:
+        signal.raise_signal(self.number)
+
+
+@pytest.mark.exhaustive  # apart from its last checkpoint it is done, as above
 @pytest.mark.parametrize(
-    ("flag", "more"),
-    [(("--exit-interval", "2"), ()), (("--exit-duration-in-mins", "0.0001"), POST_VALIDATION)],
-    ids=["exit-interval", "exit-duration"],
+    ("words", "reason"),
+    [
+        pytest.param(("--exit-interval", "2"), "--exit-interval 2", id="exit-interval"),
+        pytest.param(
+            ("--exit-duration-in-mins", "0.0001", *POST_VALIDATION),
+            "--exit-duration-in-mins 0.0001",
+            id="exit-duration",
+        ),
+        pytest.param((*HANDLER, Signalled(5, 1, signal.SIGTERM)), "SIGTERM", id="SIGTERM"),
+    ],
 )
-def test_a_training_that_stops_early_saves(start, tmp_path: Path, flag, more) -> None:
-    job = start(*flag, *more, "--train-iters", "100000")
-    job.wait_until(lambda: "exiting at iteration" in job.output)
-    assert job.end(SECONDS)[:2] == (0, []), job.errors
-    assert f"exiting at iteration {latest(tmp_path)}: {flag[0]}" in job.output
+def test_a_training_that_stops_early_saves(corpus: Path, tmp_path: Path, words: tuple, reason: str) -> None:
+    long = [*flags(corpus, tmp_path), "--train-iters", "100000", *words]
+    printed = run_trainings(2, {"short": long}, tmp_path)["short"]
+    assert f"exiting at iteration {latest(tmp_path)}: {reason}" in printed
+    last = (tmp_path / "short.jsonl").read_text().splitlines()[-1]
+    assert json.loads(last)["iteration"] == latest(tmp_path) > 0
 
 
 @pytest.mark.parametrize(
@@ -107,7 +136,7 @@ def test_a_training_that_stops_early_saves(start, tmp_path: Path, flag, more) ->
 )
 def test_an_error_on_a_rank_ends_all_and_is_in_torchruns_summary(start, tmp_path: Path, rank: int, more) -> None:
     """The other ranks end too, although they wait for a message and a handler may keep SIGTERM from ending them."""
-    job = start(*more, "--train-iters", "100000", fault=f"error@{rank}@18")
+    job = start(*more, "--train-iters", "100000", fault=(raise_error, rank, 18))
     job.wait_until(lambda: "a planted error" in job.errors)
     assert job.end(SECONDS)[:2] == (1, []), job.errors
     summary = job.errors[job.errors.index("FAILED\n") :]
@@ -115,22 +144,29 @@ def test_an_error_on_a_rank_ends_all_and_is_in_torchruns_summary(start, tmp_path
     assert latest(tmp_path) == 3
 
 
-@pytest.mark.exhaustive
-@WITH_AND_WITHOUT
-def test_a_full_disk_ends_all_and_keeps_the_checkpoint_before(start, tmp_path: Path, more) -> None:
-    """All ranks end, and the last complete checkpoint stays the latest."""
-    job = start(*more, "--train-iters", "100000", fault="full disk@1@14")
+@pytest.mark.exhaustive  # test_checkpoint_faults.py fills the disk in every file of a checkpoint, without a training
+def test_a_full_disk_ends_all_and_keeps_the_checkpoint_before(start, tmp_path: Path) -> None:
+    """All ranks end with one line, and the last complete checkpoint stays the latest."""
+    job = start(*POST_VALIDATION, "--train-iters", "100000", fault=(fill_disk, 1, 14))
     job.wait_until(lambda: "cannot be saved" in job.errors)
     assert job.end(SECONDS)[:2] == (1, []), job.errors
+    (line,) = re.findall(r"^pretrain_gpt\.py: error: (.*)", job.errors, flags=re.MULTILINE)
+    folder = tmp_path / "checkpoints"
+    # torch's writer keeps the system's words to itself, unless the limit is reached as its file is closed.
+    reasons = ("a write failed, as on a full disk", "File too large")
+    assert line in [f"--save {folder}: iteration 6 cannot be saved: {why} (latest there: 3)" for why in reasons]
+    assert 'failing_training.py", line' not in job.errors, "a traceback: " + job.errors
     assert latest(tmp_path) == 3
+    assert {path.name for path in folder.iterdir()} == {"iter_0000003", "latest_checkpointed_iteration.txt", LOCK}
 
 
 @pytest.mark.exhaustive  # launcher/test_launcher_endings.py has the same of a script
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@WITH_AND_WITHOUT
+@pytest.mark.parametrize(
+    ("number", "more"), [(signal.SIGTERM, POST_VALIDATION), (signal.SIGINT, ())], ids=["SIGTERM", "SIGINT"]
+)
 def test_a_signal_saves_where_it_is_asked_to(start, tmp_path: Path, number: signal.Signals, more) -> None:
     """A second request of the same kind changes nothing: Slurm and torchrun both pass SIGTERM on."""
-    job = start(*HANDLER, *more, "--train-iters", "100000", "--save-interval", "100000")
+    job = start(*HANDLER, *more, *FOR_EVER)
     job.wait_for_iteration(5)
     ranks = job.ranks()
     job.launcher.send_signal(number)
@@ -148,7 +184,7 @@ def test_a_signal_saves_where_it_is_asked_to(start, tmp_path: Path, number: sign
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_a_job_that_was_not_asked_to_save(start, tmp_path: Path, number: signal.Signals) -> None:
-    job = start("--train-iters", "100000", "--save-interval", "100000")
+    job = start(*FOR_EVER)
     job.wait_for_iteration(5)
     ranks = job.ranks()
     for rank in ranks:
@@ -163,28 +199,74 @@ def test_a_signal_ends_a_job_that_was_not_asked_to_save(start, tmp_path: Path, n
 
 @pytest.mark.exhaustive
 def test_torchrun_itself_is_killed(start, tmp_path: Path) -> None:
-    """The ranks of a killed torchrun are told to stop, and save as at SIGTERM; they would train on unseen."""
-    job = start(*HANDLER, "--train-iters", "100000", "--save-interval", "100000")
+    """The ranks of a killed torchrun are told to stop, and save as at SIGTERM; they would train on unseen.
+
+    While they live no other job can save to their folder. Afterwards it is free.
+    """
+    job = start(*HANDLER, *FOR_EVER)
     job.wait_for_iteration(5)
+    holder = "|".join(str(rank.pid) for rank in job.ranks())
+    with pytest.raises(ValueError, match=rf"^--save {tmp_path}/checkpoints: process ({holder}) on .* saves there: "):
+        lock_folder(tmp_path / "checkpoints", {}, pytest.fail, patience=0.2)
     job.launcher.kill()
     assert job.end(SECONDS)[:2] == (-signal.SIGKILL, []), job.errors
     assert latest(tmp_path) >= 5
+    lock_folder(tmp_path / "checkpoints", {}, pytest.fail).close()
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("times", [2, 20])
-def test_killed_at_random_moments(start, tmp_path: Path, times: int) -> None:
-    """A job that is killed repeatedly, also while it starts or saves, has the numbers of one that never stopped."""
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
+@dataclass(frozen=True)
+class KilledInTime(Change):
+    """A rank is killed by a timer, whatever it does then; at the latest when the training is done.
+
+    The signal is SIGALRM, which ends a process as SIGKILL does.
+    """
+
+    rank: int
+    save: int
+    """The timer begins with this save, counted from 1; 0 for the start of the training."""
+    seconds: float
+
+    @contextlib.contextmanager
+    def applied(self, run: Run) -> Iterator[None]:
+        from megatron.zero_bubble.training.checkpoint import Checkpointer
+
+        if dist.get_rank() != self.rank:
+            yield
+            return
+        save, calls = Checkpointer.save, count(1)
+
+        def save_in_time(checkpointer: Any) -> None:
+            if next(calls) == self.save:
+                signal.setitimer(signal.ITIMER_REAL, self.seconds)
+            save(checkpointer)
+
+        tie_children()
+        if self.save == 0:
+            signal.setitimer(signal.ITIMER_REAL, self.seconds)
+        with mock.patch.object(Checkpointer, "save", save_in_time):
+            yield
+        os.kill(os.getpid(), signal.SIGALRM)
+
+
+@pytest.mark.exhaustive  # test_resume.py kills a training and resumes it
+def test_killed_at_random_moments(start, corpus: Path, tmp_path: Path) -> None:
+    """A job that is killed repeatedly, also while it starts or saves, has the numbers of one that never stopped.
+
+    It is killed twice under torchrun, which must end the other rank, and then eighteen times without.
+    """
     # Two jobs are compared, which must have the same layout.
     dropout = ("--train-iters", "60", "--save-interval", "1", "--zero-bubble-keep-layout", *POST_VALIDATION)
-    job = start(*dropout, "--log-numerics", str(whole), "--save", str(tmp_path / "whole-checkpoints"))
-    assert job.end(300.0)[:2] == (0, []), job.errors
-    chance = random.Random(times)
-    resumed = ("--log-numerics", str(cut), *dropout)
-    for _ in range(times):
-        load = ("--load", str(tmp_path / "checkpoints")) if latest(tmp_path) else ()
-        job = start(*resumed, *load)
+    cut = flags(corpus, tmp_path, *dropout)
+    at_the_end = ("--save-interval", "100000")
+    run_trainings(2, {"whole": [*cut, *at_the_end, "--save", str(tmp_path / "whole-checkpoints")]}, tmp_path)
+
+    def load() -> tuple[str, ...]:
+        return ("--load", str(tmp_path / "checkpoints")) if latest(tmp_path) else ()
+
+    chance = random.Random(20)
+    for _ in range(2):
+        data = ("--train-data-path", str(tmp_path / "corpus"), "--log-numerics", str(tmp_path / "cut.jsonl"))
+        job = start(*dropout, *data, *load())
         target = latest(tmp_path) + 1 + chance.randrange(3)
         job.wait_until(lambda target=target: latest(tmp_path) >= target)  # type: ignore[misc]
         time.sleep(chance.uniform(0.0, 0.3))
@@ -194,7 +276,11 @@ def test_killed_at_random_moments(start, tmp_path: Path, times: int) -> None:
         status, left, seconds = job.end(SECONDS_TO_KILL)
         assert left == [], f"{left} after {seconds} s: {job.errors}"
         assert status != 0 or latest(tmp_path) == 60
-    job = start(*resumed, "--load", str(tmp_path / "checkpoints"))
-    assert job.end(300.0)[:2] == (0, []), job.errors
-    assert [json.loads(line)["iteration"] for line in cut.read_text().splitlines()] == list(range(1, 61))
-    assert cut.read_bytes() == whole.read_bytes()
+    for _ in range(18):
+        save = chance.randrange(4)
+        fault = KilledInTime(chance.randrange(2), save, seconds=chance.uniform(0.0, 0.1 if save else 2.0))
+        run_trainings(2, {"cut": [*cut, *load(), fault]}, tmp_path, status=-signal.SIGALRM)
+    run_trainings(2, {"cut": [*cut, *at_the_end, *load()]}, tmp_path)
+    lines = (tmp_path / "cut.jsonl").read_text().splitlines()
+    assert [json.loads(line)["iteration"] for line in lines] == list(range(1, 61))
+    assert (tmp_path / "cut.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()

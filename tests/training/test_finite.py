@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import TINY_GPT, Trainings
-from tests.several_trainings import SPOIL
+from tests.changes import SpoiledGradient, SpoiledOutput, SpoiledUnusedWeight, SpoiledWeight
+from tests.launch import TINY_GPT
+from tests.trainings import Trainings
 
 P2 = [
     *(*TINY_GPT, "--pipeline-model-parallel-size", "2", "--global-batch-size", "4", "--train-iters", "6"),
@@ -30,10 +31,6 @@ def in_iteration(iteration: int, microbatch: int, chunks: int = 1) -> int:
     return 4 * chunks * (iteration - 1 + (iteration > 3)) + microbatch
 
 
-def spoil(what: str, rank: int, call: int) -> str:
-    return f"{SPOIL}{what}@{rank}@{call}"
-
-
 LAST = in_iteration(5, 4)
 """The forward step of the last microbatch of iteration 5, by which the iteration before is settled."""
 LAST_OF_TWO = in_iteration(5, 8, chunks=2)
@@ -41,50 +38,49 @@ GRADIENT = "the gradient of decoder.layers.2.mlp.linear_fc1.weight (inf) on rank
 SECOND_WEIGHT = "the weight decoder.layers.2.mlp.linear_fc1.weight (nan) on rank 1"
 INTERLEAVED = ("--zero-bubble", "--zero-bubble-keep-layout", "--num-virtual-stages-per-pipeline-rank", "2")
 BAD = {
-    "megatron-core's: weight": ((spoil("weight", 1, LAST),), SECOND_WEIGHT),
-    "megatron-core's: loss": ((spoil("output", 1, LAST),), "the loss (inf) on rank 1"),
-    "weight": ((*H1, spoil("weight", 1, LAST)), SECOND_WEIGHT),
+    "megatron-core's: weight": ((SpoiledWeight(1, LAST),), SECOND_WEIGHT),
+    "megatron-core's: loss": ((SpoiledOutput(1, LAST),), "the loss (inf) on rank 1"),
+    "weight": ((*H1, SpoiledWeight(1, LAST)), SECOND_WEIGHT),
     "weight of the first rank": (
-        (*H1, spoil("weight", 0, LAST), spoil("output", 1, LAST)),
+        (*H1, SpoiledWeight(0, LAST), SpoiledOutput(1, LAST)),
         "the weight decoder.layers.0.mlp.linear_fc1.weight (nan) on rank 0",
     ),
-    "gradient, without clipping": ((*H1, "--clip-grad", "0", spoil("gradient", 1, LAST)), GRADIENT),
-    "gradient, sharded": ((*H1, *SHARDED, "--bf16", spoil("gradient", 1, LAST)), GRADIENT),
-    "post-validation: weight": ((*POST, spoil("weight", 1, LAST)), SECOND_WEIGHT),
-    "post-validation: gradient": ((*POST, "--bf16", spoil("gradient", 1, LAST)), GRADIENT),
-    "post-validation: loss": ((*POST, spoil("output", 1, LAST)), "the loss (inf) on rank 1"),
+    "gradient, without clipping": ((*H1, "--clip-grad", "0", SpoiledGradient(1, LAST)), GRADIENT),
+    "gradient, sharded": ((*H1, *SHARDED, "--bf16", SpoiledGradient(1, LAST)), GRADIENT),
+    "post-validation: weight": ((*POST, SpoiledWeight(1, LAST)), SECOND_WEIGHT),
+    "post-validation: gradient": ((*POST, "--bf16", SpoiledGradient(1, LAST)), GRADIENT),
+    "post-validation: loss": ((*POST, SpoiledOutput(1, LAST)), "the loss (inf) on rank 1"),
     "interleaved: weight": (
-        (*INTERLEAVED, spoil("weight", 1, LAST_OF_TWO)),
+        (*INTERLEAVED, SpoiledWeight(1, LAST_OF_TWO)),
         "the weight decoder.layers.3.mlp.linear_fc1.weight (nan) on rank 1",
     ),
-    "V: gradient": (("--zero-bubble-schedule", "zb-v", spoil("gradient", 1, LAST_OF_TWO)), GRADIENT),
-    "V: loss": (("--zero-bubble-schedule", "zb-v", spoil("output", 0, LAST_OF_TWO)), "the loss (inf) on rank 0"),
-    "fp16, constant scale": ((*H1, "--fp16", "--loss-scale", "128", spoil("gradient", 1, LAST)), GRADIENT),
+    "V: gradient": (("--zero-bubble-schedule", "zb-v", SpoiledGradient(1, LAST_OF_TWO)), GRADIENT),
+    "V: loss": (("--zero-bubble-schedule", "zb-v", SpoiledOutput(0, LAST_OF_TWO)), "the loss (inf) on rank 0"),
+    "fp16, constant scale": ((*H1, "--fp16", "--loss-scale", "128", SpoiledGradient(1, LAST)), GRADIENT),
     "fp16, constant scale, post-validation": (
-        (*POST, "--fp16", "--loss-scale", "128", spoil("gradient", 1, LAST)),
+        (*POST, "--fp16", "--loss-scale", "128", SpoiledGradient(1, LAST)),
         GRADIENT,
     ),
 }
 """Flags, and what is found."""
 UNTIED = "--untie-embeddings-and-output-weights"
 OTHERS = {
-    "unused weight": (*H1, UNTIED, spoil("unused", 0, in_iteration(3, 1))),
-    "evaluation": (*H1, spoil("weight", 0, in_iteration(3, 5))),
-    "evaluation, trained on": (*H1, TRAIN_ON, spoil("weight", 0, in_iteration(3, 5))),
-    "infinite evaluation, trained on": (*H1, TRAIN_ON, *[spoil("output", 1, in_iteration(3, 5))]),
-    "fp16, the scale adapts": (*H1, "--fp16", spoil("gradient", 0, LAST)),
+    "unused weight": (*H1, UNTIED, SpoiledUnusedWeight(0, in_iteration(3, 1))),
+    "evaluation": (*H1, SpoiledWeight(0, in_iteration(3, 5))),
+    "evaluation, trained on": (*H1, TRAIN_ON, SpoiledWeight(0, in_iteration(3, 5))),
+    "infinite evaluation, trained on": (*H1, TRAIN_ON, *[SpoiledOutput(1, in_iteration(3, 5))]),
+    "fp16, the scale adapts": (*H1, "--fp16", SpoiledGradient(0, LAST)),
 }
 REPLICAS = {
-    "gradient": ((*H1, spoil("gradient", 3, LAST)), GRADIENT.replace("rank 1", "rank 3")),
-    "gradient, sharded": ((*H1, *SHARDED, spoil("gradient", 3, LAST)), GRADIENT.replace("rank 1", "rank 3")),
-    "megatron-core's: gradient": ((spoil("gradient", 3, LAST),), GRADIENT.replace("rank 1", "rank 3")),
-    "loss": ((*H1, spoil("output", 3, LAST)), "the loss (inf) on rank 3"),
-    "post-validation": ((*POST, spoil("gradient", 2, LAST)), GRADIENT.replace("rank 1", "rank 2")),
+    "gradient": ((*H1, SpoiledGradient(3, LAST)), GRADIENT.replace("rank 1", "rank 3")),
+    "gradient, sharded": ((*H1, *SHARDED, SpoiledGradient(3, LAST)), GRADIENT.replace("rank 1", "rank 3")),
+    "megatron-core's: gradient": ((SpoiledGradient(3, LAST),), GRADIENT.replace("rank 1", "rank 3")),
+    "loss": ((*H1, SpoiledOutput(3, LAST)), "the loss (inf) on rank 3"),
+    "post-validation": ((*POST, SpoiledGradient(2, LAST)), GRADIENT.replace("rank 1", "rank 2")),
 }
 
 
 QUICK = ("post-validation: gradient", "gradient, sharded")
-TOGETHER = (*QUICK, "unused weight", "evaluation, trained on")
 
 
 class Ends:
@@ -94,16 +90,16 @@ class Ends:
         self._root = root
         replicas = {f"replicas: {name}": ("--global-batch-size", "8", *flags) for name, (flags, _) in REPLICAS.items()}
         self._jobs = [
-            self._job(2, {name: flags for name, (flags, _) in BAD.items()} | OTHERS, TOGETHER),
-            self._job(4, replicas, ()),
+            self._job(2, {name: flags for name, (flags, _) in BAD.items()} | OTHERS),
+            self._job(4, replicas),
         ]
 
-    def _job(self, num_ranks: int, trainings: dict[str, tuple[str, ...]], together: tuple[str, ...]) -> Trainings:
+    def _job(self, num_ranks: int, trainings: dict[str, tuple[str, ...]]) -> Trainings:
         folder = self._root / f"{num_ranks} ranks"
         folder.mkdir()
         common = [*P2, "--valid-data-path", str(folder / "corpus")]
         plan = {name: [*common, *flags, "--save", str(self._root / name)] for name, flags in trainings.items()}
-        return Trainings(num_ranks, plan, folder, unlogged=tuple(plan), together=together)
+        return Trainings(num_ranks, plan, folder, unlogged=tuple(plan))
 
     def printed(self, training: str) -> str:
         return self._jobs[training.startswith("replicas: ")].printed(training)

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import TINY_GPT, Trainings, run_trainings
-from tests.several_trainings import KILL
+from tests.changes import KilledRank
+from tests.launch import TINY_GPT
+from tests.trainings import Trainings, run_trainings
 
 COMMON = [
     *(*TINY_GPT, "--pipeline-model-parallel-size", "2", "--global-batch-size", "8", "--train-iters", "4"),
@@ -35,7 +36,7 @@ MODELS = {
     "zb-v": ("--zero-bubble-schedule", "zb-v"),
     "interleaved": ("--zero-bubble-schedule", "interleaved-zb", "--num-virtual-stages-per-pipeline-rank", "2"),
 }
-SCHEDULES = ("gpipe", "1f1b", "zb-h1", "zb-2p")
+SCHEDULES = ("1f1b", "zb-h1", "zb-2p")
 EXACT = {f"{schedule}-fp32": (FSDP, "--zero-bubble-schedule", schedule) for schedule in SCHEDULES}
 EXACT |= {
     "zero-2-fp32": (FSDP, KEEPS, "--zero-bubble-schedule", "zb-h1"),
@@ -55,7 +56,6 @@ RESUMED = {
     "shards by ddp": ("fp32", (FSDP,), ()),
     "ddp by shards": ("fp32", (), (FSDP, KEEPS)),
     "sgd by shards": ("sgd", (FSDP,), (FSDP,)),
-    "gated by shards": ("llama-like", (FSDP,), (FSDP,)),
     "gated by ddp": ("llama-like", (FSDP,), ()),
 }
 """For each job that goes on from a checkpoint: the model, and the sharding of the job that saves and of the other."""
@@ -79,8 +79,7 @@ def numerics(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
         flags, checkpoint = [*COMMON, *ours, *MODELS[model]], str(folder / f"{name} checkpoint")
         trainings[f"{name} saved"] = [*flags, *saving, "--save", checkpoint, "--exit-interval", "2"]
         trainings[name] = [*flags, *loading, "--load", checkpoint]
-    together = ("ddp-fp32", *IN_MAKE_TEST, "shards by shards saved", "shards by shards")
-    return Trainings(4, trainings, folder, together=together)
+    return Trainings(4, trainings, folder)
 
 
 def _model(name: str) -> str:
@@ -134,7 +133,6 @@ def test_a_resumed_job_goes_on_like_one_that_never_stopped(numerics: Trainings, 
 @pytest.mark.parametrize(
     "flags",
     [
-        pytest.param(("--zero-bubble-schedule", "zb-2p"), id="zero-3"),
         pytest.param(("--zero-bubble-schedule", "zb-v", "--bf16"), id="zero-3 in a V, bf16"),
         pytest.param(("--zero-bubble-schedule", "zb-h1", KEEPS, "--bf16", "--grad-reduce-in-bf16"), id="zero-2, bf16"),
     ],
@@ -143,7 +141,7 @@ def test_killed_in_a_step_and_resumed(flags: tuple[str, ...], tmp_path: Path) ->
     """A rank dies in the fifth step; the job goes on from the checkpoint of the third, and no digit differs."""
     flags = (*COMMON, FSDP, *flags, "--clip-grad", "1.0", "--train-iters", "8", "--eval-iters", "1")
     save = ("--save", str(tmp_path / "checkpoints"), "--save-interval", "3")
-    run_trainings(4, {"uncut": flags, "cut": [*flags, *save, f"{KILL}5@1"]}, tmp_path, status=-signal.SIGKILL)
+    run_trainings(4, {"uncut": flags, "cut": [*flags, *save, KilledRank(5, rank=1)]}, tmp_path, status=-signal.SIGKILL)
     assert (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "3"
     run_trainings(4, {"cut": [*flags, *save, "--load", str(tmp_path / "checkpoints")]}, tmp_path)
     cut, uncut = ((tmp_path / f"{name}.jsonl").read_bytes() for name in ("cut", "uncut"))

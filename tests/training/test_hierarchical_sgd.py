@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from tests.comparison import tensors
-from tests.launch import TINY_GPT, Trainings
+from tests.launch import TINY_GPT
+from tests.trainings import Trainings
 
 TWO_BY_TWO = [*TINY_GPT, "--pipeline-model-parallel-size", "2", "--global-batch-size", "4", "--eval-iters", "1"]
 """Two replicas of a pipeline of two ranks; both tie the embedding to the output layer, in two stages."""

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.comparison import losses
-from tests.launch import TINY_GPT, Trainings, run_trainings
+from tests.launch import TINY_GPT
+from tests.trainings import Trainings, run_trainings
 
 COMMON = [
     *(*TINY_GPT, "--global-batch-size", "4", "--train-iters", "4", "--clip-grad", "0"),
@@ -56,8 +57,7 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
         other = REDONE if name == "redone-forwards" else (*V, *(FURTHER_IN_V if FURTHER[0] in model else ()))
         flags[name] = [*SEEDED, *model]
         flags[f"{name}-otherwise"] = [*SEEDED, *other, *model]
-    together = [name for name in flags if name.removesuffix("-otherwise") not in {*MODELS} - {IN_MAKE_TEST}]
-    return Trainings(2, flags, folder, together=together)
+    return Trainings(2, flags, folder)
 
 
 def losses_of(trainings: Trainings, name: str) -> dict[int, str]:

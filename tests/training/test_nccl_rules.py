@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.launch import TINY_GPT, Trainings
-from tests.several_trainings import FAULT, RULES
+from tests.changes import InfiniteGradient, NcclRules
+from tests.launch import TINY_GPT
+from tests.trainings import Trainings
 
 FP16 = ("--fp16", "--initial-loss-scale", "65536", "--hysteresis", "1", "--loss-scale-window", "4")
 CASES = {
@@ -31,7 +32,7 @@ CASES = {
     ),
     "fp16, steps skipped and rolled back": (
         *("--zero-bubble-schedule", "zb-2p", "--zero-bubble-post-validation", *FP16, "--clip-grad", "1.3"),
-        *(f"{FAULT}5@1", f"{FAULT}8@0"),
+        *(InfiniteGradient(5, rank=1), InfiniteGradient(8, rank=0)),
     ),
 }
 SEEDS = (0, 1)
@@ -44,9 +45,8 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
     flags = {}
     for case, more in CASES.items():
         flags[case] = [*TINY_GPT, "--pipeline-model-parallel-size", "2", "--global-batch-size", "4", *more]
-        flags |= {f"{case} {seed}": [*flags[case], f"{RULES}{seed}"] for seed in SEEDS}
-    together = [name for case in IN_MAKE_TEST for name in (case, f"{case} {SEEDS[0]}")]
-    return Trainings(2, flags, tmp_path_factory.mktemp("rules"), together=together)
+        flags |= {f"{case} {seed}": [*flags[case], NcclRules(seed)] for seed in SEEDS}
+    return Trainings(2, flags, tmp_path_factory.mktemp("rules"))
 
 
 @pytest.mark.parametrize("seed", [SEEDS[0], *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in SEEDS[1:])])

@@ -7,11 +7,12 @@ layers. What is exhaustive is the same code at other sizes: `tests/cli/test_chec
 from __future__ import annotations
 
 import json
-from itertools import product
+from itertools import combinations, product
 
 import pytest
 
-from tests.launch import TINY_GPT, Trainings
+from tests.launch import TINY_GPT
+from tests.trainings import Trainings
 
 SCHEDULES = ("gpipe", "1f1b", "zb-h1", "zb-h2")
 PRECISIONS = {"fp32": (), "bf16": ("--bf16",)}
@@ -80,12 +81,13 @@ MODELS = {
     **SCRIPTS,
 }
 QUICK_MODELS = ("llama-like", "experts", "fp16", "llama3-script")
-IN_MAKE_TEST = {(2, schedule, "fp32", 8) for schedule in SCHEDULES}
-IN_MAKE_TEST |= {(2, "zb-h1", "bf16", 4)}
-TOGETHER = {f"{schedule}-{precision}-{m}" for _, schedule, precision, m in IN_MAKE_TEST}
-TOGETHER |= {"base-fp32-8", "base-bf16-4", "auto", *INTERLEAVED}
-TOGETHER |= {f"{which}-{model}" for which in ("base", "planned") for model in QUICK_MODELS}
-"""What `make test` compares, in one start of two ranks."""
+IN_MAKE_TEST = [*((2, schedule, "fp32", 8) for schedule in SCHEDULES), (2, "zb-h1", "bf16", 4)]
+CASES = [
+    *IN_MAKE_TEST,
+    *((4, schedule, "bf16", 4) for schedule in ("gpipe", "1f1b", "zb-h2")),
+    *((4, "zb-h1", precision, m) for precision, m in (("fp32", 4), ("bf16", 8))),
+]
+"""Ranks, schedule, precision and microbatches: a pairwise cover of all their combinations."""
 
 
 def flags(num_ranks: int, num_microbatches: int, *more: str) -> list[str]:
@@ -114,20 +116,22 @@ def training_flags(p: int) -> dict[str, list[str]]:
 @pytest.fixture(scope="module")
 def numerics(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Trainings]:
     """Trainings by the number of pipeline ranks."""
-    return {
-        p: Trainings(p, training_flags(p), tmp_path_factory.mktemp("numerics"), together=TOGETHER if p == 2 else ())
-        for p in (2, 4)
-    }
+    return {p: Trainings(p, training_flags(p), tmp_path_factory.mktemp("numerics")) for p in (2, 4)}
 
 
-CASES = [
-    pytest.param(*case, marks=() if case in IN_MAKE_TEST else pytest.mark.exhaustive, id="-".join(map(str, case)))
-    for case in product((2, 4), SCHEDULES, PRECISIONS, MICROBATCHES)
-]
 RANKS = pytest.mark.parametrize("p", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 
 
-@pytest.mark.parametrize(("p", "schedule", "precision", "num_microbatches"), CASES)
+def test_the_cases_are_a_pairwise_cover() -> None:
+    choices = ((2, 4), SCHEDULES, PRECISIONS, MICROBATCHES)
+    for i, j in combinations(range(len(choices)), 2):
+        assert {(case[i], case[j]) for case in CASES} == {(a, b) for a in choices[i] for b in choices[j]}
+
+
+@pytest.mark.parametrize(
+    ("p", "schedule", "precision", "num_microbatches"),
+    [pytest.param(*case, marks=() if case in IN_MAKE_TEST else pytest.mark.exhaustive) for case in CASES],
+)
 def test_every_schedule_equals_megatron_core(
     numerics: dict[int, Trainings], p: int, schedule: str, precision: str, num_microbatches: int
 ) -> None:

@@ -11,7 +11,8 @@ from xml.etree import ElementTree
 import pytest
 
 from megatron.zero_bubble.schedule.formats import costs_from_text, profile_from_json
-from tests.launch import TINY_GPT, run_trainings
+from tests.launch import TINY_GPT
+from tests.trainings import run_trainings
 
 PIPELINE = [*TINY_GPT, "--pipeline-model-parallel-size", "2", "--clip-grad", "0.5"]
 PLANNED = ("--zero-bubble", "--zero-bubble-keep-layout")

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import TINY_GPT, Trainings, run
-from tests.several_trainings import FAULT
+from tests.changes import InfiniteGradient
+from tests.launch import TINY_GPT, run
+from tests.trainings import Trainings
 
 FP16 = ("--fp16", "--initial-loss-scale", "65536", "--hysteresis", "1", "--loss-scale-window", "4")
 SOME_CLIPPED = ("--clip-grad", "1.3")
@@ -26,14 +27,15 @@ UNTIED = ("--untie-embeddings-and-output-weights",)
 SHARDED = ("--use-distributed-optimizer",)
 
 
-def infs(*places: str) -> tuple[str, ...]:
-    return tuple(f"{FAULT}{place}" for place in places)
+def infs(*places: tuple[int, int]) -> tuple[InfiniteGradient, ...]:
+    """Infinite gradients in these iterations, on these pipeline ranks."""
+    return tuple(InfiniteGradient(iteration, rank) for iteration, rank in places)
 
 
 TWO_RANKS = {
     "fp32, clipped now and then": (*SOME_CLIPPED, "--train-iters", "50"),
     "bf16, clipped always": ("--bf16", *ALL_CLIPPED),
-    "bf16, an Inf without a loss scale": ("--bf16", *SOME_CLIPPED, *UNTIED, *infs("9@1"), TRAIN_ON),
+    "bf16, an Inf without a loss scale": ("--bf16", *SOME_CLIPPED, *UNTIED, *infs((9, 1)), TRAIN_ON),
     "fp16, losses of experts, a scale that is too large at first": (
         *("--fp16", "--initial-loss-scale", str(2**26), "--hysteresis", "1", *UNTIED),
         *("--num-experts", "4", "--moe-aux-loss-coeff", "0.1", "--disable-bias-linear"),
@@ -44,22 +46,26 @@ TWO_RANKS = {
     "fp16, Inf first, last, on each and on both": (
         *FP16,
         *SOME_CLIPPED,
-        *infs("1@0", "5@1", "8@0", "8@1", "12@1"),
+        *infs((1, 0), (5, 1), (8, 0), (8, 1), (12, 1)),
     ),
 }
 FOUR_RANKS = {
     "fp32, clipped now and then": SOME_CLIPPED,
-    "fp16, an Inf on each rank in turn": (*FP16, *SOME_CLIPPED, *infs("3@0", "5@1", "7@2", "9@3", "12@0", "12@2")),
+    "fp16, an Inf on each rank in turn": (
+        *FP16,
+        *SOME_CLIPPED,
+        *infs((3, 0), (5, 1), (7, 2), (9, 3), (12, 0), (12, 2)),
+    ),
     "a V, bf16, untied": (
         *("--zero-bubble-schedule", "zb-v", "--num-layers", "8", "--bf16", *SOME_CLIPPED, *UNTIED),
-        *(*infs("11@2"), TRAIN_ON),
+        *(*infs((11, 2)), TRAIN_ON),
         # Dropout follows the order of the two chunks' forwards, and that a plan made from measured times.
         *("--zero-bubble-profile-iters", "0", "0"),
     ),
 }
 REPLICAS = {
-    "replicas, fp16": (*FP16, *SOME_CLIPPED, *infs("4@1", "12@0")),
-    "distributed optimizer, fp16": (*FP16, *SOME_CLIPPED, *SHARDED, *infs("4@1", "12@0")),
+    "replicas, fp16": (*FP16, *SOME_CLIPPED, *infs((4, 1), (12, 0))),
+    "distributed optimizer, fp16": (*FP16, *SOME_CLIPPED, *SHARDED, *infs((4, 1), (12, 0))),
     "distributed optimizer, fp32, all overlapped": (
         *(*SOME_CLIPPED, *SHARDED, "--overlap-grad-reduce", "--overlap-param-gather"),
     ),
@@ -72,7 +78,6 @@ REPLICAS = {
 
 INVERTED = "fp32, clipped now and then"
 QUICK = (INVERTED, "fp16, Inf first, last, on each and on both")
-TOGETHER = ("inverse", *(f"{case}{post}" for case in QUICK for post in ("", ".post")))
 
 LAYOUTS = {2: (2, TWO_RANKS), 4: (4, FOUR_RANKS), "2 x 2": (2, REPLICAS)}
 CASES = [(layout, case) for layout, (_, cases) in LAYOUTS.items() for case in cases]
@@ -95,8 +100,7 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> dict[object, Training
             plan[f"{case}.post"] = [*plan[case], "--zero-bubble-post-validation"]
         if layout == 2:
             plan["inverse"] = [*plan[f"{INVERTED}.post"], "--zero-bubble-rollback", "inverse"]
-        together = TOGETHER if layout == 2 else ()
-        jobs[layout] = Trainings(2 if layout == 2 else 4, plan, tmp_path_factory.mktemp("numerics"), together=together)
+        jobs[layout] = Trainings(2 if layout == 2 else 4, plan, tmp_path_factory.mktemp("numerics"))
     return jobs
 
 

@@ -17,7 +17,8 @@ from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.initialize import initialized, replace_parallel_state
 from megatron.zero_bubble.training.pretrain import make_data_config
 from megatron.zero_bubble.training.unit_models import measured_costs
-from tests.launch import TINY_GPT, run_forked
+from tests.launch import TINY_GPT
+from tests.ranks import run_on_ranks
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the CPU, for which megatron-core is adapted")
 
@@ -72,4 +73,4 @@ def measure_and_replace(rank: int, num_ranks: int, port: int) -> None:
 
 def test_ranks_agree_on_costs_and_old_groups_leave_no_threads():
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    assert run_forked(2, measure_and_replace, (store.port,), timeout=120) == 0
+    assert run_on_ranks(2, measure_and_replace, (store.port,), timeout=120) == 0

@@ -1,160 +1,87 @@
 """A run that is cut short and resumed goes on as if nothing had happened.
 
-`make test` kills a job and resumes it. In `make test-all` are also what
-`test_endings.py`, `test_save_lock.py` and `test_checkpoint_files.py` test in essence, and the other optimizers.
+`make test` kills a training and resumes it. Exhaustive are other schedules and optimizers, and the state after a crash
+in a save, whose files are tested in `test_checkpoint_files.py`. In `test_endings.py` whole jobs are killed.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import re
 import shutil
-import subprocess
-import time
+import signal
 from pathlib import Path
 
-import psutil
 import pytest
 
-from megatron.zero_bubble.training.save_lock import lock_folder
-from tests.launch import PRETRAIN, TINY_GPT, environment, run, run_trainings, torchrun
+from tests.changes import KilledRank
+from tests.launch import TINY_GPT
+from tests.trainings import run_trainings
+
+FLAGS = (
+    *(*TINY_GPT, "--pipeline-model-parallel-size", "2", "--global-batch-size", "4", "--train-iters", "30"),
+    *("--lr-decay-style", "cosine", "--lr-warmup-iters", "5", "--eval-interval", "7", "--eval-iters", "1"),
+)
+# Jobs that are compared must have the same layout; test_chosen_layout.py resumes one that was chosen.
+OURS = (*FLAGS, "--zero-bubble", "--zero-bubble-keep-layout")
 
 
-def flags(folder: Path, *more: str) -> list[str]:
-    return [
-        *TINY_GPT,
-        *("--pipeline-model-parallel-size", "2", "--global-batch-size", "4", "--train-iters", "30"),
-        # Jobs that are compared must have the same layout; test_chosen_layout.py resumes one that was chosen.
-        *("--zero-bubble", "--zero-bubble-keep-layout"),
-        *("--save", str(folder / "checkpoints"), "--save-interval", "10", "--log-numerics", str(folder / "numerics")),
-        *("--lr-decay-style", "cosine", "--lr-warmup-iters", "5", "--eval-interval", "7", "--eval-iters", "1"),
-        *more,
-    ]
+def saving(folder: Path) -> tuple[str, ...]:
+    return "--save", str(folder / "checkpoints"), "--save-interval", "10"
 
 
-def processes_of(folder: Path) -> list[psutil.Process]:
-    """Every process, launcher first, whose command line names `folder`."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.pid != os.getpid() and any(str(folder) in word for word in process.cmdline()):
-                found.append(process)
-    return found
+def loading(folder: Path) -> tuple[str, ...]:
+    return "--load", str(folder / "checkpoints")
 
 
-def ranks_of(folder: Path, job: subprocess.Popen[str]) -> list[psutil.Process]:
-    return [process for process in processes_of(folder) if process.pid != job.pid]
-
-
-def start(folder: Path, *more: str) -> subprocess.Popen[str]:
-    """Start the training, its output in a file; return when it has done three iterations."""
-    with open(folder / "output", "w") as output:
-        # A pipe would be kept open by what the ranks have started, after they are dead.
-        job = subprocess.Popen(
-            torchrun(2, PRETRAIN, *flags(folder, *more)), env=environment(), stdout=output, stderr=output, text=True
-        )
-    wait_for_iterations(folder, 3, job)
-    return job
-
-
-def wait_for_iterations(folder: Path, count: int, job: subprocess.Popen[str]) -> None:
-    numerics, deadline = folder / "numerics", time.monotonic() + 90
-    while not numerics.exists() or numerics.read_text().count("\n") < count:
-        assert job.poll() is None, "the run ended early: " + (folder / "output").read_text()
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+def latest(folder: Path) -> str:
+    return (folder / "checkpoints" / "latest_checkpointed_iteration.txt").read_text()
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a training that never stopped: `numerics.jsonl` and checkpoints of iterations 10, 20 and 30."""
     folder = tmp_path_factory.mktemp("uninterrupted")
-    result = run(2, PRETRAIN, *flags(folder))
-    assert result.returncode == 0, result.stderr
+    run_trainings(2, {"numerics": [*OURS, *saving(folder)]}, folder)
     return folder
 
 
+@pytest.fixture
+def stopped(uninterrupted: Path, tmp_path: Path) -> Path:
+    """The same folder with the checkpoint of iteration 20 as the latest; that of iteration 30 is left in its place."""
+    shutil.copytree(uninterrupted, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("20")
+    return tmp_path
+
+
 def test_killed_and_resumed_equals_uninterrupted(uninterrupted: Path, tmp_path: Path) -> None:
-    job = start(tmp_path)
-    wait_for_iterations(tmp_path, 12, job)
-    for process in processes_of(tmp_path):
-        with contextlib.suppress(psutil.Error):
-            process.kill()
-    job.wait(timeout=30)
-    assert (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "10"
-    result = run(2, PRETRAIN, *flags(tmp_path, "--load", str(tmp_path / "checkpoints")))
-    assert result.returncode == 0, result.stderr
-    assert (tmp_path / "numerics").read_bytes() == (uninterrupted / "numerics").read_bytes()
+    cut = [*OURS, *saving(tmp_path)]
+    run_trainings(2, {"numerics": [*cut, KilledRank(14, rank=1)]}, tmp_path, status=-signal.SIGKILL)
+    assert latest(tmp_path) == "10"
+    run_trainings(2, {"numerics": [*cut, *loading(tmp_path)]}, tmp_path)
+    assert (tmp_path / "numerics.jsonl").read_bytes() == (uninterrupted / "numerics.jsonl").read_bytes()
 
 
 @pytest.mark.exhaustive
-def test_a_half_written_checkpoint_is_not_picked_up(uninterrupted: Path, tmp_path: Path) -> None:
+def test_a_half_written_checkpoint_is_not_picked_up(uninterrupted: Path, stopped: Path) -> None:
     """The folder is as after a crash in the save of iteration 30: its files have another name, the tracker says 20."""
-    shutil.copytree(uninterrupted / "checkpoints", tmp_path / "checkpoints")
-    half = tmp_path / "checkpoints" / "iter_0000030.incomplete"
-    (tmp_path / "checkpoints" / "iter_0000030").rename(half)
+    half = stopped / "checkpoints" / "iter_0000030.incomplete"
+    (stopped / "checkpoints" / "iter_0000030").rename(half)
     (half / "metadata.json").unlink()
     next(half.glob("*.distcp")).write_bytes(b"cut short")
-    (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("20")
-    shutil.copy(uninterrupted / "numerics", tmp_path / "numerics")
-    result = run(2, PRETRAIN, *flags(tmp_path, "--load", str(tmp_path / "checkpoints")))
-    assert result.returncode == 0, result.stderr
-    assert "at iteration 20" in result.stdout
-    assert (tmp_path / "numerics").read_bytes() == (uninterrupted / "numerics").read_bytes()
-    assert (tmp_path / "checkpoints" / "iter_0000030" / "metadata.json").exists()
+    printed = run_trainings(2, {"numerics": [*OURS, *saving(stopped), *loading(stopped)]}, stopped)
+    assert "at iteration 20" in printed["numerics"]
+    assert (stopped / "numerics.jsonl").read_bytes() == (uninterrupted / "numerics.jsonl").read_bytes()
+    assert (stopped / "checkpoints" / "iter_0000030" / "metadata.json").exists()
     assert not half.exists()
 
 
 @pytest.mark.exhaustive
-def test_megatron_cores_schedule_resumes_from_ours(uninterrupted: Path, tmp_path: Path) -> None:
+def test_megatron_cores_schedule_resumes_from_ours(uninterrupted: Path, stopped: Path) -> None:
     """A checkpoint says nothing of the schedule: the baseline goes on from it with the same numbers."""
-    shutil.copytree(uninterrupted / "checkpoints", tmp_path / "checkpoints")
-    (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("20")
-    ours = flags(tmp_path, "--load", str(tmp_path / "checkpoints"))
-    baseline = [flag for flag in ours if not flag.startswith("--zero-bubble")]
-    result = run(2, PRETRAIN, *baseline)
-    assert result.returncode == 0, result.stderr
-    lines = (tmp_path / "numerics").read_text().splitlines()
+    run_trainings(2, {"baseline": [*FLAGS, *saving(stopped), *loading(stopped)]}, stopped)
+    lines = (stopped / "baseline.jsonl").read_text().splitlines()
     assert [json.loads(line)["iteration"] for line in lines] == list(range(21, 31))
-    assert lines == (uninterrupted / "numerics").read_text().splitlines()[20:]
-
-
-@pytest.mark.exhaustive
-def test_sigterm_saves_and_exits(tmp_path: Path) -> None:
-    job = start(tmp_path, "--train-iters", "100000", "--save-interval", "100000", "--exit-signal-handler")
-    for process in ranks_of(tmp_path, job):
-        process.terminate()
-    status, output = job.wait(timeout=60), (tmp_path / "output").read_text()
-    assert status == 0, output
-    assert "SIGTERM" in output
-    last = json.loads((tmp_path / "numerics").read_text().splitlines()[-1])["iteration"]
-    assert (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == str(last)
-
-
-@pytest.mark.exhaustive
-def test_no_other_job_saves_to_the_folder_of_one_that_lives(tmp_path: Path) -> None:
-    job = start(tmp_path, "--train-iters", "100000", "--save-interval", "100000")
-    ranks = ranks_of(tmp_path, job)
-    refused = run(2, PRETRAIN, *flags(tmp_path))
-    assert refused.returncode != 0
-    assert "iteration" not in refused.stdout
-    (line,) = re.findall(r"^pretrain_gpt\.py: error: (.*)", refused.stderr, flags=re.MULTILINE)
-    holder = re.fullmatch(rf"--save {tmp_path}/checkpoints: process (\d+) on .*, since .*, saves there: .*", line)
-    assert holder is not None, line
-    assert int(holder[1]) in [rank.pid for rank in ranks]
-    for process in processes_of(tmp_path):
-        process.kill()
-    job.wait(timeout=30)
-    lock_folder(tmp_path / "checkpoints", {}, pytest.fail).close()
-
-
-@pytest.mark.exhaustive
-def test_a_dead_rank_takes_the_job_down(tmp_path: Path) -> None:
-    job = start(tmp_path, "--train-iters", "100000", "--save-interval", "100000")
-    ranks_of(tmp_path, job)[0].kill()
-    assert job.wait(timeout=60) != 0
-    assert processes_of(tmp_path) == []
+    assert lines == (uninterrupted / "numerics.jsonl").read_text().splitlines()[20:]
 
 
 SKIPPED = ("--fp16", "--initial-loss-scale", str(2**21), "--hysteresis", "1")

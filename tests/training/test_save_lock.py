@@ -4,48 +4,61 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import multiprocessing
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
+import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
 from megatron.zero_bubble.training.save_lock import LOCK, lock_folder
 
-HOLD = """
-import os, sys, time
-from megatron.zero_bubble.training.save_lock import lock_folder
-file = lock_folder(sys.argv[1], os.environ, print, patience=0.2)
-child = os.fork()
-if child == 0:
-    time.sleep(600)  # as a loader worker that outlives its rank
-print(os.getpid(), child, flush=True)
-time.sleep(600)
-"""
 HELD_BY_SLURM = {"SLURM_JOB_ID": "4711", "SLURMD_NODENAME": "node-7"}
+FORK = multiprocessing.get_context("fork")
+"""Starts processes that need not import anything."""
+
+
+def hold(folder: Path, pids: Connection) -> None:
+    """Hold `folder`, and send the process id of a child that has inherited all files."""
+    file = lock_folder(folder, HELD_BY_SLURM, print, patience=0.2)
+    child = os.fork()
+    if child == 0:
+        time.sleep(600)  # as a loader worker that outlives its rank
+        os._exit(0)
+    pids.send(child)
+    time.sleep(600)
+    file.close()
+
+
+def lock_and_close(folder: Path) -> None:
+    lock_folder(folder, {}, print, patience=0.2).close()
+
+
+def lock_elsewhere(folder: Path) -> None:
+    """Lock the folder in another process. An error of that process is raised here."""
+    with ProcessPoolExecutor(1, FORK) as pool:
+        pool.submit(lock_and_close, folder).result()
 
 
 class Holder:
     """Another process that has taken `folder`, with a child that inherited all of its files."""
 
     def __init__(self, folder: Path) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", HOLD, str(folder)],
-            env={**os.environ, **HELD_BY_SLURM},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self.process.stdout is not None
-        self.pid, self.child = map(int, self.process.stdout.readline().split())
+        pids, theirs = FORK.Pipe(duplex=False)
+        self.process = FORK.Process(target=hold, args=(folder, theirs))
+        self.process.start()
+        theirs.close()
+        self.pid, self.child = self.process.pid, pids.recv()
 
     def kill(self) -> None:
         """Kill the process, and leave its child behind."""
         self.process.kill()
-        self.process.wait()
+        self.process.join()
 
 
 @pytest.fixture
@@ -98,11 +111,10 @@ def test_a_folder_whose_job_is_done_can_be_locked_by_the_next_one(tmp_path):
 
 def test_closing_frees_the_folder(tmp_path):
     file = lock(tmp_path)
-    command = [sys.executable, "-c", HOLD.partition("child =")[0], str(tmp_path)]
-    taken = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert f"process {os.getpid()} on " in taken.stderr
+    with pytest.raises(ValueError, match=f"process {os.getpid()} on "):
+        lock_elsewhere(tmp_path)
     file.close()
-    assert subprocess.run(command, check=False).returncode == 0
+    lock_elsewhere(tmp_path)
 
 
 def test_a_file_system_without_locks_is_told_of(tmp_path, monkeypatch):

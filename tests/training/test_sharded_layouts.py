@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import TINY_GPT, run_trainings
+from tests.launch import TINY_GPT
+from tests.trainings import run_trainings
 
 pytestmark = pytest.mark.exhaustive
 
@@ -22,7 +23,6 @@ COMMON = (
 ZB_2P = ("--zero-bubble-schedule", "zb-2p")
 CONTEXT = (*ZB_2P, "--context-parallel-size", "2", "--position-embedding-type", "rope", "--attention-dropout", "0")
 TWO_SHARDS = {
-    "tensor": (8, (*ZB_2P, "--tensor-model-parallel-size", "2")),
     "sequence": (8, (*ZB_2P, "--tensor-model-parallel-size", "2", "--sequence-parallel", "--swiglu")),
     "context": (4, CONTEXT),
     "chosen": (4, ("--zero-bubble", "--zero-bubble-vocabulary-parallel", "off")),
@@ -30,7 +30,6 @@ TWO_SHARDS = {
 """Ranks and flags of each layout."""
 FOUR_SHARDS = {
     "context and replicas": (8, CONTEXT),
-    "replicas": (8, ZB_2P),
     "replicas in a V": (8, ("--zero-bubble-schedule", "zb-v")),
 }
 

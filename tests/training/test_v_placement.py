@@ -17,7 +17,8 @@ import torch.distributed as dist
 from megatron.zero_bubble.schedule import Op, OpKind, Placement, Schedule
 from megatron.zero_bubble.schedule.formats import schedule_to_json
 from tests.comparison import differences, losses, tensors
-from tests.launch import TINY_GPT, run_trainings
+from tests.launch import TINY_GPT
+from tests.trainings import run_trainings
 
 MICROBATCHES = 4
 EXACT = ("--clip-grad", "0", "--attention-dropout", "0", "--hidden-dropout", "0", "--lr-decay-style", "constant")

@@ -8,19 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import TINY_GPT, Trainings
-from tests.several_trainings import FAULT, WARM_UP
+from tests.changes import InfiniteGradient, WarmedUp
+from tests.launch import TINY_GPT
+from tests.trainings import Trainings
 
 SPREAD = "--zero-bubble-vocabulary-parallel"
 TWO_STAGES = ("--pipeline-model-parallel-size", "2", "--global-batch-size", "4", "--train-iters", "12")
 ZB_2P = (*TINY_GPT, *TWO_STAGES, "--zero-bubble-schedule", "zb-2p", SPREAD)
 FP16 = (
     *("--fp16", "--initial-loss-scale", "65536", "--hysteresis", "1", "--loss-scale-window", "4"),
-    *(f"{FAULT}{place}" for place in ("1@0", "5@1", "8@0", "8@1", "12@1")),
+    *(InfiniteGradient(iteration, rank) for iteration, rank in ((1, 0), (5, 1), (8, 0), (8, 1), (12, 1))),
 )
 MODELS = {"fp32": ("--clip-grad", "1.3"), "fp16": ("--clip-grad", "1.3", *FP16)}
 RECOMPUTED = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
-VARIANTS = {"post-validation": ("--zero-bubble-post-validation",), "recomputed": RECOMPUTED, "warmed up": (WARM_UP,)}
+VARIANTS = {"post-validation": ("--zero-bubble-post-validation",), "recomputed": RECOMPUTED, "warmed up": (WarmedUp(),)}
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +32,7 @@ def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
         trainings[model] = [*ZB_2P, *flags]
         for variant, more in VARIANTS.items():
             trainings[f"{model}, {variant}"] = [*ZB_2P, *flags, *more]
-    together = [name for name in trainings if name.startswith("fp32")]
-    return Trainings(2, trainings, tmp_path_factory.mktemp("features"), together=together)
+    return Trainings(2, trainings, tmp_path_factory.mktemp("features"))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -71,7 +71,7 @@ LAYOUTS = {
 def test_other_parallelism_computes_what_it_does_without_shards(layout: str, tmp_path: Path) -> None:
     flags = (*TINY_GPT, *TWO_STAGES, *LAYOUTS[layout])
     plan = {"whole": flags, "shards": (*flags, "--zero-bubble-schedule", "zb-h1", SPREAD)}
-    trainings = Trainings(4, plan, tmp_path, together=plan)
+    trainings = Trainings(4, plan, tmp_path)
     whole, shards = (
         [json.loads(line) for line in trainings.numerics(name).splitlines()] for name in ("whole", "shards")
     )

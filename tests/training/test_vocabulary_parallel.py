@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import TINY_GPT, run_trainings
+from tests.launch import TINY_GPT
+from tests.trainings import run_trainings
 
 FLAGS = [
     *TINY_GPT,

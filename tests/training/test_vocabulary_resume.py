@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import TINY_GPT, run_trainings
-from tests.several_trainings import KILL
+from tests.changes import KilledRank
+from tests.launch import TINY_GPT
+from tests.trainings import run_trainings
 
 SPREAD = ("--zero-bubble-vocabulary-parallel",)
 FLAGS = (
@@ -49,7 +50,9 @@ def test_killed_in_a_step_and_resumed(num_ranks: int, flags: tuple[str, ...], tm
     checkpoints, numerics = tmp_path / "checkpoints", {name: tmp_path / f"{name}.jsonl" for name in ("uncut", "cut")}
     spread = [*FLAGS, *flags, *SPREAD]
     save = ["--save", str(checkpoints), "--save-interval", "3"]
-    run_trainings(num_ranks, {"uncut": spread, "cut": [*spread, *save, f"{KILL}5@1"]}, tmp_path, status=-signal.SIGKILL)
+    run_trainings(
+        num_ranks, {"uncut": spread, "cut": [*spread, *save, KilledRank(5, rank=1)]}, tmp_path, status=-signal.SIGKILL
+    )
     assert numerics["uncut"].read_bytes().startswith(numerics["cut"].read_bytes())
     assert numerics["cut"].read_text().count("\n") in (3, 4)
     assert (checkpoints / "latest_checkpointed_iteration.txt").read_text() == "3"

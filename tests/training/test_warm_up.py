@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.launch import TINY_GPT, Trainings
-from tests.several_trainings import WARM_UP
+from tests.changes import WarmedUp
+from tests.launch import TINY_GPT
+from tests.trainings import Trainings
 
 COMMON = [*TINY_GPT, "--pipeline-model-parallel-size", "2", "--global-batch-size", "8", "--train-iters", "4"]
 MODELS = {
@@ -41,7 +42,7 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
     flags = {}
     for model, more in MODELS.items():
         flags[model] = [*COMMON, *more]
-        flags[f"warm-{model}"] = [*COMMON, *more, WARM_UP]
+        flags[f"warm-{model}"] = [*COMMON, *more, WarmedUp()]
     return Trainings(4, flags, tmp_path_factory.mktemp("warm_up"))
 
 

@@ -96,17 +96,13 @@ class InstalledHooks:
 
     def __init__(self, hooks: Iterable[Hook], version: str, mark: object = None) -> None:
         targets = [(hook, find_target(hook, version)) for hook in hooks]
-        self._replaced: list[tuple[Target, Function]] = []
-        for hook, target in targets:
-            replacement = _make_replacement(hook, target, mark)
-            _replace_everywhere(target, target.function, replacement)
-            self._replaced.append((target, replacement))
+        self._replaced = [(target, _make_replacement(hook, target, mark)) for hook, target in targets]
+        _replace_everywhere((target, target.function, replacement) for target, replacement in self._replaced)
 
     def restore(self) -> None:
         """Restore the originals, also in modules that imported a replacement by name. A second call does nothing."""
-        while self._replaced:
-            target, replacement = self._replaced.pop()
-            _replace_everywhere(target, replacement, target.function)
+        _replace_everywhere((target, replacement, target.function) for target, replacement in self._replaced)
+        self._replaced = []
 
 
 def find_target(needed: Needed, version: str) -> Target:
@@ -152,9 +148,14 @@ def _make_replacement(hook: Hook, target: Target, mark: object) -> Function:
     return replacement
 
 
-def _replace_everywhere(target: Target, old: Function, new: Function) -> None:
-    setattr(target.owner, target.attribute, new)
+def _replace_everywhere(changes: Iterable[tuple[Target, Function, Function]]) -> None:
+    """Replace the second function of each change by the third, in its owner and in every module that has its name."""
+    replacements: dict[int, Function] = {}
+    for target, old, new in changes:
+        setattr(target.owner, target.attribute, new)
+        replacements[id(old)] = new
     for module in list(sys.modules.values()):
         names = vars(module) if hasattr(module, "__dict__") else {}
-        for name in [name for name, value in list(names.items()) if value is old]:
-            setattr(module, name, new)
+        for name, value in list(names.items()):
+            if id(value) in replacements:
+                setattr(module, name, replacements[id(value)])

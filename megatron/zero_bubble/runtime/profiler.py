@@ -79,11 +79,15 @@ class SavedTensorMeter:
 
 
 def _note(saved: list[weakref.ref[torch.Tensor]], tensor: torch.Tensor) -> torch.Tensor:
-    """Note a tensor that autograd saves, unless it is a parameter, and return it."""
+    """Note a tensor that autograd saves, unless it is a parameter, and return what is saved in its place."""
     # A transposed weight is a view whose base is the parameter.
-    if not isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter):
-        saved.append(weakref.ref(tensor))
-    return tensor
+    if isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter):
+        return tensor
+    # Detached, because a node that saves its own output would otherwise keep itself alive until its backward, which
+    # the forward of a step that is undone never has.
+    kept = tensor.detach().requires_grad_(tensor.requires_grad)
+    saved.append(weakref.ref(kept))
+    return kept
 
 
 def _held_bytes(saved: Sequence[weakref.ref[torch.Tensor]]) -> int:

@@ -16,6 +16,7 @@ from megatron.core.num_microbatches_calculator import (
     init_num_microbatches_calculator,
     unset_num_microbatches_calculator,
 )
+from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
 from megatron.zero_bubble.job.environment import device_of_rank
 from megatron.zero_bubble.mcore.placement import embedding_ranks
@@ -50,6 +51,8 @@ def initialized(args: Arguments, placement: Placement) -> Iterator[None]:
     # Skipped after an error: the other ranks may wait in a collective until torchrun ends them.
     dist.barrier()
     unset_num_microbatches_calculator()
+    # megatron-core leaves these: they hold process groups, and one value for each layer of this model.
+    get_moe_layer_wise_logging_tracker().clear()
     parallel_state.destroy_model_parallel()
     if owns_process_group:
         dist.destroy_process_group()

@@ -123,6 +123,9 @@ def _build_trainer(
         resources.enter_context(drawn_by_unit(args.seed, model, lambda: progress.iteration))
     check_layers_built(args.num_layers, placement, model)
     optimizer = build_optimizer(args, model, config)
+    # The hooks of DDP hold the configuration. Where the optimizer's shards are views of parameters, Python's collector
+    # does not see the cycle, and with it a later training in this process would keep this model and its groups.
+    resources.callback(setattr, config, "grad_scale_func", None)
     scheduler = build_lr_scheduler(args, optimizer)
     checkpointer = Checkpointer(args, progress, model, optimizer, scheduler)
     if args.load:

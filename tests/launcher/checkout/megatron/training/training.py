@@ -30,6 +30,8 @@ from megatron.training.utils import (
     reduce_max_stat_across_model_parallel_group,
 )
 
+_ITERATIONS = "advanced iterations"
+
 
 def pretrain(model_provider, forward_step, data_provider, argv=None):
     initialize_megatron(argv)
@@ -155,10 +157,14 @@ def throughput(args, model, seconds):
 
 
 def training_log(loss_dict, total_loss_dict, iteration, line, grad_norm):
-    args = get_args()
+    """Add the losses to their sums since the last line; print the means if a line is due."""
+    total_loss_dict[_ITERATIONS] = total_loss_dict.get(_ITERATIONS, 0) + 1
     for name, loss in loss_dict.items():
-        line += f" {name}: {loss.item().hex()} |"
-    if iteration % args.log_interval == 0:
+        total_loss_dict[name] = total_loss_dict.get(name, 0) + loss
+    if iteration % get_args().log_interval == 0:
+        count = total_loss_dict.pop(_ITERATIONS)
+        for name in loss_dict:
+            line += f" {name}: {(total_loss_dict.pop(name) / count).item().hex()} |"
         print_rank_last(line + (f" grad norm: {grad_norm.hex()} |" if grad_norm else ""))
 
 

@@ -1,0 +1,80 @@
+"""Faults of the checkpoints."""
+
+from __future__ import annotations
+
+from tests.faults import Fault
+
+FAULTS = (
+    Fault(
+        name="validation-samples-not-restored",
+        file="training/checkpoint.py",
+        old="""            self._progress.consumed_train_samples = common["args"].consumed_train_samples
+            self._progress.consumed_valid_samples = common["args"].consumed_valid_samples""",
+        new="""            self._progress.consumed_train_samples = common["args"].consumed_train_samples""",
+        effect=(
+            "A resumed run evaluates from the beginning of the validation data again, so that its validation "
+            "losses differ from those of a run that never stopped."
+        ),
+    ),
+    Fault(
+        name="override-of-learning-rate-lost",
+        file="training/checkpoint.py",
+        old="""        for group in self._optimizer.param_groups:
+            # Loading the optimizer brought back the checkpoint's values, which the scheduler prefers to its own.
+            group["max_lr"], group["min_lr"] = self._scheduler.max_lr, self._scheduler.min_lr
+        self._scheduler.step(0)""",
+        new="        self._scheduler.step(0)",
+        effect=(
+            "After a resume with --override-opt-param-scheduler and another --lr, the run still trains with the "
+            "old learning rate."
+        ),
+    ),
+    Fault(
+        name="tracker-before-the-folder",
+        file="training/checkpoint_files.py",
+        old="""    os.rename(folder, final)
+    _sync(root)
+    write_file(root / TRACKER, str(iteration))""",
+        new="""    write_file(root / TRACKER, str(iteration))
+    os.rename(folder, final)
+    _sync(root)""",
+        effect=(
+            "If a job is killed, or a rename fails, at the end of a save, the tracker file names a checkpoint "
+            "that is not there, and the next job cannot load."
+        ),
+    ),
+    Fault(
+        name="gated-rows-misplaced-across-tensor-ranks",
+        file="mcore/shard_checkpoints.py",
+        old="    return [(half * num_ranks + rank) * in_half + place for half, place in halves], 2 * num_ranks * in_half",
+        new="    return [(2 * rank + half) * in_half + place for half, place in halves], 2 * num_ranks * in_half",
+        effect=(
+            "With FSDP2, tensor parallelism and a gated MLP, a checkpoint mixes rows of the gate with rows of the "
+            "input, and is wrong when other ranks load it."
+        ),
+    ),
+    Fault(
+        name="lock-names-an-old-job",
+        file="training/save_lock.py",
+        old=r"""        file.truncate(0)
+        file.write(f"{_this_job(environment)}\n".encode())""",
+        new=r"""        file.write(f"{_this_job(environment)}\n".encode())""",
+        effect=(
+            "The error about a folder in use names the first job that ever saved there, and not the one that "
+            "holds the lock."
+        ),
+    ),
+    Fault(
+        name="one-step-count-for-all-parameters",
+        file="mcore/optimizer.py",
+        old="""            del shard._set_main_param_and_optimizer_states
+            # Loading gives all parameters the same tensor, which every parameter's step would count up.
+            for state in shard.optimizer.state.values():
+                state["step"] = state["step"].clone()""",
+        new="            del shard._set_main_param_and_optimizer_states",
+        effect=(
+            "After a resume with the distributed optimizer, every parameter's step counts up a shared number of "
+            "steps, so that Adam's bias correction is wrong."
+        ),
+    ),
+)

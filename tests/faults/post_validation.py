@@ -1,0 +1,84 @@
+"""Faults of the post-validation and rollback."""
+
+from __future__ import annotations
+
+from tests.faults import Fault
+
+FAULTS = (
+    Fault(
+        name="state-made-by-undone-step-kept",
+        file="runtime/rollback.py",
+        old="""            for key in [key for key in optimizer.state if key not in states]:
+                del optimizer.state[key]  # the step created it
+""",
+        new="",
+        effect=(
+            "If the very first step of a run is undone, the optimizer keeps the moments and the count of the "
+            "undone step."
+        ),
+    ),
+    Fault(
+        name="settings-of-the-old-step-stay",
+        file="mcore/post_validation.py",
+        old="""            group.update(settings)
+        yield
+        for group, settings in zip(groups, now, strict=True):
+            group.update(settings)
+""",
+        new="""            group.update(settings)
+        yield
+""",
+        effect=(
+            "After each validation the learning rate and weight decay are those of the step before, so a schedule "
+            "of the learning rate is one step late."
+        ),
+    ),
+    Fault(
+        name="undone-parameters-not-handed-out",
+        file="mcore/post_validation.py",
+        old="""            self._rollback.undo()
+            self._hand_out_parameters()
+""",
+        new="""            self._rollback.undo()
+""",
+        effect=(
+            "With a loss scale, forwards that run again after a skipped step still use the model's 16-bit "
+            "parameters of the undone step."
+        ),
+    ),
+    Fault(
+        name="buffers-saved-without-a-copy",
+        file="mcore/restart.py",
+        old="""        self._buffers = [(buffer, buffer.clone()) for chunk in model_chunks for buffer in unwrap_model(chunk).buffers()]
+""",
+        new="""        self._buffers = [(buffer, buffer) for chunk in model_chunks for buffer in unwrap_model(chunk).buffers()]
+""",
+        effect=(
+            "What forwards count in buffers, such as the tokens of an expert, is counted twice when they run "
+            "again after an amended step or the warm-up."
+        ),
+    ),
+    Fault(
+        name="inverted-second-moment-may-be-negative",
+        file="runtime/rollback.py",
+        old="""    exp_avg_sq.addcmul_(gradient, gradient, value=beta2 - 1).div_(beta2).clamp_(min=0)
+""",
+        new="""    exp_avg_sq.addcmul_(gradient, gradient, value=beta2 - 1).div_(beta2)
+""",
+        effect=(
+            "With the inverse rollback, rounding can leave a second moment just below zero, and a later step "
+            "makes NaN parameters."
+        ),
+    ),
+    Fault(
+        name="losses-of-undone-forwards-kept",
+        file="mcore/forward_backward.py",
+        old="""        self.forward_data_store.clear()
+""",
+        new="",
+        effect=(
+            "After an amended step the losses of the undone forwards are returned, too, and the logged loss is a "
+            "mean of wrong ones."
+        ),
+    ),
+)

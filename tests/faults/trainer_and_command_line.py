@@ -1,0 +1,62 @@
+"""Faults of the trainer and command line."""
+
+from __future__ import annotations
+
+from tests.faults import Fault
+
+FAULTS = (
+    Fault(
+        name="cyclic-sampler-skips-in-every-epoch",
+        file="training/data_samplers.py",
+        old="            epoch, skipped_strides = epoch + 1, 0",
+        new="            epoch += 1",
+        effect="After a resume within an epoch of cyclic data, every later epoch leaves out its first samples.",
+    ),
+    Fault(
+        name="pause-restarts-the-clock",
+        file="training/logging.py",
+        old="        self._start += _now() - paused_at",
+        new="        self._start = _now()",
+        effect=(
+            "The log line after an evaluation or a save within a log interval shows too short a time per "
+            "iteration and too high a throughput."
+        ),
+    ),
+    Fault(
+        name="unknown-norm-counts-as-finite",
+        file="mcore/finite.py",
+        old="        if norm is None or not math.isfinite(norm):",
+        new="        if norm is not None and not math.isfinite(norm):",
+        effect=(
+            "With a constant loss scale, a gradient that is not finite no longer ends the training with its "
+            "cause: the steps are skipped silently."
+        ),
+    ),
+    Fault(
+        name="estimate-exposes-the-reduction-of-fsdp",
+        file="cli/estimate/schedule_estimate.py",
+        old="        if self.job.replicas == 1 or args.overlap_grad_reduce or args.use_torch_fsdp2:",
+        new="        if self.job.replicas == 1 or args.overlap_grad_reduce:",
+        effect=(
+            "The estimate of a training with FSDP2 adds the time of communication that overlaps with computing, "
+            "and so predicts too low a throughput."
+        ),
+    ),
+    Fault(
+        name="lost-share-forgets-the-steps",
+        file="cli/schedule/figures.py",
+        old="        return float(1 - self.steps * self.schedule.num_microbatches * max(works) / self.timeline.cost)",
+        new="        return float(1 - self.schedule.num_microbatches * max(works) / self.timeline.cost)",
+        effect="The schedule command with several steps says that far more time is lost to the bubble and R than is.",
+    ),
+    Fault(
+        name="benchmark-counts-the-warmup",
+        file="cli/benchmark/training_turn.py",
+        old="    measured = [(milliseconds, line) for iteration, milliseconds, line in lines if iteration > warmup]",
+        new="    measured = [(milliseconds, line) for iteration, milliseconds, line in lines if iteration >= warmup]",
+        effect=(
+            "The benchmark counts the last interval of the warmup among its measurements, which makes results "
+            "slower and less even."
+        ),
+    ),
+)

@@ -1,0 +1,48 @@
+"""Runs the command line of the launcher in ranks of `tests.ranks`, in place of a cold start by torchrun."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from tests.launcher.script_trainings import allow_substitutions
+from tests.ranks import run_on_ranks
+from tests.trainings import be_rank
+
+
+class Ended(NamedTuple):
+    """A job that has ended."""
+
+    status: int | None
+    """Of the rank that ended first; 1 if that was 0, and None if time ran out."""
+    output: str
+    errors: str
+
+
+def launch(num_ranks: int, script: Path, *arguments: str) -> Ended:
+    """Run `python -m megatron.zero_bubble SCRIPT ARGUMENTS` on each rank. The ranks end with the first that ends."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory() as folder:
+        files = Path(folder, "output"), Path(folder, "errors")
+        status = run_on_ranks(num_ranks, run_rank, ([str(script), *arguments], files, store.port), timeout=300)
+        return Ended(status, *(file.read_text() for file in files))
+
+
+def run_rank(rank: int, num_ranks: int, argv: list[str], files: tuple[Path, Path], port: int) -> None:
+    """Be one rank, as torchrun starts it, whose output and errors are appended to these files."""
+    from megatron.zero_bubble.launcher.main import main
+
+    be_rank(rank, num_ranks)
+    store = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ.update(store)
+    allow_substitutions()
+    for stream, path in zip((sys.stdout, sys.stderr), files, strict=True):
+        with path.open("a") as file:
+            os.dup2(file.fileno(), stream.fileno())
+    sys.path.insert(0, "")  # `python -m` puts the working directory there
+    sys.exit(main(argv))
