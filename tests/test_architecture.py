@@ -68,6 +68,26 @@ def test_programs_beside_the_package_do_not_import_the_tests(folder):
     assert not wrong
 
 
+def modules_of(folder: Path) -> set[str]:
+    """Names of the modules and packages in a folder and below; `__main__` is called `main`."""
+    paths = [path for path in folder.rglob("*") if path.suffix == ".py" or (path / "__init__.py").exists()]
+    return {path.stem.strip("_") for path in paths}
+
+
+@pytest.mark.parametrize(
+    "room",
+    [*(path.parent for path in sorted((ROOT / "megatron" / "zero_bubble").glob("*/__init__.py"))), ROOT / "benchmarks"],
+    ids=lambda room: room.name,
+)
+def test_the_tests_of_a_module_are_named_after_it(room):
+    """`tests/ROOM/test_MODULE.py`, or `test_MODULE_ASPECT.py`. Whole trainings are in `tests/end_to_end`."""
+    folder = ROOT / "tests" / room.name
+    names = modules_of(room) | {path.stem for path in folder.glob("*.py") if not path.name.startswith("test_")}
+    for file in folder.glob("test_*.py"):
+        name = file.stem.removeprefix("test_")
+        assert any(name == module or name.startswith(f"{module}_") for module in names), file
+
+
 def test_the_launcher_s_program_imports_nothing_but_the_launcher():
     imports = imports_of(ROOT / "megatron" / "zero_bubble" / "__main__.py", PACKAGE)
     ours = {module for module in imports if within(module, PACKAGE)}

@@ -54,7 +54,7 @@ def test_the_status_says_whether_the_last_losses_are_within_the_tolerance(comman
     )
 
 
-@pytest.mark.exhaustive  # Two trainings; tests/training/test_hierarchical_sgd.py holds what hierarchical SGD computes.
+@pytest.mark.exhaustive  # two trainings; end_to_end/test_hierarchical_sgd.py has what hierarchical SGD computes
 def test_both_trainings_run(capsys):
     main([*TWO, "--tolerance", "1", "--json", *TRAINING, "--train-iters", "4"])
     losses = json.loads(capsys.readouterr().out)

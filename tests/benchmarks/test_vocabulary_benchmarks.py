@@ -46,7 +46,7 @@ def test_efficiency_is_the_ideal_time_over_the_measured_one() -> None:
     assert float(table.splitlines()[-1].split()[-1]) == pytest.approx(ratio, abs=1e-3)
 
 
-@pytest.mark.exhaustive  # it starts trainings; test_live_activations.py counts what stages keep
+@pytest.mark.exhaustive  # it starts trainings; test_forward_backward_memory.py counts what stages keep
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
 def test_the_peaks_of_all_ranks_are_alike_with_shards(schedule: str) -> None:
     """In a V the ranks also hold as many activations; docs/vocabulary.md shows figures of such runs."""

@@ -1,7 +1,7 @@
-"""Single faults that are planted in the package to measure what the tests protect: `tools/plant_faults.py` does it.
+"""Single faults that are planted in the package to measure what the tests protect: `tests.faults.plant` does it.
 
 Each is a mistake that a developer could make and a reviewer miss. They were chosen from the code, without a look at
-its tests. A module of this package has the faults of one part of the project.
+its tests. A module of `tests.faults.parts` has those of one part of the project.
 """
 
 from __future__ import annotations

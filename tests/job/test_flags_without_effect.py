@@ -10,7 +10,7 @@ import pytest
 from megatron.zero_bubble.job.profiling import planning_options, too_short_to_profile
 from megatron.zero_bubble.schedule import Placement
 from tests.checked_flags import checked, checked_job
-from tests.job.test_planning_flags import KEPT, PLANNED, profile_of, refusal
+from tests.job.test_plans_refused import KEPT, PLANNED, profile_of, refusal
 
 UNMEASURED = {"--zero-bubble-profile-iters": "0 0"}
 

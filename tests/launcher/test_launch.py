@@ -1,8 +1,8 @@
 """A script that calls megatron-core as Megatron-LM does trains the same under schedules of ours.
 
 Trainings with two chunks a rank are exhaustive, because `tests/training` compares their schedules. So are those with
-further optimizers, whose steps `tests/training/test_post_validation.py` and `tests/runtime/test_rollback.py` undo, too,
-and those with replicas that average, as in `tests/training/test_hierarchical_sgd.py`.
+further optimizers, whose steps `test_post_validation.py` and `tests/runtime/test_rollback.py` undo, too,
+and those with replicas that average, as in `tests/end_to_end/test_hierarchical_sgd.py`.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ def test_start_up_plan_and_timeline_are_those_of_our_own_trainer(trainings: Scri
     assert (trainings.folder / "timeline" / "iteration_0000003.html").is_file()
 
 
-@pytest.mark.exhaustive  # test_launcher_endings.py starts the command line, too
+@pytest.mark.exhaustive  # test_main_endings.py starts the command line, too
 def test_the_command_line_does_the_same_and_leaves_no_process(trainings: ScriptTrainings, tmp_path: Path) -> None:
     """Nor do the loaders' workers stay, although post-validation or a signal handler may still refer to them."""
     flags = ("--zero-bubble-cpu", "--zero-bubble-schedule", "zb-2p", "--zero-bubble-post-validation")

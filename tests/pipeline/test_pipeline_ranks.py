@@ -18,7 +18,7 @@ def test_the_example_trains_and_finds_the_bits_of_one_process():
     assert len((ROOT / "examples" / "plain_pytorch.py").read_text().splitlines()) <= 120
 
 
-@pytest.mark.exhaustive  # a minute; test_alexnet.py and test_llama.py have its layers
+@pytest.mark.exhaustive  # a minute; test_pipeline_alexnet.py and test_pipeline_llama.py have its layers
 @pytest.mark.parametrize(("name", "library"), [("alexnet", "skimage"), ("llama", "transformers")])
 def test_the_examples_of_whole_models_find_the_bits_of_one_process(name, library):
     pytest.importorskip(library)

@@ -1,6 +1,6 @@
 """However a job under the launcher ends, all of its processes are gone soon, with a status that tells how it went.
 
-`make test` runs a signal. Of the other ways to end, which `tests/training/test_endings.py` tests as well, through the
+`make test` runs a signal. Of the other ways to end, which `tests/end_to_end/test_endings.py` tests as well, through the
 same code, one of a kind is exhaustive here; `test_launch.py` starts the job that is done.
 """
 
@@ -18,7 +18,7 @@ from tests.launch import torchrun
 from tests.launcher.script_trainings import CHECKOUT
 
 SECONDS = 60.0
-"""Time for a job to be gone: see tests/training/test_endings.py."""
+"""Time for a job to be gone: see tests/end_to_end/test_endings.py."""
 SCRIPT = CHECKOUT / "pretrain_small.py"
 FOR_EVER = ("--train-iters", "1000000")
 HANDLER = ("--exit-signal-handler",)

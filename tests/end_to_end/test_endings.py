@@ -160,7 +160,7 @@ def test_a_full_disk_ends_all_and_keeps_the_checkpoint_before(start, tmp_path: P
     assert {path.name for path in folder.iterdir()} == {"iter_0000003", "latest_checkpointed_iteration.txt", LOCK}
 
 
-@pytest.mark.exhaustive  # launcher/test_launcher_endings.py has the same of a script
+@pytest.mark.exhaustive  # launcher/test_main_endings.py has the same of a script
 @pytest.mark.parametrize(
     ("number", "more"), [(signal.SIGTERM, POST_VALIDATION), (signal.SIGINT, ())], ids=["SIGTERM", "SIGINT"]
 )

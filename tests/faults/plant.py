@@ -1,13 +1,12 @@
-#!/usr/bin/env python3
 """Plant single faults in a copy of the project, one at a time, and tell which test finds each.
 
-    python tools/plant_faults.py record --record build/reached        # all tests once: which functions each reaches
-    python tools/plant_faults.py plant --record build/reached --results build/found.json
-    python tools/plant_faults.py table before=build/old.json after=build/found.json > tests/faults/README.md
+    python -m tests.faults.plant record --record build/reached        # all tests once: which functions each reaches
+    python -m tests.faults.plant plant --record build/reached --results build/found.json
+    python -m tests.faults.plant table before=build/old.json after=build/found.json > tests/faults/README.md
 
 `plant` runs, for each fault, the tests that reach the function with the fault, quickest files first, until one fails
 or hangs. A fault that is in `--results` already is left out, so that a run that was cut short goes on. The faults are
-the lists of `tests/faults`. `--checkout` names another checkout of the project whose tests are to be measured.
+the lists of `tests/faults/parts`. `--checkout` names another checkout of the project whose tests are to be measured.
 """
 
 from __future__ import annotations
@@ -33,11 +32,9 @@ from xml.etree import ElementTree
 
 import psutil
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from tests.faults import Fault, parts
 
-import tests.faults  # noqa: E402
-from tests.faults import Fault  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
 
 PACKAGE = Path("megatron") / "zero_bubble"
 RECORDER = ROOT / "tests" / "faults" / "recorder"
@@ -57,8 +54,8 @@ class Tests(NamedTuple):
 
 def faults_by_part() -> dict[str, tuple[Fault, ...]]:
     """The faults of each part of the project."""
-    names = sorted(module.name for module in pkgutil.iter_modules(tests.faults.__path__))
-    return {name: importlib.import_module(f"tests.faults.{name}").FAULTS for name in names}
+    names = sorted(module.name for module in pkgutil.iter_modules(parts.__path__))
+    return {name: importlib.import_module(f"tests.faults.parts.{name}").FAULTS for name in names}
 
 
 def environment(checkout: Path, **more: str) -> dict[str, str]:
@@ -216,8 +213,8 @@ def table(columns: dict[str, dict[str, str]]) -> str:
     lines = [
         "# Planted faults, and the tests that find them",
         "",
-        "`tools/plant_faults.py` plants each fault alone and runs the tests that reach the function with it, quickest",
-        "files first; a cell names the first test that fails. Files are relative to `tests`.",
+        "`python -m tests.faults.plant` plants each fault alone and runs the tests that reach its function, the",
+        "quickest files first; a cell names the first test that fails. Files are relative to `tests`.",
     ]
     for part, faults in faults_by_part().items():
         lines += ["", f"## {part.replace('_', ' ').capitalize()}", "", f"| fault | {' | '.join(columns)} |"]

@@ -12,7 +12,7 @@ from megatron.zero_bubble.schedule import generate
 from megatron.zero_bubble.schedule.formats import schedule_to_json
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from tests.checked_flags import checked, checked_job
-from tests.job.test_planning_flags import PLANNED, profile_of, refusal, schedule_file
+from tests.job.test_plans_refused import PLANNED, profile_of, refusal, schedule_file
 
 FULL = {"--recompute-granularity": "full", "--recompute-method": "uniform", "--recompute-num-layers": "1"}
 BY_SCHEDULE = {"--zero-bubble-recompute": "planned"}

@@ -112,7 +112,7 @@ def test_gradients_of_the_full_size_are_those_of_one_process(layers, schedule):
     assert_gradients_of_one_process(layers, 2, schedule, "parameters", images(8, 224))
 
 
-@pytest.mark.exhaustive  # test_llama.py has ten clipped steps, too
+@pytest.mark.exhaustive  # test_pipeline_llama.py has ten clipped steps, too
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_parameters_are_equal_after_ten_clipped_steps(layers, num_ranks):
     torch.manual_seed(1)

@@ -1,0 +1,1 @@
+"""The faults of each part of the project."""
