@@ -44,7 +44,7 @@ HANGS_AFTER = 180.0
 NOTHING = "nothing"
 
 
-class Tests(NamedTuple):
+class Record(NamedTuple):
     """A record of the tests of a checkout."""
 
     reaching: dict[str, set[str]]
@@ -77,7 +77,7 @@ def record(checkout: Path, folder: Path, words: Sequence[str]) -> int:
     return status
 
 
-def read_record(folder: Path) -> Tests:
+def read_record(folder: Path) -> Record:
     """Read what `record` has written: all its `.tsv` files of functions reached, and all its reports of pytest."""
     reaching: dict[str, set[str]] = {}
     for file in folder.glob("*.tsv"):
@@ -90,7 +90,7 @@ def read_record(folder: Path) -> Tests:
         for case in ElementTree.parse(report).iter("testcase"):
             name = f"{case.get('file')}::{case.get('name')}"
             seconds[name] = seconds.get(name, 0.0) + float(case.get("time", "0"))
-    return Tests(reaching, seconds)
+    return Record(reaching, seconds)
 
 
 def planted(fault: Fault, package: Path) -> str:
@@ -128,7 +128,7 @@ def function_with(fault: Fault, package: Path) -> str:
     return found
 
 
-def candidates(function: str, known: Tests) -> list[str]:
+def candidates(function: str, known: Record) -> list[str]:
     """The tests that reach the function, file by file, those files first whose tests are quick."""
     reaching = known.reaching.get(function)
     if reaching is None:  # code of a module or class body: every test that reaches a function of the file
@@ -183,7 +183,7 @@ def end_session(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def plant(checkout: Path, known: Tests, results: Path, names: Sequence[str]) -> int:
+def plant(checkout: Path, known: Record, results: Path, names: Sequence[str]) -> int:
     """Plant each fault in a copy of `checkout`, and add to the file `results` which test finds it."""
     found: dict[str, str] = json.loads(results.read_text()) if results.exists() else {}
     copy = Path(tempfile.mkdtemp(prefix="planted-")) / "project"
