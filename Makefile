@@ -63,13 +63,13 @@ playground: $(INSTALLED) $(PYODIDE)
 	$(BIN)/zero-bubble playground $(FLAGS)
 
 test: $(INSTALLED)
-	$(PYTEST) --numprocesses $(WORKERS) --dist loadfile $(FLAGS)
+	$(PYTEST) --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(FLAGS)
 
 test-rest: $(INSTALLED)
-	$(PYTEST) --numprocesses $(WORKERS) --dist loadfile -m exhaustive --durations 10 $(FLAGS)
+	$(PYTEST) --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder -m exhaustive --durations 10 $(FLAGS)
 
 test-all: $(INSTALLED)
-	$(PYTEST) --numprocesses $(WORKERS) --dist loadfile -m "" $(FLAGS)
+	$(PYTEST) --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder -m "" $(FLAGS)
 
 # Skipped, with the reason, where it cannot be: without root, without namespaces, on a system without apt-get.
 test-slurm: $(INSTALLED)
