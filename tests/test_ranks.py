@@ -92,7 +92,13 @@ def changed_functions(found: dict[str, object], expected: dict[str, object]) -> 
     return [name for name in known if functions.get(name) != known[name]]
 
 
-@pytest.mark.parametrize(("num_ranks", "others"), [(2, OTHERS), (4, REPLICATED)], ids=["a pipeline", "two replicas"])
+@pytest.mark.parametrize(
+    ("num_ranks", "others"),
+    [
+        pytest.param(2, OTHERS, id="a pipeline"),
+        pytest.param(4, REPLICATED, id="two replicas", marks=pytest.mark.exhaustive),  # the same loop, twice as long
+    ],
+)
 def test_a_training_leaves_nothing_behind(num_ranks: int, others: dict[str, tuple], tmp_path: Path) -> None:
     """A training has the same numbers before and after others, and each leaves its processes as it found them.
 

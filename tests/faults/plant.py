@@ -129,7 +129,7 @@ def function_with(fault: Fault, package: Path) -> str:
 
 
 def candidates(function: str, known: Record) -> list[str]:
-    """The tests that reach the function, file by file, those files first whose tests are quick."""
+    """The tests that reach the function, file by file: those of its module first, then those whose tests are quick."""
     reaching = known.reaching.get(function)
     if reaching is None:  # code of a module or class body: every test that reaches a function of the file
         reaching = set().union(*(tests for name, tests in known.reaching.items() if name.startswith(f"{function}.")))
@@ -137,7 +137,9 @@ def candidates(function: str, known: Record) -> list[str]:
     for test in reaching:
         files.setdefault(test.partition("::")[0], []).append(test)
     cost = {file: sum(known.seconds.get(test, 1.0) for test in of_file) for file, of_file in files.items()}
-    return [test for file in sorted(files, key=cost.__getitem__) for test in sorted(files[file])]
+    module = function.partition(".")[0].rpartition("/")[2]
+    order = sorted(files, key=lambda file: (not file.rpartition("/")[2].startswith(f"test_{module}"), cost[file]))
+    return [test for file in order for test in sorted(files[file])]
 
 
 def run_tests(chosen: Sequence[str], copy: Path, seconds: dict[str, float]) -> str:
