@@ -41,6 +41,8 @@ RECORDER = ROOT / "tests" / "faults" / "recorder"
 NOT_COPIED = shutil.ignore_patterns(".git", ".venv", ".cache", "build", "node_modules", "__pycache__", ".*_cache")
 HANGS_AFTER = 180.0
 """Seconds without the end of a test after which it hangs, beside ten times the time that it takes without a fault."""
+QUICK = 1.0
+"""Tests that take fewer seconds than this run before all others."""
 NOTHING = "nothing"
 
 
@@ -199,7 +201,10 @@ def plant(checkout: Path, known: Record, results: Path, names: Sequence[str]) ->
             chosen = candidates(function_with(fault, package), known)
             began, whole = time.monotonic(), (package / fault.file).read_text()
             (package / fault.file).write_text(text)
-            finder = run_tests(chosen, copy, known.seconds) if chosen else NOTHING
+            finder, quick = NOTHING, {test for test in chosen if known.seconds.get(test, 1.0) < QUICK}
+            for turn in ([test for test in chosen if test in quick], [test for test in chosen if test not in quick]):
+                if finder == NOTHING and turn:
+                    finder = run_tests(turn, copy, known.seconds)
             (package / fault.file).write_text(whole)
             # Another run may have added its own meanwhile.
             found = {**(json.loads(results.read_text()) if results.exists() else {}), fault.name: finder}
