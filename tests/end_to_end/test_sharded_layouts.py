@@ -7,14 +7,24 @@ are those of DDP byte for byte. Between four it depends on where in a message an
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.launch import TINY_GPT
+from tests.ranks import close_ranks
 from tests.trainings import run_trainings
 
 pytestmark = pytest.mark.exhaustive
+
+
+@pytest.fixture(autouse=True)
+def _ranks_of_a_layout() -> Iterator[None]:
+    """End the ranks after each layout: torch's cache of operations on DTensors keeps the groups of another layout."""
+    yield
+    close_ranks()
+
 
 COMMON = (
     *(*TINY_GPT, "--pipeline-model-parallel-size", "2", "--global-batch-size", "16", "--train-iters", "4"),
