@@ -221,7 +221,8 @@ def table(columns: dict[str, dict[str, str]]) -> str:
         "# Planted faults, and the tests that find them",
         "",
         "`python -m tests.faults.plant` plants each fault alone and runs the tests that reach its function, the",
-        "quickest files first; a cell names the first test that fails. Files are relative to `tests`.",
+        "quickest files first; a cell names the first test that fails, and an empty one says that it was not tried.",
+        "Files are relative to `tests`.",
     ]
     for part, faults in faults_by_part().items():
         lines += ["", f"## {part.replace('_', ' ').capitalize()}", "", f"| fault | {' | '.join(columns)} |"]
