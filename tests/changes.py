@@ -26,7 +26,7 @@ class Run(NamedTuple):
     """One training of a job."""
 
     folder: Path
-    """Of the files of the job's trainings."""
+    """The folder in which all trainings of the job write their files."""
     name: str
 
 
@@ -124,7 +124,7 @@ class Spoiled(Change):
     rank: int
     """A global rank."""
     forward_step: int
-    """Of this rank, counted from 1."""
+    """The number of the forward step on this rank, counted from 1."""
 
     def spoil(self, model: Any, output: torch.Tensor) -> torch.Tensor:
         """Put the value in; returns the output of the forward step."""

@@ -1,9 +1,8 @@
-"""What all tests share."""
+"""The order of tests, and a fixture of all."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -15,10 +14,7 @@ LONGEST = ("end_to_end", "launcher", "cli", "mcore")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that take longest, so that no worker is alone with one of them at the end."""
-    root = Path(__file__).parent
-    items.sort(
-        key=lambda item: not item.path.is_relative_to(root) or item.path.relative_to(root).parts[0] not in LONGEST
-    )
+    items.sort(key=lambda item: item.path.parent.name not in LONGEST)
 
 
 @pytest.fixture(scope="module", autouse=True)

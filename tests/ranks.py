@@ -81,7 +81,7 @@ class Ranks:
         return 0
 
     def _exit_status(self) -> int:
-        """Of a rank that has ended: that of a killed one, whose neighbours may fail because of it."""
+        """The exit status of a rank that has ended. A killed rank goes before others, which may fail because of it."""
         ended = multiprocessing.connection.wait([process.sentinel for process in self._processes])
         statuses = []
         for process in self._processes:

@@ -8,9 +8,10 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from megatron.zero_bubble.cli.check.matrix import write_corpus
@@ -90,6 +91,25 @@ def be_rank(rank: int, num_ranks: int) -> None:
     os.environ.update({name: str(value) for name, value in places.items()})
 
 
+def append_output(files: Sequence[Path]) -> None:
+    """Append this process's output to the first file, and its errors to the second."""
+    for stream, path in zip((sys.stdout, sys.stderr), files, strict=True):
+        stream.flush()
+        with path.open("a") as file:
+            os.dup2(file.fileno(), stream.fileno())
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+@contextlib.contextmanager
+def process_group(rank: int, num_ranks: int, store: dist.Store) -> Iterator[None]:
+    """A default process group of gloo. After it, nothing keeps its groups and their threads."""
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+    yield
+    dist.destroy_process_group()
+    for _ in range(2):  # a model has cycles and holds groups; a tensor may need a second pass
+        gc.collect()
+
+
 def run_rank(
     rank: int,
     num_ranks: int,
@@ -107,25 +127,15 @@ def run_rank(
         port: of this machine, where the store is in which the ranks meet.
     """
     be_rank(rank, num_ranks)
-    for stream, path in zip((sys.stdout, sys.stderr), outputs, strict=True):
-        stream.flush()
-        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        os.dup2(file, stream.fileno())
-        os.close(file)
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    append_output(outputs)
     for number, (name, (flags, changes)) in enumerate(plan.items()):
         # Each training in process groups of its own: those of all together would have a thousand threads.
         store = dist.PrefixStore(str(number), dist.TCPStore("localhost", port))
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
-        run_training(Run(folder, name), flags, changes)
-        dist.destroy_process_group()
-        for _ in range(2):  # the model has cycles and holds groups; a tensor may need a second pass
-            gc.collect()
+        with process_group(rank, num_ranks, store):
+            run_training(Run(folder, name), flags, changes)
 
 
 def run_training(run: Run, flags: list[str], changes: list[Change]) -> None:
-    import torch
-
     from megatron.zero_bubble.job.start_up import print_rank_0
     from megatron.zero_bubble.training.arguments import parse_arguments
     from megatron.zero_bubble.training.checks import complete_and_check

@@ -20,4 +20,4 @@ class Fault(NamedTuple):
     new: str
     """The text with the fault, which takes its place."""
     effect: str
-    """What it does to a user's training, plan or command."""
+    """The consequence for a user's training, plan or command."""

@@ -10,16 +10,15 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from tests.launcher.script_trainings import allow_substitutions
 from tests.ranks import run_on_ranks
-from tests.trainings import be_rank
+from tests.trainings import append_output, be_rank
 
 
 class Ended(NamedTuple):
     """A job that has ended."""
 
     status: int | None
-    """Of the rank that ended first; 1 if that was 0, and None if time ran out."""
+    """Exit status of the first rank that ended, with 1 in place of 0. None if time ran out."""
     output: str
     errors: str
 
@@ -40,9 +39,6 @@ def run_rank(rank: int, num_ranks: int, argv: list[str], files: tuple[Path, Path
     be_rank(rank, num_ranks)
     store = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ.update(store)
-    allow_substitutions()
-    for stream, path in zip((sys.stdout, sys.stderr), files, strict=True):
-        with path.open("a") as file:
-            os.dup2(file.fileno(), stream.fileno())
+    append_output(files)
     sys.path.insert(0, "")  # `python -m` puts the working directory there
     sys.exit(main(argv))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import os
 import re
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
 import torch.distributed as dist
 
 import megatron.zero_bubble as zb
@@ -24,7 +22,7 @@ from megatron.zero_bubble.launcher.launch import _current as current_launch
 from tests.changes import Change, Run
 from tests.launch import ROOT
 from tests.ranks import run_on_ranks
-from tests.trainings import be_rank
+from tests.trainings import be_rank, process_group
 from tests.undone import counted_undos
 
 CHECKOUT = ROOT / "tests" / "launcher" / "checkout"
@@ -128,12 +126,16 @@ def run_rank(rank: int, num_ranks: int, run: Run, training: Training, port: int)
         port: of this machine, where the store is in which the ranks meet.
     """
     be_rank(rank, num_ranks)
-    allow_substitutions()
     if str(CHECKOUT) not in sys.path:
         sys.path.insert(0, str(CHECKOUT))
     with (run.folder / f"{run.name}.errors").open("a") as errors:
         os.dup2(errors.fileno(), sys.stderr.fileno())
-    dist.init_process_group("gloo", store=dist.TCPStore("localhost", port), rank=rank, world_size=num_ranks)
+    with process_group(rank, num_ranks, dist.TCPStore("localhost", port)):
+        run_training(rank, run, training)
+
+
+def run_training(rank: int, run: Run, training: Training) -> None:
+    """Train, and write the numbers of layers built and of steps undone."""
     with enabled(training.settings), counted_undos() as undone, contextlib.ExitStack() as changed:
         if training.change is not None:
             changed.enter_context(training.change.applied(run))
@@ -141,14 +143,6 @@ def run_rank(rank: int, num_ranks: int, run: Run, training: Training, port: int)
         layers = [len(chunk.module.decoder.layers) for chunk in chunks_built()]
     (run.folder / f"{run.name}.{rank}.layers").write_text(json.dumps(layers))
     (run.folder / f"{run.name}.{rank}.undone").write_text(str(undone()))
-    gc.collect()  # the model holds some of the process groups, and has cycles
-    dist.destroy_process_group()
-
-
-def allow_substitutions() -> None:
-    """Undo the substitution of CUDA's names of types, which the fork server has made: made twice they are wrong."""
-    if "type" in vars(torch.Tensor):
-        del torch.Tensor.type
 
 
 @contextlib.contextmanager

@@ -85,6 +85,13 @@ def test_one_inside_another_is_undone_from_the_inside(pristine):
     assert snapshot() == pristine
 
 
+def test_a_type_has_the_name_of_one_substitution_also_inside_another(pristine, substituted):
+    inner = substitute_cuda()
+    assert torch.ones(1).type() == "torch.cuda.FloatTensor"
+    inner.restore()
+    assert torch.ones(1).type() == "torch.cuda.FloatTensor"
+
+
 def test_on_a_machine_with_cuda_nothing_is_touched(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     before, environment = snapshot(), dict(os.environ)

@@ -5,8 +5,6 @@ All trainings of a job have the same initial weights and data, whatever their pl
 
 from __future__ import annotations
 
-import gc
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,6 +33,7 @@ from megatron.zero_bubble.training.pretrain import make_data_config
 from megatron.zero_bubble.training.progress import Progress
 from tests.launch import TINY_GPT
 from tests.ranks import run_on_ranks
+from tests.trainings import be_rank, process_group
 
 MICROBATCHES, VOCABULARY = 4, 128
 FLAGS = (
@@ -90,17 +89,14 @@ def _merged(outcomes: list[Outcome]) -> Outcome:
 def _run_rank(
     rank: int, num_ranks: int, trainings: dict[str, Training], flags: Sequence[str], folder: Path, port: int
 ) -> None:
-    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
-    os.environ.update({name: str(value) for name, value in places.items()})
+    be_rank(rank, num_ranks)
     for number, (name, training) in enumerate(trainings.items()):
         store = dist.PrefixStore(str(number), dist.TCPStore("localhost", port))
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
         run = _emulate if name == EMULATED else _train
         loads = ("--load", str(folder / training.loads)) if training.loads else ()
         all_flags = [*FLAGS, *flags, *training.flags, "--save", str(folder / name), *loads]
-        torch.save(run(training, all_flags, num_ranks), folder / f"{name}.{rank}.pt")
-        gc.collect()
-        dist.destroy_process_group()
+        with process_group(rank, num_ranks, store):
+            torch.save(run(training, all_flags, num_ranks), folder / f"{name}.{rank}.pt")
 
 
 def plan_of(training: Training, num_ranks: int) -> Plan:

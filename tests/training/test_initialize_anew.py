@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from megatron.zero_bubble.training.pretrain import make_data_config
 from megatron.zero_bubble.training.unit_models import measured_costs
 from tests.launch import TINY_GPT
 from tests.ranks import run_on_ranks
+from tests.trainings import be_rank
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the CPU, for which megatron-core is adapted")
 
@@ -40,8 +40,7 @@ def agreed_costs(args: Arguments) -> ModelCosts:
 
 
 def measure_and_replace(rank: int, num_ranks: int, port: int) -> None:
-    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
-    os.environ.update({name: str(value) for name, value in places.items()})
+    be_rank(rank, num_ranks)
     args = complete_arguments([*GPT, "--pipeline-model-parallel-size", "2"], num_ranks, "test", has_cuda=False)
     divided = complete_arguments([*GPT, *TENSOR_PARALLEL], num_ranks, "test", has_cuda=False)
     dist.init_process_group("gloo", store=dist.TCPStore("localhost", port), rank=rank, world_size=num_ranks)

@@ -149,7 +149,7 @@ def _make_replacement(hook: Hook, target: Target, mark: object) -> Function:
 
 
 def _replace_everywhere(changes: Iterable[tuple[Target, Function, Function]]) -> None:
-    """Replace the second function of each change by the third, in its owner and in every module that has its name."""
+    """Replace functions in their owners and in all modules that imported them by name: (target, old, new) of each."""
     replacements: dict[int, Function] = {}
     for target, old, new in changes:
         setattr(target.owner, target.attribute, new)

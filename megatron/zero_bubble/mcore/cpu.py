@@ -11,6 +11,7 @@ import contextlib
 import functools
 import logging
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -244,11 +245,11 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _cuda_named(type_of: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `Tensor.type` that gives CPU tensors the type names of CUDA tensors."""
+    """Return a `Tensor.type` that gives CPU tensors the type names of CUDA tensors, also if `type_of` does so."""
 
     def cuda_named(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         answer = type_of(self, *args, **kwargs)
-        return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
+        return re.sub(r"^torch\.(?!cuda\.)", "torch.cuda.", answer) if isinstance(answer, str) else answer
 
     return cuda_named
 

@@ -35,18 +35,9 @@ class Recording(ast.NodeTransformer):
         self.generic_visit(node)
         name = repr(".".join(self._path))
         self._path.pop()
-        node.body[:0] = ast.parse(f"{name} in __reached__ or __reach__({name})").body
-        if ast.get_docstring(node) is None and len(node.body) > 1 and _is_text(node.body[1]):
-            node.body[0], node.body[1] = node.body[1], node.body[0]  # a docstring stays the first statement
+        [reach] = ast.parse(f"{name} in __reached__ or __reach__({name})").body
+        node.body.insert(int(ast.get_docstring(node) is not None), reach)
         return node
-
-
-def _is_text(statement: ast.stmt) -> bool:
-    return (
-        isinstance(statement, ast.Expr)
-        and isinstance(statement.value, ast.Constant)
-        and isinstance(statement.value.value, str)
-    )
 
 
 def install(record: str) -> None:
