@@ -17,15 +17,10 @@ from megatron.zero_bubble.cli.invocation import read_flags, run_command
 from megatron.zero_bubble.cli.output import table
 from megatron.zero_bubble.cli.shared_flags import CommandFlags
 from megatron.zero_bubble.job.files import write_file
-from megatron.zero_bubble.schedule import (
-    ScheduleError,
-    generate,
-    lower,
-    simulate,
-    validate,
-)
+from megatron.zero_bubble.planner import generate
+from megatron.zero_bubble.planner.registry import ENTRIES
+from megatron.zero_bubble.schedule import ScheduleError, lower, simulate, validate
 from megatron.zero_bubble.schedule.draw import to_svg
-from megatron.zero_bubble.schedule.generators import ENTRIES
 from megatron.zero_bubble.schedule.kinds import SENDS
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "schedules.md"

@@ -21,8 +21,9 @@ from megatron.zero_bubble.cli.invocation import read_flags, run_command
 from megatron.zero_bubble.cli.output import table
 from megatron.zero_bubble.cli.shared_flags import TableFlags
 from megatron.zero_bubble.job.flag_parser import flag
-from megatron.zero_bubble.schedule import Schedule, generate, lower, validate
-from megatron.zero_bubble.schedule.generators import ENTRIES
+from megatron.zero_bubble.planner import generate
+from megatron.zero_bubble.planner.registry import ENTRIES
+from megatron.zero_bubble.schedule import Schedule, lower, validate
 
 _PROG = "benchmarks.generation"
 SIZES = ((8, 64), (16, 128), (32, 256), (64, 512))

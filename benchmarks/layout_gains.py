@@ -27,11 +27,12 @@ from megatron.zero_bubble.cli.invocation import read_flags, run_command
 from megatron.zero_bubble.cli.output import percent, table
 from megatron.zero_bubble.cli.shared_flags import TableFlags
 from megatron.zero_bubble.job.flag_parser import flag
-from megatron.zero_bubble.job.layout_table import layers_words, placement_words
-from megatron.zero_bubble.schedule import Placement, Timeline
+from megatron.zero_bubble.job.layout_words import layers_words, placement_words
+from megatron.zero_bubble.planner import Plan, PlanRequest, all_placements, plan_layout, search_layouts
+from megatron.zero_bubble.planner.megatrons_split import as_megatron_runs, megatrons_layout
+from megatron.zero_bubble.schedule import Timeline
 from megatron.zero_bubble.schedule.ir import PlacementKind
-from megatron.zero_bubble.schedule.layouts import Layout, LayoutPlan, LayoutProblem, all_placements, search_layouts
-from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts, even_partition
+from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts
 
 _PROG = "benchmarks.layout_gains"
 _HEADS = (
@@ -73,38 +74,38 @@ def model_of(flags: RunFlags, output_layers: float) -> ModelCosts:
     return ModelCosts(embedding, (layer,) * flags.num_layers, output, flags.time_comm)
 
 
-def problem_of(flags: RunFlags, output_layers: float) -> tuple[LayoutProblem, LayoutPlan]:
+def request_of(flags: RunFlags, output_layers: float) -> tuple[PlanRequest, Plan]:
     """Return what is searched, in the memory of 1F1B with the even split, and the plan of that.
 
-    Raises `ScheduleError` if the layers do not divide.
+    Raises `ScheduleError` if there are too few layers.
     """
     size = flags.pipeline_size
     placements = tuple(one for one in all_placements(size) if flags.placement in (None, one.kind))
-    problem = LayoutProblem(model_of(flags, output_layers), size, flags.num_microbatches, placements=placements)
-    baseline = problem.plan(Layout(Placement("linear", size), even_partition(flags.num_layers, size)), "1f1b")
-    return replace(problem, capacity=baseline.memory), baseline
+    request = PlanRequest("auto", flags.num_microbatches, placements, model_of(flags, output_layers))
+    baseline = as_megatron_runs(request, megatrons_layout(flags.num_layers, size))
+    return replace(request, capacity=baseline.memory), baseline
 
 
-def plans_of(flags: LayoutFlags) -> Iterator[tuple[str, LayoutPlan]]:
+def plans_of(flags: LayoutFlags) -> Iterator[tuple[str, Plan]]:
     """Yield the layouts that take turns, each with its name; the first three are what the others are compared with."""
-    problem, baseline = problem_of(flags, flags.output_layers)
+    request, baseline = request_of(flags, flags.output_layers)
     even, linear = baseline.layout, baseline.layout.placement
     yield "1F1B, even split", baseline
-    yield "auto, even split", problem.plan(even)
-    [best, *_] = search_layouts(replace(problem, placements=(linear,)))
+    yield "auto, even split", plan_layout(request, even)
+    best = search_layouts(replace(request, placements=(linear,)))
     yield f"auto, best linear split: {layers_words(best.layout)}", best
-    chosen, *others = search_layouts(problem)
-    for word, plan in (("chosen", chosen), *(("runner-up", other) for other in others)):
+    chosen = search_layouts(request)
+    for word, plan in (("chosen", chosen), *(("runner-up", other) for other in chosen.others)):
         if plan.layout != best.layout:
             yield f"{word}: {words_of(plan)}", plan
-    best, *others = search_layouts(replace(problem, vocabulary_parallel=True))
+    best = search_layouts(replace(request, vocabulary_parallel=True))
     yield f"vocabulary parallel: {words_of(best)}", best
-    for plan in others if best.layout.placement != linear else ():
+    for plan in best.others if best.layout.placement != linear else ():
         if plan.layout.placement == linear:
             yield f"vocabulary parallel: {words_of(plan)}", plan
 
 
-def words_of(plan: LayoutPlan) -> str:
+def words_of(plan: Plan) -> str:
     """Return the plan's placement and the layers of its stages."""
     return f"{placement_words(plan.layout)}: {layers_words(plan.layout)}"
 
@@ -119,7 +120,7 @@ def _measure(argv: list[str]) -> None:
     flags.deliver([result.as_json() for result in results], layouts_table(results, markdown=flags.markdown))
 
 
-def run_named(plans: Iterable[tuple[str, LayoutPlan]], steps: int) -> list[Result]:
+def run_named(plans: Iterable[tuple[str, Plan]], steps: int) -> list[Result]:
     """Run the plans under their names, `steps` times in turns."""
     timelines = [_named(name, plan.timeline) for name, plan in plans]
     total = (1 + steps) * sum(float(timeline.makespan) for timeline in timelines) / 1e3

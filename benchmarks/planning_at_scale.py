@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 
 from megatron.zero_bubble.cli.output import percent, table
-from megatron.zero_bubble.schedule import StageCosts, generate, lower, placement_for, simulate, validate
+from megatron.zero_bubble.planner import generate, placement_for
+from megatron.zero_bubble.schedule import StageCosts, lower, simulate, validate
 from megatron.zero_bubble.schedule.default_costs import DEFAULT_SHARD, DROPPED
 from megatron.zero_bubble.schedule.recomputation import Recompute
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.zero_bubble.schedule import StageCosts, placement_for
+from megatron.zero_bubble.planner import placement_for
+from megatron.zero_bubble.schedule import StageCosts
 
 
 @dataclass(frozen=True)

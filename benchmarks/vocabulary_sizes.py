@@ -20,12 +20,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.emulation.emulated_results import Result
-from benchmarks.layout_gains import RunFlags, problem_of, run_named, words_of
+from benchmarks.layout_gains import RunFlags, request_of, run_named, words_of
 from megatron.zero_bubble.cli.flag_values import positive
 from megatron.zero_bubble.cli.invocation import read_flags, run_command
 from megatron.zero_bubble.cli.output import table
 from megatron.zero_bubble.job.flag_parser import flag
-from megatron.zero_bubble.schedule.layouts import LayoutPlan, search_layouts
+from megatron.zero_bubble.planner import Plan, search_layouts
 
 _PROG = "benchmarks.vocabulary_sizes"
 _HEADS = ("the output takes", "layout", "measured (ms)", "simulated", "ideal", "efficiency")
@@ -41,14 +41,14 @@ class SizesFlags(RunFlags):
     )
 
 
-def plans_of(flags: SizesFlags) -> Iterator[tuple[str, LayoutPlan]]:
+def plans_of(flags: SizesFlags) -> Iterator[tuple[str, Plan]]:
     """Yield two layouts for each size, or one with --placement, each with its name, which begins with the size."""
     for size in flags.output_layers:
-        problem, baseline = problem_of(flags, size)
+        request, baseline = request_of(flags, size)
         if flags.placement is None:
-            [best] = search_layouts(replace(problem, placements=(baseline.layout.placement,)))
+            best = search_layouts(replace(request, placements=(baseline.layout.placement,)))
             yield f"{size:g}: auto, {words_of(best)}", best
-        best, *_ = search_layouts(replace(problem, vocabulary_parallel=True))
+        best = search_layouts(replace(request, vocabulary_parallel=True))
         yield f"{size:g}: {_SPREAD}, {words_of(best)}", best
 
 

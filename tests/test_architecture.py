@@ -1,4 +1,7 @@
-"""Imports run one way: schedule <- runtime <- pipeline <- mcore <- schedules.py <- job <- training, launcher <- cli."""
+"""Imports run one way.
+
+schedule <- planner <- runtime <- pipeline <- mcore <- schedules.py <- job <- training, launcher <- cli
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,10 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = "megatron.zero_bubble"
-LAYERS = ("schedule", "runtime", "pipeline", "mcore", "schedules", "job", "training", "launcher", "cli")
+LAYERS = ("schedule", "planner", "runtime", "pipeline", "mcore", "schedules", "job", "training", "launcher", "cli")
 BESIDE = {"launcher": ("training",)}
 """Layers that do not import each other, whichever stands first."""
-ALLOWED = {"schedule": (), "runtime": ("torch",), "pipeline": ("torch",)}
+ALLOWED = {"schedule": (), "planner": (), "runtime": ("torch",), "pipeline": ("torch",)}
 """Which of torch and megatron.core these layers may import; all other layers may import both."""
 
 
@@ -126,9 +129,11 @@ def test_the_megatron_namespace_stays_open():
 
 def test_schedules_load_without_torch():
     code = (
-        "import sys, pkgutil, importlib, megatron.zero_bubble.schedule as package\n"
-        "for module in pkgutil.walk_packages(package.__path__, package.__name__ + '.'):\n"
-        "    importlib.import_module(module.name)\n"
+        "import sys, pkgutil, importlib\n"
+        "import megatron.zero_bubble.planner as planner, megatron.zero_bubble.schedule as room\n"
+        "for package in (room, planner):\n"
+        "    for module in pkgutil.walk_packages(package.__path__, package.__name__ + '.'):\n"
+        "        importlib.import_module(module.name)\n"
         "print([name for name in ('torch', 'numpy', 'megatron.core') if name in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from benchmarks.emulation.arguments import EmulationFlags
 from megatron.zero_bubble.cli.schedule.figures import figures_of_all
-from megatron.zero_bubble.schedule import ScheduleError, Timeline, generate, simulate
+from megatron.zero_bubble.planner import generate
+from megatron.zero_bubble.schedule import ScheduleError, Timeline, simulate
 from megatron.zero_bubble.schedule.errors import one_line
 from megatron.zero_bubble.schedule.recomputation import Recompute
 

@@ -4,7 +4,8 @@
 - `Pipeline`, `LayerSpec` and `TiedLayerSpec` split plain PyTorch layers over ranks, without Megatron.
 - `get_forward_backward_func`, `split_weight_gradients` and `WeightGradStore` build it into a training loop of your own,
   with `shard_vocabulary` for a vocabulary on all ranks.
-- `megatron.zero_bubble.schedule` plans, simulates, validates and draws schedules, and needs no torch.
+- `megatron.zero_bubble.planner` plans, and `megatron.zero_bubble.schedule` simulates, validates and draws schedules;
+  neither needs torch.
 """
 
 from importlib import import_module

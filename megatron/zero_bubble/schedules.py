@@ -12,7 +12,6 @@ gradients are in `main_grad`, and `config.finalize_model_grads_func` has run.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -36,6 +35,8 @@ from megatron.zero_bubble.mcore.step_settings import (
 )
 from megatron.zero_bubble.mcore.vocabulary_stage import VocabularyStep
 from megatron.zero_bubble.mcore.warm_up import warm_up
+from megatron.zero_bubble.planner.prediction import Prediction
+from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.runtime.channel_memory import ChannelCommunicator, ChannelMemory
 from megatron.zero_bubble.runtime.communicator import TensorSpec, TorchCommunicator
 from megatron.zero_bubble.runtime.device import own_device
@@ -50,8 +51,6 @@ from megatron.zero_bubble.runtime.watchdog import Position
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Idle, Schedule, ScheduleError
 from megatron.zero_bubble.schedule.formats import Profile
-from megatron.zero_bubble.schedule.plan import Plan
-from megatron.zero_bubble.schedule.prediction import Prediction
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.schedule.step_ops import num_forwards_before_validation
 
@@ -60,7 +59,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=10)
 
 
 def get_forward_backward_func(
-    schedule: str | Plan,
+    schedule: str | RunSchedules,
     store: WeightGradStore,
     timeout: timedelta = DEFAULT_TIMEOUT,
     recompute: str | None = None,
@@ -84,11 +83,11 @@ def get_forward_backward_func(
     """
     if isinstance(schedule, str):
         num_ranks = parallel_state.get_pipeline_model_parallel_world_size()
-        schedule = Plan.named(schedule, num_ranks, store.num_chunks if store.num_chunks > 1 else None)
+        schedule = RunSchedules.named(schedule, num_ranks, store.num_chunks if store.num_chunks > 1 else None)
     if recompute is not None:
-        schedule = replace(schedule, recompute=Recompute(recompute))
+        schedule = schedule.requesting(recomputes=(Recompute(recompute),))
     if vocabulary_parallel:
-        schedule = replace(schedule, vocabulary_parallel=True)
+        schedule = schedule.requesting(vocabulary_parallel=True)
     return ForwardBackward(schedule, store, timeout)
 
 
@@ -110,7 +109,7 @@ class ForwardBackward:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: RunSchedules,
         store: WeightGradStore,
         timeout: timedelta = DEFAULT_TIMEOUT,
         planning: PlanningOptions | None = None,
@@ -143,7 +142,7 @@ class ForwardBackward:
         self._running = RunningPlan(plan, replanner, self._make_executor, post_validation=post_validation is not None)
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> RunSchedules:
         """The plan that schedules are made from at present."""
         return self._running.plan
 

@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks import document_schedules
 from benchmarks.published import PUBLISHED
-from megatron.zero_bubble.schedule import names
-from megatron.zero_bubble.schedule.generators import entry_of
+from megatron.zero_bubble.planner import names
+from megatron.zero_bubble.planner.registry import entry_of
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -12,9 +12,10 @@ from benchmarks.emulation.own_run import OwnRun
 from benchmarks.emulation.sleeping import Emulation
 from benchmarks.emulation.variants import contestants
 from megatron.zero_bubble.cli.invocation import read_flags
+from megatron.zero_bubble.planner import generate, placement_for
 from megatron.zero_bubble.runtime.collectives import InMemoryCollectives
 from megatron.zero_bubble.runtime.in_memory import InMemoryNetwork
-from megatron.zero_bubble.schedule import Op, OpKind, Schedule, StageCosts, Timeline, generate, lower, placement_for
+from megatron.zero_bubble.schedule import Op, OpKind, Schedule, StageCosts, Timeline, lower
 from megatron.zero_bubble.schedule.memory import peak_memory
 from megatron.zero_bubble.schedule.recomputation import Recompute
 

@@ -12,7 +12,8 @@ import pytest
 
 from benchmarks.executor_overhead import seconds_per_op
 from benchmarks.overhead import main, make_row, overhead_table
-from megatron.zero_bubble.schedule import generate, lower
+from megatron.zero_bubble.planner import generate
+from megatron.zero_bubble.schedule import lower
 from tests.mistakes import one_line_mistake
 
 ROOT = Path(__file__).parents[2]

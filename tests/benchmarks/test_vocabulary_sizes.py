@@ -11,13 +11,13 @@ from benchmarks.emulation.worker import StepRecord
 from benchmarks.layout_gains import LayoutFlags, layouts_table, plans_of
 from benchmarks.vocabulary_sizes import SizesFlags, sizes_table
 from benchmarks.vocabulary_sizes import plans_of as plans_of_sizes
-from megatron.zero_bubble.schedule.layouts import LayoutPlan
+from megatron.zero_bubble.planner import Plan
 from tests.launch import TINY_GPT, run
 
 SIZE = {"pipeline_size": 2, "num_microbatches": 4, "num_layers": 4}
 
 
-def measured(name: str, plan: LayoutPlan, slowdown: float) -> Result:
+def measured(name: str, plan: Plan, slowdown: float) -> Result:
     """A result whose only step took `slowdown` times as long as planned."""
     seconds = slowdown * float(plan.timeline.makespan) / 1e3
     return Result(name, plan.timeline, [[StepRecord(name, 0.0, 0.0, seconds, seconds, 0.0, 0.0)]])

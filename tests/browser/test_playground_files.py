@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.zero_bubble.schedule import StageCosts, generate, lower, simulate, validate
+from megatron.zero_bubble.planner import generate
+from megatron.zero_bubble.schedule import StageCosts, lower, simulate, validate
 from megatron.zero_bubble.schedule.analysis import causes
 from megatron.zero_bubble.schedule.draw import to_chrome_trace
 from megatron.zero_bubble.schedule.formats import (

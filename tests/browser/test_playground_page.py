@@ -12,8 +12,9 @@ from functools import partial
 import pytest
 from playwright.sync_api import Browser
 
-from megatron.zero_bubble.schedule import generate, simulate
-from megatron.zero_bubble.schedule.generators import ENTRIES
+from megatron.zero_bubble.planner import generate
+from megatron.zero_bubble.planner.registry import ENTRIES
+from megatron.zero_bubble.schedule import simulate
 from tests.browser.opened_page import COSTS, PATIENCE, SIZE, TIMES, Playground, percent, printed
 
 

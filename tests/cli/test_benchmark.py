@@ -21,7 +21,8 @@ from megatron.zero_bubble.cli.benchmark.training_results import bootstrap_interv
 from megatron.zero_bubble.cli.benchmark.training_turn import Turn, read_log, take_turn
 from megatron.zero_bubble.cli.benchmark_command import main
 from megatron.zero_bubble.cli.invocation import read_flags
-from megatron.zero_bubble.schedule import Idle, Placement, generate, simulate
+from megatron.zero_bubble.planner import generate
+from megatron.zero_bubble.schedule import Idle, Placement, simulate
 from megatron.zero_bubble.schedule.formats import Profile, profile_to_json
 from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts
 from tests.mistakes import one_line_mistake

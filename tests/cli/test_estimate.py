@@ -15,7 +15,8 @@ from megatron.zero_bubble.cli.estimate_command import main
 from megatron.zero_bubble.cli.invocation import read_flags
 from megatron.zero_bubble.cli.trainings import complete_arguments, one_process, rank_model
 from megatron.zero_bubble.job.model_states import States
-from megatron.zero_bubble.schedule import Placement, ScheduleError, StageCosts, generate, simulate
+from megatron.zero_bubble.planner import generate
+from megatron.zero_bubble.schedule import Placement, ScheduleError, StageCosts, simulate
 from megatron.zero_bubble.schedule.formats import Profile, profile_to_json
 from megatron.zero_bubble.training.flops import flops_per_iteration
 from megatron.zero_bubble.training.model_size import Parameters, StageLayers, stage_parameters

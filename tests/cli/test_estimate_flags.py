@@ -136,16 +136,18 @@ def test_auto_is_planned_under_the_limit_of_the_job(capsys):
 
 def test_auto_takes_what_a_job_would_find_free(capsys):
     """Every rank may take nine tenths of what the fullest one has free."""
-    unsaid, note = planned(capsys)
-    cluster = unsaid.job.cluster
-    assert unsaid.limit == int(0.9 * (cluster.memory - cluster.reserved - max(unsaid.state_bytes)))
-    assert (
-        "nine tenths of the free memory of the fullest rank, as a training with --zero-bubble --zero-bubble-mem" in note
-    )
     said, note = planned(capsys, "--zero-bubble", LIMIT, "auto")
-    assert said.limit == unsaid.limit
-    assert said.timeline.schedule == unsaid.timeline.schedule
+    cluster = said.job.cluster
+    assert said.limit == int(0.9 * (cluster.memory - cluster.reserved - max(said.state_bytes)))
     assert note.endswith("nine tenths of the free memory of the fullest rank, by --zero-bubble-memory-limit auto")
+
+
+def test_without_a_limit_auto_has_that_of_a_job(capsys):
+    unsaid, note = planned(capsys)
+    by_default, _ = planned(capsys, "--zero-bubble")
+    assert unsaid.limit == by_default.limit
+    assert unsaid.timeline.schedule == by_default.timeline.schedule
+    assert note.endswith("the peak of megatron-core's own schedule, as a training with --zero-bubble has by default")
 
 
 def lines_of(capsys: pytest.CaptureFixture[str], *command: str) -> list[str]:
@@ -155,7 +157,7 @@ def lines_of(capsys: pytest.CaptureFixture[str], *command: str) -> list[str]:
 
 def test_what_does_not_fit_gets_a_row_with_what_it_needs_and_what_there_is(capsys):
     tiny = ["--device-memory", "256MiB", "--reserved-memory", "1B", "--schedule", "auto", "--schedule", "1f1b"]
-    output = lines_of(capsys, *tiny, "--", *JOB)
+    output = lines_of(capsys, *tiny, "--", *JOB, "--zero-bubble", LIMIT, "auto")
     for name in ("auto", "1f1b"):
         [row] = [line for line in output if line.startswith(f"{name}  ")]
         needed = row.split()[4]
@@ -242,7 +244,8 @@ def test_a_large_job_is_planned_quickly_unless_a_schedule_is_named(capsys, monke
     rows = {row["schedule"]: row for row in quick["schedules"]}
     for row in [*full["schedules"], full["layout"]]:
         other = quick["layout"] if row is full["layout"] else rows[row["schedule"]]
-        assert other["iteration_ms"] == pytest.approx(row["iteration_ms"], rel=0.02)
+        # Of layouts that differ by less than 2% the simplest is chosen, so that a shorter plan may change the choice.
+        assert other["iteration_ms"] == pytest.approx(row["iteration_ms"], rel=0.04 if row is full["layout"] else 0.02)
         assert other["bubble_rate"] == pytest.approx(row["bubble_rate"], abs=0.02)
     output = lines_of(capsys, *flags)
     assert any(line.startswith(" > layout chosen for 4 ranks and 48 microbatches") for line in output)

@@ -13,10 +13,11 @@ from megatron.zero_bubble.cli import playground_command, schedule_command
 from megatron.zero_bubble.cli.playground.answers import answer
 from megatron.zero_bubble.cli.playground.pictures import facts
 from megatron.zero_bubble.cli.playground.site_files import PYODIDE, RUNTIME, START, write_site
-from megatron.zero_bubble.schedule import StageCosts, generate, simulate
+from megatron.zero_bubble.planner import generate
+from megatron.zero_bubble.planner.registry import ENTRIES
+from megatron.zero_bubble.schedule import StageCosts, simulate
 from megatron.zero_bubble.schedule.draw import to_chrome_trace
 from megatron.zero_bubble.schedule.formats import Profile, costs_to_json, profile_to_json, schedule_to_json
-from megatron.zero_bubble.schedule.generators import ENTRIES
 from megatron.zero_bubble.schedule.ir import Placement
 from tests.launch import ROOT
 

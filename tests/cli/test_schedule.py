@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.zero_bubble.schedule import StageCosts, generate, lower, names, simulate
+from megatron.zero_bubble.planner import generate, names
+from megatron.zero_bubble.schedule import StageCosts, lower, simulate
 from megatron.zero_bubble.schedule.formats import (
     costs_to_json,
     schedule_from_json,

@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from megatron.zero_bubble.schedule import StageCosts, generate, names
+from megatron.zero_bubble.planner import generate, names
+from megatron.zero_bubble.schedule import StageCosts
 from megatron.zero_bubble.schedule.formats import (
     costs_to_json,
     schedule_to_json,

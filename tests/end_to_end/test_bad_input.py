@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.zero_bubble.schedule import Placement, StageCosts, names
+from megatron.zero_bubble.planner import names
+from megatron.zero_bubble.schedule import Placement, StageCosts
 from megatron.zero_bubble.schedule.formats import Profile, profile_to_json
 from megatron.zero_bubble.training.arguments import parse_arguments
 from megatron.zero_bubble.training.checks import complete_and_check

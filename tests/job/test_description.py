@@ -12,13 +12,13 @@ from megatron.zero_bubble.job.description import describe, unsplit_line
 from megatron.zero_bubble.job.job_flags import JobFlags
 from megatron.zero_bubble.job.settings import JobSettings
 from megatron.zero_bubble.mcore.linear import split_weight_gradients
+from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
-from megatron.zero_bubble.schedule.plan import Plan
 from megatron.zero_bubble.training.arguments import parse_arguments
 from tests.launch import TINY_GPT
 from tests.mcore.split_layers import Layers, one_rank
 
-PLAN = Plan.named("zb-h1", 2)
+PLAN = RunSchedules.named("zb-h1", 2)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -27,7 +27,7 @@ def groups() -> Iterator[None]:
         yield
 
 
-def job(*flags: str, plan: Plan | None = PLAN) -> JobSettings:
+def job(*flags: str, plan: RunSchedules | None = PLAN) -> JobSettings:
     given = parse_arguments([*TINY_GPT, "--pipeline-model-parallel-size", "2", *flags])
     return JobSettings(JobFlags.of(given), plan, PLAN.placement, (2, 2), None)
 

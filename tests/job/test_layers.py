@@ -42,7 +42,7 @@ def test_no_layer_is_lost_and_stages_differ_by_one_at_most(num_layers):
 
 
 def test_a_stage_without_a_layer_is_refused():
-    with pytest.raises(ValueError, match=r"^--num-layers 3 is not enough for 4 stages of at least one layer$"):
+    with pytest.raises(ValueError, match=r"^--num-layers 3: 3 layers are not enough for 4 stages"):
         spread_layers(3, 4)
 
 

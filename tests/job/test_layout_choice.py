@@ -7,10 +7,17 @@ import pytest
 
 from megatron.zero_bubble.job.job_flags import JobFlags
 from megatron.zero_bubble.job.layers import chunks_of_flags
-from megatron.zero_bubble.job.layout_choice import choose_layout, flags_of_layout, is_layout_open, saved_choice
-from megatron.zero_bubble.job.layout_table import layers_words, layout_lines
+from megatron.zero_bubble.job.layout_choice import (
+    LayoutChoice,
+    check_unit_costs_output,
+    choose_layout,
+    is_layout_open,
+    saved_choice,
+)
+from megatron.zero_bubble.job.layout_table import layout_lines
+from megatron.zero_bubble.job.layout_words import flags_of_layout, layers_words
+from megatron.zero_bubble.planner import Layout, Plan
 from megatron.zero_bubble.schedule import Placement
-from megatron.zero_bubble.schedule.layouts import Layout
 from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
@@ -24,6 +31,11 @@ def flags(**given: object) -> JobFlags:
     known = {"pipeline_model_parallel_size": 4, "num_layers": 8, "global_batch_size": 16, "world_size": 4}
     made = JobFlags(**{"zero_bubble": True, **known, **given})
     return JobFlags(**{**vars(made), "model_chunks": chunks_of_flags(made)})
+
+
+def all_of(found: LayoutChoice) -> list[Plan]:
+    """The chosen plan and the others."""
+    return [found.plan, *found.plan.others]
 
 
 WHOLE = flags(zero_bubble_placement="linear", zero_bubble_vocabulary_parallel="off")
@@ -53,7 +65,7 @@ def test_flags_that_fix_the_layout(given: dict[str, object]) -> None:
 
 def test_the_output_gets_a_stage_with_fewer_layers_and_megatrons_split_is_beside_it() -> None:
     found = choose_layout(WHOLE, MODEL, None, 1024)
-    assert found.chosen.layout == Layout(Placement("linear", 4), (2, 3, 3, 0))
+    assert found.plan.layout == Layout(Placement("linear", 4), (2, 3, 3, 0))
     assert [plan.timeline.schedule.name for plan in found.megatrons] == ["auto", "1f1b"]
     assert {plan.layout.partition for plan in found.megatrons} == {(2, 2, 2, 2)}
 
@@ -61,19 +73,21 @@ def test_the_output_gets_a_stage_with_fewer_layers_and_megatrons_split_is_beside
 def test_by_default_no_rank_needs_more_than_the_fullest_of_1f1b_with_megatrons_split() -> None:
     found = choose_layout(flags(), MODEL, None, 1024)
     [_, one_f_one_b] = found.megatrons
-    assert all(plan.memory <= one_f_one_b.memory * (1 + 1e-9) for plan in found.plans)
+    assert all(plan.memory <= one_f_one_b.memory * (1 + 1e-9) for plan in all_of(found))
 
 
 def test_what_flags_fix_is_not_searched() -> None:
     kinds = {
         plan.layout.placement
-        for plan in choose_layout(flags(num_virtual_stages_per_pipeline_rank=2), MODEL, None, 1024).plans
+        for plan in all_of(choose_layout(flags(num_virtual_stages_per_pipeline_rank=2), MODEL, None, 1024))
     }
     assert kinds == {Placement("interleaved", 4, 2)}
-    kinds = {plan.layout.placement for plan in choose_layout(flags(zero_bubble_placement="v"), MODEL, None, 1024).plans}
+    kinds = {
+        plan.layout.placement for plan in all_of(choose_layout(flags(zero_bubble_placement="v"), MODEL, None, 1024))
+    }
     assert kinds == {Placement("v", 4, 2)}
     full = choose_layout(flags(recompute_granularity="full", zero_bubble_placement="linear"), MODEL, None, 1024)
-    assert {plan.layout.recompute for plan in full.plans} == {Recompute.FULL}
+    assert {plan.layout.recompute for plan in all_of(full)} == {Recompute.FULL}
 
 
 def test_under_full_recomputation_1f1b_recomputes_in_its_backward() -> None:
@@ -89,7 +103,7 @@ def test_under_full_recomputation_1f1b_recomputes_in_its_backward() -> None:
 def test_planned_recomputation_is_compared_with_1f1b_that_keeps_everything(limit: str, megatrons: list[str]) -> None:
     given = {"zero_bubble_recompute": "planned", "zero_bubble_memory_limit": limit}
     found = choose_layout(replace(WHOLE, **given), MODEL, None, 1024)
-    assert found.chosen.layout.recompute is Recompute.PLANNED
+    assert found.plan.layout.recompute is Recompute.PLANNED
     assert [plan.timeline.schedule.name for plan in found.megatrons] == megatrons
     assert [plan.layout.recompute for plan in found.megatrons] == [Recompute.PLANNED, Recompute.NONE][: len(megatrons)]
 
@@ -97,7 +111,7 @@ def test_planned_recomputation_is_compared_with_1f1b_that_keeps_everything(limit
 def test_what_fsdp_cannot_recompute_is_not_recomputed_where_memory_is_short() -> None:
     short = {"zero_bubble_memory_limit": "3MiB", "zero_bubble_vocabulary_parallel": "off"}
     recomputed = {
-        is_sharded: {plan.layout.recompute for plan in choose_layout(made, MODEL, None, 1024).plans}
+        is_sharded: {plan.layout.recompute for plan in all_of(choose_layout(made, MODEL, None, 1024))}
         for is_sharded in (False, True)
         for made in [flags(**short, use_torch_fsdp2=is_sharded)]
     }
@@ -114,7 +128,7 @@ def test_what_fits_nowhere_is_one_line_that_names_the_flag() -> None:
 
 def test_the_chosen_layout_as_flags_makes_the_same_layout_again() -> None:
     layout = Layout(Placement("v", 4, 2), (0, 1, 1, 2, 1, 1, 2, 0))
-    chosen = flags_of_layout(flags(), layout)
+    chosen = flags_of_layout(layout)
     again = flags(**chosen)
     assert again.model_chunks == 2
     assert again.zero_bubble_placement == "v"
@@ -123,7 +137,7 @@ def test_the_chosen_layout_as_flags_makes_the_same_layout_again() -> None:
 
 def saved(**changed: object) -> Namespace:
     """The arguments in the checkpoint of a job whose layout was chosen."""
-    chosen = flags_of_layout(flags(), Layout(Placement("v", 4, 2), (0, 1, 1, 2, 1, 1, 2, 0)))
+    chosen = flags_of_layout(Layout(Placement("v", 4, 2), (0, 1, 1, 2, 1, 1, 2, 0)))
     return Namespace(**{**vars(flags()), **chosen, **changed})
 
 
@@ -157,7 +171,7 @@ def test_a_saved_layout_is_not_kept_by_another_job(changed: dict[str, object], g
 
 def test_the_table_says_what_was_gained_and_which_flags_repeat_it() -> None:
     found = choose_layout(WHOLE, MODEL, None, 1024)
-    lines = list(layout_lines(found, flags_of_layout(flags(), found.chosen.layout)))
+    lines = list(layout_lines(found, flags_of_layout(found.plan.layout)))
     assert lines[0] == " > layout chosen for 4 ranks and 16 microbatches"
     assert "8 layers 1.00 + 1.00 + 0.80 each; embedding 0.01 + 0.00 + 0.01; output 3.00 + 3.00 + 3.00" in lines[1]
     assert lines[3].split()[:5] == ["chosen:", "linear", "2", "3x2", "0"]
@@ -166,7 +180,7 @@ def test_the_table_says_what_was_gained_and_which_flags_repeat_it() -> None:
         "--pipeline-model-parallel-layout 'Et*2|t*3|t*3|L' --zero-bubble-placement linear "
         "--zero-bubble-seed-by-layer --zero-bubble-vocabulary-parallel off"
     )
-    times = found.megatrons[0].time / found.chosen.time
+    times = found.megatrons[0].time / found.plan.time
     assert lines[-2].startswith(f"     as fast as, with Megatron's split: {times:.3f} times auto, ")
 
 
@@ -179,23 +193,42 @@ HEAVY = replace(MODEL, output=replace(OUTPUT, time_f=6, time_b=6, time_w=6), lay
 
 def test_a_heavy_vocabulary_is_spread_unless_a_flag_or_its_size_forbids_it() -> None:
     given = flags(num_layers=16)
-    chosen = choose_layout(given, HEAVY, None, 1024).chosen
+    chosen = choose_layout(given, HEAVY, None, 1024).plan
     assert chosen.layout.vocabulary_parallel
-    assert flags_of_layout(given, chosen.layout)["zero_bubble_vocabulary_parallel"] == "on"
+    assert flags_of_layout(chosen.layout, given.mtp_num_layers)["zero_bubble_vocabulary_parallel"] == "on"
     for other, vocabulary in (
         ({"zero_bubble_vocabulary_parallel": "off"}, 1024),
         ({}, 1026),
         ({"mtp_num_layers": 1}, 1024),
     ):
-        whole = choose_layout(flags(num_layers=16, **other), HEAVY, None, vocabulary).chosen
+        whole = choose_layout(flags(num_layers=16, **other), HEAVY, None, vocabulary).plan
         assert not whole.layout.vocabulary_parallel
-        assert flags_of_layout(given, whole.layout)["zero_bubble_vocabulary_parallel"] == "off"
+        assert flags_of_layout(whole.layout, given.mtp_num_layers)["zero_bubble_vocabulary_parallel"] == "off"
     forced = choose_layout(flags(zero_bubble_vocabulary_parallel="on"), MODEL, None, 1024)
-    assert all(plan.layout.vocabulary_parallel for plan in forced.plans)
+    assert all(plan.layout.vocabulary_parallel for plan in all_of(forced))
 
 
 def test_the_table_says_where_the_vocabulary_is_spread() -> None:
     found = choose_layout(flags(num_layers=16), HEAVY, None, 1024)
-    lines = list(layout_lines(found, flags_of_layout(flags(), found.chosen.layout)))
+    lines = list(layout_lines(found, flags_of_layout(found.plan.layout)))
     assert ", vocabulary shards" in lines[3]
     assert "--zero-bubble-vocabulary-parallel on" in lines[-1]
+
+
+def test_megatrons_split_is_not_compared_with_itself() -> None:
+    """Nothing is gained on one rank's share of a model whose stages are equal."""
+    even = replace(MODEL, output=replace(OUTPUT, time_f=0.01, time_b=0.01, time_w=0.01))
+    linear = flags(zero_bubble_placement="linear", zero_bubble_vocabulary_parallel="off", zero_bubble_memory_limit="2")
+    found = choose_layout(linear, even, None, 1024)
+    assert found.plan.layout.partition == (2, 2, 2, 2)
+    assert found.megatrons_time is None
+    other = choose_layout(WHOLE, MODEL, None, 1024)
+    assert other.megatrons_time is not None
+    assert other.megatrons_time.milliseconds == other.megatrons[1].time
+
+
+@pytest.mark.parametrize("given", [{"zero_bubble_schedule": "zb-h1"}, {"zero_bubble_keep_layout": True}])
+def test_unit_costs_are_written_only_where_a_layout_is_chosen(given: dict[str, object]) -> None:
+    check_unit_costs_output(flags(zero_bubble_unit_costs_output="units.json"))
+    with pytest.raises(ValueError, match=r"^--zero-bubble-unit-costs-output units.json: .* leave out what fixes it"):
+        check_unit_costs_output(flags(zero_bubble_unit_costs_output="units.json", **given))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.zero_bubble.job.plans import choose_plan
-from megatron.zero_bubble.schedule import generate
+from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.schedule.formats import schedule_to_json
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from tests.checked_flags import checked, checked_job

@@ -9,11 +9,12 @@ import pytest
 
 from megatron.zero_bubble.job.job_flags import JobFlags
 from megatron.zero_bubble.job.profiling import describe
+from megatron.zero_bubble.planner import generate
+from megatron.zero_bubble.planner.prediction import Prediction
+from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.runtime.replanner import Report
-from megatron.zero_bubble.schedule import Op, OpKind, Placement, Schedule, StageCosts, generate, with_post_validation
+from megatron.zero_bubble.schedule import Op, OpKind, Placement, Schedule, StageCosts, with_post_validation
 from megatron.zero_bubble.schedule.formats import Profile, profile_to_json, schedule_to_json
-from megatron.zero_bubble.schedule.plan import Plan
-from megatron.zero_bubble.schedule.prediction import Prediction
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from tests.checked_flags import checked, checked_job
 
@@ -259,7 +260,7 @@ def test_the_block_tells_the_limit_of_each_rank_and_what_operations_need_inside(
     costs = StageCosts.uniform(3, memory_f=2**20, memory_b=-(2**19), memory_w=-(2**19))
     profile = Profile(Placement("linear", 3), costs, 0.0, {}, inside=(0.0, 2.0**21, 0.0))
     limits = (8.0 * 2**20, 6.0 * 2**20, 8.0 * 2**20)
-    plan = Plan.named("auto", 3).with_costs(costs, limits)
+    plan = RunSchedules.named("auto", 3).requesting(costs=costs, memory_limit=limits)
     block = describe(Report(Prediction(profile, plan.schedule(4)), True, limits, 6))
     assert "schedule auto (planned) for 4 microbatches, memory limit 8.0 6.0 8.0 MiB" in block
     assert "temporary memory of operations on each rank, not in these peaks (MiB): 0.0, 2.0, 0.0" in block
@@ -291,4 +292,4 @@ def test_forwards_of_several_chunks_keep_their_order_where_dropout_depends_on_it
         "--hidden-dropout": dropout[1],
         **more,
     }
-    assert checked_job(changes, world_size=2).plan.group_size == size
+    assert checked_job(changes, world_size=2).plan.request.group_size == size

@@ -10,15 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron.zero_bubble.job.timeline_files import idle_table, measured_timeline, write_timeline
-from megatron.zero_bubble.schedule import (
-    OpKind,
-    StageCosts,
-    TimedOp,
-    Timeline,
-    generate,
-    simulate,
-    with_post_validation,
-)
+from megatron.zero_bubble.planner import generate
+from megatron.zero_bubble.schedule import OpKind, StageCosts, TimedOp, Timeline, simulate, with_post_validation
 from megatron.zero_bubble.schedule.draw import to_svg
 from megatron.zero_bubble.schedule.recomputation import Recompute
 

@@ -20,11 +20,12 @@ from megatron.zero_bubble.cli.check.one_process_numerics import NUM_MICROBATCHES
 from megatron.zero_bubble.cli.check.turns import run_in_turns
 from megatron.zero_bubble.cli.trainings import one_process, rank_model
 from megatron.zero_bubble.mcore.forward_backward import MegatronStage
+from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.runtime.communicator import Communicator
 from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
-from megatron.zero_bubble.schedule import Op, Schedule, StageCosts, generate, lower, simulate
+from megatron.zero_bubble.schedule import Op, Schedule, StageCosts, lower, simulate
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.training.arguments import Arguments
 

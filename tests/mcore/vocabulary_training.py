@@ -6,7 +6,7 @@ All trainings of a job have the same initial weights and data, whatever their pl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,9 @@ from vocabulary_emulation import EmulatedStep
 
 from megatron.zero_bubble.cli.trainings import complete_arguments
 from megatron.zero_bubble.mcore.vocabulary_model import vocabulary_shard_of
+from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Placement
-from megatron.zero_bubble.schedule.plan import Plan
 from megatron.zero_bubble.schedules import ForwardBackward, get_forward_backward_func
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.checkpoint import Checkpointer
@@ -99,9 +99,10 @@ def _run_rank(
             torch.save(run(training, all_flags, num_ranks), folder / f"{name}.{rank}.pt")
 
 
-def plan_of(training: Training, num_ranks: int) -> Plan:
+def plan_of(training: Training, num_ranks: int) -> RunSchedules:
     """The plan of a training, for megatron-core's own schedule that of its placement."""
-    return replace(Plan.named(training.schedule or "1f1b", num_ranks), vocabulary_parallel=training.is_sharded)
+    plan = RunSchedules.named(training.schedule or "1f1b", num_ranks)
+    return plan.requesting(vocabulary_parallel=training.is_sharded)
 
 
 def _train(training: Training, flags: Sequence[str], num_ranks: int) -> Outcome:

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from megatron.zero_bubble import LayerSpec
 from megatron.zero_bubble.pipeline import stage_layout
 from megatron.zero_bubble.pipeline.stage_layout import LayoutRequest, StageLayout, plan_for
-from megatron.zero_bubble.schedule import names
+from megatron.zero_bubble.planner import names
 from tests.launch import ROOT
 
 SCHEDULES = [name for name in names() if name != "optimal"]

@@ -12,7 +12,7 @@ from rank_threads import merged, on_ranks
 from torch import nn
 
 from megatron.zero_bubble import Pipeline
-from megatron.zero_bubble.schedule import names
+from megatron.zero_bubble.planner import names
 from tests.launch import ROOT
 
 transformers = pytest.importorskip("transformers")

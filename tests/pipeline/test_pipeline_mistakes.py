@@ -8,7 +8,7 @@ from rank_threads import errors_on_ranks
 from torch import nn
 
 from megatron.zero_bubble import LayerSpec, Pipeline
-from megatron.zero_bubble.schedule import generate
+from megatron.zero_bubble.planner import generate
 
 X, Y = torch.ones(8, 4), torch.ones(8, 4)
 

@@ -7,7 +7,7 @@ import torch
 from rank_threads import gradients_of, merged, pipelines, run_in_one_process
 from torch import nn
 
-from megatron.zero_bubble.schedule import generate, names
+from megatron.zero_bubble.planner import generate, names
 
 SCHEDULES = [name for name in names() if name != "optimal"]
 

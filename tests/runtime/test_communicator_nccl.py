@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from toy_pipeline import Problem, ToyStage
 
+from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.runtime.communicator import (
     ChannelEnd,
     RunAhead,
@@ -18,7 +19,7 @@ from megatron.zero_bubble.runtime.communicator import (
 )
 from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
-from megatron.zero_bubble.schedule import Placement, generate, lower
+from megatron.zero_bubble.schedule import Placement, lower
 from tests.runtime.messages import CPU
 
 

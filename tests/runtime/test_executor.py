@@ -6,21 +6,11 @@ import pytest
 import torch
 from toy_pipeline import BATCH, LAYERS, WIDTH, Problem, ToyStage, on_threads, over_nccl
 
+from megatron.zero_bubble.planner import generate, names
 from megatron.zero_bubble.runtime.executor import Executor, LeftoverError
 from megatron.zero_bubble.runtime.in_memory import InMemoryNetwork
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
-from megatron.zero_bubble.schedule import (
-    Op,
-    OpKind,
-    Placement,
-    Schedule,
-    StageCosts,
-    generate,
-    lower,
-    names,
-    simulate,
-    validate,
-)
+from megatron.zero_bubble.schedule import Op, OpKind, Placement, Schedule, StageCosts, lower, simulate, validate
 from megatron.zero_bubble.schedule.tail import reorder_tail, run_together
 
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from toy_pipeline import FakeDevice, Pipeline, Problem, ToyStage, on_threads, over_nccl
 
+from megatron.zero_bubble.planner import generate, names
 from megatron.zero_bubble.runtime.recorder import OpRecorder
-from megatron.zero_bubble.schedule import Op, OpKind, StageCosts, generate, lower, names, validate, with_post_validation
+from megatron.zero_bubble.schedule import Op, OpKind, StageCosts, lower, validate, with_post_validation
 from megatron.zero_bubble.schedule.kinds import COMMUNICATION
 from megatron.zero_bubble.schedule.step_ops import before_validation
 

@@ -12,20 +12,11 @@ import torch
 from toy_pipeline import BATCH, WIDTH
 from toy_vocabulary import ROWS, ShardPipeline, VocabularyProblem, with_shards
 
+from megatron.zero_bubble.planner import generate, names, placement_for
 from megatron.zero_bubble.runtime.executor import LeftoverError
 from megatron.zero_bubble.runtime.profiler import Profiler, SavedTensorMeter, combine_costs
 from megatron.zero_bubble.runtime.recorder import HostClock, OpRecorder
-from megatron.zero_bubble.schedule import (
-    Op,
-    OpKind,
-    Schedule,
-    StageCosts,
-    generate,
-    lower,
-    names,
-    placement_for,
-    validate,
-)
+from megatron.zero_bubble.schedule import Op, OpKind, Schedule, StageCosts, lower, validate
 from megatron.zero_bubble.schedule.kinds import COLLECTIVES
 from megatron.zero_bubble.schedule.step_ops import before_validation, with_post_validation
 

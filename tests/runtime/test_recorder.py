@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.runtime.recorder import (
     HostClock,
     MeasuredOp,
@@ -17,7 +18,7 @@ from megatron.zero_bubble.runtime.recorder import (
     idle_share,
     step_time,
 )
-from megatron.zero_bubble.schedule import Op, OpKind, StageCosts, generate, simulate
+from megatron.zero_bubble.schedule import Op, OpKind, StageCosts, simulate
 
 F0, B0 = Op(OpKind.F, 0), Op(OpKind.B, 0)
 

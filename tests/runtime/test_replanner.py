@@ -10,6 +10,9 @@ import torch
 import torch.distributed as dist
 from toy_pipeline import FakeClock
 
+from megatron.zero_bubble.planner import generate
+from megatron.zero_bubble.planner.memory_limit import MemoryLimit
+from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.runtime import replanner
 from megatron.zero_bubble.runtime.observer import StepObserver
 from megatron.zero_bubble.runtime.replanner import (
@@ -19,10 +22,8 @@ from megatron.zero_bubble.runtime.replanner import (
     limits_of_ranks,
     plan_on_first_rank,
 )
-from megatron.zero_bubble.schedule import OpKind, Placement, ScheduleError, StageCosts, generate
+from megatron.zero_bubble.schedule import OpKind, Placement, ScheduleError, StageCosts
 from megatron.zero_bubble.schedule.formats import Profile
-from megatron.zero_bubble.schedule.memory_limit import MemoryLimit
-from megatron.zero_bubble.schedule.plan import Plan
 from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation_everywhere
 
 MODEL = {"num_layers": 4}
@@ -39,10 +40,10 @@ def one_rank() -> Iterator[None]:
 class Run:
     """A pipeline of one rank, whose operations take as many milliseconds as the test says."""
 
-    def __init__(self, plan: Plan | None = None, **options) -> None:
+    def __init__(self, plan: RunSchedules | None = None, **options) -> None:
         self.clock = FakeClock()
         self.observer = StepObserver(self.clock)
-        self.plan: Plan = plan or Plan.named("auto", 1)
+        self.plan: RunSchedules = plan or RunSchedules.named("auto", 1)
         self.reports: list[Report] = []
         self.edges_measured_at: list[int] = []
         self.step = 0
@@ -79,7 +80,7 @@ class Run:
             recorder.end(op)
         self.observer.stop()
 
-    def _go_on_with(self, plan: Plan | None, step: int) -> None:
+    def _go_on_with(self, plan: RunSchedules | None, step: int) -> None:
         if plan is not None:
             self.plan = plan
             self.new_plans.append(step)
@@ -129,7 +130,7 @@ def test_a_given_profile_is_planned_with_before_the_first_step():
 
 
 def test_a_plan_that_does_not_adapt_is_kept_and_only_predicted():
-    run = Run(Plan.named("1f1b", 1))
+    run = Run(RunSchedules.named("1f1b", 1))
     run.steps(6, (3.0, 2.0, 1.0))
     assert run.new_plans == []
     (report,) = run.reports
@@ -243,7 +244,7 @@ def test_a_limit_keeps_room_for_what_an_operation_needs_inside():
     assert limits_of_ranks((150, 150), (200.0, 8.0)) == (1.0, 142.0), "no room on the first rank"
 
 
-RECOMPUTED = replace(Plan.named("1f1b", 1), recompute=Recompute.FULL)
+RECOMPUTED = RunSchedules.named("1f1b", 1).requesting(recomputes=(Recompute.FULL,))
 
 
 def test_while_costs_are_measured_every_stage_recomputes_and_then_no_more_than_is_planned():
@@ -255,7 +256,7 @@ def test_while_costs_are_measured_every_stage_recomputes_and_then_no_more_than_i
     run.steps(3)
     assert run.new_plans == [4], "so that the run goes on with the plan's own schedule"
     assert run.replanner.to_measure(plan) is plan
-    keeps_all = Run(Plan.named("1f1b", 1))
+    keeps_all = Run(RunSchedules.named("1f1b", 1))
     assert keeps_all.replanner.to_measure(plan) is plan
 
 
@@ -271,8 +272,9 @@ def test_drift_counts_recomputations_and_where_there_are_none_they_drift_as_f_do
     times, recomputes, time_r, replanned
 ):
     profile = replace(GIVEN, costs=StageCosts.uniform(1, 1, 1, 1, 0, 100, -50, -50, 1, 90))
-    plan = replace(Plan.of(with_recomputation_everywhere(generate("1f1b", 1, 2))), recompute=Recompute.FULL)
-    run = Run(plan if recomputes else Plan.named("zb-h1", 1), profile=profile, threshold=0.25)
+    given = RunSchedules.of(with_recomputation_everywhere(generate("1f1b", 1, 2)))
+    plan = given.requesting(recomputes=(Recompute.FULL,))
+    run = Run(plan if recomputes else RunSchedules.named("zb-h1", 1), profile=profile, threshold=0.25)
     run.steps(20, times)
     assert len(run.reports) == 1 + replanned
     if replanned:
@@ -280,7 +282,7 @@ def test_drift_counts_recomputations_and_where_there_are_none_they_drift_as_f_do
 
 
 def test_all_ranks_get_the_schedule_that_the_first_one_makes():
-    plan = Plan.named("zb-h1", 2)
+    plan = RunSchedules.named("zb-h1", 2)
     shared = plan_on_first_rank(plan, 4)
     assert (shared, shared.is_shared(4), shared.is_shared(8), plan.is_shared(4)) == (plan, True, False, False)
     assert shared.schedule(4) == plan.schedule(4)
@@ -289,4 +291,4 @@ def test_all_ranks_get_the_schedule_that_the_first_one_makes():
 
 def test_what_the_first_rank_cannot_plan_is_everyones_error():
     with pytest.raises(ScheduleError, match="is for 4 microbatches, not for 8"):
-        plan_on_first_rank(Plan.of(generate("zb-h1", 2, 4)), 8)
+        plan_on_first_rank(RunSchedules.of(generate("zb-h1", 2, 4)), 8)

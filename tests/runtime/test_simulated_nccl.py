@@ -9,10 +9,11 @@ import torch
 from simulated_nccl import Fault, SimulatedNccl
 from toy_pipeline import Pipeline, Problem, over_nccl
 
+from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.runtime import communicator
 from megatron.zero_bubble.runtime.communicator import TensorSpec
 from megatron.zero_bubble.runtime.executor import Executor
-from megatron.zero_bubble.schedule import Op, OpKind, Placement, generate, lower
+from megatron.zero_bubble.schedule import Op, OpKind, Placement, lower
 
 SPEC = TensorSpec((2, 3), torch.float32, torch.device("cpu"))
 PAIR = Placement("linear", 2)

@@ -10,6 +10,7 @@ import torch
 from simulated_nccl import SimulatedNccl
 from toy_pipeline import WIDTH, Pipeline, Problem, Threads, ToyStage
 
+from megatron.zero_bubble.planner import generate, names
 from megatron.zero_bubble.runtime.communicator import TensorSpec
 from megatron.zero_bubble.runtime.in_memory import InMemoryNetwork
 from megatron.zero_bubble.runtime.variable_shapes import (
@@ -18,7 +19,7 @@ from megatron.zero_bubble.runtime.variable_shapes import (
     VariableCommunicator,
     refuse_one_queue,
 )
-from megatron.zero_bubble.schedule import OpKind, Placement, Schedule, generate, lower, names
+from megatron.zero_bubble.schedule import OpKind, Placement, Schedule, lower
 
 CPU = torch.device("cpu")
 SHAPED = AnnouncedSpec(torch.float32, CPU)

@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.runtime.recorder import OpRecorder
 from megatron.zero_bubble.runtime.watchdog import Position, Stall, Watchdog
-from megatron.zero_bubble.schedule import generate, lower
+from megatron.zero_bubble.schedule import lower
 from tests.runtime.toy_pipeline import FakeDevice, on_threads
 
 TIMEOUT = 0.5

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from megatron.zero_bubble.schedule import (
-    StageCosts,
-    generate,
-    simulate,
-)
+from megatron.zero_bubble.planner import generate
+from megatron.zero_bubble.schedule import StageCosts, simulate
 
 SVG = "{http://www.w3.org/2000/svg}"
 

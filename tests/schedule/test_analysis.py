@@ -5,22 +5,22 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_schedules import schedules
-from test_lower import made_of
 
+from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.schedule import (
     Op,
     OpKind,
     StageCosts,
     bubbles,
     critical_path,
-    generate,
     repeat,
     simulate,
     with_post_validation,
 )
 from megatron.zero_bubble.schedule.analysis import Bubble, causes
 from megatron.zero_bubble.schedule.memory import memory_held, peaks
+from tests.schedule.random_schedules import schedules
+from tests.schedule.test_lower import made_of
 
 
 def words(path):

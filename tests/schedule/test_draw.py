@@ -7,15 +7,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megatron.zero_bubble.schedule import (
-    StageCosts,
-    bubbles,
-    critical_path,
-    generate,
-    repeat,
-    simulate,
-    with_post_validation,
-)
+from megatron.zero_bubble.planner import generate
+from megatron.zero_bubble.schedule import StageCosts, bubbles, critical_path, repeat, simulate, with_post_validation
 from megatron.zero_bubble.schedule.analysis import idle_ranks_over_time, memory_over_time
 from megatron.zero_bubble.schedule.draw import (
     canvas,

@@ -7,15 +7,9 @@ from itertools import combinations
 from xml.etree import ElementTree
 
 import pytest
-from test_lower import made_of
 
-from megatron.zero_bubble.schedule import (
-    StageCosts,
-    generate,
-    repeat,
-    simulate,
-    with_post_validation,
-)
+from megatron.zero_bubble.planner import generate
+from megatron.zero_bubble.schedule import StageCosts, repeat, simulate, with_post_validation
 from megatron.zero_bubble.schedule.draw import (
     Series,
     canvas,
@@ -27,6 +21,7 @@ from megatron.zero_bubble.schedule.draw import (
 from megatron.zero_bubble.schedule.graph import arrivals
 from megatron.zero_bubble.schedule.kinds import COMMUNICATION, KINDS, OpKind
 from tests.schedule.drawings import SVG, timeline_of
+from tests.schedule.test_lower import made_of
 
 
 def test_what_takes_no_time_is_an_instant_of_the_trace():

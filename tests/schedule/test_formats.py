@@ -6,15 +6,13 @@ from fractions import Fraction
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_schedules import schedules
-from test_lower import made_of
 
+from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.schedule import (
     Placement,
     Schedule,
     ScheduleError,
     StageCosts,
-    generate,
     lower,
     repeat,
     validate,
@@ -31,6 +29,8 @@ from megatron.zero_bubble.schedule.formats import (
     schedule_to_json,
     schedule_to_pytorch_csv,
 )
+from tests.schedule.random_schedules import schedules
+from tests.schedule.test_lower import made_of
 
 
 @settings(max_examples=60, deadline=None)

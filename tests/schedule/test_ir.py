@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.zero_bubble.schedule import Op, OpKind, Placement, Schedule, ScheduleError, generate, lower
+from megatron.zero_bubble.planner import generate
+from megatron.zero_bubble.schedule import Op, OpKind, Placement, Schedule, ScheduleError, lower
 
 
 def test_an_op_prints_as_kind_microbatch_and_chunk():

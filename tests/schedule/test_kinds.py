@@ -58,6 +58,7 @@ def test_what_treats_all_kinds_alike_names_none(pattern):
 
 
 USES_LOAD = """
+from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.schedule import *
 from megatron.zero_bubble.schedule import draw, formats
 from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
@@ -102,7 +103,8 @@ def test_the_worked_example_of_a_new_kind_works(tmp_path):
     [plan] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert len(diffs) == 2
     copy = tmp_path / "megatron" / "zero_bubble"
-    shutil.copytree(PACKAGE / "schedule", copy / "schedule", ignore=shutil.ignore_patterns("__pycache__"))
+    for room in ("schedule", "planner"):
+        shutil.copytree(PACKAGE / room, copy / room, ignore=shutil.ignore_patterns("__pycache__"))
     (copy / "runtime").mkdir()
     shutil.copy(PACKAGE / "runtime" / "executor.py", copy / "runtime")
     (tmp_path / "plan.py").write_text(plan)

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_schedules import runs, schedules
 
+from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.schedule import (
     InvalidSchedule,
     Op,
@@ -14,11 +14,11 @@ from megatron.zero_bubble.schedule import (
     Placement,
     Schedule,
     ScheduleError,
-    generate,
     lower,
     validate,
 )
 from megatron.zero_bubble.schedule.kinds import BACKWARDS, COMMUNICATION, RECEIVES, SENDS
+from tests.schedule.random_schedules import runs, schedules
 
 SHORT = {"SF": "SEND_FORWARD", "RF": "RECV_FORWARD", "SB": "SEND_BACKWARD", "RB": "RECV_BACKWARD"}
 

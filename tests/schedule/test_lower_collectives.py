@@ -11,10 +11,9 @@ from statistics import median
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_schedules import schedules, starts_on_streams
-from test_lower import parse
 from test_streams import MANY, ONE, QUICK, Problem, with_failed_validation
 
+from megatron.zero_bubble.planner import generate, placement_for
 from megatron.zero_bubble.schedule import (
     Deadlock,
     InvalidSchedule,
@@ -23,10 +22,8 @@ from megatron.zero_bubble.schedule import (
     Placement,
     Schedule,
     StageCosts,
-    generate,
     iteration_time,
     lower,
-    placement_for,
     simulate,
     validate,
     with_post_validation,
@@ -34,6 +31,8 @@ from megatron.zero_bubble.schedule import (
 from megatron.zero_bubble.schedule.kinds import COLLECTIVES
 from megatron.zero_bubble.schedule.shard_ops import shortest_delay, with_vocabulary
 from megatron.zero_bubble.schedule.streams import check_streams
+from tests.schedule.random_schedules import schedules, starts_on_streams
+from tests.schedule.test_lower import parse
 
 RANKS = (
     "E0 TOKENS0 EMBEDDED0 F0 SEND_FORWARD0 HIDDEN0 S0 SOFTMAX0 LOSS_GRAD0 T0 RECV_BACKWARD0 BW0 EMBEDDED_GRAD0 EW0",

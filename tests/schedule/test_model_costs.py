@@ -6,7 +6,7 @@ import pytest
 
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.schedule.errors import ScheduleError
-from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts, even_partition
+from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts, spread_layers
 
 LAYER = UnitCosts(1, 2, 3, memory_f=4, memory_b=-1, memory_w=-3, time_r=1, memory_r=2, state=10)
 MODEL = ModelCosts(UnitCosts(0, 0, 0.5, state=100), (LAYER,) * 6, UnitCosts(5, 6, 7, memory_f=8, state=200), 0.25)
@@ -43,10 +43,11 @@ def test_what_does_not_fit_is_refused(partition: tuple[int, ...], reason: str) -
         MODEL.of_stages(partition, Placement("linear", 3))
 
 
-def test_megatron_splits_evenly_or_not_at_all() -> None:
-    assert even_partition(6, 3) == (2, 2, 2)
-    with pytest.raises(ScheduleError, match="7 layers do not divide into 3 stages"):
-        even_partition(7, 3)
+def test_layers_are_spread_evenly_the_ends_getting_fewer() -> None:
+    assert spread_layers(6, 3) == (2, 2, 2)
+    assert spread_layers(7, 3) == (2, 3, 2)
+    with pytest.raises(ScheduleError, match="2 layers are not enough for 3 stages"):
+        spread_layers(2, 3)
 
 
 def test_spread_over_the_ranks_embedding_and_output_cost_the_same_on_all() -> None:

@@ -6,6 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from megatron.zero_bubble.planner import generate, names
+from megatron.zero_bubble.planner.registry import ENTRIES
+from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.schedule import (
     InvalidSchedule,
     Op,
@@ -14,17 +17,13 @@ from megatron.zero_bubble.schedule import (
     Schedule,
     ScheduleError,
     StageCosts,
-    generate,
     lower,
-    names,
     simulate,
     validate,
 )
 from megatron.zero_bubble.schedule.default_costs import default_costs
 from megatron.zero_bubble.schedule.formats import costs_from_json, costs_to_json
-from megatron.zero_bubble.schedule.generators import ENTRIES
 from megatron.zero_bubble.schedule.memory import peak_memory
-from megatron.zero_bubble.schedule.plan import Plan
 from megatron.zero_bubble.schedule.recomputation import (
     Recompute,
     with_recomputation,
@@ -108,8 +107,8 @@ def test_a_given_schedule_and_a_model_have_to_agree():
     plain = generate("zb-h1", 2, 4)
     recomputed = with_recomputation(plain)
     with pytest.raises(ScheduleError, match=r"zb-h1 has recomputations \(R\), but the model keeps all activations"):
-        Plan.of(recomputed).schedule(4)
-    made = replace(Plan.of(plain), recompute=Recompute.FULL).schedule(4)
+        RunSchedules.of(recomputed).schedule(4)
+    made = RunSchedules.of(plain).requesting(recomputes=(Recompute.FULL,)).schedule(4)
     assert made.without_communication() == recomputed
 
 

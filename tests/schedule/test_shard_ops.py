@@ -6,6 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from megatron.zero_bubble.planner import generate, names
+from megatron.zero_bubble.planner.registry import ENTRIES, placement_for
+from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.schedule import (
     Infeasible,
     InvalidSchedule,
@@ -14,18 +17,13 @@ from megatron.zero_bubble.schedule import (
     Placement,
     ScheduleError,
     StageCosts,
-    generate,
-    names,
     simulate,
     validate,
 )
-from megatron.zero_bubble.schedule.generators import ENTRIES, placement_for
 from megatron.zero_bubble.schedule.kinds import VOCABULARY
 from megatron.zero_bubble.schedule.memory import peak_memory
-from megatron.zero_bubble.schedule.plan import Plan
 from megatron.zero_bubble.schedule.recomputation import Recompute
-from megatron.zero_bubble.schedule.search.gaps import fill_gaps
-from megatron.zero_bubble.schedule.shard_ops import shortest_delay, with_vocabulary, without_vocabulary
+from megatron.zero_bubble.schedule.shard_ops import with_vocabulary, without_vocabulary
 
 QUICK = [name for name in names() if not ENTRIES[name].is_slow]
 
@@ -122,21 +120,6 @@ def test_a_limit_is_kept_with_what_the_shards_hold():
     )
 
 
-def test_gaps_are_filled_within_the_limit_and_no_operation_is_lost():
-    placement = Placement("v", 4, 2)
-    costs = model_costs(placement, 16, 2)
-    [start] = with_vocabulary(generate("zb-v", 4, 12), costs, [shortest_delay(costs)])
-    peaks = peak_memory(start, costs)
-    filled = fill_gaps(start, costs, peaks, overhang=0.5)
-    assert filled is not None
-    validate(filled)
-    assert filled.op_sets == start.op_sets
-    assert simulate(filled, costs).cost < simulate(start, costs).cost
-    for peak, limit in zip(peak_memory(filled, costs), peaks, strict=True):
-        assert peak <= limit * (1 + 1e-9)
-    assert fill_gaps(start, costs, [0.5] * 4, overhang=0) is None
-
-
 @pytest.mark.parametrize(
     ("drop", "message"),
     [
@@ -171,6 +154,6 @@ def test_an_evaluation_runs_forwards_softmaxes_and_losses():
 def test_a_given_schedule_is_for_a_model_with_or_without_shards():
     sharded = generate("zb-h1", 4, 8, vocabulary_parallel=True)
     with pytest.raises(ScheduleError, match="has operations on vocabulary shards, but the model is not vocabulary par"):
-        Plan.of(sharded).schedule(8)
+        RunSchedules.of(sharded).schedule(8)
     with pytest.raises(ScheduleError, match="has no operations on vocabulary shards, but the model is vocabulary par"):
-        replace(Plan.of(generate("zb-h1", 4, 8)), vocabulary_parallel=True).schedule(8)
+        RunSchedules.of(generate("zb-h1", 4, 8)).requesting(vocabulary_parallel=True).schedule(8)

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_schedules import schedules
-from test_lower import made_of
 
-from megatron.zero_bubble.schedule import Deadlock, Idle, ScheduleError, StageCosts, generate, lower, simulate
+from megatron.zero_bubble.planner import generate
+from megatron.zero_bubble.schedule import Deadlock, Idle, ScheduleError, StageCosts, lower, simulate
+from tests.schedule.random_schedules import schedules
+from tests.schedule.test_lower import made_of
 
-PAPER = json.loads((Path(__file__).parent / "zero_bubble_paper.json").read_text())
+PAPER = json.loads((Path(__file__).parents[1] / "planner" / "zero_bubble_paper.json").read_text())
 times = st.integers(1, 50)
 
 

@@ -7,16 +7,15 @@ from itertools import pairwise
 
 import pytest
 
+from megatron.zero_bubble.planner import generate, names
 from megatron.zero_bubble.schedule import (
     InvalidSchedule,
     Op,
     OpKind,
     Schedule,
     StageCosts,
-    generate,
     iteration_time,
     lower,
-    names,
     repeat,
     simulate,
     validate,

@@ -7,8 +7,8 @@ from fractions import Fraction
 
 import pytest
 from hypothesis import given, settings
-from random_schedules import schedules
 
+from megatron.zero_bubble.planner import generate, names
 from megatron.zero_bubble.schedule import (
     InvalidSchedule,
     Op,
@@ -16,15 +16,14 @@ from megatron.zero_bubble.schedule import (
     Schedule,
     ScheduleError,
     StageCosts,
-    generate,
     lower,
-    names,
     simulate,
     validate,
     with_post_validation,
 )
 from megatron.zero_bubble.schedule.formats import schedule_from_json, schedule_to_json
 from megatron.zero_bubble.schedule.tail import Reduction, reorder_tail, run_together, simulate_reduction
+from tests.schedule.random_schedules import schedules
 
 
 def words(schedule: Schedule, rank: int) -> str:

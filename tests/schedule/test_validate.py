@@ -7,20 +7,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_schedules import runs, schedules, starts_on_streams
-from test_lower import made_of
 
-from megatron.zero_bubble.schedule import (
-    Deadlock,
-    Infeasible,
-    InvalidSchedule,
-    Schedule,
-    StageCosts,
-    generate,
-    lower,
-    names,
-    validate,
-)
+from megatron.zero_bubble.planner import generate, names
+from megatron.zero_bubble.schedule import Deadlock, Infeasible, InvalidSchedule, Schedule, StageCosts, lower, validate
+from tests.schedule.random_schedules import runs, schedules, starts_on_streams
+from tests.schedule.test_lower import made_of
 
 
 @pytest.mark.parametrize("name", names())

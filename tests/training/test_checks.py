@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from megatron.zero_bubble.planner.memory_limit import MemoryLimit
 from megatron.zero_bubble.schedule import Placement
-from megatron.zero_bubble.schedule.memory_limit import MemoryLimit
 from megatron.zero_bubble.training.arguments import parse_arguments
 from megatron.zero_bubble.training.checks import complete_and_check
 from tests.checked_flags import GOOD, checked, checked_job

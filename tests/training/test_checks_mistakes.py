@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.zero_bubble.schedule import names
+from megatron.zero_bubble.planner import names
 from tests.checked_flags import checked
 
 TENSOR_2 = {"--tensor-model-parallel-size": "2", "--pipeline-model-parallel-size": "2"}

@@ -4,39 +4,47 @@ from __future__ import annotations
 
 import pytest
 
+from megatron.zero_bubble.planner.prediction import Gain
 from megatron.zero_bubble.schedule import Idle
 from megatron.zero_bubble.training.summary import RunSummary
 
 FIRST, SECOND = Idle(0.1, 0.06), Idle(0.1, 0.05)
 
 
+def gain(times: float, over: str = "1F1B", milliseconds: float = 1000, *, has_layout: bool = False) -> Gain:
+    return Gain(times, over, milliseconds, has_layout)
+
+
 def test_lines_since_the_plan_count_but_its_own() -> None:
     """The first line under a prediction has the planning in its time."""
     summary = RunSummary()
     summary.record(5, 5, 9.0, Idle(0.1, 0.5), None, None)
-    summary.record(10, 5, 9.0, Idle(0.1, 0.4), FIRST, 1.1)
+    summary.record(10, 5, 9.0, Idle(0.1, 0.4), FIRST, gain(1.1))
     assert summary.line is None
-    summary.record(15, 5, 0.1, Idle(0.1, 0.10), FIRST, 1.1)
-    summary.record(20, 15, 0.2, Idle(0.1, 0.02), FIRST, 1.1)
+    summary.record(15, 5, 0.1, Idle(0.1, 0.10), FIRST, gain(1.1))
+    summary.record(20, 15, 0.2, Idle(0.1, 0.02), FIRST, gain(1.1))
     assert summary.line == (
         " > iterations 11 to 20: 175.0 ms each; bubble rate 4.00% measured, 6.00% predicted; "
         "predicted to be 1.100 times as fast as 1F1B"
     )
 
 
-def test_with_a_chosen_layout_the_gain_over_megatrons_split_comes_first() -> None:
-    summary = RunSummary(layout_speed_up=1.216)
+@pytest.mark.parametrize(("milliseconds", "is_slower"), [(120, False), (90, True)])
+def test_a_run_slower_than_megatrons_split_names_the_flag_that_keeps_it(milliseconds: float, is_slower: bool) -> None:
+    summary = RunSummary()
+    predicted = gain(1.216, "1F1B on Megatron's split", milliseconds, has_layout=True)
     for iteration in (5, 10):
-        summary.record(iteration, 5, 0.1, Idle(0.1, 0.1), FIRST, 1.055)
+        summary.record(iteration, 5, 0.1, Idle(0.1, 0.1), FIRST, predicted)
     assert summary.line is not None
-    gain = "predicted to be 1.216 times as fast as 1F1B on Megatron's split (1.055 times 1F1B on this one)"
-    assert summary.line.endswith(gain)
+    assert "predicted to be 1.216 times as fast as 1F1B on Megatron's split" in summary.line
+    slower = "that is predicted to take 90.0 ms, less than was measured here: --zero-bubble-keep-layout keeps"
+    assert (slower in summary.line) is is_slower
 
 
 def test_a_new_plan_begins_anew() -> None:
     summary = RunSummary()
     for iteration, predicted in ((5, FIRST), (10, FIRST), (15, SECOND), (20, SECOND)):
-        summary.record(iteration, 5, iteration / 100, Idle(0.0, 0.1), predicted, 1.2)
+        summary.record(iteration, 5, iteration / 100, Idle(0.0, 0.1), predicted, gain(1.2))
     assert summary.line is not None
     assert summary.line.startswith(" > iterations 16 to 20: 200.0 ms each; bubble rate 10.00% measured, 5.00%")
 

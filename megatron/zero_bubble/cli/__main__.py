@@ -7,6 +7,7 @@ from importlib import import_module
 
 _COMMANDS = {
     "schedule": "make, simulate, compare, validate and draw pipeline schedules",
+    "plan": "choose the layout and the schedule of a model from the costs of its layers",
     "estimate": "predict memory and throughput of a training under every schedule",
     "benchmark": "train under several schedules in turn and compare them with megatron-core's 1F1B",
     "check": "compare numerics, times, memory and messages on one CUDA device",
@@ -22,6 +23,7 @@ commands:
 
 examples:
   zero-bubble schedule compare --pipeline-size 8 --num-microbatches 32 --time-f 10 --time-b 9 --time-w 7
+  zero-bubble plan --costs units.json --pipeline-size 4 --num-microbatches 16
   zero-bubble estimate --world-size 8 -- --num-layers 32 --hidden-size 4096 --num-attention-heads 32 \\
       --seq-length 2048 --vocab-size 50257 --bf16 --pipeline-model-parallel-size 8 --micro-batch-size 1 \\
       --global-batch-size 32

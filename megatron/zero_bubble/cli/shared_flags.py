@@ -11,6 +11,7 @@ from megatron.zero_bubble.cli.flag_values import at_least, numbers, positive
 from megatron.zero_bubble.cli.output import deliver
 from megatron.zero_bubble.job.flag_parser import flag
 from megatron.zero_bubble.job.flags import flag_name
+from megatron.zero_bubble.planner.request import MOST_CHUNKS
 from megatron.zero_bubble.schedule import StageCosts
 from megatron.zero_bubble.schedule.costs import VOCABULARY_COSTS
 from megatron.zero_bubble.schedule.ir import PlacementKind
@@ -60,7 +61,7 @@ class SizeFlags(CommandFlags):
     pipeline_size: int = flag("pipeline ranks", parse=at_least(2), metavar="P")
     num_microbatches: int = flag("microbatches of an iteration", parse=at_least(1), metavar="M")
     num_chunks: int | None = flag(
-        "model chunks on a rank, where schedules allow a choice", None, parse=at_least(1), metavar="V"
+        "model chunks on a rank, where schedules allow a choice", None, parse=at_least(1, MOST_CHUNKS), metavar="V"
     )
     microbatch_group_size: int | None = flag(
         "interleaved schedules: microbatches that pass a chunk before the next chunk's turn (default: P)",

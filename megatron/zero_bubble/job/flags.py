@@ -123,6 +123,10 @@ class ZeroBubbleFlags:
         nargs=2,
     )
     zero_bubble_profile_output: str | None = flag("file to write the measured costs to", None)
+    zero_bubble_unit_costs_output: str | None = flag(
+        "file to write the costs of the model's layers to, from which the layout is chosen; zero-bubble plan reads it",
+        None,
+    )
     zero_bubble_profile_input: str | None = flag("file of measured costs, from which to plan at the start", None)
     zero_bubble_replan_threshold: float = flag(
         "plan again when a stage's time has changed by this fraction; 0: never", 0.0
@@ -198,7 +202,7 @@ def _check_owners(flags: ZeroBubbleFlags) -> None:
     of_a_schedule = (
         *("memory_limit", "profile_iters", "profile_output", "profile_input", "timeline", "timeline_iters"),
         *("strict", "timeout", "post_validation", "replan_threshold", "communicator", "recompute"),
-        *("keep_layout", "placement", "vocabulary_parallel"),
+        *("keep_layout", "placement", "vocabulary_parallel", "unit_costs_output"),
     )
     for name in of_a_schedule:
         # A threshold is 0 by default, which equals False.

@@ -10,9 +10,9 @@ from typing import Any
 
 from megatron.zero_bubble.job.aliases import pending_backwards
 from megatron.zero_bubble.job.flags import ParallelFlags, ReplicaFlags, ZeroBubbleFlags, limit_flag
+from megatron.zero_bubble.planner.memory_limit import MemoryLimit
+from megatron.zero_bubble.planner.registry import ENTRIES
 from megatron.zero_bubble.schedule.formats import Setting
-from megatron.zero_bubble.schedule.generators import ENTRIES
-from megatron.zero_bubble.schedule.memory_limit import MemoryLimit
 from megatron.zero_bubble.schedule.recomputation import Recompute, recomputes_blocks
 
 _PARTITION = (

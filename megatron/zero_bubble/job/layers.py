@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from megatron.zero_bubble.job.job_flags import JobFlags
-from megatron.zero_bubble.schedule import Placement
+from megatron.zero_bubble.schedule import Placement, ScheduleError, model_costs
 from megatron.zero_bubble.schedule.errors import one_line
 from megatron.zero_bubble.schedule.model_costs import Partition
 
@@ -118,27 +118,11 @@ def _spread(flags: JobFlags, placement: Placement) -> Partition:
 
 
 def spread_layers(num_layers: int, num_stages: int, *, embedding: bool = False, loss: bool = False) -> Partition:
-    """Layers of each stage, as even as possible.
-
-    The stages at the ends have other work: the last stage, with the loss, is the first to get fewer layers, next is
-    the first stage, with the embedding, then the others from the end.
-
-    Args:
-        embedding: whether the embedding takes the place of one of the first stage's layers.
-        loss: whether the loss takes the place of one of the last stage's layers.
-
-    Raises:
-        ValueError: there are fewer layers than stages.
-    """
-    few, num_more = divmod(num_layers + embedding + loss, num_stages)
-    if few == 0:
-        raise ValueError(f"--num-layers {num_layers} is not enough for {num_stages} stages of at least one layer")
-    by_load = [*range(1, num_stages - 1), *([0] if num_stages > 1 else []), num_stages - 1]
-    more = set(by_load[:num_more])
-    layers = [few + (stage in more) for stage in range(num_stages)]
-    layers[0] -= embedding
-    layers[-1] -= loss
-    return tuple(layers)
+    """As `model_costs.spread_layers`, with an error that names the flag."""
+    try:
+        return model_costs.spread_layers(num_layers, num_stages, embedding=embedding, loss=loss)
+    except ScheduleError as error:
+        raise ValueError(f"--num-layers {num_layers}: {error}") from error
 
 
 def to_layout(layers: Sequence[int], num_further_tokens: int | None = None) -> str:

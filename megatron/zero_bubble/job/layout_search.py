@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from megatron.zero_bubble.job.layout_choice import ChosenLayout, choose_layout, flags_of_layout
+from megatron.zero_bubble.job.files import write_file
+from megatron.zero_bubble.job.layout_choice import ChosenLayout, choose_layout
 from megatron.zero_bubble.job.layout_table import layout_lines
+from megatron.zero_bubble.job.layout_words import flags_of_layout
 from megatron.zero_bubble.job.settings import JobSettings
 from megatron.zero_bubble.runtime.joint import on_rank
 from megatron.zero_bubble.runtime.replanner import least_free_bytes
+from megatron.zero_bubble.schedule.formats import units_to_json
 from megatron.zero_bubble.schedule.model_costs import ModelCosts
 
 
@@ -23,12 +26,24 @@ def new_choice(job: JobSettings, costs: ModelCosts, padded_vocab_size: int) -> C
 
     def choose() -> ChosenLayout:
         choice = choose_layout(job.flags, costs, free_bytes, padded_vocab_size)
-        plan = choice.chosen
+        plan = choice.plan
+        if job.flags.zero_bubble_unit_costs_output is not None:
+            _write(job.flags.zero_bubble_unit_costs_output, choice.model)
         chosen = ChosenLayout(
-            flags_of_layout(job.flags, plan.layout), plan.timeline.costs, plan.limits, choice.speed_ups.get("1f1b")
+            flags_of_layout(plan.layout, job.flags.mtp_num_layers),
+            plan.timeline.costs,
+            plan.request.limits,
+            choice.megatrons_time,
         )
         for line in layout_lines(choice, chosen.flags):
             print(line, flush=True)
         return chosen
 
     return on_rank(0, choose)
+
+
+def _write(output: str, model: ModelCosts) -> None:
+    try:
+        write_file(output, units_to_json(model))
+    except OSError as error:
+        raise ValueError(f"--zero-bubble-unit-costs-output {output}: cannot be written: {error.strerror}") from error

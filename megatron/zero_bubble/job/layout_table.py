@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import groupby
 from typing import Any
 
 from megatron.zero_bubble.job.flags import flags_text
 from megatron.zero_bubble.job.layout_choice import LayoutChoice
-from megatron.zero_bubble.schedule.layouts import Layout, LayoutPlan
+from megatron.zero_bubble.job.layout_words import layers_words, placement_words
+from megatron.zero_bubble.planner.layouts import Plan
 from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts
-from megatron.zero_bubble.schedule.recomputation import Recompute
 
 
 def layout_lines(choice: LayoutChoice, flags: Mapping[str, Any]) -> Iterator[str]:
@@ -19,11 +18,11 @@ def layout_lines(choice: LayoutChoice, flags: Mapping[str, Any]) -> Iterator[str
     Args:
         flags: the flags, by name, that fix the chosen layout.
     """
-    chosen = choice.chosen
+    chosen = choice.plan
     schedule = chosen.timeline.schedule
     yield f" > layout chosen for {schedule.num_ranks} ranks and {schedule.num_microbatches} microbatches"
     yield f"     F + B + W of a microbatch (ms): {'; '.join(_unit_words(choice.model))}"
-    rows = [("chosen: ", chosen), *(("", plan) for plan in choice.plans[1:])]
+    rows = [("chosen: ", chosen), *(("", plan) for plan in chosen.others)]
     described = [(name + placement_words(plan.layout), *_cells(plan)) for name, plan in rows]
     described += [(f"Megatron's split, {plan.timeline.schedule.name}", *_cells(plan)) for plan in choice.megatrons]
     heads = ("", "layers of each stage", "time (ms)", "bubble", "idle", "fullest rank (MiB)")
@@ -33,7 +32,7 @@ def layout_lines(choice: LayoutChoice, flags: Mapping[str, Any]) -> Iterator[str
         figures = (cell.rjust(width) for cell, width in zip(cells[2:], widths[2:], strict=True))
         yield f"     {'  '.join((*names, *figures))}"
     if choice.megatrons:
-        gains = (f"{speed_up:.3f} times {schedule}" for schedule, speed_up in choice.speed_ups.items())
+        gains = (f"{plan.time / chosen.time:.3f} times {plan.request.schedule}" for plan in choice.megatrons)
         yield f"     as fast as, with Megatron's split: {', '.join(gains)}"
     yield f"     the same layout in another run: {flags_text(flags)}"
 
@@ -51,7 +50,7 @@ def _times(unit: UnitCosts) -> str:
     return " + ".join(f"{time:.2f}" for time in (unit.time_f, unit.time_b, unit.time_w))
 
 
-def _cells(plan: LayoutPlan) -> tuple[str, ...]:
+def _cells(plan: Plan) -> tuple[str, ...]:
     """The columns after the name."""
     timeline = plan.timeline
     return (
@@ -61,22 +60,3 @@ def _cells(plan: LayoutPlan) -> tuple[str, ...]:
         f"{timeline.idle.total:.2%}",
         f"{plan.memory / 2**20:.1f}",
     )
-
-
-def placement_words(layout: Layout) -> str:
-    """The placement and what is recomputed, in words."""
-    placement = layout.placement
-    words = {"linear": "linear", "v": "V", "interleaved": f"interleaved, {placement.num_chunks} chunks"}[placement.kind]
-    words += ", vocabulary shards" if layout.vocabulary_parallel else ""
-    return (
-        words
-        + {Recompute.NONE: "", Recompute.FULL: ", all recomputed", Recompute.PLANNED: ", R where needed"}[
-            layout.recompute
-        ]
-    )
-
-
-def layers_words(layout: Layout) -> str:
-    """The layers of every stage in model order; `4x3` are three stages of four layers."""
-    runs = ((count, len(list(stages))) for count, stages in groupby(layout.partition))
-    return " ".join(str(count) if times == 1 else f"{count}x{times}" for count, times in runs)

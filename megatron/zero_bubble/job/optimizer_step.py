@@ -13,15 +13,15 @@ from megatron.zero_bubble.job.post_validation_flags import FLAG, INVERSE, USE_SN
 from megatron.zero_bubble.job.start_up import print_rank_0
 from megatron.zero_bubble.mcore.optimizer import check_optimizer, torch_optimizers
 from megatron.zero_bubble.mcore.post_validation import PostValidation
+from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.runtime.rollback import make_rollback
-from megatron.zero_bubble.schedule.plan import Plan
 
 _WINDOW = 100
 _TOO_OFTEN = 1 / 3
 
 
 def build_post_validation(
-    flags: JobFlags, plan: Plan | None, optimizer: MegatronOptimizer, model: Sequence[Any]
+    flags: JobFlags, plan: RunSchedules | None, optimizer: MegatronOptimizer, model: Sequence[Any]
 ) -> PostValidation | None:
     """The post-validation of an optimizer; None if the flags do not ask for it, or with a single pipeline rank.
 

@@ -5,19 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 from megatron.zero_bubble.job.aliases import pending_backwards
 from megatron.zero_bubble.job.flags import flag_name, limit_flag
 from megatron.zero_bubble.job.job_flags import RECOMPUTATION, JobFlags
+from megatron.zero_bubble.planner.memory_limit import MemoryLimit
+from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.schedule import Infeasible, Placement, Schedule, ScheduleError, simulate
 from megatron.zero_bubble.schedule.default_costs import default_costs
 from megatron.zero_bubble.schedule.formats import schedule_from_text
 from megatron.zero_bubble.schedule.ir import MAX_OPERATIONS, PlacementKind
-from megatron.zero_bubble.schedule.memory_limit import MemoryLimit
-from megatron.zero_bubble.schedule.plan import Plan
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 _FILE = "file:"
@@ -27,7 +26,7 @@ _SECONDS_PER_OPERATION = 4e-5
 """Seconds that planning takes for each operation of a schedule."""
 
 
-def choose_plan(flags: JobFlags) -> Plan | None:
+def choose_plan(flags: JobFlags) -> RunSchedules | None:
     """The plan that the flags ask for; None for megatron-core's own schedule. `check_plan` checks its schedules.
 
     Raises:
@@ -44,18 +43,17 @@ def choose_plan(flags: JobFlags) -> Plan | None:
     with _as_users_mistake(flags, name):
         if not name.startswith(_FILE):
             kind = cast("PlacementKind | None", flags.zero_bubble_placement)
-            plan = Plan.named(name, num_ranks, num_chunks, kind)
+            plan = RunSchedules.named(name, num_ranks, num_chunks, kind)
             limit = _limit_before_measuring(flags, plan.placement)
-            return replace(
-                plan,
+            return plan.requesting(
                 memory_limit=limit,
                 group_size=_group_size(flags, plan.placement),
                 post_validation=flags.interlocks_iterations,
-                recompute=flags.recompute,
+                recomputes=(flags.recompute,),
                 vocabulary_parallel=flags.vocabulary_parallel,
             )
-        given = Plan.of(_read(Path(name.removeprefix(_FILE))))
-        plan = replace(given, recompute=flags.recompute, vocabulary_parallel=flags.vocabulary_parallel)
+        given = RunSchedules.of(_read(Path(name.removeprefix(_FILE))))
+        plan = given.requesting(recomputes=(flags.recompute,), vocabulary_parallel=flags.vocabulary_parallel)
         if plan.given is not None and plan.given.recomputes and flags.recompute is Recompute.NONE:
             raise ScheduleError(
                 "it has recomputations (R), which need --recompute-granularity full without fp8 and fp4"
@@ -97,7 +95,7 @@ def _check_recomputation(flags: JobFlags, name: str) -> None:
         )
 
 
-def check_plan(flags: JobFlags, plan: Plan | None) -> None:
+def check_plan(flags: JobFlags, plan: RunSchedules | None) -> None:
     """Make every schedule that the run needs, to check that each can be made. The plan keeps them.
 
     Raises:
@@ -116,7 +114,7 @@ def check_plan(flags: JobFlags, plan: Plan | None) -> None:
             _check_memory(flags, plan)
 
 
-def _announce(flags: JobFlags, plan: Plan) -> None:
+def _announce(flags: JobFlags, plan: RunSchedules) -> None:
     """Print a line if planning takes longer than a few seconds.
 
     Raises:
@@ -163,7 +161,7 @@ def _limit_before_measuring(flags: JobFlags, placement: Placement) -> float | No
     return in_unit_costs
 
 
-def _check_memory(flags: JobFlags, plan: Plan) -> None:
+def _check_memory(flags: JobFlags, plan: RunSchedules) -> None:
     """Raise `Infeasible` if the given schedule of a plan exceeds the memory limit, to which it cannot adapt.
 
     A limit in bytes cannot be checked before memory is measured.
@@ -190,7 +188,7 @@ def _multiple(flags: JobFlags, smallest: float) -> str:
     return f"at least {math.ceil(smallest / peak * 1000 - 1e-6) / 1000:g} times 1F1B's peak"
 
 
-def choose_placement(flags: JobFlags, plan: Plan | None) -> Placement:
+def choose_placement(flags: JobFlags, plan: RunSchedules | None) -> Placement:
     """The placement of stages: the plan's, or that of megatron-core's own schedule."""
     if plan is not None:
         return plan.placement

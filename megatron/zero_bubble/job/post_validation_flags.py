@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from megatron.zero_bubble.job.job_flags import JobFlags
+from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.schedule import Placement, iteration_time, with_post_validation
 from megatron.zero_bubble.schedule.default_costs import default_costs
-from megatron.zero_bubble.schedule.plan import Plan
 
 FLAG = "--zero-bubble-post-validation"
 INVERSE, USE_SNAPSHOT = "--zero-bubble-rollback inverse", "use snapshot"
@@ -26,7 +26,7 @@ def check_post_validation(flags: JobFlags) -> None:
         raise ValueError(f"{INVERSE}: only AdamW can be inverted, and --optimizer is {flags.optimizer}: {USE_SNAPSHOT}")
 
 
-def gain_of_post_validation(flags: JobFlags, plan: Plan) -> str:
+def gain_of_post_validation(flags: JobFlags, plan: RunSchedules) -> str:
     """A line that says what post-validation gains with the plan's schedule if F, B and W take equally long."""
     schedule = plan.schedule(flags.most_microbatches)
     costs = default_costs(schedule.placement)

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
 
 from megatron.zero_bubble.job.aliases import DEFAULT_WINDOW
 from megatron.zero_bubble.job.files import write_file
 from megatron.zero_bubble.job.flags import limit_flag
 from megatron.zero_bubble.job.job_flags import LAYOUT_SETTINGS, JobFlags
+from megatron.zero_bubble.planner.memory_limit import MemoryLimit
 from megatron.zero_bubble.runtime.replanner import PlanningOptions, Report
 from megatron.zero_bubble.schedule import Placement, ScheduleError, StageCosts
 from megatron.zero_bubble.schedule.formats import Profile, profile_from_json, profile_to_json
-from megatron.zero_bubble.schedule.memory_limit import MemoryLimit
-from megatron.zero_bubble.schedule.recomputation import Recompute
 
-_BASELINES: Mapping[Recompute, str] = MappingProxyType(
-    {
-        Recompute.NONE: "1F1B",
-        Recompute.FULL: "1F1B, which recomputes in its backward",
-        Recompute.PLANNED: "1F1B, which keeps everything",
-    }
-)
 """What the prediction compares a schedule with, by what the run recomputes."""
 
 
@@ -146,15 +137,11 @@ def _as_mistake_in_profile(flags: JobFlags) -> Iterator[None]:
         raise ValueError(f"--zero-bubble-profile-input {flags.zero_bubble_profile_input}: {error}") from error
 
 
-def reporter(flags: JobFlags, say: Callable[[str], None], layout_speed_up: float | None) -> Callable[[Report], None]:
-    """A function that logs the block about a plan with `say`, and saves the profile if the flags ask for that.
-
-    Args:
-        layout_speed_up: predicted when the layout was chosen, over 1F1B on Megatron's split; None if it was not.
-    """
+def reporter(flags: JobFlags, say: Callable[[str], None]) -> Callable[[Report], None]:
+    """A function that logs the block about a plan with `say`, and saves the profile if the flags ask for that."""
 
     def report(decision: Report) -> None:
-        say(describe(decision, layout_speed_up))
+        say(describe(decision))
         if flags.zero_bubble_profile_output is not None and flags.rank == 0:
             output = flags.zero_bubble_profile_output
             try:
@@ -165,7 +152,7 @@ def reporter(flags: JobFlags, say: Callable[[str], None], layout_speed_up: float
     return report
 
 
-def describe(report: Report, layout_speed_up: float | None = None) -> str:
+def describe(report: Report) -> str:
     """The block of lines about a plan: costs of each stage, the schedule, and its predicted time and memory."""
     prediction = report.prediction
     profile, schedule = prediction.profile, prediction.schedule
@@ -178,10 +165,7 @@ def describe(report: Report, layout_speed_up: float | None = None) -> str:
     of_ranks = limits[:1] if len(set(limits)) == 1 else limits
     limit = f", memory limit {' '.join(f'{_mib(most):.1f}' for most in of_ranks)} MiB" if limits else ""
     lines.append(f"     schedule {schedule.name} ({origin}) for {schedule.num_microbatches} microbatches{limit}")
-    lines.append(
-        f"     predicted: {prediction.idle}, {prediction.milliseconds:.1f} ms, "
-        f"{speed_up_words(prediction.speed_up, layout_speed_up, _BASELINES[prediction.recompute])}"
-    )
+    lines.append(f"     predicted: {prediction.idle}, {prediction.milliseconds:.1f} ms, {prediction.gain}")
     peaks = ", ".join(f"{_mib(peak):.1f}" for peak in prediction.peak_bytes)
     lines.append(f"     peak activations of each rank (MiB): {peaks}")
     if any(profile.inside):
@@ -190,20 +174,6 @@ def describe(report: Report, layout_speed_up: float | None = None) -> str:
     if limits and any(peak > most * (1 + 1e-9) for peak, most in zip(prediction.peak_bytes, limits, strict=True)):
         lines.append("     a peak is above the memory limit, to which this schedule does not adapt")
     return "\n".join(lines)
-
-
-def speed_up_words(speed_up: float, layout_speed_up: float | None, baseline: str = "1F1B") -> str:
-    """How many times as fast a schedule is predicted to be.
-
-    Args:
-        speed_up: over `baseline` with the same layers on each rank.
-        layout_speed_up: of the layout over 1F1B on Megatron's split; None for a layout that was not chosen.
-    """
-    if layout_speed_up is None:
-        return f"{speed_up:.3f} times as fast as {baseline}"
-    return (
-        f"{layout_speed_up:.3f} times as fast as 1F1B on Megatron's split ({speed_up:.3f} times {baseline} on this one)"
-    )
 
 
 def _costs_table(costs: StageCosts, placement: Placement) -> Iterator[str]:

@@ -39,7 +39,7 @@ def run_plan(
         print_rank_0(warning)
     if flags.zero_bubble_communicator == "host":
         print_rank_0(" > messages between stages go through host memory (--zero-bubble-communicator host)")
-    describe_plan = reporter(flags, print_rank_0, job.layout_speed_up)
+    describe_plan = reporter(flags, print_rank_0)
 
     def report(plan: Report) -> None:
         describe_plan(plan)

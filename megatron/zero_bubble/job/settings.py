@@ -10,7 +10,7 @@ from megatron.zero_bubble.job.flags import check_zero_bubble_flags
 from megatron.zero_bubble.job.hierarchy_flags import hierarchy_of
 from megatron.zero_bubble.job.job_flags import JobFlags
 from megatron.zero_bubble.job.layers import chunks_of_flags, needed_layout, partition_of_flags, spread_layers
-from megatron.zero_bubble.job.layout_choice import ChosenLayout, is_layout_open
+from megatron.zero_bubble.job.layout_choice import ChosenLayout, check_unit_costs_output, is_layout_open
 from megatron.zero_bubble.job.plans import check_plan, choose_placement, choose_plan
 from megatron.zero_bubble.job.post_validation_flags import check_post_validation
 from megatron.zero_bubble.job.profiled_costs import partition_of_profile
@@ -18,12 +18,12 @@ from megatron.zero_bubble.job.profiling import check_memory_limit, given_profile
 from megatron.zero_bubble.job.sharding import check_sharding
 from megatron.zero_bubble.job.stalls import check_stall_timeout
 from megatron.zero_bubble.mcore.transformer_engine import check_transformer_engine
+from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.runtime.replanner import PlanningOptions
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.schedule.formats import Profile
 from megatron.zero_bubble.schedule.hierarchy import Hierarchy
 from megatron.zero_bubble.schedule.model_costs import Partition
-from megatron.zero_bubble.schedule.plan import Plan
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 
@@ -39,18 +39,15 @@ class JobSettings:
         planning: how costs are measured and used for planning; None if neither is done.
         is_layout_open: whether partition, placement or chunks are still to be chosen, by `with_layout`.
         hierarchy: how replicas average their parameters; None if they reduce gradients.
-        layout_speed_up: how many times as fast as 1F1B on Megatron's split the chosen layout was predicted to be; None
-            for a layout that was not chosen, or was chosen for an earlier job.
     """
 
     flags: JobFlags
-    plan: Plan | None
+    plan: RunSchedules | None
     placement: Placement
     partition: Partition
     planning: PlanningOptions | None
     is_layout_open: bool = False
     hierarchy: Hierarchy | None = None
-    layout_speed_up: float | None = None
 
     @property
     def log_rank(self) -> int:
@@ -85,6 +82,8 @@ def job_settings(
     plan = choose_plan(flags)
     placement = choose_placement(flags, plan)
     is_open = chooses_layout and is_layout_open(flags)
+    if chooses_layout:
+        check_unit_costs_output(flags)
     if is_open:
         partition = spread_layers(flags.num_layers, placement.num_stages)
     else:
@@ -121,9 +120,9 @@ def with_layout(job: JobSettings, choice: ChosenLayout, environment: Mapping[str
         profile = None
     planning = planning_options(settings.flags, settings.placement, knows_costs=True, profile=profile)
     if planning is not None:
-        planning = replace(planning, limits=choice.limits)
-    plan = settings.plan.with_costs(choice.costs, choice.limits)
-    return replace(settings, plan=plan, planning=planning, layout_speed_up=choice.speed_up)
+        planning = replace(planning, limits=choice.limits, megatrons=choice.megatrons)
+    plan = settings.plan.requesting(costs=choice.costs, memory_limit=choice.limits)
+    return replace(settings, plan=plan, planning=planning)
 
 
 def _is_of_layout(profile: Profile, settings: JobSettings) -> bool:

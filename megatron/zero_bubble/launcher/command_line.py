@@ -11,7 +11,7 @@ from megatron.zero_bubble.job.aliases import AliasFlags, translated
 from megatron.zero_bubble.job.flag_parser import flag, make_parser, take_flags
 from megatron.zero_bubble.job.flags import ReplicaFlags, ZeroBubbleFlags, check_zero_bubble_flags, flag_name
 from megatron.zero_bubble.launcher.mistakes import LauncherError, users_mistakes
-from megatron.zero_bubble.schedule.generators import ENTRIES
+from megatron.zero_bubble.planner.registry import ENTRIES
 
 PROGRAM = "megatron.zero_bubble"
 _USAGE = "python -m megatron.zero_bubble SCRIPT [the script's flags] [flags of zero bubble]"

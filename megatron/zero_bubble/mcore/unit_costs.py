@@ -28,6 +28,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron.zero_bubble.mcore.forward_backward import MegatronStage
 from megatron.zero_bubble.mcore.model_units import Unit, UnitModels
 from megatron.zero_bubble.mcore.restart import Restart
+from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.runtime.channel_memory import ChannelCommunicator, open_channels
 from megatron.zero_bubble.runtime.communicator import TensorSpec
 from megatron.zero_bubble.runtime.executor import Executor
@@ -35,7 +36,7 @@ from megatron.zero_bubble.runtime.in_memory import MadeUpNeighbours
 from megatron.zero_bubble.runtime.profiler import Profiler, measure_edges, memory_meter
 from megatron.zero_bubble.runtime.recorder import OpRecorder, device_clock
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
-from megatron.zero_bubble.schedule import OpKind, Placement, generate, lower
+from megatron.zero_bubble.schedule import OpKind, Placement, lower
 from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts
 
 SECONDS = 2.0

@@ -41,6 +41,7 @@ from megatron.zero_bubble.pipeline.layer_summary import Summary
 from megatron.zero_bubble.pipeline.partial_model import PartialModel, layer_of
 from megatron.zero_bubble.pipeline.stage_layout import LayoutRequest, Partition, StageLayout, plan_for
 from megatron.zero_bubble.pipeline.stage_times import stage_times
+from megatron.zero_bubble.planner.run_schedules import prepare
 from megatron.zero_bubble.runtime.communicator import Communicator
 from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
@@ -48,7 +49,6 @@ from megatron.zero_bubble.runtime.recorder import OpRecorder, device_clock
 from megatron.zero_bubble.runtime.stage import Stage
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Placement, Schedule
-from megatron.zero_bubble.schedule.plan import prepare
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 """Time after which a missing message or a rank missing in a collective fails the job."""

@@ -13,10 +13,10 @@ from torch import nn
 from megatron.zero_bubble.pipeline import boundaries
 from megatron.zero_bubble.pipeline.layer_costs import LayerTimes, measure_layers
 from megatron.zero_bubble.pipeline.specs import LayerSpec, class_name_of
+from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.schedule import Schedule, StageCosts
 from megatron.zero_bubble.schedule.default_costs import default_costs
 from megatron.zero_bubble.schedule.errors import one_line
-from megatron.zero_bubble.schedule.plan import Plan
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 Partition = str | Sequence[int]
@@ -48,7 +48,7 @@ class LayoutRequest:
 
     layers: Sequence[Any]
     loss_fn: Callable[[Any, Any], torch.Tensor]
-    plan: Plan
+    plan: RunSchedules
     num_microbatches: int
     partition: Partition
     example: tuple[Any, Any] | None
@@ -76,7 +76,7 @@ class LayoutRequest:
         _refuse_shared(self.layers, stages)
         plan = self.plan
         if times is not None:
-            plan = replace(plan, costs=_stage_costs(times, stages, default_costs(placement, plan.recompute)))
+            plan = plan.requesting(costs=_stage_costs(times, stages, default_costs(placement, plan.recompute)))
         loads = tuple(sum(weights[first:end]) for first, end in pairwise(stages))
         return StageLayout(stages, loads, unit, plan.schedule(self.num_microbatches))
 
@@ -111,21 +111,22 @@ def plan_for(
     memory_limit: float | Sequence[float] | None,
     *,
     recomputes: bool,
-) -> Plan:
+) -> RunSchedules:
     """Return the plan of a schedule for `num_ranks`.
 
     Raises:
         ValueError: the schedule is for other ranks or chunks.
     """
     if isinstance(schedule, str):
-        plan = Plan.named(schedule, num_ranks, num_chunks)
+        plan = RunSchedules.named(schedule, num_ranks, num_chunks)
     elif schedule.num_ranks != num_ranks:
         raise ValueError(
             f"schedule {schedule.name} is for {schedule.num_ranks} ranks, but the pipeline has {num_ranks}"
         )
     else:
-        plan = Plan.of(schedule)
-    return replace(plan, memory_limit=memory_limit, recompute=Recompute.FULL if recomputes else Recompute.NONE)
+        plan = RunSchedules.of(schedule)
+    recompute = Recompute.FULL if recomputes else Recompute.NONE
+    return plan.requesting(memory_limit=memory_limit, recomputes=(recompute,))
 
 
 def _refuse_shared(layers: Sequence[Any], stages: boundaries.Boundaries) -> None:

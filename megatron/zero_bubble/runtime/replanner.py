@@ -10,15 +10,15 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
+from megatron.zero_bubble.planner.memory_limit import MemoryLimit
+from megatron.zero_bubble.planner.prediction import MegatronsTime, Prediction
+from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.runtime.observer import StepObserver
 from megatron.zero_bubble.runtime.profiler import Profiler, gather_costs
 from megatron.zero_bubble.runtime.recorder import MeasuredOp
 from megatron.zero_bubble.schedule import Infeasible, Schedule, ScheduleError, StageCosts, validate
 from megatron.zero_bubble.schedule.formats import Profile, Setting, schedule_from_json, schedule_to_json
 from megatron.zero_bubble.schedule.kinds import TIMES
-from megatron.zero_bubble.schedule.memory_limit import MemoryLimit
-from megatron.zero_bubble.schedule.plan import Plan
-from megatron.zero_bubble.schedule.prediction import Prediction
 from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation_everywhere
 
 MARGIN = 0.9
@@ -30,7 +30,7 @@ _DRIFT_STEPS = 20
 ModelDescription = Mapping[str, Setting]
 
 
-def plan_on_first_rank(plan: Plan, num_microbatches: int) -> Plan:
+def plan_on_first_rank(plan: RunSchedules, num_microbatches: int) -> RunSchedules:
     """Let the job's first rank make the schedule for `num_microbatches`; return the plan that holds it, on all ranks.
 
     A collective call of the whole job. All ranks must run the very same order, but a solver with a time limit may find
@@ -65,6 +65,7 @@ class PlanningOptions:
         threshold: relative change of a stage's time that starts planning again; 0 for never.
         limits: bytes that the operations of every rank may need, where its layout was chosen under that limit; they
             come before `memory_limit`.
+        megatrons: what the layout is compared with, if it was chosen in place of Megatron's split.
     """
 
     first_step: int
@@ -74,6 +75,7 @@ class PlanningOptions:
     profile: Profile | None = None
     threshold: float = 0.0
     limits: tuple[float, ...] | None = None
+    megatrons: MegatronsTime | None = None
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ class Replanner:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: RunSchedules,
         options: PlanningOptions,
         rank: int,
         observer: StepObserver,
@@ -140,7 +142,7 @@ class Replanner:
             return schedule
         return with_recomputation_everywhere(schedule)
 
-    def before_step(self, num_microbatches: int) -> Plan | None:
+    def before_step(self, num_microbatches: int) -> RunSchedules | None:
         """Return a new plan if the next step is the first with this many microbatches, else None; a collective call.
 
         It is needed because the memory limit may depend on that number, and before the very first step to plan from a
@@ -150,7 +152,7 @@ class Replanner:
             return None
         return self._decide(num_microbatches)
 
-    def after_step(self, step: int, num_microbatches: int) -> Plan | None:
+    def after_step(self, step: int, num_microbatches: int) -> RunSchedules | None:
         """Return a new plan if profiling has just ended or the times have drifted, else None; a collective call."""
         options = self._options
         if self._profile is None and step == options.last_step:
@@ -176,13 +178,13 @@ class Replanner:
         self._profiler = Profiler(placement, self._rank)
         return Profile(placement, costs, noise, self._options.model, inside)
 
-    def _decide(self, num_microbatches: int) -> Plan | None:
+    def _decide(self, num_microbatches: int) -> RunSchedules | None:
         """Make and report the plan from the present profile; return None if the run goes on with the one it has."""
         profile = self._profile
         assert profile is not None
         in_bytes = self._limits_in_bytes(profile, num_microbatches)
         limit = None if in_bytes is None else limits_of_ranks(in_bytes, profile.inside_ranks)
-        plan = self._plan.with_costs(profile.costs, limit) if self._plan.adapts else self._plan
+        plan = self._plan.requesting(costs=profile.costs, memory_limit=limit) if self._plan.adapts else self._plan
         try:
             plan = plan_on_first_rank(plan, num_microbatches)
         except Infeasible as error:
@@ -195,12 +197,13 @@ class Replanner:
                 smallest,
             ) from error
         self._planned_for.add(num_microbatches)
-        prediction = Prediction(profile, plan.schedule(num_microbatches), plan.recompute)
+        schedule = plan.schedule(num_microbatches)
+        prediction = Prediction(profile, schedule, plan.recompute, self._options.megatrons)
         self._report(Report(prediction, self._plan.adapts, limit, self._step))
         # A plan that does not adapt goes on, but no longer with the schedule that measured the recomputations.
         return plan if self._plan.adapts or self._plan.recompute is not Recompute.NONE else None
 
-    def _look_for_drift(self, step: int, num_microbatches: int) -> Plan | None:
+    def _look_for_drift(self, step: int, num_microbatches: int) -> RunSchedules | None:
         """Measure the times again and plan again if they have changed by more than the threshold.
 
         All ranks compare the same two profiles and so decide alike.

@@ -7,12 +7,12 @@ from typing import Protocol
 
 import torch.distributed as dist
 
+from megatron.zero_bubble.planner.prediction import Prediction
+from megatron.zero_bubble.planner.run_schedules import RunSchedules, prepare
 from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.replanner import Replanner, plan_on_first_rank
 from megatron.zero_bubble.schedule import Schedule
 from megatron.zero_bubble.schedule.formats import Profile
-from megatron.zero_bubble.schedule.plan import Plan, prepare
-from megatron.zero_bubble.schedule.prediction import Prediction
 
 
 class MakeExecutor(Protocol):
@@ -31,13 +31,13 @@ class RunningPlan:
     """
 
     def __init__(
-        self, plan: Plan, replanner: Replanner | None, make_executor: MakeExecutor, *, post_validation: bool
+        self, plan: RunSchedules, replanner: Replanner | None, make_executor: MakeExecutor, *, post_validation: bool
     ) -> None:
         self.plan = plan
         self._replanner = replanner
         self._make_executor = make_executor
         self._post_validation = post_validation
-        self._next_plan: Plan | None = None
+        self._next_plan: RunSchedules | None = None
         self._executors: dict[tuple[int, bool], Executor] = {}
         self._predictions: dict[int, Prediction] = {}
 

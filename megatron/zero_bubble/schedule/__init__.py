@@ -9,7 +9,6 @@ from megatron.zero_bubble.schedule.errors import (
     ScheduleError,
     UnknownSchedule,
 )
-from megatron.zero_bubble.schedule.generators import generate, names, placement_for
 from megatron.zero_bubble.schedule.ir import Op, Placement, Schedule
 from megatron.zero_bubble.schedule.kinds import OpKind
 from megatron.zero_bubble.schedule.lower import lower
@@ -36,11 +35,8 @@ __all__ = [
     "UnknownSchedule",
     "bubbles",
     "critical_path",
-    "generate",
     "iteration_time",
     "lower",
-    "names",
-    "placement_for",
     "repeat",
     "simulate",
     "validate",

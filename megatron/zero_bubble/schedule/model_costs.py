@@ -133,8 +133,25 @@ def with_states(costs: ModelCosts, states: Sequence[float]) -> ModelCosts:
     return replace(costs, embedding=embedding, layers=tuple(layers), output=output)
 
 
-def even_partition(num_layers: int, num_stages: int) -> Partition:
-    """Megatron's split: the same number of layers on every stage. Raises `ScheduleError` if they do not divide."""
-    if num_layers % num_stages:
-        raise ScheduleError(f"{num_layers} layers do not divide into {num_stages} stages of the same size")
-    return (num_layers // num_stages,) * num_stages
+def spread_layers(num_layers: int, num_stages: int, *, embedding: bool = False, loss: bool = False) -> Partition:
+    """Layers of each stage, as even as possible.
+
+    The stages at the ends have other work: the last stage, with the loss, is the first to get fewer layers, next is
+    the first stage, with the embedding, then the others from the end.
+
+    Args:
+        embedding: whether the embedding takes the place of one of the first stage's layers.
+        loss: whether the loss takes the place of one of the last stage's layers.
+
+    Raises:
+        ScheduleError: there are fewer layers than stages.
+    """
+    few, num_more = divmod(num_layers + embedding + loss, num_stages)
+    if few == 0:
+        raise ScheduleError(f"{num_layers} layers are not enough for {num_stages} stages of at least one layer")
+    by_load = [*range(1, num_stages - 1), *([0] if num_stages > 1 else []), num_stages - 1]
+    more = set(by_load[:num_more])
+    layers = [few + (stage in more) for stage in range(num_stages)]
+    layers[0] -= embedding
+    layers[-1] -= loss
+    return tuple(layers)

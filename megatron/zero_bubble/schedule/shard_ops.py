@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from operator import gt
 
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.graph import collective_time
@@ -32,7 +33,7 @@ def shortest_delay(costs: StageCosts) -> float:
     return 2 * collective_time(costs) + max(costs.time_s)
 
 
-def with_vocabulary(schedule: Schedule, costs: StageCosts, delays: Sequence[float]) -> list[Schedule]:
+def with_vocabulary(schedule: Schedule, costs: StageCosts, given_delays: Sequence[float]) -> list[Schedule]:
     """The same schedule, without communication, with E, S, L, T and EW, once for each delay of all backwards and W's.
 
     Forwards keep their times, of a simulation in which W takes the time of the shards' operations as well. S runs as
@@ -40,11 +41,32 @@ def with_vocabulary(schedule: Schedule, costs: StageCosts, delays: Sequence[floa
     their microbatch. Operations are put in the order of those times.
 
     Args:
-        delays: at least `shortest_delay(costs)`, or the order may be one that no rank can run to its end.
+        given_delays: at least `shortest_delay(costs)`, or the order may be one that no rank can run to its end.
     """
     schedule = without_vocabulary(schedule)
     timeline = simulate(schedule, costs.with_vocabulary_in_weight_gradients())
-    return [_in_order(_Times(timeline, costs, delay)) for delay in delays]
+    return [_in_order(_Times(timeline, costs, delay)) for delay in given_delays]
+
+
+def delays(schedule: Schedule, costs: StageCosts) -> list[float]:
+    """The delays of all backwards that are worth trying, from the shortest to the longest."""
+    step, shortest = interval(schedule, costs), shortest_delay(costs)
+    return sorted({max(shortest, delay) for delay in (shortest, step / 2, step, step + shortest, 1.5 * step)})
+
+
+def with_best_delay(schedule: Schedule, costs: StageCosts, limits: Sequence[float] | None) -> Schedule:
+    """The same schedule with operations on vocabulary shards, and the delay with which it is shortest.
+
+    Args:
+        limits: memory limit of every rank; of the delays only those count that keep within it, if any does.
+    """
+    timelines = [simulate(each, costs) for each in with_vocabulary(schedule, costs, delays(schedule, costs))]
+
+    def order(timeline: Timeline) -> tuple[bool, float, float]:
+        exceeds = limits is not None and any(map(gt, timeline.peak_memory, limits))
+        return exceeds, timeline.cost, timeline.makespan
+
+    return min(timelines, key=order).schedule
 
 
 def _in_order(times: _Times) -> Schedule:

@@ -8,8 +8,8 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from megatron.zero_bubble.mcore.post_validation import StepOutcome
+from megatron.zero_bubble.planner.prediction import Prediction
 from megatron.zero_bubble.runtime.recorder import StepTime
-from megatron.zero_bubble.schedule.prediction import Prediction
 from megatron.zero_bubble.training.logging import StepResult
 
 
@@ -52,7 +52,7 @@ def result_of(
         batch_size=iteration.batch_size,
         was_skipped=not outcome.was_updated,
         predicted_idle=prediction.idle if prediction else None,
-        predicted_speed_up=prediction.speed_up if prediction else None,
+        predicted_gain=prediction.gain if prediction else None,
         was_rolled_back=outcome.was_amended,
         num_redone_forwards=outcome.num_redone_forwards,
         is_local=iteration.is_local,

@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from megatron.zero_bubble.job.plan_metrics import write_plan
 from megatron.zero_bubble.job.replicas import wait_fields
 from megatron.zero_bubble.job.running import idle_fields, idle_scalars
+from megatron.zero_bubble.planner.prediction import Gain
 from megatron.zero_bubble.runtime.replanner import Report
 from megatron.zero_bubble.runtime.replica_waits import Waits
 from megatron.zero_bubble.schedule import Idle
@@ -40,8 +41,8 @@ class StepResult:
     idle: Idle | None = None
     """Measured since the last log line, in iterations that print one; None with megatron-core's own schedule."""
     predicted_idle: Idle | None = None
-    predicted_speed_up: float | None = None
-    """How many times as fast as 1F1B the schedule was predicted to be, where `predicted_idle` is known."""
+    predicted_gain: Gain | None = None
+    """How much faster than 1F1B the schedule was predicted to be, where `predicted_idle` is known."""
     was_rolled_back: bool = False
     """Whether post-validation amended the step."""
     num_redone_forwards: int = 0
@@ -63,7 +64,6 @@ class TrainingLog:
 
     Args:
         log_rank: the global rank that holds the loss and prints.
-        layout_speed_up: of the chosen layout over 1F1B on Megatron's split; None for a layout that was not chosen.
     """
 
     def __init__(
@@ -72,13 +72,12 @@ class TrainingLog:
         progress: Progress,
         writers: list[Writer],
         log_rank: int,
-        layout_speed_up: float | None = None,
     ) -> None:
         self._args = args
         self.progress = progress
         self._log_rank = log_rank
         self._writers = writers
-        self._summary = RunSummary(layout_speed_up)
+        self._summary = RunSummary()
         self._reset(_now())
 
     def _reset(self, start: float) -> None:
@@ -158,7 +157,7 @@ class TrainingLog:
             seconds,
             result.idle,
             result.predicted_idle,
-            result.predicted_speed_up,
+            result.predicted_gain,
         )
         for writer in self._writers:
             writer.add_scalar("iteration-time", seconds, self.progress.iteration)

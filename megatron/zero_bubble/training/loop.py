@@ -26,8 +26,8 @@ from megatron.zero_bubble.job.timeline_writer import TimelineWriter
 from megatron.zero_bubble.mcore.finite import FiniteCheck
 from megatron.zero_bubble.mcore.multi_token import take_losses
 from megatron.zero_bubble.mcore.post_validation import PostValidation, StepOutcome
+from megatron.zero_bubble.planner.prediction import Prediction
 from megatron.zero_bubble.runtime.watchdog import Watchdog
-from megatron.zero_bubble.schedule.prediction import Prediction
 from megatron.zero_bubble.schedules import ForwardBackward
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.between_iterations import BetweenIterations

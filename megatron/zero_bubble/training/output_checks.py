@@ -11,7 +11,7 @@ from megatron.zero_bubble.job.flags import flag_name
 from megatron.zero_bubble.training.arguments import Arguments
 
 _FOLDERS = ("save", "tensorboard_dir", "zero_bubble_timeline")
-_FILES = ("log_numerics", "zero_bubble_profile_output")
+_FILES = ("log_numerics", "zero_bubble_profile_output", "zero_bubble_unit_costs_output")
 
 
 def check_output(args: Arguments) -> None:

@@ -138,7 +138,7 @@ def _build_trainer(
         changed = post_validation.parameters_changed if post_validation is not None else lambda: None
         replicas = Replicas(job, optimizer, model, progress.iteration, changed)
     # Without a plan megatron-core's own function runs unchanged.
-    log = TrainingLog(args, progress, open_writers(args, job.log_rank), job.log_rank, job.layout_speed_up)
+    log = TrainingLog(args, progress, open_writers(args, job.log_rank), job.log_rank)
     zero_bubble = None
     if store is not None:
         zero_bubble = run_plan(job, store, progress.iteration, post_validation, log.write_plan)

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from megatron.zero_bubble.job.profiling import speed_up_words
+from megatron.zero_bubble.planner.prediction import Gain
 from megatron.zero_bubble.schedule import Idle
 
 
 class RunSummary:
     """Averages the log lines since the schedule was planned, of which the first is left out: planning is in its time.
 
-    Args:
-        layout_speed_up: of the chosen layout over 1F1B on Megatron's split; None for a layout that was not chosen.
-
     Attributes:
         line: the summary, None as long as there is nothing to tell.
     """
 
-    def __init__(self, layout_speed_up: float | None = None) -> None:
+    def __init__(self) -> None:
         self.line: str | None = None
-        self._layout_speed_up = layout_speed_up
         self._predicted: Idle | None = None
         self._first = self._iterations = 0
         self._seconds = self._bubble = 0.0
@@ -30,10 +26,10 @@ class RunSummary:
         seconds: float,
         measured: Idle | None,
         predicted: Idle | None,
-        speed_up: float | None,
+        gain: Gain | None,
     ) -> None:
         """Take in a log line of `num_iterations` iterations up to `iteration`; `seconds` is the mean time of one."""
-        if measured is None or predicted is None or speed_up is None:
+        if measured is None or predicted is None or gain is None:
             return
         if predicted != self._predicted:
             self._predicted, self._first = predicted, iteration + 1
@@ -42,8 +38,14 @@ class RunSummary:
         self._iterations += num_iterations
         self._seconds += num_iterations * seconds
         self._bubble += num_iterations * measured.bubble
+        milliseconds = self._seconds / self._iterations * 1000
         self.line = (
-            f" > iterations {self._first} to {iteration}: {self._seconds / self._iterations * 1000:.1f} ms each; "
+            f" > iterations {self._first} to {iteration}: {milliseconds:.1f} ms each; "
             f"bubble rate {self._bubble / self._iterations:.2%} measured, {predicted.bubble:.2%} predicted; "
-            f"predicted to be {speed_up_words(speed_up, self._layout_speed_up)}"
+            f"predicted to be {gain}"
         )
+        if gain.has_layout and milliseconds > gain.milliseconds:
+            self.line += (
+                f"; but that is predicted to take {gain.milliseconds:.1f} ms, less than was measured here: "
+                "--zero-bubble-keep-layout keeps Megatron's split"
+            )

@@ -7,16 +7,16 @@ from tests.faults import Fault
 FAULTS = (
     Fault(
         name="activation-limit-lost-beside-capacity",
-        file="schedule/layouts.py",
-        old="        return tuple(left if self.activations is None else (min(self.activations, each) for each in left))",
-        new="        return tuple(left)",
+        file="planner/layouts.py",
+        old="    return left if limits is None else tuple(map(min, limits, left))",
+        new="    return left",
         effect=(
             "A memory limit in bytes has no effect on the choice of the layout where the memory of the device is known."
         ),
     ),
     Fault(
         name="layers-leave-the-slowest-rank-only",
-        file="schedule/search/partitions.py",
+        file="planner/partitions.py",
         old="""        excess = self._excess(partition)
         load = excess if max(excess) > 0 else self._ends(partition)""",
         new="        load = self._ends(partition)",
@@ -37,11 +37,9 @@ FAULTS = (
     ),
     Fault(
         name="no-second-try-with-vocabulary-shards",
-        file="schedule/layouts.py",
-        old="""    if not plans and problem.vocabulary_parallel is None:
-        return search_layouts(replace(problem, vocabulary_parallel=True))
-    if not plans:""",
-        new="    if not plans:",
+        file="planner/layouts.py",
+        old="        vocabularies = (False, True) if request.vocabulary_parallel is None else (request.vocabulary_parallel,)",
+        new="        vocabularies = (bool(request.vocabulary_parallel),)",
         effect=(
             "A model that fits in memory only with its vocabulary spread over the ranks is refused with the error "
             "that no layout fits."
@@ -62,9 +60,9 @@ FAULTS = (
     ),
     Fault(
         name="memory-multiple-applied-to-states",
-        file="job/layout_choice.py",
-        old="    return max(state + limit.multiple * activations for state, activations in memory)",
-        new="    return max(limit.multiple * (state + activations) for state, activations in memory)",
+        file="planner/megatrons_split.py",
+        old="    return max(state + multiple * activations for state, activations in memory)",
+        new="    return max(multiple * (state + activations) for state, activations in memory)",
         effect=(
             "With a memory limit that is another multiple than 1, the layout search multiplies parameters and "
             "optimizer states too, and so allows far more or far less than was asked for."

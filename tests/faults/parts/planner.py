@@ -7,7 +7,7 @@ from tests.faults import Fault
 FAULTS = (
     Fault(
         name="local-search-stale-memory",
-        file="schedule/search/local.py",
+        file="planner/local_search.py",
         old="""        self.ways.move(*move)
         self.held[move.rank] = self._held(move.rank)""",
         new="        self.ways.move(*move)",
@@ -18,7 +18,7 @@ FAULTS = (
     ),
     Fault(
         name="memory-limit-with-few-microbatches",
-        file="schedule/memory_limit.py",
+        file="planner/memory_limit.py",
         old="        stages, num_held = placement.stages_of(rank), min(num_microbatches, placement.num_ranks - rank)",
         new="        stages, num_held = placement.stages_of(rank), placement.num_ranks - rank",
         effect=(
@@ -38,7 +38,7 @@ FAULTS = (
     ),
     Fault(
         name="periodic-divides-by-one-period-too-many",
-        file="schedule/periodic.py",
+        file="planner/periodic.py",
         old="        time = (times[1] - times[0]) / (repeats * period.length)",
         new="        time = (times[1] - times[0]) / ((1 + repeats) * period.length)",
         effect=(
@@ -68,7 +68,7 @@ FAULTS = (
     ),
     Fault(
         name="v-back-to-back-keeps-the-full-limit",
-        file="schedule/generators/v_shaped.py",
+        file="planner/v_shaped.py",
         old="    limits = tuple(limit - max(_added(placement, costs, rank)) for rank, limit in enumerate(problem.limits))",
         new="    limits = problem.limits",
         effect=(

@@ -11,8 +11,8 @@ from itertools import pairwise
 from megatron.zero_bubble.cli.benchmark.arguments import DEFAULT_SCHEDULES, PROG, BenchmarkFlags
 from megatron.zero_bubble.cli.benchmark.script_arguments import ScriptArguments, checked_script_arguments
 from megatron.zero_bubble.cli.trainings import complete_arguments
+from megatron.zero_bubble.planner.registry import entry_of, placement_for
 from megatron.zero_bubble.schedule import Placement, ScheduleError
-from megatron.zero_bubble.schedule.generators import entry_of, placement_for
 from megatron.zero_bubble.training.arguments import Arguments
 
 BASELINE = "megatron-core 1F1B"

@@ -16,7 +16,8 @@ from megatron.zero_bubble.cli.benchmark.arguments import BenchmarkFlags
 from megatron.zero_bubble.cli.benchmark.contestants import BASELINE, Competition, Contestant, gather
 from megatron.zero_bubble.cli.benchmark.training_results import TrainResult
 from megatron.zero_bubble.cli.benchmark.training_turn import Turn, take_turn
-from megatron.zero_bubble.schedule import Placement, ScheduleError, StageCosts, Timeline, generate, simulate
+from megatron.zero_bubble.planner import generate
+from megatron.zero_bubble.schedule import Placement, ScheduleError, StageCosts, Timeline, simulate
 from megatron.zero_bubble.schedule.formats import profile_from_json
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.flops import flops_per_iteration

@@ -11,7 +11,8 @@ from megatron.zero_bubble.cli.check.one_process_numerics import NumericsCheck
 from megatron.zero_bubble.cli.check.rank_check import RankFindings
 from megatron.zero_bubble.cli.check.stage_run import NUM_RANKS, MemoryCheck, StageProfile
 from megatron.zero_bubble.cli.output import percent, table
-from megatron.zero_bubble.schedule import OpKind, generate, placement_for, simulate
+from megatron.zero_bubble.planner import generate, placement_for
+from megatron.zero_bubble.schedule import OpKind, simulate
 from megatron.zero_bubble.training.model_size import StageLayers
 from megatron.zero_bubble.training.stage_size import stage_activations, stage_flops
 

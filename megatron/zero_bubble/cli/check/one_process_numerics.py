@@ -15,10 +15,11 @@ from megatron.zero_bubble.cli.check.models import Model
 from megatron.zero_bubble.cli.check.turns import run_in_turns
 from megatron.zero_bubble.cli.trainings import one_process, rank_model
 from megatron.zero_bubble.mcore.forward_backward import MegatronStage
+from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.runtime.communicator import Communicator
 from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
-from megatron.zero_bubble.schedule import Placement, Schedule, generate, lower
+from megatron.zero_bubble.schedule import Placement, Schedule, lower
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.forward_step import make_forward_step
 from megatron.zero_bubble.training.pretrain import make_data_config

@@ -15,12 +15,13 @@ from megatron.core.utils import get_model_config
 from megatron.zero_bubble.cli.check.models import Model
 from megatron.zero_bubble.cli.trainings import one_process, rank_model
 from megatron.zero_bubble.mcore.forward_backward import MegatronStage
+from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.in_memory import MadeUpNeighbours
 from megatron.zero_bubble.runtime.profiler import Profiler, memory_meter
 from megatron.zero_bubble.runtime.recorder import MeasuredOp, OpRecorder, device_clock
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
-from megatron.zero_bubble.schedule import OpKind, Placement, Schedule, StageCosts, generate, lower, simulate
+from megatron.zero_bubble.schedule import OpKind, Placement, Schedule, StageCosts, lower, simulate
 from megatron.zero_bubble.training.forward_step import make_forward_step
 from megatron.zero_bubble.training.pretrain import make_data_config
 

@@ -16,7 +16,7 @@ from megatron.zero_bubble.job.flag_parser import flag
 
 def _bytes(text: str) -> float:
     # This import loads torch, which --help does not need.
-    from megatron.zero_bubble.schedule.memory_limit import MemoryLimit
+    from megatron.zero_bubble.planner.memory_limit import MemoryLimit
 
     limit = None
     with contextlib.suppress(ValueError):

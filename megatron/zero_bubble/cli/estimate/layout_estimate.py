@@ -10,8 +10,9 @@ from megatron.zero_bubble.cli.estimate.estimated_job import EstimatedJob
 from megatron.zero_bubble.cli.estimate.schedule_estimate import Estimate, message_ms, unit_costs
 from megatron.zero_bubble.job.flags import flags_text
 from megatron.zero_bubble.job.job_flags import keeping_everything
-from megatron.zero_bubble.job.layout_choice import LayoutChoice, choose_layout, flags_of_layout
+from megatron.zero_bubble.job.layout_choice import LayoutChoice, choose_layout
 from megatron.zero_bubble.job.layout_table import layout_lines
+from megatron.zero_bubble.job.layout_words import flags_of_layout
 from megatron.zero_bubble.job.profiled_costs import fit_units
 from megatron.zero_bubble.schedule.model_costs import ModelCosts, with_states
 from megatron.zero_bubble.schedule.recomputation import Recompute
@@ -32,7 +33,7 @@ class LayoutEstimate:
         return layout_lines(self.choice, self.flags)
 
     def as_json(self) -> dict[str, Any]:
-        layout = self.choice.chosen.layout
+        layout = self.choice.plan.layout
         return {
             "placement": layout.placement.kind,
             "num_chunks": layout.placement.num_chunks,
@@ -52,8 +53,8 @@ def estimate_layout(job: EstimatedJob) -> LayoutEstimate:
     free_bytes = job.cluster.memory - job.cluster.reserved
     vocabulary = job.args.padded_vocab_size
     choice = choose_layout(job.flags, model_costs(job), free_bytes, vocabulary, is_quick=job.is_quick)
-    plan = choice.chosen
-    flags = flags_of_layout(job.flags, plan.layout)
+    plan = choice.plan
+    flags = flags_of_layout(plan.layout, job.flags.mtp_num_layers)
     return LayoutEstimate(choice, flags, Estimate(job.with_flags(flags), plan.timeline, plan.states))
 
 

@@ -55,7 +55,7 @@ def _limits(job: EstimatedJob, estimates: Sequence[Estimate]) -> Iterator[str]:
 def _source(job: EstimatedJob) -> str:
     flags, limit = job.flags, job.flags.memory_limit
     if limit is None:
-        return f"{_WHAT_IS_LEFT}, as a training with --zero-bubble --zero-bubble-memory-limit auto has"
+        return "the peak of megatron-core's own schedule, as a training with --zero-bubble has by default"
     if limit.is_auto:
         return f"{_WHAT_IS_LEFT}, by {limit_flag(flags)}"
     if flags.zero_bubble_memory_limit is None:

@@ -15,8 +15,8 @@ from megatron.zero_bubble.cli.estimate.layout_estimate import LayoutEstimate, es
 from megatron.zero_bubble.cli.estimate.schedule_estimate import Estimate, estimate
 from megatron.zero_bubble.job.flags import flags_text
 from megatron.zero_bubble.job.layout_choice import is_layout_open
+from megatron.zero_bubble.planner.registry import ENTRIES, entry_of
 from megatron.zero_bubble.schedule import Placement
-from megatron.zero_bubble.schedule.generators import ENTRIES, entry_of
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 T = TypeVar("T")
@@ -77,7 +77,7 @@ class Results:
         """The job whose parameters and operations are shown, and its placement: with Megatron's split if it has one."""
         if self.layout is None or self.estimates:
             return self.job, Placement("linear", self.job.args.pipeline_model_parallel_size)
-        return self.layout.estimate.job, self.layout.choice.chosen.layout.placement
+        return self.layout.estimate.job, self.layout.choice.plan.layout.placement
 
 
 def results_of(job: EstimatedJob, chosen: Sequence[str] | None) -> Results:

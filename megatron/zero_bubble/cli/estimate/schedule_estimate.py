@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, cast
 
 from megatron.zero_bubble.cli.estimate.cluster import rank_parameters, stages_of
 from megatron.zero_bubble.cli.estimate.estimated_job import EstimatedJob
 from megatron.zero_bubble.job.model_states import element_bytes
+from megatron.zero_bubble.planner import PlanRequest, placement_for, schedule_of
+from megatron.zero_bubble.planner.memory_limit import MemoryLimit
+from megatron.zero_bubble.planner.prediction import as_megatron_recomputes
+from megatron.zero_bubble.planner.registry import entry_of
+from megatron.zero_bubble.planner.request import EFFORT, QUICK_EFFORT
 from megatron.zero_bubble.runtime.replanner import MARGIN, limits_of_ranks
 from megatron.zero_bubble.schedule import (
     Infeasible,
@@ -17,20 +22,14 @@ from megatron.zero_bubble.schedule import (
     ScheduleError,
     StageCosts,
     Timeline,
-    generate,
     iteration_time,
-    placement_for,
     simulate,
     with_post_validation,
 )
 from megatron.zero_bubble.schedule.formats import Profile
-from megatron.zero_bubble.schedule.generators import entry_of
 from megatron.zero_bubble.schedule.ir import PlacementKind
-from megatron.zero_bubble.schedule.memory_limit import MemoryLimit
 from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts
-from megatron.zero_bubble.schedule.prediction import as_megatron_recomputes
 from megatron.zero_bubble.schedule.recomputation import Recompute
-from megatron.zero_bubble.schedule.search.problem import BUDGET, QUICK_BUDGET
 from megatron.zero_bubble.training.flops import flops_per_iteration
 from megatron.zero_bubble.training.model_size import StageLayers, stage_parameters
 from megatron.zero_bubble.training.stage_size import Flops, stage_activations, stage_flops
@@ -150,26 +149,24 @@ def estimate(job: EstimatedJob, name: str) -> Estimate:
     states = tuple(job.states.of_rank(one, job.replicas, args.expert_model_parallel_size) for one in held)
     limit = _activation_limit(job, costs, placement, max(states)) if not entry_of(name).has_own_limit else None
     limits = None if limit is None else limits_of_ranks((limit,) * placement.num_ranks, _inside(job))
-    plan = partial(
-        generate,
+    request = PlanRequest(
         name,
-        placement.num_ranks,
         job.num_microbatches,
-        costs=costs,
-        num_chunks=placement.num_chunks,
-        placement_kind=placement.kind,
+        (placement,),
+        costs,
+        memory_limit=limits,
         group_size=None if placement.kind != "interleaved" else args.microbatch_group_size_per_virtual_pipeline_stage,
-        recompute=job.flags.recompute,
+        recomputes=(job.flags.recompute,),
         vocabulary_parallel=job.flags.vocabulary_parallel,
-        budget=QUICK_BUDGET if job.is_quick else BUDGET,
+        effort=QUICK_EFFORT if job.is_quick else EFFORT,
     )
     try:
-        schedule = plan(memory_limit=limits)
+        schedule = schedule_of(request)
     except Infeasible as error:
-        if not (job.flags.memory_limit or MemoryLimit()).is_auto:
+        if job.flags.memory_limit is None or not job.flags.memory_limit.is_auto:
             raise
         # The device is too small for any plan: the one that needs the least says how much too small.
-        schedule = plan(memory_limit=error.smallest_limit)
+        schedule = schedule_of(replace(request, memory_limit=error.smallest_limit))
     return Estimate(job, simulate(schedule, costs), states, limit)
 
 
@@ -194,13 +191,13 @@ def as_megatron_runs(ours: Estimate) -> Estimate:
 
 
 def _activation_limit(job: EstimatedJob, costs: StageCosts, placement: Placement, states: float) -> float:
-    """Return the bytes that a rank's activations may take, by the job's memory limit, or by `auto` if it has none.
+    """Return the bytes that a rank's activations may take, by the job's memory limit, or the default one.
 
     They are negative where the states alone do not fit.
 
     As in training, all ranks have the limit of the fullest, which holds `states` bytes of states.
     """
-    limit = job.flags.memory_limit or MemoryLimit()
+    limit = job.flags.memory_limit or MemoryLimit(multiple=1.0, is_interleaved=placement.kind == "interleaved")
     free = MARGIN * (job.cluster.memory - job.cluster.reserved - states)
     return limit.in_bytes(placement, costs, job.num_microbatches, int(free), _inside(job), job.flags.recompute)
 

@@ -17,6 +17,7 @@ from megatron.zero_bubble.cli.playground.pictures import picture_of, picture_of_
 from megatron.zero_bubble.cli.playground.recorded_run import is_trace, recorded_run
 from megatron.zero_bubble.cli.schedule.arguments import SimulateFlags
 from megatron.zero_bubble.cli.schedule.figures import figures_of_source
+from megatron.zero_bubble.planner.request import EFFORT
 from megatron.zero_bubble.schedule import Infeasible, simulate
 from megatron.zero_bubble.schedule.draw import to_chrome_trace, to_svg
 from megatron.zero_bubble.schedule.errors import one_line
@@ -28,7 +29,6 @@ from megatron.zero_bubble.schedule.formats import (
     schedule_to_json,
     schedule_to_pytorch_csv,
 )
-from megatron.zero_bubble.schedule.search.problem import BUDGET
 
 Words = Sequence[str]
 """Flags of `zero-bubble schedule simulate`."""
@@ -40,7 +40,7 @@ def picture(words: Words, is_draft: bool = False) -> dict[str, Any]:
     A draft is planned with little effort.
     """
     flags = _flags(words)
-    figures = figures_of_source(flags, 0 if is_draft else BUDGET)
+    figures = figures_of_source(flags, 0 if is_draft else EFFORT)
     return picture_of(figures, flags.recomputation, _unit(flags))
 
 

@@ -8,14 +8,14 @@ from typing import Any
 from megatron.zero_bubble.cli.schedule.arguments import CurveFlags
 from megatron.zero_bubble.cli.schedule.figures import ScheduleFigures
 from megatron.zero_bubble.cli.schedule.memory_curve import limits_of
+from megatron.zero_bubble.planner.prediction import Prediction
+from megatron.zero_bubble.planner.registry import ENTRIES
 from megatron.zero_bubble.schedule import Timeline, critical_path
 from megatron.zero_bubble.schedule.analysis import BUBBLE_WORDS, Steps, causes, inputs, memory_over_time
 from megatron.zero_bubble.schedule.draw.palette import colour_of_rank, fill_of, is_dark
 from megatron.zero_bubble.schedule.formats import Profile
-from megatron.zero_bubble.schedule.generators import ENTRIES
 from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
 from megatron.zero_bubble.schedule.memory import memory_held
-from megatron.zero_bubble.schedule.prediction import Prediction
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.schedule.step_ops import operation_name
 
@@ -43,7 +43,7 @@ def facts() -> dict[str, Any]:
                 "takesChunks": entry.takes_num_chunks,
                 "takesPlacement": entry.takes_placement,
                 "usesCosts": entry.uses_costs,
-                "takesLimit": "memory_limit" in entry.options,
+                "takesLimit": entry.takes_limit,
                 "isSlow": entry.is_slow,
             }
             for entry in ENTRIES.values()
@@ -69,7 +69,7 @@ def picture_of(figures: ScheduleFigures, recompute: Recompute, unit: str) -> dic
     timeline = figures.timeline
     baseline = Prediction(Profile(timeline.schedule.placement, timeline.costs, 0, {}), timeline.schedule, recompute)
     drawn = _drawn(timeline, figures.steps)
-    return {**drawn, "unit": unit, "figures": {**figures.as_json(), "speed_up": baseline.speed_up}}
+    return {**drawn, "unit": unit, "figures": {**figures.as_json(), "speed_up": baseline.gain.times}}
 
 
 def picture_of_run(timeline: Timeline, memory: Mapping[int, Steps]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron.zero_bubble.cli.playground.answers import picture, point
 from megatron.zero_bubble.cli.playground.pictures import facts
-from megatron.zero_bubble.schedule.generators import entry_of
+from megatron.zero_bubble.planner.registry import entry_of
 
 _HERE = Path(__file__).parent
 _PACKAGE = _HERE.parents[1]

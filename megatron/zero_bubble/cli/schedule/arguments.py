@@ -18,7 +18,8 @@ from megatron.zero_bubble.cli.shared_flags import (
 )
 from megatron.zero_bubble.job.flag_parser import flag
 from megatron.zero_bubble.job.flags import flag_name
-from megatron.zero_bubble.schedule import HardwareQueues, names
+from megatron.zero_bubble.planner import names
+from megatron.zero_bubble.schedule import HardwareQueues
 from megatron.zero_bubble.schedule.draw.drawing import MAX_WIDTH
 from megatron.zero_bubble.schedule.lower import RECEIVE_AHEAD
 from megatron.zero_bubble.schedule.recomputation import Recompute

@@ -20,6 +20,7 @@ from megatron.zero_bubble.cli.schedule.arguments import (
 from megatron.zero_bubble.cli.schedule.figures import ScheduleFigures, figures_of_all, figures_of_source, source
 from megatron.zero_bubble.cli.schedule.memory_curve import memory_curve
 from megatron.zero_bubble.cli.schedule.rank_costs import stage_costs
+from megatron.zero_bubble.planner.registry import ENTRIES
 from megatron.zero_bubble.schedule import Schedule, ScheduleError, lower, validate, with_post_validation
 from megatron.zero_bubble.schedule.analysis import causes
 from megatron.zero_bubble.schedule.draw import to_chrome_trace, to_html, to_svg
@@ -29,7 +30,6 @@ from megatron.zero_bubble.schedule.formats import (
     schedule_to_json,
     schedule_to_pytorch_csv,
 )
-from megatron.zero_bubble.schedule.generators import ENTRIES
 from megatron.zero_bubble.schedule.memory import peaks
 from megatron.zero_bubble.schedule.step_ops import operation_name
 

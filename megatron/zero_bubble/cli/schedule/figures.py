@@ -11,6 +11,9 @@ from typing import Any
 from megatron.zero_bubble.cli.schedule.arguments import SimulationFlags, SourceFlags
 from megatron.zero_bubble.cli.schedule.rank_costs import stage_costs
 from megatron.zero_bubble.cli.shared_flags import CostFlags, PostValidationFlags, ScheduleFlags
+from megatron.zero_bubble.planner import PlanRequest, placement_for, schedule_of
+from megatron.zero_bubble.planner.registry import ENTRIES, entry_of
+from megatron.zero_bubble.planner.request import EFFORT
 from megatron.zero_bubble.schedule import (
     HardwareQueues,
     Op,
@@ -19,17 +22,14 @@ from megatron.zero_bubble.schedule import (
     Timeline,
     bubbles,
     critical_path,
-    generate,
     iteration_time,
     lower,
-    placement_for,
     repeat,
     simulate,
     validate,
     with_post_validation,
 )
 from megatron.zero_bubble.schedule.formats import schedule_from_text
-from megatron.zero_bubble.schedule.generators import ENTRIES, entry_of
 from megatron.zero_bubble.schedule.ir import check_size
 from megatron.zero_bubble.schedule.kinds import SENDS
 from megatron.zero_bubble.schedule.memory import peaks
@@ -39,7 +39,6 @@ from megatron.zero_bubble.schedule.recomputation import (
     with_recomputation,
     without_recomputation,
 )
-from megatron.zero_bubble.schedule.search.problem import BUDGET
 from megatron.zero_bubble.schedule.step_ops import operation_name, without_post_validation
 
 
@@ -133,11 +132,11 @@ def make_schedule(
     limit: Sequence[float] | None,
     *,
     post_validation: bool = False,
-    budget: int = BUDGET,
+    effort: int = EFFORT,
 ) -> tuple[Schedule, float]:
     """Generate the schedule `name` from the flags under `limit` (in M_B); return it and the seconds that took.
 
-    `budget` is as in `generate`.
+    `effort` is as in `generate`.
     """
     placement = placement_for(name, flags.pipeline_size, flags.num_chunks, flags.placement)
     costs = stage_costs(flags, placement)
@@ -145,21 +144,20 @@ def make_schedule(
         source = "--memory-r is 0" if flags.costs is None else f"{flags.costs} has no memory_r"
         raise ScheduleError(f"argument --recompute {flags.recompute}: {source}, so nothing can be dropped")
     begin = time.perf_counter()
-    schedule = generate(
+    request = PlanRequest(
         name,
-        flags.pipeline_size,
         flags.num_microbatches,
-        costs=costs,
-        num_chunks=placement.num_chunks,
-        placement_kind=placement.kind,
+        (placement,),
+        costs,
         memory_limit=limit[0] if limit is not None and len(limit) == 1 else limit,
         group_size=flags.microbatch_group_size,
         overlap_communication=flags.overlap_communication,
         post_validation=post_validation,
-        recompute=flags.recomputation,
+        recomputes=(flags.recomputation,),
         vocabulary_parallel=costs.has_vocabulary,
-        budget=budget,
+        effort=effort,
     )
+    schedule = schedule_of(request)
     return schedule, time.perf_counter() - begin
 
 
@@ -171,24 +169,24 @@ def read_schedule(path: Path) -> Schedule:
         raise ScheduleError(f"{path}: {error}") from None
 
 
-def figures_of_source(flags: SimulationFlags, budget: int = BUDGET) -> ScheduleFigures:
-    """Return the figures of the schedule that --schedule or --input names; `budget` is as in `generate`."""
-    schedule, seconds = source(flags, budget)
+def figures_of_source(flags: SimulationFlags, effort: int = EFFORT) -> ScheduleFigures:
+    """Return the figures of the schedule that --schedule or --input names; `effort` is as in `generate`."""
+    schedule, seconds = source(flags, effort)
     return simulated_figures(
         flags, schedule, seconds, post_validation=flags.post_validation, steps=flags.steps, queues=flags.queues
     )
 
 
-def source(flags: SourceFlags, budget: int = BUDGET) -> tuple[Schedule, float]:
+def source(flags: SourceFlags, effort: int = EFFORT) -> tuple[Schedule, float]:
     """Return the schedule that --schedule or --input names, and the seconds that generating it took.
 
-    `budget` is as in `generate`.
+    `effort` is as in `generate`.
     """
     if flags.input is not None:
         return read_schedule(flags.input), 0.0
     assert flags.schedule is not None
     interlocks = isinstance(flags, PostValidationFlags) and flags.post_validation
-    return make_schedule(flags, flags.schedule, flags.memory_limit, post_validation=interlocks, budget=budget)
+    return make_schedule(flags, flags.schedule, flags.memory_limit, post_validation=interlocks, effort=effort)
 
 
 def figures_of_all(

@@ -8,9 +8,9 @@ from megatron.zero_bubble.cli.output import deliver, percent, table
 from megatron.zero_bubble.cli.schedule.arguments import CurveFlags
 from megatron.zero_bubble.cli.schedule.figures import ScheduleFigures, make_schedule, simulated_figures
 from megatron.zero_bubble.cli.shared_flags import to_json
+from megatron.zero_bubble.planner.registry import entry_of
 from megatron.zero_bubble.schedule import Infeasible, ScheduleError
 from megatron.zero_bubble.schedule.draw import Series, to_plot
-from megatron.zero_bubble.schedule.generators import entry_of
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 

@@ -16,6 +16,7 @@ from megatron.zero_bubble.schedule.formats.profile import (
     profile_to_json,
 )
 from megatron.zero_bubble.schedule.formats.pytorch import schedule_from_pytorch_csv, schedule_to_pytorch_csv
+from megatron.zero_bubble.schedule.formats.units import units_from_json, units_to_json
 from megatron.zero_bubble.schedule.ir import Schedule
 
 __all__ = [
@@ -34,6 +35,8 @@ __all__ = [
     "schedule_to_grid",
     "schedule_to_json",
     "schedule_to_pytorch_csv",
+    "units_from_json",
+    "units_to_json",
 ]
 
 

@@ -1,0 +1,222 @@
+"""Choose the layout and the schedule of a model, as a training under `--zero-bubble` does, from a file of costs.
+
+    zero-bubble plan --costs units.json --pipeline-size 4 --num-microbatches 16
+    zero-bubble plan --costs units.json --pipeline-size 4 --num-microbatches 16 --memory-limit 1.5 --json
+
+The file has the costs of the embedding, of every layer and of the output (docs/schedules.md); a training writes it
+with --zero-bubble-unit-costs-output. The table shows the best plan of every placement, recomputation and place of the
+vocabulary, the chosen one first, then Megatron's split with the same planner and with megatron-core's own schedule.
+Times and memory have the units of the file. Nothing is trained, and torch is not needed.
+
+A mistake ends with one line and exit status 2.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from argparse import ArgumentTypeError
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, get_args
+
+from megatron.zero_bubble.cli.flag_values import at_least
+from megatron.zero_bubble.cli.invocation import read_flags, run_command
+from megatron.zero_bubble.cli.output import percent, table
+from megatron.zero_bubble.cli.shared_flags import TableFlags
+from megatron.zero_bubble.job.flag_parser import flag
+from megatron.zero_bubble.job.flags import flags_text
+from megatron.zero_bubble.job.layout_words import flags_of_layout, layers_words, placement_words
+from megatron.zero_bubble.planner import (
+    Layout,
+    Plan,
+    PlanRequest,
+    all_placements,
+    plan_layout,
+    search_layouts,
+)
+from megatron.zero_bubble.planner.megatrons_split import as_megatron_runs, capacity_of_multiple, megatrons_layout
+from megatron.zero_bubble.planner.memory_limit import MemoryLimit
+from megatron.zero_bubble.planner.request import MOST_CHUNKS
+from megatron.zero_bubble.schedule.errors import ScheduleError
+from megatron.zero_bubble.schedule.formats import units_from_json
+from megatron.zero_bubble.schedule.ir import Placement, PlacementKind
+from megatron.zero_bubble.schedule.recomputation import Recompute
+
+_PROG = "zero-bubble plan"
+_SILENT_SECONDS = 2.0
+"""Seconds of planning between two lines that say how far it is."""
+
+
+def _memory_limit(text: str) -> MemoryLimit:
+    try:
+        return MemoryLimit.parse(text)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from None
+
+
+@dataclass(frozen=True)
+class PlanFlags(TableFlags):
+    """the model and the pipeline"""
+
+    costs: Path = flag("JSON file with the costs of the model's units; required", None, parse=Path, metavar="FILE")
+    pipeline_size: int = flag("pipeline ranks; required", None, parse=at_least(2), metavar="P")
+    num_microbatches: int = flag("microbatches of an iteration; required", None, parse=at_least(1), metavar="M")
+    memory_limit: MemoryLimit = flag(
+        "memory of a rank: a multiple of 1F1B's activations on Megatron's split, beside the states of its fullest rank "
+        "(1.5), or bytes for states and activations (40GiB), or auto for no limit (default: 1)",
+        MemoryLimit(multiple=1.0),
+        parse=_memory_limit,
+        metavar="L",
+    )
+    placement: PlacementKind | None = flag(
+        "where the stages of a rank are (default: the best)", None, parse=str, choices=get_args(PlacementKind)
+    )
+    num_chunks: int | None = flag(
+        "model chunks a rank (default: the best)", None, parse=at_least(1, MOST_CHUNKS), metavar="V"
+    )
+    recompute: str | None = flag(
+        "what is recomputed: nothing, everything, or what the memory limit leaves no room for (default: the best of "
+        "none and planned)",
+        None,
+        choices=[recompute.value for recompute in Recompute],
+    )
+    vocabulary_parallel: str = flag(
+        "whether embedding and output layer are spread over all ranks", "auto", choices=["on", "off", "auto"]
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("costs", "pipeline_size", "num_microbatches"):
+            if getattr(self, name) is None:
+                raise ValueError(f"argument --{name.replace('_', '-')} is required")
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """The placements that the flags leave to choose from."""
+        chunks, size = self.num_chunks, self.pipeline_size
+        if chunks is not None and chunks > 1 and self.placement != "v":
+            several: tuple[Placement, ...] = (Placement("interleaved", size, chunks),)
+            several += (Placement("v", size, 2),) * (chunks == 2)
+        else:
+            several = all_placements(size)
+        kinds = (None, self.placement)
+        found = tuple(one for one in several if self.placement in (None, one.kind) and chunks in (None, one.num_chunks))
+        if not found:
+            needed = {"linear": "1 chunk a rank", "v": "2 chunks a rank", "interleaved": "at least 2 chunks a rank"}
+            raise ValueError(
+                f"argument --num-chunks {chunks}: --placement {kinds[1]} has {needed[str(self.placement)]}"
+            )
+        return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    return run_command(_PROG, lambda: _run(sys.argv[1:] if argv is None else argv))
+
+
+def _run(argv: list[str]) -> None:
+    flags = read_flags(PlanFlags, argv, _PROG, __doc__ or "")
+    request, usual = request_of(flags)
+    chosen = search_layouts(request, _Progress())
+    megatrons = list(_on_megatrons_split(request, usual))
+    document = {
+        "flags": flags_text(flags_of_layout(chosen.layout)),
+        "memory_limit": request.capacity,
+        "layouts": [plan_as_json(plan) for plan in (chosen, *chosen.others)],
+        "megatrons_split": [plan_as_json(plan) for plan in megatrons],
+    }
+    flags.deliver(document, _as_text(request, chosen, megatrons, markdown=flags.markdown))
+
+
+def request_of(flags: PlanFlags) -> tuple[PlanRequest, Layout]:
+    """Return what is planned, and Megatron's layout.
+
+    Raises:
+        ValueError: the file of costs cannot be read, or there are fewer layers than ranks.
+    """
+    try:
+        model = units_from_json(flags.costs.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, ScheduleError) as error:
+        raise ValueError(f"argument --costs {flags.costs}: {error}") from None
+    recompute = (Recompute.NONE, Recompute.PLANNED) if flags.recompute is None else (Recompute(flags.recompute),)
+    usual_recompute = Recompute.FULL if recompute == (Recompute.FULL,) else Recompute.NONE
+    usual = megatrons_layout(len(model.layers), flags.pipeline_size, recompute=usual_recompute)
+    request = PlanRequest(
+        "auto",
+        flags.num_microbatches,
+        flags.placements,
+        model,
+        usual=usual,
+        recomputes=recompute,
+        vocabulary_parallel={"on": True, "off": False, "auto": None}[flags.vocabulary_parallel],
+    )
+    limit = flags.memory_limit
+    if limit.multiple is not None:
+        return replace(request, capacity=capacity_of_multiple(request, usual, limit.multiple)), usual
+    if limit.num_bytes is not None:
+        return replace(request, capacity=float(limit.num_bytes)), usual
+    return request, usual
+
+
+def _on_megatrons_split(request: PlanRequest, usual: Layout) -> Iterator[Plan]:
+    """Yield Megatron's split with the planned schedule and with megatron-core's own, where they fit."""
+    for plan in (plan_layout, as_megatron_runs):
+        with suppress(ScheduleError):
+            yield plan(request, usual)
+
+
+class _Progress:
+    """Says on the standard error how far the search is, from time to time."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        now = time.monotonic()
+        if now - self._last > _SILENT_SECONDS:
+            self._last = now
+            print(f"{_PROG}: {text}", file=sys.stderr, flush=True)
+
+
+def plan_as_json(plan: Plan) -> dict[str, Any]:
+    """Return a layout and what its plan takes; memory is of each rank, states included."""
+    layout, timeline = plan.layout, plan.timeline
+    return {
+        "placement": layout.placement.kind,
+        "chunks": layout.placement.num_chunks,
+        "partition": list(layout.partition),
+        "recompute": layout.recompute.value,
+        "vocabulary_parallel": layout.vocabulary_parallel,
+        "schedule": plan.request.schedule,
+        "time": float(plan.time),
+        "bubble": float(timeline.bubble_rate),
+        "idle": float(timeline.idle.total),
+        "memory": [state + peak for state, peak in zip(plan.states, timeline.peak_memory, strict=True)],
+    }
+
+
+def _as_text(request: PlanRequest, chosen: Plan, megatrons: list[Plan], *, markdown: bool) -> str:
+    rows = [("chosen: ", chosen), *(("", plan) for plan in chosen.others)]
+    named = [(f"{word}{placement_words(plan.layout)}", plan) for word, plan in rows]
+    named += [(f"Megatron's split, {plan.request.schedule}", plan) for plan in megatrons]
+    heads = ("layout", "layers of each stage", "time", "bubble", "idle", "fullest rank")
+    cells = [
+        (
+            name,
+            layers_words(plan.layout),
+            f"{plan.time:.6g}",
+            percent(plan.timeline.bubble_rate),
+            percent(plan.timeline.idle.total),
+            f"{plan.memory:.6g}",
+        )
+        for name, plan in named
+    ]
+    limit = "no limit" if request.capacity is None else f"{request.capacity:.6g}"
+    lines = [f"memory limit of a rank, states included: {limit}"]
+    gains = [f"{plan.time / chosen.time:.3f} times {plan.request.schedule}" for plan in megatrons]
+    if gains:
+        lines.append(f"as fast as, on Megatron's split: {', '.join(gains)}")
+    lines.append(f"flags: {flags_text(flags_of_layout(chosen.layout))}")
+    return table(heads, cells, markdown=markdown) + "\n".join(lines) + "\n"

@@ -1,0 +1,45 @@
+"""A layout in words, and as the flags that fix it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import groupby
+from typing import Any
+
+from megatron.zero_bubble.job.layers import to_layout
+from megatron.zero_bubble.planner.request import Layout
+from megatron.zero_bubble.schedule.recomputation import Recompute
+
+
+def flags_of_layout(layout: Layout, num_further_tokens: int | None = None) -> Mapping[str, Any]:
+    """The flags, by name, that fix `layout` in a job with so many layers of multi-token prediction."""
+    chosen: dict[str, Any] = {
+        "pipeline_model_parallel_layout": to_layout(layout.partition, num_further_tokens),
+        "num_layers_per_virtual_pipeline_stage": None,
+        "num_virtual_stages_per_pipeline_rank": None,
+        "zero_bubble_placement": layout.placement.kind,
+        "zero_bubble_seed_by_layer": True,
+        "zero_bubble_vocabulary_parallel": "on" if layout.vocabulary_parallel else "off",
+    }
+    if layout.recompute is Recompute.PLANNED:
+        chosen["zero_bubble_recompute"] = str(Recompute.PLANNED)
+    return chosen
+
+
+def placement_words(layout: Layout) -> str:
+    """The placement and what is recomputed, in words."""
+    placement = layout.placement
+    words = {"linear": "linear", "v": "V", "interleaved": f"interleaved, {placement.num_chunks} chunks"}[placement.kind]
+    words += ", vocabulary shards" if layout.vocabulary_parallel else ""
+    return (
+        words
+        + {Recompute.NONE: "", Recompute.FULL: ", all recomputed", Recompute.PLANNED: ", R where needed"}[
+            layout.recompute
+        ]
+    )
+
+
+def layers_words(layout: Layout) -> str:
+    """The layers of every stage in model order; `4x3` are three stages of four layers."""
+    runs = ((count, len(list(stages))) for count, stages in groupby(layout.partition))
+    return " ".join(str(count) if times == 1 else f"{count}x{times}" for count, times in runs)

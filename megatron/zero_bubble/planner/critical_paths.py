@@ -1,0 +1,237 @@
+"""When every operation of complete orders starts, and the longest way from there to the end of the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from megatron.zero_bubble.planner.problem import Order, Problem
+
+
+class Stretch(NamedTuple):
+    """A part of the critical path: what `rank` runs without a break, from position `first` to `last` of its order."""
+
+    rank: int
+    first: int
+    last: int
+
+
+class Ways:
+    """Complete orders as a graph, with the longest paths through every operation.
+
+    Operations are numbers: that of `code` and microbatch k is `code * num_microbatches + k`. An F that drops its
+    activations has the number of an F that keeps them.
+    """
+
+    def __init__(self, problem: Problem, orders: Sequence[Order]) -> None:
+        m = problem.num_microbatches
+        self.codes = codes = problem.codes
+        self.problem = problem
+        self.num_microbatches = m
+        numbered = range(codes.end if problem.has_shards else codes.drop)
+        self.duration = [problem.duration[code] for code in numbered for _ in range(m)]
+        self.latency = [problem.latency[code] for code in numbered for _ in range(m)]
+        self.allocation = [problem.allocation[code] for code in numbered for _ in range(m)]
+        self.rank_of = [problem.rank_of[code % codes.b] for code in numbered for _ in range(m)]
+        self.dropped: set[int] = set()
+        """Every F that drops its activations."""
+        self.needs: list[list[tuple[int, float]]] = [[] for _ in self.duration]
+        """Operation -> the operations on other ranks, or of other stages, whose results it waits for, each with the
+        time that the result is on its way."""
+        self.users: list[list[tuple[int, float]]] = [[] for _ in self.duration]
+        """Operation -> the operations that wait for its result, with the same time."""
+        self._link_stages()
+        if problem.has_shards:
+            self._link_shards()
+        self.lanes = [self._numbers(order) for order in orders]
+        """Rank -> its operations in order."""
+        self.position = {op: position for lane in self.lanes for position, op in enumerate(lane)}
+        """Operation -> its place in the order of its rank."""
+        self.start = [0.0] * len(self.duration)
+        self.end = [0.0] * len(self.duration)
+        """Operation -> when its result is there."""
+        self.tail = [0.0] * len(self.duration)
+        """Operation -> the length of the longest path from its start to the end of the slowest rank."""
+        self.final = [0.0] * len(orders)
+        """Rank -> what the end of its last operation adds to a path: less its begin."""
+        self.cost = self.tie = 0.0
+        """As in `PlannedOrders`."""
+
+    def _link_stages(self) -> None:
+        codes, m, message = self.codes, self.num_microbatches, self.problem.message
+        for stage in range(codes.b):
+            for k in range(m):
+                f, b = stage * m + k, (codes.b + stage) * m + k
+                if stage + 1 < codes.b:
+                    self._link(f, f + m, message[stage])
+                    self._link(b + m, b, message[stage])
+                elif not self.problem.has_shards:
+                    self._link(f, b, 0)
+
+    def _link_shards(self) -> None:
+        codes, m, problem = self.codes, self.num_microbatches, self.problem
+        first, last = problem.rank_of[0], problem.rank_of[-1]
+        self.rank_of[codes.loss * m : (codes.loss + 1) * m] = [last] * m
+        for k in range(m):
+            f, b, loss = k, (codes.w - 1) * m + k, codes.loss * m + k
+            last_f, first_b, embedding = (codes.b - 1) * m + k, codes.b * m + k, codes.e * m + k
+            self._link(loss, b, 0)
+            for rank in range(problem.num_ranks):
+                own = rank * m
+                to_first, to_last = problem.collective * (rank != first), problem.collective * (rank != last)
+                self._link(embedding + own, f, to_first)
+                if rank != first:
+                    self._link(embedding, embedding + own, problem.collective)
+                self._link(last_f, codes.s * m + k + own, to_last)
+                self._link(codes.s * m + k + own, loss, to_last)
+                self._link(loss, codes.t * m + k + own, to_last)
+                self._link(first_b, codes.ew * m + k + own, to_first)
+
+    def _link(self, source: int, target: int, way: float) -> None:
+        self.needs[target].append((source, way))
+        self.users[source].append((target, way))
+
+    def _numbers(self, order: Order) -> list[int]:
+        codes = self.codes
+        lane = []
+        for code, microbatch in self.problem.microbatches(order):
+            drops = codes.drop <= code < codes.e
+            number = (code - codes.drop * drops) * self.num_microbatches + microbatch
+            if drops:
+                self.dropped.add(number)
+                self.allocation[number] = self.problem.allocation[code]
+            lane.append(number)
+        return lane
+
+    def move(self, rank: int, source: int, target: int) -> None:
+        """Take the operation at position `source` of the order of `rank` to position `target`."""
+        lane = self.lanes[rank]
+        lane.insert(target, lane.pop(source))
+        for position in range(min(source, target), max(source, target) + 1):
+            self.position[lane[position]] = position
+
+    def orders(self) -> list[Order]:
+        m, drop = self.num_microbatches, self.codes.drop
+        return [[op // m + drop * (op in self.dropped) for op in lane] for lane in self.lanes]
+
+    def evaluate(self) -> bool:
+        """Find the times and paths of the orders; False if the ranks wait for each other for ever."""
+        sequence = self._run()
+        if len(sequence) < sum(map(len, self.lanes)):
+            return False
+        begins = [self._begin(lane) for lane in self.lanes]
+        ends = [self.end[lane[-1]] for lane in self.lanes]
+        span = max(end - begin for begin, end in zip(begins, ends, strict=True))
+        first = 0.0 if self.problem.has_shards else min(begins)
+        self.cost, self.tie = self.problem.judged(span, max(ends) - first)
+        if self.problem.is_judged_by_makespan:
+            begins = [first] * len(begins)
+        self.final = [-begin for begin in begins]
+        self._look_back(sequence)
+        return True
+
+    def _begin(self, lane: Sequence[int]) -> float:
+        """When the span of a rank begins. What runs ahead counts with its own time alone."""
+        m, codes, ahead = self.num_microbatches, self.codes, 0.0
+        for op in lane:
+            if not codes.e <= op // m < codes.ew:
+                return self.start[op] + self.problem.receiving[op // m] - ahead
+            ahead += self.duration[op]
+        raise AssertionError("a rank runs more than embeddings")
+
+    def _run(self) -> list[int]:
+        """The operations in an order in which they can start, those that never can left out."""
+        start, needs = self.start, self.needs
+        latency, duration = self.latency, self.duration
+        end = self.end = [-1.0] * len(start)
+        positions, free = [0] * len(self.lanes), [0.0] * len(self.lanes)
+        ready = list(range(len(self.lanes)))
+        awaited: dict[int, list[int]] = {}
+        sequence: list[int] = []
+        while ready:
+            rank = ready.pop()
+            lane, position, now = self.lanes[rank], positions[rank], free[rank]
+            while position < len(lane):
+                op = lane[position]
+                begin = now
+                for source, way in needs[op]:
+                    there = end[source]
+                    if there < 0:
+                        awaited.setdefault(source, []).append(rank)
+                        break
+                    if there + way > begin:
+                        begin = there + way
+                else:
+                    start[op] = begin
+                    end[op] = begin + latency[op]
+                    now = begin + duration[op]
+                    sequence.append(op)
+                    position += 1
+                    if op in awaited:
+                        ready += awaited.pop(op)
+                    continue
+                break
+            positions[rank], free[rank] = position, now
+        return sequence
+
+    def _look_back(self, sequence: Sequence[int]) -> None:
+        """Find the longest paths to the end."""
+        following = [-1] * len(self.start)
+        for lane in self.lanes:
+            for op, after in pairwise(lane):
+                following[op] = after
+        latency, duration, users, tail = self.latency, self.duration, self.users, self.tail
+        for op in reversed(sequence):
+            after = following[op]
+            longest = duration[op] + tail[after] if after >= 0 else latency[op] + self.final[self.rank_of[op]]
+            for user, way in users[op]:
+                path = latency[op] + way + tail[user]
+                if path > longest:
+                    longest = path
+            tail[op] = longest
+
+    def critical_stretches(self) -> Iterator[Stretch]:
+        """The critical path, from its end to its beginning, as far as ranks run two or more operations on it."""
+        epsilon = 1e-9 * self.cost
+        ends = [self.end[lane[-1]] + final for lane, final in zip(self.lanes, self.final, strict=True)]
+        rank = ends.index(max(ends))
+        position = last = len(self.lanes[rank]) - 1
+        while True:
+            lane = self.lanes[rank]
+            op = lane[position]
+            before = lane[position - 1]
+            if position > 0 and self.start[before] + self.duration[before] >= self.start[op] - epsilon:
+                position -= 1
+                continue
+            if last > position:
+                yield Stretch(rank, position, last)
+            if not self.needs[op]:
+                return
+            source, _ = max(self.needs[op], key=lambda need: self.end[need[0]] + need[1])
+            rank = self.rank_of[source]
+            position = last = self.position[source]
+
+    def longest_through(self, rank: int, low: int, part: Sequence[int]) -> float:
+        """The longest way through the operations of `part`, if `rank` ran them in this order from position `low` on.
+
+        An estimate of the cost: the ways to and from them may change too.
+        """
+        lane = self.lanes[rank]
+        high = low + len(part)
+        now = self.start[lane[low - 1]] + self.duration[lane[low - 1]] if low > 0 else 0.0
+        starts = []
+        for op in part:
+            for source, way in self.needs[op]:
+                now = max(now, self.end[source] + way)
+            starts.append(now)
+            now += self.duration[op]
+        longest = 0.0
+        after = self.tail[lane[high]] if high < len(lane) else None
+        for op, start in zip(reversed(part), reversed(starts), strict=True):
+            rest = self.latency[op] + self.final[rank] if after is None else self.duration[op] + after
+            for user, way in self.users[op]:
+                rest = max(rest, self.latency[op] + way + self.tail[user])
+            longest = max(longest, start + rest)
+            after = rest
+        return longest

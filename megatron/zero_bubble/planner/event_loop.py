@@ -1,0 +1,335 @@
+"""The event loop of the planner: simulates ranks that run operations and wait for the arrival of inputs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from enum import Enum
+from heapq import heappop, heappush
+from math import inf
+from typing import NamedTuple
+
+from megatron.zero_bubble.planner.problem import Order, Problem
+from megatron.zero_bubble.schedule.recomputation import Recompute
+
+LEAD = 2
+"""How many microbatches before its use an embedding is looked up, so that no rank waits for it."""
+
+
+class GapRule(Enum):
+    """Whether an operation fills a gap that is shorter than it, and so delays the operation that ends the gap."""
+
+    ALWAYS = "always"
+    NEVER = "never"
+    BALANCED = "balanced"
+    """If leaving the gap would raise the longest span over all ranks (arXiv 2401.10241, section 3.1)."""
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """Which microbatches keep their activations, where a problem recomputes."""
+
+    defers_weights: bool = False
+    """Whether memory that waiting W's hold is left to them, so that F drops, or runs before them, if it has to."""
+    drops: AbstractSet[tuple[int, int]] = frozenset()
+    """(stage, microbatch) to drop in any case."""
+    first: int | None = None
+    """How many microbatches may be dropped at the beginning, if not all."""
+    last: int = 0
+    """How many may be dropped at the end, if not all."""
+
+    @classmethod
+    def choices(cls, problem: Problem) -> tuple[Keeping, ...]:
+        """The rules that drop only what does not fit: one where nothing is recomputed, two elsewhere."""
+        return (cls(), cls(defers_weights=True))[: 1 + problem.recomputes]
+
+
+KEEPS_WHAT_FITS = Keeping()
+
+
+class PlannedOrders(NamedTuple):
+    """Complete orders of all ranks, with the time by which they are judged, and that which decides between equals."""
+
+    cost: float
+    orders: list[Order]
+    tie: float
+
+
+class EventLoop(ABC):
+    """Runs every rank by events; a policy, a subclass, says in `choose` what an idle rank does next.
+
+    A rank is asked when it ends an operation and when something arrives for it. What arrives is known from
+    the moment its producer starts, so that a rank can look ahead. Takes time linear in the number of
+    operations, times the logarithm of the number of ranks.
+
+    With vocabulary shards every idle rank first runs a loss, a softmax or an embedding that is ready: the last stage's
+    backward waits for all ranks. The weight gradients of shards join the W that nobody waits for.
+    """
+
+    def __init__(self, problem: Problem, target: float = 0, keeping: Keeping = KEEPS_WHAT_FITS) -> None:
+        codes, ranks = problem.codes, problem.num_ranks
+        self.problem = problem
+        self.keeping = keeping
+        self.recomputes = problem.recomputes
+        self.codes = codes
+        self.num_stages = codes.b
+        self.num_microbatches = problem.num_microbatches
+        self.duration = problem.duration
+        self.latency = problem.latency
+        self.message = problem.message
+        self.allocation = problem.allocation
+        self.work = list(problem.work)
+        """Rank -> time that all its operations occupy it, going by the microbatches that it has dropped so far."""
+        largest = max(max(problem.limits), max(map(abs, problem.allocation)))
+        self.full_limits = [limit + 1e-9 * largest for limit in problem.limits]
+        self.limits = self.full_limits
+        """Rank -> what it may hold, less what one softmax needs."""
+        self.epsilon = 1e-9 * max(problem.duration)
+        self.target = target
+        """The longest span that any rank can still keep, going by its idle time so far."""
+        self.arrivals: list[list[float]] = [[] for _ in range(codes.end)]
+        """Code -> when its inputs are there, for every microbatch for which that is known."""
+        self.arrivals[codes.f] = [0.0] * self.num_microbatches
+        self.done = [0] * codes.end
+        """Code -> how many microbatches have started it; an F counts as F, whether it drops or keeps."""
+        self.dropped: list[list[int]] = [[] for _ in range(self.num_stages)]
+        """Stage -> the microbatches whose activations it has dropped."""
+        self.weights: list[deque[int]] = [deque() for _ in range(ranks)]
+        """Rank -> the weight gradients that it may run, in the order of their inputs."""
+        self.releasable = [0.0] * ranks
+        """Rank -> the memory that these hold."""
+        self.free = [0.0] * ranks
+        self.has_begun = [False] * ranks
+        self.begin = [0.0] * ranks
+        self.end = [0.0] * ranks
+        """Rank -> the result of its latest operation; its span does not count what it sends after that."""
+        self.worked = [0.0] * ranks
+        self.held = [0.0] * ranks
+        self.orders: list[Order] = [[] for _ in range(ranks)]
+        if problem.has_shards:
+            self.limits = [limit - problem.allocation[codes.s + r] for r, limit in enumerate(self.full_limits)]
+            self.arrivals[codes.f] = []
+            self.arrivals[codes.e] = [0.0] * min(LEAD, self.num_microbatches)
+            self._joined = {codes.f: [0] * self.num_microbatches, codes.loss: [0] * self.num_microbatches}
+            """Code that needs a result of all ranks -> for every microbatch, how many ranks have made it."""
+            self._latest = {code: [0.0] * self.num_microbatches for code in self._joined}
+            """The same code -> for every microbatch, when the latest of these arrives."""
+            self._moved = [0] * codes.end
+            """Code of a shard's weight gradient -> how many have joined `weights`."""
+
+    @abstractmethod
+    def choose(self, rank: int, now: float) -> tuple[int, float]:
+        """What `rank`, free at `now`, does next: (code, now), or (-1, when to ask again; inf: when something comes)."""
+
+    def run(self) -> PlannedOrders | None:
+        """The plan; None if the ranks wait for each other for ever."""
+        free, epsilon, choose, start = self.free, self.epsilon, self.choose, self.start
+        has_shards = self.problem.has_shards
+        events = [(0.0, self.problem.rank_of[0])]
+        while events:
+            now, rank = heappop(events)
+            if now < free[rank]:
+                continue  # still busy: asked again at the end of the operation
+            code, when = self.shard_op(rank, now + epsilon) if has_shards else -1, inf
+            if code < 0:
+                code, when = choose(rank, now + epsilon)
+            if code >= 0:
+                start(code, rank, now, events)
+            elif when < inf:
+                heappush(events, (when, rank))
+        if sum(map(len, self.orders)) - sum(map(len, self.dropped)) < self.problem.num_ops:
+            return None
+        span = max(end - begin for begin, end in zip(self.begin, self.end, strict=True))
+        begin = 0.0 if has_shards else min(self.begin)
+        cost, tie = self.problem.judged(span, max(self.end) - begin)
+        return PlannedOrders(cost, self.orders, tie)
+
+    def start(self, code: int, rank: int, now: float, events: list[tuple[float, int]]) -> None:
+        """Run the operation `code` on `rank`, from `now`."""
+        codes = self.codes
+        if self.has_begun[rank]:
+            span = now - self.begin[rank] + self.work[rank] - self.worked[rank]
+            if span > self.target:
+                self.target = span
+        elif not codes.e <= code < codes.ew:
+            # What ran ahead counts with its own time alone.
+            self.has_begun[rank] = True
+            self.begin[rank] = now + self.problem.receiving[code] - self.worked[rank]
+        self.orders[rank].append(code)
+        duration = self.duration[code]
+        self.end[rank] = end = now + self.latency[code]
+        self.free[rank] = free = now + duration
+        self.worked[rank] += duration
+        self.held[rank] += self.allocation[code]
+        heappush(events, (free, rank))
+        if codes.drop <= code < codes.e:
+            code -= codes.drop
+            self.drop(code, rank)
+        microbatch = self.done[code]
+        self.done[code] += 1
+        if code < codes.b:
+            if code + 1 < codes.b:
+                self.arrive(code + 1, end + self.message[code], rank, events)
+            elif not self.problem.has_shards:
+                self.arrivals[codes.b + code].append(end)
+            if self.problem.has_shards:
+                self._continue_after_f(code, rank, now, end, events)
+        elif code < codes.w:
+            self.wait_for_time(codes.w + code - codes.b, rank)
+            if code > codes.b:
+                self.arrive(code - 1, end + self.message[code - codes.b - 1], rank, events)
+            elif self.problem.has_shards:
+                self._tell_all(codes.ew, rank, end, events)
+        elif code < codes.r or code >= codes.e:
+            if code < codes.r or codes.is_weight_gradient(code):
+                self._ran(code, rank)
+            else:
+                self._continue_after_shard(code, microbatch, rank, end, events)
+
+    def _ran(self, code: int, rank: int) -> None:
+        """Note that a weight gradient has run."""
+        weights = self.weights[rank]
+        if weights and weights[0] == code:
+            weights.popleft()
+        else:
+            weights.remove(code)
+        self.releasable[rank] += self.allocation[code]
+
+    def wait_for_time(self, code: int, rank: int) -> None:
+        """Note that a weight gradient may run."""
+        self.weights[rank].append(code)
+        self.releasable[rank] -= self.allocation[code]
+
+    def _continue_after_f(self, stage: int, rank: int, now: float, end: float, events: list[tuple[float, int]]) -> None:
+        codes, embeddings = self.codes, self.arrivals[self.codes.e]
+        if stage == codes.b - 1:
+            self._tell_all(codes.s, rank, end, events)
+        if stage == 0 and len(embeddings) < self.num_microbatches:
+            embeddings.append(now)
+
+    def _continue_after_shard(
+        self, code: int, microbatch: int, rank: int, end: float, events: list[tuple[float, int]]
+    ) -> None:
+        codes = self.codes
+        if code < codes.ew:
+            if rank == self.problem.rank_of[0]:
+                self._tell_all(codes.e, rank, end, events, but=rank)
+            self._join(codes.f, microbatch, rank, end, events)
+        elif code < codes.loss:
+            self._join(codes.loss, microbatch, rank, end, events)
+        else:
+            self.arrive(codes.w - 1, end, rank, events)
+            self._tell_all(codes.t, rank, end, events)
+
+    def _tell_all(
+        self, code: int, source: int, end: float, events: list[tuple[float, int]], but: int | None = None
+    ) -> None:
+        """Give a result to the shards of all ranks."""
+        for rank in range(self.problem.num_ranks):
+            if rank != but:
+                self.arrive(code + rank, end + self.problem.collective * (rank != source), source, events)
+
+    def _join(self, code: int, microbatch: int, source: int, end: float, events: list[tuple[float, int]]) -> None:
+        """Note that one rank has made a result that `code` needs of all ranks."""
+        rank, latest = self.problem.rank_of[code % self.num_stages], self._latest[code]
+        if code == self.codes.loss:
+            rank = self.problem.rank_of[-1]
+        latest[microbatch] = max(latest[microbatch], end + self.problem.collective * (rank != source))
+        self._joined[code][microbatch] += 1
+        if self._joined[code][microbatch] == self.problem.num_ranks:
+            self.arrivals[code].append(latest[microbatch])
+            heappush(events, (latest[microbatch], rank))
+
+    def shard_op(self, rank: int, now: float) -> int:
+        """The loss, softmax or embedding that `rank` runs next, or what makes room for it; -1 if none is ready."""
+        codes, arrivals, done = self.codes, self.arrivals, self.done
+        for code in (codes.t + rank, codes.ew + rank):
+            there, moved = arrivals[code], self._moved[code]
+            while moved < len(there) and there[moved] <= now:
+                self.wait_for_time(code, rank)
+                moved += 1
+            self._moved[code] = moved
+        candidates = [codes.s + rank, codes.e + rank]
+        if rank == self.problem.rank_of[-1]:
+            candidates.insert(0, codes.loss)
+        for code in candidates:
+            count = done[code]
+            if count < len(arrivals[code]) and arrivals[code][count] <= now:
+                if self.held[rank] + self.allocation[code] <= self.full_limits[rank]:
+                    return code
+                if self.weights[rank]:
+                    return self.weights[rank][0]
+        return -1
+
+    def drop(self, stage: int, rank: int) -> None:
+        """Note that the next microbatch of `stage` needs an R."""
+        self.dropped[stage].append(self.done[stage])
+        if not self.problem.is_dropped_as_a_rule(stage):
+            self.work[rank] += self.duration[self.codes.r + stage]
+
+    def needs_r(self, stage: int) -> bool:
+        """Whether the microbatch of the next B of `stage` is dropped, and has had no R."""
+        dropped, restored = self.dropped[stage], self.done[self.codes.r + stage]
+        return restored < len(dropped) and dropped[restored] == self.done[self.codes.b + stage]
+
+    def as_it_fits(self, rank: int, code: int) -> int:
+        """The F `code`, or the same F that drops its activations; -1 if a W or a B has to make room first.
+
+        Room is kept for one restored microbatch: with every W done, the next R fits.
+        """
+        held, limit, keep = self.held[rank], self.limits[rank], self.allocation[code]
+        if not self.recomputes:
+            return code if held + keep <= limit else -1
+        dropping = code + self.codes.drop
+        drop, restored = self.allocation[dropping], self.allocation[code + self.codes.r]
+        to_restore = self.to_restore(rank)
+        without_weights = held - self.releasable[rank]
+        at_once = without_weights if self.keeping.defers_weights else held
+        keeps = self.will_keep(rank, code)
+        if keeps and held + keep <= limit and at_once + keep + to_restore <= limit:
+            return code
+        if keeps and not self.keeping.defers_weights and without_weights + keep + to_restore <= limit:
+            return -1
+        if keeps and not self.may_drop(code):
+            return -1
+        return dropping if held + drop <= limit and at_once + drop + max(restored, to_restore) <= limit else -1
+
+    def will_keep(self, rank: int, code: int) -> bool:
+        """Whether the F `code` keeps its activations, if they fit."""
+        return self.problem.recompute is not Recompute.FULL and (code, self.done[code]) not in self.keeping.drops
+
+    def may_drop(self, code: int) -> bool:
+        """Whether the F `code` may drop its activations, if they do not fit."""
+        first, microbatch = self.keeping.first, self.done[code]
+        return first is None or microbatch < first or microbatch >= self.num_microbatches - self.keeping.last
+
+    def to_restore(self, rank: int) -> float:
+        """The most that any R of `rank` will allocate for the microbatches that it has dropped."""
+        r, stages = self.codes.r, self.problem.stages_of[rank]
+        return max((self.allocation[r + s] for s in stages if self.done[r + s] < len(self.dropped[s])), default=0)
+
+    def arrive(self, code: int, when: float, source: int, events: list[tuple[float, int]]) -> None:
+        """Note that an input of `code` arrives at `when`, and wake its rank."""
+        self.arrivals[code].append(when)
+        rank = self.problem.rank_of[code % self.num_stages]
+        if rank != source:
+            heappush(events, (when, rank))
+
+    def next_arrival(self, code: int, now: float) -> float:
+        """When the next operation `code` can start; inf if that is not known yet."""
+        count, arrivals = self.done[code], self.arrivals[code]
+        return max(now, arrivals[count]) if count < len(arrivals) else inf
+
+    def span_so_far(self, rank: int, now: float) -> float:
+        """The span of `rank` if it never idles again from `now` on."""
+        if not self.has_begun[rank]:
+            return self.work[rank]
+        return now - self.begin[rank] + self.work[rank] - self.worked[rank]
+
+    def fills(self, rank: int, now: float, ready: float, duration: float, rule: GapRule) -> bool:
+        """Whether an operation of this duration goes before the one that is ready at `ready`."""
+        if now + duration <= ready + 2 * self.epsilon or rule is GapRule.ALWAYS:
+            return True
+        return rule is GapRule.BALANCED and self.span_so_far(rank, ready) > self.target + self.epsilon

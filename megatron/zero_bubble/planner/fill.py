@@ -1,0 +1,124 @@
+"""Inserts W, and R, into a given order of F and B where they cost least."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+from megatron.zero_bubble.planner.event_loop import EventLoop, GapRule, Keeping, PlannedOrders
+from megatron.zero_bubble.planner.problem import Order, Problem
+
+
+def fill_weights(
+    problem: Problem, orders: Sequence[Order], rule: GapRule, target: float, keeping: Keeping
+) -> PlannedOrders | None:
+    """The plan that runs F and B in the given order, and W in between.
+
+    W runs in gaps that are long enough, where memory is full, at the end, and in shorter gaps as `rule` says;
+    `target` is a span that `BALANCED` does not try to get below. If a rank lacks the memory for its next F, and
+    has no W to run, its next B goes first. R runs as soon as its B is the rank's next operation of the order, or in
+    a gap before the F that precedes it. None if the ranks then wait for each other for ever.
+    """
+    return _Filling(problem, orders, rule, target, keeping).run()
+
+
+class _Filling(EventLoop):
+    def __init__(
+        self, problem: Problem, orders: Sequence[Order], rule: GapRule, target: float, keeping: Keeping
+    ) -> None:
+        super().__init__(problem, target, keeping)
+        self.rule = rule
+        self.given = [list(order) for order in orders]
+        self.position = [0] * problem.num_ranks
+
+    def choose(self, rank: int, now: float) -> tuple[int, float]:
+        given, position, weights = self.given[rank], self.position[rank], self.weights[rank]
+        ready = inf
+        if position < len(given):
+            code = start = given[position]
+            if code < self.num_stages:
+                start = self.as_it_fits(rank, code)
+                if start < 0:
+                    if weights:
+                        return weights[0], now
+                    if not self.pull_backward(given, position):
+                        return -1, inf
+                    code = start = given[position]
+            if self.recomputes and code >= self.num_stages and self.needs_r(code - self.num_stages):
+                r = code - self.codes.b + self.codes.r
+                if weights and self.held[rank] + self.allocation[r] > self.limits[rank]:
+                    return weights[0], now
+                return r, now
+            arrivals = self.arrivals[code]
+            if self.done[code] < len(arrivals):
+                ready = arrivals[self.done[code]]
+            if ready <= now:
+                self.position[rank] = position + 1
+                return start, now
+            if self.recomputes and code < self.num_stages:
+                r = self.early_r(rank, start, ready - now)
+                if r >= 0:
+                    return r, now
+        if weights and self.fills(rank, now, ready, self.duration[weights[0]], self.rule):
+            return weights[0], now
+        return -1, ready
+
+    def will_keep(self, rank: int, code: int) -> bool:
+        """Whether the F `code` keeps its activations, if they fit: where its B follows at once, R is no use."""
+        given, following, size = self.given[rank], self.position[rank] + 1, self.num_stages
+        if code == size - 1 and following < len(given) and given[following] == code + size:
+            return True
+        return super().will_keep(rank, code)
+
+    def early_r(self, rank: int, f: int, gap: float) -> int:
+        """The R of the B that follows the next F, if it fits into the gap before that F; else -1."""
+        given, following, size = self.given[rank], self.position[rank] + 1, self.num_stages
+        code = given[following] if following < len(given) else f
+        if not size <= code < self.codes.w or not self.needs_r(code - size):
+            return -1
+        r = code - size + self.codes.r
+        room = self.limits[rank] - self.held[rank] - self.allocation[r] - self.allocation[f]
+        return r if self.duration[r] <= gap + 2 * self.epsilon and room >= 0 else -1
+
+    def pull_backward(self, given: Order, position: int) -> bool:
+        """Move the next B of the order to `position`; False if there is none."""
+        for later in range(position, len(given)):
+            if given[later] >= self.num_stages:
+                given.insert(position, given.pop(later))
+                return True
+        return False
+
+
+def run_in_order(problem: Problem, orders: Sequence[Order]) -> PlannedOrders | None:
+    """The plan that runs complete orders as they are; None if they exceed a limit, or wait for ever."""
+    for order, limit in zip(orders, problem.limits, strict=True):
+        held = peak = 0.0
+        for code in order:
+            held += problem.allocation[code]
+            peak = max(peak, held)
+        if peak > limit * (1 + 1e-9):
+            return None
+    return _InOrder(problem, orders).run()
+
+
+class _InOrder(EventLoop):
+    def __init__(self, problem: Problem, orders: Sequence[Order]) -> None:
+        super().__init__(problem)
+        self.given = orders
+        if problem.has_shards:
+            self.arrivals[self.codes.e] = [0.0] * self.num_microbatches
+
+    def shard_op(self, rank: int, now: float) -> int:
+        """Nothing: operations on shards have their place in the order."""
+        super().shard_op(rank, now)
+        return -1
+
+    def choose(self, rank: int, now: float) -> tuple[int, float]:
+        position, codes = len(self.orders[rank]), self.codes
+        if position == len(self.given[rank]):
+            return -1, inf
+        code = self.given[rank][position]
+        if codes.w <= code < codes.drop:
+            return code, now
+        ready = self.next_arrival(code - codes.drop if codes.drop <= code < codes.e else code, now)
+        return (code, now) if ready <= now else (-1, ready)

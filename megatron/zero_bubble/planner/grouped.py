@@ -1,0 +1,136 @@
+"""Plans several chunks a rank, through which microbatches pass in groups as in Megatron's interleaved schedule."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+
+from megatron.zero_bubble.planner.event_loop import EventLoop, GapRule, PlannedOrders
+from megatron.zero_bubble.planner.problem import Order, Problem
+
+
+def even_groups(num_microbatches: int, size: int) -> tuple[int, ...]:
+    """The sizes of as many groups as there are with at least `size` microbatches each, as even as they can be."""
+    count = max(1, num_microbatches // size)
+    return tuple(num_microbatches // count + (number < num_microbatches % count) for number in range(count))
+
+
+def grouped_order(problem: Problem, rank: int, groups: Sequence[int]) -> tuple[Order, Order]:
+    """All F of `rank`, and all its B: a group of microbatches passes through chunk after chunk before the next one."""
+    stages = problem.stages_of[rank]
+    forwards = [stage for group in groups for stage in stages for _ in range(group)]
+    backwards = [problem.num_stages + stage for group in groups for stage in reversed(stages) for _ in range(group)]
+    return forwards, backwards
+
+
+def alternating_orders(problem: Problem, groups: Sequence[int], slope: float) -> list[Order]:
+    """Every rank runs its first F, then F and B in turn, then the B that are left.
+
+    The last rank begins with the F before the first one of its last chunk, as late as it can; each rank before it with
+    `slope` F more, which is 2 in Megatron.
+    """
+    orders = []
+    for rank in range(problem.num_ranks):
+        forwards, backwards = grouped_order(problem, rank, groups)
+        before_last_chunk = (problem.placement.num_chunks - 1) * max(groups) + problem.num_delayed
+        warmup = before_last_chunk + round(slope * (problem.num_ranks - 1 - rank))
+        order = forwards[:warmup]
+        for number, backward in enumerate(backwards):
+            order += [*forwards[warmup + number : warmup + number + 1], backward]
+        orders.append(order)
+    return orders
+
+
+@dataclass(frozen=True)
+class GroupPolicy:
+    """How a rank decides. B comes before F, and W fills gaps, unless told otherwise."""
+
+    groups: tuple[int, ...]
+    """The sizes of the groups in which microbatches pass through the chunks; F keeps their order on every rank."""
+    leads: tuple[int, ...] | None = None
+    """Rank -> how many F it may be ahead of its B, in all chunks together; None: what memory allows."""
+    weights: GapRule = GapRule.BALANCED
+    """Whether W fills a gap that is too short for it."""
+    forwards: GapRule = GapRule.ALWAYS
+    """Whether F fills a gap that is too short for it."""
+    orders_backwards: bool = False
+    """Whether B keeps the order of the groups, too, or any B runs that has its gradient."""
+
+
+def plan_in_groups(problem: Problem, policy: GroupPolicy) -> PlannedOrders | None:
+    """The plan that `policy` leads to, without recomputation; None if the ranks wait for each other for ever."""
+    return _InGroups(problem, policy).run()
+
+
+class _InGroups(EventLoop):
+    def __init__(self, problem: Problem, policy: GroupPolicy) -> None:
+        super().__init__(problem)
+        assert not problem.recomputes, "R has no place among these rules"
+        self.policy = policy
+        num_ops = problem.num_microbatches * problem.placement.num_chunks
+        self.leads = policy.leads or (num_ops,) * problem.num_ranks
+        self.forwards: list[deque[int]] = []
+        self.backwards: list[deque[int]] = []
+        """Rank -> the B that it has not run, in the order of the groups."""
+        for rank in range(problem.num_ranks):
+            forwards, backwards = map(deque, grouped_order(problem, rank, policy.groups))
+            self.forwards.append(forwards)
+            self.backwards.append(backwards)
+
+    def choose(self, rank: int, now: float) -> tuple[int, float]:
+        forwards, backwards, weights = self.forwards[rank], self.backwards[rank], self.weights[rank]
+        b, b_ready = self.next_backward(rank, now)
+        if b_ready <= now:
+            backwards.remove(b)
+            return b, now
+        f_ready = inf
+        if forwards and len(backwards) - len(forwards) < self.leads[rank]:
+            f_ready = self.next_arrival(forwards[0], now)
+            if f_ready < inf and not self.has_room(rank, forwards[0]):
+                if weights:
+                    return weights[0], now
+                f_ready = inf
+        ready = min(b_ready, f_ready)
+        if f_ready <= now:
+            if self.fills(rank, now, b_ready, self.duration[forwards[0]], self.policy.forwards):
+                return forwards.popleft(), now
+            ready = b_ready
+        if weights and self.fills(rank, now, ready, self.duration[weights[0]], self.policy.weights):
+            return weights[0], now
+        return -1, ready
+
+    def next_backward(self, rank: int, now: float) -> tuple[int, float]:
+        """The B to run next and when its gradient is there: of those that are there now the first in order."""
+        backwards = self.backwards[rank]
+        if self.policy.orders_backwards:
+            return (backwards[0], self.next_arrival(backwards[0], now)) if backwards else (-1, inf)
+        size = self.num_stages
+        codes = [
+            size + stage for stage in self.problem.stages_of[rank] if self.done[size + stage] < self.num_microbatches
+        ]
+        arrivals = {code: self.next_arrival(code, now) for code in codes}
+        soonest = min(arrivals.values(), default=inf)
+        if soonest > now:
+            return -1, soonest
+        there = [code for code in codes if arrivals[code] <= now]
+        return (there[0] if len(there) == 1 else min(there, key=backwards.index)), soonest
+
+    def has_room(self, rank: int, f: int) -> bool:
+        """Whether the F `f` fits, and leaves room for all that the oldest microbatch still needs.
+
+        The oldest is the first that has not passed all chunks of the rank. It can then always go on, and what is
+        younger cannot keep it from its backward. All that is older only releases memory.
+        """
+        if self.held[rank] + self.allocation[f] > self.limits[rank]:
+            return False
+        stages = self.problem.stages_of[rank]
+        begun = [self.done[stage] + (stage == f) for stage in stages]
+        oldest = begun[-1]
+        missing = oldest < self.num_microbatches
+        kept = sum(
+            self.allocation[stage] * (number - oldest + (missing and number == oldest))
+            for stage, number in zip(stages, begun, strict=True)
+        )
+        return kept <= self.limits[rank]

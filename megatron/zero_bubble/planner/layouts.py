@@ -1,0 +1,322 @@
+"""Searches how a model is laid out on pipeline ranks: placement, chunks, partition, recomputation and vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from math import inf
+from operator import add, itemgetter
+
+from megatron.zero_bubble.planner.bounds import lower_bounds
+from megatron.zero_bubble.planner.generate import schedule_of
+from megatron.zero_bubble.planner.partitions import Balance, balanced_partition, neighbours
+from megatron.zero_bubble.planner.request import Layout, PlanRequest
+from megatron.zero_bubble.schedule.costs import LARGEST
+from megatron.zero_bubble.schedule.errors import Infeasible, ScheduleError
+from megatron.zero_bubble.schedule.ir import Placement
+from megatron.zero_bubble.schedule.model_costs import ModelCosts, spread_layers
+from megatron.zero_bubble.schedule.recomputation import Recompute
+from megatron.zero_bubble.schedule.simulate import simulate
+from megatron.zero_bubble.schedule.timeline import Timeline
+
+CHUNKS = (2, 3, 4)
+"""Model chunks a rank that are tried for interleaved placements."""
+SIMPLER = 1.02
+"""A simpler layout is preferred if it takes at most this much longer: measured costs are no more exact."""
+SHARDING_GAIN = 1.03
+"""How many times as fast a layout with vocabulary shards has to be, because collectives also take processor time."""
+PROMISING = 1.05
+"""A layout is planned with more effort if its plan takes at most this much longer than the best one."""
+ROUNDS = ((4, 10), (2, 1))
+"""How many of the best layouts are planned in each round, and the part of the full effort that is spent on each."""
+MOVED = 4
+"""So many of the best plans are tried with other partitions."""
+WORTH_RECOMPUTING = 1.01
+"""Recomputation is tried where unlimited memory would make a plan faster by this factor, or where nothing fits."""
+PROMISING_PARTITION = 1.02
+"""A partition is planned if its bound is at most this much above that of the partition beside it."""
+MOST_MOVES = 6
+"""Further partitions that are planned for a placement, unless it has many operations."""
+MOVED_OPERATIONS = 20_000
+"""Operations that the plans of further partitions have together, if that allows more than one."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout with the schedule that is planned for it.
+
+    Attributes:
+        request: what was planned: the request of this layout alone, with the costs of its stages.
+        states: rank -> memory of parameters, gradients and optimizer states.
+        others: the best plans of other layouts, from the shortest to the longest.
+    """
+
+    request: PlanRequest
+    layout: Layout
+    timeline: Timeline
+    states: tuple[float, ...]
+    others: tuple[Plan, ...] = ()
+
+    @property
+    def time(self) -> float:
+        """The predicted time of a step, without the optimizer's.
+
+        With post-validation steps follow each other closely, so that the longest span of a rank counts.
+        """
+        return self.timeline.cost if self.request.post_validation else self.timeline.makespan
+
+    @cached_property
+    def memory(self) -> float:
+        """Memory of the fullest rank: its states, and its activations at their peak."""
+        return max(map(add, self.states, self.timeline.peak_memory))
+
+
+def all_placements(num_ranks: int) -> tuple[Placement, ...]:
+    """The placements to choose from where nothing is fixed."""
+    interleaved = (Placement("interleaved", num_ranks, chunks) for chunks in CHUNKS)
+    return (Placement("linear", num_ranks), Placement("v", num_ranks, 2), *interleaved)
+
+
+def plan_layout(request: PlanRequest, layout: Layout) -> Plan:
+    """Plan the schedule of one layout of a model.
+
+    Raises:
+        ScheduleError: there is none, or (as `Infeasible`) none in the memory.
+    """
+    model = _model_of(request, layout)
+    states = model.states(layout.partition, layout.placement)
+    fixed = replace(
+        request,
+        placements=(layout.placement,),
+        costs=model.of_stages(layout.partition, layout.placement),
+        partition=layout.partition,
+        recomputes=(layout.recompute,),
+        vocabulary_parallel=layout.vocabulary_parallel,
+        memory_limit=_limits(request, states),
+        group_size=request.group_size if layout.placement.kind == "interleaved" else None,
+    )
+    timeline = simulate(schedule_of(fixed), fixed.stage_costs, overlap_communication=request.overlap_communication)
+    return Plan(fixed, layout, timeline, states)
+
+
+def _model_of(request: PlanRequest, layout: Layout) -> ModelCosts:
+    """The costs of the model's units, and of what is spread over the ranks, in this layout."""
+    return request.model.vocabulary_parallel(request.num_ranks) if layout.vocabulary_parallel else request.model
+
+
+def _limits(request: PlanRequest, states: Sequence[float]) -> tuple[float, ...] | None:
+    """Rank -> the memory that is left to its activations. Raises `Infeasible` if its states leave none."""
+    limits = request.limits
+    if request.capacity is None:
+        return limits
+    if max(states) >= request.capacity:
+        raise Infeasible(
+            f"parameters, gradients and optimizer states need {max(states):g} of the {request.capacity:g} of a rank",
+            max(states),
+        )
+    left = tuple(request.capacity - state for state in states)
+    return left if limits is None else tuple(map(min, limits, left))
+
+
+def search_layouts(request: PlanRequest, report: Callable[[str], None] = lambda text: None) -> Plan:
+    """The plan of the layout to choose, with the best plans of the others.
+
+    Every combination of placement, recomputation and vocabulary is planned with little effort, in the order of lower
+    bounds, until no bound is below the best plan. Then single layers are moved in the best of them while that helps,
+    and rounds with growing effort plan ever fewer layouts, the best ones of the round before.
+
+    Args:
+        request: with the costs of a model's units. Its usual layout is chosen unless another one is faster by the
+            factor `SIMPLER`.
+        report: called with a line about the progress after every plan.
+
+    Raises:
+        Infeasible: nothing fits; with the smallest limit of all layouts.
+        ScheduleError: there are fewer layers than stages, or another reason why no schedule can be planned.
+    """
+    search = _Search(request, report)
+    if request.usual is not None and request.allows(request.usual):
+        search.try_plan(request.usual, request.effort)
+    search.plan_combinations()
+    if not search.plans:
+        search.plan_refused()
+    if not search.plans:
+        infeasible = [error for error in search.refused if isinstance(error, Infeasible)]
+        raise min(infeasible, key=lambda error: error.smallest_limit) if infeasible else search.refused[0]
+    if request.partition is None:
+        for plan in search.best(MOVED):
+            search.move_layers(plan)
+    for num_best, divisor in ROUNDS:
+        for plan in search.best(num_best):
+            search.try_plan(plan.layout, request.effort // divisor)
+    plans = list(search.plans.values())
+    if len(request.recomputes) > 1:
+        plans = list(map(_named_after_schedule, plans))
+    chosen, *others = _in_order(plans, request.usual)
+    return replace(chosen, others=tuple(others))
+
+
+class _Search:
+    """The plans made so far, the best of every layout."""
+
+    def __init__(self, request: PlanRequest, report: Callable[[str], None]) -> None:
+        self.request = request
+        self._report = report
+        self.plans: dict[Layout, Plan] = {}
+        self.refused: list[ScheduleError] = []
+        self._efforts: dict[Layout, int] = {}
+        """Layout -> the most effort that it was planned with."""
+
+    @property
+    def best_time(self) -> float:
+        """The shortest time of all plans; infinity before there is one."""
+        return min((plan.time for plan in self.plans.values()), default=inf)
+
+    def best(self, count: int) -> list[Plan]:
+        """The best plans, one of each combination, of so many combinations, as far as they are promising."""
+        longest = self.best_time * PROMISING
+        best: dict[Layout, Plan] = {}
+        for plan in sorted(self.plans.values(), key=lambda plan: plan.time):
+            if plan.time <= longest:
+                best.setdefault(replace(plan.layout, partition=()), plan)
+        return list(best.values())[:count]
+
+    def try_plan(self, layout: Layout, effort: int) -> Plan | None:
+        """The best plan of the layout so far, planned with at least this effort; None if there is none."""
+        if self._efforts.get(layout, -1) < effort:
+            self._report(f"{len(self._efforts)} layouts planned, the best takes {self.best_time:.6g}")
+            self._efforts[layout] = effort
+            try:
+                plan = plan_layout(replace(self.request, effort=effort), layout)
+            except ScheduleError as error:
+                self.refused.append(error)
+            else:
+                if layout not in self.plans or plan.time < self.plans[layout].time:
+                    self.plans[layout] = plan
+        return self.plans.get(layout)
+
+    def plan_combinations(self) -> None:
+        """Plan all combinations with little effort, until no bound is below the best plan."""
+        request = self.request
+        vocabularies = (False, True) if request.vocabulary_parallel is None else (request.vocabulary_parallel,)
+        first, *further = request.recomputes
+        beginnings = [
+            tuple(self._to_begin_with(Layout(placement, (), first, vocabulary)))
+            for placement, vocabulary in product(request.placements, vocabularies)
+        ]
+        bounded = [(min(map(self._bound, layouts)), number) for number, layouts in enumerate(beginnings) if layouts]
+        planned = []
+        for bound, number in sorted(bounded):
+            # A simpler layout may be chosen though it takes a little longer.
+            simpler = SHARDING_GAIN if not beginnings[number][0].vocabulary_parallel else 1
+            if bound < self.best_time * simpler:
+                planned.append(beginnings[number])
+                for layout in beginnings[number]:
+                    self.try_plan(layout, 0)
+        if further:
+            promising = [(self._time_with_memory(layouts), layouts) for layouts in planned]
+            for time, layouts in sorted(promising, key=itemgetter(0)):
+                for recompute in further if time < self.best_time else ():
+                    for layout in self._to_begin_with(replace(layouts[0], partition=(), recompute=recompute)):
+                        self.try_plan(layout, 0)
+
+    def _time_with_memory(self, layouts: Sequence[Layout]) -> float:
+        """The time of the best of these layouts if memory were unlimited; infinity if it already is no limitation."""
+        plans = [self.plans[layout] for layout in layouts if layout in self.plans]
+        layout = min(plans, key=lambda plan: plan.time).layout if plans else layouts[0]
+        unlimited = replace(self.request, capacity=None, memory_limit=(LARGEST,) * self.request.num_ranks, effort=0)
+        time = plan_layout(unlimited, layout).time
+        return inf if plans and time > min(plan.time for plan in plans) / WORTH_RECOMPUTING else time
+
+    def _to_begin_with(self, layout: Layout) -> Iterator[Layout]:
+        """The layout with the given partition, or with the balanced one and Megatron's."""
+        request = self.request
+        if request.partition is not None:
+            yield replace(layout, partition=request.partition)
+            return
+        num_layers, num_stages = len(request.model.layers), layout.placement.num_stages
+        balanced = balanced_partition(_balance(request, layout))
+        if balanced is None:
+            self.refused.append(ScheduleError(f"{num_layers} layers are not enough for {num_stages} stages"))
+            return
+        even = [spread_layers(num_layers, num_stages)] if num_layers >= num_stages else []
+        for partition in dict.fromkeys((balanced, *even)):
+            yield replace(layout, partition=partition)
+
+    def _bound(self, layout: Layout) -> float:
+        """A lower bound on the time of any plan for this layout; zero if planning it is to tell what is wrong."""
+        request, model = self.request, _model_of(self.request, layout)
+        try:
+            limits = _limits(request, model.states(layout.partition, layout.placement))
+            costs = model.of_stages(layout.partition, layout.placement)
+        except ScheduleError:
+            return 0.0
+        # What may be recomputed later may also hold less.
+        weakest = layout.recompute if len(request.recomputes) == 1 else Recompute.PLANNED
+        bounds = lower_bounds(layout.placement, request.num_microbatches, costs, limits, weakest)
+        if request.post_validation:
+            return bounds.span
+        return max(bounds.span, _balance(request, layout).estimate(layout.partition))
+
+    def plan_refused(self) -> None:
+        """Plan with full effort the layouts for which little effort found nothing that fits."""
+        for layout in [layout for layout in self._efforts if layout not in self.plans]:
+            self.try_plan(layout, self.request.effort)
+
+    def move_layers(self, plan: Plan) -> None:
+        """Plan, with little effort, partitions in which single layers have moved, while that makes the plan shorter."""
+        layout = plan.layout
+        balance = _balance(self.request, layout)
+        operations = 3 * layout.placement.num_stages * self.request.num_microbatches
+        moves = max(1, min(MOST_MOVES, MOVED_OPERATIONS // operations))
+        seen = {layout.partition}
+        best: Plan | None = plan
+        while best is not None:
+            plan, best = best, None
+            for partition in neighbours(balance, plan.layout.partition, PROMISING_PARTITION):
+                if partition in seen or len(seen) > moves:
+                    continue
+                seen.add(partition)
+                moved = self.try_plan(replace(layout, partition=partition), 0)
+                if moved is not None and moved.time < plan.time * (1 - 1e-9):
+                    best = moved
+                    break
+
+
+def _named_after_schedule(plan: Plan) -> Plan:
+    """The plan, of a layout that recomputes nothing if its schedule has no R."""
+    if plan.layout.recompute is not Recompute.PLANNED or plan.timeline.schedule.recomputes:
+        return plan
+    return replace(plan, layout=replace(plan.layout, recompute=Recompute.NONE))
+
+
+def _balance(request: PlanRequest, layout: Layout) -> Balance:
+    room = inf if request.capacity is None else request.capacity
+    return Balance(_model_of(request, layout), layout.placement, request.num_microbatches, layout.recompute, room)
+
+
+def _in_order(plans: Sequence[Plan], usual: Layout | None) -> list[Plan]:
+    """The plans from the shortest to the longest, but first the chosen one.
+
+    That is the usual layout, if no other is faster by the factor `SIMPLER`; otherwise the simplest of those that take
+    at most so much longer than the shortest, or `SHARDING_GAIN` times as long as the shortest with vocabulary shards.
+    """
+    ordered = sorted(plans, key=lambda plan: plan.time)
+    shortest = ordered[0]
+    longest = shortest.time * SIMPLER
+
+    def is_close(plan: Plan) -> bool:
+        saves_shards = shortest.layout.vocabulary_parallel and not plan.layout.vocabulary_parallel
+        return plan.time <= (shortest.time * SHARDING_GAIN if saves_shards else longest)
+
+    close = [plan for plan in ordered if is_close(plan)]
+    as_usual = [plan for plan in close if plan.layout == usual]
+    chosen = as_usual[0] if as_usual else min(close, key=lambda plan: plan.layout.complexity)
+    found: list[Plan] = []
+    for plan in ordered:
+        kind = replace(plan.layout, partition=())
+        if plan is not chosen and kind not in [replace(one.layout, partition=()) for one in (chosen, *found)]:
+            found.append(plan)
+    return [chosen, *found]

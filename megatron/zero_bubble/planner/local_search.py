@@ -1,0 +1,174 @@
+"""Improves complete orders, for any placement, by moving one operation at a time.
+
+A plan gets shorter only if its critical path does. For that one of the operations that a rank runs on it without a
+break has to go before the first or after the last (Balas and Vazacopoulos 1998, Management Science 44). Of these
+moves the search makes the one that promises most, even if the plan gets longer, and keeps the best plan on its way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from megatron.zero_bubble.planner.critical_paths import Stretch, Ways
+from megatron.zero_bubble.planner.event_loop import PlannedOrders
+from megatron.zero_bubble.planner.problem import Problem, tolerance
+from megatron.zero_bubble.schedule.recomputation import Recompute
+
+REACH = 6
+"""How many operations next to each end of a stretch are tried beyond that end."""
+TENURE = 12
+"""How many moves an operation stays where it was moved to."""
+PATIENCE = 50
+"""After so many moves without a better plan the search ends, or earlier with few operations."""
+OPERATIONS_PER_MOVE = 8
+"""A move without a better plan is worth trying for so many operations."""
+ATTEMPTS = 3
+"""How many of the most promising moves are tried where ranks would wait for each other for ever."""
+MOVE_WEIGHT = 0.3
+"""How much longer a move takes for an operation than `fill_weights`."""
+
+
+def improve(
+    problem: Problem, plan: PlannedOrders, budget: int, *, keeps_forwards: bool = False
+) -> tuple[PlannedOrders, int]:
+    """The best plan that moves lead to from `plan`, and what is left of `budget`, which counts operations planned.
+
+    `keeps_forwards` keeps the order in which a rank runs the forwards of its chunks.
+    """
+    search = _LocalSearch(problem, plan, keeps_forwards=keeps_forwards)
+    weight = round(MOVE_WEIGHT * problem.num_ops)
+    while budget > 0 and search.can_improve:
+        budget -= weight
+        search.move()
+    return search.best, budget
+
+
+class _Move(NamedTuple):
+    """The operation at position `source` of the order of `rank` goes to position `target`."""
+
+    rank: int
+    source: int
+    target: int
+
+
+class _LocalSearch:
+    def __init__(self, problem: Problem, plan: PlannedOrders, *, keeps_forwards: bool) -> None:
+        self.problem = problem
+        self.keeps_forwards = keeps_forwards
+        self.best = plan
+        self.ways = Ways(problem, plan.orders)
+        runs = self.ways.evaluate()
+        assert runs, "a plan runs to its end"
+        self.limits = [limit + tolerance(limit) for limit in problem.limits]
+        self.held = [self._held(rank) for rank in range(problem.num_ranks)]
+        """Rank -> what it holds before every operation of its order."""
+        self.num_moves = 0
+        self.last_success = 0
+        """The number of the latest move that led to a better plan."""
+        self.stays: dict[int, int] = {}
+        """Operation -> the number of the last move in which it stays."""
+        self.is_stuck = False
+
+    @property
+    def can_improve(self) -> bool:
+        patience = min(PATIENCE, self.problem.num_ops // OPERATIONS_PER_MOVE)
+        is_patient = self.num_moves - self.last_success < patience
+        return is_patient and not self.is_stuck and self.best.cost > self.problem.aim
+
+    def move(self) -> None:
+        """Make the most promising move after which all ranks run to their end."""
+        self.num_moves += 1
+        for move in self._promising()[:ATTEMPTS]:
+            self.stays[self.ways.lanes[move.rank][move.source]] = self.num_moves + TENURE
+            self._apply(move)
+            if self.ways.evaluate():
+                self._keep_if_better()
+                return
+            self._apply(_Move(move.rank, move.target, move.source))
+            self.ways.evaluate()
+        self.is_stuck = True
+
+    def _apply(self, move: _Move) -> None:
+        self.ways.move(*move)
+        self.held[move.rank] = self._held(move.rank)
+
+    def _held(self, rank: int) -> list[float]:
+        return [0.0, *accumulate(self.ways.allocation[op] for op in self.ways.lanes[rank])]
+
+    def _keep_if_better(self) -> None:
+        ways, best = self.ways, self.best
+        small = tolerance(best.cost)
+        if ways.cost < best.cost - small or (ways.cost < best.cost + small and ways.tie < best.tie - small):
+            self.best = PlannedOrders(ways.cost, ways.orders(), ways.tie)
+            self.last_success = self.num_moves
+
+    def _promising(self) -> list[_Move]:
+        """The moves by their estimated cost; an operation that has to stay moves only if that gives the best plan."""
+        found = []
+        for move in self._moves():
+            cost = self.ways.longest_through(move.rank, min(move.source, move.target), self._part(move))
+            stays = self.stays.get(self.ways.lanes[move.rank][move.source], 0) >= self.num_moves
+            if not stays or cost < self.best.cost - tolerance(self.best.cost):
+                found.append((cost, move))
+        return [move for _, move in sorted(found)]
+
+    def _moves(self) -> Iterator[_Move]:
+        for stretch in self.ways.critical_stretches():
+            for move in self._moves_out_of(stretch):
+                if self._keeps_dependencies(move) and self._fits(move) and self._keeps_recomputation(move):
+                    yield move
+
+    @staticmethod
+    def _moves_out_of(stretch: Stretch) -> Iterator[_Move]:
+        for source in range(stretch.last - 1, max(stretch.first - 1, stretch.last - 1 - REACH), -1):
+            yield _Move(stretch.rank, source, stretch.last)
+        for source in range(stretch.first + 1, min(stretch.last + 1, stretch.first + 1 + REACH)):
+            yield _Move(stretch.rank, source, stretch.first)
+
+    def _part(self, move: _Move) -> list[int]:
+        """The operations between the two ends of the move, in their new order."""
+        low, high = min(move.source, move.target), max(move.source, move.target)
+        part = self.ways.lanes[move.rank][low : high + 1]
+        part.insert(move.target - low, part.pop(move.source - low))
+        return part
+
+    def _keeps_dependencies(self, move: _Move) -> bool:
+        """Whether the operation passes none that has to stay on its side: those of its kind or its microbatch."""
+        lane = self.ways.lanes[move.rank]
+        op = lane[move.source]
+        if move.source < move.target:
+            return not any(self._waits_for(op, other) for other in lane[move.source + 1 : move.target + 1])
+        return not any(self._waits_for(other, op) for other in lane[move.target : move.source])
+
+    def _waits_for(self, earlier: int, later: int) -> bool:
+        """Whether `later`, which comes after `earlier` on the same rank, has to."""
+        m, size = self.problem.num_microbatches, self.problem.num_stages
+        code, other = earlier // m, later // m
+        if self.keeps_forwards and max(code, other) < size:
+            return True
+        is_same_microbatch = code % size == other % size and earlier % m == later % m
+        return code == other or is_same_microbatch or any(need == earlier for need, _ in self.ways.needs[later])
+
+    def _fits(self, move: _Move) -> bool:
+        """Whether the rank stays within its limit."""
+        held = self.held[move.rank][min(move.source, move.target)]
+        for op in self._part(move):
+            held += self.ways.allocation[op]
+            if held > self.limits[move.rank]:
+                return False
+        return True
+
+    def _keeps_recomputation(self, move: _Move) -> bool:
+        """Whether every B without R still follows its F at once, which full recomputation asks for."""
+        if self.problem.recompute is not Recompute.FULL:
+            return True
+        lane, low, high = self.ways.lanes[move.rank], min(move.source, move.target), max(move.source, move.target)
+        changed = [*lane[max(0, low - 1) : low], *self._part(move), *lane[high + 1 : high + 2]]
+        num_forwards = self.problem.num_stages * self.problem.num_microbatches
+        return all(
+            later == op + num_forwards
+            for op, later in pairwise(changed)
+            if op < num_forwards and op not in self.ways.dropped
+        )

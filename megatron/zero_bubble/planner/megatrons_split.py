@@ -1,0 +1,66 @@
+"""Megatron's split of a model: what it takes under megatron-core's own schedule, and the memory limits that follow."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron.zero_bubble.planner.layouts import Plan, plan_layout
+from megatron.zero_bubble.planner.prediction import as_megatron_recomputes
+from megatron.zero_bubble.planner.request import Layout, PlanRequest
+from megatron.zero_bubble.schedule.ir import Placement
+from megatron.zero_bubble.schedule.model_costs import spread_layers
+from megatron.zero_bubble.schedule.recomputation import Recompute
+
+
+def megatrons_layout(
+    num_layers: int, num_ranks: int, num_chunks: int = 1, recompute: Recompute = Recompute.NONE
+) -> Layout:
+    """The layout of Megatron's flags: as many layers on every stage, or as evenly as they can be spread.
+
+    Raises:
+        ScheduleError: there are fewer layers than stages.
+    """
+    placement = Placement("linear" if num_chunks == 1 else "interleaved", num_ranks, num_chunks)
+    return Layout(placement, spread_layers(num_layers, placement.num_stages), recompute)
+
+
+def as_megatron_runs(request: PlanRequest, layout: Layout) -> Plan:
+    """The plan of megatron-core's own schedule, whose backwards recompute.
+
+    What only the memory limit demands to recompute is kept, because megatron-core would keep it.
+
+    Raises:
+        ScheduleError: it has none for so many microbatches, or (as `Infeasible`) it does not fit.
+    """
+    plan = _own(request, layout)
+    return replace(plan, timeline=as_megatron_recomputes(plan.timeline))
+
+
+def _own(request: PlanRequest, layout: Layout) -> Plan:
+    """The plan of megatron-core's own schedule, with R apart from the backwards where everything is recomputed."""
+    name = "1f1b" if layout.placement.kind == "linear" else "interleaved-1f1b"
+    if layout.recompute is Recompute.PLANNED:
+        layout = replace(layout, recompute=Recompute.NONE)
+    return plan_layout(replace(request, schedule=name), layout)
+
+
+def capacity_of_multiple(
+    request: PlanRequest, layout: Layout, multiple: float, *, is_interleaved: bool = False
+) -> float:
+    """The memory of states, and `multiple` times that of activations, on the fullest rank of Megatron's split.
+
+    Args:
+        layout: Megatron's.
+        is_interleaved: whether the activations are those of interleaved 1F1B, where the layout has several chunks, and
+            not those of 1F1B with the same layers on every rank.
+    """
+    request = replace(request, capacity=None, memory_limit=None)
+    placement = layout.placement
+    if not is_interleaved or request.num_microbatches < placement.num_ranks:
+        partition = tuple(
+            sum(layout.partition[stage] for stage in placement.stages_of(rank)) for rank in range(placement.num_ranks)
+        )
+        layout = replace(layout, placement=Placement("linear", placement.num_ranks), partition=partition)
+    plan = _own(request, layout)
+    memory = zip(plan.states, plan.timeline.peak_memory, strict=True)
+    return max(state + multiple * activations for state, activations in memory)

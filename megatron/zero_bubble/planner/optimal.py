@@ -1,0 +1,219 @@
+"""Finds the best schedule of a small instance, or a bound on it, with a constraint program on OR-tools' CP-SAT.
+
+Every F, B and W is an interval of its rank's time; intervals of a rank do not overlap, a stage runs each
+kind in microbatch order, inputs come before what uses them, and memory is a reservoir that F fills and B
+and W drain. The longest span is minimised, starting from the best heuristic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron.zero_bubble.planner.auto import auto, multiple_of_p
+from megatron.zero_bubble.planner.bounds import lower_bounds
+from megatron.zero_bubble.planner.portfolio import best_of, fits
+from megatron.zero_bubble.planner.problem import Problem
+from megatron.zero_bubble.planner.request import PlanRequest
+from megatron.zero_bubble.schedule.errors import ScheduleError
+from megatron.zero_bubble.schedule.ir import Op, Schedule
+from megatron.zero_bubble.schedule.kinds import OpKind
+from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation
+from megatron.zero_bubble.schedule.simulate import simulate
+from megatron.zero_bubble.schedule.timeline import Timeline
+
+TIME_LIMIT = 20.0
+"""Seconds that the solver may take."""
+RESOLUTION = 10_000
+"""Steps that the longest operation is cut into: the solver counts in whole numbers."""
+TOLERANCE = 5e-4
+"""Relative distance from the bound that counts as zero, because times are rounded to whole steps."""
+LONGEST = 2**40
+"""Most steps that all operations may take together: the solver counts to 2**63."""
+MAX_OPERATIONS = 1_000
+"""Most F, B and W of all stages: with more, the solver does not even find the solution that it is given as a hint."""
+_KINDS = (OpKind.F, OpKind.B, OpKind.W)
+_Key = tuple[OpKind, int, int]
+"""(kind, stage, microbatch)."""
+
+
+@dataclass(frozen=True)
+class Solution:
+    """The best schedule that the solver found, and its bound."""
+
+    schedule: Schedule
+    cost: float
+    """The longest span of a rank, simulated with the exact costs."""
+    bound: float
+    """No schedule is better than this."""
+
+    @property
+    def is_optimal(self) -> bool:
+        """Whether nothing better is left, but for the solver's resolution."""
+        return self.cost <= self.bound * (1 + TOLERANCE)
+
+
+def optimal(request: PlanRequest) -> Schedule:
+    """The schedule of `solve`, by default in 2p M_B.
+
+    The program knows no R. With recomputation the schedule is the better of `auto`'s and of what the program makes if
+    nothing is recomputed or, under full recomputation, if every B recomputes, where each then gets an R of its own.
+    """
+    recompute, costs, limits = request.recompute, request.stage_costs, request.limits
+    if recompute is Recompute.NONE or (recompute is Recompute.PLANNED and limits is None):
+        return solve(replace(request, costs=costs.keeping_everything(), recomputes=(Recompute.NONE,))).schedule
+    limits = limits or multiple_of_p(costs, request.num_ranks, 2, recompute)
+    problem, request = Problem.of(request, limits), replace(request, memory_limit=limits)
+    is_full = recompute is Recompute.FULL
+    without_r = problem.recomputing_in_backward() if is_full else problem.keeping_everything()
+    candidates = [auto(request)]
+    if without_r.is_feasible:
+        solved = solve(replace(request, costs=without_r.costs, recomputes=(Recompute.NONE,))).schedule
+        candidates.append(with_recomputation(solved) if is_full else solved)
+    candidates = [schedule for schedule in candidates if fits(schedule, problem)]
+    return replace(best_of(candidates, problem), name="optimal")
+
+
+def solve(request: PlanRequest, time_limit: float = TIME_LIMIT) -> Solution:
+    """The best schedule for one chunk a rank that the solver finds in `time_limit` seconds, never worse than `auto`'s.
+
+    Raises:
+        Infeasible: no schedule fits under the memory limit.
+        ScheduleError: OR-tools is not installed, or the instance is too large.
+    """
+    num_ranks, num_microbatches, costs = request.num_ranks, request.num_microbatches, request.stage_costs
+    if 3 * num_ranks * num_microbatches > MAX_OPERATIONS:
+        raise ScheduleError(
+            f"schedule optimal is for small instances: {num_ranks} ranks x {num_microbatches} microbatches "
+            f"are more than {MAX_OPERATIONS // 3}; use auto"
+        )
+    limits = request.limits or multiple_of_p(costs, num_ranks, 2)
+    problem = Problem.of(request, limits)
+    start = auto(replace(request, memory_limit=limits))
+    overlap_communication = request.overlap_communication
+    timeline = simulate(start, costs, overlap_communication=overlap_communication)
+    bound = float(lower_bounds(start.placement, num_microbatches, costs, limits).span)
+    best = Solution(replace(start, name="optimal"), timeline.cost, bound)
+    if best.is_optimal:
+        return best
+    program = _Program(problem)
+    program.begin_with(timeline)
+    orders, proven = program.solve(time_limit, bound)
+    bound = max(bound, proven)
+    found = replace(best.schedule, ops=orders) if orders is not None else best.schedule
+    cost = simulate(found, costs, overlap_communication=overlap_communication).cost
+    return Solution(found, cost, bound) if cost < best.cost else Solution(best.schedule, best.cost, bound)
+
+
+class _Program:
+    """The constraint program. Times are in steps of `1 / scale` of the costs' unit."""
+
+    def __init__(self, problem: Problem) -> None:
+        try:
+            from ortools.sat.python import cp_model
+        except ImportError:
+            raise ScheduleError("schedule optimal needs OR-tools: pip install 'megatron-zero-bubble[solver]'") from None
+        self._cp: Any = cp_model
+        self._model = cp_model.CpModel()
+        self._problem = problem
+        self._costs = costs = problem.costs
+        self._num_microbatches = problem.num_microbatches
+        self._stages = range(problem.num_stages)
+        self._times = costs.times()
+        self._scale = RESOLUTION / max(max(self._times[kind]) for kind in _KINDS)
+        self._starts: dict[_Key, Any] = {}
+        horizon = sum(self._steps(work) + 9 * self._num_microbatches for work in problem.work)
+        self._horizon = horizon + 2 * sum(self._steps(time) for time in costs.time_comm)
+        if self._horizon > LONGEST:
+            raise ScheduleError("schedule optimal is for times of similar size: these are too far apart; use auto")
+        self._span = self._model.new_int_var(0, self._horizon, "span")
+        for stage in self._stages:
+            self._add_stage(stage)
+            self._add_memory(stage, problem.limits[stage])
+        self._add_dependencies()
+        self._model.minimize(self._span)
+
+    def begin_with(self, timeline: Timeline) -> None:
+        """Give the solver the times of `timeline` as a hint."""
+        for rank, lane in enumerate(timeline.lanes):
+            for op, start, _ in lane:
+                kinds = (OpKind.B, OpKind.W) if op.kind is OpKind.BW else (op.kind,)
+                for kind in kinds:
+                    delay = self._times[OpKind.B][rank] if kind is not op.kind and kind is OpKind.W else 0
+                    self._model.add_hint(self._starts[kind, rank, op.microbatch], self._steps(start + delay))
+
+    def solve(self, time_limit: float, bound: float) -> tuple[tuple[tuple[Op, ...], ...] | None, float]:
+        """Return the orders found, None if there are none, and a lower bound on the span in the costs' unit."""
+        # The bound holds at exact costs; it is lowered so that it excludes no solution at rounded costs.
+        slack = 3 * self._num_microbatches * len(self._stages)
+        self._model.add(self._span >= max(0, self._steps(bound) - slack))
+        solver = self._cp.CpSolver()
+        solver.parameters.max_time_in_seconds = time_limit
+        status = solver.solve(self._model)
+        if status not in (self._cp.OPTIMAL, self._cp.FEASIBLE):
+            return None, 0.0
+        orders = []
+        for stage in self._stages:
+            keys = [key for key in self._starts if key[1] == stage]
+            keys.sort(key=lambda key: (solver.value(self._starts[key]), _KINDS.index(key[0])))
+            orders.append(tuple(Op(kind, microbatch) for kind, _, microbatch in keys))
+        # Lowered likewise: every rounded time on the way is off by half a step at most.
+        return tuple(orders), (solver.best_objective_bound - slack) / self._scale
+
+    def _steps(self, time: float) -> int:
+        return round(float(time) * self._scale)
+
+    def _duration(self, kind: OpKind, stage: int) -> int:
+        return max(1, self._steps(self._times[kind][stage]))
+
+    def _end(self, kind: OpKind, stage: int, microbatch: int) -> Any:
+        return self._starts[kind, stage, microbatch] + self._duration(kind, stage)
+
+    def _add_stage(self, stage: int) -> None:
+        intervals = []
+        for number, kind in enumerate(_KINDS):
+            code = number * len(self._stages) + stage
+            receiving, sending = self._steps(self._problem.receiving[code]), self._steps(self._problem.sending[code])
+            occupied = receiving + self._duration(kind, stage) + sending
+            for k in range(self._num_microbatches):
+                name = f"{kind.value}{k}@{stage}"
+                start = self._model.new_int_var(0, self._horizon, name)
+                self._starts[kind, stage, k] = start
+                intervals.append(self._model.new_fixed_size_interval_var(start - receiving, occupied, f"i{name}"))
+                if k > 0:
+                    self._model.add(start >= self._end(kind, stage, k - 1))
+        self._model.add_no_overlap(intervals)
+        for k in range(self._num_microbatches):
+            self._model.add(self._starts[OpKind.W, stage, k] >= self._end(OpKind.B, stage, k))
+        last = self._end(OpKind.W, stage, self._num_microbatches - 1)
+        self._model.add(self._span >= last - self._starts[OpKind.F, stage, 0])
+
+    def _add_dependencies(self) -> None:
+        f, b = OpKind.F, OpKind.B
+        last = len(self._stages) - 1
+        for stage in self._stages:
+            for k in range(self._num_microbatches):
+                if stage > 0:
+                    comm = self._steps(self._costs.time_comm[stage - 1])
+                    self._model.add(self._starts[f, stage, k] >= self._end(f, stage - 1, k) + comm)
+                if stage < last:
+                    comm = self._steps(self._costs.time_comm[stage])
+                    self._model.add(self._starts[b, stage, k] >= self._end(b, stage + 1, k) + comm)
+                else:
+                    self._model.add(self._starts[b, stage, k] >= self._end(f, stage, k))
+
+    def _add_memory(self, stage: int, limit: float) -> None:
+        costs = self._costs
+        whole = max(abs(costs.memory_f[stage]), abs(costs.memory_b[stage]), abs(costs.memory_w[stage]), 1e-30)
+        unit = RESOLUTION / whole
+        changes = (costs.memory_f[stage], costs.memory_b[stage], costs.memory_w[stage])
+        if limit == float("inf") or limit >= self._num_microbatches * sum(max(0, change) for change in changes):
+            return
+        times, demands = [], []
+        for k in range(self._num_microbatches):
+            times += [self._starts[OpKind.F, stage, k], self._end(OpKind.B, stage, k), self._end(OpKind.W, stage, k)]
+            demands += [round(change * unit) for change in changes]
+        low = min(0, sum(demand for demand in demands if demand < 0))
+        # The limit is raised by half a unit for each rounded change.
+        high = int(limit * unit) + len(demands) // 2
+        self._model.add_reservoir_constraint(times, demands, low, high)

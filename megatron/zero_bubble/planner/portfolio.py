@@ -1,0 +1,226 @@
+"""Chooses between candidates: plans, within a budget, and whole schedules, by simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import pairwise, product
+
+from megatron.zero_bubble.planner.event_loop import KEEPS_WHAT_FITS, GapRule, Keeping, PlannedOrders
+from megatron.zero_bubble.planner.fill import fill_weights, run_in_order
+from megatron.zero_bubble.planner.greedy import Policy, list_schedule
+from megatron.zero_bubble.planner.grouped import GroupPolicy, plan_in_groups
+from megatron.zero_bubble.planner.local_search import improve
+from megatron.zero_bubble.planner.preference import Preference, plan_by_preference
+from megatron.zero_bubble.planner.problem import Order, Problem, tolerance
+from megatron.zero_bubble.schedule.ir import Schedule
+from megatron.zero_bubble.schedule.kinds import OpKind
+from megatron.zero_bubble.schedule.memory import peak_memory
+from megatron.zero_bubble.schedule.recomputation import Recompute, num_recomputed
+from megatron.zero_bubble.schedule.shard_ops import delays, with_vocabulary
+from megatron.zero_bubble.schedule.simulate import simulate
+
+GREEDY_WEIGHT = 3
+"""How much longer `list_schedule` and `plan_in_groups` take for an operation than `fill_weights`."""
+PREFERENCE_WEIGHT = 2
+"""How much longer `plan_by_preference` takes for an operation."""
+NUM_PLANS = 3
+"""How many of the best plans are kept to be improved."""
+PARTS = 3
+"""In so many parts the budget is divided where it is planned what to recompute."""
+LEAST_CANDIDATES = 12
+"""Candidates to try however large the schedule is."""
+QUICK_CANDIDATES = 6
+"""The same where there is no budget."""
+INSERTED = 8
+"""The part of a budget with which a plan without shards is made, into whose order they are inserted."""
+IMPROVING = 0.5
+"""Operations to plan while the best plans are improved, where those of all candidates together are 1."""
+
+
+def budget_of(problem: Problem) -> int:
+    """The budget for all candidates: at least for `LEAST_CANDIDATES`, or for fewer if the problem is long or quick."""
+    if problem.is_long:
+        return max(problem.budget // 2, LEAST_CANDIDATES * problem.num_ops // 4)
+    return max(problem.budget, (LEAST_CANDIDATES if problem.budget > 0 else QUICK_CANDIDATES) * problem.num_ops)
+
+
+class Portfolio:
+    """The best plan so far of a search that stops at the problem's aim, or when its budget is spent.
+
+    The budget counts operations planned, and not seconds, so that every rank of a job finds the same schedule.
+    """
+
+    def __init__(self, problem: Problem, budget: int) -> None:
+        self.bound, self.aim = problem.bound, problem.aim
+        self.budget = budget
+        self.plans: list[PlannedOrders] = []
+        """The best plans so far, from the best on, no two of the same cost."""
+
+    @property
+    def best(self) -> PlannedOrders | None:
+        """The best plan so far, if there is one."""
+        return self.plans[0] if self.plans else None
+
+    @property
+    def cost(self) -> float:
+        """The cost of the best plan; infinity before there is one."""
+        return self.best.cost if self.best is not None else float("inf")
+
+    @property
+    def finished(self) -> bool:
+        """Whether the aim is reached or the budget spent."""
+        return self.budget <= 0 or self.cost <= self.aim
+
+    def offer(self, plan: PlannedOrders | None) -> None:
+        """Keep `plan` if it is among the best so far; of equals the first stays."""
+        if plan is None or any(abs(plan.cost - other.cost) <= tolerance(other.cost) for other in self.plans):
+            return
+        self.plans = sorted([*self.plans, plan], key=lambda each: each.cost)[:NUM_PLANS]
+
+    def improve(self, problem: Problem, budget: int, *, keeps_forwards: bool = False) -> None:
+        """Improve the best plans in turn, with equal parts of `budget`, until one reaches the aim.
+
+        Those of a long problem stay as they are. `keeps_forwards` keeps the order in which a rank runs the forwards of
+        its chunks.
+        """
+        for number, plan in enumerate(list(self.plans)):
+            if self.cost > self.aim and not problem.is_long:
+                share = budget // (NUM_PLANS - number)
+                better, left = improve(problem, plan, share, keeps_forwards=keeps_forwards)
+                budget -= share - left
+                self.plans.remove(plan)
+                self.offer(better)
+
+    def fill(
+        self,
+        problem: Problem,
+        orders: Sequence[Order],
+        rule: GapRule,
+        target: float = 0,
+        keeping: Keeping = KEEPS_WHAT_FITS,
+    ) -> float:
+        """Try an order of F and B; its cost, infinity if it does not work."""
+        return self._take(fill_weights(problem, orders, rule, target, keeping), problem.num_ops)
+
+    def greedy(self, problem: Problem, policy: Policy) -> float:
+        """Try a policy; its cost, infinity if it does not work."""
+        return self._take(list_schedule(problem, policy), GREEDY_WEIGHT * problem.num_ops)
+
+    def grouped(self, problem: Problem, policy: GroupPolicy) -> float:
+        """Try a policy for several chunks a rank; its cost, infinity if it does not work."""
+        return self._take(plan_in_groups(problem, policy), GREEDY_WEIGHT * problem.num_ops)
+
+    def prefer(self, problem: Problem, preference: Preference) -> None:
+        """Try what ranks of a V prefer to run."""
+        self._take(plan_by_preference(problem, preference), PREFERENCE_WEIGHT * problem.num_ops)
+
+    def in_order(self, problem: Problem, orders: Sequence[Order]) -> None:
+        """Try complete orders."""
+        self._take(run_in_order(problem, orders), problem.num_ops)
+
+    def _take(self, plan: PlannedOrders | None, price: int) -> float:
+        """Offer a plan that took `price` of the budget; its cost, infinity without a plan."""
+        self.budget -= price
+        self.offer(plan)
+        return plan.cost if plan is not None else float("inf")
+
+    def insert_shards(self, problem: Problem, search: Callable[[Problem], PlannedOrders]) -> None:
+        """Try the plans of `search` for a whole vocabulary, with the operations on shards inserted into their order.
+
+        The delay of the backwards that they cause takes one more microbatch in flight.
+        """
+        without = replace(problem.without_shards(), budget=problem.budget // INSERTED)
+        for limits in (without.limits, problem.limits):
+            whole = replace(without, limits=limits)
+            if whole.is_feasible and not self.finished:
+                schedule = whole.schedule("without shards", search(whole).orders)
+                for delay in delays(schedule, problem.costs):
+                    [inserted] = with_vocabulary(schedule, problem.costs, [delay])
+                    self.in_order(problem, problem.orders(inserted))
+
+    def drop_into_idle_time(self, problem: Problem) -> None:
+        """Drop, in the best plan, what R can restore while a rank idles, so that more of the rest is kept."""
+        drops: frozenset[tuple[int, int]] = frozenset()
+        while self.best is not None and not self.finished:
+            before = self.cost
+            found = drops | _restored_for_nothing(problem, self.best)
+            orders = problem.f_and_b(self.best.orders)
+            for rule, defers in product((GapRule.BALANCED, GapRule.ALWAYS), (False, True)):
+                self.fill(problem, orders, rule, keeping=Keeping(defers, found))
+            if found == drops or self.cost >= before * (1 - 1e-9):
+                return
+            drops = found
+
+
+def _restored_for_nothing(problem: Problem, plan: PlannedOrders) -> frozenset[tuple[int, int]]:
+    """(stage, microbatch) of everything that is kept though its rank idles long enough before its B for an R."""
+    schedule = problem.schedule("planned", plan.orders)
+    timeline = simulate(schedule, problem.costs, overlap_communication=problem.overlap_communication)
+    found = set()
+    for rank, lane in enumerate(timeline.lanes):
+        for before, timed in pairwise(lane):
+            stage = problem.placement.stage_of(rank, timed.op.chunk)
+            is_kept = timed.op._replace(kind=OpKind.R) not in schedule.op_sets[rank]
+            idle = timed.start - before.end
+            if timed.op.kind is OpKind.B and is_kept and idle > 0 and idle >= problem.costs.time_r[stage]:
+                found.add((stage, timed.op.microbatch))
+    return frozenset(found)
+
+
+def recomputed_where_needed(problem: Problem, best: Callable[[Problem], Schedule]) -> Schedule:
+    """What `best` makes for the problem; where only what has no room is recomputed, with as few R as that takes.
+
+    That is the shortest of what it makes if it keeps everything, drops everything, or chooses; of equals the fewest R.
+    What keeps everything is taken if more memory would not make it shorter. Without effort it keeps or chooses. Raises
+    `Infeasible`.
+    """
+    if problem.recompute is not Recompute.PLANNED:
+        return best(problem)
+    is_quick, problem = problem.budget == 0, replace(problem, budget=problem.budget // PARTS)
+    keeping = problem.keeping_everything()
+    candidates, costs = [], []
+    if keeping.is_feasible:
+        candidates.append(best(keeping))
+        costs.append(_cost(candidates[0], problem))
+        if not is_quick and not _lacks_memory(keeping, costs[0] * (1 - 1e-9), best):
+            return candidates[0]
+    problem.check_feasible()
+    for every in (problem, replace(problem, recompute=Recompute.FULL))[: 1 if is_quick else 2]:
+        candidates.append(best(every))
+        costs.append(_cost(candidates[-1], problem))
+    longest = min(costs) + tolerance(min(costs))
+    equals = [schedule for schedule, cost in zip(candidates, costs, strict=True) if cost <= longest]
+    return min(equals, key=num_recomputed)
+
+
+def _lacks_memory(keeping: Problem, cost: float, best: Callable[[Problem], Schedule]) -> bool:
+    """Whether more memory would make a plan without R shorter than `cost`."""
+    held = keeping.placement.sums([footprint.whole for footprint in keeping.footprints])
+    everything = tuple(map(max, keeping.limits, (keeping.num_microbatches * whole for whole in held)))
+    unlimited = replace(keeping, limits=everything)
+    return keeping != unlimited and cost > unlimited.aim and cost > _cost(best(unlimited), unlimited)
+
+
+def _cost(schedule: Schedule, problem: Problem) -> float:
+    return _judged(schedule, problem)[0]
+
+
+def _judged(schedule: Schedule, problem: Problem) -> tuple[float, float]:
+    """The time by which the schedule is judged, and the one that decides between equals."""
+    timeline = simulate(schedule, problem.costs, overlap_communication=problem.overlap_communication)
+    return problem.judged(timeline.cost, timeline.makespan)
+
+
+def fits(schedule: Schedule, problem: Problem) -> bool:
+    """Whether no rank needs more memory than the problem's limits."""
+    peaks = peak_memory(schedule, problem.costs)
+    return all(peak <= limit + tolerance(limit) for peak, limit in zip(peaks, problem.limits, strict=True))
+
+
+def best_of(schedules: Iterable[Schedule], problem: Problem) -> Schedule:
+    """The schedule that takes the shortest time by which the problem judges; of equals by the other, or the first."""
+    judged = [(*_judged(schedule, problem), schedule) for schedule in schedules]
+    shortest = min(cost for cost, _, _ in judged)
+    equals = [(tie, schedule) for cost, tie, schedule in judged if cost <= shortest + tolerance(shortest)]
+    return min(equals, key=lambda equal: equal[0])[1]

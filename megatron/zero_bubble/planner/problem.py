@@ -1,0 +1,426 @@
+"""A planning problem, flattened into tuples that a planner's inner loop can index."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, chain
+from math import ceil
+from operator import add
+from typing import NamedTuple
+
+from megatron.zero_bubble.planner.bounds import lower_bounds
+from megatron.zero_bubble.planner.request import EFFORT, Limits, PlanRequest
+from megatron.zero_bubble.schedule.costs import StageCosts
+from megatron.zero_bubble.schedule.errors import Infeasible
+from megatron.zero_bubble.schedule.graph import collective_time
+from megatron.zero_bubble.schedule.ir import Op, Placement, Schedule
+from megatron.zero_bubble.schedule.kinds import OpKind
+from megatron.zero_bubble.schedule.recomputation import Recompute
+
+LONG = 30_000
+"""More operations than this make a long problem: each candidate takes so much time that few are tried, none is improved
+operation by operation, and one that is close to the bound is enough."""
+CLOSE = 5e-4
+"""How close to the bound is enough for a long problem, as a fraction of it."""
+Order = list[int]
+"""Operations of one rank as codes (see `Codes`), in microbatch order a stage.
+
+The k-th F of a stage, whether it keeps or drops its activations, its k-th B and so on are those of microbatch k; its
+k-th R is that of the k-th microbatch that is dropped.
+"""
+
+
+class Codes(NamedTuple):
+    """The encoding of operations as integers: each kind has one for every stage, from its first code on.
+
+    An operation on a vocabulary shard has that of the first stage of its rank, and the loss `l` alone.
+    """
+
+    f: int
+    b: int
+    w: int
+    r: int
+    drop: int
+    """F that drops the activations which R makes again."""
+    e: int
+    ew: int
+    s: int
+    loss: int
+    t: int
+    end: int
+
+    @classmethod
+    def of(cls, num_stages: int) -> Codes:
+        return cls(*range(0, num_stages * len(cls._fields), num_stages))
+
+    @property
+    def kinds(self) -> tuple[OpKind, ...]:
+        """The kinds of the operations, in the order of their codes."""
+        return tuple(
+            OpKind.F if name == "drop" else OpKind("L" if name == "loss" else name.upper())
+            for name in self._fields[:-1]
+        )
+
+    def is_weight_gradient(self, code: int) -> bool:
+        """Whether the operation is a weight gradient, which nobody waits for."""
+        return self.w <= code < self.r or self.ew <= code < self.s or code >= self.t
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What one microbatch holds on a stage, never growing after the start of F, or of R if it has one.
+
+    A B or W that allocates has its memory set aside when F starts, or R: a planner that looks at these alone
+    then never finds itself without the memory to finish what it began.
+    """
+
+    dropped: float
+    """Memory from the start of F to the start of R, if there is an R."""
+    whole: float
+    """Memory from the start of F, or of R, to the end of B."""
+    after_b: float
+    """Memory from the end of B to the end of W."""
+    after_w: float
+    """Memory from the end of W on: zero, unless W releases less than F and B took."""
+
+    @classmethod
+    def of(cls, costs: StageCosts, stage: int) -> Footprint:
+        after_f = costs.memory_f[stage]
+        after_b = after_f + costs.memory_b[stage]
+        after_w = after_b + costs.memory_w[stage]
+        dropped = max(after_f - costs.memory_r[stage], 0)
+        return cls(dropped, max(after_f, after_b, after_w, 0), max(after_b, after_w, 0), max(after_w, 0))
+
+    @property
+    def restored(self) -> float:
+        """What R allocates."""
+        return self.whole - self.dropped
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Order F, B and W of every stage and microbatch so that the longest span of a rank, or the makespan, is short.
+
+    `limits` is the memory that the operations of each rank may hold, in the unit of the costs;
+    `overlap_communication` is as in `simulate`; `recompute` says which microbatches have an R; `budget` is how many
+    operations a planner may plan in all candidates together, though it tries a few candidates of any size.
+    """
+
+    placement: Placement
+    num_microbatches: int
+    costs: StageCosts
+    limits: tuple[float, ...]
+    overlap_communication: bool = True
+    recompute: Recompute = Recompute.NONE
+    takes_makespan: bool = False
+    """Whether an iteration is known to take the makespan, because it does not interlock with the next."""
+    budget: int = EFFORT
+
+    @classmethod
+    def of(cls, request: PlanRequest, limits: Limits) -> Problem:
+        """The problem of a checked request, within limits on the activations of every rank."""
+        return cls(
+            request.placement,
+            request.num_microbatches,
+            request.stage_costs,
+            limits,
+            request.overlap_communication,
+            request.recompute,
+            takes_makespan=request.placement.kind == "interleaved" and not request.post_validation,
+            budget=request.effort,
+        )
+
+    @property
+    def is_feasible(self) -> bool:
+        """Whether B and W apart fit within the limits."""
+        return all(
+            limit >= least - tolerance(least) for limit, least in zip(self.limits, self.smallest_limits, strict=True)
+        )
+
+    def check_feasible(self) -> None:
+        """Raise `Infeasible`, with the smallest limit that works on every rank, if B and W apart do not fit."""
+        for rank, (needed, limit) in enumerate(zip(self.smallest_limits, self.limits, strict=True)):
+            if limit < needed - tolerance(needed):
+                smallest = max(self.smallest_limits)
+                raise Infeasible(
+                    f"rank {rank} needs at least {needed:g} of memory, above the limit of {limit:g}; "
+                    f"{smallest:g} is enough for every rank",
+                    smallest,
+                )
+
+    @property
+    def is_long(self) -> bool:
+        """Whether little is tried, because it takes long (see `LONG`)."""
+        return self.num_ops > LONG
+
+    @property
+    def aim(self) -> float:
+        """The cost of a plan that is good enough."""
+        return self.bound * (1 + (CLOSE if self.is_long else 1e-9))
+
+    @property
+    def is_judged_by_makespan(self) -> bool:
+        """Whether a plan is as good as its makespan is short, and not its longest span.
+
+        An iteration takes the makespan, unless it interlocks with the next. Only with interleaved chunks, and where the
+        planner chooses what is recomputed, can it shorten one at the cost of the other by much.
+        """
+        return self.recompute is Recompute.PLANNED or self.takes_makespan
+
+    def judged(self, span: float, makespan: float) -> tuple[float, float]:
+        """The time by which a plan is judged, and the other one, which decides between equals."""
+        return (makespan, span) if self.is_judged_by_makespan else (span, makespan)
+
+    def keeping_everything(self) -> Problem:
+        """The same problem without R: every F keeps what its backward needs."""
+        return replace(self, costs=self.costs.keeping_everything(), recompute=Recompute.NONE)
+
+    def recomputing_in_backward(self) -> Problem:
+        """The same problem without R: every B recomputes what its F did not keep."""
+        return replace(self, costs=self.costs.recomputing_in_backward(), recompute=Recompute.NONE)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.placement.num_ranks
+
+    @property
+    def num_stages(self) -> int:
+        return self.placement.num_stages
+
+    @property
+    def num_ops(self) -> int:
+        """The operations without R."""
+        of_shards = 4 * self.num_ranks + 1 if self.has_shards else 0
+        return (3 * self.num_stages + of_shards) * self.num_microbatches
+
+    @cached_property
+    def has_shards(self) -> bool:
+        """Whether embedding and output layer are spread over all ranks."""
+        return self.costs.has_vocabulary
+
+    @cached_property
+    def codes(self) -> Codes:
+        return Codes.of(self.num_stages)
+
+    @cached_property
+    def collective(self) -> float:
+        """Time of an exchange between all ranks."""
+        return collective_time(self.costs)
+
+    @cached_property
+    def delay(self) -> float:
+        """Least time between the F and the B of the last stage: with shards that of softmax and loss, else none."""
+        return 2 * self.collective + max(self.costs.time_s) if self.has_shards else 0.0
+
+    @cached_property
+    def interval(self) -> float:
+        """Time that one microbatch takes of the busiest rank."""
+        return max(self.work) / self.num_microbatches
+
+    @cached_property
+    def num_delayed(self) -> int:
+        """Microbatches that a rank has in flight because of the delay."""
+        return ceil(self.delay / self.interval - 1e-9)
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether any microbatch may have an R."""
+        return self.recompute is not Recompute.NONE
+
+    @cached_property
+    def rank_of(self) -> tuple[int, ...]:
+        """Stage -> rank."""
+        return tuple(self.placement.rank_of(stage) for stage in range(self.num_stages))
+
+    @cached_property
+    def stages_of(self) -> tuple[tuple[int, ...], ...]:
+        """Rank -> its stages in model order."""
+        return tuple(map(self.placement.stages_of, range(self.num_ranks)))
+
+    @cached_property
+    def message(self) -> tuple[float, ...]:
+        """Edge -> time that a message between stage s and s + 1 is on its way and occupies nobody."""
+        return self._messages if self.overlap_communication else (0,) * len(self._messages)
+
+    @cached_property
+    def receiving(self) -> tuple[float, ...]:
+        """Code -> time that its rank is occupied with receiving its input, right before it."""
+        edges = (0,) * len(self._messages) if self.overlap_communication else self._messages
+        return (0, *edges, *edges, 0, *(0,) * (2 * self.num_stages), 0, *edges, *(0,) * (5 * self.num_stages))
+
+    @cached_property
+    def sending(self) -> tuple[float, ...]:
+        """Code -> time that its rank is occupied with sending its result, right after it."""
+        edges = (0,) * len(self._messages) if self.overlap_communication else self._messages
+        return (*edges, 0, 0, *edges, *(0,) * (2 * self.num_stages), *edges, 0, *(0,) * (5 * self.num_stages))
+
+    @cached_property
+    def latency(self) -> tuple[float, ...]:
+        """Code -> time from when its rank turns to it, with its input ready, to its result."""
+        times = self.costs.times()
+        compute = chain.from_iterable(times[kind] for kind in self.codes.kinds)
+        return tuple(map(add, self.receiving, compute))
+
+    @cached_property
+    def duration(self) -> tuple[float, ...]:
+        """Code -> time that it occupies its rank."""
+        return tuple(map(add, self.latency, self.sending))
+
+    @cached_property
+    def _messages(self) -> tuple[float, ...]:
+        return self.costs.messages(self.placement)
+
+    @cached_property
+    def footprints(self) -> tuple[Footprint, ...]:
+        """Stage -> what a microbatch holds there."""
+        return tuple(Footprint.of(self.costs, stage) for stage in range(self.num_stages))
+
+    @cached_property
+    def allocation(self) -> tuple[float, ...]:
+        """Code -> change of memory, above zero for F and R only."""
+        f = tuple(each.whole for each in self.footprints)
+        b = tuple(each.after_b - each.whole for each in self.footprints)
+        w = tuple(each.after_w - each.after_b for each in self.footprints)
+        r = tuple(each.restored for each in self.footprints)
+        dropped = tuple(each.dropped for each in self.footprints)
+        memory = self.costs.memory()
+        return f + b + w + r + dropped + tuple(chain.from_iterable(memory[kind] for kind in self.codes.kinds[5:]))
+
+    def is_dropped_as_a_rule(self, stage: int) -> bool:
+        """Whether most microbatches of `stage` have an R."""
+        return self.recompute is Recompute.FULL and stage < self.num_stages - 1
+
+    @cached_property
+    def work(self) -> tuple[float, ...]:
+        """Rank -> time that all its operations occupy it, if R is where it is as a rule."""
+        kinds = (self.codes.f, self.codes.b, self.codes.w, *self.codes[5:-1])
+        each = [
+            sum(self.duration[first + s] for first in (*kinds, *(self.codes.r,) * self.is_dropped_as_a_rule(s)))
+            for s in range(self.num_stages)
+        ]
+        return tuple(self.num_microbatches * sum(each[s] for s in stages) for stages in self.stages_of)
+
+    @cached_property
+    def bound_if_fused(self) -> float:
+        """A lower bound on the longest span of a rank, also for schedules that fuse B and W."""
+        return lower_bounds(self.placement, self.num_microbatches, self.costs, self.limits, self.recompute).span
+
+    @cached_property
+    def bound(self) -> float:
+        """A lower bound on the longest span of a rank, or on the makespan if an iteration takes that.
+
+        A rank's span has all of its messages but the one before its first F: its last operation, a W, sends nothing.
+        """
+        known = self.bound_if_fused
+        if self.recompute is Recompute.FULL:
+            return known
+        if self.takes_makespan:
+            ways = accumulate(map(add, self.latency, self.message), initial=0.0)
+            return max(known, *map(add, self.work, ways))
+        firsts = (self.receiving[stages[0]] for stages in self.stages_of)
+        return max(known, *(work - first for work, first in zip(self.work, firsts, strict=True)))
+
+    @cached_property
+    def smallest_limits(self) -> tuple[float, ...]:
+        """Rank -> the memory it needs if it runs one microbatch after the other.
+
+        No schedule with B and W apart needs less: a microbatch is in all stages of a rank at once between
+        its last F there and its first B. With recomputation one of the stages holds it whole, and those before are
+        without what R makes again.
+        """
+        return tuple(
+            self._most_held(stages)
+            + self.costs.memory_s[stages[0]]
+            + (self.num_microbatches - 1) * sum(self.footprints[s].after_w for s in stages)
+            for stages in self.stages_of
+        )
+
+    def _most_held(self, stages: Sequence[int]) -> float:
+        """The most that one microbatch, alone on a rank, holds in its stages."""
+        footprints = [self.footprints[s] for s in stages]
+        if not self.recomputes:
+            return sum(each.whole for each in footprints)
+        held = [
+            sum(each.dropped for each in footprints[:i])
+            + here.whole
+            + sum(each.after_w for each in footprints[i + 1 :])
+            for i, here in enumerate(footprints)
+        ]
+        return max(held)
+
+    def one_by_one(self) -> list[Order]:
+        """The order with the smallest memory: one microbatch after the other."""
+        codes, last_rank = self.codes, self.rank_of[-1]
+        orders: list[Order] = []
+        for rank, stages in enumerate(self.stages_of):
+            dropped = stages[:-1] if self.recomputes else ()
+            order = [codes.e + rank] * self.has_shards
+            order += [s + codes.drop if s in dropped else s for s in stages]
+            if self.has_shards:
+                order += [codes.s + rank, *(codes.loss,) * (rank == last_rank)]
+            for s in reversed(stages):
+                order += [*(codes.r + s,) * (s in dropped), codes.b + s, codes.w + s]
+            orders.append((order + [codes.t + rank, codes.ew + rank] * self.has_shards) * self.num_microbatches)
+        return orders
+
+    def schedule(self, name: str, orders: Sequence[Order]) -> Schedule:
+        """The orders as a schedule."""
+        kinds, size = self.codes.kinds, self.num_stages
+        what = [(kinds[code // size], self.placement.chunk_of(code % size)) for code in range(self.codes.end)]
+        what[self.codes.loss] = (OpKind.L, 0)
+        ranks = (
+            tuple(Op(what[code][0], microbatch, what[code][1]) for code, microbatch in self.microbatches(order))
+            for order in orders
+        )
+        return Schedule(name, self.placement, self.num_microbatches, tuple(ranks))
+
+    def microbatches(self, order: Order) -> Iterator[tuple[int, int]]:
+        """(code, microbatch) of every operation of an order."""
+        codes = self.codes
+        counts = [0] * codes.end
+        dropped: list[list[int]] = [[] for _ in range(self.num_stages)]
+        """Stage -> the microbatches that are dropped and have had no R yet."""
+        for code in order:
+            if codes.r <= code < codes.drop:
+                yield code, dropped[code - codes.r].pop(0)
+                continue
+            kept = code - codes.drop if codes.drop <= code < codes.e else code
+            if kept != code:
+                dropped[kept].append(counts[kept])
+            yield code, counts[kept]
+            counts[kept] += 1
+
+    def orders(self, schedule: Schedule) -> list[Order]:
+        """A schedule without communication as orders."""
+        codes, orders = self.codes, []
+        first = dict(zip(codes.kinds[:4] + codes.kinds[5:], codes[:4] + codes[5:-1], strict=True))
+        for rank, ops in enumerate(schedule.ops):
+            stages = self.stages_of[rank]
+            dropped = {(op.microbatch, op.chunk) for op in ops if op.kind is OpKind.R}
+            order = [first[op.kind] + (stages[op.chunk] if op.kind is not OpKind.L else 0) for op in ops]
+            for position, op in enumerate(ops):
+                if op.kind is OpKind.F and (op.microbatch, op.chunk) in dropped:
+                    order[position] += codes.drop
+            orders.append(order)
+        return orders
+
+    def without_shards(self) -> Problem:
+        """The same problem with a whole vocabulary whose time every W takes, and one microbatch less in flight."""
+        limits = tuple(
+            limit - sum(self.footprints[s].whole for s in stages)
+            for limit, stages in zip(self.limits, self.stages_of, strict=True)
+        )
+        return replace(self, costs=self.costs.with_vocabulary_in_weight_gradients(), limits=limits)
+
+    def f_and_b(self, orders: Sequence[Order]) -> list[Order]:
+        """The F, all of which keep their activations, and the B of complete orders."""
+        codes = self.codes
+        kept = [[code - codes.drop if codes.drop <= code < codes.e else code for code in order] for order in orders]
+        return [[code for code in order if code < codes.w] for order in kept]
+
+
+def tolerance(amount: float) -> float:
+    """The amount by which sums of floats that should be equal may differ."""
+    return 1e-9 * abs(amount)

@@ -1,0 +1,195 @@
+"""The schedules by name.
+
+An algorithm is one file with one pure function, and one entry in `ENTRIES` whose function makes its schedule from a
+`PlanRequest` that `PlanRequest.checked` has checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+
+from megatron.zero_bubble.planner.auto import auto, in_multiple_of_1f1b
+from megatron.zero_bubble.planner.optimal import optimal
+from megatron.zero_bubble.planner.request import PlanRequest
+from megatron.zero_bubble.planner.v_shaped import in_v
+from megatron.zero_bubble.schedule.errors import ScheduleError, UnknownSchedule
+from megatron.zero_bubble.schedule.generators.gpipe import gpipe
+from megatron.zero_bubble.schedule.generators.interleaved import interleaved_1f1b, interleaved_zb
+from megatron.zero_bubble.schedule.generators.one_f_one_b import one_f_one_b
+from megatron.zero_bubble.schedule.generators.zb_h1 import zb_h1
+from megatron.zero_bubble.schedule.generators.zb_h2 import zb_h2
+from megatron.zero_bubble.schedule.ir import Placement, PlacementKind, Schedule
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One schedule of the registry."""
+
+    name: str
+    summary: str
+    """One line: what the schedule is, its bubble and its memory."""
+    placement: PlacementKind
+    """The kind of its placement, unless told otherwise."""
+    num_chunks: int
+    """Model chunks a rank, unless told otherwise."""
+    function: Callable[[PlanRequest], Schedule]
+    uses_costs: bool = False
+    """Whether the schedule follows from the costs, the limit, and what may be recomputed."""
+    takes_limit: bool = False
+    """Whether it is planned within any memory limit, and not always in its own."""
+    takes_placement: bool = False
+    """Whether it is planned for a placement of any kind, and not always for its own."""
+    is_slow: bool = False
+    """Whether it takes seconds to minutes: no command makes it unless it is named."""
+    has_own_limit: bool = True
+    """Whether the name stands for an amount of memory; otherwise the limit is 1F1B's peak by default."""
+
+    @property
+    def plans_shards(self) -> bool:
+        """Whether operations on vocabulary shards are planned with the others, and not inserted into their order."""
+        return self.uses_costs and not self.is_slow
+
+    @property
+    def takes_num_chunks(self) -> bool:
+        """Whether the model chunks a rank can be chosen, and are not always `num_chunks`."""
+        return self.takes_placement or self.placement == "interleaved"
+
+
+def _simple(generator: Callable[[int, int], Schedule]) -> Callable[[PlanRequest], Schedule]:
+    return lambda request: generator(request.num_ranks, request.num_microbatches)
+
+
+def _interleaved(generator: Callable[..., Schedule]) -> Callable[[PlanRequest], Schedule]:
+    return lambda request: generator(
+        request.num_ranks,
+        request.num_microbatches,
+        num_chunks=request.placement.num_chunks,
+        group_size=request.group_size,
+    )
+
+
+_ENTRIES = (
+    Entry("gpipe", "all F, then all backwards: bubble (p-1)(F+B+W), memory m M_B", "linear", 1, _simple(gpipe)),
+    Entry("1f1b", "one F, one backward in turn: bubble (p-1)(F+B+W), memory p M_B", "linear", 1, _simple(one_f_one_b)),
+    Entry(
+        "interleaved-1f1b",
+        "megatron-core's, v chunks a rank: bubble (p-1)(F+B+W)/v, memory (p+(p-1)/v) M_B",
+        "interleaved",
+        2,
+        _interleaved(interleaved_1f1b),
+    ),
+    Entry("zb-h1", "1F1B with W delayed: bubble (p-1)(F+B-W), memory p M_B", "linear", 1, _simple(zb_h1)),
+    Entry("zb-h2", "longer warmup, W delayed: bubble (p-1)(F+B-2W), memory (2p-1) M_B", "linear", 1, _simple(zb_h2)),
+    Entry(
+        "zb-1p",
+        "planned from the costs in 1F1B's memory, p M_B",
+        "linear",
+        1,
+        partial(in_multiple_of_1f1b, "zb-1p", 1),
+        uses_costs=True,
+    ),
+    Entry(
+        "zb-2p",
+        "planned from the costs in 2p M_B: bubble close to zero",
+        "linear",
+        1,
+        partial(in_multiple_of_1f1b, "zb-2p", 2),
+        uses_costs=True,
+    ),
+    Entry(
+        "auto",
+        "planned from the costs for any placement and memory limit, 1F1B's memory unless told otherwise",
+        "linear",
+        1,
+        auto,
+        uses_costs=True,
+        takes_limit=True,
+        takes_placement=True,
+        has_own_limit=False,
+    ),
+    Entry(
+        "optimal",
+        "the best that a constraint solver finds, or proves; small instances, needs the extra solver",
+        "linear",
+        1,
+        optimal,
+        uses_costs=True,
+        takes_limit=True,
+        is_slow=True,
+    ),
+    Entry(
+        "zb-v",
+        "placed in a V: no bubble where F = B = W, memory p M_B",
+        "v",
+        2,
+        partial(in_v, "zb-v"),
+        uses_costs=True,
+        takes_limit=True,
+    ),
+    Entry(
+        "v-half",
+        "placed in a V: about half of 1F1B's bubble where F = B = W, memory (p/2 + 1) M_B",
+        "v",
+        2,
+        partial(in_v, "v-half"),
+        uses_costs=True,
+        takes_limit=True,
+    ),
+    Entry(
+        "v-min",
+        "placed in a V, for memory: about two thirds of 1F1B's bubble where F = B = W, memory (p/3 + 1) M_B",
+        "v",
+        2,
+        partial(in_v, "v-min"),
+        uses_costs=True,
+        takes_limit=True,
+    ),
+    Entry(
+        "interleaved-zb",
+        "interleaved 1F1B with W delayed: bubble about (p-1)(F+B-2W)/v, memory (p+(p-1)/v) M_B",
+        "interleaved",
+        2,
+        _interleaved(interleaved_zb),
+    ),
+)
+ENTRIES: MappingProxyType[str, Entry] = MappingProxyType({entry.name: entry for entry in _ENTRIES})
+
+
+def names() -> tuple[str, ...]:
+    """The names of all schedules."""
+    return tuple(ENTRIES)
+
+
+def entry_of(name: str) -> Entry:
+    """The registry's entry for `name`. Raises `UnknownSchedule`, listing all names."""
+    try:
+        return ENTRIES[name]
+    except KeyError:
+        raise UnknownSchedule(f"schedule {name!r} is unknown: choose one of {', '.join(names())}") from None
+
+
+def placement_for(
+    name: str, num_ranks: int, num_chunks: int | None = None, kind: PlacementKind | None = None
+) -> Placement:
+    """The placement of the schedule `name`: what its costs have to be measured for.
+
+    `num_chunks` are the model chunks a rank, the schedule's own number by default. `kind` is that of a schedule for any
+    placement; by default one chunk a rank is linear, and several are interleaved, as with Megatron's flags. Raises
+    `UnknownSchedule`, and `ScheduleError` if the schedule is for another placement.
+    """
+    entry = entry_of(name)
+    if kind is None:
+        several = entry.takes_placement and (num_chunks or entry.num_chunks) > 1
+        kind = "interleaved" if several else entry.placement
+    if kind != entry.placement and not entry.takes_placement:
+        raise ScheduleError(f"schedule {name} has the placement {entry.placement}, not {kind}")
+    own = entry.num_chunks if kind == entry.placement else 2
+    chunks = own if num_chunks is None else num_chunks
+    if chunks != own and (kind == "v" or not entry.takes_num_chunks):
+        raise ScheduleError(f"schedule {name} has {own} chunks a rank{' in a V' * (kind == 'v')}, got {chunks}")
+    if chunks < 2 and kind == "interleaved":
+        raise ScheduleError(f"schedule {name} needs at least 2 chunks a rank to interleave them, got {chunks}")
+    return Placement(kind, num_ranks, chunks)

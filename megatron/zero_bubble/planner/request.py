@@ -1,0 +1,168 @@
+"""`PlanRequest`: everything that a plan of a pipeline depends on, as one value."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from operator import add
+
+from megatron.zero_bubble.schedule.costs import LARGEST, StageCosts
+from megatron.zero_bubble.schedule.default_costs import default_costs
+from megatron.zero_bubble.schedule.errors import ScheduleError
+from megatron.zero_bubble.schedule.ir import Placement, check_size
+from megatron.zero_bubble.schedule.model_costs import ModelCosts, Partition
+from megatron.zero_bubble.schedule.recomputation import Recompute
+
+EFFORT = 600_000
+"""Operations that the candidates of one plan have together, by default: a second or so."""
+QUICK_EFFORT = 50_000
+"""The same where the plan is an estimate that is wanted soon."""
+MOST_CHUNKS = 64
+"""Most model chunks a rank."""
+
+Limits = tuple[float, ...]
+"""Rank -> memory limit of its activations."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the layers of a model are, and which microbatches are recomputed.
+
+    `vocabulary_parallel` says whether embedding and output layer are spread over all ranks.
+    """
+
+    placement: Placement
+    partition: Partition
+    recompute: Recompute = Recompute.NONE
+    vocabulary_parallel: bool = False
+
+    @property
+    def complexity(self) -> tuple[int, int, int, int]:
+        """What a simpler layout has less of: vocabulary shards, chunks a rank, recomputation, sizes of stages."""
+        sizes = len(set(self.partition))
+        return self.vocabulary_parallel, self.placement.num_chunks, self.recompute is not Recompute.NONE, sizes
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """Everything that a plan depends on. `plan` and `generate` take one.
+
+    Attributes:
+        schedule: name of the schedule that is planned (see `names`).
+        num_microbatches: microbatches of an iteration.
+        placements: placements to choose from, all of the same number of ranks.
+        costs: costs of a model's units, whose layers are then divided into stages; or costs of the stages of the only
+            placement. By default `default_costs`.
+        partition: layers of every stage in model order, if they are fixed.
+        usual: the layout that stays unless another one is faster, such as Megatron's; None if there is none.
+        recomputes: the ways to recompute activations to choose from.
+        vocabulary_parallel: whether embedding and output layer are spread over all ranks; None for the faster way.
+        memory_limit: memory of a rank for activations, for all ranks or one a rank, in the unit of the costs; None for
+            the schedule's own limit.
+        capacity: memory of a rank for parameters, gradients, optimizer states and activations, in the unit of the
+            costs; None for no limit. Only costs of units have states.
+        group_size: microbatches that pass through a chunk before the next chunk's turn, in interleaved placements; None
+            for a planner's choice, or the number of ranks in schedules without costs.
+        overlap_communication: whether ranks compute while their messages are on the way, as in `simulate`.
+        post_validation: whether the optimizer's step is validated in the next iteration, so that iterations interlock.
+        effort: operations that a planner plans in all candidates of one placement; a few candidates are planned anyway.
+    """
+
+    schedule: str
+    num_microbatches: int
+    placements: tuple[Placement, ...]
+    costs: StageCosts | ModelCosts | None = None
+    partition: Partition | None = None
+    usual: Layout | None = None
+    recomputes: tuple[Recompute, ...] = (Recompute.NONE,)
+    vocabulary_parallel: bool | None = False
+    memory_limit: float | Sequence[float] | None = None
+    capacity: float | None = None
+    group_size: int | None = None
+    overlap_communication: bool = True
+    post_validation: bool = False
+    effort: int = EFFORT
+
+    @property
+    def num_ranks(self) -> int:
+        return self.placements[0].num_ranks
+
+    @property
+    def placement(self) -> Placement:
+        """The only placement."""
+        assert len(self.placements) == 1, "a layout is still to be chosen"
+        return self.placements[0]
+
+    @property
+    def recompute(self) -> Recompute:
+        """The only way to recompute."""
+        assert len(self.recomputes) == 1, "a layout is still to be chosen"
+        return self.recomputes[0]
+
+    @property
+    def model(self) -> ModelCosts:
+        """The costs of the model's units."""
+        assert isinstance(self.costs, ModelCosts)
+        return self.costs
+
+    @property
+    def stage_costs(self) -> StageCosts:
+        """The costs of the stages of the only placement."""
+        assert isinstance(self.costs, StageCosts)
+        return self.costs
+
+    def allows(self, layout: Layout) -> bool:
+        """Whether the layout has a placement, a partition and a place of the vocabulary to choose from."""
+        return (
+            layout.placement in self.placements
+            and self.partition in (None, layout.partition)
+            and self.vocabulary_parallel in (None, layout.vocabulary_parallel)
+        )
+
+    @property
+    def limits(self) -> Limits | None:
+        """Memory limit of the activations of every rank; None for the schedule's own."""
+        given = self.memory_limit
+        if given is None:
+            return None
+        return tuple(given) if isinstance(given, Sequence) else (given,) * self.num_ranks
+
+    def checked(self) -> PlanRequest:
+        """The request of one placement with its costs and one limit a rank.
+
+        Raises:
+            ScheduleError: sizes, costs or limits do not fit together.
+        """
+        name, placement, limits = self.schedule, self.placement, self.limits
+        if placement.num_chunks > MOST_CHUNKS:
+            raise ScheduleError(f"{placement.num_chunks} model chunks a rank are too many: at most {MOST_CHUNKS}")
+        check_size(placement, self.num_microbatches)
+        if self.group_size is not None and placement.kind != "interleaved":
+            raise ScheduleError(f"schedule {name} has no microbatch groups, got a group size of {self.group_size}")
+        assert not isinstance(self.costs, ModelCosts), "a layout is still to be chosen"
+        assert self.vocabulary_parallel is not None, "a layout is still to be chosen"
+        costs = self.costs or default_costs(placement, self.recompute, vocabulary_parallel=self.vocabulary_parallel)
+        if costs.num_stages != placement.num_stages:
+            raise ScheduleError(
+                f"schedule {name} on {self.num_ranks} ranks has {placement.num_stages} stages, "
+                f"but the costs are for {costs.num_stages}"
+            )
+        if limits is not None and len(limits) != self.num_ranks:
+            raise ScheduleError(f"memory_limit has {len(limits)} entries, but there are {self.num_ranks} ranks")
+        for limit in limits or ():
+            if not limit > 0:
+                raise ScheduleError(f"memory_limit must be above zero, got {limit}")
+        if self.recompute is Recompute.NONE:
+            costs = costs.keeping_everything()
+        if limits is not None:
+            limits = tuple(min(limit, LARGEST) for limit in limits)
+        return replace(self, costs=costs, memory_limit=limits)
+
+
+def with_room_for_shards(request: PlanRequest, limits: Limits) -> Limits:
+    """The limits with room for what vocabulary shards add: one more microbatch in flight, and its softmax."""
+    costs = request.stage_costs
+    if not costs.has_vocabulary:
+        return limits
+    added = map(add, request.placement.sums(costs.memory_f), request.placement.sums(costs.memory_s))
+    return tuple(map(add, limits, added))

@@ -1,0 +1,224 @@
+"""ZB-V, V-Half and V-Min: two chunks a rank placed in a V, planned from the real costs (arXiv 2405.15362).
+
+The orders of F and B to begin with are those of repeated building blocks and of ranks that run what they prefer; W goes
+where it costs least. The best of them are then improved, operation by operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import chain, product
+from operator import add, le
+from types import MappingProxyType
+
+from megatron.zero_bubble.planner.blocks import eager_orders, repeated_blocks
+from megatron.zero_bubble.planner.event_loop import GapRule, Keeping, PlannedOrders
+from megatron.zero_bubble.planner.fitting import dropped_to_fit
+from megatron.zero_bubble.planner.portfolio import (
+    IMPROVING,
+    Portfolio,
+    best_of,
+    budget_of,
+    fits,
+    recomputed_where_needed,
+)
+from megatron.zero_bubble.planner.preference import Preference
+from megatron.zero_bubble.planner.problem import Order, Problem
+from megatron.zero_bubble.planner.request import EFFORT, PlanRequest, with_room_for_shards
+from megatron.zero_bubble.schedule.costs import SMALLEST, StageCosts
+from megatron.zero_bubble.schedule.ir import Op, Placement, Schedule
+from megatron.zero_bubble.schedule.kinds import OpKind
+from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation
+
+NUM_HELD: Mapping[str, Callable[[int], float]] = MappingProxyType(
+    {"zb-v": lambda p: p, "v-half": lambda p: p / 2 + 1, "v-min": lambda p: p / 3 + 1}
+)
+"""Schedule -> how many microbatches each of p ranks holds in the schedule's own memory. With F = B = W, ZB-V then has
+no bubble, V-Half about half of 1F1B's, and V-Min about two thirds."""
+LEAST_IMPROVING = 25
+"""How often all operations are planned while the best plans are improved, however large the schedule is; in proportion
+less often with less than the default budget."""
+PREFERENCES = (("B0", "F1", "B1", "F0"), ("F1", "B1", "B0", "F0"), ("B1", "F1", "B0", "F0"), ("B1", "B0", "F1", "F0"))
+"""What the ranks of a V run first."""
+LEADS = ((0.85, 0.5), (0.7, 0), (1, 1), (2, 0))
+"""How many microbatches rank 0 may run ahead, as a share of what it can hold in chunk 0 alone, and how many fewer each
+rank may than the one before it."""
+LARGER_LIMITS = (1.1, 1.4, 1.7)
+"""How much more memory a plan takes that keeps everything, of which something is then dropped to make it fit."""
+
+
+def in_v(name: str, request: PlanRequest) -> Schedule:
+    """The schedule of `NUM_HELD` with this name, in its own memory unless told otherwise."""
+    placement, costs = request.placement, request.stage_costs
+    limits = request.limits
+    if limits is None:
+        room = _room_for(NUM_HELD[name](request.num_ranks), placement, costs, request.recompute)
+        limits = with_room_for_shards(request, room)
+    return recomputed_where_needed(Problem.of(request, limits), partial(best_in_v, name))
+
+
+def _room_for(num_held: float, placement: Placement, costs: StageCosts, recompute: Recompute) -> tuple[float, ...]:
+    """Rank -> the memory of `num_held` microbatches on both of its chunks.
+
+    With full recomputation they lack what R makes again, but for one.
+    """
+    rooms = []
+    for rank in range(placement.num_ranks):
+        room = num_held * _whole(placement, costs, rank) + sum(_added(placement, costs, rank))
+        if recompute is Recompute.FULL:
+            room -= (num_held - 1) * sum(costs.memory_r[stage] for stage in placement.stages_of(rank))
+        rooms.append(room)
+    return tuple(rooms)
+
+
+def best_in_v(name: str, problem: Problem) -> Schedule:
+    """The best plan within the limits, among them plans in the default memory of the other V schedules, if less."""
+    problem.check_feasible()
+    plan = _search(problem)
+    candidates = [problem.schedule(name, plan.orders)]
+    rooms = [room for room in _other_rooms(problem) if room.bound < plan.cost]
+    candidates += (room.schedule(name, _search(room).orders) for room in rooms)
+    if max(problem.costs.memory_b) > 0 and not problem.recomputes:
+        # The planner reserves room for what B adds from F on, and so fits few microbatches: fusing W may be better.
+        together = (_back_to_back(name, room) for room in (problem, *rooms))
+        candidates += (schedule for schedule in together if schedule is not None)
+    if problem.recompute is Recompute.FULL:
+        inside = problem.recomputing_in_backward()
+        if inside.is_feasible:
+            apart = with_recomputation(best_in_v(name, inside))
+            candidates += [apart] * fits(apart, problem)
+    return best_of(candidates, problem) if len(candidates) > 1 else candidates[0]
+
+
+def _other_rooms(problem: Problem) -> Iterator[Problem]:
+    """The problem in the memory that ZB-V, V-Half and V-Min have by default, where that is less and enough."""
+    for num_held in NUM_HELD.values() if problem.budget > 0 else ():
+        limits = _room_for(num_held(problem.num_ranks), problem.placement, problem.costs, problem.recompute)
+        room = replace(problem, limits=limits, budget=problem.budget // 2)
+        is_less = all(map(le, room.limits, problem.limits)) and room.limits != problem.limits
+        if is_less and room.is_feasible:
+            yield room
+
+
+def _search(problem: Problem) -> PlannedOrders:
+    best = _searched(problem).best
+    assert best is not None, "one microbatch after the other fits in any limit that is feasible"
+    return best
+
+
+def _searched(problem: Problem) -> Portfolio:
+    portfolio = Portfolio(problem, budget_of(problem))
+    portfolio.in_order(problem, problem.one_by_one())
+    keepings = _keepings(problem)
+    for orders in _candidates(problem):
+        for rule, keeping in product((GapRule.BALANCED, GapRule.ALWAYS, GapRule.NEVER), keepings):
+            if not portfolio.finished:
+                portfolio.fill(problem, orders, rule, keeping=keeping)
+    if not problem.recomputes:
+        for preference in _preferences(problem):
+            if not portfolio.finished:
+                portfolio.prefer(problem, preference)
+    if problem.recompute is Recompute.PLANNED:
+        portfolio.drop_into_idle_time(problem)
+        _try_dropping(portfolio, problem)
+    if problem.has_shards and problem.budget > 0:
+        portfolio.insert_shards(problem, _search)
+    if problem.budget > 0:
+        least = LEAST_IMPROVING * problem.num_ops * min(1, problem.budget / EFFORT)
+        portfolio.improve(problem, int(max(IMPROVING * problem.budget, least)))
+    return portfolio
+
+
+def _try_dropping(portfolio: Portfolio, problem: Problem) -> None:
+    """Try the plans that keep everything in more memory, with what has to be dropped to make them fit."""
+    for factor in LARGER_LIMITS if problem.budget > 0 else LARGER_LIMITS[1:2]:
+        limits = tuple(factor * limit for limit in problem.limits)
+        larger = replace(problem.keeping_everything(), limits=limits, budget=problem.budget // 4)
+        if larger.is_feasible:
+            for plan in _searched(larger).plans:
+                orders = dropped_to_fit(problem, plan)
+                if orders is not None:
+                    portfolio.in_order(problem, orders)
+
+
+def _preferences(problem: Problem) -> Iterator[Preference]:
+    most = 2 * _num_held(problem)
+    for share, slope in LEADS:
+        leads = tuple(max(1, round(most * share - slope * rank)) for rank in range(problem.num_ranks))
+        for kinds in PREFERENCES:
+            yield Preference(kinds, leads)
+
+
+def _keepings(problem: Problem) -> list[Keeping]:
+    """What is dropped to make room: chunk 0 is held longest, so that dropping it makes most."""
+    if not problem.recomputes:
+        return [Keeping()]
+    dropped: list[frozenset[tuple[int, int]]] = [frozenset()]
+    if problem.recompute is Recompute.PLANNED:
+        for every in (1, 2):
+            microbatches = range(0, problem.num_microbatches, every)
+            dropped.append(frozenset(product(range(problem.num_ranks), microbatches)))
+    return [Keeping(defers, drops) for drops in dropped for defers in (False, True)]
+
+
+def _back_to_back(name: str, problem: Problem) -> Schedule | None:
+    """The best plan in which every W follows its B, as if they were one operation; None if none fits."""
+    costs, placement = problem.costs, problem.placement
+    fused = replace(
+        costs,
+        time_b=tuple(map(add, costs.time_b, costs.time_w)),
+        time_w=tuple(max(SMALLEST, 1e-6 * w) for w in costs.time_w),
+        memory_b=tuple(map(add, costs.memory_b, costs.memory_w)),
+        memory_w=(0,) * placement.num_stages,
+    )
+    limits = tuple(limit - max(_added(placement, costs, rank)) for rank, limit in enumerate(problem.limits))
+    room = replace(problem, costs=fused, limits=limits)
+    if not room.is_feasible:
+        return None
+    schedule = room.schedule(name, _search(room).orders)
+    without_w = ([op for op in lane if op.kind is not OpKind.W] for lane in schedule.ops)
+    return replace(schedule, ops=tuple(tuple(chain.from_iterable(map(_and_its_w, lane))) for lane in without_w))
+
+
+def _and_its_w(op: Op) -> tuple[Op, ...]:
+    return (op, op._replace(kind=OpKind.W)) if op.kind is OpKind.B else (op,)
+
+
+def _whole(placement: Placement, costs: StageCosts, rank: int) -> float:
+    """M_B of a rank: what one microbatch holds on both of its chunks."""
+    return sum(costs.memory_f[stage] for stage in placement.stages_of(rank))
+
+
+def _added(placement: Placement, costs: StageCosts, rank: int) -> list[float]:
+    """Chunk -> what B adds: with activation recomputation a microbatch holds more after its B than before it."""
+    return [max(0, costs.memory_b[stage]) for stage in placement.stages_of(rank)]
+
+
+def _num_held(problem: Problem) -> float:
+    """How many microbatches every rank can hold on both of its chunks, if all are dropped that can be."""
+    found: list[float] = []
+    for rank, limit in enumerate(problem.limits):
+        each, once = _whole(problem.placement, problem.costs, rank), 0.0
+        if problem.recomputes:
+            footprints = [problem.footprints[stage] for stage in problem.stages_of[rank]]
+            each, once = sum(one.dropped for one in footprints), max(one.restored for one in footprints)
+        if each > 0:
+            found.append((limit - once) / each)
+    return min(found, default=problem.num_ranks)
+
+
+def _candidates(problem: Problem) -> Iterator[list[Order]]:
+    """Orders of F and B, the most promising first."""
+    p, held = problem.num_ranks, _num_held(problem)
+    if held >= p:
+        yield eager_orders(problem)
+    yield from repeated_blocks(problem, held)
+    if problem.recomputes:
+        # The more it holds, the more of it is dropped, or the less room there is for W's.
+        for less in (2 * p, p, p / 2 + 1):
+            if less < held:
+                yield from repeated_blocks(problem, less)
+    if held < p:
+        yield eager_orders(problem)

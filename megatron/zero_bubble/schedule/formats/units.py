@@ -1,0 +1,84 @@
+"""Costs of a model's units as JSON: the file that `zero-bubble plan` reads, and a job writes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from typing import Any
+
+from megatron.zero_bubble.schedule.errors import ScheduleError
+from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts
+
+_NAMES = tuple(field.name for field in fields(UnitCosts))
+_MAY_BE_NEGATIVE = ("memory_b", "memory_w")
+_LARGEST = 1e20
+
+
+def units_to_json(model: ModelCosts) -> str:
+    """One object with the costs of the embedding, of every layer and of the output; see `units_from_json`."""
+    units = {"embedding": asdict(model.embedding), "layers": list(map(asdict, model.layers))}
+    others = {"output": asdict(model.output), "time_comm": model.time_comm, "ties_output": model.ties_output}
+    return json.dumps({**units, **others}, indent=1) + "\n"
+
+
+def units_from_json(text: str) -> ModelCosts:
+    """Read `{"embedding": U, "layers": [U, ...], "output": U, "time_comm": t, "ties_output": bool}`.
+
+    U has `time_f`, `time_b` and `time_w`, and may have the other fields of `UnitCosts`, which are zeros by default. All
+    times have one unit, and all memory. Memory is a change: `memory_f` is allocated by F, and `memory_b` and `memory_w`
+    are negative where B and W release.
+
+    Raises:
+        ScheduleError: the text is something else; the message names the first wrong entry.
+    """
+    try:
+        document = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ScheduleError(f"costs of units are JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise ScheduleError("costs of units are an object with embedding, layers and output")
+    unknown = sorted(document.keys() - {"embedding", "layers", "output", "time_comm", "ties_output"})
+    if unknown:
+        raise ScheduleError(f"costs of units have no entry {unknown[0]!r}")
+    for name in ("embedding", "layers", "output"):
+        if name not in document:
+            raise ScheduleError(f"costs of units lack {name!r}")
+    layers = document["layers"]
+    if not isinstance(layers, list) or not layers:
+        raise ScheduleError(f"'layers' is a list with the costs of every layer, got {json.dumps(layers)[:40]}")
+    tied = document.get("ties_output", False)
+    if not isinstance(tied, bool):
+        raise ScheduleError(f"'ties_output' is true or false, got {json.dumps(tied)[:40]}")
+    return ModelCosts(
+        _unit("embedding", document["embedding"]),
+        tuple(_unit(f"layer {number}", layer, is_layer=True) for number, layer in enumerate(layers)),
+        _unit("output", document["output"]),
+        _number("time_comm", document.get("time_comm", 0)),
+        tied,
+    )
+
+
+def _unit(where: str, entry: Any, *, is_layer: bool = False) -> UnitCosts:
+    if not isinstance(entry, Mapping):
+        raise ScheduleError(f"the costs of the {where} are an object with time_f, time_b and time_w")
+    unknown = sorted(entry.keys() - set(_NAMES))
+    if unknown:
+        raise ScheduleError(f"the costs of the {where} have no entry {unknown[0]!r}: {', '.join(_NAMES)}")
+    for name in ("time_f", "time_b", "time_w"):
+        if name not in entry:
+            raise ScheduleError(f"the costs of the {where} lack {name!r}")
+    costs = {name: _number(f"{name} of the {where}", value, name in _MAY_BE_NEGATIVE) for name, value in entry.items()}
+    if is_layer and not all(costs[name] > 0 for name in ("time_f", "time_b", "time_w")):
+        raise ScheduleError(f"the times of the {where} must be above zero")
+    return UnitCosts(**costs)
+
+
+def _number(name: str, value: Any, may_be_negative: bool = False) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or abs(value) > _LARGEST:
+        raise ScheduleError(f"{name} must be a number, got {json.dumps(value)[:40]}")
+    if value < 0 and not may_be_negative:
+        raise ScheduleError(f"{name} must not be negative, got {value}")
+    return float(value)

@@ -1,0 +1,149 @@
+"""`zero-bubble plan`: the layout of a model from a file with the costs of its units."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.zero_bubble.cli.plan_command import main
+from megatron.zero_bubble.schedule.formats import units_from_json, units_to_json
+from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts
+
+ROOT = Path(__file__).parents[2]
+LAYER = UnitCosts(10, 10.5, 8, memory_f=1, memory_b=-0.5, memory_w=-0.5, time_r=9.5, memory_r=0.9, state=1)
+OUTPUT = UnitCosts(30, 30, 30, memory_f=0.5, memory_b=-0.2, memory_w=-0.3, state=4)
+MODEL = ModelCosts(UnitCosts(0.2, 0, 0.3, state=4), (LAYER,) * 8, OUTPUT, 0.5)
+SIZE = ["--pipeline-size", "4", "--num-microbatches", "8"]
+
+
+@pytest.fixture
+def costs(tmp_path: Path) -> str:
+    file = tmp_path / "units.json"
+    file.write_text(units_to_json(MODEL))
+    return str(file)
+
+
+def planned(capsys: pytest.CaptureFixture[str], *flags: str) -> dict:
+    assert main([*flags, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_file_holds_exactly_the_costs() -> None:
+    assert units_from_json(units_to_json(MODEL)) == MODEL
+
+
+def test_the_chosen_layout_comes_first_and_is_hardly_slower_than_any(costs, capsys):
+    found = planned(capsys, "--costs", costs, *SIZE)
+    chosen, *others = found["layouts"]
+    assert set(chosen) == {
+        *("placement", "chunks", "partition", "recompute", "vocabulary_parallel", "schedule"),
+        *("time", "bubble", "idle", "memory"),
+    }
+    assert sum(chosen["partition"]) == 8
+    assert len(chosen["partition"]) == 4 * chosen["chunks"]
+    assert len(chosen["memory"]) == 4
+    assert chosen["time"] <= 1.03 * min(layout["time"] for layout in others)
+    assert [split["schedule"] for split in found["megatrons_split"]] == ["auto", "1f1b"]
+    assert chosen["time"] < found["megatrons_split"][1]["time"]
+    assert max(chosen["memory"]) <= found["memory_limit"] * (1 + 1e-9)
+    assert f"--zero-bubble-placement {chosen['placement']}" in found["flags"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "field", "value"),
+    [
+        (["--placement", "v"], "placement", "v"),
+        (["--num-chunks", "2"], "chunks", 2),
+        (["--num-chunks", "1"], "placement", "linear"),
+        (["--vocabulary-parallel", "on"], "vocabulary_parallel", True),
+        (["--vocabulary-parallel", "off"], "vocabulary_parallel", False),
+        (["--recompute", "full"], "recompute", "full"),
+        (["--recompute", "none"], "recompute", "none"),
+    ],
+)
+def test_a_flag_fixes_one_property_of_every_layout(costs, capsys, flags, field, value):
+    found = planned(capsys, "--costs", costs, *SIZE, *flags)
+    assert {layout[field] for layout in found["layouts"]} == {value}
+
+
+def test_two_chunks_are_in_a_v_or_interleaved(costs, capsys):
+    found = planned(capsys, "--costs", costs, *SIZE, "--num-chunks", "2", "--memory-limit", "2")
+    assert {layout["placement"] for layout in found["layouts"]} == {"v", "interleaved"}
+
+
+def test_a_limit_is_a_multiple_beside_the_states_or_bytes_or_none(costs, capsys):
+    """1F1B's fullest rank has the embedding and two layers: their states, and four microbatches of two layers."""
+    states, activations = 4 + 2, 4 * 2
+    for multiple in (1, 1.5):
+        found = planned(capsys, "--costs", costs, *SIZE, "--placement", "linear", "--memory-limit", str(multiple))
+        assert found["memory_limit"] == pytest.approx(states + multiple * activations)
+    assert planned(capsys, "--costs", costs, *SIZE, "--memory-limit", "20B")["memory_limit"] == 20
+    assert planned(capsys, "--costs", costs, *SIZE, "--memory-limit", "auto")["memory_limit"] is None
+
+
+def test_the_table_ends_with_the_flags(costs, capsys):
+    assert main(["--costs", costs, *SIZE, "--placement", "linear", "--vocabulary-parallel", "off"]) == 0
+    head, chosen, *_, limit, gain, flags = capsys.readouterr().out.splitlines()
+    assert head.split()[0] == "layout"
+    assert chosen.startswith("chosen: linear")
+    assert limit == "memory limit of a rank, states included: 14"
+    assert gain.startswith("as fast as, on Megatron's split: ")
+    assert flags.startswith("flags: --pipeline-model-parallel-layout 'E")
+
+
+def test_it_says_how_far_it_is(costs, capsys, monkeypatch):
+    monkeypatch.setattr("megatron.zero_bubble.cli.plan_command._SILENT_SECONDS", 0.0)
+    planned_again = main(["--costs", costs, *SIZE])
+    assert planned_again == 0
+    first, *_ = capsys.readouterr().err.splitlines()
+    assert first.startswith("zero-bubble plan: ")
+    assert " layouts planned, the best takes " in first
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"layers": []}, "'layers' is a list with the costs of every layer, got []"),
+        ({"layers": [{"time_f": 1, "time_b": 1}]}, "the costs of the layer 0 lack 'time_w'"),
+        ({"layers": [{"time_f": 1, "time_b": 1, "time_w": 0}]}, "the times of the layer 0 must be above zero"),
+        ({"output": {"time_f": "1", "time_b": 1, "time_w": 1}}, 'time_f of the output must be a number, got "1"'),
+        ({"output": {"time_f": -1, "time_b": 1, "time_w": 1}}, "time_f of the output must not be negative, got -1"),
+        ({"time_comm": True}, "time_comm must be a number, got true"),
+        ({"ties_output": 1}, "'ties_output' is true or false, got 1"),
+        ({"embeding": {}}, "costs of units have no entry 'embeding'"),
+    ],
+)
+def test_a_wrong_file_is_one_line_that_names_the_entry(tmp_path, capsys, changed, message):
+    file = tmp_path / "units.json"
+    file.write_text(json.dumps({**json.loads(units_to_json(MODEL)), **changed}))
+    assert main(["--costs", str(file), *SIZE]) == 2
+    assert capsys.readouterr().err == f"zero-bubble plan: error: argument --costs {file}: {message}\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--num-chunks", "3", "--placement", "v"], "argument --num-chunks 3: --placement v has 2 chunks a rank"),
+        (["--num-chunks", "1000"], "argument --num-chunks: must be at most 64, got 1000"),
+        (["--pipeline-size", "9"], "8 layers are not enough for 9 stages of at least one layer"),
+        (["--memory-limit", "much"], "'much' is not a memory limit"),
+        (["--memory-limit", "1B"], "optimizer states need 4 of the 1 of a rank"),
+    ],
+)
+def test_a_wrong_flag_is_one_line(costs, capsys, flags, message):
+    assert main(["--costs", costs, *SIZE, *flags]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+def test_torch_is_not_needed(costs):
+    program = (
+        f"import sys; from {main.__module__} import main; main({['--costs', costs, *SIZE]!r}); "
+        "print('torch' in sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert run.stdout.splitlines()[-1] == "False"

@@ -1,0 +1,109 @@
+"""What a memory limit may be, and what it is in the unit of costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron.zero_bubble.planner import generate
+from megatron.zero_bubble.planner.memory_limit import MemoryLimit, interleaved_peaks, one_f_one_b_peaks
+from megatron.zero_bubble.schedule import Placement, StageCosts, simulate
+from megatron.zero_bubble.schedule.recomputation import Recompute
+from tests.planner.planning import uneven
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("text", "limit"),
+    [
+        ("1", MemoryLimit(multiple=1.0)),
+        ("1.5", MemoryLimit(multiple=1.5)),
+        ("1.5x", MemoryLimit(multiple=1.5)),
+        (" 2X ", MemoryLimit(multiple=2.0)),
+        ("40GiB", MemoryLimit(num_bytes=40 * GIB)),
+        ("0.5 gib", MemoryLimit(num_bytes=GIB // 2)),
+        ("300MiB", MemoryLimit(num_bytes=300 * 2**20)),
+        ("300MB", MemoryLimit(num_bytes=300 * 10**6)),
+        ("2GB", MemoryLimit(num_bytes=2 * 10**9)),
+        ("7KiB", MemoryLimit(num_bytes=7 * 1024)),
+        ("7kb", MemoryLimit(num_bytes=7000)),
+        ("123456B", MemoryLimit(num_bytes=123456)),
+        ("auto", MemoryLimit()),
+        ("AUTO", MemoryLimit()),
+    ],
+)
+def test_a_limit_is_a_multiple_or_bytes_or_auto(text, limit):
+    assert MemoryLimit.parse(text) == limit
+
+
+@pytest.mark.parametrize(
+    "text", ["", "much", "0", "-1", "0GiB", "-2GiB", "nan", "inf", "infGiB", "GiB", "4TiBs", "1.5y", "1e308", "1e30GiB"]
+)
+def test_anything_else_is_refused_in_one_line(text):
+    with pytest.raises(ValueError, match=r"^[^\n]+$") as error:
+        MemoryLimit.parse(text)
+    assert str(error.value) == (
+        f"{text!r} is not a memory limit: give a multiple of 1F1B's peak (1.5), bytes (40GiB) or auto"
+    )
+
+
+@pytest.mark.parametrize("p", [1, 2, 4])
+@pytest.mark.parametrize("m", [1, 2, 3, 8])
+def test_the_peak_of_1f1b_is_that_of_simulate(p, m):
+    placement = Placement("linear", p)
+    costs = uneven(placement)
+    simulated = simulate(generate("1f1b", p, m), costs).peak_memory
+    assert one_f_one_b_peaks(placement, costs, m) == pytest.approx(simulated)
+
+
+def test_the_peak_of_1f1b_counts_all_chunks_of_a_rank():
+    """What 1F1B would take with the same layers on every rank, as one stage each."""
+    placement = Placement("v", 2, 2)
+    costs = replace(uneven(placement), memory_f=(1.0, 10.0, 100.0, 1000.0))
+    assert one_f_one_b_peaks(placement, costs, 8) == (2 * 1001.0, 1 * 110.0)
+
+
+def test_the_peak_of_1f1b_includes_what_an_operation_of_that_rank_needs_inside():
+    costs = StageCosts.uniform(2, memory_f=100.0)
+    limit, placement = MemoryLimit(multiple=1.0), Placement("linear", 2)
+    assert limit.in_bytes(placement, costs, 8, None, (30.0, 0.0)) == 230.0
+    assert limit.in_bytes(placement, costs, 8, None, (0.0, 130.0)) == 230.0, "the last rank holds one microbatch"
+
+
+def test_a_limit_in_bytes_of_measured_costs():
+    placement = Placement("linear", 2)
+    costs = StageCosts.uniform(2, memory_f=100.0, memory_b=-50.0, memory_w=-50.0)
+    assert MemoryLimit(multiple=1.5).in_bytes(placement, costs, 8, None) == 300.0
+    assert MemoryLimit(multiple=1.5).in_bytes(placement, costs, 1, None) == 150.0
+    assert MemoryLimit(num_bytes=777).in_bytes(placement, costs, 8, None) == 777
+    assert MemoryLimit().in_bytes(placement, costs, 8, 555) == 555
+
+
+def test_a_limit_before_anything_is_measured():
+    """Until costs are measured a limit is in M_B, of which 1F1B needs min(p, m)."""
+    ranks = Placement("linear", 4)
+    assert MemoryLimit(multiple=1.5).in_unit_costs(ranks, 8) == 6.0
+    assert MemoryLimit(multiple=1.5).in_unit_costs(ranks, 2) == 3.0
+    assert MemoryLimit(num_bytes=777).in_unit_costs(ranks, 8) is None
+    assert MemoryLimit().in_unit_costs(ranks, 8) is None
+
+
+@pytest.mark.parametrize(("p", "m", "v"), [(1, 3, 2), (2, 2, 2), (4, 4, 2), (4, 8, 4), (4, 40, 3)])
+def test_the_peak_of_interleaved_1f1b_is_that_of_simulate(p, m, v):
+    placement = Placement("interleaved", p, v)
+    costs = uneven(placement)
+    peaks = simulate(generate("interleaved-1f1b", p, m, num_chunks=v), costs).peak_memory
+    limit = MemoryLimit(multiple=1.5, is_interleaved=True)
+    assert interleaved_peaks(placement, costs, m) == peaks
+    assert limit.in_bytes(placement, costs, m, None) == 1.5 * max(peaks)
+    assert limit.in_bytes(placement, costs, m, None, (7.0,) * p) == 1.5 * (max(peaks) + 7.0)
+
+
+def test_the_peak_of_interleaved_1f1b_in_whole_ranks():
+    """(p + (p-1)/v) M_B; with full recomputation each but one holds a sixteenth."""
+    limit, placement = MemoryLimit(multiple=1.0, is_interleaved=True), Placement("interleaved", 4, 2)
+    assert limit.in_unit_costs(placement, 16) == limit.in_unit_costs(placement, 13) == 5.5
+    assert limit.in_unit_costs(placement, 3) == 4
+    assert limit.in_unit_costs(placement, 16, Recompute.FULL) == 5 / 16 + 1 / 2

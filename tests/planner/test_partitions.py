@@ -1,0 +1,57 @@
+"""Partitions whose busiest rank ends early."""
+
+from itertools import product
+
+import pytest
+
+from megatron.zero_bubble.planner.partitions import Balance, balanced_partition, neighbours
+from megatron.zero_bubble.schedule import Placement
+from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts
+
+LAYER = UnitCosts(1, 1, 0.8)
+EMBEDDING = UnitCosts(0.02, 0, 0.01)
+PLACEMENTS = (Placement("linear", 3), Placement("v", 2, 2), Placement("interleaved", 2, 2))
+
+
+def model(num_layers: int, head: float) -> ModelCosts:
+    return ModelCosts(EMBEDDING, (LAYER,) * num_layers, UnitCosts(head, head, head), 0.05)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=lambda placement: placement.kind)
+@pytest.mark.parametrize("head", [0.1, 2, 5.7])
+def test_no_partition_ends_much_earlier_than_the_balanced_one(placement: Placement, head: float) -> None:
+    balance = Balance(model(9, head), placement, 16)
+    found = balanced_partition(balance)
+    assert found is not None
+    several = (part for part in product(range(10), repeat=placement.num_stages) if sum(part) == 9 and all(part[1:-1]))
+    assert balance.estimate(found) <= 1.01 * min(map(balance.estimate, several))
+
+
+def test_a_heavy_output_gets_fewer_layers() -> None:
+    assert balanced_partition(Balance(model(32, 2), Placement("linear", 8), 32)) == (5, 5, 4, 4, 4, 4, 4, 2)
+
+
+def test_expensive_layers_are_spread_by_their_time() -> None:
+    experts = UnitCosts(3, 3, 2.4)
+    uneven = ModelCosts(EMBEDDING, (LAYER,) * 6 + (experts,) * 2, UnitCosts(0.1, 0.1, 0.1))
+    assert balanced_partition(Balance(uneven, Placement("linear", 2), 8)) == (6, 2)
+
+
+def test_stages_of_a_rank_are_not_lopsided_where_ranks_are_even() -> None:
+    found = balanced_partition(Balance(model(24, 0.01), Placement("v", 4, 2), 16))
+    assert found == (3,) * 8
+
+
+def test_fewer_layers_than_inner_stages_cannot_be_spread() -> None:
+    assert balanced_partition(Balance(model(2, 1), Placement("linear", 5), 8)) is None
+
+
+def test_neighbours_are_as_promising_as_asked_and_the_best_comes_first() -> None:
+    balance = Balance(model(32, 2), Placement("linear", 8), 32)
+    best = balanced_partition(balance)
+    assert best is not None
+    found = neighbours(balance, best, 1.02)
+    assert found
+    assert all(balance.estimate(each) <= 1.02 * balance.estimate(best) for each in found)
+    assert found == sorted(found, key=balance.order)
+    assert {sum(each) for each in found} == {32}

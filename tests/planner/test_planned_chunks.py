@@ -1,0 +1,89 @@
+"""What `auto` plans for several chunks a rank: valid under every limit, and never worse than the named schedules."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.zero_bubble.planner import generate
+from megatron.zero_bubble.planner.planned_chunks import plan_chunks
+from megatron.zero_bubble.planner.problem import Problem
+from megatron.zero_bubble.schedule import Infeasible, OpKind, Placement, ScheduleError, StageCosts, simulate
+from megatron.zero_bubble.schedule.default_costs import default_costs
+from megatron.zero_bubble.schedule.recomputation import Recompute
+from tests.planner.planning import checked, wild_costs
+
+NAMED = ("interleaved-1f1b", "interleaved-zb")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.integers(1, 4), st.integers(1, 9), st.integers(2, 4), st.booleans(), st.booleans())
+def test_no_named_schedule_that_fits_is_better(data, p, m, v, overlap, interlocks):
+    """Plans are compared by what an iteration takes: the longest span if iterations interlock, else the makespan."""
+    costs = data.draw(wild_costs(p * v))
+    limits = [data.draw(st.integers(1, 8 * p)) for _ in range(p)]
+    options = {"overlap_communication": overlap}
+    named = []
+    for name in NAMED:
+        try:
+            named.append(
+                simulate(generate(name, p, m, num_chunks=v, costs=costs, memory_limit=limits), costs, **options)
+            )
+        except ScheduleError:  # it does not fit, or megatron-core has none for so many microbatches
+            continue
+    try:
+        limited = {"memory_limit": limits, "post_validation": interlocks}
+        planned = generate("auto", p, m, num_chunks=v, costs=costs, **limited, **options)
+    except Infeasible:
+        assert not named
+        return
+    checked(planned, costs)
+    timeline = simulate(planned, costs, **options)
+    assert all(peak <= limit * (1 + 1e-9) for peak, limit in zip(timeline.peak_memory, limits, strict=True))
+    times = [one.cost if interlocks else one.makespan for one in (timeline, *named)]
+    assert times[0] <= min(times) * (1 + 1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data(), st.integers(1, 4), st.integers(1, 6), st.integers(2, 3), st.booleans(), st.booleans())
+def test_the_planner_knows_what_its_plans_cost(data, p, m, v, overlap, takes_makespan):
+    placement = Placement("interleaved", p, v)
+    costs = data.draw(wild_costs(placement.num_stages))
+    problem = Problem(placement, m, costs, (1000,) * p, overlap, takes_makespan=takes_makespan)
+    plan = plan_chunks(problem, None)
+    assert plan is not None
+    timeline = simulate(problem.schedule("planned", plan.orders), costs, overlap_communication=overlap)
+    assert plan.cost == (timeline.makespan if takes_makespan else timeline.cost)
+    assert plan.cost >= problem.bound
+
+
+@pytest.mark.parametrize("v", [2, 3])
+@pytest.mark.parametrize("m", [1, 3, 5, 8])
+@pytest.mark.parametrize("recompute", Recompute)
+def test_any_number_of_microbatches_is_planned_in_any_memory(v, m, recompute):
+    """megatron-core's interleaved schedule needs a multiple of the ranks."""
+    costs = default_costs(Placement("interleaved", 4, v), recompute)
+    with pytest.raises(Infeasible, match="rank 0 needs at least") as error:
+        generate("auto", 4, m, num_chunks=v, costs=costs, memory_limit=0.1, recompute=recompute)
+    for limit in (error.value.smallest_limit, 4, 100):
+        checked(generate("auto", 4, m, num_chunks=v, costs=costs, memory_limit=limit, recompute=recompute), costs)
+
+
+def forwards(schedule, rank):
+    return [op for op in schedule.ops[rank] if op.kind is OpKind.F]
+
+
+@pytest.mark.parametrize("group_size", [4, 6])
+def test_forwards_keep_the_order_of_given_groups_where_that_fits(group_size):
+    """In the order of megatron-core's groups dropout draws the numbers that it draws there."""
+    costs = StageCosts.uniform(8, 1, 1, 0.7, 0.5, 0.5, -0.25, -0.25)
+    options = {"num_chunks": 2, "costs": costs, "group_size": group_size}
+    named = generate("interleaved-1f1b", 4, 12, num_chunks=2, group_size=group_size)
+    for limit in (5.5, 20):
+        planned = generate("auto", 4, 12, memory_limit=limit, **options)
+        assert [forwards(planned, rank) for rank in range(4)] == [forwards(named, rank) for rank in range(4)]
+    planned, free = (
+        generate("auto", 4, 12, memory_limit=2, **{**options, **other}) for other in ({}, {"group_size": None})
+    )
+    assert planned == free
