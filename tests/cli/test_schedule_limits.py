@@ -50,7 +50,7 @@ BAD = {
     "simulate --schedule zb-h1 {size} --costs {tmp}/huge.json": "time_f must be numbers from 1e-50 to 1e+50, got 1000",
     "simulate --schedule 1f1b --pipeline-size 100000 --num-microbatches 8": "100000 pipeline ranks with 1 model chunks",
     "simulate --schedule 1f1b --pipeline-size 4 --num-microbatches 1000000000": "333333 are the most",
-    "simulate --schedule interleaved-zb {size} --num-chunks 1000000000": "4096 stages are the most",
+    "simulate --schedule interleaved-zb {size} --num-chunks 1000000000": "--num-chunks: must be at most 64, got 1000",
     "simulate --schedule zb-h1 {size} --post-validation --steps 1000000000": "8000000000 microbatches on 4 stages",
     "draw --schedule zb-h1 {size} --width 1000000000 --output {tmp}/new.svg": "--width: must be at most 16000",
     "simulate --schedule zb-h1 {size} --time-comm -1": "--time-comm: must not be below 0, got -1",

@@ -228,7 +228,7 @@ def test_planned_recomputation_in_a_v_fits_and_is_never_worse(data, p, m):
 
 
 @pytest.mark.exhaustive  # the same on larger pipelines
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data(), st.sampled_from(["auto", "zb-v"]), st.integers(2, 6), st.integers(1, 16), st.booleans())
 def test_planned_recomputation_of_larger_pipelines(data, name, p, m, overlap):
     chunks = 2 if name == "zb-v" else 1

@@ -43,12 +43,15 @@ class ChosenLayout:
             a layout that was not planned with costs.
         megatrons: the time that megatron-core's own schedule was predicted to take on Megatron's split; None if the
             layout is that split, or that is not known.
+        is_megatrons_split: whether the layout is the one that Megatron's flags give. Its limit is then a multiple of the
+            measured memory of 1F1B, so that 1F1B's order always fits.
     """
 
     flags: Mapping[str, Any]
     costs: StageCosts | None = None
     limits: tuple[float, ...] | None = None
     megatrons: MegatronsTime | None = None
+    is_megatrons_split: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,10 +64,16 @@ class LayoutChoice:
     model: ModelCosts
 
     @property
+    def is_megatrons_split(self) -> bool:
+        """Whether the chosen layout is the one that Megatron's flags give."""
+        usual = self.plan.request.usual
+        return usual is not None and replace(self.plan.layout, recompute=usual.recompute) == usual
+
+    @property
     def megatrons_time(self) -> MegatronsTime | None:
         """The time of megatron-core's own schedule on Megatron's split; None if that does not fit, or is chosen."""
         own = [plan for plan in self.megatrons if plan.request.schedule != self.plan.request.schedule]
-        if not own or own[0].layout == self.plan.layout:
+        if not own or self.is_megatrons_split:
             return None
         return MegatronsTime(own[0].time, total_work(self.plan.timeline.costs))
 

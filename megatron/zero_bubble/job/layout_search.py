@@ -34,6 +34,7 @@ def new_choice(job: JobSettings, costs: ModelCosts, padded_vocab_size: int) -> C
             plan.timeline.costs,
             plan.request.limits,
             choice.megatrons_time,
+            choice.is_megatrons_split,
         )
         for line in layout_lines(choice, chosen.flags):
             print(line, flush=True)

@@ -120,7 +120,8 @@ def with_layout(job: JobSettings, choice: ChosenLayout, environment: Mapping[str
         profile = None
     planning = planning_options(settings.flags, settings.placement, knows_costs=True, profile=profile)
     if planning is not None:
-        planning = replace(planning, limits=choice.limits, megatrons=choice.megatrons)
+        limits = None if choice.is_megatrons_split else choice.limits
+        planning = replace(planning, limits=limits, megatrons=choice.megatrons)
     plan = settings.plan.requesting(costs=choice.costs, memory_limit=choice.limits)
     return replace(settings, plan=plan, planning=planning)
 

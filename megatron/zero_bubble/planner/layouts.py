@@ -29,7 +29,7 @@ SHARDING_GAIN = 1.03
 """How many times as fast a layout with vocabulary shards has to be, because collectives also take processor time."""
 PROMISING = 1.05
 """A layout is planned with more effort if its plan takes at most this much longer than the best one."""
-ROUNDS = ((4, 10), (2, 1))
+ROUNDS = ((4, 10), (1, 1))
 """How many of the best layouts are planned in each round, and the part of the full effort that is spent on each."""
 MOVED = 4
 """So many of the best plans are tried with other partitions."""
@@ -175,12 +175,12 @@ class _Search:
         return min((plan.time for plan in self.plans.values()), default=inf)
 
     def best(self, count: int) -> list[Plan]:
-        """The best plans, one of each combination, of so many combinations, as far as they are promising."""
+        """The best plans, one of each placement and place of the vocabulary, as far as they are promising."""
         longest = self.best_time * PROMISING
-        best: dict[Layout, Plan] = {}
-        for plan in sorted(self.plans.values(), key=lambda plan: plan.time):
+        best: dict[tuple[Placement, bool], Plan] = {}
+        for plan in sorted(self.plans.values(), key=lambda plan: (plan.time, plan.layout.complexity)):
             if plan.time <= longest:
-                best.setdefault(replace(plan.layout, partition=()), plan)
+                best.setdefault((plan.layout.placement, plan.layout.vocabulary_parallel), plan)
         return list(best.values())[:count]
 
     def try_plan(self, layout: Layout, effort: int) -> Plan | None:
