@@ -43,7 +43,7 @@ class ChosenLayout:
             a layout that was not planned with costs.
         megatrons: the time that megatron-core's own schedule was predicted to take on Megatron's split; None if the
             layout is that split, or that is not known.
-        is_megatrons_split: whether the layout is the one that Megatron's flags give. Its limit is then a multiple of the
+        is_megatrons_split: whether the layout is the one that Megatron's flags give. Its memory limit follows from the
             measured memory of 1F1B, so that 1F1B's order always fits.
     """
 
