@@ -11,7 +11,7 @@ import importlib
 import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from datetime import timedelta
@@ -41,6 +41,9 @@ from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts
 
 SECONDS = 2.0
 """Default time for building all units and all passes through them."""
+_ROUNDS, _CALLS, _PRODUCTS = 7, 4, 2
+"""Rounds in which communication beside a computation is measured, its calls in a round, and matrix products beside one.
+"""
 _MOST_PASSES = 15
 """Most passes through a unit that are timed."""
 
@@ -75,7 +78,9 @@ def measure_model(
     dist.all_gather_object(everyone, measured)
     embedding, *of_layers, output = (_median(replicas) for replicas in zip(*everyone, strict=True))
     message = _measure_message(communicator, models.message, timeout)
-    return ModelCosts(embedding, tuple(of_layers[kind] for kind in kinds), output, message)
+    layers = tuple(of_layers[kind] for kind in kinds)
+    exchange, collective = (_measure_beside_compute(models.message, kind) for kind in (_exchange, _collective))
+    return ModelCosts(embedding, layers, output, message, time_exchange=exchange, time_collective=collective)
 
 
 def count_states(models: UnitModels, kinds: Sequence[int]) -> list[float]:
@@ -111,6 +116,60 @@ def _measure_message(communicator: type[ChannelCommunicator], spec: TensorSpec, 
         channels.close()
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return slowest.item()
+
+
+def _exchange(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
+    """Send a message to the next rank and receive one from the rank before, in a circle."""
+    size, rank = group.size(), group.rank()
+    after, before = (dist.get_global_rank(group, (rank + step) % size) for step in (1, -1))
+    ops = [
+        dist.P2POp(dist.isend, tensor, after, group),
+        dist.P2POp(dist.irecv, torch.empty_like(tensor), before, group),
+    ]
+    return list(dist.batch_isend_irecv(ops))
+
+
+def _collective(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
+    work = dist.all_reduce(tensor, group=group, async_op=True)
+    assert work is not None
+    return [work]
+
+
+def _measure_beside_compute(
+    spec: TensorSpec, communicate: Callable[[torch.Tensor, dist.ProcessGroup], list[dist.Work]]
+) -> float:
+    """Measure how much longer a computation takes beside communication; a collective call of the whole job.
+
+    Messages and collectives run beside the computation, but take processor time, or cores of the device, from it. All
+    ranks compute and communicate at the same time, as in a training.
+
+    Returns:
+        Milliseconds for one call of `communicate`, the median over rounds and ranks.
+    """
+    group = parallel_state.get_pipeline_model_parallel_group()
+    if group.size() == 1:
+        return 0.0
+    tensor = torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
+    matrix = torch.zeros(512, 512, dtype=spec.dtype, device=spec.device)
+
+    def milliseconds(*, communicates: bool) -> float:
+        dist.barrier(group)
+        begin = time.perf_counter()
+        for _ in range(_CALLS):
+            works = communicate(tensor, group) if communicates else []
+            for _ in range(_PRODUCTS):
+                torch.mm(matrix, matrix)
+            for work in works:
+                work.wait()
+        if spec.device.type == "cuda":
+            torch.cuda.synchronize()
+        return (time.perf_counter() - begin) * 1e3 / _CALLS
+
+    milliseconds(communicates=True)
+    rounds = [milliseconds(communicates=True) - milliseconds(communicates=False) for _ in range(_ROUNDS)]
+    everyone = [0.0] * dist.get_world_size()
+    dist.all_gather_object(everyone, statistics.median(rounds))
+    return max(0.0, statistics.median(everyone))
 
 
 def _median(measured: Sequence[UnitCosts]) -> UnitCosts:

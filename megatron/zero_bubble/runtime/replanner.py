@@ -198,10 +198,14 @@ class Replanner:
             ) from error
         self._planned_for.add(num_microbatches)
         schedule = plan.schedule(num_microbatches)
-        prediction = Prediction(profile, schedule, plan.recompute, self._options.megatrons)
-        self._report(Report(prediction, self._plan.adapts, limit, self._step))
+        self._report(Report(self.predict(schedule), self._plan.adapts, limit, self._step))
         # A plan that does not adapt goes on, but no longer with the schedule that measured the recomputations.
         return plan if self._plan.adapts or self._plan.recompute is not Recompute.NONE else None
+
+    def predict(self, schedule: Schedule) -> Prediction:
+        """Predict what a schedule takes at the measured costs."""
+        assert self._profile is not None
+        return Prediction(self._profile, schedule, self._plan.recompute, self._options.megatrons)
 
     def _look_for_drift(self, step: int, num_microbatches: int) -> RunSchedules | None:
         """Measure the times again and plan again if they have changed by more than the threshold.

@@ -104,10 +104,10 @@ class RunningPlan:
 
     def prediction(self, num_microbatches: int) -> Prediction | None:
         """Return what the present schedule takes, simulated at measured costs; None before there are any."""
-        if self.profile is None:
+        if self._replanner is None or self.profile is None:
             return None
         prediction = self._predictions.get(num_microbatches)
         if prediction is None or prediction.profile is not self.profile:
-            prediction = Prediction(self.profile, self.schedule(num_microbatches), self.plan.recompute)
+            prediction = self._replanner.predict(self.schedule(num_microbatches))
             self._predictions[num_microbatches] = prediction
         return prediction

@@ -10,6 +10,9 @@ from megatron.zero_bubble.schedule.costs import SHARD_TIMES, SMALLEST, StageCost
 from megatron.zero_bubble.schedule.errors import ScheduleError
 from megatron.zero_bubble.schedule.ir import Placement
 
+COLLECTIVES_OF = {"time_e": 1.5, "time_s": 2, "time_t": 0.5, "time_ew": 1}
+"""Collectives around each operation on a vocabulary shard; one with a number a token, or none at all, counts half."""
+
 Partition = tuple[int, ...]
 """Layers of every stage, in model order. The embedding is in the first stage, the output in the last."""
 
@@ -38,10 +41,12 @@ class ModelCosts:
     """Costs of a model's units in model order, from which those of any stages follow.
 
     `output` has everything after the layers: the layers of multi-token prediction, the final norm, the output layer
-    and the loss. `time_comm` is the time of one message between two ranks. With `ties_output` the output layer has the
-    embedding's weight, of which there are two copies. `shard` is set where both are spread over all ranks: it has the
-    costs of `StageCosts` for the vocabulary shard of each rank, and `shard_state` the memory of its states; `embedding`
-    and `output` then cost nothing.
+    and the loss. `time_comm` is the time of one message between two ranks. `time_exchange` is the time that sending a
+    message and receiving another one takes from a rank that computes meanwhile, and `time_collective` that of a
+    collective of all ranks with as much data; both are added to the operations that they belong to. With
+    `ties_output` the output layer has the embedding's weight, of which there are two copies. `shard` is set where both
+    are spread over all ranks: it has the costs of `StageCosts` for the vocabulary shard of each rank, and `shard_state`
+    the memory of its states; `embedding` and `output` then cost nothing.
     """
 
     embedding: UnitCosts
@@ -51,6 +56,8 @@ class ModelCosts:
     ties_output: bool = False
     shard: Mapping[str, float] | None = None
     shard_state: float = 0
+    time_exchange: float = 0
+    time_collective: float = 0
 
     def vocabulary_parallel(self, num_ranks: int) -> ModelCosts:
         """The costs of the same model with embedding and output layer in equal parts on all ranks.
@@ -72,7 +79,10 @@ class ModelCosts:
             self,
             embedding=NOTHING,
             output=NOTHING,
-            shard={name: cost / num_ranks for name, cost in shard.items()},
+            shard={
+                name: cost / num_ranks + self.time_collective * COLLECTIVES_OF.get(name, 0)
+                for name, cost in shard.items()
+            },
             shard_state=states / num_ranks,
         )
 
@@ -109,6 +119,10 @@ class ModelCosts:
             # A stage with the embedding alone computes next to nothing, but a cost must be above zero.
             per_stage[name] = tuple(max(SMALLEST, time) for time in per_stage[name])
         ranks = [placement.rank_of(stage) for stage in range(placement.num_stages)]
+        for name in ("time_f", "time_b"):
+            exchanged = [self.time_exchange / 2 * (here != there) for here, there in pairwise(ranks)]
+            ends = zip(per_stage[name], [0, *exchanged], [*exchanged, 0], strict=True)
+            per_stage[name] = tuple(map(sum, ends))
         comm = tuple(0.0 if here == there else self.time_comm for here, there in pairwise(ranks))
         costs = StageCosts(time_comm=comm, **per_stage)
         return costs if self.shard is None else costs.with_shards(placement, self.shard)

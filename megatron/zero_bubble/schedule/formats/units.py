@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 from megatron.zero_bubble.schedule.errors import ScheduleError
 from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts
 
 _NAMES = tuple(field.name for field in fields(UnitCosts))
+_MEASURED = ("time_exchange", "time_collective")
+"""Fields of `ModelCosts` that a job measures, and that are zeros by default."""
 _MAY_BE_NEGATIVE = ("memory_b", "memory_w")
 _LARGEST = 1e20
 
@@ -20,6 +22,7 @@ def units_to_json(model: ModelCosts) -> str:
     """One object with the costs of the embedding, of every layer and of the output; see `units_from_json`."""
     units = {"embedding": asdict(model.embedding), "layers": list(map(asdict, model.layers))}
     others = {"output": asdict(model.output), "time_comm": model.time_comm, "ties_output": model.ties_output}
+    others |= {name: getattr(model, name) for name in _MEASURED if getattr(model, name)}
     return json.dumps({**units, **others}, indent=1) + "\n"
 
 
@@ -39,7 +42,7 @@ def units_from_json(text: str) -> ModelCosts:
         raise ScheduleError(f"costs of units are JSON: {error}") from None
     if not isinstance(document, dict):
         raise ScheduleError("costs of units are an object with embedding, layers and output")
-    unknown = sorted(document.keys() - {"embedding", "layers", "output", "time_comm", "ties_output"})
+    unknown = sorted(document.keys() - {"embedding", "layers", "output", "time_comm", "ties_output", *_MEASURED})
     if unknown:
         raise ScheduleError(f"costs of units have no entry {unknown[0]!r}")
     for name in ("embedding", "layers", "output"):
@@ -51,13 +54,15 @@ def units_from_json(text: str) -> ModelCosts:
     tied = document.get("ties_output", False)
     if not isinstance(tied, bool):
         raise ScheduleError(f"'ties_output' is true or false, got {json.dumps(tied)[:40]}")
-    return ModelCosts(
+    costs = ModelCosts(
         _unit("embedding", document["embedding"]),
         tuple(_unit(f"layer {number}", layer, is_layer=True) for number, layer in enumerate(layers)),
         _unit("output", document["output"]),
         _number("time_comm", document.get("time_comm", 0)),
         tied,
     )
+    measured = {name: _number(name, document.get(name, 0)) for name in _MEASURED}
+    return replace(costs, time_exchange=measured["time_exchange"], time_collective=measured["time_collective"])
 
 
 def _unit(where: str, entry: Any, *, is_layer: bool = False) -> UnitCosts:
