@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,8 @@ def planned(capsys: pytest.CaptureFixture[str], *flags: str) -> dict:
 
 def test_the_file_holds_exactly_the_costs() -> None:
     assert units_from_json(units_to_json(MODEL)) == MODEL
+    measured = replace(MODEL, time_exchange=0.1, time_collective=0.2, time_between=0.01, spread=0.1)
+    assert units_from_json(units_to_json(measured)) == measured
 
 
 def test_the_chosen_layout_comes_first_and_is_hardly_slower_than_any(costs, capsys):

@@ -1,6 +1,7 @@
 """Costs of stages from those of a model's units."""
 
 from dataclasses import replace
+from operator import sub
 
 import pytest
 
@@ -80,3 +81,22 @@ def test_a_tied_weight_is_kept_once_if_it_is_spread() -> None:
     tied = replace(MODEL, ties_output=True)
     assert tied.states((3, 3), Placement("linear", 2)) == (130, 230)
     assert tied.vocabulary_parallel(2).states((3, 3), Placement("linear", 2)) == (80, 80)
+
+
+def test_messages_take_time_from_the_stages_at_both_ends() -> None:
+    """Half of an exchange for a message: stages in the middle send one and receive one."""
+    placement = Placement("v", 2, 2)
+    without = MODEL.of_stages((1, 2, 2, 1), placement)
+    costs = replace(MODEL, time_exchange=0.4).of_stages((1, 2, 2, 1), placement)
+    for name in ("time_f", "time_b"):
+        added = map(sub, getattr(costs, name), getattr(without, name))
+        assert list(added) == pytest.approx([0.2, 0.2, 0.2, 0.2]), "stages 1 and 2 are on one rank"
+    assert costs.time_w == without.time_w
+
+
+def test_collectives_take_time_from_the_operations_on_shards() -> None:
+    without, costs = (model.vocabulary_parallel(2).shard for model in (MODEL, replace(MODEL, time_collective=1)))
+    assert without is not None
+    assert costs is not None
+    added = {name: costs[name] - without[name] for name in costs if name.startswith("time")}
+    assert added == pytest.approx({"time_e": 1.5, "time_s": 2, "time_t": 0.5, "time_ew": 1})

@@ -37,6 +37,7 @@ from megatron.zero_bubble.planner import (
     plan_layout,
     search_layouts,
 )
+from megatron.zero_bubble.planner.layouts import with_slowdown
 from megatron.zero_bubble.planner.megatrons_split import as_megatron_runs, capacity_of_multiple, megatrons_layout
 from megatron.zero_bubble.planner.memory_limit import MemoryLimit
 from megatron.zero_bubble.planner.request import MOST_CHUNKS
@@ -162,9 +163,10 @@ def request_of(flags: PlanFlags) -> tuple[PlanRequest, Layout]:
 
 def _on_megatrons_split(request: PlanRequest, usual: Layout) -> Iterator[Plan]:
     """Yield Megatron's split with the planned schedule and with megatron-core's own, where they fit."""
-    for plan in (plan_layout, as_megatron_runs):
-        with suppress(ScheduleError):
-            yield plan(request, usual)
+    with suppress(ScheduleError):
+        yield with_slowdown(plan_layout(request, usual), request.model)
+    with suppress(ScheduleError):
+        yield as_megatron_runs(request, usual)
 
 
 class _Progress:

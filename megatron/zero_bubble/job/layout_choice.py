@@ -13,7 +13,7 @@ from megatron.zero_bubble.job.flags import limit_flag
 from megatron.zero_bubble.job.job_flags import RECOMPUTATION, JobFlags
 from megatron.zero_bubble.job.layers import partition_sources
 from megatron.zero_bubble.job.sharding import may_spread
-from megatron.zero_bubble.planner.layouts import Plan, all_placements, plan_layout, search_layouts
+from megatron.zero_bubble.planner.layouts import Plan, all_placements, plan_layout, search_layouts, with_slowdown
 from megatron.zero_bubble.planner.megatrons_split import as_megatron_runs, capacity_of_multiple, megatrons_layout
 from megatron.zero_bubble.planner.prediction import MegatronsTime, total_work
 from megatron.zero_bubble.planner.registry import placement_for
@@ -126,9 +126,10 @@ def choose_layout(
 
 def _on_megatrons_split(request: PlanRequest, layout: Layout) -> Iterator[Plan]:
     """The plans, where they fit, of the job's schedule and of megatron-core's own."""
-    for plan in (plan_layout, as_megatron_runs):
-        with suppress(ScheduleError):
-            yield plan(request, layout)
+    with suppress(ScheduleError):
+        yield with_slowdown(plan_layout(request, layout), request.model)
+    with suppress(ScheduleError):
+        yield as_megatron_runs(request, layout)
 
 
 def saved_choice(saved: Namespace, flags: JobFlags) -> ChosenLayout | None:

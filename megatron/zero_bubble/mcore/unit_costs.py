@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from dataclasses import fields
 from datetime import timedelta
 from importlib.util import find_spec
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -74,13 +75,27 @@ def measure_model(
         for index in range(len(units)):
             share = (end - time.perf_counter()) / (len(units) - index)
             measured.append(_measure_unit(models, units, index, share))
-    everyone: list[list[UnitCosts]] = [measured] * dist.get_world_size()
+    everyone: list[list[MeasuredUnit]] = [measured] * dist.get_world_size()
     dist.all_gather_object(everyone, measured)
-    embedding, *of_layers, output = (_median(replicas) for replicas in zip(*everyone, strict=True))
+    embedding, *of_layers, output = (
+        _median([one.costs for one in replicas]) for replicas in zip(*everyone, strict=True)
+    )
+    one_layer = [measured for replicas in everyone for measured in replicas[1:-1]]
+    spread = statistics.median(measured.spread for measured in one_layer)
+    between = statistics.median(measured.time_between for measured in one_layer)
     message = _measure_message(communicator, models.message, timeout)
     layers = tuple(of_layers[kind] for kind in kinds)
     exchange, collective = (_measure_beside_compute(models.message, kind) for kind in (_exchange, _collective))
-    return ModelCosts(embedding, layers, output, message, time_exchange=exchange, time_collective=collective)
+    return ModelCosts(
+        embedding,
+        layers,
+        output,
+        message,
+        time_exchange=exchange,
+        time_collective=collective,
+        time_between=between,
+        spread=spread,
+    )
 
 
 def count_states(models: UnitModels, kinds: Sequence[int]) -> list[float]:
@@ -202,7 +217,17 @@ def _losses_of_experts() -> dict[str, Any]:
     return importlib.import_module(f"{moe_utils.__package__}.moe_logging").get_moe_metrics_tracker().metrics
 
 
-def _measure_unit(models: UnitModels, units: Sequence[Unit], index: int, seconds: float) -> UnitCosts:
+class MeasuredUnit(NamedTuple):
+    """The costs of a unit, and how its operations ran."""
+
+    costs: UnitCosts
+    spread: float
+    """Largest relative spread of a duration: half the interquartile range over the median."""
+    time_between: float
+    """Median milliseconds from the end of an operation to the start of the next one."""
+
+
+def _measure_unit(models: UnitModels, units: Sequence[Unit], index: int, seconds: float) -> MeasuredUnit:
     """Measure one unit on this rank; a collective call, because ranks that share a unit must pass it equally often."""
     end = time.perf_counter() + seconds
     unit_run = _UnitRun(models, units, index)
@@ -246,6 +271,8 @@ class _UnitRun:
         self._placement = Placement("linear", len(units))
         self._executor = Executor(lower(generate("zb-h1", len(units), 1)), index, MadeUpNeighbours(), self._store)
         self._profiler = Profiler(self._placement, index)
+        self._gaps: list[float] = []
+        """Milliseconds between two operations."""
         self._device = next(self._model.parameters()).device
         self._config = get_model_config(self._model)
         self._config.no_sync_func = self._model.no_sync
@@ -255,7 +282,9 @@ class _UnitRun:
             device_clock(self._device), memory_meter(self._device, self._store) if with_memory else None
         )
         self.run(recorder)
-        self._profiler.add(recorder.take())
+        ops = recorder.take()
+        self._profiler.add(ops)
+        self._gaps += [(after.start - before.end) * 1e3 for before, after in pairwise(ops)]
 
     def run(self, recorder: OpRecorder | None = None) -> None:
         """Run F, B and W of one microbatch. It is the first of two, because DDP reduces gradients with the last one."""
@@ -275,14 +304,14 @@ class _UnitRun:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
 
-    def costs(self) -> UnitCosts:
+    def costs(self) -> MeasuredUnit:
         """Return the medians of all measured passes."""
         [measured] = self._profiler.costs()
         times = measured.times
         kept, waiting = measured.memory[OpKind.F], measured.memory[OpKind.F] + measured.memory[OpKind.B]
         is_layer = self._unit.layer is not None
         input_bytes = math.prod(self._models.message.shape) * self._models.message.dtype.itemsize
-        return UnitCosts(
+        costs = UnitCosts(
             time_f=times[OpKind.F],
             time_b=times[OpKind.B],
             time_w=times[OpKind.W],
@@ -294,6 +323,7 @@ class _UnitRun:
             memory_r=max(0.0, kept - input_bytes) if is_layer else 0.0,
             state=self.state_bytes(),
         )
+        return MeasuredUnit(costs, measured.noise, max(0.0, statistics.median(self._gaps)))
 
     def close(self) -> None:
         """Take the model out of DDP, so that it is freed.

@@ -10,6 +10,7 @@ from math import inf
 from operator import add, itemgetter
 
 from megatron.zero_bubble.planner.bounds import lower_bounds
+from megatron.zero_bubble.planner.expected_time import slowdown
 from megatron.zero_bubble.planner.generate import schedule_of
 from megatron.zero_bubble.planner.partitions import Balance, balanced_partition, neighbours
 from megatron.zero_bubble.planner.request import Layout, PlanRequest
@@ -31,6 +32,8 @@ PROMISING = 1.05
 """A layout is planned with more effort if its plan takes at most this much longer than the best one."""
 ROUNDS = ((4, 10), (1, 1))
 """How many of the best layouts are planned in each round, and the part of the full effort that is spent on each."""
+COMPARED = 1.5
+"""Plans that take at most so much longer than the best are compared with durations that vary."""
 MOVED = 4
 """So many of the best plans are tried with other partitions."""
 WORTH_RECOMPUTING = 1.01
@@ -50,6 +53,7 @@ class Plan:
     Attributes:
         request: what was planned: the request of this layout alone, with the costs of its stages.
         states: rank -> memory of parameters, gradients and optimizer states.
+        slowdown: how many times as long as simulated it is expected to take, because durations vary.
         others: the best plans of other layouts, from the shortest to the longest.
     """
 
@@ -57,6 +61,7 @@ class Plan:
     layout: Layout
     timeline: Timeline
     states: tuple[float, ...]
+    slowdown: float = 1.0
     others: tuple[Plan, ...] = ()
 
     @property
@@ -65,7 +70,7 @@ class Plan:
 
         With post-validation steps follow each other closely, so that the longest span of a rank counts.
         """
-        return self.timeline.cost if self.request.post_validation else self.timeline.makespan
+        return self.slowdown * (self.timeline.cost if self.request.post_validation else self.timeline.makespan)
 
     @cached_property
     def memory(self) -> float:
@@ -99,6 +104,11 @@ def plan_layout(request: PlanRequest, layout: Layout) -> Plan:
     )
     timeline = simulate(schedule_of(fixed), fixed.stage_costs, overlap_communication=request.overlap_communication)
     return Plan(fixed, layout, timeline, states)
+
+
+def with_slowdown(plan: Plan, model: ModelCosts) -> Plan:
+    """The plan with the time that it is expected to take where durations vary as those of the model's units do."""
+    return replace(plan, slowdown=slowdown(plan.timeline, model.spread, model.time_between))
 
 
 def _model_of(request: PlanRequest, layout: Layout) -> ModelCosts:
@@ -151,7 +161,7 @@ def search_layouts(request: PlanRequest, report: Callable[[str], None] = lambda 
     for num_best, divisor in ROUNDS:
         for plan in search.best(num_best):
             search.try_plan(plan.layout, request.effort // divisor)
-    plans = list(search.plans.values())
+    plans = search.expected()
     if len(request.recomputes) > 1:
         plans = list(map(_named_after_schedule, plans))
     chosen, *others = _in_order(plans, request.usual)
@@ -264,6 +274,17 @@ class _Search:
         """Plan with full effort the layouts for which little effort found nothing that fits."""
         for layout in [layout for layout in self._efforts if layout not in self.plans]:
             self.try_plan(layout, self.request.effort)
+
+    def expected(self) -> list[Plan]:
+        """All plans; the best of each combination, and the usual one, with what varying durations cost them."""
+        best: dict[Layout, Plan] = {}
+        for plan in sorted(self.plans.values(), key=lambda plan: plan.time):
+            best.setdefault(replace(plan.layout, partition=()), plan)
+        candidates = [*best.values(), *(plan for plan in self.plans.values() if plan.layout == self.request.usual)]
+        longest = self.best_time * COMPARED
+        if self.request.model.spread <= 0 and self.request.model.time_between <= 0:
+            return list(self.plans.values())
+        return [with_slowdown(plan, self.request.model) for plan in candidates if plan.time <= longest]
 
     def move_layers(self, plan: Plan) -> None:
         """Plan, with little effort, partitions in which single layers have moved, while that makes the plan shorter."""

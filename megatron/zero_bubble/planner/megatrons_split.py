@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron.zero_bubble.planner.layouts import Plan, plan_layout
+from megatron.zero_bubble.planner.layouts import Plan, plan_layout, with_slowdown
 from megatron.zero_bubble.planner.prediction import as_megatron_recomputes
 from megatron.zero_bubble.planner.request import Layout, PlanRequest
 from megatron.zero_bubble.schedule.ir import Placement
@@ -33,7 +33,7 @@ def as_megatron_runs(request: PlanRequest, layout: Layout) -> Plan:
         ScheduleError: it has none for so many microbatches, or (as `Infeasible`) it does not fit.
     """
     plan = _own(request, layout)
-    return replace(plan, timeline=as_megatron_recomputes(plan.timeline))
+    return with_slowdown(replace(plan, timeline=as_megatron_recomputes(plan.timeline)), request.model)
 
 
 def _own(request: PlanRequest, layout: Layout) -> Plan:

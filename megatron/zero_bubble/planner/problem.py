@@ -16,7 +16,7 @@ from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import Infeasible
 from megatron.zero_bubble.schedule.graph import collective_time
 from megatron.zero_bubble.schedule.ir import Op, Placement, Schedule
-from megatron.zero_bubble.schedule.kinds import OpKind
+from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 LONG = 30_000
@@ -393,16 +393,20 @@ class Problem:
             counts[kept] += 1
 
     def orders(self, schedule: Schedule) -> list[Order]:
-        """A schedule without communication as orders."""
+        """A schedule without communication as orders; both gradients in one operation become B and W."""
         codes, orders = self.codes, []
         first = dict(zip(codes.kinds[:4] + codes.kinds[5:], codes[:4] + codes[5:-1], strict=True))
         for rank, ops in enumerate(schedule.ops):
             stages = self.stages_of[rank]
             dropped = {(op.microbatch, op.chunk) for op in ops if op.kind is OpKind.R}
-            order = [first[op.kind] + (stages[op.chunk] if op.kind is not OpKind.L else 0) for op in ops]
-            for position, op in enumerate(ops):
-                if op.kind is OpKind.F and (op.microbatch, op.chunk) in dropped:
-                    order[position] += codes.drop
+            order = []
+            for kind, microbatch, chunk in ops:
+                if kind is OpKind.F and (microbatch, chunk) in dropped:
+                    order.append(codes.drop + stages[chunk])
+                elif kind is OpKind.L:
+                    order.append(codes.loss)
+                else:
+                    order += [first[result] + stages[chunk] for result in KINDS[kind].makes]
             orders.append(order)
         return orders
 

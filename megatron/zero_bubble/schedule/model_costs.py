@@ -43,10 +43,11 @@ class ModelCosts:
     `output` has everything after the layers: the layers of multi-token prediction, the final norm, the output layer
     and the loss. `time_comm` is the time of one message between two ranks. `time_exchange` is the time that sending a
     message and receiving another one takes from a rank that computes meanwhile, and `time_collective` that of a
-    collective of all ranks with as much data; both are added to the operations that they belong to. With
-    `ties_output` the output layer has the embedding's weight, of which there are two copies. `shard` is set where both
-    are spread over all ranks: it has the costs of `StageCosts` for the vocabulary shard of each rank, and `shard_state`
-    the memory of its states; `embedding` and `output` then cost nothing.
+    collective of all ranks with as much data; both are added to the operations that they belong to. `time_between` is
+    the time between two operations of a rank, and `spread` half the interquartile range of a duration over its median:
+    by both layouts are compared. With `ties_output` the output layer has the embedding's weight, of which there are two
+    copies. `shard` is set where both are spread over all ranks: it has the costs of `StageCosts` for the vocabulary
+    shard of each rank, and `shard_state` the memory of its states; `embedding` and `output` then cost nothing.
     """
 
     embedding: UnitCosts
@@ -58,6 +59,8 @@ class ModelCosts:
     shard_state: float = 0
     time_exchange: float = 0
     time_collective: float = 0
+    time_between: float = 0
+    spread: float = 0
 
     def vocabulary_parallel(self, num_ranks: int) -> ModelCosts:
         """The costs of the same model with embedding and output layer in equal parts on all ranks.

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from typing import Any
 
 from megatron.zero_bubble.schedule.errors import ScheduleError
 from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts
 
 _NAMES = tuple(field.name for field in fields(UnitCosts))
-_MEASURED = ("time_exchange", "time_collective")
+_MEASURED = ("time_exchange", "time_collective", "time_between", "spread")
 """Fields of `ModelCosts` that a job measures, and that are zeros by default."""
 _MAY_BE_NEGATIVE = ("memory_b", "memory_w")
 _LARGEST = 1e20
@@ -54,15 +54,15 @@ def units_from_json(text: str) -> ModelCosts:
     tied = document.get("ties_output", False)
     if not isinstance(tied, bool):
         raise ScheduleError(f"'ties_output' is true or false, got {json.dumps(tied)[:40]}")
-    costs = ModelCosts(
+    measured: dict[str, Any] = {name: _number(name, document.get(name, 0)) for name in _MEASURED}
+    return ModelCosts(
         _unit("embedding", document["embedding"]),
         tuple(_unit(f"layer {number}", layer, is_layer=True) for number, layer in enumerate(layers)),
         _unit("output", document["output"]),
         _number("time_comm", document.get("time_comm", 0)),
         tied,
+        **measured,
     )
-    measured = {name: _number(name, document.get(name, 0)) for name in _MEASURED}
-    return replace(costs, time_exchange=measured["time_exchange"], time_collective=measured["time_collective"])
 
 
 def _unit(where: str, entry: Any, *, is_layer: bool = False) -> UnitCosts:

@@ -1,0 +1,52 @@
+"""The time that a plan is expected to take where durations vary: an order without any slack loses most."""
+
+from __future__ import annotations
+
+import random
+from statistics import NormalDist, fmean
+
+from megatron.zero_bubble.planner.critical_paths import Ways
+from megatron.zero_bubble.planner.problem import Problem
+from megatron.zero_bubble.schedule.timeline import Timeline
+
+DRAWS = 6
+"""Simulations with durations drawn at random."""
+_LARGEST_SPREAD = 0.5
+_QUARTILE = NormalDist().inv_cdf(0.75)
+
+
+def slowdown(timeline: Timeline, spread: float, time_between: float) -> float:
+    """How many times as long as simulated a schedule takes, in the mean, if the durations of its operations vary.
+
+    The logarithms of the durations of operations are drawn from a normal distribution, independently of each other.
+
+    Args:
+        timeline: the simulation with the same duration for all operations of one kind and stage.
+        spread: half the interquartile range of a duration over its median.
+        time_between: time between two operations of a rank, which the simulation does not have.
+    """
+    if spread <= 0 and time_between <= 0:
+        return 1.0
+    schedule = timeline.schedule
+    problem = Problem(
+        schedule.placement,
+        schedule.num_microbatches,
+        timeline.costs,
+        (0.0,) * schedule.num_ranks,
+        timeline.overlap_communication,
+        takes_makespan=True,
+    )
+    ways = Ways(problem, problem.orders(schedule))
+    usual = list(ways.duration)
+    sigma = min(spread, _LARGEST_SPREAD) / _QUARTILE
+    ways.evaluate()
+    without, times = ways.cost, []
+    for draw in range(DRAWS):
+        generator = random.Random(draw)
+        ways.duration = [
+            duration and (duration + time_between) * generator.lognormvariate(0, sigma) for duration in usual
+        ]
+        ways.latency = ways.duration
+        ways.evaluate()
+        times.append(ways.cost)
+    return fmean(times) / without
