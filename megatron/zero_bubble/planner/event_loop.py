@@ -177,7 +177,7 @@ class EventLoop(ABC):
             if self.problem.has_shards:
                 self._continue_after_f(code, rank, now, end, events)
         elif code < codes.w:
-            self.wait_for_time(codes.w + code - codes.b, rank)
+            self.offer_weight(codes.w + code - codes.b, rank)
             if code > codes.b:
                 self.arrive(code - 1, end + self.message[code - codes.b - 1], rank, events)
             elif self.problem.has_shards:
@@ -197,7 +197,7 @@ class EventLoop(ABC):
             weights.remove(code)
         self.releasable[rank] += self.allocation[code]
 
-    def wait_for_time(self, code: int, rank: int) -> None:
+    def offer_weight(self, code: int, rank: int) -> None:
         """Note that a weight gradient may run."""
         self.weights[rank].append(code)
         self.releasable[rank] -= self.allocation[code]
@@ -248,7 +248,7 @@ class EventLoop(ABC):
         for code in (codes.t + rank, codes.ew + rank):
             there, moved = arrivals[code], self._moved[code]
             while moved < len(there) and there[moved] <= now:
-                self.wait_for_time(code, rank)
+                self.offer_weight(code, rank)
                 moved += 1
             self._moved[code] = moved
         candidates = [codes.s + rank, codes.e + rank]

@@ -37,10 +37,14 @@ class Layout:
     vocabulary_parallel: bool = False
 
     @property
-    def complexity(self) -> tuple[int, int, int, int]:
-        """What a simpler layout has less of: vocabulary shards, chunks a rank, recomputation, sizes of stages."""
-        sizes = len(set(self.partition))
-        return self.vocabulary_parallel, self.placement.num_chunks, self.recompute is not Recompute.NONE, sizes
+    def complexity(self) -> tuple[int, int, int, int, int]:
+        """What a simpler layout has less of: vocabulary shards, chunks a rank, recomputation, a V, sizes of stages.
+
+        megatron-core's own schedule runs on a linear or an interleaved layout, too, and not on a V.
+        """
+        sizes, is_v = len(set(self.partition)), self.placement.kind == "v"
+        recomputes = self.recompute is not Recompute.NONE
+        return self.vocabulary_parallel, self.placement.num_chunks, recomputes, is_v, sizes
 
 
 @dataclass(frozen=True)
