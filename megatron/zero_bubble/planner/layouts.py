@@ -32,6 +32,9 @@ PROMISING = 1.05
 """A layout is planned with more effort if its plan takes at most this much longer than the best one."""
 ROUNDS = ((4, 10), (1, 1))
 """How many of the best layouts are planned in each round, and the part of the full effort that is spent on each."""
+SMALL = 3000
+"""Up to so many operations of a schedule with two chunks a rank, more layouts are planned in each round."""
+ROUNDS_OF_SMALL = ((12, 20), (3, 4))
 COMPARED = 1.5
 """Plans that take at most so much longer than the best are compared with durations that vary."""
 MOVED = 4
@@ -158,7 +161,7 @@ def search_layouts(request: PlanRequest, report: Callable[[str], None] = lambda 
     if request.partition is None:
         for plan in search.best(MOVED):
             search.move_layers(plan)
-    for num_best, divisor in ROUNDS:
+    for num_best, divisor in ROUNDS_OF_SMALL if search.is_small else ROUNDS:
         for plan in search.best(num_best):
             search.try_plan(plan.layout, request.effort // divisor)
     plans = search.expected()
@@ -180,17 +183,26 @@ class _Search:
         """Layout -> the most effort that it was planned with."""
 
     @property
+    def is_small(self) -> bool:
+        return 6 * self.request.num_ranks * self.request.num_microbatches <= SMALL
+
+    @property
     def best_time(self) -> float:
         """The shortest time of all plans; infinity before there is one."""
         return min((plan.time for plan in self.plans.values()), default=inf)
 
     def best(self, count: int) -> list[Plan]:
-        """The best plans, one of each placement and place of the vocabulary, as far as they are promising."""
-        longest = self.best_time * PROMISING
-        best: dict[tuple[Placement, bool], Plan] = {}
+        """The best plans, as far as they are promising, one of each placement and place of the vocabulary.
+
+        In a small problem it is one of each way to recompute, too.
+        """
+        longest = self.best_time * (PROMISING**2 if self.is_small else PROMISING)
+        best: dict[tuple[Placement, bool, Recompute | None], Plan] = {}
         for plan in sorted(self.plans.values(), key=lambda plan: (plan.time, plan.layout.complexity)):
+            layout = plan.layout
+            kind = (layout.placement, layout.vocabulary_parallel, layout.recompute if self.is_small else None)
             if plan.time <= longest:
-                best.setdefault((plan.layout.placement, plan.layout.vocabulary_parallel), plan)
+                best.setdefault(kind, plan)
         return list(best.values())[:count]
 
     def try_plan(self, layout: Layout, effort: int) -> Plan | None:
