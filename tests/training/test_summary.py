@@ -29,16 +29,19 @@ def test_lines_since_the_plan_count_but_its_own() -> None:
     )
 
 
-@pytest.mark.parametrize(("milliseconds", "is_slower"), [(120, False), (90, True)])
-def test_a_run_slower_than_megatrons_split_names_the_flag_that_keeps_it(milliseconds: float, is_slower: bool) -> None:
+@pytest.mark.parametrize(("times", "is_slower"), [(1.216, False), (1.02, True)])
+def test_a_run_slower_than_megatrons_split_names_the_flag_that_keeps_it(times: float, is_slower: bool) -> None:
+    """The bubble is 10% where 6% was predicted; that operations take longer does not count."""
     summary = RunSummary()
-    predicted = gain(1.216, "1F1B on Megatron's split", milliseconds, has_layout=True)
+    predicted = gain(times, "1F1B on Megatron's split", has_layout=True)
     for iteration in (5, 10):
         summary.record(iteration, 5, 0.1, Idle(0.1, 0.1), FIRST, predicted)
     assert summary.line is not None
-    assert "predicted to be 1.216 times as fast as 1F1B on Megatron's split" in summary.line
-    slower = "that is predicted to take 90.0 ms, less than was measured here: --zero-bubble-keep-layout keeps"
-    assert (slower in summary.line) is is_slower
+    assert f"predicted to be {times:.3f} times as fast as 1F1B on Megatron's split" in summary.line
+    slower = (
+        "; but with the measured bubble it is 0.977 times as fast: --zero-bubble-keep-layout keeps Megatron's split"
+    )
+    assert summary.line.endswith(slower) is is_slower
 
 
 def test_a_new_plan_begins_anew() -> None:

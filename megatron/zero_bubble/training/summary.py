@@ -44,8 +44,10 @@ class RunSummary:
             f"bubble rate {self._bubble / self._iterations:.2%} measured, {predicted.bubble:.2%} predicted; "
             f"predicted to be {gain}"
         )
-        if gain.has_layout and milliseconds > gain.milliseconds:
+        # Operations that take longer than when they were measured would do so under 1F1B, too.
+        with_bubble = gain.times * (1 - self._bubble / self._iterations) / (1 - predicted.bubble)
+        if gain.has_layout and with_bubble < 1:
             self.line += (
-                f"; but that is predicted to take {gain.milliseconds:.1f} ms, less than was measured here: "
-                "--zero-bubble-keep-layout keeps Megatron's split"
+                f"; but with the measured bubble it is {with_bubble:.3f} times as fast: --zero-bubble-keep-layout keeps "
+                "Megatron's split"
             )
