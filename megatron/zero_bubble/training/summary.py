@@ -48,6 +48,6 @@ class RunSummary:
         with_bubble = gain.times * (1 - self._bubble / self._iterations) / (1 - predicted.bubble)
         if gain.has_layout and with_bubble < 1:
             self.line += (
-                f"; but with the measured bubble it is {with_bubble:.3f} times as fast: --zero-bubble-keep-layout keeps "
-                "Megatron's split"
+                f"; but with the measured bubble it is {with_bubble:.3f} times as fast: "
+                "--zero-bubble-keep-layout keeps Megatron's split"
             )
