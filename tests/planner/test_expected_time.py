@@ -1,4 +1,4 @@
-"""What varying durations cost a schedule."""
+"""The slowdown of a schedule by durations that vary."""
 
 from __future__ import annotations
 

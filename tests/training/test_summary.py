@@ -11,8 +11,8 @@ from megatron.zero_bubble.training.summary import RunSummary
 FIRST, SECOND = Idle(0.1, 0.06), Idle(0.1, 0.05)
 
 
-def gain(times: float, over: str = "1F1B", milliseconds: float = 1000, *, has_layout: bool = False) -> Gain:
-    return Gain(times, over, milliseconds, has_layout)
+def gain(times: float, over: str = "1F1B", *, is_over_other_layout: bool = False) -> Gain:
+    return Gain(times, over, is_over_other_layout)
 
 
 def test_lines_since_the_plan_count_but_its_own() -> None:
@@ -33,7 +33,7 @@ def test_lines_since_the_plan_count_but_its_own() -> None:
 def test_a_run_slower_than_megatrons_split_names_the_flag_that_keeps_it(times: float, is_slower: bool) -> None:
     """The bubble is 10% where 6% was predicted; that operations take longer does not count."""
     summary = RunSummary()
-    predicted = gain(times, "1F1B on Megatron's split", has_layout=True)
+    predicted = gain(times, "1F1B on Megatron's split", is_over_other_layout=True)
     for iteration in (5, 10):
         summary.record(iteration, 5, 0.1, Idle(0.1, 0.1), FIRST, predicted)
     assert summary.line is not None

@@ -16,8 +16,7 @@ from __future__ import annotations
 import sys
 import time
 from argparse import ArgumentTypeError
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -28,17 +27,9 @@ from megatron.zero_bubble.cli.output import percent, table
 from megatron.zero_bubble.cli.shared_flags import TableFlags
 from megatron.zero_bubble.job.flag_parser import flag
 from megatron.zero_bubble.job.flags import flags_text
-from megatron.zero_bubble.job.layout_words import flags_of_layout, layers_words, placement_words
-from megatron.zero_bubble.planner import (
-    Layout,
-    Plan,
-    PlanRequest,
-    all_placements,
-    plan_layout,
-    search_layouts,
-)
-from megatron.zero_bubble.planner.layouts import with_slowdown
-from megatron.zero_bubble.planner.megatrons_split import as_megatron_runs, capacity_of_multiple, megatrons_layout
+from megatron.zero_bubble.job.layout_words import flags_of_layout, gain_words, layers_words, named_plans
+from megatron.zero_bubble.planner import Plan, PlanRequest, all_placements, search_layouts
+from megatron.zero_bubble.planner.megatrons_split import capacity_of_multiple, megatrons_layout, on_megatrons_split
 from megatron.zero_bubble.planner.memory_limit import MemoryLimit
 from megatron.zero_bubble.planner.request import MOST_CHUNKS
 from megatron.zero_bubble.schedule.errors import ScheduleError
@@ -98,17 +89,16 @@ class PlanFlags(TableFlags):
     def placements(self) -> tuple[Placement, ...]:
         """The placements that the flags leave to choose from."""
         chunks, size = self.num_chunks, self.pipeline_size
-        if chunks is not None and chunks > 1 and self.placement != "v":
-            several: tuple[Placement, ...] = (Placement("interleaved", size, chunks),)
-            several += (Placement("v", size, 2),) * (chunks == 2)
-        else:
-            several = all_placements(size)
-        kinds = (None, self.placement)
-        found = tuple(one for one in several if self.placement in (None, one.kind) and chunks in (None, one.num_chunks))
+        possible = all_placements(size)
+        if chunks is not None and chunks > 1:
+            possible = (Placement("interleaved", size, chunks), Placement("v", size, 2))
+        found = tuple(
+            one for one in possible if self.placement in (None, one.kind) and chunks in (None, one.num_chunks)
+        )
         if not found:
             needed = {"linear": "1 chunk a rank", "v": "2 chunks a rank", "interleaved": "at least 2 chunks a rank"}
             raise ValueError(
-                f"argument --num-chunks {chunks}: --placement {kinds[1]} has {needed[str(self.placement)]}"
+                f"argument --num-chunks {chunks}: --placement {self.placement} has {needed[str(self.placement)]}"
             )
         return found
 
@@ -119,9 +109,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(argv: list[str]) -> None:
     flags = read_flags(PlanFlags, argv, _PROG, __doc__ or "")
-    request, usual = request_of(flags)
+    request = request_of(flags)
     chosen = search_layouts(request, _Progress())
-    megatrons = list(_on_megatrons_split(request, usual))
+    megatrons = on_megatrons_split(request, chosen)
     document = {
         "flags": flags_text(flags_of_layout(chosen.layout)),
         "memory_limit": request.capacity,
@@ -131,8 +121,8 @@ def _run(argv: list[str]) -> None:
     flags.deliver(document, _as_text(request, chosen, megatrons, markdown=flags.markdown))
 
 
-def request_of(flags: PlanFlags) -> tuple[PlanRequest, Layout]:
-    """Return what is planned, and Megatron's layout.
+def request_of(flags: PlanFlags) -> PlanRequest:
+    """Return the request of the flags, whose usual layout is Megatron's.
 
     Raises:
         ValueError: the file of costs cannot be read, or there are fewer layers than ranks.
@@ -155,18 +145,8 @@ def request_of(flags: PlanFlags) -> tuple[PlanRequest, Layout]:
     )
     limit = flags.memory_limit
     if limit.multiple is not None:
-        return replace(request, capacity=capacity_of_multiple(request, usual, limit.multiple)), usual
-    if limit.num_bytes is not None:
-        return replace(request, capacity=float(limit.num_bytes)), usual
-    return request, usual
-
-
-def _on_megatrons_split(request: PlanRequest, usual: Layout) -> Iterator[Plan]:
-    """Yield Megatron's split with the planned schedule and with megatron-core's own, where they fit."""
-    with suppress(ScheduleError):
-        yield with_slowdown(plan_layout(request, usual), request.model)
-    with suppress(ScheduleError):
-        yield as_megatron_runs(request, usual)
+        return replace(request, capacity=capacity_of_multiple(request, usual, limit.multiple))
+    return request if limit.num_bytes is None else replace(request, capacity=float(limit.num_bytes))
 
 
 class _Progress:
@@ -199,10 +179,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _as_text(request: PlanRequest, chosen: Plan, megatrons: list[Plan], *, markdown: bool) -> str:
-    rows = [("chosen: ", chosen), *(("", plan) for plan in chosen.others)]
-    named = [(f"{word}{placement_words(plan.layout)}", plan) for word, plan in rows]
-    named += [(f"Megatron's split, {plan.request.schedule}", plan) for plan in megatrons]
+def _as_text(request: PlanRequest, chosen: Plan, megatrons: Sequence[Plan], *, markdown: bool) -> str:
     heads = ("layout", "layers of each stage", "time", "bubble", "idle", "fullest rank")
     cells = [
         (
@@ -213,12 +190,11 @@ def _as_text(request: PlanRequest, chosen: Plan, megatrons: list[Plan], *, markd
             percent(plan.timeline.idle.total),
             f"{plan.memory:.6g}",
         )
-        for name, plan in named
+        for name, plan in named_plans(chosen, megatrons)
     ]
     limit = "no limit" if request.capacity is None else f"{request.capacity:.6g}"
     lines = [f"memory limit of a rank, states included: {limit}"]
-    gains = [f"{plan.time / chosen.time:.3f} times {plan.request.schedule}" for plan in megatrons]
-    if gains:
-        lines.append(f"as fast as, on Megatron's split: {', '.join(gains)}")
+    if megatrons:
+        lines.append(f"as fast as, on Megatron's split: {gain_words(chosen, megatrons)}")
     lines.append(f"flags: {flags_text(flags_of_layout(chosen.layout))}")
     return table(heads, cells, markdown=markdown) + "\n".join(lines) + "\n"

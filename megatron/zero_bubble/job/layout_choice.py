@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any, cast
@@ -13,8 +12,8 @@ from megatron.zero_bubble.job.flags import limit_flag
 from megatron.zero_bubble.job.job_flags import RECOMPUTATION, JobFlags
 from megatron.zero_bubble.job.layers import partition_sources
 from megatron.zero_bubble.job.sharding import may_spread
-from megatron.zero_bubble.planner.layouts import Plan, all_placements, plan_layout, search_layouts, with_slowdown
-from megatron.zero_bubble.planner.megatrons_split import as_megatron_runs, capacity_of_multiple, megatrons_layout
+from megatron.zero_bubble.planner import Plan, all_placements, search_layouts
+from megatron.zero_bubble.planner.megatrons_split import capacity_of_multiple, megatrons_layout, on_megatrons_split
 from megatron.zero_bubble.planner.prediction import MegatronsTime, total_work
 from megatron.zero_bubble.planner.registry import placement_for
 from megatron.zero_bubble.planner.request import EFFORT, QUICK_EFFORT, Layout, PlanRequest
@@ -121,15 +120,7 @@ def choose_layout(
             f"{limit_flag(flags)}: no layout of the layers fits: the fullest rank needs at least "
             f"{ceil(error.smallest_limit)} bytes for activations"
         ) from error
-    return LayoutChoice(plan, tuple(_on_megatrons_split(request, usual)), model)
-
-
-def _on_megatrons_split(request: PlanRequest, layout: Layout) -> Iterator[Plan]:
-    """The plans, where they fit, of the job's schedule and of megatron-core's own."""
-    with suppress(ScheduleError):
-        yield with_slowdown(plan_layout(request, layout), request.model)
-    with suppress(ScheduleError):
-        yield as_megatron_runs(request, layout)
+    return LayoutChoice(plan, on_megatrons_split(request, plan), model)
 
 
 def saved_choice(saved: Namespace, flags: JobFlags) -> ChosenLayout | None:

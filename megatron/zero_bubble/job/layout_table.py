@@ -7,8 +7,8 @@ from typing import Any
 
 from megatron.zero_bubble.job.flags import flags_text
 from megatron.zero_bubble.job.layout_choice import LayoutChoice
-from megatron.zero_bubble.job.layout_words import layers_words, placement_words
-from megatron.zero_bubble.planner.layouts import Plan
+from megatron.zero_bubble.job.layout_words import gain_words, layers_words, named_plans
+from megatron.zero_bubble.planner import Plan
 from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts
 
 
@@ -22,9 +22,7 @@ def layout_lines(choice: LayoutChoice, flags: Mapping[str, Any]) -> Iterator[str
     schedule = chosen.timeline.schedule
     yield f" > layout chosen for {schedule.num_ranks} ranks and {schedule.num_microbatches} microbatches"
     yield f"     F + B + W of a microbatch (ms): {'; '.join(_unit_words(choice.model))}"
-    rows = [("chosen: ", chosen), *(("", plan) for plan in chosen.others)]
-    described = [(name + placement_words(plan.layout), *_cells(plan)) for name, plan in rows]
-    described += [(f"Megatron's split, {plan.timeline.schedule.name}", *_cells(plan)) for plan in choice.megatrons]
+    described = [(name, *_cells(plan)) for name, plan in named_plans(chosen, choice.megatrons)]
     heads = ("", "layers of each stage", "time (ms)", "bubble", "idle", "fullest rank (MiB)")
     widths = [max(map(len, column)) for column in zip(heads, *described, strict=True)]
     for cells in (heads, *described):
@@ -32,8 +30,7 @@ def layout_lines(choice: LayoutChoice, flags: Mapping[str, Any]) -> Iterator[str
         figures = (cell.rjust(width) for cell, width in zip(cells[2:], widths[2:], strict=True))
         yield f"     {'  '.join((*names, *figures))}"
     if choice.megatrons:
-        gains = (f"{plan.time / chosen.time:.3f} times {plan.request.schedule}" for plan in choice.megatrons)
-        yield f"     as fast as, with Megatron's split: {', '.join(gains)}"
+        yield f"     as fast as, with Megatron's split: {gain_words(chosen, choice.megatrons)}"
     yield f"     the same layout in another run: {flags_text(flags)}"
 
 

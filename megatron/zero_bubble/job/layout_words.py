@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 from megatron.zero_bubble.job.layers import to_layout
-from megatron.zero_bubble.planner.request import Layout
+from megatron.zero_bubble.planner import Layout, Plan
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 
@@ -24,6 +24,18 @@ def flags_of_layout(layout: Layout, num_further_tokens: int | None = None) -> Ma
     if layout.recompute is Recompute.PLANNED:
         chosen["zero_bubble_recompute"] = str(Recompute.PLANNED)
     return chosen
+
+
+def named_plans(chosen: Plan, megatrons: Sequence[Plan]) -> list[tuple[str, Plan]]:
+    """The rows of a table of layouts, each with its name: the chosen one, the others, and Megatron's split."""
+    rows = [(f"chosen: {placement_words(chosen.layout)}", chosen)]
+    rows += [(placement_words(plan.layout), plan) for plan in chosen.others]
+    return rows + [(f"Megatron's split, {plan.request.schedule}", plan) for plan in megatrons]
+
+
+def gain_words(chosen: Plan, megatrons: Sequence[Plan]) -> str:
+    """How many times as fast the chosen layout is as Megatron's split under each schedule."""
+    return ", ".join(f"{plan.time / chosen.time:.3f} times {plan.request.schedule}" for plan in megatrons)
 
 
 def placement_words(layout: Layout) -> str:

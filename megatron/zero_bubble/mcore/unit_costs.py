@@ -11,7 +11,7 @@ import importlib
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from datetime import timedelta
@@ -26,15 +26,20 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.utils import get_model_config, unwrap_model
 
+from megatron.zero_bubble.mcore.communication_costs import (
+    collective,
+    exchange,
+    measure_beside_compute,
+    measure_message,
+)
 from megatron.zero_bubble.mcore.forward_backward import MegatronStage
 from megatron.zero_bubble.mcore.model_units import Unit, UnitModels
 from megatron.zero_bubble.mcore.restart import Restart
 from megatron.zero_bubble.planner import generate
-from megatron.zero_bubble.runtime.channel_memory import ChannelCommunicator, open_channels
-from megatron.zero_bubble.runtime.communicator import TensorSpec
+from megatron.zero_bubble.runtime.channel_memory import ChannelCommunicator
 from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.in_memory import MadeUpNeighbours
-from megatron.zero_bubble.runtime.profiler import Profiler, measure_edges, memory_meter
+from megatron.zero_bubble.runtime.profiler import Profiler, memory_meter
 from megatron.zero_bubble.runtime.recorder import OpRecorder, device_clock
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import OpKind, Placement, lower
@@ -42,9 +47,6 @@ from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts
 
 SECONDS = 2.0
 """Default time for building all units and all passes through them."""
-_ROUNDS, _CALLS, _PRODUCTS = 7, 4, 2
-"""Rounds in which communication beside a computation is measured, its calls in a round, and matrix products beside one.
-"""
 _MOST_PASSES = 15
 """Most passes through a unit that are timed."""
 
@@ -83,16 +85,17 @@ def measure_model(
     one_layer = [measured for replicas in everyone for measured in replicas[1:-1]]
     spread = statistics.median(measured.spread for measured in one_layer)
     between = statistics.median(measured.time_between for measured in one_layer)
-    message = _measure_message(communicator, models.message, timeout)
+    message = measure_message(communicator, models.message, timeout)
     layers = tuple(of_layers[kind] for kind in kinds)
-    exchange, collective = (_measure_beside_compute(models.message, kind) for kind in (_exchange, _collective))
+    taken = (measure_beside_compute(models.message, communicate) for communicate in (exchange, collective))
+    of_exchange, of_collective = taken
     return ModelCosts(
         embedding,
         layers,
         output,
         message,
-        time_exchange=exchange,
-        time_collective=collective,
+        time_exchange=of_exchange,
+        time_collective=of_collective,
         time_between=between,
         spread=spread,
     )
@@ -115,76 +118,6 @@ def _units(kinds: Sequence[int]) -> list[Unit]:
     """The units that differ, in model order."""
     layers = [Unit(layer=kind) for kind in range(max(kinds) + 1)]
     return [Unit(embeds=True), *layers, Unit(is_last=True)]
-
-
-def _measure_message(communicator: type[ChannelCommunicator], spec: TensorSpec, timeout: timedelta) -> float:
-    """Measure the milliseconds of one message between neighbours in a pipeline; a collective call of the whole job.
-
-    Of all pairs of neighbours the slowest counts, because a schedule for faster messages waits there at every one.
-    """
-    group = parallel_state.get_pipeline_model_parallel_group()
-    slowest = torch.zeros(1, device=torch.cuda.current_device())
-    if group.size() > 1:
-        placement = Placement("linear", group.size())
-        channels = open_channels(communicator, group, placement, spec.device, timeout, lambda memory: None)
-        slowest[0] = max(measure_edges(channels, placement, group.rank(), spec).values())
-        channels.close()
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return slowest.item()
-
-
-def _exchange(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
-    """Send a message to the next rank and receive one from the rank before, in a circle."""
-    size, rank = group.size(), group.rank()
-    after, before = (dist.get_global_rank(group, (rank + step) % size) for step in (1, -1))
-    ops = [
-        dist.P2POp(dist.isend, tensor, after, group),
-        dist.P2POp(dist.irecv, torch.empty_like(tensor), before, group),
-    ]
-    return list(dist.batch_isend_irecv(ops))
-
-
-def _collective(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
-    work = dist.all_reduce(tensor, group=group, async_op=True)
-    assert work is not None
-    return [work]
-
-
-def _measure_beside_compute(
-    spec: TensorSpec, communicate: Callable[[torch.Tensor, dist.ProcessGroup], list[dist.Work]]
-) -> float:
-    """Measure how much longer a computation takes beside communication; a collective call of the whole job.
-
-    Messages and collectives run beside the computation, but take processor time, or cores of the device, from it. All
-    ranks compute and communicate at the same time, as in a training.
-
-    Returns:
-        Milliseconds for one call of `communicate`, the median over rounds and ranks.
-    """
-    group = parallel_state.get_pipeline_model_parallel_group()
-    if group.size() == 1:
-        return 0.0
-    tensor = torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
-    matrix = torch.zeros(512, 512, dtype=spec.dtype, device=spec.device)
-
-    def milliseconds(*, communicates: bool) -> float:
-        dist.barrier(group)
-        begin = time.perf_counter()
-        for _ in range(_CALLS):
-            works = communicate(tensor, group) if communicates else []
-            for _ in range(_PRODUCTS):
-                torch.mm(matrix, matrix)
-            for work in works:
-                work.wait()
-        if spec.device.type == "cuda":
-            torch.cuda.synchronize()
-        return (time.perf_counter() - begin) * 1e3 / _CALLS
-
-    milliseconds(communicates=True)
-    rounds = [milliseconds(communicates=True) - milliseconds(communicates=False) for _ in range(_ROUNDS)]
-    everyone = [0.0] * dist.get_world_size()
-    dist.all_gather_object(everyone, statistics.median(rounds))
-    return max(0.0, statistics.median(everyone))
 
 
 def _median(measured: Sequence[UnitCosts]) -> UnitCosts:

@@ -1,7 +1,8 @@
 """Plans from requests: orders of operations, layouts, and what they take of memory. Pure Python, no torch."""
 
 from megatron.zero_bubble.planner.generate import generate, request_for, schedule_of
-from megatron.zero_bubble.planner.layouts import Plan, all_placements, plan_layout, search_layouts
+from megatron.zero_bubble.planner.layout_plan import Plan, plan_layout
+from megatron.zero_bubble.planner.layouts import all_placements, search_layouts
 from megatron.zero_bubble.planner.registry import names, placement_for
 from megatron.zero_bubble.planner.request import Layout, PlanRequest
 

@@ -117,9 +117,19 @@ class Ways:
 
     def evaluate(self) -> bool:
         """Find the times and paths of the orders; False if the ranks wait for each other for ever."""
+        sequence = self.find_times()
+        if sequence:
+            self._look_back(sequence)
+        return bool(sequence)
+
+    def find_times(self) -> list[int]:
+        """Find the times of the orders, and return the operations in an order in which they can start.
+
+        The list is empty if the ranks wait for each other for ever.
+        """
         sequence = self._run()
         if len(sequence) < sum(map(len, self.lanes)):
-            return False
+            return []
         begins = [self._begin(lane) for lane in self.lanes]
         ends = [self.end[lane[-1]] for lane in self.lanes]
         span = max(end - begin for begin, end in zip(begins, ends, strict=True))
@@ -128,8 +138,7 @@ class Ways:
         if self.problem.is_judged_by_makespan:
             begins = [first] * len(begins)
         self.final = [-begin for begin in begins]
-        self._look_back(sequence)
-        return True
+        return sequence
 
     def _begin(self, lane: Sequence[int]) -> float:
         """When the span of a rank begins. What runs ahead counts with its own time alone."""

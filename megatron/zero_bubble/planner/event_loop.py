@@ -13,9 +13,7 @@ from typing import NamedTuple
 
 from megatron.zero_bubble.planner.problem import Order, Problem
 from megatron.zero_bubble.schedule.recomputation import Recompute
-
-LEAD = 2
-"""How many microbatches before its use an embedding is looked up, so that no rank waits for it."""
+from megatron.zero_bubble.schedule.shard_ops import LEAD
 
 
 class GapRule(Enum):
@@ -85,7 +83,7 @@ class EventLoop(ABC):
         largest = max(max(problem.limits), max(map(abs, problem.allocation)))
         self.full_limits = [limit + 1e-9 * largest for limit in problem.limits]
         self.limits = self.full_limits
-        """Rank -> what it may hold, less what one softmax needs."""
+        """Rank -> its memory limit, less the memory of one softmax."""
         self.epsilon = 1e-9 * max(problem.duration)
         self.target = target
         """The longest span that any rank can still keep, going by its idle time so far."""
@@ -154,7 +152,7 @@ class EventLoop(ABC):
             if span > self.target:
                 self.target = span
         elif not codes.e <= code < codes.ew:
-            # What ran ahead counts with its own time alone.
+            # Embeddings that ran ahead count with their own time alone.
             self.has_begun[rank] = True
             self.begin[rank] = now + self.problem.receiving[code] - self.worked[rank]
         self.orders[rank].append(code)

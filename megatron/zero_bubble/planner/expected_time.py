@@ -39,7 +39,7 @@ def slowdown(timeline: Timeline, spread: float, time_between: float) -> float:
     ways = Ways(problem, problem.orders(schedule))
     usual = list(ways.duration)
     sigma = min(spread, _LARGEST_SPREAD) / _QUARTILE
-    ways.evaluate()
+    ways.find_times()
     without, times = ways.cost, []
     for draw in range(DRAWS):
         generator = random.Random(draw)
@@ -47,6 +47,6 @@ def slowdown(timeline: Timeline, spread: float, time_between: float) -> float:
             duration and (duration + time_between) * generator.lognormvariate(0, sigma) for duration in usual
         ]
         ways.latency = ways.duration
-        ways.evaluate()
+        ways.find_times()
         times.append(ways.cost)
     return fmean(times) / without

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from itertools import product
 from math import inf
-from operator import add, itemgetter
+from operator import itemgetter
 
 from megatron.zero_bubble.planner.bounds import lower_bounds
-from megatron.zero_bubble.planner.expected_time import slowdown
-from megatron.zero_bubble.planner.generate import schedule_of
+from megatron.zero_bubble.planner.layout_plan import Plan, limits_of, model_of, plan_layout, with_slowdown
 from megatron.zero_bubble.planner.partitions import Balance, balanced_partition, neighbours
 from megatron.zero_bubble.planner.request import Layout, PlanRequest
 from megatron.zero_bubble.schedule.costs import LARGEST
 from megatron.zero_bubble.schedule.errors import Infeasible, ScheduleError
 from megatron.zero_bubble.schedule.ir import Placement
-from megatron.zero_bubble.schedule.model_costs import ModelCosts, spread_layers
+from megatron.zero_bubble.schedule.model_costs import spread_layers
 from megatron.zero_bubble.schedule.recomputation import Recompute
-from megatron.zero_bubble.schedule.simulate import simulate
-from megatron.zero_bubble.schedule.timeline import Timeline
 
 CHUNKS = (2, 3, 4)
 """Model chunks a rank that are tried for interleaved placements."""
@@ -35,6 +31,7 @@ ROUNDS = ((4, 10), (1, 1))
 SMALL = 3000
 """Up to so many operations of a schedule with two chunks a rank, more layouts are planned in each round."""
 ROUNDS_OF_SMALL = ((12, 20), (3, 4))
+"""The same as `ROUNDS` for small problems."""
 COMPARED = 1.5
 """Plans that take at most so much longer than the best are compared with durations that vary."""
 MOVED = 4
@@ -49,88 +46,10 @@ MOVED_OPERATIONS = 20_000
 """Operations that the plans of further partitions have together, if that allows more than one."""
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A layout with the schedule that is planned for it.
-
-    Attributes:
-        request: what was planned: the request of this layout alone, with the costs of its stages.
-        states: rank -> memory of parameters, gradients and optimizer states.
-        slowdown: how many times as long as simulated it is expected to take, because durations vary.
-        others: the best plans of other layouts, from the shortest to the longest.
-    """
-
-    request: PlanRequest
-    layout: Layout
-    timeline: Timeline
-    states: tuple[float, ...]
-    slowdown: float = 1.0
-    others: tuple[Plan, ...] = ()
-
-    @property
-    def time(self) -> float:
-        """The predicted time of a step, without the optimizer's.
-
-        With post-validation steps follow each other closely, so that the longest span of a rank counts.
-        """
-        return self.slowdown * (self.timeline.cost if self.request.post_validation else self.timeline.makespan)
-
-    @cached_property
-    def memory(self) -> float:
-        """Memory of the fullest rank: its states, and its activations at their peak."""
-        return max(map(add, self.states, self.timeline.peak_memory))
-
-
 def all_placements(num_ranks: int) -> tuple[Placement, ...]:
     """The placements to choose from where nothing is fixed."""
     interleaved = (Placement("interleaved", num_ranks, chunks) for chunks in CHUNKS)
     return (Placement("linear", num_ranks), Placement("v", num_ranks, 2), *interleaved)
-
-
-def plan_layout(request: PlanRequest, layout: Layout) -> Plan:
-    """Plan the schedule of one layout of a model.
-
-    Raises:
-        ScheduleError: there is none, or (as `Infeasible`) none in the memory.
-    """
-    model = _model_of(request, layout)
-    states = model.states(layout.partition, layout.placement)
-    fixed = replace(
-        request,
-        placements=(layout.placement,),
-        costs=model.of_stages(layout.partition, layout.placement),
-        partition=layout.partition,
-        recomputes=(layout.recompute,),
-        vocabulary_parallel=layout.vocabulary_parallel,
-        memory_limit=_limits(request, states),
-        group_size=request.group_size if layout.placement.kind == "interleaved" else None,
-    )
-    timeline = simulate(schedule_of(fixed), fixed.stage_costs, overlap_communication=request.overlap_communication)
-    return Plan(fixed, layout, timeline, states)
-
-
-def with_slowdown(plan: Plan, model: ModelCosts) -> Plan:
-    """The plan with the time that it is expected to take where durations vary as those of the model's units do."""
-    return replace(plan, slowdown=slowdown(plan.timeline, model.spread, model.time_between))
-
-
-def _model_of(request: PlanRequest, layout: Layout) -> ModelCosts:
-    """The costs of the model's units, and of what is spread over the ranks, in this layout."""
-    return request.model.vocabulary_parallel(request.num_ranks) if layout.vocabulary_parallel else request.model
-
-
-def _limits(request: PlanRequest, states: Sequence[float]) -> tuple[float, ...] | None:
-    """Rank -> the memory that is left to its activations. Raises `Infeasible` if its states leave none."""
-    limits = request.limits
-    if request.capacity is None:
-        return limits
-    if max(states) >= request.capacity:
-        raise Infeasible(
-            f"parameters, gradients and optimizer states need {max(states):g} of the {request.capacity:g} of a rank",
-            max(states),
-        )
-    left = tuple(request.capacity - state for state in states)
-    return left if limits is None else tuple(map(min, limits, left))
 
 
 def search_layouts(request: PlanRequest, report: Callable[[str], None] = lambda text: None) -> Plan:
@@ -184,6 +103,7 @@ class _Search:
 
     @property
     def is_small(self) -> bool:
+        """Whether planning takes so little time that more layouts are planned."""
         return 6 * self.request.num_ranks * self.request.num_microbatches <= SMALL
 
     @property
@@ -249,7 +169,10 @@ class _Search:
         plans = [self.plans[layout] for layout in layouts if layout in self.plans]
         layout = min(plans, key=lambda plan: plan.time).layout if plans else layouts[0]
         unlimited = replace(self.request, capacity=None, memory_limit=(LARGEST,) * self.request.num_ranks, effort=0)
-        time = plan_layout(unlimited, layout).time
+        try:
+            time = plan_layout(unlimited, layout).time
+        except ScheduleError:  # not for lack of memory
+            return inf
         return inf if plans and time > min(plan.time for plan in plans) / WORTH_RECOMPUTING else time
 
     def _to_begin_with(self, layout: Layout) -> Iterator[Layout]:
@@ -269,13 +192,13 @@ class _Search:
 
     def _bound(self, layout: Layout) -> float:
         """A lower bound on the time of any plan for this layout; zero if planning it is to tell what is wrong."""
-        request, model = self.request, _model_of(self.request, layout)
+        request, model = self.request, model_of(self.request, layout)
         try:
-            limits = _limits(request, model.states(layout.partition, layout.placement))
+            limits = limits_of(request, model.states(layout.partition, layout.placement))
             costs = model.of_stages(layout.partition, layout.placement)
         except ScheduleError:
             return 0.0
-        # What may be recomputed later may also hold less.
+        # With recomputation, which is tried later, a rank may hold less.
         weakest = layout.recompute if len(request.recomputes) == 1 else Recompute.PLANNED
         bounds = lower_bounds(layout.placement, request.num_microbatches, costs, limits, weakest)
         if request.post_validation:
@@ -288,15 +211,15 @@ class _Search:
             self.try_plan(layout, self.request.effort)
 
     def expected(self) -> list[Plan]:
-        """All plans; the best of each combination, and the usual one, with what varying durations cost them."""
+        """All plans; where durations vary the best of each combination and the usual one, with what that costs them."""
+        model, usual = self.request.model, self.request.usual
+        if model.spread <= 0 and model.time_between <= 0:
+            return list(self.plans.values())
         best: dict[Layout, Plan] = {}
         for plan in sorted(self.plans.values(), key=lambda plan: plan.time):
-            best.setdefault(replace(plan.layout, partition=()), plan)
-        candidates = [*best.values(), *(plan for plan in self.plans.values() if plan.layout == self.request.usual)]
+            best.setdefault(usual if plan.layout == usual else plan.layout.combination, plan)
         longest = self.best_time * COMPARED
-        if self.request.model.spread <= 0 and self.request.model.time_between <= 0:
-            return list(self.plans.values())
-        return [with_slowdown(plan, self.request.model) for plan in candidates if plan.time <= longest]
+        return [with_slowdown(plan, model) for plan in best.values() if plan.time <= longest]
 
     def move_layers(self, plan: Plan) -> None:
         """Plan, with little effort, partitions in which single layers have moved, while that makes the plan shorter."""
@@ -327,7 +250,7 @@ def _named_after_schedule(plan: Plan) -> Plan:
 
 def _balance(request: PlanRequest, layout: Layout) -> Balance:
     room = inf if request.capacity is None else request.capacity
-    return Balance(_model_of(request, layout), layout.placement, request.num_microbatches, layout.recompute, room)
+    return Balance(model_of(request, layout), layout.placement, request.num_microbatches, layout.recompute, room)
 
 
 def _in_order(plans: Sequence[Plan], usual: Layout | None) -> list[Plan]:
@@ -347,9 +270,7 @@ def _in_order(plans: Sequence[Plan], usual: Layout | None) -> list[Plan]:
     close = [plan for plan in ordered if is_close(plan)]
     as_usual = [plan for plan in close if plan.layout == usual]
     chosen = as_usual[0] if as_usual else min(close, key=lambda plan: plan.layout.complexity)
-    found: list[Plan] = []
+    best = {chosen.layout.combination: chosen}
     for plan in ordered:
-        kind = replace(plan.layout, partition=())
-        if plan is not chosen and kind not in [replace(one.layout, partition=()) for one in (chosen, *found)]:
-            found.append(plan)
-    return [chosen, *found]
+        best.setdefault(plan.layout.combination, plan)
+    return list(best.values())

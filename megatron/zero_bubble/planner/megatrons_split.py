@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 
-from megatron.zero_bubble.planner.layouts import Plan, plan_layout, with_slowdown
+from megatron.zero_bubble.planner.layout_plan import Plan, plan_layout, with_slowdown
 from megatron.zero_bubble.planner.prediction import as_megatron_recomputes
 from megatron.zero_bubble.planner.request import Layout, PlanRequest
+from megatron.zero_bubble.schedule.errors import ScheduleError
 from megatron.zero_bubble.schedule.ir import Placement
 from megatron.zero_bubble.schedule.model_costs import spread_layers
 from megatron.zero_bubble.schedule.recomputation import Recompute
@@ -22,6 +24,22 @@ def megatrons_layout(
     """
     placement = Placement("linear" if num_chunks == 1 else "interleaved", num_ranks, num_chunks)
     return Layout(placement, spread_layers(num_layers, placement.num_stages), recompute)
+
+
+def on_megatrons_split(request: PlanRequest, found: Plan) -> tuple[Plan, ...]:
+    """The plans of the usual layout with the schedule of the request and with megatron-core's own, where they fit.
+
+    Args:
+        found: what the search for the request has found. Of the usual layout that plan is taken, if it is among them.
+    """
+    usual = request.usual
+    assert usual is not None
+    plans = [plan for plan in (found, *found.others) if plan.layout == usual]
+    with suppress(ScheduleError):
+        plans = plans or [with_slowdown(plan_layout(request, usual), request.model)]
+    with suppress(ScheduleError):
+        plans.append(as_megatron_runs(request, usual))
+    return tuple(plans)
 
 
 def as_megatron_runs(request: PlanRequest, layout: Layout) -> Plan:

@@ -38,13 +38,12 @@ def total_work(costs: StageCosts) -> float:
 
 
 class Gain(NamedTuple):
-    """How many times as fast a schedule is as another one, which is predicted to take so many milliseconds."""
+    """How many times as fast a schedule is predicted to be as another one, with the name of that."""
 
     times: float
     over: str
-    milliseconds: float
-    has_layout: bool
-    """Whether it has another layout, Megatron's."""
+    is_over_other_layout: bool = False
+    """Whether the other one has Megatron's split, and this one has not."""
 
     def __str__(self) -> str:
         return f"{self.times:.3f} times as fast as {self.over}"
@@ -64,9 +63,9 @@ class Prediction:
     profile: Profile
     schedule: Schedule
     recompute: Recompute = Recompute.NONE
-    """What the run recomputes, which 1F1B is compared by."""
+    """How the run recomputes: 1F1B is compared as it would run then."""
     megatrons: MegatronsTime | None = None
-    """Of the split that a chosen layout has taken the place of; None if no other one has."""
+    """Time on Megatron's split, where another layout was chosen in its place."""
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -97,12 +96,12 @@ class Prediction:
         """
         if self.megatrons is not None:
             milliseconds = self.megatrons.with_costs(self.profile.costs)
-            return Gain(milliseconds / self.milliseconds, "1F1B on Megatron's split", milliseconds, True)
+            return Gain(milliseconds / self.milliseconds, "1F1B on Megatron's split", is_over_other_layout=True)
         costs = self.profile.costs.whole_ranks(self.schedule.placement).with_vocabulary_in_weight_gradients()
         if self.recompute is Recompute.FULL:
             costs = costs.recomputing_in_backward()
         baseline = simulate(generate("1f1b", self.schedule.num_ranks, self.schedule.num_microbatches), costs)
-        return Gain(baseline.cost / self.timeline.cost, _KEEPS[self.recompute], baseline.makespan, False)
+        return Gain(baseline.cost / self.timeline.cost, _KEEPS[self.recompute])
 
 
 def as_megatron_recomputes(timeline: Timeline) -> Timeline:

@@ -18,6 +18,7 @@ from megatron.zero_bubble.schedule.graph import collective_time
 from megatron.zero_bubble.schedule.ir import Op, Placement, Schedule
 from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
 from megatron.zero_bubble.schedule.recomputation import Recompute
+from megatron.zero_bubble.schedule.shard_ops import shortest_delay
 
 LONG = 30_000
 """More operations than this make a long problem: each candidate takes so much time that few are tried, none is improved
@@ -35,7 +36,8 @@ k-th R is that of the k-th microbatch that is dropped.
 class Codes(NamedTuple):
     """The encoding of operations as integers: each kind has one for every stage, from its first code on.
 
-    An operation on a vocabulary shard has that of the first stage of its rank, and the loss `l` alone.
+    An operation on a vocabulary shard has the code of the first stage of its rank; of the losses only the first code
+    is used.
     """
 
     f: int
@@ -58,10 +60,8 @@ class Codes(NamedTuple):
     @property
     def kinds(self) -> tuple[OpKind, ...]:
         """The kinds of the operations, in the order of their codes."""
-        return tuple(
-            OpKind.F if name == "drop" else OpKind("L" if name == "loss" else name.upper())
-            for name in self._fields[:-1]
-        )
+        words = {"drop": "F", "loss": "L"}
+        return tuple(OpKind(words.get(name, name.upper())) for name in self._fields[:-1])
 
     def is_weight_gradient(self, code: int) -> bool:
         """Whether the operation is a weight gradient, which nobody waits for."""
@@ -212,7 +212,7 @@ class Problem:
     @cached_property
     def delay(self) -> float:
         """Least time between the F and the B of the last stage: with shards that of softmax and loss, else none."""
-        return 2 * self.collective + max(self.costs.time_s) if self.has_shards else 0.0
+        return shortest_delay(self.costs) if self.has_shards else 0.0
 
     @cached_property
     def interval(self) -> float:

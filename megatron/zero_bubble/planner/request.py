@@ -37,8 +37,13 @@ class Layout:
     vocabulary_parallel: bool = False
 
     @property
+    def combination(self) -> Layout:
+        """The layout without its partition: its placement, recomputation and place of the vocabulary."""
+        return replace(self, partition=())
+
+    @property
     def complexity(self) -> tuple[int, int, int, int, int]:
-        """What a simpler layout has less of: vocabulary shards, chunks a rank, recomputation, a V, sizes of stages.
+        """Key by which simpler layouts come first: vocabulary shards, chunks a rank, recomputation, a V, stage sizes.
 
         megatron-core's own schedule runs on a linear or an interleaved layout, too, and not on a V.
         """
@@ -49,7 +54,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """Everything that a plan depends on. `plan` and `generate` take one.
+    """Everything that a plan depends on. `search_layouts`, `plan_layout` and `schedule_of` take one.
 
     Attributes:
         schedule: name of the schedule that is planned (see `names`).
@@ -164,7 +169,7 @@ class PlanRequest:
 
 
 def with_room_for_shards(request: PlanRequest, limits: Limits) -> Limits:
-    """The limits with room for what vocabulary shards add: one more microbatch in flight, and its softmax."""
+    """The limits and the memory that vocabulary shards add: of one more microbatch in flight, and of its softmax."""
     costs = request.stage_costs
     if not costs.has_vocabulary:
         return limits

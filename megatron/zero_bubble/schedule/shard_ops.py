@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from operator import gt
 
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.graph import collective_time
@@ -63,7 +62,9 @@ def with_best_delay(schedule: Schedule, costs: StageCosts, limits: Sequence[floa
     timelines = [simulate(each, costs) for each in with_vocabulary(schedule, costs, delays(schedule, costs))]
 
     def order(timeline: Timeline) -> tuple[bool, float, float]:
-        exceeds = limits is not None and any(map(gt, timeline.peak_memory, limits))
+        exceeds = limits is not None and any(
+            peak > limit * (1 + 1e-9) for peak, limit in zip(timeline.peak_memory, limits, strict=True)
+        )
         return exceeds, timeline.cost, timeline.makespan
 
     return min(timelines, key=order).schedule

@@ -46,7 +46,7 @@ class RunSummary:
         )
         # Operations that take longer than when they were measured would do so under 1F1B, too.
         with_bubble = gain.times * (1 - self._bubble / self._iterations) / (1 - predicted.bubble)
-        if gain.has_layout and with_bubble < 1:
+        if gain.is_over_other_layout and with_bubble < 1:
             self.line += (
                 f"; but with the measured bubble it is {with_bubble:.3f} times as fast: "
                 "--zero-bubble-keep-layout keeps Megatron's split"

@@ -7,7 +7,7 @@ from tests.faults import Fault
 FAULTS = (
     Fault(
         name="activation-limit-lost-beside-capacity",
-        file="planner/layouts.py",
+        file="planner/layout_plan.py",
         old="    return left if limits is None else tuple(map(min, limits, left))",
         new="    return left",
         effect=(

@@ -1,0 +1,91 @@
+"""Measures the time of a message, and the time that communication takes from a rank that computes meanwhile."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron.zero_bubble.runtime.channel_memory import ChannelCommunicator, open_channels
+from megatron.zero_bubble.runtime.communicator import TensorSpec
+from megatron.zero_bubble.runtime.profiler import measure_edges
+from megatron.zero_bubble.schedule import Placement
+
+_ROUNDS, _CALLS, _PRODUCTS = 7, 4, 2
+"""Rounds of a measurement beside a computation; calls of the communication in a round; matrix products beside a call."""
+
+
+def measure_message(communicator: type[ChannelCommunicator], spec: TensorSpec, timeout: timedelta) -> float:
+    """Measure the milliseconds of one message between neighbours in a pipeline; a collective call of the whole job.
+
+    Of all pairs of neighbours the slowest counts, because a schedule for faster messages waits there at every one.
+    """
+    group = parallel_state.get_pipeline_model_parallel_group()
+    slowest = torch.zeros(1, device=torch.cuda.current_device())
+    if group.size() > 1:
+        placement = Placement("linear", group.size())
+        channels = open_channels(communicator, group, placement, spec.device, timeout, lambda memory: None)
+        slowest[0] = max(measure_edges(channels, placement, group.rank(), spec).values())
+        channels.close()
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return slowest.item()
+
+
+def exchange(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
+    """Send a message to the next rank and receive one from the rank before, in a circle."""
+    size, rank = group.size(), group.rank()
+    after, before = (dist.get_global_rank(group, (rank + step) % size) for step in (1, -1))
+    ops = [
+        dist.P2POp(dist.isend, tensor, after, group),
+        dist.P2POp(dist.irecv, torch.empty_like(tensor), before, group),
+    ]
+    return list(dist.batch_isend_irecv(ops))
+
+
+def collective(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
+    """Add up a message over all ranks."""
+    work = dist.all_reduce(tensor, group=group, async_op=True)
+    assert work is not None
+    return [work]
+
+
+def measure_beside_compute(
+    spec: TensorSpec, communicate: Callable[[torch.Tensor, dist.ProcessGroup], list[dist.Work]]
+) -> float:
+    """Measure how much longer a computation takes beside communication; a collective call of the whole job.
+
+    Messages and collectives run beside the computation, but take processor time, or cores of the device, from it. All
+    ranks compute and communicate at the same time, as in a training.
+
+    Returns:
+        Milliseconds for one call of `communicate`, the median over rounds and ranks.
+    """
+    group = parallel_state.get_pipeline_model_parallel_group()
+    if group.size() == 1:
+        return 0.0
+    tensor = torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
+    matrix = torch.zeros(512, 512, dtype=spec.dtype, device=spec.device)
+
+    def milliseconds(*, communicates: bool) -> float:
+        dist.barrier(group)
+        begin = time.perf_counter()
+        for _ in range(_CALLS):
+            works = communicate(tensor, group) if communicates else []
+            for _ in range(_PRODUCTS):
+                torch.mm(matrix, matrix)
+            for work in works:
+                work.wait()
+        if spec.device.type == "cuda":
+            torch.cuda.synchronize()
+        return (time.perf_counter() - begin) * 1e3 / _CALLS
+
+    milliseconds(communicates=True)
+    rounds = [milliseconds(communicates=True) - milliseconds(communicates=False) for _ in range(_ROUNDS)]
+    everyone = [0.0] * dist.get_world_size()
+    dist.all_gather_object(everyone, statistics.median(rounds))
+    return max(0.0, statistics.median(everyone))

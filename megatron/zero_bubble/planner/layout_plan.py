@@ -1,0 +1,94 @@
+"""Plans the schedule of one layout of a model, within the memory that its states leave."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from operator import add
+
+from megatron.zero_bubble.planner.expected_time import slowdown
+from megatron.zero_bubble.planner.generate import schedule_of
+from megatron.zero_bubble.planner.request import Layout, PlanRequest
+from megatron.zero_bubble.schedule.errors import Infeasible
+from megatron.zero_bubble.schedule.model_costs import ModelCosts
+from megatron.zero_bubble.schedule.simulate import simulate
+from megatron.zero_bubble.schedule.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout with the schedule that is planned for it.
+
+    Attributes:
+        request: what was planned: the request of this layout alone, with the costs of its stages.
+        states: rank -> memory of parameters, gradients and optimizer states.
+        slowdown: how many times as long as simulated it is expected to take, because durations vary.
+        others: the best plans of other layouts, from the shortest to the longest.
+    """
+
+    request: PlanRequest
+    layout: Layout
+    timeline: Timeline
+    states: tuple[float, ...]
+    slowdown: float = 1.0
+    others: tuple[Plan, ...] = ()
+
+    @property
+    def time(self) -> float:
+        """The predicted time of a step, without the optimizer's.
+
+        With post-validation steps follow each other closely, so that the longest span of a rank counts.
+        """
+        return self.slowdown * (self.timeline.cost if self.request.post_validation else self.timeline.makespan)
+
+    @cached_property
+    def memory(self) -> float:
+        """Memory of the fullest rank: its states, and its activations at their peak."""
+        return max(map(add, self.states, self.timeline.peak_memory))
+
+
+def plan_layout(request: PlanRequest, layout: Layout) -> Plan:
+    """Plan the schedule of one layout of a model.
+
+    Raises:
+        ScheduleError: there is none, or (as `Infeasible`) none in the memory.
+    """
+    model = model_of(request, layout)
+    states = model.states(layout.partition, layout.placement)
+    fixed = replace(
+        request,
+        placements=(layout.placement,),
+        costs=model.of_stages(layout.partition, layout.placement),
+        partition=layout.partition,
+        recomputes=(layout.recompute,),
+        vocabulary_parallel=layout.vocabulary_parallel,
+        memory_limit=limits_of(request, states),
+        group_size=request.group_size if layout.placement.kind == "interleaved" else None,
+    )
+    timeline = simulate(schedule_of(fixed), fixed.stage_costs, overlap_communication=request.overlap_communication)
+    return Plan(fixed, layout, timeline, states)
+
+
+def with_slowdown(plan: Plan, model: ModelCosts) -> Plan:
+    """The plan with the time that it is expected to take where durations vary as those of the model's units do."""
+    return replace(plan, slowdown=slowdown(plan.timeline, model.spread, model.time_between))
+
+
+def model_of(request: PlanRequest, layout: Layout) -> ModelCosts:
+    """The costs of the model's units in this layout, and of the vocabulary shard of a rank if there are any."""
+    return request.model.vocabulary_parallel(request.num_ranks) if layout.vocabulary_parallel else request.model
+
+
+def limits_of(request: PlanRequest, states: Sequence[float]) -> tuple[float, ...] | None:
+    """Rank -> the memory that is left to its activations. Raises `Infeasible` if its states leave none."""
+    limits = request.limits
+    if request.capacity is None:
+        return limits
+    if max(states) >= request.capacity:
+        raise Infeasible(
+            f"parameters, gradients and optimizer states need {max(states):g} of the {request.capacity:g} of a rank",
+            max(states),
+        )
+    left = tuple(request.capacity - state for state in states)
+    return left if limits is None else tuple(map(min, limits, left))
