@@ -17,7 +17,7 @@ from megatron.zero_bubble.runtime.profiler import measure_edges
 from megatron.zero_bubble.schedule import Placement
 
 _ROUNDS, _CALLS, _PRODUCTS = 7, 4, 2
-"""Rounds of a measurement beside a computation; calls of the communication in a round; matrix products beside a call."""
+"""Rounds of a measurement beside a computation; calls of the communication in a round; matrix products beside one."""
 
 
 def measure_message(communicator: type[ChannelCommunicator], spec: TensorSpec, timeout: timedelta) -> float:
