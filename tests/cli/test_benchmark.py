@@ -239,7 +239,7 @@ def own_results(monkeypatch, **milliseconds: list[float]):
 
 def test_the_advice_names_the_fastest_and_by_how_much(monkeypatch):
     results = own_results(monkeypatch, core=[120.0, 242, 118], plan=[100.0, 200, 100], chunks=[110.0, 230, 115])
-    assert advice(results).splitlines() == [
+    assert advice(results, iterations=20).splitlines() == [
         "Use --zero-bubble --zero-bubble-memory-limit 1.5: 1.15 (1.10 to 1.15) times as fast as megatron-core "
         "interleaved, 2 chunks, 1.20 (1.18 to 1.21) times as fast as megatron-core 1F1B.",
         "Its largest process, its libraries included, takes 1024 MiB, megatron-core 1F1B's 1024.",
@@ -249,14 +249,37 @@ def test_the_advice_names_the_fastest_and_by_how_much(monkeypatch):
 def test_the_advice_names_the_allocators_memory_on_gpus(monkeypatch):
     results = own_results(monkeypatch, core=[120.0], plan=[100.0], chunks=[110.0])
     on_gpus = [replace(one, turns=tuple(replace(turn, is_device_memory=True) for turn in one.turns)) for one in results]
-    assert advice(on_gpus).splitlines()[-1] == "Its fullest GPU takes 1024 MiB, megatron-core 1F1B's 1024."
+    assert (
+        advice(on_gpus, iterations=20).splitlines()[-1] == "Its fullest GPU takes 1024 MiB, megatron-core 1F1B's 1024."
+    )
 
 
 def test_the_advice_admits_what_the_rounds_do_not_tell_apart(monkeypatch):
-    results = own_results(monkeypatch, core=[120.0, 120], plan=[100.0, 111], chunks=[90.0, 120])
-    text = advice(results)
-    assert "Use megatron-core interleaved, 2 chunks (--num-virtual-stages-per-pipeline-rank 2)" in text
-    assert "do not tell it from megatron-core 1F1B and --zero-bubble --zero-bubble-memory-limit 1.5" in text
+    results = own_results(monkeypatch, core=[120.0] * 3, plan=[100.0, 111, 99], chunks=[90.0, 112, 89])
+    text = advice(results, iterations=20)
+    assert text.startswith("Use megatron-core interleaved, 2 chunks (--num-virtual-stages-per-pipeline-rank 2): ")
+    assert "do not tell it from --zero-bubble --zero-bubble-memory-limit 1.5: more --rounds may." in text
+
+
+def test_nothing_is_recommended_that_may_be_slower_than_1f1b(monkeypatch):
+    results = own_results(monkeypatch, core=[120.0] * 3, plan=[100.0, 130, 99], chunks=[121.0] * 3)
+    first, second, _ = advice(results, iterations=20).splitlines()
+    assert first.startswith(
+        "No schedule is faster than megatron-core 1F1B beyond doubt. The fastest was --zero-bubble "
+        "--zero-bubble-memory-limit 1.5: 1.20 (0.92 to 1.21) times as fast as megatron-core 1F1B"
+    )
+    assert second.startswith("These rounds do not tell it from megatron-core 1F1B and megatron-core interleaved, 2")
+
+
+@pytest.mark.parametrize(
+    ("rounds", "iterations", "words"), [(1, 20, "1 round of 20 iterations"), (3, 1, "3 rounds of 1 iteration")]
+)
+def test_nothing_is_recommended_after_a_trial(monkeypatch, rounds, iterations, words):
+    results = own_results(monkeypatch, core=[120.0] * rounds, plan=[100.0] * rounds, chunks=[110.0] * rounds)
+    text = advice(results, iterations)
+    assert f"A trial, after which no schedule is recommended: {words}. At least --rounds 3 and" in text
+    assert "The fastest in it was --zero-bubble" in text
+    assert "Use" not in text
 
 
 def test_ratios_are_taken_within_rounds(capsys, figures):

@@ -1,9 +1,10 @@
-"""When a run plans: after its window, before the first step from a given profile, when times drift."""
+"""When a run plans: after its window, before the first step from a given profile, when times prove wrong or drift."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from toy_pipeline import FakeClock
 
 from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.planner.memory_limit import MemoryLimit
-from megatron.zero_bubble.planner.run_schedules import RunSchedules
+from megatron.zero_bubble.planner.run_schedules import RunSchedules, prepare
 from megatron.zero_bubble.runtime import replanner
 from megatron.zero_bubble.runtime.observer import StepObserver
 from megatron.zero_bubble.runtime.replanner import (
@@ -197,17 +198,77 @@ def test_auto_where_an_operation_leaves_no_room_names_what_works(monkeypatch):
         run.steps(1)
 
 
-def test_without_a_threshold_drift_changes_nothing():
+def test_a_plan_is_compared_once_with_the_steps_that_ran_it():
+    """Of the eight steps after the plan the first two, which may take longer, do not count."""
     run = Run()
     run.steps(3)
+    run.steps(2, (9.0, 9.0, 9.0))
+    run.steps(6, (2.0, 1.0, 1.0))
+    run.steps(60, (5.0, 5.0, 5.0))
+    first, second = run.reports
+    assert [str(one) for one in second.differences] == ["F takes 2.00 ms, 1.00 were planned"]
+    assert second.step == 11
+    costs = second.prediction.profile.costs
+    assert [times[0] for times in (costs.time_f, costs.time_b, costs.time_w)] == pytest.approx([2.0, 1.0, 1.0])
+    assert run.replanner.profile is second.prediction.profile
+    assert first.differences == ()
+
+
+def test_a_plan_that_is_no_slower_stays():
+    """On one rank every order takes the same time."""
+    run = Run()
+    run.steps(3)
+    run.steps(8, (2.0, 2.0, 2.0))
+    assert run.new_plans == [4]
+    assert [report.is_new_plan for report in run.reports] == [True, False]
+    assert run.reports[1].prediction.schedule is run.plan.schedule(2)
+
+
+def test_a_faster_plan_for_the_corrected_costs_replaces_the_one_that_runs(monkeypatch):
+    run = Run()
+    run.steps(3)
+    better = prepare(generate("zb-h1", 1, 2))
+    cost_of = {"auto": 2.0, "zb-h1": 1.0}
+    monkeypatch.setattr(replanner, "simulate", lambda schedule, costs: SimpleNamespace(cost=cost_of[schedule.name]))
+    monkeypatch.setattr(replanner, "plan_on_first_rank", lambda plan, m: plan.with_shared(better))
+    run.steps(8, (2.0, 2.0, 2.0))
+    assert run.new_plans == [4, 12]
+    assert run.reports[-1].is_new_plan
+    assert run.plan.schedule(2) is better
+
+
+def test_a_plan_that_the_steps_confirm_is_not_mentioned_again():
+    run = Run()
+    run.steps(3)
+    run.steps(30, (1.04, 1.04, 1.04))
+    assert (run.new_plans, len(run.reports)) == ([4], 1)
+
+
+def test_a_plan_is_not_compared_with_steps_of_several_numbers_of_microbatches():
+    run = Run()
+    run.steps(6)
+    run.steps(30, (2.0, 2.0, 2.0), m=3)
+    assert [report.differences for report in run.reports] == [(), ()]
+
+
+def test_a_given_profile_is_not_compared():
+    run = Run(profile=GIVEN)
+    run.steps(30)
+    assert len(run.reports) == 1
+
+
+def test_without_a_threshold_later_drift_changes_nothing():
+    run = Run()
+    run.steps(11)
     run.steps(60, (9.0, 9.0, 9.0))
     assert run.new_plans == [4]
+    assert len(run.reports) == 1
 
 
 @pytest.mark.parametrize(("milliseconds", "replanned_at"), [(1.2, []), (1.3, [21]), (0.7, [21])])
 def test_a_run_is_planned_again_when_its_times_drift_by_more_than_the_threshold(milliseconds, replanned_at):
     run = Run(threshold=0.25)
-    run.steps(3)
+    run.steps(11)
     run.steps(30, (milliseconds,) * 3)
     assert run.new_plans == [4, *replanned_at]
     if replanned_at:

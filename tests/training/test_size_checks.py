@@ -102,7 +102,7 @@ def test_planning_that_takes_long_is_announced_once(
         (0.0, 1, ""),
         (0.0, 0, " > planning schedule auto for up to 8 microbatches\n"),
     ):
-        monkeypatch.setattr(plans, "_SILENT_SECONDS", seconds)
+        monkeypatch.setattr(plans, "SILENT_SECONDS", seconds)
         asked = replace(flags, rank=rank)
         check_plan(asked, choose_plan(asked))
         assert capsys.readouterr().out == said

@@ -70,7 +70,7 @@ def benchmark(flags: BenchmarkFlags, peers: Sequence[Contestant] = ()) -> None:
     if flags.losses:
         table = f"{table.rstrip()}\n\n{loss_agreement(results)}\n"
     if is_own_training:
-        text = advice(results)
+        text = advice(results, flags.iterations)
         table = f"{table.rstrip()}\n\n{text}\n"
         document = {"results": figures, "advice": text}
     flags.deliver(document, table)

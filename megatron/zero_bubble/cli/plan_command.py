@@ -14,7 +14,6 @@ A mistake ends with one line and exit status 2.
 from __future__ import annotations
 
 import sys
-import time
 from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +27,7 @@ from megatron.zero_bubble.cli.shared_flags import TableFlags
 from megatron.zero_bubble.job.flag_parser import flag
 from megatron.zero_bubble.job.flags import flags_text
 from megatron.zero_bubble.job.layout_words import flags_of_layout, gain_words, layers_words, named_plans
+from megatron.zero_bubble.job.progress_lines import ProgressLines
 from megatron.zero_bubble.planner import Plan, PlanRequest, all_placements, search_layouts
 from megatron.zero_bubble.planner.megatrons_split import capacity_of_multiple, megatrons_layout, on_megatrons_split
 from megatron.zero_bubble.planner.memory_limit import MemoryLimit
@@ -38,8 +38,6 @@ from megatron.zero_bubble.schedule.ir import Placement, PlacementKind
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 _PROG = "zero-bubble plan"
-_SILENT_SECONDS = 2.0
-"""Seconds of planning between two lines that say how far it is."""
 
 
 def _memory_limit(text: str) -> MemoryLimit:
@@ -110,7 +108,8 @@ def main(argv: list[str] | None = None) -> int:
 def _run(argv: list[str]) -> None:
     flags = read_flags(PlanFlags, argv, _PROG, __doc__ or "")
     request = request_of(flags)
-    chosen = search_layouts(request, _Progress())
+    progress = ProgressLines(lambda text: print(f"{_PROG}: {text}", file=sys.stderr, flush=True))
+    chosen = search_layouts(request, progress)
     megatrons = on_megatrons_split(request, chosen)
     document = {
         "flags": flags_text(flags_of_layout(chosen.layout)),
@@ -147,19 +146,6 @@ def request_of(flags: PlanFlags) -> PlanRequest:
     if limit.multiple is not None:
         return replace(request, capacity=capacity_of_multiple(request, usual, limit.multiple))
     return request if limit.num_bytes is None else replace(request, capacity=float(limit.num_bytes))
-
-
-class _Progress:
-    """Says on the standard error how far the search is, from time to time."""
-
-    def __init__(self) -> None:
-        self._last = time.monotonic()
-
-    def __call__(self, text: str) -> None:
-        now = time.monotonic()
-        if now - self._last > _SILENT_SECONDS:
-            self._last = now
-            print(f"{_PROG}: {text}", file=sys.stderr, flush=True)
 
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any, cast
@@ -95,13 +95,20 @@ def check_unit_costs_output(flags: JobFlags) -> None:
 
 
 def choose_layout(
-    flags: JobFlags, model: ModelCosts, free_bytes: float | None, padded_vocab_size: int, *, is_quick: bool = False
+    flags: JobFlags,
+    model: ModelCosts,
+    free_bytes: float | None,
+    padded_vocab_size: int,
+    *,
+    is_quick: bool = False,
+    report: Callable[[str], None] = lambda text: None,
 ) -> LayoutChoice:
     """Search the layouts that the flags leave open, for the job's largest number of microbatches.
 
     Args:
         free_bytes: what a device has free before the model is built; None if nothing limits it.
         is_quick: plan with little effort.
+        report: called with how far the search is, often.
 
     Raises:
         ValueError: no layout fits, or (as `ScheduleError`) there are fewer layers than ranks.
@@ -114,7 +121,7 @@ def choose_layout(
         effort=QUICK_EFFORT if is_quick else EFFORT,
     )
     try:
-        plan = search_layouts(request)
+        plan = search_layouts(request, report)
     except Infeasible as error:
         raise ValueError(
             f"{limit_flag(flags)}: no layout of the layers fits: the fullest rank needs at least "

@@ -8,6 +8,7 @@ from megatron.zero_bubble.job.files import write_file
 from megatron.zero_bubble.job.layout_choice import ChosenLayout, choose_layout
 from megatron.zero_bubble.job.layout_table import layout_lines
 from megatron.zero_bubble.job.layout_words import flags_of_layout
+from megatron.zero_bubble.job.progress_lines import ProgressLines
 from megatron.zero_bubble.job.settings import JobSettings
 from megatron.zero_bubble.runtime.joint import on_rank
 from megatron.zero_bubble.runtime.replanner import least_free_bytes
@@ -25,7 +26,8 @@ def new_choice(job: JobSettings, costs: ModelCosts, padded_vocab_size: int) -> C
     free_bytes = least_free_bytes(device) if device.type == "cuda" else None
 
     def choose() -> ChosenLayout:
-        choice = choose_layout(job.flags, costs, free_bytes, padded_vocab_size)
+        progress = ProgressLines(lambda text: print(f" > choosing a layout: {text}", flush=True))
+        choice = choose_layout(job.flags, costs, free_bytes, padded_vocab_size, report=progress)
         plan = choice.plan
         if job.flags.zero_bubble_unit_costs_output is not None:
             _write(job.flags.zero_bubble_unit_costs_output, choice.model)

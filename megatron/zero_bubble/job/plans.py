@@ -11,6 +11,7 @@ from typing import cast
 from megatron.zero_bubble.job.aliases import pending_backwards
 from megatron.zero_bubble.job.flags import flag_name, limit_flag
 from megatron.zero_bubble.job.job_flags import RECOMPUTATION, JobFlags
+from megatron.zero_bubble.job.progress_lines import SILENT_SECONDS
 from megatron.zero_bubble.planner.memory_limit import MemoryLimit
 from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.schedule import Infeasible, Placement, Schedule, ScheduleError, simulate
@@ -20,8 +21,6 @@ from megatron.zero_bubble.schedule.ir import MAX_OPERATIONS, PlacementKind
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 _FILE = "file:"
-_SILENT_SECONDS = 5.0
-"""Seconds that planning may take before it is announced."""
 _SECONDS_PER_OPERATION = 4e-5
 """Seconds that planning takes for each operation of a schedule."""
 
@@ -132,7 +131,7 @@ def _announce(flags: JobFlags, plan: RunSchedules) -> None:
             given += f" --rampup-batch-size {' '.join(map(str, flags.rampup_batch_size))}"
             many = f"iterations of every size, {many} in all,"
         raise ValueError(f"{given}: {many} are too many to plan schedules for {stages} stages: at most {most}")
-    if microbatches * 3 * stages * _SECONDS_PER_OPERATION > _SILENT_SECONDS and flags.rank == 0:
+    if microbatches * 3 * stages * _SECONDS_PER_OPERATION > SILENT_SECONDS and flags.rank == 0:
         print(f" > planning schedule {plan.name} for up to {flags.most_microbatches} microbatches", flush=True)
 
 

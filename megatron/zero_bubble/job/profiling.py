@@ -15,8 +15,6 @@ from megatron.zero_bubble.runtime.replanner import PlanningOptions, Report
 from megatron.zero_bubble.schedule import Placement, ScheduleError, StageCosts
 from megatron.zero_bubble.schedule.formats import Profile, profile_from_json, profile_to_json
 
-"""What the prediction compares a schedule with, by what the run recomputes."""
-
 
 def check_memory_limit(flags: JobFlags, has_cuda: bool) -> None:
     """Raise `ValueError` if the limit is the free memory of a CUDA device and the job has no device."""
@@ -159,6 +157,8 @@ def describe(report: Report) -> str:
     costs, placement = profile.costs, profile.placement
     source = f"measured up to step {report.step}, spread {profile.noise:.1%}" if report.step else "from a profile"
     lines = [f" > zero-bubble plan; times {source}"]
+    if report.differences:
+        lines.append(f"     compared with the plan before: {'; '.join(map(str, report.differences))}")
     lines += _costs_table(costs, placement)
     origin = "planned" if report.is_new_plan else "kept"
     limits = report.memory_limit or ()

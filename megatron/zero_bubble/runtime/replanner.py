@@ -1,4 +1,4 @@
-"""Measures the costs of a run over some steps, plans a schedule from them, and plans again when the times drift."""
+"""Measures the costs of a run over some steps, plans a schedule from them, and plans again when they prove wrong."""
 
 from __future__ import annotations
 
@@ -14,18 +14,29 @@ from megatron.zero_bubble.planner.memory_limit import MemoryLimit
 from megatron.zero_bubble.planner.prediction import MegatronsTime, Prediction
 from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.runtime.observer import StepObserver
+from megatron.zero_bubble.runtime.plan_check import (
+    TOLERANCE,
+    Difference,
+    differences,
+    with_measured_span,
+    with_measured_times,
+)
 from megatron.zero_bubble.runtime.profiler import Profiler, gather_costs
-from megatron.zero_bubble.runtime.recorder import MeasuredOp
-from megatron.zero_bubble.schedule import Infeasible, Schedule, ScheduleError, StageCosts, validate
+from megatron.zero_bubble.runtime.recorder import MeasuredOp, step_time
+from megatron.zero_bubble.schedule import Infeasible, Schedule, ScheduleError, StageCosts, simulate, validate
 from megatron.zero_bubble.schedule.formats import Profile, Setting, schedule_from_json, schedule_to_json
-from megatron.zero_bubble.schedule.kinds import TIMES
 from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation_everywhere
 
 MARGIN = 0.9
 """Share of the free memory that the limit `auto` gives to activations, because allocators fragment."""
 _DRIFT_STEPS = 20
 """Steps between two checks for drift of the times."""
-
+CHECK_AFTER = 8
+"""Steps between a plan from measured costs and its check against the steps that ran it."""
+_UNSETTLED = 2
+"""The first steps with a new plan, which are not compared with it."""
+_WORTHWHILE = 0.005
+"""By so much a corrected plan must be faster to replace the one that runs."""
 
 ModelDescription = Mapping[str, Setting]
 
@@ -89,6 +100,8 @@ class Report:
     """The memory limit of every rank, in bytes; None for the schedule's own."""
     step: int
     """The last step whose times are in the costs; 0 if the costs were given."""
+    differences: tuple[Difference, ...] = ()
+    """Times that the plan before had wrong."""
 
 
 class Replanner:
@@ -124,6 +137,14 @@ class Replanner:
         self._edges: Mapping[int, float] = {}
         self._profile = options.profile
         self._step = 0
+        self._check_at = 0
+        """The step after which the plan is compared with the steps that ran it; 0 for never."""
+        self._spans: list[float] = []
+        """Milliseconds of the steps that are compared with the plan, on this rank."""
+        self._checked_numbers: set[int] = set()
+        """Numbers of microbatches of these steps."""
+        self._current = plan
+        """The plan that was made from the present profile."""
         self._planned_for: set[int] = set()
         """Numbers of microbatches whose schedule was made from the present profile."""
         observer.sinks.append(self._collect)
@@ -158,17 +179,27 @@ class Replanner:
         if self._profile is None and step == options.last_step:
             self._edges = self._measure_edges()
             self._profile = self._measure()
-            self._step = step
+            self._step, self._check_at = step, step + CHECK_AFTER
             return self._decide(num_microbatches)
+        if self._is_checked(step):
+            self._checked_numbers.add(num_microbatches)
+        if step == self._check_at and self._checked_numbers == {num_microbatches}:
+            return self._check(num_microbatches)
         if self._profile is not None and options.threshold > 0 and step % _DRIFT_STEPS == 0:
             return self._look_for_drift(step, num_microbatches)
         return None
 
     def _collect(self, step: int, ops: Sequence[MeasuredOp]) -> None:
-        """Keep the operations of a step if they will be used for costs or for drift."""
+        """Keep the operations of a step if they will be used for costs, for the check of a plan, or for drift."""
         options = self._options
-        if options.threshold > 0 if self._profile is not None else options.first_step <= step <= options.last_step:
+        is_profiled = self._profile is None and options.first_step <= step <= options.last_step
+        if self._is_checked(step):
+            self._spans.append(step_time(ops).span * 1000.0)
+        if is_profiled or self._is_checked(step) or (self._profile is not None and options.threshold > 0):
             self._profiler.add(ops)
+
+    def _is_checked(self, step: int) -> bool:
+        return self._check_at - CHECK_AFTER + _UNSETTLED < step <= self._check_at
 
     def _measure(self) -> Profile:
         """Combine the measurements of all ranks into one profile; a collective call."""
@@ -180,13 +211,21 @@ class Replanner:
 
     def _decide(self, num_microbatches: int) -> RunSchedules | None:
         """Make and report the plan from the present profile; return None if the run goes on with the one it has."""
+        plan, limit = self._planned(num_microbatches)
+        self._adopt(plan, num_microbatches)
+        self._report(Report(self.predict(plan.schedule(num_microbatches)), self._plan.adapts, limit, self._step))
+        # A plan that does not adapt goes on, but no longer with the schedule that measured the recomputations.
+        return plan if self._plan.adapts or self._plan.recompute is not Recompute.NONE else None
+
+    def _planned(self, num_microbatches: int) -> tuple[RunSchedules, tuple[float, ...] | None]:
+        """Return the plan from the present profile, with the memory limit of every rank; a collective call."""
         profile = self._profile
         assert profile is not None
         in_bytes = self._limits_in_bytes(profile, num_microbatches)
         limit = None if in_bytes is None else limits_of_ranks(in_bytes, profile.inside_ranks)
         plan = self._plan.requesting(costs=profile.costs, memory_limit=limit) if self._plan.adapts else self._plan
         try:
-            plan = plan_on_first_rank(plan, num_microbatches)
+            return plan_on_first_rank(plan, num_microbatches), limit
         except Infeasible as error:
             if in_bytes is None:  # the schedule's own
                 raise
@@ -196,11 +235,40 @@ class Replanner:
                 f"the smallest that works is {smallest}",
                 smallest,
             ) from error
+
+    def _adopt(self, plan: RunSchedules, num_microbatches: int) -> None:
+        self._current = plan
         self._planned_for.add(num_microbatches)
-        schedule = plan.schedule(num_microbatches)
-        self._report(Report(self.predict(schedule), self._plan.adapts, limit, self._step))
-        # A plan that does not adapt goes on, but no longer with the schedule that measured the recomputations.
-        return plan if self._plan.adapts or self._plan.recompute is not Recompute.NONE else None
+
+    def _check(self, num_microbatches: int) -> RunSchedules | None:
+        """Compare the plan with the steps that ran it; where it had times wrong, correct them and plan again.
+
+        A collective call. The plan stays unless the corrected one is faster at the corrected costs.
+        """
+        old, running = self._profile, self._current.schedule(num_microbatches)
+        assert old is not None
+        measured, span = self._measure(), self._longest_span()
+        costs = with_measured_times(old.costs, measured.costs)
+        if span > simulate(running, costs).cost * (1 + TOLERANCE):
+            costs = with_measured_span(costs, running, span)
+        found = tuple(differences(old.costs, costs))
+        if not found:
+            return None
+        self._profile, self._step = replace(old, costs=costs, noise=measured.noise), self._check_at
+        self._planned_for = set()
+        plan, limit = self._planned(num_microbatches)
+        gain = simulate(running, costs).cost / simulate(plan.schedule(num_microbatches), costs).cost
+        is_new = self._plan.adapts and gain > 1 + _WORTHWHILE
+        self._adopt(plan if is_new else self._current, num_microbatches)
+        prediction = self.predict(self._current.schedule(num_microbatches))
+        self._report(Report(prediction, is_new, limit, self._step, found))
+        return plan if is_new else None
+
+    def _longest_span(self) -> float:
+        """Return the milliseconds of the checked steps on the slowest rank; a collective call."""
+        longest = torch.tensor([statistics.median(self._spans)], dtype=torch.float64, device=self._device)
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+        return longest.item()
 
     def predict(self, schedule: Schedule) -> Prediction:
         """Predict what a schedule takes at the measured costs."""
@@ -214,12 +282,10 @@ class Replanner:
         """
         old, new = self._profile, self._measure()
         assert old is not None
-        new = replace(new, costs=_with_all_recomputations(old.costs, new.costs))
-        if _largest_change(old.costs, new.costs) <= self._options.threshold:
-            return None
         # Memory and messages do not drift and are measured only once.
-        times = {name: getattr(new.costs, name) for name in TIMES}
-        costs = replace(old.costs, **times)
+        costs = with_measured_times(old.costs, new.costs)
+        if _largest_change(old.costs, costs) <= self._options.threshold:
+            return None
         self._profile, self._step = replace(old, costs=costs, noise=new.noise), step
         self._planned_for = set()
         return self._decide(num_microbatches)
@@ -263,9 +329,3 @@ def _largest_change(old: StageCosts, new: StageCosts) -> float:
         return costs.work(stage) + costs.time_r[stage]
 
     return max(abs(work(new, stage) / work(old, stage) - 1.0) for stage in range(old.num_stages))
-
-
-def _with_all_recomputations(old: StageCosts, new: StageCosts) -> StageCosts:
-    """Return `new` with a time of R where nothing was recomputed: R is taken to have changed as F has."""
-    stages = zip(new.time_r, old.time_r, new.time_f, old.time_f, strict=True)
-    return replace(new, time_r=tuple(r or old_r * f / old_f for r, old_r, f, old_f in stages))

@@ -6,29 +6,55 @@ from collections.abc import Sequence
 
 from megatron.zero_bubble.cli.benchmark.training_results import TrainResult, bootstrap_interval
 
+FEWEST_ROUNDS, FEWEST_ITERATIONS = 3, 5
+"""A benchmark of fewer rounds, or of fewer iterations a turn, is a trial, after which nothing is recommended."""
 _MIB = 2**20
 
 
-def advice(results: Sequence[TrainResult]) -> str:
-    """Return which schedule to use, how many times as fast as each other one it is, and what memory it takes.
+def advice(results: Sequence[TrainResult], iterations: int) -> str:
+    """Return which schedule to use, how many times as fast as each other one it is, and its memory.
 
-    The figures compare turns of the same round. Schedules that the rounds do not tell apart are named.
+    The figures compare turns of the same round. A schedule is recommended only if the 95% interval of its speed is
+    above that of megatron-core's 1F1B. Schedules that the rounds do not tell apart are named.
+
+    Args:
+        results: one for each schedule, megatron-core's 1F1B first.
+        iterations: measured iterations of a turn.
     """
     best = max(results, key=lambda result: result.ratio)
     others = [result for result in results if result is not best]
-    baseline = results[0]
+    baseline, rounds = results[0], len(best.rounds)
     flags = " ".join(best.contestant.words)
     how = f" ({flags})" if flags and flags != best.contestant.name else ""
-    lines = [f"Use {best.contestant.name}{how}: {_times_as_fast(best, others)}."]
-    close = [other.contestant.name for other in others if not _is_faster(best, other)]
+    speed = f"{best.contestant.name}{how}: {_times_as_fast(best, others)}"
+    memory = _memory_words(best, baseline)
+    if rounds < FEWEST_ROUNDS or iterations < FEWEST_ITERATIONS:
+        return (
+            f"A trial, after which no schedule is recommended: {_number(rounds, 'round')} of "
+            f"{_number(iterations, 'iteration')}. At least --rounds {FEWEST_ROUNDS} and --iterations "
+            f"{FEWEST_ITERATIONS} give an interval.\nThe fastest in it was {speed}.\n{memory}"
+        )
+    close = [other for other in others if not _is_faster(best, other)]
+    names = " and ".join(other.contestant.name for other in close)
+    if baseline in close:
+        lines = [f"No schedule is faster than {baseline.contestant.name} beyond doubt. The fastest was {speed}."]
+    else:
+        lines = [f"Use {speed}."]
     if close:
-        lines.append(f"These rounds do not tell it from {' and '.join(close)}: more --rounds may.")
+        lines.append(f"These rounds do not tell it from {names}: more --rounds may.")
+    return "\n".join([*lines, memory])
+
+
+def _memory_words(best: TrainResult, baseline: TrainResult) -> str:
     kind = "fullest GPU" if best.is_device_memory else "largest process, its libraries included,"
     memory = f"Its {kind} takes {best.peak_bytes / _MIB:.0f} MiB"
     if best is not baseline:
         memory += f", {baseline.contestant.name}'s {baseline.peak_bytes / _MIB:.0f}"
-    lines.append(f"{memory}.")
-    return "\n".join(lines)
+    return f"{memory}."
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def _times_as_fast(best: TrainResult, others: Sequence[TrainResult]) -> str:
@@ -42,7 +68,6 @@ def _times_as_fast(best: TrainResult, others: Sequence[TrainResult]) -> str:
 
 
 def _is_faster(best: TrainResult, other: TrainResult) -> bool:
-    """Whether all of the interval says that `best` is faster; with too few rounds for one, whether every round does."""
-    ratios = best.ratios_to(other)
-    interval = bootstrap_interval(ratios)
-    return (interval[0] if interval else min(ratios)) > 1
+    """Whether all of the interval says that `best` is faster."""
+    interval = bootstrap_interval(best.ratios_to(other))
+    return interval is not None and interval[0] > 1

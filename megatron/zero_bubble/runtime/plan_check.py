@@ -1,0 +1,89 @@
+"""Compares the costs that a plan was made from with the steps that ran it, and corrects them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from megatron.zero_bubble.schedule import Placement, Schedule, StageCosts, simulate
+from megatron.zero_bubble.schedule.kinds import TIMES
+
+TOLERANCE = 0.05
+"""Relative difference between a planned and a measured time above which costs are corrected."""
+_MATTERS = 0.02
+"""Share of a microbatch's work below which the time of a kind of operation moves no plan."""
+_PARTS = 1024
+"""Into so many parts the time that messages may take longer is divided, to find it by bisection."""
+
+
+class Difference(NamedTuple):
+    """A time that the costs of a plan have wrong, in milliseconds."""
+
+    subject: str
+    planned: float
+    measured: float
+
+    def __str__(self) -> str:
+        return f"{self.subject} takes {self.measured:.2f} ms, {self.planned:.2f} were planned"
+
+
+def with_measured_times(planned: StageCosts, measured: StageCosts) -> StageCosts:
+    """Return the planned costs with the measured times of operations; memory and messages stay as they are.
+
+    Of a kind that did not run the time stays, too; R is taken to have changed as F has.
+    """
+    times = {
+        name: tuple(new or old for new, old in zip(getattr(measured, name), getattr(planned, name), strict=True))
+        for name in TIMES
+    }
+    stages = zip(measured.time_r, planned.time_r, measured.time_f, planned.time_f, strict=True)
+    times["time_r"] = tuple(r or old_r * f / old_f for r, old_r, f, old_f in stages)
+    return replace(planned, **times)
+
+
+def with_measured_span(costs: StageCosts, schedule: Schedule, span: float) -> StageCosts:
+    """Return the costs with messages between ranks that take longer, so that the schedule takes the measured time.
+
+    A message that is measured alone is faster than one that a busy rank sends or waits for. Messages that took as long
+    as planned leave the costs as they are.
+
+    Args:
+        costs: with the measured times of operations.
+        schedule: the schedule that ran.
+        span: measured milliseconds between the first and the last operation of the slowest rank.
+    """
+    placement, missing = schedule.placement, span - simulate(schedule, costs).cost
+    if missing <= 0 or placement.num_ranks == 1:
+        return costs
+
+    def slower(part: int) -> StageCosts:
+        return _with_messages(costs, placement, missing * part / _PARTS)
+
+    part = bisect_left(range(_PARTS), span, key=lambda part: simulate(schedule, slower(part)).cost)
+    return slower(part)
+
+
+def _with_messages(costs: StageCosts, placement: Placement, added: float) -> StageCosts:
+    edges = range(placement.num_stages - 1)
+    crosses = [placement.rank_of(edge) != placement.rank_of(edge + 1) for edge in edges]
+    return replace(
+        costs, time_comm=tuple(time + added * is_far for time, is_far in zip(costs.time_comm, crosses, strict=True))
+    )
+
+
+def differences(planned: StageCosts, corrected: StageCosts) -> Iterator[Difference]:
+    """Yield the kinds of operations whose mean time the plan had wrong by more than `TOLERANCE`, and messages.
+
+    Left out is what takes too small a part of a microbatch's work to matter.
+    """
+    matters = _MATTERS * sum(map(planned.work, range(planned.num_stages)))
+    for name, kind in TIMES.items():
+        times = [pair for pair in zip(getattr(planned, name), getattr(corrected, name), strict=True) if any(pair)]
+        before, after = (sum(values) for values in zip(*times, strict=True)) if times else (0.0, 0.0)
+        if abs(after - before) > TOLERANCE * before and max(before, after) > matters:
+            yield Difference(kind.name, before / len(times), after / len(times))
+    far = [pair for pair in zip(planned.time_comm, corrected.time_comm, strict=True) if any(pair)]
+    if 2 * sum(after - before for before, after in far) > matters:  # there and back
+        yield Difference("a message", *(sum(values) / len(far) for values in zip(*far, strict=True)))
