@@ -59,11 +59,11 @@ def test_one_rank_sends_no_messages():
     assert with_measured_span(costs, generate("1f1b", 1, 8), 1000.0) is costs
 
 
-def test_differences_of_more_than_a_twentieth_are_said():
+def test_the_stage_that_differs_most_is_said_for_each_kind():
     assert words(PLANNED, replace(PLANNED, time_f=(3.1, 3.1, 3.1, 3.1), time_b=(2.09,) * 4)) == []
-    assert words(PLANNED, replace(PLANNED, time_f=(3, 3, 3, 5), time_w=(0.5,) * 4)) == [
-        "F takes 3.50 ms, 3.00 were planned",
-        "W takes 0.50 ms, 1.00 were planned",
+    assert words(PLANNED, replace(PLANNED, time_f=(2.8, 3, 4, 5), time_w=(1, 0.5, 1, 1))) == [
+        "F of stage 3 takes 5.00 ms, 3.00 were planned",
+        "W of stage 1 takes 0.50 ms, 1.00 were planned",
     ]
 
 
@@ -74,4 +74,6 @@ def test_operations_that_take_hardly_any_time_are_not_mentioned():
 
 def test_messages_are_said_if_a_microbatch_waits_for_them():
     assert words(PLANNED, replace(PLANNED, time_comm=(0.15, 0.15, 0.15))) == []
-    assert words(PLANNED, replace(PLANNED, time_comm=(0.4, 0.4, 0.4))) == ["a message takes 0.40 ms, 0.10 were planned"]
+    assert words(PLANNED, replace(PLANNED, time_comm=(0.4, 0.4, 0.4))) == [
+        "ranks wait as if a message took 0.40 ms, 0.10 were planned"
+    ]

@@ -26,7 +26,7 @@ class Difference(NamedTuple):
     measured: float
 
     def __str__(self) -> str:
-        return f"{self.subject} takes {self.measured:.2f} ms, {self.planned:.2f} were planned"
+        return f"{self.subject} {self.measured:.2f} ms, {self.planned:.2f} were planned"
 
 
 def with_measured_times(planned: StageCosts, measured: StageCosts) -> StageCosts:
@@ -46,8 +46,8 @@ def with_measured_times(planned: StageCosts, measured: StageCosts) -> StageCosts
 def with_measured_span(costs: StageCosts, schedule: Schedule, span: float) -> StageCosts:
     """Return the costs with messages between ranks that take longer, so that the schedule takes the measured time.
 
-    A message that is measured alone is faster than one that a busy rank sends or waits for. Messages that took as long
-    as planned leave the costs as they are.
+    A message that is measured alone is faster than one that a busy rank sends, and ranks whose operations vary in their
+    durations wait for each other as they wait for messages.
 
     Args:
         costs: with the measured times of operations.
@@ -74,16 +74,18 @@ def _with_messages(costs: StageCosts, placement: Placement, added: float) -> Sta
 
 
 def differences(planned: StageCosts, corrected: StageCosts) -> Iterator[Difference]:
-    """Yield the kinds of operations whose mean time the plan had wrong by more than `TOLERANCE`, and messages.
+    """Yield for each kind of operation the stage whose time the plan had most wrong, and messages.
 
-    Left out is what takes too small a part of a microbatch's work to matter.
+    Left out is a time that is wrong by at most `TOLERANCE`, and one that takes too small a part of a microbatch's work
+    to matter.
     """
     matters = _MATTERS * sum(map(planned.work, range(planned.num_stages)))
     for name, kind in TIMES.items():
-        times = [pair for pair in zip(getattr(planned, name), getattr(corrected, name), strict=True) if any(pair)]
-        before, after = (sum(values) for values in zip(*times, strict=True)) if times else (0.0, 0.0)
-        if abs(after - before) > TOLERANCE * before and max(before, after) > matters:
-            yield Difference(kind.name, before / len(times), after / len(times))
+        pairs = list(zip(getattr(planned, name), getattr(corrected, name), strict=True))
+        stage, (before, after) = max(enumerate(pairs), key=lambda pair: abs(pair[1][1] - pair[1][0]))
+        if abs(after - before) > max(TOLERANCE * before, matters / planned.num_stages):
+            yield Difference(f"{kind.name} of stage {stage} takes", before, after)
     far = [pair for pair in zip(planned.time_comm, corrected.time_comm, strict=True) if any(pair)]
     if 2 * sum(after - before for before, after in far) > matters:  # there and back
-        yield Difference("a message", *(sum(values) / len(far) for values in zip(*far, strict=True)))
+        before, after = (sum(values) / len(far) for values in zip(*far, strict=True))
+        yield Difference("ranks wait as if a message took", before, after)

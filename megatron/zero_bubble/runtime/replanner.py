@@ -139,8 +139,8 @@ class Replanner:
         self._step = 0
         self._check_at = 0
         """The step after which the plan is compared with the steps that ran it; 0 for never."""
-        self._spans: list[float] = []
-        """Milliseconds of the steps that are compared with the plan, on this rank."""
+        self._checked: list[Sequence[MeasuredOp]] = []
+        """The operations of the steps that are compared with the plan, on this rank."""
         self._checked_numbers: set[int] = set()
         """Numbers of microbatches of these steps."""
         self._current = plan
@@ -194,18 +194,18 @@ class Replanner:
         options = self._options
         is_profiled = self._profile is None and options.first_step <= step <= options.last_step
         if self._is_checked(step):
-            self._spans.append(step_time(ops).span * 1000.0)
-        if is_profiled or self._is_checked(step) or (self._profile is not None and options.threshold > 0):
+            self._checked.append(ops)
+        elif is_profiled or (self._profile is not None and options.threshold > 0):
             self._profiler.add(ops)
 
     def _is_checked(self, step: int) -> bool:
         return self._check_at - CHECK_AFTER + _UNSETTLED < step <= self._check_at
 
-    def _measure(self) -> Profile:
+    def _measure(self, center: Callable[[Sequence[float]], float] | None = None) -> Profile:
         """Combine the measurements of all ranks into one profile; a collective call."""
         self._observer.flush()
         placement = self._plan.placement
-        costs, noise, inside = gather_costs(placement, self._profiler.costs(self.center), self._edges)
+        costs, noise, inside = gather_costs(placement, self._profiler.costs(center or self.center), self._edges)
         self._profiler = Profiler(placement, self._rank)
         return Profile(placement, costs, noise, self._options.model, inside)
 
@@ -247,7 +247,8 @@ class Replanner:
         """
         old, running = self._profile, self._current.schedule(num_microbatches)
         assert old is not None
-        measured, span = self._measure(), self._longest_span()
+        span = self._mean_span()
+        measured = self._measure(statistics.fmean)
         costs = with_measured_times(old.costs, measured.costs)
         if span > simulate(running, costs).cost * (1 + TOLERANCE):
             costs = with_measured_span(costs, running, span)
@@ -264,10 +265,21 @@ class Replanner:
         self._report(Report(prediction, is_new, limit, self._step, found))
         return plan if is_new else None
 
-    def _longest_span(self) -> float:
-        """Return the milliseconds of the checked steps on the slowest rank; a collective call."""
-        longest = torch.tensor([statistics.median(self._spans)], dtype=torch.float64, device=self._device)
+    def _mean_span(self) -> float:
+        """Profile the checked steps, and return the mean milliseconds of one on the slowest rank; a collective call.
+
+        The mean counts, because a step takes as long as all its operations, but without the slowest step of a rank,
+        which something else may have interrupted.
+        """
+        self._observer.flush()
+        self._profiler = Profiler(self._plan.placement, self._rank)
+        _, *others = sorted(self._checked, key=lambda ops: -step_time(ops).span)
+        for ops in others:
+            self._profiler.add(ops)
+        spans = [step_time(ops).span * 1000.0 for ops in others]
+        longest = torch.tensor([statistics.fmean(spans)], dtype=torch.float64, device=self._device)
         dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+        self._checked.clear()
         return longest.item()
 
     def predict(self, schedule: Schedule) -> Prediction:
