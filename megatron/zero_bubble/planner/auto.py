@@ -96,7 +96,7 @@ def _best(name: str, problem: Problem) -> Schedule:
     if problem.is_feasible:
         plan = plan_linear(problem)
         candidates.append(problem.schedule(name, plan.orders))
-        if plan.cost <= problem.bound_if_fused * (1 + 1e-9):
+        if problem.is_quick_with_shards or plan.cost <= problem.bound_if_fused * (1 + 1e-9):
             return candidates[0]
     simple = [generator(problem.num_ranks, problem.num_microbatches) for generator in SIMPLE]
     if problem.recompute is Recompute.FULL:

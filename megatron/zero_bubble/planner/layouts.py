@@ -26,7 +26,7 @@ SHARDING_GAIN = 1.03
 """How many times as fast a layout with vocabulary shards has to be, because collectives also take processor time."""
 PROMISING = 1.05
 """A layout is planned with more effort if its plan takes at most this much longer than the best one."""
-ROUNDS = ((4, 10), (1, 1))
+ROUNDS = ((3, 10), (1, 2))
 """How many of the best layouts are planned in each round, and the part of the full effort that is spent on each."""
 SMALL = 3000
 """Up to so many operations of a schedule with two chunks a rank, more layouts are planned in each round."""
@@ -70,7 +70,7 @@ def search_layouts(request: PlanRequest, report: Callable[[str], None] = lambda 
     """
     search = _Search(request, report)
     if request.usual is not None and request.allows(request.usual):
-        search.try_plan(request.usual, request.effort)
+        search.try_plan(request.usual, 0)
     search.plan_combinations()
     if not search.plans:
         search.plan_refused()
@@ -83,6 +83,7 @@ def search_layouts(request: PlanRequest, report: Callable[[str], None] = lambda 
     for num_best, divisor in ROUNDS_OF_SMALL if search.is_small else ROUNDS:
         for plan in search.best(num_best):
             search.try_plan(plan.layout, request.effort // divisor)
+    search.improve_usual()
     plans = search.expected()
     if len(request.recomputes) > 1:
         plans = list(map(_named_after_schedule, plans))
@@ -144,21 +145,16 @@ class _Search:
         request = self.request
         vocabularies = (False, True) if request.vocabulary_parallel is None else (request.vocabulary_parallel,)
         first, *further = request.recomputes
-        beginnings = [
-            tuple(self._to_begin_with(Layout(placement, (), first, vocabulary)))
-            for placement, vocabulary in product(request.placements, vocabularies)
-        ]
-        bounded = [(min(map(self._bound, layouts)), number) for number, layouts in enumerate(beginnings) if layouts]
-        planned = []
-        for bound, number in sorted(bounded):
+        combinations = [Layout(*one) for one in product(request.placements, ((),), (first,), vocabularies)]
+        layouts = [layout for combination in combinations for layout in self._to_begin_with(combination)]
+        planned: dict[Layout, list[Layout]] = {}
+        for bound, _, layout in sorted((self._bound(layout), number, layout) for number, layout in enumerate(layouts)):
             # A simpler layout may be chosen though it takes a little longer.
-            simpler = SHARDING_GAIN if not beginnings[number][0].vocabulary_parallel else 1
-            if bound < self.best_time * simpler:
-                planned.append(beginnings[number])
-                for layout in beginnings[number]:
-                    self.try_plan(layout, 0)
+            if bound < self.best_time * (1 if layout.vocabulary_parallel else SHARDING_GAIN):
+                planned.setdefault(layout.combination, []).append(layout)
+                self.try_plan(layout, 0)
         if further:
-            promising = [(self._time_with_memory(layouts), layouts) for layouts in planned]
+            promising = [(self._time_with_memory(layouts), layouts) for layouts in planned.values()]
             for time, layouts in sorted(promising, key=itemgetter(0)):
                 for recompute in further if time < self.best_time else ():
                     for layout in self._to_begin_with(replace(layouts[0], partition=(), recompute=recompute)):
@@ -204,6 +200,12 @@ class _Search:
         if request.post_validation:
             return bounds.span
         return max(bounds.span, _balance(request, layout).estimate(layout.partition))
+
+    def improve_usual(self) -> None:
+        """Plan the usual layout with full effort, unless it is too slow to stay."""
+        usual = self.plans.get(self.request.usual) if self.request.usual is not None else None
+        if usual is not None and usual.time <= self.best_time * PROMISING**2:
+            self.try_plan(usual.layout, self.request.effort)
 
     def plan_refused(self) -> None:
         """Plan with full effort the layouts for which little effort found nothing that fits."""

@@ -42,7 +42,7 @@ def _candidates(name: str, problem: Problem, group_size: int | None) -> list[Sch
     """What is planned, and the named schedules, as far as they fit; `group_size` as in `best_interleaved`."""
     plan = plan_chunks(problem, group_size)
     candidates = [] if plan is None else [problem.schedule(name, plan.orders)]
-    if plan is not None and plan.cost <= problem.bound * (1 + 1e-9):
+    if plan is not None and (problem.is_quick_with_shards or plan.cost <= problem.bound * (1 + 1e-9)):
         return candidates
     others = list(_named(problem, group_size))
     if problem.recompute is Recompute.FULL:

@@ -200,6 +200,11 @@ class Problem:
         """Whether embedding and output layer are spread over all ranks."""
         return self.costs.has_vocabulary
 
+    @property
+    def is_quick_with_shards(self) -> bool:
+        """Whether shards are not inserted into the order of named schedules, which takes longer than a quick plan."""
+        return self.has_shards and self.budget == 0
+
     @cached_property
     def codes(self) -> Codes:
         return Codes.of(self.num_stages)
