@@ -9,8 +9,8 @@ import pytest
 from benchmarks.situations import SITUATIONS, main
 
 
-@pytest.mark.exhaustive  # six trainings of what tests/cli/test_benchmark.py and test_recomputed_runs.py train
-@pytest.mark.parametrize("name", ["large vocabulary", "memory short"])
+@pytest.mark.exhaustive  # three trainings of what tests/cli/test_benchmark.py and test_recomputed_runs.py train
+@pytest.mark.parametrize("name", ["memory short"])
 def test_a_situation_is_trained_under_both_of_megatron_cores_schedules_and_the_plan(name, tmp_path):
     output = tmp_path / "results.json"
     assert main(["--situation", name, "--rounds", "1", "--json", "--output", str(output)]) == 0

@@ -89,6 +89,7 @@ def start(corpus: Path, tmp_path: Path) -> Iterator:
         job.end(0.0)
 
 
+@pytest.mark.exhaustive  # test_resume.py trains to the end; test_ranks.py finds what a training leaves behind
 def test_a_training_that_is_done(start, tmp_path: Path) -> None:
     """Its data loaders end with it, although post-validation or a signal handler may still refer to them."""
     job = start(*HANDLER, *POST_VALIDATION)
@@ -161,38 +162,32 @@ def test_a_full_disk_ends_all_and_keeps_the_checkpoint_before(start, tmp_path: P
 
 
 @pytest.mark.exhaustive  # launcher/test_main_endings.py has the same of a script
-@pytest.mark.parametrize(
-    ("number", "more"), [(signal.SIGTERM, POST_VALIDATION), (signal.SIGINT, ())], ids=["SIGTERM", "SIGINT"]
-)
-def test_a_signal_saves_where_it_is_asked_to(start, tmp_path: Path, number: signal.Signals, more) -> None:
+def test_a_signal_saves_where_it_is_asked_to(start, tmp_path: Path) -> None:
     """A second request of the same kind changes nothing: Slurm and torchrun both pass SIGTERM on."""
-    job = start(*HANDLER, *more, *FOR_EVER)
+    job = start(*HANDLER, *POST_VALIDATION, *FOR_EVER)
     job.wait_for_iteration(5)
     ranks = job.ranks()
-    job.launcher.send_signal(number)
-    if number == signal.SIGTERM:
-        for rank in ranks:
-            rank.terminate()
+    job.launcher.terminate()
+    for rank in ranks:
+        rank.terminate()
     status, left, seconds = job.end(SECONDS)
     assert left == [], f"{left} after {seconds} s: {job.errors}"
     assert status == 1, "torchrun's own, when it is told to stop"
-    assert f"exiting at iteration {latest(tmp_path)}: {number.name}" in job.output
+    assert f"exiting at iteration {latest(tmp_path)}: SIGTERM" in job.output
     assert latest(tmp_path) >= 5
     assert "pretrain_gpt.py" not in job.errors.replace("error_file", ""), "a rank has complained"
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_a_job_that_was_not_asked_to_save(start, tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_ends_a_job_that_was_not_asked_to_save(start, tmp_path: Path) -> None:
     job = start(*FOR_EVER)
     job.wait_for_iteration(5)
-    ranks = job.ranks()
-    for rank in ranks:
-        rank.send_signal(number)
+    for rank in job.ranks():
+        rank.send_signal(signal.SIGINT)
     status, left, seconds = job.end(SECONDS)
     assert left == [], f"{left} after {seconds} s: {job.errors}"
     assert status == 1
-    assert f"Signal {number.value} ({number.name}) received" in job.errors
+    assert f"Signal {signal.SIGINT.value} (SIGINT) received" in job.errors
     assert "Traceback" not in job.output
     assert latest(tmp_path) == 0
 
@@ -252,7 +247,7 @@ class KilledInTime(Change):
 def test_killed_at_random_moments(start, corpus: Path, tmp_path: Path) -> None:
     """A job that is killed repeatedly, also while it starts or saves, has the numbers of one that never stopped.
 
-    It is killed twice under torchrun, which must end the other rank, and then eighteen times without.
+    It is killed twice under torchrun, which must end the other rank, and then twelve times without.
     """
     # Two jobs are compared, which must have the same layout.
     dropout = ("--train-iters", "60", "--save-interval", "1", "--zero-bubble-keep-layout", *POST_VALIDATION)
@@ -276,7 +271,7 @@ def test_killed_at_random_moments(start, corpus: Path, tmp_path: Path) -> None:
         status, left, seconds = job.end(SECONDS_TO_KILL)
         assert left == [], f"{left} after {seconds} s: {job.errors}"
         assert status != 0 or latest(tmp_path) == 60
-    for _ in range(18):
+    for _ in range(12):
         save = chance.randrange(4)
         fault = KilledInTime(chance.randrange(2), save, seconds=chance.uniform(0.0, 0.1 if save else 2.0))
         run_trainings(2, {"cut": [*cut, *load(), fault]}, tmp_path, status=-signal.SIGALRM)

@@ -133,7 +133,11 @@ def test_a_resumed_job_goes_on_like_one_that_never_stopped(numerics: Trainings, 
 @pytest.mark.parametrize(
     "flags",
     [
-        pytest.param(("--zero-bubble-schedule", "zb-v", "--bf16"), id="zero-3 in a V, bf16"),
+        # With dropout a V repeats only if it is not planned again from times that differ from run to run.
+        pytest.param(
+            ("--zero-bubble-schedule", "zb-v", "--zero-bubble-profile-iters", "0", "0", "--bf16"),
+            id="zero-3 in a V, bf16",
+        ),
         pytest.param(("--zero-bubble-schedule", "zb-h1", KEEPS, "--bf16", "--grad-reduce-in-bf16"), id="zero-2, bf16"),
     ],
 )

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.changes import InfiniteGradient
-from tests.launch import TINY_GPT, run
-from tests.trainings import Trainings
+from tests.launch import TINY_GPT
+from tests.trainings import Trainings, run_trainings
 
 FP16 = ("--fp16", "--initial-loss-scale", "65536", "--hysteresis", "1", "--loss-scale-window", "4")
 SOME_CLIPPED = ("--clip-grad", "1.3")
@@ -171,21 +171,20 @@ def test_the_inverse_is_close(trainings: dict[object, Trainings]) -> None:
 def test_what_is_logged_is_settled(tmp_path: Path) -> None:
     """The norm belongs to its iteration; rollbacks are counted; evaluation and checkpoints see the right parameters."""
     more = ("--eval-interval", "4", "--eval-iters", "1", "--save-interval", "6", "--exit-signal-handler")
-    results = {}
-    for name, post in {"waits": (), "post": ("--zero-bubble-post-validation",)}.items():
-        save = ("--save", str(tmp_path / name))
-        results[name] = run(2, "pretrain_gpt.py", *flags(2, *ALL_CLIPPED, *more, *save, *post))
-        assert results[name].returncode == 0, results[name].stderr
+    common = [*flags(2, *ALL_CLIPPED), *more, "--valid-data-path", str(tmp_path / "corpus")]
+    waits = [*common, "--save", str(tmp_path / "waits")]
+    post = [*common, "--save", str(tmp_path / "post"), "--zero-bubble-post-validation"]
+    printed = run_trainings(2, {"waits": waits, "post": post}, tmp_path, unlogged=("waits", "post"))
     words = ("iteration ", "lm loss", "grad norm", "learning rate", "consumed samples", "validation loss")
 
     def figures(output: str) -> list[str]:
         fields = [f.split("]")[-1].strip() for line in output.splitlines() for f in line.split("|")]
         return [field for field in fields if field.startswith(words)]
 
-    assert figures(results["post"].stdout) == figures(results["waits"].stdout)
-    lines = [line for line in results["post"].stdout.splitlines() if "lm loss:" in line]
+    assert figures(printed["post"]) == figures(printed["waits"])
+    lines = [line for line in printed["post"].splitlines() if "lm loss:" in line]
     assert len(lines) == 12
     assert all(" rollbacks: 1 | redone forwards: " in line for line in lines)
     settled_by_evaluation = [line for line in lines if "redone forwards: 0 |" in line]
     assert [int(line.split("iteration")[1].split("/")[0]) for line in settled_by_evaluation] == [4, 6, 8, 12]
-    assert "rollbacks" not in results["waits"].stdout
+    assert "rollbacks" not in printed["waits"]

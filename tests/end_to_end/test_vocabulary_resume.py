@@ -1,6 +1,7 @@
 """A training with vocabulary shards that is killed goes on, with shards and without, as if nothing had happened.
 
-`make test` does so with tied embeddings; `make test-all` with the other optimizers, precisions and placements.
+All are exhaustive. In `make test` `test_resume.py` kills a training, and `test_vocabulary_stage_checkpoint.py` moves
+the states of shards.
 """
 
 from __future__ import annotations
@@ -24,26 +25,24 @@ FLAGS = (
     "--zero-bubble-seed-by-layer",
 )
 ZB_2P = ("--zero-bubble-schedule", "zb-2p")
-EXHAUSTIVE = pytest.mark.exhaustive
 CASES = [
     pytest.param(2, ZB_2P, id="tied"),
     pytest.param(
         2,
         (*ZB_2P, "--untie-embeddings-and-output-weights", "--bf16", "--zero-bubble-post-validation"),
         id="untied, bf16, post-validation",
-        marks=EXHAUSTIVE,
     ),
-    pytest.param(2, ("--zero-bubble-schedule", "zb-v"), id="in a V", marks=EXHAUSTIVE),
+    pytest.param(2, ("--zero-bubble-schedule", "zb-v"), id="in a V"),
     pytest.param(
         4,
         (*ZB_2P, "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
         id="two replicas, all overlapped",
-        marks=EXHAUSTIVE,
     ),
-    pytest.param(4, (*ZB_2P, "--tensor-model-parallel-size", "2"), id="tensor parallel", marks=EXHAUSTIVE),
+    pytest.param(4, (*ZB_2P, "--tensor-model-parallel-size", "2"), id="tensor parallel"),
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("num_ranks", "flags"), CASES)
 def test_killed_in_a_step_and_resumed(num_ranks: int, flags: tuple[str, ...], tmp_path: Path) -> None:
     """A rank dies in the fifth step. The job goes on from the checkpoint of the third, with shards and without."""

@@ -26,11 +26,11 @@ SHARDING_GAIN = 1.03
 """How many times as fast a layout with vocabulary shards has to be, because collectives also take processor time."""
 PROMISING = 1.05
 """A layout is planned with more effort if its plan takes at most this much longer than the best one."""
-ROUNDS = ((3, 10), (1, 2))
+ROUNDS = ((3, 5), (1, 1))
 """How many of the best layouts are planned in each round, and the part of the full effort that is spent on each."""
 SMALL = 3000
 """Up to so many operations of a schedule with two chunks a rank, more layouts are planned in each round."""
-ROUNDS_OF_SMALL = ((12, 20), (3, 4))
+ROUNDS_OF_SMALL = ((12, 10), (3, 2))
 """The same as `ROUNDS` for small problems."""
 COMPARED = 1.5
 """Plans that take at most so much longer than the best are compared with durations that vary."""

@@ -13,7 +13,7 @@ from megatron.zero_bubble.schedule.ir import Placement, check_size
 from megatron.zero_bubble.schedule.model_costs import ModelCosts, Partition
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
-EFFORT = 600_000
+EFFORT = 300_000
 """Operations that the candidates of one plan have together, by default: a second or so."""
 QUICK_EFFORT = 50_000
 """The same where the plan is an estimate that is wanted soon."""
