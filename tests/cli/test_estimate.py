@@ -208,9 +208,10 @@ def test_post_validation_pays_for_spans_instead_of_the_makespan():
     ("flags", "reason"),
     [
         ([], "the first stage waits for the last, because the gradients of tied"),
-        (
+        pytest.param(
             [UNTIED, "--calculate-per-token-loss"],
             "the first stage waits for the last, because --calculate-per-token-loss",
+            marks=pytest.mark.exhaustive,
         ),
     ],
 )

@@ -82,6 +82,7 @@ def test_the_attention_that_the_job_runs_is_the_one_estimated(capsys):
     assert not fits("--attention-backend", "local")
 
 
+@pytest.mark.exhaustive  # all schedules and layouts twice
 def test_a_large_job_is_planned_in_several_processes_with_the_same_results(monkeypatch, capsys):
     command = ["--json", "--schedule", "zb-h1", "--schedule", "zb-v", "--schedule", "auto", "--", *JOB]
     command += ["--num-layers", "12", "--zero-bubble", "--zero-bubble-post-validation"]
@@ -229,6 +230,7 @@ def test_the_layout_is_the_one_that_a_training_would_choose_and_its_flags_give_t
     assert layout_of(capsys, "--", *JOB)["layout"] is None
 
 
+@pytest.mark.exhaustive  # all schedules and layouts twice
 def test_a_large_job_is_planned_quickly_unless_a_schedule_is_named(capsys, monkeypatch):
     monkeypatch.setattr(results, "LARGE_JOB", 1)
     flags = ["--", *JOB, "--global-batch-size", "96", "--zero-bubble", LIMIT, "auto"]
@@ -251,6 +253,7 @@ def test_a_large_job_is_planned_quickly_unless_a_schedule_is_named(capsys, monke
     assert any(line.startswith(" > layout chosen for 4 ranks and 48 microbatches") for line in output)
 
 
+@pytest.mark.exhaustive  # the layouts of two jobs
 def test_where_no_schedule_is_possible_or_fits_the_layout_is_the_way_out(capsys):
     tight = room_for("1f1b", "--recompute-granularity", "full", "--recompute-method", "uniform", *RECOMPUTED)
     output = lines_of(capsys, *tight, "--schedule", "1f1b", "--", *JOB, "--zero-bubble")

@@ -57,20 +57,23 @@ def test_the_chosen_layout_comes_first_and_is_hardly_slower_than_any(costs, caps
 
 
 @pytest.mark.parametrize(
-    ("flags", "field", "value"),
+    ("flags", "properties"),
     [
-        (["--placement", "v"], "placement", "v"),
-        (["--num-chunks", "2"], "chunks", 2),
-        (["--num-chunks", "1"], "placement", "linear"),
-        (["--vocabulary-parallel", "on"], "vocabulary_parallel", True),
-        (["--vocabulary-parallel", "off"], "vocabulary_parallel", False),
-        (["--recompute", "full"], "recompute", "full"),
-        (["--recompute", "none"], "recompute", "none"),
+        (
+            ["--placement", "v", "--vocabulary-parallel", "on", "--recompute", "none"],
+            {"placement": "v", "vocabulary_parallel": True, "recompute": "none"},
+        ),
+        (
+            ["--num-chunks", "2", "--vocabulary-parallel", "off", "--recompute", "full"],
+            {"chunks": 2, "vocabulary_parallel": False, "recompute": "full"},
+        ),
+        (["--num-chunks", "1"], {"placement": "linear"}),
     ],
 )
-def test_a_flag_fixes_one_property_of_every_layout(costs, capsys, flags, field, value):
+def test_flags_fix_properties_of_every_layout(costs, capsys, flags, properties):
     found = planned(capsys, "--costs", costs, *SIZE, *flags)
-    assert {layout[field] for layout in found["layouts"]} == {value}
+    for name, value in properties.items():
+        assert {layout[name] for layout in found["layouts"]} == {value}
 
 
 def test_two_chunks_are_in_a_v_or_interleaved(costs, capsys):

@@ -32,6 +32,8 @@ SMALL = 3000
 """Up to so many operations of a schedule with two chunks a rank, more layouts are planned in each round."""
 ROUNDS_OF_SMALL = ((12, 10), (3, 2))
 """The same as `ROUNDS` for small problems."""
+GAIN = 1.003
+"""A layout is planned with more effort if it can become this many times as fast as the best."""
 COMPARED = 1.5
 """Plans that take at most so much longer than the best are compared with durations that vary."""
 MOVED = 4
@@ -82,7 +84,7 @@ def search_layouts(request: PlanRequest, report: Callable[[str], None] = lambda 
             search.move_layers(plan)
     for num_best, divisor in ROUNDS_OF_SMALL if search.is_small else ROUNDS:
         for plan in search.best(num_best):
-            search.try_plan(plan.layout, request.effort // divisor)
+            search.improve(plan, request.effort // divisor)
     search.improve_usual()
     plans = search.expected()
     if len(request.recomputes) > 1:
@@ -200,6 +202,11 @@ class _Search:
         if request.post_validation:
             return bounds.span
         return max(bounds.span, _balance(request, layout).estimate(layout.partition))
+
+    def improve(self, plan: Plan, effort: int) -> None:
+        """Plan a layout with more effort, unless it can gain too little on the best."""
+        if self._bound(plan.layout) < self.best_time / GAIN:
+            self.try_plan(plan.layout, effort)
 
     def improve_usual(self) -> None:
         """Plan the usual layout with full effort, unless it is too slow to stay."""
