@@ -175,6 +175,7 @@ def room_for(name: str, *flags: str) -> list[str]:
     return ["--device-memory", f"{int(needed) + 1}B", "--reserved-memory", "1B"]
 
 
+@pytest.mark.exhaustive  # it plans ten schedules
 def test_where_nothing_fits_the_way_out_is_recomputation_and_its_price(capsys):
     fully = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
     chosen = ["--schedule", "zb-h1", "--schedule", "zb-h2"]

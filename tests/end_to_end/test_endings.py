@@ -2,9 +2,10 @@
 
 Every training here runs under the defaults: loader workers, clipping, evaluation, saving, data from files.
 
-`make test` runs a job that is done and one with an error, with post-validation, which has more to stop. Exhaustive are
-the other ways to end. Each is started by torchrun once, some with post-validation and some without. What the loop does
-before its last iteration, and most kills at random moments, need no torchrun: they happen in ranks that are there.
+All are exhaustive, each started by torchrun once, some with post-validation and some without. `make test` ends a script
+by a signal (`launcher/test_main_endings.py`) and trainings on ranks that are there, by errors, faults of the disk and
+kills (`test_finite.py`, `training/test_checkpoint_faults.py`, `test_resume.py`). What the loop does before its last
+iteration, and most kills at random moments, need no torchrun here either.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from tests.failing_training import command, fill_disk, raise_error
 from tests.jobs import Job, kill
 from tests.launch import PRETRAIN, torchrun
 from tests.trainings import run_trainings
+
+pytestmark = pytest.mark.exhaustive
 
 SECONDS = 60.0
 """Time for a job to be gone once there is a reason: far above what it takes, less than a second to eight on a machine
@@ -89,7 +92,6 @@ def start(corpus: Path, tmp_path: Path) -> Iterator:
         job.end(0.0)
 
 
-@pytest.mark.exhaustive  # test_resume.py trains to the end; test_ranks.py finds what a training leaves behind
 def test_a_training_that_is_done(start, tmp_path: Path) -> None:
     """Its data loaders end with it, although post-validation or a signal handler may still refer to them."""
     job = start(*HANDLER, *POST_VALIDATION)
@@ -109,7 +111,6 @@ class Signalled(AtReducedGradients):
         signal.raise_signal(self.number)
 
 
-@pytest.mark.exhaustive  # apart from its last checkpoint it is done, as above
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
@@ -132,7 +133,7 @@ def test_a_training_that_stops_early_saves(corpus: Path, tmp_path: Path, words: 
 
 @pytest.mark.parametrize(
     ("rank", "more"),
-    [(0, POST_VALIDATION), pytest.param(1, HANDLER, marks=pytest.mark.exhaustive)],
+    [(0, POST_VALIDATION), (1, HANDLER)],
     ids=["first", "last"],
 )
 def test_an_error_on_a_rank_ends_all_and_is_in_torchruns_summary(start, tmp_path: Path, rank: int, more) -> None:
@@ -145,7 +146,6 @@ def test_an_error_on_a_rank_ends_all_and_is_in_torchruns_summary(start, tmp_path
     assert latest(tmp_path) == 3
 
 
-@pytest.mark.exhaustive  # test_checkpoint_faults.py fills the disk in every file of a checkpoint, without a training
 def test_a_full_disk_ends_all_and_keeps_the_checkpoint_before(start, tmp_path: Path) -> None:
     """All ranks end with one line, and the last complete checkpoint stays the latest."""
     job = start(*POST_VALIDATION, "--train-iters", "100000", fault=(fill_disk, 1, 14))
@@ -161,7 +161,6 @@ def test_a_full_disk_ends_all_and_keeps_the_checkpoint_before(start, tmp_path: P
     assert {path.name for path in folder.iterdir()} == {"iter_0000003", "latest_checkpointed_iteration.txt", LOCK}
 
 
-@pytest.mark.exhaustive  # launcher/test_main_endings.py has the same of a script
 def test_a_signal_saves_where_it_is_asked_to(start, tmp_path: Path) -> None:
     """A second request of the same kind changes nothing: Slurm and torchrun both pass SIGTERM on."""
     job = start(*HANDLER, *POST_VALIDATION, *FOR_EVER)
@@ -178,7 +177,6 @@ def test_a_signal_saves_where_it_is_asked_to(start, tmp_path: Path) -> None:
     assert "pretrain_gpt.py" not in job.errors.replace("error_file", ""), "a rank has complained"
 
 
-@pytest.mark.exhaustive
 def test_a_signal_ends_a_job_that_was_not_asked_to_save(start, tmp_path: Path) -> None:
     job = start(*FOR_EVER)
     job.wait_for_iteration(5)
@@ -192,7 +190,6 @@ def test_a_signal_ends_a_job_that_was_not_asked_to_save(start, tmp_path: Path) -
     assert latest(tmp_path) == 0
 
 
-@pytest.mark.exhaustive
 def test_torchrun_itself_is_killed(start, tmp_path: Path) -> None:
     """The ranks of a killed torchrun are told to stop, and save as at SIGTERM; they would train on unseen.
 
@@ -243,7 +240,6 @@ class KilledInTime(Change):
         os.kill(os.getpid(), signal.SIGALRM)
 
 
-@pytest.mark.exhaustive  # test_resume.py kills a training and resumes it
 def test_killed_at_random_moments(start, corpus: Path, tmp_path: Path) -> None:
     """A job that is killed repeatedly, also while it starts or saves, has the numbers of one that never stopped.
 

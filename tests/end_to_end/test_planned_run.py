@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from megatron.zero_bubble.runtime.replanner import CHECK_AFTER
 from megatron.zero_bubble.schedule.formats import costs_from_text, profile_from_json
 from tests.launch import TINY_GPT
 from tests.trainings import run_trainings
@@ -89,9 +90,16 @@ def test_uneven_stages_compute_what_megatron_cores_do(tmp_path: Path, name: str)
 
 
 def test_the_block_says_times_schedule_and_prediction(runs: Runs) -> None:
-    """A block is printed after the profiled iterations, and once more when the times have drifted."""
+    """A block is printed after the profiled iterations, and when the times have drifted.
+
+    Between the two there is one if the iterations that followed the plan took other times than planned.
+    """
     number = r"+(-?[\d.]+)"
-    first, again = runs.plans("planned")
+    first, *checked, again = runs.plans("planned")
+    for block in checked:
+        assert re.match(rf" > zero-bubble plan; times measured up to step {WINDOW_END + CHECK_AFTER}, ", block)
+        assert re.search(r"\n     compared with the plan before: .* ms, [\d.]+ were planned\n", block)
+    assert len(checked) <= 1
     assert re.match(rf" > zero-bubble plan; times measured up to step {WINDOW_END}, spread [\d.]+%\n", first)
     assert re.match(rf" > zero-bubble plan; times measured up to step {LOOK}, spread [\d.]+%\n", again)
     for block in (first, again):

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
 from tests.launch import TINY_GPT
-from tests.trainings import run_trainings
+from tests.trainings import Trainings
 
 FLAGS = [
     *TINY_GPT,
@@ -21,14 +19,9 @@ SPREAD = "--zero-bubble-vocabulary-parallel"
 SCHEDULES = ("1f1b", "zb-h1", "zb-2p")
 
 
-@dataclass(frozen=True)
-class Runs:
-    folder: Path
-    printed: dict[str, str]
-
-    def numerics(self, name: str) -> list[dict[str, float]]:
-        lines = (self.folder / f"{name}.jsonl").read_text().splitlines()
-        return [{key: float.fromhex(json.loads(line)[key]) for key in ("lm_loss", "grad_norm")} for line in lines]
+def numerics(runs: Trainings, name: str) -> list[dict[str, float]]:
+    lines = runs.numerics(name).decode().splitlines()
+    return [{key: float.fromhex(json.loads(line)[key]) for key in ("lm_loss", "grad_norm")} for line in lines]
 
 
 def schedule(name: str) -> list[str]:
@@ -37,7 +30,7 @@ def schedule(name: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
     folder = tmp_path_factory.mktemp("vocabulary")
     untied = ["--untie-embeddings-and-output-weights"]
     save = ["--save", str(folder / "checkpoints"), "--save-interval", "4"]
@@ -50,7 +43,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         "untied": [*FLAGS, *untied, *schedule("zb-h1"), SPREAD, "--zero-bubble-post-validation"],
         "chosen": [*FLAGS, "--zero-bubble", SPREAD, "--vocab-size", "4000"],
     }
-    return Runs(folder, run_trainings(2, trainings, folder))
+    return Trainings(2, trainings, folder)
 
 
 def assert_close(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> None:
@@ -62,19 +55,27 @@ def assert_close(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -
 
 @pytest.mark.parametrize(
     ("ours", "theirs"),
-    [("zb-h1", "megatron"), ("interleaved-zb", "megatron"), ("v", "megatron"), ("untied", "megatron untied")],
+    [
+        ("zb-h1", "megatron"),
+        ("untied", "megatron untied"),
+        # mcore/test_vocabulary_stage.py compares placements with several chunks in one step.
+        pytest.param("interleaved-zb", "megatron", marks=pytest.mark.exhaustive),
+        pytest.param("v", "megatron", marks=pytest.mark.exhaustive),
+    ],
 )
-def test_losses_and_norms_are_megatron_cores_but_for_rounding(runs: Runs, ours: str, theirs: str) -> None:
-    assert_close(runs.numerics(ours), runs.numerics(theirs))
+def test_losses_and_norms_are_megatron_cores_but_for_rounding(runs: Trainings, ours: str, theirs: str) -> None:
+    runs.run(ours, theirs)
+    assert_close(numerics(runs, ours), numerics(runs, theirs))
 
 
 @pytest.mark.parametrize("name", SCHEDULES[1:])
-def test_all_schedules_give_the_same_bits(runs: Runs, name: str) -> None:
-    assert (runs.folder / f"{name}.jsonl").read_bytes() == (runs.folder / f"{SCHEDULES[0]}.jsonl").read_bytes()
+def test_all_schedules_give_the_same_bits(runs: Trainings, name: str) -> None:
+    runs.run(*SCHEDULES)
+    assert runs.numerics(name) == runs.numerics(SCHEDULES[0])
 
 
-def test_the_table_and_the_flags_to_repeat_a_layout_say_that_the_vocabulary_is_spread(runs: Runs) -> None:
-    printed = runs.printed["chosen"]
+def test_the_table_and_the_flags_to_repeat_a_layout_say_that_the_vocabulary_is_spread(runs: Trainings) -> None:
+    printed = runs.printed("chosen")
     [chosen] = [line for line in printed.splitlines() if line.startswith("     chosen: ")]
     assert "vocabulary shards" in chosen
     [again] = [line for line in printed.splitlines() if line.startswith("     the same layout in another run: ")]

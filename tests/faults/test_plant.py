@@ -60,7 +60,7 @@ def checkout(tmp_path: Path) -> Path:
     return project
 
 
-@pytest.mark.exhaustive
+@pytest.mark.exhaustive  # it records and runs a suite of its own
 def test_the_record_leads_to_the_test_that_finds_a_fault(
     checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:

@@ -135,7 +135,7 @@ def published_pattern(name: str, p: int, m: int) -> Schedule:
     return Schedule(name, Placement("v", p, 2), m, tuple(ranks))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.exhaustive  # the tests below compare with bounds and other schedules at the same costs
 @pytest.mark.parametrize("row", ROWS[::3], ids=row_id)
 @pytest.mark.parametrize("name", sorted(OFFSETS))
 def test_real_costs_beat_the_pattern_for_equal_costs(row, name):

@@ -1,4 +1,4 @@
-"""Plans from requests: orders of operations, layouts, and what they take of memory. Pure Python, no torch."""
+"""Plans from requests: orders of operations, layouts, and their memory. Pure Python, no torch."""
 
 from megatron.zero_bubble.planner.generate import generate, request_for, schedule_of
 from megatron.zero_bubble.planner.layout_plan import Plan, plan_layout

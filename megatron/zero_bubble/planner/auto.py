@@ -73,10 +73,11 @@ def in_multiple_of_1f1b(name: str, factor: int, request: PlanRequest) -> Schedul
 def multiple_of_p(
     costs: StageCosts, num_ranks: int, factor: float, recompute: Recompute = Recompute.NONE
 ) -> tuple[float, ...]:
-    """Rank -> factor times p M_B, where M_B is what one microbatch holds on this rank, between F and B.
+    """Rank -> factor times p M_B, where M_B is the memory of one microbatch on this rank, between F and B.
 
-    What B adds comes on top, because a microbatch can hold more after its B than before it. With full recomputation
-    it is factor times what 1F1B takes with the same: p microbatches without what R makes again, R's memory and B's.
+    The memory that B adds comes on top, because a microbatch can hold more after its B than before it. With full
+    recomputation it is factor times 1F1B's peak with the same: p microbatches without the activations that R restores,
+    and the memory of one R and one B.
     """
     if recompute is Recompute.FULL:
         each = zip(costs.memory_f, costs.memory_r, costs.memory_b, strict=True)
@@ -87,10 +88,10 @@ def multiple_of_p(
 
 
 def _best(name: str, problem: Problem) -> Schedule:
-    """The best of what is planned and of the simple schedules that fit.
+    """The best of the plan and of the simple schedules that fit.
 
-    The planner knows B and W as two operations, and keeps room for what B adds from F on, or from R on. Where a rank
-    ends with a gradient that it sends, or B adds memory, a schedule that fuses them may be better.
+    The planner knows B and W as two operations, and reserves the memory that B adds from F on, or from R on. Where a
+    rank ends with a gradient that it sends, or B adds memory, a schedule that fuses them may be better.
     """
     candidates = []
     if problem.is_feasible:

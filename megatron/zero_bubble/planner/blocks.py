@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
 
-from megatron.zero_bubble.planner.problem import Order, Problem
+from megatron.zero_bubble.planner.codes import Order
+from megatron.zero_bubble.planner.problem import Problem
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 PERIOD = 6
@@ -37,7 +38,7 @@ def repeated_blocks(problem: Problem, held: float) -> Iterator[list[Order]]:
 
 @dataclass(frozen=True)
 class _Block:
-    """What an F and a B of one chunk take, with a message, and after how long a block is repeated."""
+    """Times of an F and a B of one chunk with a message, and the period of a block."""
 
     f: float
     b: float

@@ -1,4 +1,4 @@
-"""Lower bounds on the span: what no schedule for a placement, its costs and a memory limit gets below."""
+"""Lower bounds on the span of any schedule for a placement, its costs and a memory limit."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ def lower_bounds(
 
 
 def _through_others(path: _Path, ranks: Sequence[_Rank]) -> float:
-    """The longest way from a rank's first F through the backward of a later rank back to its own last W.
+    """Length of the longest path from a rank's first F through the backward of a later rank to its own last W.
 
     The first F of rank r (stage a) and the last B of its stage a enclose, for every rank q whose first stage k is
-    not before a, the way from a to k, all that q does between its first F and last B, and the way back.
+    not before a, the path from a to k, all operations of q between its first F and last B, and the path back.
     """
     longest: float = 0
     for near in ranks:
@@ -100,7 +100,7 @@ class _Path:
         self.recompute = recompute
         self.costs = costs
         self.held = costs.memory_f
-        """Stage -> what a microbatch holds at least from the start of F to the start of B."""
+        """Stage -> least memory of a microbatch from the start of F to the start of B."""
         if recompute is not Recompute.NONE:
             self.held = tuple(map(sub, costs.memory_f, costs.memory_r))
         self.starts_f: list[float] = [0]

@@ -1,4 +1,4 @@
-"""When every operation of complete orders starts, and the longest way from there to the end of the plan."""
+"""Start times of the operations of complete orders, and the critical paths through them."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from megatron.zero_bubble.planner.problem import Order, Problem
+from megatron.zero_bubble.planner.codes import Order
+from megatron.zero_bubble.planner.problem import Problem
 
 
 class Stretch(NamedTuple):
-    """A part of the critical path: what `rank` runs without a break, from position `first` to `last` of its order."""
+    """A part of the critical path: operations that `rank` runs without a break, from position `first` to `last`."""
 
     rank: int
     first: int
     last: int
 
 
-class Ways:
+class OrderGraph:
     """Complete orders as a graph, with the longest paths through every operation.
 
     Operations are numbers: that of `code` and microbatch k is `code * num_microbatches + k`. An F that drops its
@@ -38,9 +39,9 @@ class Ways:
         """Every F that drops its activations."""
         self.needs: list[list[tuple[int, float]]] = [[] for _ in self.duration]
         """Operation -> the operations on other ranks, or of other stages, whose results it waits for, each with the
-        time that the result is on its way."""
+        latency of the result."""
         self.users: list[list[tuple[int, float]]] = [[] for _ in self.duration]
-        """Operation -> the operations that wait for its result, with the same time."""
+        """Operation -> the operations that wait for its result, each with its latency."""
         self._link_stages()
         if problem.has_shards:
             self._link_shards()
@@ -50,11 +51,11 @@ class Ways:
         """Operation -> its place in the order of its rank."""
         self.start = [0.0] * len(self.duration)
         self.end = [0.0] * len(self.duration)
-        """Operation -> when its result is there."""
+        """Operation -> time of its result."""
         self.tail = [0.0] * len(self.duration)
-        """Operation -> the length of the longest path from its start to the end of the slowest rank."""
+        """Operation -> length of the critical path from its start to the end of the slowest rank."""
         self.final = [0.0] * len(orders)
-        """Rank -> what the end of its last operation adds to a path: less its begin."""
+        """Rank -> the beginning of its span, negated: added to the end of its last operation it gives the span."""
         self.cost = self.tie = 0.0
         """As in `PlannedOrders`."""
 
@@ -88,9 +89,9 @@ class Ways:
                 self._link(loss, codes.t * m + k + own, to_last)
                 self._link(first_b, codes.ew * m + k + own, to_first)
 
-    def _link(self, source: int, target: int, way: float) -> None:
-        self.needs[target].append((source, way))
-        self.users[source].append((target, way))
+    def _link(self, source: int, target: int, delay: float) -> None:
+        self.needs[target].append((source, delay))
+        self.users[source].append((target, delay))
 
     def _numbers(self, order: Order) -> list[int]:
         codes = self.codes
@@ -116,7 +117,7 @@ class Ways:
         return [[op // m + drop * (op in self.dropped) for op in lane] for lane in self.lanes]
 
     def evaluate(self) -> bool:
-        """Find the times and paths of the orders; False if the ranks wait for each other for ever."""
+        """Find the times and paths of the orders; False if the ranks deadlock."""
         sequence = self.find_times()
         if sequence:
             self._look_back(sequence)
@@ -125,7 +126,7 @@ class Ways:
     def find_times(self) -> list[int]:
         """Find the times of the orders, and return the operations in an order in which they can start.
 
-        The list is empty if the ranks wait for each other for ever.
+        The list is empty if the ranks deadlock.
         """
         sequence = self._run()
         if len(sequence) < sum(map(len, self.lanes)):
@@ -141,7 +142,7 @@ class Ways:
         return sequence
 
     def _begin(self, lane: Sequence[int]) -> float:
-        """When the span of a rank begins. What runs ahead counts with its own time alone."""
+        """Beginning of the span of a rank. Embeddings that run ahead count with their own time alone."""
         m, codes, ahead = self.num_microbatches, self.codes, 0.0
         for op in lane:
             if not codes.e <= op // m < codes.ew:
@@ -164,13 +165,13 @@ class Ways:
             while position < len(lane):
                 op = lane[position]
                 begin = now
-                for source, way in needs[op]:
+                for source, delay in needs[op]:
                     there = end[source]
                     if there < 0:
                         awaited.setdefault(source, []).append(rank)
                         break
-                    if there + way > begin:
-                        begin = there + way
+                    if there + delay > begin:
+                        begin = there + delay
                 else:
                     start[op] = begin
                     end[op] = begin + latency[op]
@@ -194,8 +195,8 @@ class Ways:
         for op in reversed(sequence):
             after = following[op]
             longest = duration[op] + tail[after] if after >= 0 else latency[op] + self.final[self.rank_of[op]]
-            for user, way in users[op]:
-                path = latency[op] + way + tail[user]
+            for user, delay in users[op]:
+                path = latency[op] + delay + tail[user]
                 if path > longest:
                     longest = path
             tail[op] = longest
@@ -222,25 +223,25 @@ class Ways:
             position = last = self.position[source]
 
     def longest_through(self, rank: int, low: int, part: Sequence[int]) -> float:
-        """The longest way through the operations of `part`, if `rank` ran them in this order from position `low` on.
+        """Length of the longest path through the operations of `part`, which `rank` runs in this order from `low` on.
 
-        An estimate of the cost: the ways to and from them may change too.
+        An estimate of the cost: the paths to and from them may change, too.
         """
         lane = self.lanes[rank]
         high = low + len(part)
         now = self.start[lane[low - 1]] + self.duration[lane[low - 1]] if low > 0 else 0.0
         starts = []
         for op in part:
-            for source, way in self.needs[op]:
-                now = max(now, self.end[source] + way)
+            for source, delay in self.needs[op]:
+                now = max(now, self.end[source] + delay)
             starts.append(now)
             now += self.duration[op]
         longest = 0.0
         after = self.tail[lane[high]] if high < len(lane) else None
         for op, start in zip(reversed(part), reversed(starts), strict=True):
             rest = self.latency[op] + self.final[rank] if after is None else self.duration[op] + after
-            for user, way in self.users[op]:
-                rest = max(rest, self.latency[op] + way + self.tail[user])
+            for user, delay in self.users[op]:
+                rest = max(rest, self.latency[op] + delay + self.tail[user])
             longest = max(longest, start + rest)
             after = rest
         return longest

@@ -1,4 +1,4 @@
-"""Searches which microbatches to drop, for one chunk a rank, together with how many of them are on their way."""
+"""Searches which microbatches to drop, for one chunk a rank, together with the number in flight."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OFFSETS = (0.2, 0.6, 0.99, 1.5, 2.2)
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A plan to try. Its ranks have microbatches on their way that fall in a line from the first to the last."""
+    """A plan to try. The number of microbatches in flight falls linearly from the first rank to the last."""
 
     slope: float
     """Microbatches a rank; 1 is the line of ZB-H1, 2 that of ZB-H2."""
@@ -73,7 +73,7 @@ def _improve(portfolio: Portfolio, problem: Problem, best: _Candidate, cost: flo
 
 
 def _changes(problem: Problem, has_order: bool) -> Iterator[dict[str, Any]]:
-    """What to change in a candidate, one thing after the other."""
+    """Changes of a candidate, one after the other."""
     if problem.recompute is Recompute.PLANNED:
         yield from _choices_of_drops(problem.num_ranks, problem.num_microbatches)
     yield from ({"defers_weights": defers} for defers in (False, True))

@@ -11,7 +11,8 @@ from heapq import heappop, heappush
 from math import inf
 from typing import NamedTuple
 
-from megatron.zero_bubble.planner.problem import Order, Problem
+from megatron.zero_bubble.planner.codes import Order
+from megatron.zero_bubble.planner.problem import Problem
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.schedule.shard_ops import LEAD
 
@@ -56,10 +57,10 @@ class PlannedOrders(NamedTuple):
 
 
 class EventLoop(ABC):
-    """Runs every rank by events; a policy, a subclass, says in `choose` what an idle rank does next.
+    """Runs every rank by events; a policy, a subclass, says in `choose` which operation an idle rank runs next.
 
-    A rank is asked when it ends an operation and when something arrives for it. What arrives is known from
-    the moment its producer starts, so that a rank can look ahead. Takes time linear in the number of
+    A rank is asked when it ends an operation and when a result arrives for it. The arrival is known from the
+    start of the operation that makes the result, so that a rank can look ahead. Takes time linear in the number of
     operations, times the logarithm of the number of ranks.
 
     With vocabulary shards every idle rank first runs a loss, a softmax or an embedding that is ready: the last stage's
@@ -88,7 +89,7 @@ class EventLoop(ABC):
         self.target = target
         """The longest span that any rank can still keep, going by its idle time so far."""
         self.arrivals: list[list[float]] = [[] for _ in range(codes.end)]
-        """Code -> when its inputs are there, for every microbatch for which that is known."""
+        """Code -> arrival times of its inputs, for every microbatch for which they are known."""
         self.arrivals[codes.f] = [0.0] * self.num_microbatches
         self.done = [0] * codes.end
         """Code -> how many microbatches have started it; an F counts as F, whether it drops or keeps."""
@@ -102,7 +103,7 @@ class EventLoop(ABC):
         self.has_begun = [False] * ranks
         self.begin = [0.0] * ranks
         self.end = [0.0] * ranks
-        """Rank -> the result of its latest operation; its span does not count what it sends after that."""
+        """Rank -> time of the result of its latest operation; the span does not count the message after it."""
         self.worked = [0.0] * ranks
         self.held = [0.0] * ranks
         self.orders: list[Order] = [[] for _ in range(ranks)]
@@ -119,10 +120,10 @@ class EventLoop(ABC):
 
     @abstractmethod
     def choose(self, rank: int, now: float) -> tuple[int, float]:
-        """What `rank`, free at `now`, does next: (code, now), or (-1, when to ask again; inf: when something comes)."""
+        """The next operation of an idle rank: (code, now), or (-1, time to ask again; inf: at the next arrival)."""
 
     def run(self) -> PlannedOrders | None:
-        """The plan; None if the ranks wait for each other for ever."""
+        """The plan; None if the ranks deadlock."""
         free, epsilon, choose, start = self.free, self.epsilon, self.choose, self.start
         has_shards = self.problem.has_shards
         events = [(0.0, self.problem.rank_of[0])]
@@ -241,7 +242,7 @@ class EventLoop(ABC):
             heappush(events, (latest[microbatch], rank))
 
     def shard_op(self, rank: int, now: float) -> int:
-        """The loss, softmax or embedding that `rank` runs next, or what makes room for it; -1 if none is ready."""
+        """The loss, softmax or embedding that `rank` runs next, or a W that makes room for it; -1 if none is ready."""
         codes, arrivals, done = self.codes, self.arrivals, self.done
         for code in (codes.t + rank, codes.ew + rank):
             there, moved = arrivals[code], self._moved[code]

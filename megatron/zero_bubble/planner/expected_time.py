@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from statistics import NormalDist, fmean
 
-from megatron.zero_bubble.planner.critical_paths import Ways
+from megatron.zero_bubble.planner.critical_paths import OrderGraph
 from megatron.zero_bubble.planner.problem import Problem
 from megatron.zero_bubble.schedule.timeline import Timeline
 
@@ -36,17 +36,17 @@ def slowdown(timeline: Timeline, spread: float, time_between: float) -> float:
         timeline.overlap_communication,
         takes_makespan=True,
     )
-    ways = Ways(problem, problem.orders(schedule))
-    usual = list(ways.duration)
+    graph = OrderGraph(problem, problem.orders(schedule))
+    usual = list(graph.duration)
     sigma = min(spread, _LARGEST_SPREAD) / _QUARTILE
-    ways.find_times()
-    without, times = ways.cost, []
+    graph.find_times()
+    without, times = graph.cost, []
     for draw in range(DRAWS):
         generator = random.Random(draw)
-        ways.duration = [
+        graph.duration = [
             duration and (duration + time_between) * generator.lognormvariate(0, sigma) for duration in usual
         ]
-        ways.latency = ways.duration
-        ways.find_times()
-        times.append(ways.cost)
+        graph.latency = graph.duration
+        graph.find_times()
+        times.append(graph.cost)
     return fmean(times) / without

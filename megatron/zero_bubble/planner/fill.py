@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
+from megatron.zero_bubble.planner.codes import Order
 from megatron.zero_bubble.planner.event_loop import EventLoop, GapRule, Keeping, PlannedOrders
-from megatron.zero_bubble.planner.problem import Order, Problem
+from megatron.zero_bubble.planner.problem import Problem
 
 
 def fill_weights(
@@ -17,7 +18,7 @@ def fill_weights(
     W runs in gaps that are long enough, where memory is full, at the end, and in shorter gaps as `rule` says;
     `target` is a span that `BALANCED` does not try to get below. If a rank lacks the memory for its next F, and
     has no W to run, its next B goes first. R runs as soon as its B is the rank's next operation of the order, or in
-    a gap before the F that precedes it. None if the ranks then wait for each other for ever.
+    a gap before the F that precedes it. None if the ranks then deadlock.
     """
     return _Filling(problem, orders, rule, target, keeping).run()
 
@@ -90,7 +91,7 @@ class _Filling(EventLoop):
 
 
 def run_in_order(problem: Problem, orders: Sequence[Order]) -> PlannedOrders | None:
-    """The plan that runs complete orders as they are; None if they exceed a limit, or wait for ever."""
+    """The plan that runs complete orders as they are; None if they exceed a limit, or deadlock."""
     for order, limit in zip(orders, problem.limits, strict=True):
         held = peak = 0.0
         for code in order:

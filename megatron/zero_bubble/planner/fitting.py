@@ -6,13 +6,14 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from megatron.zero_bubble.planner.critical_paths import Ways
+from megatron.zero_bubble.planner.codes import Order
+from megatron.zero_bubble.planner.critical_paths import OrderGraph
 from megatron.zero_bubble.planner.event_loop import PlannedOrders
-from megatron.zero_bubble.planner.problem import Order, Problem, tolerance
+from megatron.zero_bubble.planner.problem import Problem, tolerance
 
 
 class _Drop(NamedTuple):
-    """What a rank gains if one microbatch of one stage is without what R makes again, between its F and its B."""
+    """The memory that a rank saves if one microbatch of one stage drops its activations between F and B."""
 
     f: int
     """The position of F in the rank's order."""
@@ -23,26 +24,26 @@ class _Drop(NamedTuple):
 def dropped_to_fit(problem: Problem, plan: PlannedOrders) -> list[Order] | None:
     """The orders of `plan`, which has no R, with the R that the limits demand; None if even that does not fit.
 
-    Of what a rank holds where its limit is first exceeded, it drops what makes most room during all of the operations
-    that exceed it.
+    At the first point where the limit is exceeded, a rank drops the activations that free most memory during all
+    operations that exceed it.
     """
-    ways = Ways(problem, plan.orders)
+    graph = OrderGraph(problem, plan.orders)
     orders = []
-    for rank, lane in enumerate(ways.lanes):
-        dropped = _dropped(ways, rank)
+    for rank, lane in enumerate(graph.lanes):
+        dropped = _dropped(graph, rank)
         if dropped is None:
             return None
         orders.append(list(_with_r(problem, lane, dropped)))
     return orders
 
 
-def _dropped(ways: Ways, rank: int) -> set[int] | None:
+def _dropped(graph: OrderGraph, rank: int) -> set[int] | None:
     """Every F of the rank to drop the activations of; None if that is not enough."""
-    lane, limit = ways.lanes[rank], ways.problem.limits[rank]
-    changes = [ways.allocation[op] for op in lane]
+    lane, limit = graph.lanes[rank], graph.problem.limits[rank]
+    changes = [graph.allocation[op] for op in lane]
     held = [after - min(0, change) for after, change in zip(accumulate(changes), changes, strict=True)]
-    """Position -> what the rank holds while it runs that operation."""
-    drops = list(_possible_drops(ways, rank))
+    """Position -> memory of the rank while it runs that operation."""
+    drops = list(_possible_drops(graph, rank))
     dropped = set()
     while exceeding := [position for position, amount in enumerate(held) if amount > limit + tolerance(limit)]:
         choices = [drop for drop in drops if drop.f <= exceeding[0] < drop.b]
@@ -56,13 +57,13 @@ def _dropped(ways: Ways, rank: int) -> set[int] | None:
     return dropped
 
 
-def _possible_drops(ways: Ways, rank: int) -> Iterator[_Drop]:
-    """All that can be dropped: where B follows F at once, R would make again what is still there."""
-    problem, lane = ways.problem, ways.lanes[rank]
+def _possible_drops(graph: OrderGraph, rank: int) -> Iterator[_Drop]:
+    """All activations that can be dropped. Where B follows F at once, dropping them saves nothing."""
+    problem, lane = graph.problem, graph.lanes[rank]
     m, size = problem.num_microbatches, problem.num_stages
     for position, op in enumerate(lane):
         if op < size * m:
-            drop = _Drop(position, ways.position[op + size * m], problem.footprints[op // m].restored)
+            drop = _Drop(position, graph.position[op + size * m], problem.footprints[op // m].restored)
             if drop.b > drop.f + 1 and drop.room > 0:
                 yield drop
 

@@ -1,4 +1,4 @@
-"""Plans a linear placement without a given order: every free rank chooses its next operation by a few rules."""
+"""List scheduling for a linear placement: each idle rank chooses its next operation by a few rules."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Policy:
     forwards: GapRule = GapRule.ALWAYS
     """Whether F fills a gap that is too short for it."""
     caps: tuple[int, ...] | None = None
-    """Rank -> how many microbatches may be between the start of F and the end of B; None: what memory allows."""
+    """Rank -> how many microbatches may be between the start of F and the end of B; None: as many as memory allows."""
     keeping: Keeping = KEEPS_WHAT_FITS
 
 

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
+from megatron.zero_bubble.planner.codes import Order
 from megatron.zero_bubble.planner.event_loop import EventLoop, GapRule, PlannedOrders
-from megatron.zero_bubble.planner.problem import Order, Problem
+from megatron.zero_bubble.planner.problem import Problem
 
 
 def even_groups(num_microbatches: int, size: int) -> tuple[int, ...]:
@@ -50,7 +51,7 @@ class GroupPolicy:
     groups: tuple[int, ...]
     """The sizes of the groups in which microbatches pass through the chunks; F keeps their order on every rank."""
     leads: tuple[int, ...] | None = None
-    """Rank -> how many F it may be ahead of its B, in all chunks together; None: what memory allows."""
+    """Rank -> how many F it may be ahead of its B, in all chunks together; None: as many as memory allows."""
     weights: GapRule = GapRule.BALANCED
     """Whether W fills a gap that is too short for it."""
     forwards: GapRule = GapRule.ALWAYS
@@ -60,7 +61,7 @@ class GroupPolicy:
 
 
 def plan_in_groups(problem: Problem, policy: GroupPolicy) -> PlannedOrders | None:
-    """The plan that `policy` leads to, without recomputation; None if the ranks wait for each other for ever."""
+    """The plan that `policy` leads to, without recomputation; None if the ranks deadlock."""
     return _InGroups(problem, policy).run()
 
 

@@ -21,7 +21,7 @@ class Plan:
     """A layout with the schedule that is planned for it.
 
     Attributes:
-        request: what was planned: the request of this layout alone, with the costs of its stages.
+        request: the request of this layout alone, with the costs of its stages.
         states: rank -> memory of parameters, gradients and optimizer states.
         slowdown: how many times as long as simulated it is expected to take, because durations vary.
         others: the best plans of other layouts, from the shortest to the longest.
@@ -71,7 +71,7 @@ def plan_layout(request: PlanRequest, layout: Layout) -> Plan:
 
 
 def with_slowdown(plan: Plan, model: ModelCosts) -> Plan:
-    """The plan with the time that it is expected to take where durations vary as those of the model's units do."""
+    """The plan with its expected time if durations vary as much as the measured durations of the model's units."""
     return replace(plan, slowdown=slowdown(plan.timeline, model.spread, model.time_between))
 
 

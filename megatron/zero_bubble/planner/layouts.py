@@ -189,7 +189,7 @@ class _Search:
             yield replace(layout, partition=partition)
 
     def _bound(self, layout: Layout) -> float:
-        """A lower bound on the time of any plan for this layout; zero if planning it is to tell what is wrong."""
+        """A lower bound on the time of any plan for this layout; zero if planning it is to tell the error."""
         request, model = self.request, model_of(self.request, layout)
         try:
             limits = limits_of(request, model.states(layout.partition, layout.placement))
@@ -220,7 +220,7 @@ class _Search:
             self.try_plan(layout, self.request.effort)
 
     def expected(self) -> list[Plan]:
-        """All plans; where durations vary the best of each combination and the usual one, with what that costs them."""
+        """All plans; where durations vary the best of each combination and the usual one, with their expected times."""
         model, usual = self.request.model, self.request.usual
         if model.spread <= 0 and model.time_between <= 0:
             return list(self.plans.values())

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from megatron.zero_bubble.planner.critical_paths import Stretch, Ways
+from megatron.zero_bubble.planner.critical_paths import OrderGraph, Stretch
 from megatron.zero_bubble.planner.event_loop import PlannedOrders
 from megatron.zero_bubble.planner.problem import Problem, tolerance
 from megatron.zero_bubble.schedule.recomputation import Recompute
@@ -25,7 +25,7 @@ PATIENCE = 50
 OPERATIONS_PER_MOVE = 8
 """A move without a better plan is worth trying for so many operations."""
 ATTEMPTS = 3
-"""How many of the most promising moves are tried where ranks would wait for each other for ever."""
+"""How many of the most promising moves are tried where ranks would deadlock."""
 MOVE_WEIGHT = 0.3
 """How much longer a move takes for an operation than `fill_weights`."""
 
@@ -33,7 +33,7 @@ MOVE_WEIGHT = 0.3
 def improve(
     problem: Problem, plan: PlannedOrders, budget: int, *, keeps_forwards: bool = False
 ) -> tuple[PlannedOrders, int]:
-    """The best plan that moves lead to from `plan`, and what is left of `budget`, which counts operations planned.
+    """The best plan that moves lead to from `plan`, and the rest of `budget`, which counts operations planned.
 
     `keeps_forwards` keeps the order in which a rank runs the forwards of its chunks.
     """
@@ -58,12 +58,12 @@ class _LocalSearch:
         self.problem = problem
         self.keeps_forwards = keeps_forwards
         self.best = plan
-        self.ways = Ways(problem, plan.orders)
-        runs = self.ways.evaluate()
+        self.graph = OrderGraph(problem, plan.orders)
+        runs = self.graph.evaluate()
         assert runs, "a plan runs to its end"
         self.limits = [limit + tolerance(limit) for limit in problem.limits]
         self.held = [self._held(rank) for rank in range(problem.num_ranks)]
-        """Rank -> what it holds before every operation of its order."""
+        """Rank -> its memory before every operation of its order."""
         self.num_moves = 0
         self.last_success = 0
         """The number of the latest move that led to a better plan."""
@@ -81,41 +81,41 @@ class _LocalSearch:
         """Make the most promising move after which all ranks run to their end."""
         self.num_moves += 1
         for move in self._promising()[:ATTEMPTS]:
-            self.stays[self.ways.lanes[move.rank][move.source]] = self.num_moves + TENURE
+            self.stays[self.graph.lanes[move.rank][move.source]] = self.num_moves + TENURE
             self._apply(move)
-            if self.ways.evaluate():
+            if self.graph.evaluate():
                 self._keep_if_better()
                 return
             self._apply(_Move(move.rank, move.target, move.source))
-            self.ways.evaluate()
+            self.graph.evaluate()
         self.is_stuck = True
 
     def _apply(self, move: _Move) -> None:
-        self.ways.move(*move)
+        self.graph.move(*move)
         self.held[move.rank] = self._held(move.rank)
 
     def _held(self, rank: int) -> list[float]:
-        return [0.0, *accumulate(self.ways.allocation[op] for op in self.ways.lanes[rank])]
+        return [0.0, *accumulate(self.graph.allocation[op] for op in self.graph.lanes[rank])]
 
     def _keep_if_better(self) -> None:
-        ways, best = self.ways, self.best
+        graph, best = self.graph, self.best
         small = tolerance(best.cost)
-        if ways.cost < best.cost - small or (ways.cost < best.cost + small and ways.tie < best.tie - small):
-            self.best = PlannedOrders(ways.cost, ways.orders(), ways.tie)
+        if graph.cost < best.cost - small or (graph.cost < best.cost + small and graph.tie < best.tie - small):
+            self.best = PlannedOrders(graph.cost, graph.orders(), graph.tie)
             self.last_success = self.num_moves
 
     def _promising(self) -> list[_Move]:
         """The moves by their estimated cost; an operation that has to stay moves only if that gives the best plan."""
         found = []
         for move in self._moves():
-            cost = self.ways.longest_through(move.rank, min(move.source, move.target), self._part(move))
-            stays = self.stays.get(self.ways.lanes[move.rank][move.source], 0) >= self.num_moves
+            cost = self.graph.longest_through(move.rank, min(move.source, move.target), self._part(move))
+            stays = self.stays.get(self.graph.lanes[move.rank][move.source], 0) >= self.num_moves
             if not stays or cost < self.best.cost - tolerance(self.best.cost):
                 found.append((cost, move))
         return [move for _, move in sorted(found)]
 
     def _moves(self) -> Iterator[_Move]:
-        for stretch in self.ways.critical_stretches():
+        for stretch in self.graph.critical_stretches():
             for move in self._moves_out_of(stretch):
                 if self._keeps_dependencies(move) and self._fits(move) and self._keeps_recomputation(move):
                     yield move
@@ -130,13 +130,13 @@ class _LocalSearch:
     def _part(self, move: _Move) -> list[int]:
         """The operations between the two ends of the move, in their new order."""
         low, high = min(move.source, move.target), max(move.source, move.target)
-        part = self.ways.lanes[move.rank][low : high + 1]
+        part = self.graph.lanes[move.rank][low : high + 1]
         part.insert(move.target - low, part.pop(move.source - low))
         return part
 
     def _keeps_dependencies(self, move: _Move) -> bool:
         """Whether the operation passes none that has to stay on its side: those of its kind or its microbatch."""
-        lane = self.ways.lanes[move.rank]
+        lane = self.graph.lanes[move.rank]
         op = lane[move.source]
         if move.source < move.target:
             return not any(self._waits_for(op, other) for other in lane[move.source + 1 : move.target + 1])
@@ -149,13 +149,13 @@ class _LocalSearch:
         if self.keeps_forwards and max(code, other) < size:
             return True
         is_same_microbatch = code % size == other % size and earlier % m == later % m
-        return code == other or is_same_microbatch or any(need == earlier for need, _ in self.ways.needs[later])
+        return code == other or is_same_microbatch or any(need == earlier for need, _ in self.graph.needs[later])
 
     def _fits(self, move: _Move) -> bool:
         """Whether the rank stays within its limit."""
         held = self.held[move.rank][min(move.source, move.target)]
         for op in self._part(move):
-            held += self.ways.allocation[op]
+            held += self.graph.allocation[op]
             if held > self.limits[move.rank]:
                 return False
         return True
@@ -164,11 +164,11 @@ class _LocalSearch:
         """Whether every B without R still follows its F at once, which full recomputation asks for."""
         if self.problem.recompute is not Recompute.FULL:
             return True
-        lane, low, high = self.ways.lanes[move.rank], min(move.source, move.target), max(move.source, move.target)
+        lane, low, high = self.graph.lanes[move.rank], min(move.source, move.target), max(move.source, move.target)
         changed = [*lane[max(0, low - 1) : low], *self._part(move), *lane[high + 1 : high + 2]]
         num_forwards = self.problem.num_stages * self.problem.num_microbatches
         return all(
             later == op + num_forwards
             for op, later in pairwise(changed)
-            if op < num_forwards and op not in self.ways.dropped
+            if op < num_forwards and op not in self.graph.dropped
         )

@@ -1,4 +1,4 @@
-"""Megatron's split of a model: what it takes under megatron-core's own schedule, and the memory limits that follow."""
+"""Megatron's split of a model: its time under megatron-core's own schedule, and the memory limits that follow."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def on_megatrons_split(request: PlanRequest, found: Plan) -> tuple[Plan, ...]:
     """The plans of the usual layout with the schedule of the request and with megatron-core's own, where they fit.
 
     Args:
-        found: what the search for the request has found. Of the usual layout that plan is taken, if it is among them.
+        found: the result of the search for the request, whose plan of the usual layout is taken if it has one.
     """
     usual = request.usual
     assert usual is not None
@@ -45,7 +45,7 @@ def on_megatrons_split(request: PlanRequest, found: Plan) -> tuple[Plan, ...]:
 def as_megatron_runs(request: PlanRequest, layout: Layout) -> Plan:
     """The plan of megatron-core's own schedule, whose backwards recompute.
 
-    What only the memory limit demands to recompute is kept, because megatron-core would keep it.
+    Activations that are recomputed only because of the memory limit are kept, because megatron-core would keep them.
 
     Raises:
         ScheduleError: it has none for so many microbatches, or (as `Infeasible`) it does not fit.

@@ -18,7 +18,7 @@ _UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "G
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """A limit on the memory that the operations of a rank need: what they hold, and the most that one needs inside.
+    """A limit on the memory of a rank's operations: the activations held, and the most that one operation needs inside.
 
     At most one of the two is given: `multiple` of 1F1B's peak, or `num_bytes`. With neither the limit is what is free
     on the device.
@@ -81,7 +81,7 @@ class MemoryLimit:
         return free_bytes
 
     def _peaks(self, placement: Placement) -> Callable[..., tuple[float, ...]]:
-        """What computes the peaks of all ranks; the limit is a multiple of the largest."""
+        """Computes the peaks of all ranks; the limit is a multiple of the largest."""
         return interleaved_peaks if self.is_interleaved and placement.num_chunks > 1 else one_f_one_b_peaks
 
 
@@ -101,8 +101,8 @@ def one_f_one_b_peaks(
     """The peaks of 1F1B's ranks: rank r holds min(m, p - r) microbatches of all of its chunks.
 
     The oldest of them can hold more in its backward than it did since its forward. With full recomputation 1F1B
-    recomputes too: they lack what R makes again, except the oldest, which has had its R. Where only what has no room
-    is recomputed, the limit is a multiple of what 1F1B takes if it keeps everything.
+    recomputes too: they lack the activations that R restores, except the oldest, which has had its R. Where the planner
+    chooses what to recompute, the limit is a multiple of 1F1B's peak if it keeps everything.
     """
     peaks = []
     for rank in range(placement.num_ranks):
@@ -122,7 +122,7 @@ def interleaved_peaks(
     The microbatches are rounded up to a multiple of the ranks, which megatron-core needs.
     """
     p = placement.num_ranks
-    # After three groups of p microbatches what ranks hold repeats itself.
+    # After three groups of p microbatches the memory of the ranks repeats itself.
     num_groups = min(3, -(-num_microbatches // p))
     schedule = interleaved_1f1b(p, num_groups * p, num_chunks=placement.num_chunks)
     return peak_memory(with_recomputation(schedule) if recompute is Recompute.FULL else schedule, costs)

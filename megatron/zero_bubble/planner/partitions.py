@@ -13,7 +13,7 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 STAGES_WEIGHT = 0.2
 """Share of the time that is lost for each unit by which the stages' work is uneven."""
 HOLDING_WEIGHT = 0.1
-"""Share of the time that is lost for each unit by which what ranks hold is uneven."""
+"""Share of the time that is lost for each unit by which the memory of the ranks is uneven."""
 
 
 class Balance:
@@ -47,7 +47,7 @@ class Balance:
 
     @property
     def least_layers(self) -> Partition:
-        """The layers that every stage has at least: those of the embedding and of the output may have none."""
+        """The least number of layers of every stage: the stages of the embedding and of the output may have none."""
         last = self.placement.num_stages - 1
         return tuple(int(0 < stage < last or self.model.shard is not None) for stage in range(last + 1))
 
@@ -59,7 +59,7 @@ class Balance:
         return max(self._ends(partition))
 
     def order(self, partition: Sequence[int]) -> tuple[float, float, float]:
-        """What a better partition has less of: memory beyond the room, time, and unevenness of the ranks.
+        """Key by which better partitions come first: memory beyond the room, time, and unevenness of the ranks.
 
         The time is the estimate, and what is lost in practice where stages have unequal work, because ranks then pass
         microbatches on less regularly, and where ranks hold unequal memory.
@@ -86,13 +86,13 @@ class Balance:
         ]
 
     def _holdings(self, partition: Sequence[int]) -> list[float]:
-        """Rank -> what it holds, up to a factor: a stage holds a microbatch as long as later ones work on it."""
+        """Rank -> its memory, up to a factor: a stage holds a microbatch as long as later ones work on it."""
         size = len(partition)
         held = [memory * (size - stage) for stage, memory in enumerate(self._memory.of_stages(partition))]
         return [sum(held[stage] for stage in stages) for stages in self.stages_of]
 
     def _excess(self, partition: Sequence[int]) -> list[float]:
-        """Rank -> what its states and one microbatch, recomputed where that is allowed, need beyond the room."""
+        """Rank -> memory of its states and of one microbatch, recomputed where that is allowed, beyond the room."""
         if self.room == inf:
             return [0.0] * self.placement.num_ranks
         held, restored = self._held.of_stages(partition), self._restored.of_stages(partition)

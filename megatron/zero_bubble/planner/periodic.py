@@ -97,7 +97,7 @@ class _Period(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """What one rank runs in a period."""
+    """The operations of one rank in a period."""
 
     begin: int
     """The position of the first operation of the period."""

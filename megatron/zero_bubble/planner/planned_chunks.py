@@ -25,7 +25,7 @@ Groups = tuple[int, ...]
 
 
 def best_interleaved(name: str, group_size: int | None, problem: Problem) -> Schedule:
-    """The best of what is planned and of the named interleaved schedules that fit.
+    """The best of the plan and of the named interleaved schedules that fit.
 
     Where iterations do not interlock, the best one has the shortest makespan, and not the shortest span.
     With a `group_size` the forwards of every rank are in the order of such groups, if that fits; otherwise the sizes of
@@ -39,7 +39,7 @@ def best_interleaved(name: str, group_size: int | None, problem: Problem) -> Sch
 
 
 def _candidates(name: str, problem: Problem, group_size: int | None) -> list[Schedule]:
-    """What is planned, and the named schedules, as far as they fit; `group_size` as in `best_interleaved`."""
+    """The plan and the named schedules, as far as they fit; `group_size` as in `best_interleaved`."""
     plan = plan_chunks(problem, group_size)
     candidates = [] if plan is None else [problem.schedule(name, plan.orders)]
     if plan is not None and (problem.is_quick_with_shards or plan.cost <= problem.bound * (1 + 1e-9)):

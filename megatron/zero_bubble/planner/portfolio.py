@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
 
+from megatron.zero_bubble.planner.codes import Order
 from megatron.zero_bubble.planner.event_loop import KEEPS_WHAT_FITS, GapRule, Keeping, PlannedOrders
 from megatron.zero_bubble.planner.fill import fill_weights, run_in_order
 from megatron.zero_bubble.planner.greedy import Policy, list_schedule
 from megatron.zero_bubble.planner.grouped import GroupPolicy, plan_in_groups
 from megatron.zero_bubble.planner.local_search import improve
 from megatron.zero_bubble.planner.preference import Preference, plan_by_preference
-from megatron.zero_bubble.planner.problem import Order, Problem, tolerance
+from megatron.zero_bubble.planner.problem import Problem, tolerance
 from megatron.zero_bubble.schedule.ir import Schedule
 from megatron.zero_bubble.schedule.kinds import OpKind
 from megatron.zero_bubble.schedule.memory import peak_memory
@@ -27,7 +28,7 @@ PREFERENCE_WEIGHT = 2
 NUM_PLANS = 3
 """How many of the best plans are kept to be improved."""
 PARTS = 3
-"""In so many parts the budget is divided where it is planned what to recompute."""
+"""Number of parts of the budget where recomputation is planned."""
 LEAST_CANDIDATES = 12
 """Candidates to try however large the schedule is."""
 QUICK_CANDIDATES = 6
@@ -81,7 +82,7 @@ class Portfolio:
     def improve(self, problem: Problem, budget: int, *, keeps_forwards: bool = False) -> None:
         """Improve the best plans in turn, with equal parts of `budget`, until one reaches the aim.
 
-        Those of a long problem stay as they are. `keeps_forwards` keeps the order in which a rank runs the forwards of
+        Plans of a long problem stay as they are. `keeps_forwards` keeps the order in which a rank runs the forwards of
         its chunks.
         """
         for number, plan in enumerate(list(self.plans)):
@@ -112,7 +113,7 @@ class Portfolio:
         return self._take(plan_in_groups(problem, policy), GREEDY_WEIGHT * problem.num_ops)
 
     def prefer(self, problem: Problem, preference: Preference) -> None:
-        """Try what ranks of a V prefer to run."""
+        """Try priorities of the ranks of a V."""
         self._take(plan_by_preference(problem, preference), PREFERENCE_WEIGHT * problem.num_ops)
 
     def in_order(self, problem: Problem, orders: Sequence[Order]) -> None:
@@ -140,7 +141,7 @@ class Portfolio:
                     self.in_order(problem, problem.orders(inserted))
 
     def drop_into_idle_time(self, problem: Problem) -> None:
-        """Drop, in the best plan, what R can restore while a rank idles, so that more of the rest is kept."""
+        """Drop, in the best plan, the activations that R can restore while a rank idles, so that others are kept."""
         drops: frozenset[tuple[int, int]] = frozenset()
         while self.best is not None and not self.finished:
             before = self.cost

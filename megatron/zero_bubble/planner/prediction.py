@@ -28,7 +28,7 @@ class MegatronsTime:
     work: float
 
     def with_costs(self, costs: StageCosts) -> float:
-        """The time if every operation takes as much more or less as those of a chosen layout, which have `costs`."""
+        """The time, scaled by the total work of the chosen layout with `costs` over its work when it was chosen."""
         return self.milliseconds * total_work(costs) / self.work
 
 

@@ -1,4 +1,4 @@
-"""Plans a V without a given order: every free rank runs what it prefers of what is there."""
+"""List scheduling for a V: each idle rank runs the ready operation with the highest priority."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.zero_bubble.planner.problem import Problem
 
 @dataclass(frozen=True)
 class Preference:
-    """What a rank runs first, of F and B. W fills gaps, and goes before an F that lacks the memory that W releases."""
+    """Priorities of F and B. W fills gaps, and goes before an F that lacks the memory that W releases."""
 
     kinds: tuple[str, ...]
     """F0, F1, B1 and B0, each with its chunk, from the one that goes first on."""
@@ -20,7 +20,7 @@ class Preference:
 
 
 def plan_by_preference(problem: Problem, preference: Preference) -> PlannedOrders | None:
-    """The plan that the preference leads to, without recomputation; None if the ranks wait for each other for ever."""
+    """The plan that the preference leads to, without recomputation; None if the ranks deadlock."""
     return _Preferring(problem, preference).run()
 
 
@@ -56,14 +56,14 @@ class _Preferring(EventLoop):
         return -1, ready
 
     def may_begin(self, rank: int, f: int) -> bool:
-        """Whether the F `f` fits once every W is done, and microbatches on their way are few enough."""
+        """Whether the F `f` fits once every W is done, and microbatches in flight are few enough."""
         first = self.problem.stages_of[rank][0]
         if f == first and self.done[f] - self.done[self.num_stages + f] >= self.preference.leads[rank]:
             return False
         return self.held[rank] - self.releasable[rank] + self.needed_room(rank, f) <= self.limits[rank]
 
     def needed_room(self, rank: int, f: int) -> float:
-        """What the F `f` takes; in chunk 0 it leaves room for chunk 1, if no microbatch is there that will make room.
+        """Memory of the F `f`; in chunk 0 with room for chunk 1, if no microbatch is there that will release memory.
 
         The oldest microbatch can then always go on.
         """

@@ -8,9 +8,10 @@ from functools import cached_property
 from itertools import accumulate, chain
 from math import ceil
 from operator import add
-from typing import NamedTuple
 
 from megatron.zero_bubble.planner.bounds import lower_bounds
+from megatron.zero_bubble.planner.codes import Codes, Order
+from megatron.zero_bubble.planner.footprint import Footprint
 from megatron.zero_bubble.planner.request import EFFORT, Limits, PlanRequest
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import Infeasible
@@ -25,78 +26,6 @@ LONG = 30_000
 operation by operation, and one that is close to the bound is enough."""
 CLOSE = 5e-4
 """How close to the bound is enough for a long problem, as a fraction of it."""
-Order = list[int]
-"""Operations of one rank as codes (see `Codes`), in microbatch order a stage.
-
-The k-th F of a stage, whether it keeps or drops its activations, its k-th B and so on are those of microbatch k; its
-k-th R is that of the k-th microbatch that is dropped.
-"""
-
-
-class Codes(NamedTuple):
-    """The encoding of operations as integers: each kind has one for every stage, from its first code on.
-
-    An operation on a vocabulary shard has the code of the first stage of its rank; of the losses only the first code
-    is used.
-    """
-
-    f: int
-    b: int
-    w: int
-    r: int
-    drop: int
-    """F that drops the activations which R makes again."""
-    e: int
-    ew: int
-    s: int
-    loss: int
-    t: int
-    end: int
-
-    @classmethod
-    def of(cls, num_stages: int) -> Codes:
-        return cls(*range(0, num_stages * len(cls._fields), num_stages))
-
-    @property
-    def kinds(self) -> tuple[OpKind, ...]:
-        """The kinds of the operations, in the order of their codes."""
-        words = {"drop": "F", "loss": "L"}
-        return tuple(OpKind(words.get(name, name.upper())) for name in self._fields[:-1])
-
-    def is_weight_gradient(self, code: int) -> bool:
-        """Whether the operation is a weight gradient, which nobody waits for."""
-        return self.w <= code < self.r or self.ew <= code < self.s or code >= self.t
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """What one microbatch holds on a stage, never growing after the start of F, or of R if it has one.
-
-    A B or W that allocates has its memory set aside when F starts, or R: a planner that looks at these alone
-    then never finds itself without the memory to finish what it began.
-    """
-
-    dropped: float
-    """Memory from the start of F to the start of R, if there is an R."""
-    whole: float
-    """Memory from the start of F, or of R, to the end of B."""
-    after_b: float
-    """Memory from the end of B to the end of W."""
-    after_w: float
-    """Memory from the end of W on: zero, unless W releases less than F and B took."""
-
-    @classmethod
-    def of(cls, costs: StageCosts, stage: int) -> Footprint:
-        after_f = costs.memory_f[stage]
-        after_b = after_f + costs.memory_b[stage]
-        after_w = after_b + costs.memory_w[stage]
-        dropped = max(after_f - costs.memory_r[stage], 0)
-        return cls(dropped, max(after_f, after_b, after_w, 0), max(after_b, after_w, 0), max(after_w, 0))
-
-    @property
-    def restored(self) -> float:
-        """What R allocates."""
-        return self.whole - self.dropped
 
 
 @dataclass(frozen=True)
@@ -165,7 +94,7 @@ class Problem:
         """Whether a plan is as good as its makespan is short, and not its longest span.
 
         An iteration takes the makespan, unless it interlocks with the next. Only with interleaved chunks, and where the
-        planner chooses what is recomputed, can it shorten one at the cost of the other by much.
+        planner chooses what is recomputed, can it shorten one much at the cost of the other.
         """
         return self.recompute is Recompute.PLANNED or self.takes_makespan
 
@@ -246,7 +175,7 @@ class Problem:
 
     @cached_property
     def message(self) -> tuple[float, ...]:
-        """Edge -> time that a message between stage s and s + 1 is on its way and occupies nobody."""
+        """Edge -> latency of a message between stage s and s + 1 that occupies no rank."""
         return self._messages if self.overlap_communication else (0,) * len(self._messages)
 
     @cached_property
@@ -279,7 +208,7 @@ class Problem:
 
     @cached_property
     def footprints(self) -> tuple[Footprint, ...]:
-        """Stage -> what a microbatch holds there."""
+        """Stage -> memory of a microbatch there."""
         return tuple(Footprint.of(self.costs, stage) for stage in range(self.num_stages))
 
     @cached_property

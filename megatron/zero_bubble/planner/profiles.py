@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import floor
 
-from megatron.zero_bubble.planner.problem import Order, Problem
+from megatron.zero_bubble.planner.codes import Order
+from megatron.zero_bubble.planner.problem import Problem
 
 Profile = tuple[int, ...]
 """Rank -> how many microbatches it has between the start of F and the end of B."""

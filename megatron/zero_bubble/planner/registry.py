@@ -174,7 +174,7 @@ def entry_of(name: str) -> Entry:
 def placement_for(
     name: str, num_ranks: int, num_chunks: int | None = None, kind: PlacementKind | None = None
 ) -> Placement:
-    """The placement of the schedule `name`: what its costs have to be measured for.
+    """The placement of the schedule `name`, for which its costs have to be measured.
 
     `num_chunks` are the model chunks a rank, the schedule's own number by default. `kind` is that of a schedule for any
     placement; by default one chunk a rank is linear, and several are interleaved, as with Megatron's flags. Raises

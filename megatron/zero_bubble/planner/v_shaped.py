@@ -14,6 +14,7 @@ from operator import add, le
 from types import MappingProxyType
 
 from megatron.zero_bubble.planner.blocks import eager_orders, repeated_blocks
+from megatron.zero_bubble.planner.codes import Order
 from megatron.zero_bubble.planner.event_loop import GapRule, Keeping, PlannedOrders
 from megatron.zero_bubble.planner.fitting import dropped_to_fit
 from megatron.zero_bubble.planner.portfolio import (
@@ -25,7 +26,7 @@ from megatron.zero_bubble.planner.portfolio import (
     recomputed_where_needed,
 )
 from megatron.zero_bubble.planner.preference import Preference
-from megatron.zero_bubble.planner.problem import Order, Problem
+from megatron.zero_bubble.planner.problem import Problem
 from megatron.zero_bubble.planner.request import EFFORT, PlanRequest, with_room_for_shards
 from megatron.zero_bubble.schedule.costs import SMALLEST, StageCosts
 from megatron.zero_bubble.schedule.ir import Op, Placement, Schedule
@@ -41,7 +42,7 @@ LEAST_IMPROVING = 25
 """How often all operations are planned while the best plans are improved, however large the schedule is; in proportion
 less often with less than the default budget."""
 PREFERENCES = (("B0", "F1", "B1", "F0"), ("F1", "B1", "B0", "F0"), ("B1", "F1", "B0", "F0"), ("B1", "B0", "F1", "F0"))
-"""What the ranks of a V run first."""
+"""Priorities of the ranks of a V."""
 LEADS = ((0.85, 0.5), (0.7, 0), (1, 1), (2, 0))
 """How many microbatches rank 0 may run ahead, as a share of what it can hold in chunk 0 alone, and how many fewer each
 rank may than the one before it."""
@@ -62,7 +63,7 @@ def in_v(name: str, request: PlanRequest) -> Schedule:
 def _room_for(num_held: float, placement: Placement, costs: StageCosts, recompute: Recompute) -> tuple[float, ...]:
     """Rank -> the memory of `num_held` microbatches on both of its chunks.
 
-    With full recomputation they lack what R makes again, but for one.
+    With full recomputation all but one lack the activations that R restores.
     """
     rooms = []
     for rank in range(placement.num_ranks):
@@ -81,7 +82,7 @@ def best_in_v(name: str, problem: Problem) -> Schedule:
     rooms = [room for room in _other_rooms(problem) if room.bound < plan.cost]
     candidates += (room.schedule(name, _search(room).orders) for room in rooms)
     if max(problem.costs.memory_b) > 0 and not problem.recomputes:
-        # The planner reserves room for what B adds from F on, and so fits few microbatches: fusing W may be better.
+        # The planner reserves the memory that B adds from F on, and so fits few microbatches: fusing W may be better.
         together = (_back_to_back(name, room) for room in (problem, *rooms))
         candidates += (schedule for schedule in together if schedule is not None)
     if problem.recompute is Recompute.FULL:
@@ -132,7 +133,7 @@ def _searched(problem: Problem) -> Portfolio:
 
 
 def _try_dropping(portfolio: Portfolio, problem: Problem) -> None:
-    """Try the plans that keep everything in more memory, with what has to be dropped to make them fit."""
+    """Try the plans that keep everything in more memory, with as many activations dropped as it takes to fit."""
     for factor in LARGER_LIMITS if problem.budget > 0 else LARGER_LIMITS[1:2]:
         limits = tuple(factor * limit for limit in problem.limits)
         larger = replace(problem.keeping_everything(), limits=limits, budget=problem.budget // 4)
@@ -152,7 +153,7 @@ def _preferences(problem: Problem) -> Iterator[Preference]:
 
 
 def _keepings(problem: Problem) -> list[Keeping]:
-    """What is dropped to make room: chunk 0 is held longest, so that dropping it makes most."""
+    """Activations to drop: those of chunk 0 are held longest, so that dropping them frees most."""
     if not problem.recomputes:
         return [Keeping()]
     dropped: list[frozenset[tuple[int, int]]] = [frozenset()]
@@ -187,12 +188,12 @@ def _and_its_w(op: Op) -> tuple[Op, ...]:
 
 
 def _whole(placement: Placement, costs: StageCosts, rank: int) -> float:
-    """M_B of a rank: what one microbatch holds on both of its chunks."""
+    """M_B of a rank: the memory of one microbatch on both of its chunks."""
     return sum(costs.memory_f[stage] for stage in placement.stages_of(rank))
 
 
 def _added(placement: Placement, costs: StageCosts, rank: int) -> list[float]:
-    """Chunk -> what B adds: with activation recomputation a microbatch holds more after its B than before it."""
+    """Chunk -> memory that B adds: with activation recomputation a microbatch holds more after its B than before it."""
     return [max(0, costs.memory_b[stage]) for stage in placement.stages_of(rank)]
 
 

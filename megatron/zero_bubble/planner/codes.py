@@ -1,0 +1,49 @@
+"""The encoding of operations as integers, which the inner loops of the planner index with."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megatron.zero_bubble.schedule.kinds import OpKind
+
+Order = list[int]
+"""Operations of one rank as codes (see `Codes`), in microbatch order a stage.
+
+The k-th F of a stage, whether it keeps or drops its activations, its k-th B and so on are those of microbatch k; its
+k-th R is that of the k-th microbatch that is dropped.
+"""
+
+
+class Codes(NamedTuple):
+    """The encoding of operations as integers: each kind has one for every stage, from its first code on.
+
+    An operation on a vocabulary shard has the code of the first stage of its rank; of the losses only the first code
+    is used.
+    """
+
+    f: int
+    b: int
+    w: int
+    r: int
+    drop: int
+    """F that drops the activations which R makes again."""
+    e: int
+    ew: int
+    s: int
+    loss: int
+    t: int
+    end: int
+
+    @classmethod
+    def of(cls, num_stages: int) -> Codes:
+        return cls(*range(0, num_stages * len(cls._fields), num_stages))
+
+    @property
+    def kinds(self) -> tuple[OpKind, ...]:
+        """The kinds of the operations, in the order of their codes."""
+        words = {"drop": "F", "loss": "L"}
+        return tuple(OpKind(words.get(name, name.upper())) for name in self._fields[:-1])
+
+    def is_weight_gradient(self, code: int) -> bool:
+        """Whether the operation is a weight gradient, which nobody waits for."""
+        return self.w <= code < self.r or self.ew <= code < self.s or code >= self.t
