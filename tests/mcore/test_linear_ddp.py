@@ -195,9 +195,14 @@ def test_ddp_that_would_lose_what_w_brings_is_refused():
         ({"tp_comm_overlap": True}, "tp_comm_overlap is not supported by zero-bubble schedules"),
         ({"fp8": "hybrid"}, "add_bias_linear with fp8 is not supported by zero-bubble schedules"),
         ({"fp8": "hybrid", "add_bias_linear": False}, None),
+        # Fields of later versions of megatron-core.
+        ({"fine_grained_activation_offloading": True}, "fine_grained_activation_offloading is not .*: W may need a"),
+        ({"moe_paged_stash": True}, "moe_paged_stash is not supported .* megatron-core's own schedule; switch it off"),
+        ({"overlap_dispatch_backward_with_experts_wgrad": True}, "megatron-core then runs the W of experts itself"),
+        ({"moe_paged_stash": False}, None),
     ],
 )
-def test_what_transformer_engine_cannot_defer_is_refused(settings, message):
+def test_settings_with_which_w_cannot_be_deferred_are_refused(settings, message):
     config = copy.copy(make_config())
     vars(config).update(settings)
     with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():

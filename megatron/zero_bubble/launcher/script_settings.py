@@ -11,18 +11,18 @@ from megatron.zero_bubble.job.job_flags import JobFlags
 from megatron.zero_bubble.job.plans import choose_placement, choose_plan
 from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.launcher.mistakes import LauncherError
+from megatron.zero_bubble.mcore.refused_settings import REFUSED
 from megatron.zero_bubble.schedule import Placement
 
 _REFUSED = {
+    **REFUSED,
     "use_torch_fsdp2": "Megatron-LM refuses it with pipelines, but pretrain_gpt.py of this project runs it",
     "use_megatron_fsdp": "it shards gradients, but W accumulates whole ones",
     "use_legacy_models": "its layers are not megatron-core's",
-    "overlap_moe_expert_parallel_comm": "it brings its own pipeline schedule",
     "delay_wgrad_compute": "it defers W too",
     "defer_embedding_wgrad_compute": "it defers the output layer's W too",
     "hybrid_context_parallel": "it brings its own pipeline schedule",
     "perform_rl_step": "its rollouts need megatron-core's own schedule",
-    "tp_comm_overlap": "Transformer Engine cannot defer W together with userbuffers",
 }
 """Settings of the script that no zero-bubble schedule supports, and why."""
 _REFUSED_IN_V = {
@@ -64,6 +64,10 @@ def refuse_what_cannot_work(script: Namespace, flags: JobFlags) -> None:
         if value:
             flag = flag_name(name) + (f" {value}" if value is not True else "")
             raise LauncherError(f"{flag} does not work with --zero-bubble-schedule {flags.schedule}: {reason}")
+    if flags.zero_bubble_post_validation and getattr(script, "moe_expert_rank_capacity_factor", None) is not None:
+        raise LauncherError(
+            "--moe-expert-rank-capacity-factor does not work with --zero-bubble-post-validation: both run steps again"
+        )
     if getattr(script, "cuda_graph_impl", "none") != "none":
         raise LauncherError(f"--cuda-graph-impl {script.cuda_graph_impl} records B and W in one graph: leave it out")
     has_local_attention = getattr(script, "transformer_impl", None) == "local" and not getattr(script, "spec", None)

@@ -9,6 +9,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron.zero_bubble.mcore.refused_settings import REFUSED
 from megatron.zero_bubble.schedule.recomputation import recomputes_blocks
 
 
@@ -18,22 +19,16 @@ def refuse_unsupported(config: Any, chunks: Sequence[torch.nn.Module], adjust_te
     Raises:
         ValueError: an unsupported setting is on, or DDP would lose the gradients that W computes.
     """
-    reasons = {
-        "num_microbatches_with_partial_activation_checkpoints": (
-            config.num_microbatches_with_partial_activation_checkpoints is not None
-        ),
-        "overlap_moe_expert_parallel_comm": config.overlap_moe_expert_parallel_comm,
-        # Backward runs under autocast, but W runs later, outside of it.
-        "enable_autocast": config.enable_autocast,
-        # In Transformer Engine userbuffers raise an error when W is deferred, and a deferred W needs the gradient of a
-        # bias, which B leaves only without quantization.
-        "tp_comm_overlap": config.tp_comm_overlap,
-        "add_bias_linear with fp8": bool(config.fp8) and config.add_bias_linear,
-        "adjust_tensor_shapes_fn": adjust_tensor_shapes_fn is not None,
-    }
-    for setting, is_on in reasons.items():
-        if is_on:
-            raise ValueError(f"{setting} is not supported by zero-bubble schedules: switch it off")
+    found = {name: reason for name, reason in REFUSED.items() if getattr(config, name, None)}
+    if config.num_microbatches_with_partial_activation_checkpoints is not None:
+        name = "num_microbatches_with_partial_activation_checkpoints"
+        found[name] = "it says which microbatches recompute by their place in megatron-core's own schedule"
+    if config.fp8 and config.add_bias_linear:
+        found["add_bias_linear with fp8"] = "Transformer Engine loses the gradients of biases if W is deferred"
+    if adjust_tensor_shapes_fn is not None:
+        found["adjust_tensor_shapes_fn"] = "messages have the shape of the model's settings"
+    for name, reason in found.items():
+        raise ValueError(f"{name} is not supported by zero-bubble schedules: {reason}; switch it off")
     for chunk in chunks:
         _refuse_lost_gradients(chunk)
 
