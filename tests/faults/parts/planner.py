@@ -8,9 +8,9 @@ FAULTS = (
     Fault(
         name="local-search-stale-memory",
         file="planner/local_search.py",
-        old="""        self.ways.move(*move)
+        old="""        self.graph.move(*move)
         self.held[move.rank] = self._held(move.rank)""",
-        new="        self.ways.move(*move)",
+        new="        self.graph.move(*move)",
         effect=(
             "Under a tight memory limit the local search judges later moves by the memory before the first one, "
             "so that it refuses moves that fit, or its plan needs more memory than the limit."
