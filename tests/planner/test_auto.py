@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -134,3 +135,20 @@ def test_with_activation_recomputation_never_slower_than_1f1b_in_its_memory(p: i
     timeline = simulate(planned, costs)
     assert timeline.cost <= simulate(generate("1f1b", p, 2 * p), costs).cost
     assert max(timeline.peak_memory) <= limit
+
+
+def test_a_job_whose_step_waits_for_all_ranks_gets_the_shorter_makespan():
+    """A short span of every rank is no use then: the last stage, which is longer, would only begin later."""
+    costs = StageCosts.uniform(8, 10, 11, 8, 0.3)
+    last = {
+        name: (*getattr(costs, name)[:-1], time) for name, time in (("time_f", 12), ("time_b", 12.1), ("time_w", 10.4))
+    }
+    costs = replace(costs, **last)
+    by_span, by_makespan = (
+        simulate(generate("auto", 8, 16, costs=costs, memory_limit=8.0, takes_makespan=takes), costs)
+        for takes in (False, True)
+    )
+    assert by_makespan.makespan < 0.98 * by_span.makespan
+    assert by_makespan.cost >= by_span.cost
+    interlocked = generate("auto", 8, 16, costs=costs, memory_limit=8.0, takes_makespan=True, post_validation=True)
+    assert interlocked == by_span.schedule

@@ -141,6 +141,7 @@ def request_of(flags: PlanFlags) -> PlanRequest:
         usual=usual,
         recomputes=recompute,
         vocabulary_parallel={"on": True, "off": False, "auto": None}[flags.vocabulary_parallel],
+        takes_makespan=True,
     )
     limit = flags.memory_limit
     if limit.multiple is not None:

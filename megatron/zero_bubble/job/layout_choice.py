@@ -159,6 +159,7 @@ def _request(flags: JobFlags, model: ModelCosts, usual: Layout, free_bytes: floa
         recomputes=_recomputes(flags),
         group_size=flags.microbatch_group_size_per_virtual_pipeline_stage,
         post_validation=flags.interlocks_iterations,
+        takes_makespan=True,
     )
     limit = flags.memory_limit
     if limit is not None and limit.num_bytes is not None:

@@ -57,7 +57,7 @@ class Problem:
             limits,
             request.overlap_communication,
             request.recompute,
-            takes_makespan=request.placement.kind == "interleaved" and not request.post_validation,
+            takes_makespan=request.is_judged_by_makespan,
             budget=request.effort,
         )
 
@@ -93,8 +93,8 @@ class Problem:
     def is_judged_by_makespan(self) -> bool:
         """Whether a plan is as good as its makespan is short, and not its longest span.
 
-        An iteration takes the makespan, unless it interlocks with the next. Only with interleaved chunks, and where the
-        planner chooses what is recomputed, can it shorten one much at the cost of the other.
+        An iteration takes the makespan, unless it interlocks with the next. Where the planner chooses what is
+        recomputed, it could shorten the span much at the cost of the makespan.
         """
         return self.recompute is Recompute.PLANNED or self.takes_makespan
 

@@ -74,6 +74,9 @@ class PlanRequest:
             for a planner's choice, or the number of ranks in schedules without costs.
         overlap_communication: whether ranks compute while their messages are on the way, as in `simulate`.
         post_validation: whether the optimizer's step is validated in the next iteration, so that iterations interlock.
+        takes_makespan: whether a plan is judged by its makespan, which an iteration takes if the optimizer's step waits
+            for all ranks, and not by the longest span of a rank, as published bubble rates are. Without post-validation
+            interleaved placements always are.
         effort: operations that a planner plans in all candidates of one placement; a few candidates are planned anyway.
     """
 
@@ -90,6 +93,7 @@ class PlanRequest:
     group_size: int | None = None
     overlap_communication: bool = True
     post_validation: bool = False
+    takes_makespan: bool = False
     effort: int = EFFORT
 
     @property
@@ -127,6 +131,11 @@ class PlanRequest:
             and self.partition in (None, layout.partition)
             and self.vocabulary_parallel in (None, layout.vocabulary_parallel)
         )
+
+    @property
+    def is_judged_by_makespan(self) -> bool:
+        """Whether a plan is as good as its makespan is short."""
+        return not self.post_validation and (self.takes_makespan or self.placement.kind == "interleaved")
 
     @property
     def limits(self) -> Limits | None:

@@ -158,6 +158,8 @@ def estimate(job: EstimatedJob, name: str) -> Estimate:
         group_size=None if placement.kind != "interleaved" else args.microbatch_group_size_per_virtual_pipeline_stage,
         recomputes=(job.flags.recompute,),
         vocabulary_parallel=job.flags.vocabulary_parallel,
+        post_validation=job.flags.interlocks_iterations,
+        takes_makespan=True,
         effort=QUICK_EFFORT if job.is_quick else EFFORT,
     )
     try:
