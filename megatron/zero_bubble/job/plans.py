@@ -48,7 +48,7 @@ def choose_plan(flags: JobFlags) -> RunSchedules | None:
                 memory_limit=limit,
                 group_size=_group_size(flags, plan.placement),
                 post_validation=flags.interlocks_iterations,
-                takes_makespan=True,
+                takes_makespan=name == "auto",  # named schedules are as published
                 recomputes=(flags.recompute,),
                 vocabulary_parallel=flags.vocabulary_parallel,
             )

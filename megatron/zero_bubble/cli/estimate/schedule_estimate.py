@@ -159,7 +159,7 @@ def estimate(job: EstimatedJob, name: str) -> Estimate:
         recomputes=(job.flags.recompute,),
         vocabulary_parallel=job.flags.vocabulary_parallel,
         post_validation=job.flags.interlocks_iterations,
-        takes_makespan=True,
+        takes_makespan=name == "auto",
         effort=QUICK_EFFORT if job.is_quick else EFFORT,
     )
     try:
