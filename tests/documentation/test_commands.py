@@ -29,7 +29,7 @@ CASES = [
 
 @pytest.mark.parametrize("command", CASES)
 def test_the_command_works(command: Command, tmp_path: Path) -> None:
-    """Ours run in a folder with a profile and costs, where they may write to docs/; the others run in the repository."""
+    """Ours run in a folder with a profile and costs, and may write to its docs/; the others run in the repository."""
     (tmp_path / "docs").mkdir()
     shutil.copy(ROOT / "docs" / "units.json", tmp_path / "docs")
     profile = Profile(Placement("v", 4, 2), StageCosts.uniform(8, 20, 20, 20), 0.0, {})
