@@ -13,9 +13,11 @@ from toy_pipeline import FakeClock
 
 from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.planner.memory_limit import MemoryLimit
+from megatron.zero_bubble.planner.prediction import MegatronsTime
 from megatron.zero_bubble.planner.run_schedules import RunSchedules, prepare
 from megatron.zero_bubble.runtime import replanner
 from megatron.zero_bubble.runtime.observer import StepObserver
+from megatron.zero_bubble.runtime.plan_check import Difference
 from megatron.zero_bubble.runtime.replanner import (
     PlanningOptions,
     Replanner,
@@ -237,6 +239,34 @@ def test_a_faster_plan_for_the_corrected_costs_replaces_the_one_that_runs(monkey
     assert run.new_plans == [4, 12]
     assert run.reports[-1].is_new_plan
     assert run.plan.schedule(2) is better
+
+
+def test_megatrons_own_schedule_is_taken_to_wait_as_long(monkeypatch):
+    """The steps take twice the time that their operations explain."""
+    megatrons = MegatronsTime(milliseconds=12.0, work=3.0)
+    run = Run(megatrons=megatrons)
+    run.steps(3)
+    before = run.replanner.predict(run.plan.schedule(2)).gain
+    slow = {}
+    real = replanner.simulate
+
+    def simulated(schedule, costs):
+        timeline = real(schedule, costs)
+        return SimpleNamespace(cost=timeline.cost * slow.get(id(costs), 1))
+
+    def with_waits(costs, schedule, span):
+        waiting = replace(costs)
+        slow[id(waiting)] = 2
+        return waiting
+
+    monkeypatch.setattr(replanner, "simulate", simulated)
+    monkeypatch.setattr(replanner, "with_measured_span", with_waits)
+    mean_span = Replanner._mean_span
+    monkeypatch.setattr(Replanner, "_mean_span", lambda self: 2 * mean_span(self))
+    monkeypatch.setattr(replanner, "differences", lambda old, new: iter([Difference("ranks wait", 0, 1)]))
+    run.steps(8)
+    after = run.reports[-1].prediction.gain
+    assert after.times == pytest.approx(2 * before.times)
 
 
 def test_a_plan_that_the_steps_confirm_is_not_mentioned_again():

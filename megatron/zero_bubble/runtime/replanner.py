@@ -136,6 +136,7 @@ class Replanner:
         """What the profile takes from the samples of an operation."""
         self._edges: Mapping[int, float] = {}
         self._profile = options.profile
+        self._megatrons = options.megatrons
         self._step = 0
         self._check_at = 0
         """The step after which the plan is compared with the steps that ran it; 0 for never."""
@@ -250,12 +251,17 @@ class Replanner:
         span = self._mean_span()
         measured = self._measure(statistics.fmean)
         costs = with_measured_times(old.costs, measured.costs)
-        if span > simulate(running, costs).cost * (1 + TOLERANCE):
+        without_waits = simulate(running, costs).cost
+        if span > without_waits * (1 + TOLERANCE):
             costs = with_measured_span(costs, running, span)
         found = tuple(differences(old.costs, costs))
         if not found:
             return None
         self._profile, self._step = replace(old, costs=costs, noise=measured.noise), self._check_at
+        if self._megatrons is not None:
+            # Its ranks would wait for as large a part of the time.
+            slower = simulate(running, costs).cost / without_waits
+            self._megatrons = replace(self._megatrons, milliseconds=self._megatrons.milliseconds * slower)
         self._planned_for = set()
         plan, limit = self._planned(num_microbatches)
         gain = simulate(running, costs).cost / simulate(plan.schedule(num_microbatches), costs).cost
@@ -285,7 +291,7 @@ class Replanner:
     def predict(self, schedule: Schedule) -> Prediction:
         """Predict what a schedule takes at the measured costs."""
         assert self._profile is not None
-        return Prediction(self._profile, schedule, self._plan.recompute, self._options.megatrons)
+        return Prediction(self._profile, schedule, self._plan.recompute, self._megatrons)
 
     def _look_for_drift(self, step: int, num_microbatches: int) -> RunSchedules | None:
         """Measure the times again and plan again if they have changed by more than the threshold.
