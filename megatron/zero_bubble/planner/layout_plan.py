@@ -40,7 +40,7 @@ class Plan:
 
         With post-validation steps follow each other closely, so that the longest span of a rank counts.
         """
-        return self.slowdown * (self.timeline.cost if self.request.post_validation else self.timeline.makespan)
+        return self.slowdown * self.request.time_of(self.timeline)
 
     @cached_property
     def memory(self) -> float:

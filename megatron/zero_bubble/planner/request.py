@@ -12,6 +12,7 @@ from megatron.zero_bubble.schedule.errors import ScheduleError
 from megatron.zero_bubble.schedule.ir import Placement, check_size
 from megatron.zero_bubble.schedule.model_costs import ModelCosts, Partition
 from megatron.zero_bubble.schedule.recomputation import Recompute
+from megatron.zero_bubble.schedule.timeline import Timeline
 
 EFFORT = 300_000
 """Operations that the candidates of one plan have together, by default: a second or so."""
@@ -136,6 +137,10 @@ class PlanRequest:
     def is_judged_by_makespan(self) -> bool:
         """Whether a plan is as good as its makespan is short."""
         return not self.post_validation and (self.takes_makespan or self.placement.kind == "interleaved")
+
+    def time_of(self, timeline: Timeline) -> float:
+        """The time of a step: the longest span of a rank if iterations interlock, else the makespan."""
+        return timeline.cost if self.post_validation else timeline.makespan
 
     @property
     def limits(self) -> Limits | None:

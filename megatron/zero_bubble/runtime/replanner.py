@@ -264,8 +264,11 @@ class Replanner:
             self._megatrons = replace(self._megatrons, milliseconds=self._megatrons.milliseconds * slower)
         self._planned_for = set()
         plan, limit = self._planned(num_microbatches)
-        gain = simulate(running, costs).cost / simulate(plan.schedule(num_microbatches), costs).cost
-        is_new = self._plan.adapts and gain > 1 + _WORTHWHILE
+        before, after = (
+            self._plan.request.time_of(simulate(schedule, costs))
+            for schedule in (running, plan.schedule(num_microbatches))
+        )
+        is_new = self._plan.adapts and before > after * (1 + _WORTHWHILE)
         self._adopt(plan if is_new else self._current, num_microbatches)
         prediction = self.predict(self._current.schedule(num_microbatches))
         self._report(Report(prediction, is_new, limit, self._step, found))
@@ -279,10 +282,11 @@ class Replanner:
         """
         self._observer.flush()
         self._profiler = Profiler(self._plan.placement, self._rank)
-        _, *others = sorted(self._checked, key=lambda ops: -step_time(ops).span)
-        for ops in others:
+        spans = [step_time(ops).span * 1000.0 for ops in self._checked]
+        slowest = spans.index(max(spans))
+        del spans[slowest], self._checked[slowest]
+        for ops in self._checked:
             self._profiler.add(ops)
-        spans = [step_time(ops).span * 1000.0 for ops in others]
         longest = torch.tensor([statistics.fmean(spans)], dtype=torch.float64, device=self._device)
         dist.all_reduce(longest, op=dist.ReduceOp.MAX)
         self._checked.clear()
