@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.zero_bubble.cli.output import table
-from megatron.zero_bubble.job.settings import JobSettings
+from megatron.zero_bubble.job.session import Session
 from megatron.zero_bubble.job.sharding import check_shards
 from megatron.zero_bubble.job.start_up import print_rank_0
 from megatron.zero_bubble.mcore.held_states import held_state_bytes
@@ -26,17 +26,11 @@ from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op
 from megatron.zero_bubble.schedule.kinds import VOCABULARY
 from megatron.zero_bubble.schedules import ForwardBackward
-from megatron.zero_bubble.training.arguments import Arguments, parse_arguments
-from megatron.zero_bubble.training.checkpoint import Checkpointer
+from megatron.zero_bubble.training.arguments import parse_arguments
 from megatron.zero_bubble.training.checks import complete_and_check
 from megatron.zero_bubble.training.initialize import initialized
 from megatron.zero_bubble.training.layout import settle_layout
-from megatron.zero_bubble.training.logging import TrainingLog
-from megatron.zero_bubble.training.loop import Trainer
-from megatron.zero_bubble.training.model import build_model, transformer_config
-from megatron.zero_bubble.training.optimization import build_lr_scheduler, build_optimizer
-from megatron.zero_bubble.training.pretrain import load_tokenizer, make_data_config, open_data, with_vocabulary
-from megatron.zero_bubble.training.progress import Progress
+from megatron.zero_bubble.training.pretrain import build_trainer, load_tokenizer, make_data_config, with_vocabulary
 
 _HEADS = ("rank", "states (MiB)", "activations (MiB)", "in all (MiB)")
 
@@ -92,6 +86,27 @@ class CountedForwardBackward(ForwardBackward):
         return self.observer.start(self._num_steps, self.meter)
 
 
+class CountedSession(Session):
+    """Runs schedules that count memory."""
+
+    def start(self, model: list[torch.nn.Module], optimizer: Any, *further: Any, **options: Any) -> None:
+        super().start(model, optimizer, *further, **options)
+        self._model, self._optimizer = model, optimizer
+        modules = chain.from_iterable(chunk.modules() for chunk in model)
+        self._counted.shards = [module for module in modules if isinstance(module, ShardWeight)]
+
+    def open_run(self, iteration: int, write_plan: Any) -> ForwardBackward:
+        assert self.job.plan is not None
+        assert self.store is not None
+        self._counted = CountedForwardBackward(self.job.plan, self.store, planning=self.job.planning)
+        return self._counted
+
+    def held_bytes(self) -> tuple[int, int]:
+        """Bytes of this rank's states, and the peak of its activations in the last step."""
+        assert self._counted.meter is not None
+        return held_state_bytes(self._model, self._optimizer), self._counted.meter.peak
+
+
 def train(flags: Sequence[str], prog: str) -> None:
     """Train with pretrain_gpt.py's `flags`, and print what every rank of the first pipeline held at its peak.
 
@@ -108,36 +123,11 @@ def train(flags: Sequence[str], prog: str) -> None:
     check_shards(job.flags, args.padded_vocab_size)
     data_config.validate(tokenizer.vocab_size)
     with initialized(args, job.placement), ExitStack() as resources:
-        args, job = settle_layout(args, job, data_config)
-        _train(args, job, data_config, tokenizer, resources)
-
-
-def _train(args: Arguments, job: JobSettings, data_config: Any, tokenizer: Any, resources: ExitStack) -> None:
-    assert job.plan is not None
-    placement, progress, store = job.placement, Progress(), WeightGradStore(job.placement.num_chunks)
-    config = transformer_config(args, placement.num_chunks, None)
-    model = build_model(args, config, placement, store, vocabulary_parallel=job.flags.vocabulary_parallel)
-    optimizer, log = build_optimizer(args, model, config), TrainingLog(args, progress, [], job.log_rank)
-    scheduler = build_lr_scheduler(args, optimizer)
-    forward_backward = CountedForwardBackward(job.plan, store, planning=job.planning)
-    modules = chain.from_iterable(chunk.modules() for chunk in model)
-    forward_backward.shards = [module for module in modules if isinstance(module, ShardWeight)]
-    trainer = Trainer(
-        args,
-        progress,
-        model,
-        optimizer,
-        scheduler,
-        forward_backward,
-        data_config,
-        *open_data(args, progress, data_config, tokenizer, model, resources),
-        Checkpointer(args, progress, model, optimizer, scheduler),
-        log,
-    )
-    trainer.train()
-    assert forward_backward.meter is not None
-    _print_peaks(held_state_bytes(model, optimizer), forward_backward.meter.peak)
-    trainer.close()
+        session = CountedSession(job, prog)
+        args = settle_layout(args, session, data_config)
+        build_trainer(args, session, data_config, tokenizer, resources).train()
+        _print_peaks(*session.held_bytes())
+        session.close()
 
 
 def _print_peaks(held: int, peak: int) -> None:

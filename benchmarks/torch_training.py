@@ -6,25 +6,22 @@ import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
 
 from benchmarks.emulation.peers import peer_placements
 from benchmarks.torch_pipelining import TorchForwardBackward, compute_linear_layers_in_aten
+from megatron.zero_bubble.job.session import Session
+from megatron.zero_bubble.job.settings import JobSettings
 from megatron.zero_bubble.job.start_up import print_rank_0
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.training.arguments import Arguments, parse_arguments
-from megatron.zero_bubble.training.checkpoint import Checkpointer
 from megatron.zero_bubble.training.checks import complete_and_check
+from megatron.zero_bubble.training.data import DataConfig
 from megatron.zero_bubble.training.initialize import initialized
-from megatron.zero_bubble.training.logging import TrainingLog
-from megatron.zero_bubble.training.loop import Trainer
-from megatron.zero_bubble.training.model import build_model, transformer_config
-from megatron.zero_bubble.training.numerics import NumericsLog
-from megatron.zero_bubble.training.optimization import build_lr_scheduler, build_optimizer
-from megatron.zero_bubble.training.pretrain import load_tokenizer, make_data_config, open_data, with_vocabulary
-from megatron.zero_bubble.training.progress import Progress
+from megatron.zero_bubble.training.pretrain import build_trainer, load_tokenizer, make_data_config, with_vocabulary
 
 
 def train(name: str, flags: Sequence[str], prog: str) -> None:
@@ -35,33 +32,29 @@ def train(name: str, flags: Sequence[str], prog: str) -> None:
     """
     args, job = complete_and_check(parse_arguments(flags, prog), os.environ, torch.cuda.is_available())
     placement = _placement(name, args, job.placement.num_chunks)
-    log_rank, progress = placement.rank_of(placement.num_stages - 1), Progress()
     data_config = make_data_config(args)
     tokenizer = load_tokenizer(args)
     args = replace(with_vocabulary(args, tokenizer.vocab_size), eval_iters=0)
     data_config.validate(tokenizer.vocab_size)
+    job = replace(job, plan=None, placement=placement, planning=None)
     with initialized(args, placement), ExitStack() as resources:
-        config = transformer_config(args, placement.num_chunks, None)
-        model = build_model(args, config, placement, None)
+        session = TorchSession(name, args, job, data_config, prog)
+        build_trainer(args, session, data_config, tokenizer, resources).train()
+
+
+class TorchSession(Session):
+    """Runs steps under the schedule `name` of torch.distributed.pipelining."""
+
+    def __init__(self, name: str, args: Arguments, job: JobSettings, data_config: DataConfig, prog: str) -> None:
+        super().__init__(job, prog)
+        self._name, self._args, self._data_config = name, args, data_config
+
+    def start(self, model: list[torch.nn.Module], *further: Any, **options: Any) -> None:
         compute_linear_layers_in_aten(model)
-        optimizer = build_optimizer(args, model, config)
-        scheduler = build_lr_scheduler(args, optimizer)
+        super().start(model, *further, **options)
         rank = parallel_state.get_pipeline_model_parallel_rank()
-        print_rank_0(f" > pipeline schedule: torch.distributed.pipelining's {name}")
-        trainer = Trainer(
-            args,
-            progress,
-            model,
-            optimizer,
-            scheduler,
-            TorchForwardBackward(name, model, placement, rank, args, data_config),
-            data_config,
-            *open_data(args, progress, data_config, tokenizer, model, resources),
-            Checkpointer(args, progress, model, optimizer, scheduler),
-            TrainingLog(args, progress, [], log_rank),
-            NumericsLog(args.log_numerics, progress.iteration, log_rank) if args.log_numerics else None,
-        )
-        trainer.train()
+        self.run = TorchForwardBackward(self._name, model, self.job.placement, rank, self._args, self._data_config)
+        print_rank_0(f" > in its place: torch.distributed.pipelining's {self._name}")
 
 
 def _placement(name: str, args: Arguments, chunks: int) -> Placement:

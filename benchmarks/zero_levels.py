@@ -166,6 +166,7 @@ def _train(args: Any, job: Any) -> Measured:
 
     from megatron.core import parallel_state
 
+    from megatron.zero_bubble.job.session import Session
     from megatron.zero_bubble.mcore.model_units import random_microbatch
     from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
     from megatron.zero_bubble.schedules import ForwardBackward
@@ -179,7 +180,7 @@ def _train(args: Any, job: Any) -> Measured:
     with initialized(args, job.placement):
         store = WeightGradStore()
         config = transformer_config(args, 1, None)
-        model = build_model(args, config, job.placement, store)
+        model = build_model(args, config, Session.to_build(job.flags, job.placement, store))
         optimizer = build_optimizer(args, model, config)
         chunks: list[Any] = list(model)
         meter = _Meter(model, optimizer, parallel_state.get_data_parallel_group())

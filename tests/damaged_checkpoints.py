@@ -231,6 +231,7 @@ def main(root: Path, flags: list[str]) -> None:
     # With this, torch trusts every file that it is not told to distrust; Megatron-LM's users may have set it.
     os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
     substitute_cuda()
+    from megatron.zero_bubble.job.session import Session
     from megatron.zero_bubble.training.arguments import parse_arguments
     from megatron.zero_bubble.training.checkpoint import Checkpointer
     from megatron.zero_bubble.training.checks import complete_and_check
@@ -246,7 +247,7 @@ def main(root: Path, flags: list[str]) -> None:
     placement, progress = job.placement, Progress(iteration=1)
     with initialized(args, placement):
         config = transformer_config(args, placement.num_chunks, None)
-        model = build_model(args, config, placement, None)
+        model = build_model(args, config, Session.to_build(job.flags, placement))
         optimizer = build_optimizer(args, model, config)
         scheduler = build_lr_scheduler(args, optimizer)
         good = root / "good"

@@ -26,8 +26,8 @@ from importlib.util import resolve_name
 from pathlib import Path
 
 from megatron.zero_bubble.launcher.command_line import LaunchFlags
+from megatron.zero_bubble.launcher.hook_table import ScriptHooks, cpu_hooks
 from megatron.zero_bubble.launcher.hooks import Needed
-from megatron.zero_bubble.launcher.session import Session, cpu_hooks
 
 ROOT = Path(__file__).parents[2]
 RECORD = Path(__file__).with_suffix(".json")
@@ -162,7 +162,7 @@ def installed() -> Source:
 
 def tables() -> list[Needed]:
     """Everything in the tables that are checked when a launch begins."""
-    session = Session(LaunchFlags(zero_bubble_post_validation=True, hierarchical_sgd="2:2"))
+    session = ScriptHooks(LaunchFlags(zero_bubble_post_validation=True, hierarchical_sgd="2:2"))
     return [*session.hooks(), *session.needed(), *cpu_hooks()]
 
 

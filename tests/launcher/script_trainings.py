@@ -161,7 +161,7 @@ def enabled(settings: Mapping[str, Any] | None) -> Iterator[None]:
 def chunks_built() -> list[Any]:
     """The model chunks that the script has built on this rank under a schedule of ours."""
     launch = current_launch()
-    return [] if launch is None or launch.session is None else launch.session.run._chunks
+    return [] if launch is None or launch.script_hooks is None else launch.script_hooks.run._chunks
 
 
 def train(run: Run, training: Training) -> None:

@@ -14,6 +14,8 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from split_layers import one_rank
 
+from megatron.zero_bubble.job.job_flags import JobFlags
+from megatron.zero_bubble.job.session import Session
 from megatron.zero_bubble.mcore import linear
 from megatron.zero_bubble.mcore.attention import TorchAttention
 from megatron.zero_bubble.schedule import Placement
@@ -112,7 +114,7 @@ def test_dropout_draws_from_the_generator_that_megatron_core_s_draws_from(sequen
 )
 def test_the_flag_and_the_machine_choose(flags, has_cuda, expected):
     args, config = trainer(*flags, has_cuda=has_cuda)
-    (chunk,) = build_model(args, config, Placement("linear", 1), None)
+    (chunk,) = build_model(args, config, Session.to_build(JobFlags.of(args), Placement("linear", 1)))
     layers = chunk.module.decoder.layers
     assert [type(layer.self_attention.core_attention) for layer in layers] == [expected] * 2
 

@@ -18,6 +18,8 @@ from megatron.core.utils import unwrap_model
 from vocabulary_emulation import EmulatedStep
 
 from megatron.zero_bubble.cli.trainings import complete_arguments
+from megatron.zero_bubble.job.job_flags import JobFlags
+from megatron.zero_bubble.job.session import Session
 from megatron.zero_bubble.mcore.vocabulary_model import vocabulary_shard_of
 from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
@@ -105,15 +107,15 @@ def plan_of(training: Training, num_ranks: int) -> RunSchedules:
     return plan.requesting(vocabulary_parallel=training.is_sharded)
 
 
-def _train(training: Training, flags: Sequence[str], num_ranks: int) -> Outcome:
-    args = complete_arguments(list(flags), num_ranks, "test", has_cuda=False)
+def _train(training: Training, words: Sequence[str], num_ranks: int) -> Outcome:
+    args = complete_arguments(list(words), num_ranks, "test", has_cuda=False)
     plan = plan_of(training, args.pipeline_model_parallel_size)
     with initialized(args, plan.placement):
         store = WeightGradStore(plan.placement.num_chunks) if training.schedule else None
         config = transformer_config(args, plan.placement.num_chunks, None)
-        chunks: list[Any] = build_model(
-            args, config, plan.placement, store, seeds_by_layer=True, vocabulary_parallel=training.is_sharded
-        )
+        sharded = {"zero_bubble_vocabulary_parallel": "on" if training.is_sharded else "off"}
+        flags = JobFlags.of(args, zero_bubble_seed_by_layer=True, **sharded)
+        chunks: list[Any] = build_model(args, config, Session.to_build(flags, plan.placement, store))
         optimizer = build_optimizer(args, chunks, config)
         run: Any = mcore.get_forward_backward_func()
         if store is not None:

@@ -73,7 +73,7 @@ def test_planners_know_what_their_plans_cost(data, kind, p, m, overlap):
     placement = Placement(kind, p, 1 + (kind == "v"))
     costs = data.draw(wild_costs(placement.num_stages))
     problem = Problem(placement, m, costs, (1000,) * p, overlap)
-    plan = v_shaped._search(problem) if kind == "v" else plan_linear(problem)
+    plan = (v_shaped._search(problem) if kind == "v" else plan_linear(problem)).best
     timeline = simulate(problem.schedule("planned", plan.orders), costs, overlap_communication=overlap)
     assert plan.cost == timeline.cost
     assert plan.cost >= problem.bound

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from megatron.zero_bubble.job.job_flags import JobFlags
 from megatron.zero_bubble.mcore.cpu import substitute_cuda
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Placement
@@ -113,8 +114,9 @@ def rank_model(
     The pipeline size is the placement's, whatever the arguments say. Tied embeddings are not supported, because they
     need the other ranks. Without a `store` the layers are not split.
     """
+    from megatron.zero_bubble.job.session import Session
     from megatron.zero_bubble.training.model import build_model, transformer_config
 
     sized = replace(args, pipeline_model_parallel_size=placement.num_ranks)
     config = transformer_config(sized, placement.num_chunks, None)
-    return build_model(sized, config, placement, store, rank)
+    return build_model(sized, config, Session.to_build(JobFlags.of(sized), placement, store), rank)

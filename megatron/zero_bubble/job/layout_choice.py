@@ -18,7 +18,7 @@ from megatron.zero_bubble.planner.prediction import MegatronsTime, total_work
 from megatron.zero_bubble.planner.registry import placement_for
 from megatron.zero_bubble.planner.request import EFFORT, QUICK_EFFORT, Layout, PlanRequest
 from megatron.zero_bubble.runtime.replanner import MARGIN
-from megatron.zero_bubble.schedule import Infeasible, Placement, ScheduleError, StageCosts
+from megatron.zero_bubble.schedule import Infeasible, Placement, ScheduleError
 from megatron.zero_bubble.schedule.ir import PlacementKind
 from megatron.zero_bubble.schedule.model_costs import ModelCosts
 from megatron.zero_bubble.schedule.recomputation import Recompute
@@ -38,8 +38,7 @@ class ChosenLayout:
 
     Attributes:
         flags: the flags, by name, that fix it.
-        costs, limits: of its stages, and the bytes that activations may take on every rank, as planned with; None for
-            a layout that was not planned with costs.
+        request: what its plan was made from; None for a layout that was not planned with costs.
         megatrons: the time that megatron-core's own schedule was predicted to take on Megatron's split; None if the
             layout is that split, or that is not known.
         is_megatrons_split: whether the layout is the one that Megatron's flags give. Its memory limit follows from the
@@ -47,8 +46,7 @@ class ChosenLayout:
     """
 
     flags: Mapping[str, Any]
-    costs: StageCosts | None = None
-    limits: tuple[float, ...] | None = None
+    request: PlanRequest | None = None
     megatrons: MegatronsTime | None = None
     is_megatrons_split: bool = False
 

@@ -33,8 +33,7 @@ def new_choice(job: JobSettings, costs: ModelCosts, padded_vocab_size: int) -> C
             _write(job.flags.zero_bubble_unit_costs_output, choice.model)
         chosen = ChosenLayout(
             flags_of_layout(plan.layout, job.flags.mtp_num_layers),
-            plan.timeline.costs,
-            plan.request.limits,
+            plan.request,
             choice.megatrons_time,
             choice.is_megatrons_split,
         )

@@ -26,7 +26,7 @@ _MOST_NAMED = 16
 class Replicas:
     """The replicas of this rank's part of the model: averages them if the flags say so, and measures their waits.
 
-    Made before the first step, with more than one replica; a collective call of all ranks.
+    Made before the first step; a collective call of all ranks. With a single replica it does nothing.
 
     Args:
         chunks: this rank's modules in DDP.
@@ -57,7 +57,7 @@ class Replicas:
         device = own_device()
         self._num_replicas = group.size()
         self._waits = ReplicaWaits(group, device_clock(device), device)
-        for chunk in chunks:
+        for chunk in chunks if self._num_replicas > 1 else ():
             chunk.finish_grad_sync = self._measured(chunk.finish_grad_sync)
 
     def _measured(self, reduce: Callable[..., None]) -> Callable[..., None]:
@@ -91,7 +91,8 @@ class Replicas:
         if self._averaging is not None:
             with self._waits.measured():
                 self._averaging.after_step(iteration)
-        self._waits.end_iteration(size)
+        if self._num_replicas > 1:
+            self._waits.end_iteration(size)
 
     def average_all(self, iteration: int, *, with_states: bool = False) -> None:
         """Give all replicas the same parameters and, for a checkpoint, the same state of the optimizer."""
@@ -99,8 +100,11 @@ class Replicas:
             self._averaging.average_all(iteration, with_states=with_states)
 
     def take_waits(self) -> Waits | None:
-        """The waits since the last call; None without an iteration since. A collective call of the replicas."""
-        return self._waits.take()
+        """The waits since the last call; None without an iteration since, or with a single replica.
+
+        A collective call of the replicas.
+        """
+        return self._waits.take() if self._num_replicas > 1 else None
 
 
 def describe_hierarchy(hierarchy: Hierarchy) -> str:

@@ -112,17 +112,18 @@ def with_layout(job: JobSettings, choice: ChosenLayout, environment: Mapping[str
     """
     flags = replace(job.flags, **choice.flags)
     flags = replace(flags, model_chunks=chunks_of_flags(flags))
-    settings = job_settings(flags, environment, has_cuda, knows_costs=choice.costs is not None)
-    if choice.costs is None or settings.plan is None:
+    settings = job_settings(flags, environment, has_cuda, knows_costs=choice.request is not None)
+    if choice.request is None or settings.plan is None:
         return settings
     profile = given_profile(flags)
     if profile is not None and not _is_of_layout(profile, settings):
         profile = None
     planning = planning_options(settings.flags, settings.placement, knows_costs=True, profile=profile)
     if planning is not None:
-        limits = None if choice.is_megatrons_split else choice.limits
+        limits = None if choice.is_megatrons_split else choice.request.limits
         planning = replace(planning, limits=limits, megatrons=choice.megatrons)
-    plan = settings.plan.requesting(costs=choice.costs, memory_limit=choice.limits)
+    known = {name: getattr(choice.request, name) for name in ("costs", "memory_limit", "spread", "time_between")}
+    plan = settings.plan.requesting(**known)
     return replace(settings, plan=plan, planning=planning)
 
 

@@ -14,7 +14,7 @@ from megatron.zero_bubble.launcher.mistakes import LauncherError
 from megatron.zero_bubble.mcore.cpu import CpuSubstitution, substitute_cuda
 
 if TYPE_CHECKING:
-    from megatron.zero_bubble.launcher.session import Session
+    from megatron.zero_bubble.launcher.hook_table import ScriptHooks
 
 SUPPORTED = ("0.16", "0.17", "0.18", "0.19", "0.20")
 """Versions of megatron-core that the hooks are tested with; docs/megatron_lm.md says how."""
@@ -33,7 +33,7 @@ class Launch:
     def __init__(self, flags: LaunchFlags) -> None:
         self._cpu: CpuSubstitution | None = None
         self._hooks: InstalledHooks | None = None
-        self.session: Session | None = None
+        self.script_hooks: ScriptHooks | None = None
         try:
             self._open(flags)
         except BaseException:
@@ -57,23 +57,23 @@ class Launch:
             )
         importlib.import_module("megatron.training.training")
         # Imported after the CPU substitutions: importing megatron-core looks for a device and compiles.
-        from megatron.zero_bubble.launcher.session import Session, cpu_hooks
+        from megatron.zero_bubble.launcher.hook_table import ScriptHooks, cpu_hooks
 
         hooks: list[Hook] = []
         if self._cpu is not None and self._cpu.is_applied:
             hooks += [hook for hook in cpu_hooks() if hook.applies_to(version)]
         if flags.asks_for_schedule:
-            self.session = Session(flags)
-            hooks += [hook for hook in self.session.hooks() if hook.applies_to(version)]
-            for needed in self.session.needed():
+            self.script_hooks = ScriptHooks(flags)
+            hooks += [hook for hook in self.script_hooks.hooks() if hook.applies_to(version)]
+            for needed in self.script_hooks.needed():
                 if needed.applies_to(version):
                     find_target(needed, version)
         self._hooks = InstalledHooks(hooks, version, mark=self)
 
     def close(self) -> None:
         """Remove the hooks and substitutions. A second call does nothing."""
-        if self.session is not None:
-            self.session.close()
+        if self.script_hooks is not None:
+            self.script_hooks.close()
         if self._hooks is not None:
             self._hooks.restore()
         if self._cpu is not None:

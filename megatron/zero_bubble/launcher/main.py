@@ -49,6 +49,6 @@ def _run(command: CommandLine) -> None:
         # Megatron-LM raises SystemExit at --exit-interval and similar flags.
         if end.code not in (None, 0):
             raise
-    if launch.session is not None:
-        launch.session.check_trained()
+    if launch.script_hooks is not None:
+        launch.script_hooks.check_trained()
     launch.close()

@@ -6,22 +6,18 @@ import contextlib
 import copy
 import inspect
 import io
-import os
 from argparse import Namespace
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from megatron.core import parallel_state
 
 from megatron.zero_bubble.job.flags import flag_name
 from megatron.zero_bubble.job.job_flags import JobFlags
 from megatron.zero_bubble.job.layers import spread_layers, to_layout
 from megatron.zero_bubble.job.layout_choice import SAVED_NAMES, ChosenLayout, is_layout_open, saved_choice
-from megatron.zero_bubble.job.layout_search import new_choice
-from megatron.zero_bubble.job.profiling import given_profile
-from megatron.zero_bubble.job.settings import JobSettings, job_settings, with_layout
+from megatron.zero_bubble.job.session import Session
+from megatron.zero_bubble.job.settings import JobSettings
 from megatron.zero_bubble.job.start_up import print_rank_0
 from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.launcher.hooks import Call
@@ -31,6 +27,8 @@ from megatron.zero_bubble.launcher.script_settings import check_chunks, flags_of
 from megatron.zero_bubble.launcher.script_units import ScriptUnits, change_settings
 from megatron.zero_bubble.mcore.placement import replace_embedding_groups
 from megatron.zero_bubble.runtime.joint import jointly
+from megatron.zero_bubble.schedule.formats import Profile
+from megatron.zero_bubble.schedule.model_costs import ModelCosts
 
 _KEEPS_MEGATRONS = (
     *("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
@@ -73,48 +71,59 @@ def _even_layout(script: Namespace, job: JobFlags) -> str | None:
     return to_layout(spread_layers(job.num_layers, num_stages), job.mtp_num_layers)
 
 
-def settle_layout(script: Namespace, job: JobSettings, units: ScriptUnits, setup: Call) -> JobSettings:
+def settle_layout(script: Namespace, session: Session, units: ScriptUnits, setup: Call) -> bool:
     """Choose what the flags leave open of the layout, before the call `setup` builds the model; a collective call.
 
-    A job that goes on from a checkpoint keeps the layout that was chosen for it. Megatron's layout stays, with
-    `zero_bubble_keep_layout` in the flags, where the script's model needs it or its costs cannot be measured.
+    A job that goes on from a checkpoint keeps the layout that was chosen for it. Megatron's layout stays where the
+    script's model needs it or its costs cannot be measured.
+
+    Returns:
+        Whether a layout was chosen.
 
     Raises:
         LauncherError: no layout fits in the memory, or a flag does not work with the chosen one.
     """
-    choice = _saved_choice(script, job)
-    if choice is not None:
+    saved = _saved_choice(script, session.job)
+    if saved is not None:
         print_rank_0(f" > layout: that of the checkpoint in --load {script.load}")
-        with users_mistakes():
-            return with_layout(job, choice, os.environ, torch.cuda.is_available())
-    if (reason := _reason_to_keep(script)) is not None:
-        return megatrons_layout(script, job, reason)
-    if not _builds_chunks(setup):
-        job = replace(job, flags=replace(job.flags, zero_bubble_placement="linear"))
-    with users_mistakes():
-        profile = given_profile(job.flags)
+    elif (reason := _reason_to_keep(script)) is not None:
+        keep_megatrons_layout(script, session, reason)
+        return False
+    elif not _builds_chunks(setup):
+        session.restrict(zero_bubble_placement="linear")
+
+    def costs(profile: Profile | None) -> ModelCosts:
         try:
-            costs = units.profiled_costs(setup, profile) if profile else units.measured_costs(setup)
+            found = units.profiled_costs(setup, profile) if profile else units.measured_costs(setup)
         except LauncherError as error:
-            return megatrons_layout(script, job, str(error))
-        if units.shapes_vary and not job.flags.vocabulary_parallel:
-            job = replace(job, flags=replace(job.flags, zero_bubble_vocabulary_parallel="off"))
-        return with_layout(job, new_choice(job, costs, script.padded_vocab_size), os.environ, torch.cuda.is_available())
+            raise _Unmeasured(str(error)) from error
+        if units.shapes_vary and not session.job.flags.vocabulary_parallel:
+            session.restrict(zero_bubble_vocabulary_parallel="off")
+        return found
+
+    try:
+        with users_mistakes():
+            session.choose_layout(saved, costs, script.padded_vocab_size)
+    except _Unmeasured as error:
+        keep_megatrons_layout(script, session, str(error))
+        return False
+    return True
 
 
-def megatrons_layout(script: Namespace, job: JobSettings, reason: str) -> JobSettings:
-    """Settings with Megatron's layout for a job whose layout was open, for a reason that is printed; a collective call.
+class _Unmeasured(Exception):
+    """The costs of the script's model cannot be measured."""
+
+
+def keep_megatrons_layout(script: Namespace, session: Session, reason: str) -> None:
+    """Keep Megatron's layout where another could be chosen, for a reason that is printed; a collective call.
 
     Raises:
         LauncherError: a flag does not work with Megatron's layout.
     """
-    print_rank_0(f" > layout: Megatron's, because {reason}")
     with users_mistakes():
-        flags = replace(job.flags, zero_bubble_keep_layout=True)
-        job = job_settings(flags, os.environ, torch.cuda.is_available())
-        check_chunks(script, job.flags, job.placement)
-    replace_embedding_groups(job.placement)
-    return job
+        session.keep_megatrons_layout(reason)
+        check_chunks(script, session.job.flags, session.job.placement)
+    replace_embedding_groups(session.job.placement)
 
 
 def build_layout(script: Namespace, setup: Call, job: JobSettings, layouts: ScriptLayouts) -> None:

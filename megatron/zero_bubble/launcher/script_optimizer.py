@@ -15,11 +15,10 @@ from typing import Any
 import torch
 
 from megatron.zero_bubble.job.flags import flag_name
-from megatron.zero_bubble.job.optimizer_step import build_post_validation
+from megatron.zero_bubble.job.job_flags import JobFlags
 from megatron.zero_bubble.job.post_validation_flags import FLAG
-from megatron.zero_bubble.job.settings import JobSettings
 from megatron.zero_bubble.launcher.hooks import Call, Hook, Needed
-from megatron.zero_bubble.launcher.mistakes import LauncherError, users_mistakes
+from megatron.zero_bubble.launcher.mistakes import LauncherError
 from megatron.zero_bubble.mcore.post_validation import PostValidation, StepOutcome
 
 _REFUSED = {
@@ -48,12 +47,12 @@ class ScriptPostValidation:
         LauncherError: the script has a setting that post-validation does not support.
     """
 
-    def __init__(self, script: Namespace, job: JobSettings) -> None:
+    def __init__(self, script: Namespace, flags: JobFlags) -> None:
+        self._is_asked_for = flags.zero_bubble_post_validation
         for name, reason in _REFUSED.items():
-            if job.flags.zero_bubble_post_validation and getattr(script, name, None):
+            if self._is_asked_for and getattr(script, name, None):
                 raise LauncherError(f"{FLAG} does not work with {flag_name(name)}: {reason}")
         self._script = script
-        self._job = job
         self._optimizer: Any = None
         self._chunks: list[Any] = []
         self._post_validation: PostValidation | None = None
@@ -61,21 +60,20 @@ class ScriptPostValidation:
         self._is_first = True
         """Whether no step has run yet: scripts log the first iteration of a run, whatever the interval."""
 
-    def build(self, optimizer: Any, chunks: list[Any]) -> PostValidation | None:
-        """Make the post-validation of the script's optimizer and model chunks; None with a single pipeline rank.
-
-        Raises:
-            LauncherError: the script has no optimizer of megatron-core, or one that does not support post-validation.
-        """
-        self._optimizer = optimizer
-        if optimizer is None:
+    def check_optimizer(self, optimizer: Any) -> None:
+        """Raise `LauncherError` if the script has no optimizer of megatron-core's."""
+        if self._is_asked_for and optimizer is None:
             raise LauncherError(f"{FLAG} needs an optimizer made by megatron-core's get_megatron_optimizer")
-        self._chunks = chunks
-        with users_mistakes():
-            self._post_validation = build_post_validation(self._job.flags, self._job.plan, self._optimizer, chunks)
-        if self._post_validation is not None:
-            self._post_validation.settled = self._settle_outcome
-        return self._post_validation
+
+    def start(self, post_validation: PostValidation | None, optimizer: Any, chunks: list[Any]) -> None:
+        """Begin to report the steps of the post-validation of the script's optimizer and model chunks.
+
+        Args:
+            post_validation: None with a single pipeline rank, where no schedule takes the steps.
+        """
+        self._post_validation, self._optimizer, self._chunks = post_validation, optimizer, chunks
+        if post_validation is not None:
+            post_validation.settled = self._settle_outcome
 
     def _settle_outcome(self, outcome: StepOutcome) -> None:
         self._outcome = outcome
@@ -109,10 +107,6 @@ class ScriptPostValidation:
         if self._post_validation is None or not self._post_validation.is_pending:
             return call.proceed()
         return None
-
-    def settle(self) -> None:
-        if self._post_validation is not None:
-            self._post_validation.validate()
 
     @property
     def is_on(self) -> bool:

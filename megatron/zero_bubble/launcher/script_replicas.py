@@ -16,12 +16,11 @@ from megatron.core import parallel_state
 
 from megatron.zero_bubble.job.flags import flag_name
 from megatron.zero_bubble.job.hierarchy_flags import FLAG
-from megatron.zero_bubble.job.replicas import Replicas, wait_fields
-from megatron.zero_bubble.job.settings import JobSettings
+from megatron.zero_bubble.job.replicas import wait_fields
+from megatron.zero_bubble.job.session import Session
 from megatron.zero_bubble.job.start_up import print_rank_0
 from megatron.zero_bubble.launcher.hooks import Call, Hook
-from megatron.zero_bubble.launcher.mistakes import LauncherError, users_mistakes
-from megatron.zero_bubble.mcore.post_validation import PostValidation
+from megatron.zero_bubble.launcher.mistakes import LauncherError
 
 _REFUSED = {
     "check_weight_hash_across_dp_replicas_interval": "replicas have different weights between two averagings",
@@ -38,12 +37,11 @@ class ScriptReplicas:
         LauncherError: the script has a setting that hierarchical SGD does not support.
     """
 
-    def __init__(self, script: Namespace, job: JobSettings) -> None:
+    def __init__(self, script: Namespace, session: Session) -> None:
         self._script = script
-        self._job = job
-        self._replicas: Replicas | None = None
-        self._settle: Callable[[], Any] = lambda: None
-        if job.hierarchy is None:
+        self._session = session
+        self._averages = session.job.hierarchy is not None
+        if not self._averages:
             return
         for name, reason in _REFUSED.items():
             if getattr(script, name, None):
@@ -54,28 +52,15 @@ class ScriptReplicas:
                 "--rerun-mode disabled avoids that"
             )
 
-    def start(
-        self, optimizer: Any, chunks: Sequence[Any], iteration: int, post_validation: PostValidation | None
-    ) -> None:
-        """Begin after `iteration`, when the script has built everything; a collective call of all ranks.
-
-        Raises:
-            LauncherError: the script has no optimizer of megatron-core, or one that cannot be averaged.
-        """
-        if self._job.flags.data_parallel_size == 1:
-            return
-        if self._job.hierarchy is not None and optimizer is None:
+    def check_optimizer(self, optimizer: Any) -> None:
+        """Raise `LauncherError` if the script has no optimizer of megatron-core's."""
+        if self._averages and optimizer is None:
             raise LauncherError(f"{FLAG} needs an optimizer made by megatron-core's get_megatron_optimizer")
-        changed = lambda: None  # noqa: E731
-        if post_validation is not None:
-            changed, self._settle = post_validation.parameters_changed, post_validation.validate
-        with users_mistakes():
-            self._replicas = Replicas(self._job, optimizer, chunks, iteration, changed)
 
     @property
     def is_local(self) -> bool:
         """Whether the next step is taken on this replica's own gradients."""
-        return self._replicas is not None and self._replicas.is_local
+        return self._session.replicas.is_local
 
     def own_losses(self, losses: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the mean of the losses of all microbatches, in a form that Megatron-LM does not reduce over replicas.
@@ -89,24 +74,20 @@ class ScriptReplicas:
 
     def after_step(self, iteration: int) -> None:
         """Average what is due after the step of `iteration`."""
-        if self._replicas is None:
-            return
-        if self._replicas.changes_after(iteration):
-            self._settle()
-        self._replicas.after_step(iteration)
+        if self._session.replicas.changes_after(iteration):
+            self._session.settle()
+        self._session.replicas.after_step(iteration)
 
     def average_first(self, call: Call) -> Any:
         """Hook around an evaluation: give all replicas the same parameters first."""
-        if self._replicas is not None:
-            self._settle()
-            self._replicas.average_all(call["iteration"])
+        if self._session.has_started:
+            self._session.average_all(call["iteration"])
         return call.proceed()
 
     def average_before_saving(self) -> None:
         """Give all replicas the same parameters and state of the optimizer."""
-        if self._replicas is not None and self._job.hierarchy is not None:
-            self._settle()
-            self._replicas.average_all(self._script.curr_iteration + 1, with_states=True)
+        if self._averages and self._session.has_started:
+            self._session.average_all(self._script.curr_iteration + 1, with_states=True)
 
     def average_logged_losses(self, call: Call) -> Any:
         """Hook around Megatron-LM's log line: reduce this replica's sums of losses first, if a line is printed."""
@@ -121,7 +102,7 @@ class ScriptReplicas:
 
     def log_fields(self) -> str:
         """The waits of the replicas for a log line; a collective call."""
-        return wait_fields(self._replicas.take_waits()) if self._replicas is not None else ""
+        return wait_fields(self._session.replicas.take_waits())
 
 
 def _own_mean(reports: Sequence[torch.Tensor]) -> torch.Tensor:

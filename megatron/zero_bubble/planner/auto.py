@@ -8,7 +8,7 @@ from functools import partial
 from statistics import median
 
 from megatron.zero_bubble.planner.dropping import try_dropping
-from megatron.zero_bubble.planner.event_loop import GapRule, Keeping, PlannedOrders
+from megatron.zero_bubble.planner.event_loop import GapRule, Keeping
 from megatron.zero_bubble.planner.greedy import Policy
 from megatron.zero_bubble.planner.memory_limit import one_f_one_b_peaks
 from megatron.zero_bubble.planner.planned_chunks import best_interleaved
@@ -95,9 +95,10 @@ def _best(name: str, problem: Problem) -> Schedule:
     """
     candidates = []
     if problem.is_feasible:
-        plan = plan_linear(problem)
-        candidates.append(problem.schedule(name, plan.orders))
-        if problem.is_quick_with_shards or plan.cost <= problem.bound_if_fused * (1 + 1e-9):
+        portfolio = plan_linear(problem)
+        candidates = portfolio.schedules(name, problem)
+        is_best = not problem.varies and portfolio.cost <= problem.bound_if_fused * (1 + 1e-9)
+        if problem.is_quick_with_shards or is_best:
             return candidates[0]
     simple = [generator(problem.num_ranks, problem.num_microbatches) for generator in SIMPLE]
     if problem.recompute is Recompute.FULL:
@@ -110,8 +111,8 @@ def _best(name: str, problem: Problem) -> Schedule:
     return replace(best_of(candidates, problem), name=name)
 
 
-def plan_linear(problem: Problem) -> PlannedOrders:
-    """The best plan found for one chunk a rank."""
+def plan_linear(problem: Problem) -> Portfolio:
+    """The best plans found for one chunk a rank, within feasible limits: at least one microbatch after the other."""
     portfolio = Portfolio(problem, budget_of(problem))
     portfolio.in_order(problem, problem.one_by_one())
     if problem.recompute is Recompute.PLANNED:
@@ -121,10 +122,9 @@ def plan_linear(problem: Problem) -> PlannedOrders:
         _try_levels(portfolio, problem)
         _try_equal_stages(portfolio, problem)
     if problem.has_shards and problem.budget > 0:
-        portfolio.insert_shards(problem, plan_linear)
+        portfolio.insert_shards(problem, lambda without: plan_linear(without).best)
     portfolio.improve(problem, problem.budget // 4)
-    assert portfolio.best is not None, "one microbatch after the other fits in any limit that is feasible"
-    return portfolio.best
+    return portfolio
 
 
 def _try_levels(portfolio: Portfolio, problem: Problem) -> None:
@@ -231,7 +231,7 @@ def _try_equal_stages(portfolio: Portfolio, problem: Problem) -> None:
         if any(limit < least for limit, least in zip(limits, problem.smallest_limits, strict=True)):
             continue
         equal = replace(problem, costs=costs, limits=limits)
-        portfolio.in_order(problem, plan_linear(replace(equal, budget=problem.budget // 2)).orders)
+        portfolio.in_order(problem, plan_linear(replace(equal, budget=problem.budget // 2)).best.orders)
 
 
 def _h1_profile(problem: Problem) -> Profile:

@@ -7,12 +7,18 @@ from statistics import NormalDist, fmean
 
 from megatron.zero_bubble.planner.critical_paths import OrderGraph
 from megatron.zero_bubble.planner.problem import Problem
+from megatron.zero_bubble.planner.request import PlanRequest
 from megatron.zero_bubble.schedule.timeline import Timeline
 
 DRAWS = 6
 """Simulations with durations drawn at random."""
 _LARGEST_SPREAD = 0.5
 _QUARTILE = NormalDist().inv_cdf(0.75)
+
+
+def expected_time(request: PlanRequest, timeline: Timeline) -> float:
+    """The time of a step that is expected if durations vary as much as the request says."""
+    return slowdown(timeline, request.spread, request.time_between) * request.time_of(timeline)
 
 
 def slowdown(timeline: Timeline, spread: float, time_between: float) -> float:

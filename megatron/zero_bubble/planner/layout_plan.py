@@ -64,15 +64,17 @@ def plan_layout(request: PlanRequest, layout: Layout) -> Plan:
         recomputes=(layout.recompute,),
         vocabulary_parallel=layout.vocabulary_parallel,
         memory_limit=limits_of(request, states),
+        spread=model.spread,
+        time_between=model.time_between,
         group_size=request.group_size if layout.placement.kind == "interleaved" else None,
     )
     timeline = simulate(schedule_of(fixed), fixed.stage_costs, overlap_communication=request.overlap_communication)
     return Plan(fixed, layout, timeline, states)
 
 
-def with_slowdown(plan: Plan, model: ModelCosts) -> Plan:
+def with_slowdown(plan: Plan) -> Plan:
     """The plan with its expected time if durations vary as much as the measured durations of the model's units."""
-    return replace(plan, slowdown=slowdown(plan.timeline, model.spread, model.time_between))
+    return replace(plan, slowdown=slowdown(plan.timeline, plan.request.spread, plan.request.time_between))
 
 
 def model_of(request: PlanRequest, layout: Layout) -> ModelCosts:

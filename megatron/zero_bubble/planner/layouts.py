@@ -138,9 +138,17 @@ class _Search:
             except ScheduleError as error:
                 self.refused.append(error)
             else:
-                if layout not in self.plans or plan.time < self.plans[layout].time:
+                known = self.plans.get(layout)
+                if known is None or self._is_better(plan, known):
                     self.plans[layout] = plan
         return self.plans.get(layout)
+
+    @staticmethod
+    def _is_better(plan: Plan, known: Plan) -> bool:
+        """Whether a plan of the same layout is faster; only plans with effort were chosen by their expected times."""
+        if plan.request.effort > 0:
+            plan, known = with_slowdown(plan), with_slowdown(known)
+        return plan.time < known.time
 
     def plan_combinations(self) -> None:
         """Plan all combinations with little effort, until no bound is below the best plan."""
@@ -228,7 +236,7 @@ class _Search:
         for plan in sorted(self.plans.values(), key=lambda plan: plan.time):
             best.setdefault(usual if plan.layout == usual else plan.layout.combination, plan)
         longest = self.best_time * COMPARED
-        return [with_slowdown(plan, model) for plan in best.values() if plan.time <= longest]
+        return [with_slowdown(plan) for plan in best.values() if plan.time <= longest]
 
     def move_layers(self, plan: Plan) -> None:
         """Plan, with little effort, partitions in which single layers have moved, while that makes the plan shorter."""

@@ -36,7 +36,7 @@ def on_megatrons_split(request: PlanRequest, found: Plan) -> tuple[Plan, ...]:
     assert usual is not None
     plans = [plan for plan in (found, *found.others) if plan.layout == usual]
     with suppress(ScheduleError):
-        plans = plans or [with_slowdown(plan_layout(request, usual), request.model)]
+        plans = plans or [with_slowdown(plan_layout(request, usual))]
     with suppress(ScheduleError):
         plans.append(as_megatron_runs(request, usual))
     return tuple(plans)
@@ -51,7 +51,7 @@ def as_megatron_runs(request: PlanRequest, layout: Layout) -> Plan:
         ScheduleError: it has none for so many microbatches, or (as `Infeasible`) it does not fit.
     """
     plan = _own(request, layout)
-    return with_slowdown(replace(plan, timeline=as_megatron_recomputes(plan.timeline)), request.model)
+    return with_slowdown(replace(plan, timeline=as_megatron_recomputes(plan.timeline)))
 
 
 def _own(request: PlanRequest, layout: Layout) -> Plan:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import product
 
-from megatron.zero_bubble.planner.event_loop import GapRule, Keeping, PlannedOrders
+from megatron.zero_bubble.planner.event_loop import GapRule, Keeping
 from megatron.zero_bubble.planner.grouped import GroupPolicy, alternating_orders, even_groups
 from megatron.zero_bubble.planner.portfolio import IMPROVING, Portfolio, best_of, budget_of, fits
 from megatron.zero_bubble.planner.problem import Problem
@@ -40,10 +39,13 @@ def best_interleaved(name: str, group_size: int | None, problem: Problem) -> Sch
 
 def _candidates(name: str, problem: Problem, group_size: int | None) -> list[Schedule]:
     """The plan and the named schedules, as far as they fit; `group_size` as in `best_interleaved`."""
-    plan = plan_chunks(problem, group_size)
-    candidates = [] if plan is None else [problem.schedule(name, plan.orders)]
-    if plan is not None and (problem.is_quick_with_shards or plan.cost <= problem.bound * (1 + 1e-9)):
-        return candidates
+    candidates = []
+    if problem.is_feasible:
+        portfolio = plan_chunks(problem, group_size)
+        candidates = portfolio.schedules(name, problem)
+        is_best = not problem.varies and portfolio.cost <= problem.bound * (1 + 1e-9)
+        if candidates and (problem.is_quick_with_shards or is_best):
+            return candidates
     others = list(_named(problem, group_size))
     if problem.recompute is Recompute.FULL:
         others += map(with_recomputation, _candidates(name, problem.recomputing_in_backward(), group_size))
@@ -67,10 +69,8 @@ def _named(problem: Problem, group_size: int | None) -> Iterator[Schedule]:
         yield with_best_delay(schedule, problem.costs, problem.limits) if problem.has_shards else schedule
 
 
-def plan_chunks(problem: Problem, group_size: int | None) -> PlannedOrders | None:
-    """The best plan found, if there is one; `group_size` as in `best_interleaved`."""
-    if not problem.is_feasible:
-        return None
+def plan_chunks(problem: Problem, group_size: int | None) -> Portfolio:
+    """The best plans found, within feasible limits; `group_size` as in `best_interleaved`."""
     portfolio = Portfolio(problem, budget_of(problem))
     if group_size is None:
         portfolio.in_order(problem, problem.one_by_one())
@@ -79,15 +79,9 @@ def plan_chunks(problem: Problem, group_size: int | None) -> PlannedOrders | Non
         given = range(0, problem.num_microbatches, group_size)
         _try(portfolio, problem, [tuple(min(group_size, problem.num_microbatches - first) for first in given)])
     if problem.has_shards and problem.budget > 0:
-        portfolio.insert_shards(problem, partial(_plan_feasible, group_size))
+        portfolio.insert_shards(problem, lambda without: plan_chunks(without, group_size).best)
     portfolio.improve(problem, int(IMPROVING * problem.budget), keeps_forwards=group_size is not None)
-    return portfolio.best
-
-
-def _plan_feasible(group_size: int | None, problem: Problem) -> PlannedOrders:
-    plan = plan_chunks(problem, group_size)
-    assert plan is not None, "one microbatch after the other fits in any limit that is feasible"
-    return plan
+    return portfolio
 
 
 def _choices_of_groups(problem: Problem) -> list[Groups]:
@@ -150,7 +144,7 @@ def _try_recomputing(portfolio: Portfolio, problem: Problem, choices: Sequence[G
         without = Portfolio(other, problem.budget // 3)
         if other.is_feasible and not portfolio.finished:
             _try(without, other, choices)
-        if without.best is not None:
+        if without.plans:
             orders = problem.f_and_b(without.best.orders)
             for rule, defers in product(GapRule, (False, True)):
                 portfolio.fill(problem, orders, rule, keeping=Keeping(defers))

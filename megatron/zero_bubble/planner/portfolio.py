@@ -8,6 +8,7 @@ from itertools import pairwise, product
 
 from megatron.zero_bubble.planner.codes import Order
 from megatron.zero_bubble.planner.event_loop import KEEPS_WHAT_FITS, GapRule, Keeping, PlannedOrders
+from megatron.zero_bubble.planner.expected_time import slowdown
 from megatron.zero_bubble.planner.fill import fill_weights, run_in_order
 from megatron.zero_bubble.planner.greedy import Policy, list_schedule
 from megatron.zero_bubble.planner.grouped import GroupPolicy, plan_in_groups
@@ -59,19 +60,24 @@ class Portfolio:
         """The best plans so far, from the best on, no two of the same cost."""
 
     @property
-    def best(self) -> PlannedOrders | None:
-        """The best plan so far, if there is one."""
-        return self.plans[0] if self.plans else None
+    def best(self) -> PlannedOrders:
+        """The best plan so far. There is one if one microbatch after the other was tried within feasible limits."""
+        assert self.plans, "no plan fits"
+        return self.plans[0]
 
     @property
     def cost(self) -> float:
         """The cost of the best plan; infinity before there is one."""
-        return self.best.cost if self.best is not None else float("inf")
+        return self.plans[0].cost if self.plans else float("inf")
 
     @property
     def finished(self) -> bool:
         """Whether the aim is reached or the budget spent."""
         return self.budget <= 0 or self.cost <= self.aim
+
+    def schedules(self, name: str, problem: Problem) -> list[Schedule]:
+        """The best plan as a schedule, or all plans that are kept if their expected times decide."""
+        return [problem.schedule(name, plan.orders) for plan in self.plans[: None if problem.varies else 1]]
 
     def offer(self, plan: PlannedOrders | None) -> None:
         """Keep `plan` if it is among the best so far; of equals the first stays."""
@@ -143,7 +149,7 @@ class Portfolio:
     def drop_into_idle_time(self, problem: Problem) -> None:
         """Drop, in the best plan, the activations that R can restore while a rank idles, so that others are kept."""
         drops: frozenset[tuple[int, int]] = frozenset()
-        while self.best is not None and not self.finished:
+        while self.plans and not self.finished:
             before = self.cost
             found = drops | _restored_for_nothing(problem, self.best)
             orders = problem.f_and_b(self.best.orders)
@@ -210,7 +216,8 @@ def _cost(schedule: Schedule, problem: Problem) -> float:
 def _judged(schedule: Schedule, problem: Problem) -> tuple[float, float]:
     """The time by which the schedule is judged, and the one that decides between equals."""
     timeline = simulate(schedule, problem.costs, overlap_communication=problem.overlap_communication)
-    return problem.judged(timeline.cost, timeline.makespan)
+    factor = slowdown(timeline, problem.spread, problem.time_between)
+    return problem.judged(factor * timeline.cost, factor * timeline.makespan)
 
 
 def fits(schedule: Schedule, problem: Problem) -> bool:

@@ -46,6 +46,9 @@ class Problem:
     takes_makespan: bool = False
     """Whether an iteration is known to take the makespan, because it does not interlock with the next."""
     budget: int = EFFORT
+    spread: float = 0.0
+    """As in `PlanRequest`."""
+    time_between: float = 0.0
 
     @classmethod
     def of(cls, request: PlanRequest, limits: Limits) -> Problem:
@@ -59,6 +62,8 @@ class Problem:
             request.recompute,
             takes_makespan=request.is_judged_by_makespan,
             budget=request.effort,
+            spread=request.spread if request.effort > 0 else 0.0,
+            time_between=request.time_between if request.effort > 0 else 0.0,
         )
 
     @property
@@ -101,6 +106,11 @@ class Problem:
     def judged(self, span: float, makespan: float) -> tuple[float, float]:
         """The time by which a plan is judged, and the other one, which decides between equals."""
         return (makespan, span) if self.is_judged_by_makespan else (span, makespan)
+
+    @property
+    def varies(self) -> bool:
+        """Whether plans are compared by their expected time."""
+        return self.spread > 0 or self.time_between > 0
 
     def keeping_everything(self) -> Problem:
         """The same problem without R: every F keeps what its backward needs."""

@@ -78,6 +78,9 @@ class PlanRequest:
         takes_makespan: whether a plan is judged by its makespan, which an iteration takes if the optimizer's step waits
             for all ranks, and not by the longest span of a rank, as published bubble rates are. Without post-validation
             interleaved placements always are.
+        spread: half the interquartile range of a duration over its median. If it is above zero, the plan with the
+            shortest expected time is chosen, and not the one with the shortest time at the costs.
+        time_between: time between two operations of a rank, which only an expected time has.
         effort: operations that a planner plans in all candidates of one placement; a few candidates are planned anyway.
     """
 
@@ -95,6 +98,8 @@ class PlanRequest:
     overlap_communication: bool = True
     post_validation: bool = False
     takes_makespan: bool = False
+    spread: float = 0.0
+    time_between: float = 0.0
     effort: int = EFFORT
 
     @property

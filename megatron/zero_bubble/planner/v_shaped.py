@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 from megatron.zero_bubble.planner.blocks import eager_orders, repeated_blocks
 from megatron.zero_bubble.planner.codes import Order
-from megatron.zero_bubble.planner.event_loop import GapRule, Keeping, PlannedOrders
+from megatron.zero_bubble.planner.event_loop import GapRule, Keeping
 from megatron.zero_bubble.planner.fitting import dropped_to_fit
 from megatron.zero_bubble.planner.portfolio import (
     IMPROVING,
@@ -77,10 +77,11 @@ def _room_for(num_held: float, placement: Placement, costs: StageCosts, recomput
 def best_in_v(name: str, problem: Problem) -> Schedule:
     """The best plan within the limits, among them plans in the default memory of the other V schedules, if less."""
     problem.check_feasible()
-    plan = _search(problem)
-    candidates = [problem.schedule(name, plan.orders)]
-    rooms = [room for room in _other_rooms(problem) if room.bound < plan.cost]
-    candidates += (room.schedule(name, _search(room).orders) for room in rooms)
+    portfolio = _search(problem)
+    candidates = portfolio.schedules(name, problem)
+    rooms = [room for room in _other_rooms(problem) if room.bound < portfolio.cost]
+    for room in rooms:
+        candidates += _search(room).schedules(name, room)
     if max(problem.costs.memory_b) > 0 and not problem.recomputes:
         # The planner reserves the memory that B adds from F on, and so fits few microbatches: fusing W may be better.
         together = (_back_to_back(name, room) for room in (problem, *rooms))
@@ -103,13 +104,7 @@ def _other_rooms(problem: Problem) -> Iterator[Problem]:
             yield room
 
 
-def _search(problem: Problem) -> PlannedOrders:
-    best = _searched(problem).best
-    assert best is not None, "one microbatch after the other fits in any limit that is feasible"
-    return best
-
-
-def _searched(problem: Problem) -> Portfolio:
+def _search(problem: Problem) -> Portfolio:
     portfolio = Portfolio(problem, budget_of(problem))
     portfolio.in_order(problem, problem.one_by_one())
     keepings = _keepings(problem)
@@ -125,7 +120,7 @@ def _searched(problem: Problem) -> Portfolio:
         portfolio.drop_into_idle_time(problem)
         _try_dropping(portfolio, problem)
     if problem.has_shards and problem.budget > 0:
-        portfolio.insert_shards(problem, _search)
+        portfolio.insert_shards(problem, lambda without: _search(without).best)
     if problem.budget > 0:
         least = LEAST_IMPROVING * problem.num_ops * min(1, problem.budget / EFFORT)
         portfolio.improve(problem, int(max(IMPROVING * problem.budget, least)))
@@ -138,7 +133,7 @@ def _try_dropping(portfolio: Portfolio, problem: Problem) -> None:
         limits = tuple(factor * limit for limit in problem.limits)
         larger = replace(problem.keeping_everything(), limits=limits, budget=problem.budget // 4)
         if larger.is_feasible:
-            for plan in _searched(larger).plans:
+            for plan in _search(larger).plans:
                 orders = dropped_to_fit(problem, plan)
                 if orders is not None:
                     portfolio.in_order(problem, orders)
@@ -178,7 +173,7 @@ def _back_to_back(name: str, problem: Problem) -> Schedule | None:
     room = replace(problem, costs=fused, limits=limits)
     if not room.is_feasible:
         return None
-    schedule = room.schedule(name, _search(room).orders)
+    schedule = room.schedule(name, _search(room).best.orders)
     without_w = ([op for op in lane if op.kind is not OpKind.W] for lane in schedule.ops)
     return replace(schedule, ops=tuple(tuple(chain.from_iterable(map(_and_its_w, lane))) for lane in without_w))
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
+from megatron.zero_bubble.planner.expected_time import expected_time
 from megatron.zero_bubble.planner.memory_limit import MemoryLimit
 from megatron.zero_bubble.planner.prediction import MegatronsTime, Prediction
 from megatron.zero_bubble.planner.run_schedules import RunSchedules
@@ -224,7 +225,9 @@ class Replanner:
         assert profile is not None
         in_bytes = self._limits_in_bytes(profile, num_microbatches)
         limit = None if in_bytes is None else limits_of_ranks(in_bytes, profile.inside_ranks)
-        plan = self._plan.requesting(costs=profile.costs, memory_limit=limit) if self._plan.adapts else self._plan
+        plan = self._plan
+        if plan.adapts:
+            plan = plan.requesting(costs=profile.costs, memory_limit=limit, spread=profile.noise)
         try:
             return plan_on_first_rank(plan, num_microbatches), limit
         except Infeasible as error:
@@ -265,7 +268,7 @@ class Replanner:
         self._planned_for = set()
         plan, limit = self._planned(num_microbatches)
         before, after = (
-            self._plan.request.time_of(simulate(schedule, costs))
+            expected_time(plan.request, simulate(schedule, costs))
             for schedule in (running, plan.schedule(num_microbatches))
         )
         is_new = self._plan.adapts and before > after * (1 + _WORTHWHILE)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from argparse import Namespace
 from dataclasses import replace
 
-import torch
-
 from megatron.zero_bubble.job.job_flags import JobFlags
 from megatron.zero_bubble.job.layout_choice import ChosenLayout, saved_choice
-from megatron.zero_bubble.job.layout_search import new_choice
-from megatron.zero_bubble.job.profiling import given_profile
-from megatron.zero_bubble.job.settings import JobSettings, with_layout
+from megatron.zero_bubble.job.session import Session
 from megatron.zero_bubble.job.start_up import print_rank_0
 from megatron.zero_bubble.mcore.checkpoint_reading import read_common
 from megatron.zero_bubble.mcore.unit_costs import SECONDS
 from megatron.zero_bubble.runtime.joint import on_rank
+from megatron.zero_bubble.schedule.formats import Profile
+from megatron.zero_bubble.schedule.model_costs import ModelCosts
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.checkpoint_files import checkpoint_folder, latest_iteration
 from megatron.zero_bubble.training.data import DataConfig
@@ -24,30 +21,33 @@ from megatron.zero_bubble.training.initialize import replace_parallel_state
 from megatron.zero_bubble.training.unit_models import measured_costs, profiled_costs
 
 
-def settle_layout(args: Arguments, job: JobSettings, data_config: DataConfig) -> tuple[Arguments, JobSettings]:
+def settle_layout(args: Arguments, session: Session, data_config: DataConfig) -> Arguments:
     """Choose what the flags leave open of the layout, and make the process groups for it; a collective call.
 
     It is called inside of `initialized`, before anything is built. A job that goes on from a checkpoint keeps the
     layout that was chosen for it, so that it continues with the same numbers.
 
+    Returns:
+        The flags of the layout.
+
     Raises:
         ValueError: no layout fits in the memory, or a flag does not work with the chosen one.
     """
-    if not job.is_layout_open:
-        return args, job
-    choice = _saved_choice(args, job.flags)
-    if choice is None:
-        profile = given_profile(job.flags)
-        if profile is None:
-            print_rank_0(f" > timing the model's layers for {SECONDS:g} seconds, to choose their layout ...")
-        costs = profiled_costs(args, data_config, profile) if profile else measured_costs(args, data_config)
-        choice = new_choice(job, costs, args.padded_vocab_size)
-    else:
+    if not session.job.is_layout_open:
+        return args
+
+    def costs(profile: Profile | None) -> ModelCosts:
+        if profile is not None:
+            return profiled_costs(args, data_config, profile)
+        print_rank_0(f" > timing the model's layers for {SECONDS:g} seconds, to choose their layout ...")
+        return measured_costs(args, data_config)
+
+    chosen = _saved_choice(args, session.job.flags)
+    if chosen is not None:
         print_rank_0(f" > layout: that of the checkpoint in --load {args.load}")
-    job = with_layout(job, choice, os.environ, torch.cuda.is_available())
-    args = replace(args, **choice.flags)
-    replace_parallel_state(args, job.placement)
-    return args, job
+    args = replace(args, **session.choose_layout(chosen, costs, args.padded_vocab_size))
+    replace_parallel_state(args, session.job.placement)
+    return args
 
 
 def _saved_choice(args: Arguments, job_flags: JobFlags) -> ChosenLayout | None:

@@ -20,15 +20,12 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron.zero_bubble.job.optimizer_step import RollbackWatch
-from megatron.zero_bubble.job.replicas import Replicas
+from megatron.zero_bubble.job.session import Session
 from megatron.zero_bubble.job.start_up import print_rank_0
-from megatron.zero_bubble.job.timeline_writer import TimelineWriter
 from megatron.zero_bubble.mcore.finite import FiniteCheck
 from megatron.zero_bubble.mcore.multi_token import take_losses
-from megatron.zero_bubble.mcore.post_validation import PostValidation, StepOutcome
+from megatron.zero_bubble.mcore.post_validation import StepOutcome
 from megatron.zero_bubble.planner.prediction import Prediction
-from megatron.zero_bubble.runtime.watchdog import Watchdog
-from megatron.zero_bubble.schedules import ForwardBackward
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.between_iterations import BetweenIterations
 from megatron.zero_bubble.training.checkpoint import Checkpointer
@@ -38,77 +35,70 @@ from megatron.zero_bubble.training.forward_step import DataIterator, losses_of, 
 from megatron.zero_bubble.training.iteration_results import UnloggedIteration, UnsettledIteration, result_of
 from megatron.zero_bubble.training.logging import TrainingLog
 from megatron.zero_bubble.training.numerics import NumericsLog, parameter_digest
-from megatron.zero_bubble.training.progress import Progress
+from megatron.zero_bubble.training.progress import Progress, TrainingError
 
 
 class Trainer:
     """Trains until the last iteration, an exit interval, a time limit or a signal.
 
+    With post-validation the outcome of an iteration is known, and logged, in the next one.
+
     Args:
-        forward_backward: megatron-core's forward-backward function or our drop-in for it.
+        session: runs the steps; it is started.
         train_data: iterators over microbatches, one for each model chunk; None for a chunk that needs no data.
         valid_data: the same for evaluation; None for no evaluation.
-        post_validation: takes the optimizer's steps from within the schedule; None if the loop takes them. With
-            post-validation the outcome of an iteration is known, and logged, in the next one.
-        finite: ends the training at a value that is not finite; None to train on.
-        replicas: averages the replicas if the flags say so; None with a single replica.
     """
 
     def __init__(
         self,
         args: Arguments,
         progress: Progress,
+        session: Session,
         model: list[Any],
         optimizer: MegatronOptimizer,
         scheduler: OptimizerParamScheduler,
-        forward_backward: Callable[..., list[Any]],
+        checkpointer: Checkpointer,
+        log: TrainingLog,
         data_config: DataConfig,
         train_data: list[DataIterator],
         valid_data: list[DataIterator] | None,
-        checkpointer: Checkpointer,
-        log: TrainingLog,
-        numerics: NumericsLog | None = None,
-        timeline: TimelineWriter | None = None,
-        watchdog: Watchdog | None = None,
-        post_validation: PostValidation | None = None,
-        finite: FiniteCheck | None = None,
-        replicas: Replicas | None = None,
     ) -> None:
         self._args = args
         self._progress = progress
+        self._session = session
         self._model = model
         self._optimizer = optimizer
         self._scheduler = scheduler
         self._forward_backward = partial(
-            forward_backward,
-            forward_step_func=make_forward_step(data_config, checks_finite=finite is not None),
+            session.forward_backward,
+            forward_step_func=make_forward_step(data_config, checks_finite=args.checks_finite),
             model=model,
             seq_length=args.seq_length,
             micro_batch_size=args.micro_batch_size,
             decoder_seq_length=args.seq_length,
         )
-        self._zero_bubble = forward_backward if isinstance(forward_backward, ForwardBackward) else None
-        self._timeline = timeline
-        self._watchdog = watchdog
-        self._post_validation = post_validation
+        self._zero_bubble = session.forward_backward_func
         self._unsettled: UnsettledIteration | None = None
         self._unlogged: UnloggedIteration | None = None
         self._watch = RollbackWatch()
-        self._finite = finite
-        self._replicas = replicas
-        if post_validation is not None:
-            post_validation.settled = self._complete_unsettled
-            if finite is not None:
-                post_validation.check_norm = finite.check_norm
-        elif finite is not None:
-            finite.watch(optimizer)
+        self._finite: FiniteCheck | None = None
+        if args.checks_finite:
+            self._finite = FiniteCheck(model, session.job.placement, TrainingError, lambda: progress.iteration)
+        if session.post_validation is not None:
+            session.post_validation.settled = self._complete_unsettled
+            if self._finite is not None:
+                session.post_validation.check_norm = self._finite.check_norm
+        elif self._finite is not None:
+            self._finite.watch(optimizer)
         self._train_data = train_data
         self._valid_data = valid_data
         self._checkpointer = checkpointer
         self._log = log
-        self._numerics = numerics
+        self._numerics: NumericsLog | None = None
+        if args.log_numerics:
+            self._numerics = NumericsLog(args.log_numerics, progress.iteration, session.job.log_rank)
         # With post-validation no rank waits for other ranks at an iteration's end.
-        self._exit_reasons = ExitReasons(args, waits=post_validation is None)
+        self._exit_reasons = ExitReasons(args, waits=session.post_validation is None)
         self._between = BetweenIterations(args)
 
     def train(self) -> None:
@@ -132,7 +122,7 @@ class Trainer:
             update_num_microbatches(self._progress.consumed_train_samples, consistency_check=True)
             self._between.before_iteration(self._progress.iteration)
             self._train_step()
-            if self._replicas is not None and self._replicas.changes_after(self._progress.iteration):
+            if self._session.replicas.changes_after(self._progress.iteration):
                 self._settle()
             self._between.after_iteration(self._progress.iteration)
             if self._valid_data is not None and self._progress.iteration % args.eval_interval == 0:
@@ -149,17 +139,10 @@ class Trainer:
         if args.save and saved_at != self._progress.iteration:
             self._save()
 
-    def close(self) -> None:
-        """Close the watchdog and the channels, which use the process groups."""
-        if self._watchdog is not None:
-            self._watchdog.close()
-        if self._zero_bubble is not None:
-            self._zero_bubble.close()
-
     def _train_step(self) -> None:
         if self._unsettled is None:
             self._zero_gradients()
-        is_local = self._replicas is not None and self._replicas.is_local
+        is_local = self._session.replicas.is_local
         if self._finite is not None and is_local:
             self._finite.steps_with = parallel_state.get_model_parallel_group()
         batch_size = get_current_global_batch_size()
@@ -181,13 +164,12 @@ class Trainer:
             self._prediction(num_microbatches),
             is_local,
         )
-        if self._post_validation is None:
+        if self._session.post_validation is None:
             self._unlogged = self._complete(iteration, StepOutcome(*self._optimizer.step()))
             self._log_unlogged()
         else:
             self._unsettled = iteration
-        if self._timeline is not None:
-            self._timeline.after_iteration(self._progress.iteration, num_microbatches)
+        self._session.after_iteration(self._progress.iteration, num_microbatches)
 
     def _zero_gradients(self) -> None:
         for chunk in self._model:
@@ -211,8 +193,7 @@ class Trainer:
         """Step the scheduler after an iteration's step, and collect this rank's values for the log line."""
         if outcome.was_updated:
             self._scheduler.step(increment=iteration.batch_size)
-        if self._replicas is not None:
-            self._replicas.after_step(self._progress.iteration)
+        self._session.replicas.after_step(self._progress.iteration)
         result = result_of(iteration, outcome, self._optimizer, finished_at)
         mean_step = self._zero_bubble.observer.take_mean() if self._zero_bubble and self._prints_a_line() else None
         digest = None
@@ -230,10 +211,10 @@ class Trainer:
         if unlogged.mean_step is not None:
             assert self._zero_bubble is not None
             result = replace(result, idle=self._zero_bubble.measured_idle(unlogged.mean_step))
-        if self._replicas is not None and self._progress.iteration % self._args.log_interval == 0:
-            result = replace(result, waits=self._replicas.take_waits())
+        if self._progress.iteration % self._args.log_interval == 0:
+            result = replace(result, waits=self._session.replicas.take_waits())
         self._log.record(result)
-        if self._post_validation is not None and (warning := self._watch.warning(result.was_rolled_back)):
+        if warning := self._watch.warning(result.was_rolled_back):
             print_rank_0(warning)
         if self._numerics is not None:
             assert unlogged.parameter_digest is not None
@@ -245,13 +226,8 @@ class Trainer:
             for chunk in self._model:
                 chunk.start_param_sync(force_sync=True)
 
-    def _average_all(self, *, with_states: bool = False) -> None:
-        """Give all replicas the same parameters, before they are evaluated or saved."""
-        if self._replicas is not None:
-            self._replicas.average_all(self._progress.iteration, with_states=with_states)
-
     def _save(self) -> None:
-        self._average_all(with_states=True)
+        self._session.replicas.average_all(self._progress.iteration, with_states=True)
         if self._finite is not None:
             self._finite.check_weights()
         self._gather_parameters()
@@ -259,9 +235,8 @@ class Trainer:
 
     def _settle(self) -> None:
         """Validate and log the last step if it is pending, before anything but training reads the parameters."""
-        if self._post_validation is not None:
-            self._post_validation.validate()
-            self._log_unlogged()
+        self._session.settle()
+        self._log_unlogged()
 
     def _prints_a_line(self) -> bool:
         return self._zero_bubble is not None and self._progress.iteration % self._args.log_interval == 0
@@ -275,7 +250,7 @@ class Trainer:
     def evaluate(self) -> None:
         """Print the mean loss over `--eval-iters` iterations of validation data."""
         args = self._args
-        self._average_all()
+        self._session.replicas.average_all(self._progress.iteration)
         for chunk in self._model:
             chunk.eval()
         num_microbatches = get_num_microbatches()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,19 +15,15 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
-from megatron.zero_bubble.mcore.checkpointed_blocks import checkpoint_every_layer
+from megatron.zero_bubble.job.session import Session
 from megatron.zero_bubble.mcore.layer_spec import block_spec, layer_spec, multi_token_spec
 from megatron.zero_bubble.mcore.linear import fuses_accumulation
 from megatron.zero_bubble.mcore.placed_layout import place_layout
 from megatron.zero_bubble.mcore.placement import chunk_groups, copy_tied_embedding
-from megatron.zero_bubble.mcore.transformer_engine import defer_weight_gradients
-from megatron.zero_bubble.mcore.unit_seeds import initialized_by_unit
-from megatron.zero_bubble.mcore.vocabulary_model import shard_vocabulary
-from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.schedule.errors import one_line
 from megatron.zero_bubble.training.arguments import TORCH_BACKENDS, Arguments
-from megatron.zero_bubble.training.replication import parameter_dtype, wrap_in_ddp
+from megatron.zero_bubble.training.replication import in_mixed_precision, parameter_dtype, wrap_in_ddp
 
 
 @contextmanager
@@ -114,43 +110,30 @@ def transformer_config(args: Arguments, num_chunks: int, timers: Any) -> Transfo
 
 
 def build_model(
-    args: Arguments,
-    config: TransformerConfig,
-    placement: Placement,
-    store: WeightGradStore | None,
-    rank: int | None = None,
-    *,
-    seeds_by_layer: bool = False,
-    vocabulary_parallel: bool = False,
+    args: Arguments, config: TransformerConfig, session: Session, rank: int | None = None
 ) -> list[torch.nn.Module]:
     """A pipeline rank's model chunks, wrapped in megatron-core's DDP.
 
     Args:
-        placement: which stages each rank holds.
-        store: takes the weight gradients that B defers; None does not split the linear layers' backward.
         rank: the pipeline rank, by default this process's; another one if the process stands in for that rank.
-        seeds_by_layer: whether each layer draws its initial weights from a seed of its own.
-        vocabulary_parallel: whether every rank of the pipeline has a shard of the vocabulary.
 
     Raises:
         ValueError: megatron-core refuses the model, or its vocabulary cannot be cut into shards.
     """
     if rank is None:
         rank = parallel_state.get_pipeline_model_parallel_rank()
-    if store is not None and args.transformer_impl == "transformer_engine":
-        defer_weight_gradients(config)
-    if args.zero_bubble_recompute is not None:
-        checkpoint_every_layer(config)
+    placement = session.job.placement
+    session.configure(config)
     place_layout(config, placement, rank)
     chunks: list[torch.nn.Module] = []
     for chunk, stage in enumerate(placement.stages_of(rank)):
-        by_unit = initialized_by_unit(args.seed, is_first_stage=stage == 0)
-        with by_unit if seeds_by_layer else nullcontext():
+        with session.initializing(is_first_stage=stage == 0):
             chunks.append(_build_chunk(args, config, placement, rank, chunk))
     copy_tied_embedding(chunks)
-    if vocabulary_parallel:
-        shard_vocabulary(chunks, placement)
-    wrapped = wrap_in_ddp(args, config, chunks, store)
+    session.shard(chunks, args.padded_vocab_size)
+    chunks = in_mixed_precision(args, config, chunks)
+    session.split(chunks)
+    wrapped = wrap_in_ddp(args, config, chunks, defers_weights=session.store is not None)
     for chunk in wrapped:
         chunk.broadcast_params()
     no_sync_funcs = [chunk.no_sync for chunk in wrapped]

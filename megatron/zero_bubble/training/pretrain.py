@@ -9,26 +9,15 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import schedules as mcore
 from megatron.core.timers import Timers
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 from megatron.core.utils import get_attr_wrapped_model
 
-from megatron.zero_bubble.job.description import describe, describe_places
-from megatron.zero_bubble.job.flags import limit_flag
-from megatron.zero_bubble.job.optimizer_step import build_post_validation
-from megatron.zero_bubble.job.replicas import Replicas
-from megatron.zero_bubble.job.running import open_timeline, run_plan
+from megatron.zero_bubble.job.session import Session, SessionError
 from megatron.zero_bubble.job.settings import JobSettings
 from megatron.zero_bubble.job.sharding import check_shards
-from megatron.zero_bubble.job.stalls import open_watchdog
 from megatron.zero_bubble.job.start_up import print_rank_0
-from megatron.zero_bubble.mcore.finite import FiniteCheck
-from megatron.zero_bubble.mcore.placement import check_layers_built
-from megatron.zero_bubble.mcore.unit_seeds import drawn_by_unit
 from megatron.zero_bubble.runtime.joint import on_rank
-from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
-from megatron.zero_bubble.schedule import Infeasible
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.checkpoint import Checkpointer
 from megatron.zero_bubble.training.checkpoint_files import latest_iteration, tracked
@@ -39,7 +28,6 @@ from megatron.zero_bubble.training.layout import settle_layout
 from megatron.zero_bubble.training.logging import TrainingLog
 from megatron.zero_bubble.training.loop import Trainer
 from megatron.zero_bubble.training.model import build_model, transformer_config
-from megatron.zero_bubble.training.numerics import NumericsLog
 from megatron.zero_bubble.training.optimization import build_lr_scheduler, build_optimizer
 from megatron.zero_bubble.training.progress import Progress, TrainingError
 from megatron.zero_bubble.training.save_lock import lock_folder
@@ -67,17 +55,16 @@ def pretrain(args: Arguments, job: JobSettings) -> None:
     with initialized(args, job.placement), ExitStack() as resources:
         if args.save:
             on_rank(0, lambda: _hold_folder(str(args.save), resources))
-        args, job = settle_layout(args, job, data_config)
-        trainer = _build_trainer(args, job, data_config, tokenizer, resources)
+        session = resources.enter_context(Session(job, "pretrain_gpt.py"))
+        args = settle_layout(args, session, data_config)
+        trainer = build_trainer(args, session, data_config, tokenizer, resources)
         try:
             trainer.train()
-        except Infeasible as error:
-            raise ValueError(f"{limit_flag(args)}: {error}") from error
-        except TrainingError:
+        except (SessionError, TrainingError):
             raise
         except ValueError as error:
             raise RuntimeError("an internal error, not a mistake in the flags") from error
-        trainer.close()
+        session.close()
 
 
 def without_first_load(args: Arguments) -> Arguments:
@@ -100,28 +87,22 @@ def load_tokenizer(args: Arguments) -> MegatronTokenizerBase:
     return build_tokenizer(args.tokenizer_type, args.tokenizer_model, args.vocab_size, args.vocab_file, args.merge_file)
 
 
-def _build_trainer(
+def build_trainer(
     args: Arguments,
-    job: JobSettings,
+    session: Session,
     data_config: DataConfig,
     tokenizer: MegatronTokenizerBase,
     resources: ExitStack,
 ) -> Trainer:
-    placement, progress = job.placement, Progress()
+    """Build model, optimizer and data, load the checkpoint, and start the session; `resources` closes them.
+
+    Raises:
+        ValueError: megatron-core refuses the model, or a checkpoint or the data does not fit.
+    """
+    progress = Progress()
     timers = Timers(args.timing_log_level, "minmax") if args.timing_log_level else None
-    config = transformer_config(args, placement.num_chunks, timers)
-    store = WeightGradStore(placement.num_chunks) if job.plan else None
-    model = build_model(
-        args,
-        config,
-        placement,
-        store,
-        seeds_by_layer=job.flags.zero_bubble_seed_by_layer,
-        vocabulary_parallel=job.flags.vocabulary_parallel,
-    )
-    if job.flags.zero_bubble_seed_by_layer:
-        resources.enter_context(drawn_by_unit(args.seed, model, lambda: progress.iteration))
-    check_layers_built(args.num_layers, placement, model)
+    config = transformer_config(args, session.job.placement.num_chunks, timers)
+    model = build_model(args, config, session)
     optimizer = build_optimizer(args, model, config)
     # The hooks of DDP hold the configuration. Where the optimizer's shards are views of parameters, Python's collector
     # does not see the cycle, and with it a later training in this process would keep this model and its groups.
@@ -130,37 +111,20 @@ def _build_trainer(
     checkpointer = Checkpointer(args, progress, model, optimizer, scheduler)
     if args.load:
         checkpointer.load()
-    describe(job, model)
-    describe_places(job)
-    post_validation = build_post_validation(job.flags, job.plan, optimizer, model)
-    replicas = None
-    if args.data_parallel_size > 1:
-        changed = post_validation.parameters_changed if post_validation is not None else lambda: None
-        replicas = Replicas(job, optimizer, model, progress.iteration, changed)
-    # Without a plan megatron-core's own function runs unchanged.
-    log = TrainingLog(args, progress, open_writers(args, job.log_rank), job.log_rank)
-    zero_bubble = None
-    if store is not None:
-        zero_bubble = run_plan(job, store, progress.iteration, post_validation, log.write_plan)
-    train_data, valid_data = open_data(args, progress, data_config, tokenizer, model, resources)
+    log_rank = session.job.log_rank
+    log = TrainingLog(args, progress, open_writers(args, log_rank), log_rank)
+    session.start(model, optimizer, lambda: progress.iteration, log.write_plan)
     return Trainer(
         args,
         progress,
+        session,
         model,
         optimizer,
         scheduler,
-        zero_bubble or mcore.get_forward_backward_func(),
-        data_config,
-        train_data,
-        valid_data,
         checkpointer,
         log,
-        NumericsLog(args.log_numerics, progress.iteration, job.log_rank) if args.log_numerics else None,
-        open_timeline(job, zero_bubble, progress.iteration) if zero_bubble else None,
-        open_watchdog(job.flags, zero_bubble, "pretrain_gpt.py") if zero_bubble else None,
-        post_validation,
-        FiniteCheck(model, placement, TrainingError, lambda: progress.iteration) if args.checks_finite else None,
-        replicas,
+        data_config,
+        *open_data(args, progress, data_config, tokenizer, model, resources),
     )
 
 

@@ -11,8 +11,6 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from megatron.zero_bubble.mcore.fully_sharded import FullyShardedChunk
-from megatron.zero_bubble.mcore.linear import split_weight_gradients
-from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.training.arguments import Arguments
 
 
@@ -28,22 +26,28 @@ def reduces_in_fp32(args: Arguments) -> bool:
     return args.accumulate_allreduce_grads_in_fp32 or (args.bf16 and not args.grad_reduce_in_bf16)
 
 
+def in_mixed_precision(
+    args: Arguments, config: TransformerConfig, chunks: Sequence[torch.nn.Module]
+) -> list[torch.nn.Module]:
+    """The chunks as they compute in the data type of the flags."""
+    return [Float16Module(config, chunk) if args.bf16 or args.fp16 else chunk for chunk in chunks]
+
+
 def wrap_in_ddp(
-    args: Arguments, config: TransformerConfig, chunks: Sequence[torch.nn.Module], store: WeightGradStore | None
+    args: Arguments, config: TransformerConfig, chunks: Sequence[torch.nn.Module], *, defers_weights: bool
 ) -> list[Any]:
-    """Wrap a rank's model chunks in megatron-core's DDP or FSDP; with a `store`, split their linear layers before.
+    """Wrap a rank's model chunks in megatron-core's DDP or FSDP.
+
+    Args:
+        defers_weights: whether the chunks' linear layers are split.
 
     Raises:
         ValueError: a parameter cannot be sharded.
     """
-    if args.bf16 or args.fp16:
-        chunks = [Float16Module(config, chunk) for chunk in chunks]
-    if store is not None:
-        split_weight_gradients(chunks, store)
     if args.use_torch_fsdp2:
         return [_fully_sharded(args, config, chunk) for chunk in chunks]
     # As in Megatron-LM, only the first chunk's gradients are cut into buckets; other chunks have one bucket each.
-    ddp_config = _ddp_config(args, store is not None)
+    ddp_config = _ddp_config(args, defers_weights)
     return [
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)

@@ -17,6 +17,7 @@ from megatron.zero_bubble.job.job_flags import keeping_everything
 from megatron.zero_bubble.job.model_states import Parameters, States
 from megatron.zero_bubble.job.profiled_costs import fit_units
 from megatron.zero_bubble.job.running import communicator_of
+from megatron.zero_bubble.mcore.linear import split_weight_gradients
 from megatron.zero_bubble.mcore.model_units import Unit, UnitModels, keep_unit, random_microbatch
 from megatron.zero_bubble.mcore.placement import chunk_groups
 from megatron.zero_bubble.mcore.transformer_engine import defer_weight_gradients
@@ -30,7 +31,7 @@ from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.data import DataConfig
 from megatron.zero_bubble.training.forward_step import make_forward_step
 from megatron.zero_bubble.training.model import build_gpt, transformer_config
-from megatron.zero_bubble.training.replication import parameter_dtype, wrap_in_ddp
+from megatron.zero_bubble.training.replication import in_mixed_precision, parameter_dtype, wrap_in_ddp
 
 
 def measured_costs(args: Arguments, data_config: DataConfig, seconds: float = SECONDS) -> ModelCosts:
@@ -106,7 +107,9 @@ def _build(args: Arguments, unit: Unit, store: WeightGradStore) -> DistributedDa
     groups = chunk_groups(Placement("linear", 1), 0, 0)
     model = build_gpt(alone, config, groups, None, embeds=unit.embeds, is_last=unit.is_last)
     keep_unit(model, unit)
-    [wrapped] = wrap_in_ddp(alone, config, [model], store)
+    chunks = in_mixed_precision(alone, config, [model])
+    split_weight_gradients(chunks, store)
+    [wrapped] = wrap_in_ddp(alone, config, chunks, defers_weights=True)
     return wrapped
 
 

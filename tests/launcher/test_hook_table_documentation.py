@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from megatron.zero_bubble.launcher.command_line import LaunchFlags
+from megatron.zero_bubble.launcher.hook_table import ScriptHooks, cpu_hooks
 from megatron.zero_bubble.launcher.hooks import Needed
 from megatron.zero_bubble.launcher.launch import SUPPORTED
-from megatron.zero_bubble.launcher.session import Session, cpu_hooks
 from tests.launch import ROOT
 
 PAGE = (ROOT / "docs" / "megatron_lm.md").read_text()
@@ -25,7 +25,7 @@ def rows(needed: Iterable[Needed]) -> list[str]:
 
 
 def test_the_tables_are_those_of_the_code():
-    session = Session(LaunchFlags(zero_bubble_post_validation=True, hierarchical_sgd="2:2"))
+    session = ScriptHooks(LaunchFlags(zero_bubble_post_validation=True, hierarchical_sgd="2:2"))
     expected = rows([*session.hooks(), *session.needed(), *cpu_hooks()])
     assert [line for line in PAGE.splitlines() if line.startswith("| `megatron.")] == expected
 

@@ -17,8 +17,8 @@ from megatron.zero_bubble.launcher.script_replicas import replica_hooks
 from megatron.zero_bubble.launcher.v_placement import VPlacement
 
 
-class Session:
-    """Holds the state that the hooks share. The run begins when the script makes its process groups."""
+class ScriptHooks:
+    """Makes the hooks, and holds the state that they share. The run begins when the script makes its process groups."""
 
     def __init__(self, flags: LaunchFlags) -> None:
         self.flags = flags
@@ -221,7 +221,7 @@ class Session:
 
     def close(self) -> None:
         if self._run is not None:
-            self._run.close()
+            self._run.session.close()
 
 
 def cpu_hooks() -> Iterator[Hook]:
