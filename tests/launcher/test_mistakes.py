@@ -8,14 +8,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from argparse import Namespace
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 from megatron.core.transformer import TransformerConfig
 
-from megatron.zero_bubble.launcher import launch as launch_module
 from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.launcher.mistakes import LauncherError
 from megatron.zero_bubble.launcher.run import Run
@@ -187,10 +185,3 @@ def test_another_version_of_megatron_core(tmp_path: Path) -> None:
     error = error_of(result.returncode, result.stderr)
     assert all(words in error for words in ("0.9.0", "0.16", str(core)))
     assert result.stdout == ""
-
-
-def test_a_script_without_megatron_lm_s_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
-    find = lambda name: None if name == "megatron.training" else find_spec(name)  # noqa: E731
-    monkeypatch.setattr(launch_module, "find_spec", find)
-    with pytest.raises(LauncherError, match=r"^megatron\.training, .* is not found: the script must lie in a checkout"):
-        launch_module.Launch(LaunchFlags(zero_bubble_schedule="zb-h1"))

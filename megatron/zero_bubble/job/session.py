@@ -100,6 +100,14 @@ class Session:
         """Replace flags of the settings before the layout is chosen, by name."""
         self._take(replace(self.job, flags=replace(self.job.flags, **flags)))
 
+    def complete(self, flags: JobFlags) -> None:
+        """Take over flags that were not known before the model was built, of the same layout.
+
+        Raises:
+            ValueError: a flag does not work, or no schedule fits.
+        """
+        self.job = job_settings(flags, os.environ, torch.cuda.is_available())
+
     def choose_layout(
         self, saved: ChosenLayout | None, costs: Callable[[Profile | None], ModelCosts], padded_vocab_size: int
     ) -> Mapping[str, Any]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.launcher.hooks import Call, Hook, Needed
+from megatron.zero_bubble.launcher.loop_run import LoopRun
 from megatron.zero_bubble.launcher.mistakes import LauncherError
 from megatron.zero_bubble.launcher.run import Run
 from megatron.zero_bubble.launcher.script_choice import validate_arguments
@@ -22,7 +25,7 @@ class ScriptHooks:
 
     def __init__(self, flags: LaunchFlags) -> None:
         self.flags = flags
-        self._run: Run | None = None
+        self._run: Run | LoopRun | None = None
 
     def hooks(self) -> Iterator[Hook]:
         """The hooks that a schedule needs, in the order in which the script reaches them.
@@ -49,7 +52,7 @@ class ScriptHooks:
             "setup_model_and_optimizer",
             ("model_provider_func",),
             "chooses the layout under `--zero-bubble`, before the script builds its model",
-            lambda call: self.run.set_up_model(call),
+            lambda call: self.script_run.set_up_model(call),
         )
         yield Hook(
             "megatron.core.transformer.transformer_config",
@@ -96,7 +99,7 @@ class ScriptHooks:
             "get_forward_backward_func",
             (),
             "returns a function that runs the zero-bubble schedule",
-            lambda call: self.run.forward_backward,
+            lambda call: self.run.forward_backward_func(call),
         )
         yield Hook(
             "megatron.training.utils",
@@ -109,9 +112,9 @@ class ScriptHooks:
         if self.flags.zero_bubble_post_validation or self.flags.hierarchical_sgd is not None:
             yield from self._optimizer_hooks()
         if self.flags.zero_bubble_post_validation:
-            yield from post_validation_hooks(lambda: self.run.post_validation)
+            yield from post_validation_hooks(lambda: self.script_run.post_validation)
         if self.flags.hierarchical_sgd is not None:
-            yield from replica_hooks(lambda: self.run.replicas)
+            yield from replica_hooks(lambda: self.script_run.replicas)
 
     def _optimizer_hooks(self) -> Iterator[Hook]:
         """The hooks that post-validation and hierarchical SGD share."""
@@ -120,21 +123,21 @@ class ScriptHooks:
             "get_megatron_optimizer",
             (),
             "keeps the optimizer, whose steps the schedule takes, or whose parameters replicas average",
-            lambda call: self.run.keep_optimizer(call),
+            lambda call: self.script_run.keep_optimizer(call),
         )
         yield Hook(
             "megatron.core.optimizer.optimizer",
             "ChainedOptimizer.step",
             ("self",),
             "reports the step that the schedule has taken, validated if its norm is logged; replicas average after it",
-            lambda call: self.run.step(call),
+            lambda call: self.script_run.step(call),
         )
         yield Hook(
             "megatron.training.checkpointing",
             "save_checkpoint",
             (),
             "validates the last step, and averages replicas, before they are saved",
-            lambda call: self.run.save(call),
+            lambda call: self.script_run.save(call),
         )
 
     def needed(self) -> Iterator[Needed]:
@@ -173,25 +176,29 @@ class ScriptHooks:
         )
 
     @property
-    def run(self) -> Run:
-        """The run that the script began.
+    def run(self) -> Run | LoopRun:
+        """The run that the script began, or that of a loop which is not Megatron-LM's.
 
         Raises:
-            LauncherError: the script has not made megatron-core's process groups yet.
+            LauncherError: Megatron-LM's trainer made its process groups before zero bubble was enabled.
         """
         if self._run is None:
-            raise LauncherError(
-                "the script builds a model or asks for its schedule before megatron-core's process groups exist: "
-                "call initialize_megatron() or pretrain() first"
-            )
+            if _script_arguments() is not None:
+                raise LauncherError("megatron-core's process groups exist already: call enable() before pretrain()")
+            self._run = LoopRun(self.flags)
+        return self._run
+
+    @property
+    def script_run(self) -> Run:
+        """The run of Megatron-LM's trainer, whose functions only that calls."""
+        assert isinstance(self._run, Run)
         return self._run
 
     def _begin(self, call: Call) -> Any:
-        from megatron.training.global_vars import get_args
-
-        self._run = Run(get_args(), self.flags)
-        if self._run.v_placement is not None:
-            self._run.v_placement.set_embedding_ranks(call)
+        if (script := _script_arguments()) is not None:
+            self._run = Run(script, self.flags)
+            if self._run.v_placement is not None:
+                self._run.v_placement.set_embedding_ranks(call)
         return call.proceed()
 
     def _with_layouts(self, handle: Callable[[ScriptLayouts, Call], Any], call: Call) -> Any:
@@ -221,7 +228,19 @@ class ScriptHooks:
 
     def close(self) -> None:
         if self._run is not None:
-            self._run.session.close()
+            self._run.close()
+
+
+def _script_arguments() -> Namespace | None:
+    """The arguments of Megatron-LM's trainer; None where another loop trains."""
+    if "megatron.training.global_vars" not in sys.modules:
+        return None
+    from megatron.training.global_vars import get_args
+
+    try:
+        return get_args()
+    except AssertionError:  # not initialized
+        return None
 
 
 def cpu_hooks() -> Iterator[Hook]:

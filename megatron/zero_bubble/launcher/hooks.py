@@ -58,8 +58,10 @@ class Needed:
     def target(self) -> str:
         return f"{self.module}.{self.name}"
 
-    def applies_to(self, version: str) -> bool:
-        """Whether megatron-core `version` (as `0.16.1`) has the function."""
+    def applies_to(self, version: str, *, has_trainer: bool = True) -> bool:
+        """Whether megatron-core `version` (as `0.16.1`) has the function, with Megatron-LM's trainer or without."""
+        if self.module.startswith(("megatron.training.", "megatron.legacy.")) and not has_trainer:
+            return False
         return not self.versions or minor_version(version) in self.versions
 
 

@@ -46,28 +46,26 @@ class Launch:
         if flags.zero_bubble_cpu:
             self._cpu = substitute_cuda()
         version = supported_version()
-        if find_spec("megatron.training") is None:
-            raise LauncherError(
-                "megatron.training, Megatron-LM's trainer, is not found: "
-                "the script must lie in a checkout of Megatron-LM, beside its folder megatron"
-            )
         if flags.asks_for_schedule and self._cpu is None and not torch.cuda.is_available():
             raise LauncherError(
                 "torch finds no CUDA device on this machine: --zero-bubble-cpu, or enable(cpu=True), trains on CPUs"
             )
-        importlib.import_module("megatron.training.training")
+        has_trainer = find_spec("megatron.training") is not None
+        if has_trainer:
+            importlib.import_module("megatron.training.training")
         # Imported after the CPU substitutions: importing megatron-core looks for a device and compiles.
         from megatron.zero_bubble.launcher.hook_table import ScriptHooks, cpu_hooks
 
         hooks: list[Hook] = []
         if self._cpu is not None and self._cpu.is_applied:
-            hooks += [hook for hook in cpu_hooks() if hook.applies_to(version)]
+            hooks += cpu_hooks()
         if flags.asks_for_schedule:
             self.script_hooks = ScriptHooks(flags)
-            hooks += [hook for hook in self.script_hooks.hooks() if hook.applies_to(version)]
+            hooks += self.script_hooks.hooks()
             for needed in self.script_hooks.needed():
-                if needed.applies_to(version):
+                if needed.applies_to(version, has_trainer=has_trainer):
                     find_target(needed, version)
+        hooks = [hook for hook in hooks if hook.applies_to(version, has_trainer=has_trainer)]
         self._hooks = InstalledHooks(hooks, version, mark=self)
 
     def close(self) -> None:
@@ -109,9 +107,6 @@ def enable(schedule: str | None = None, *, cpu: bool = False, **settings: object
     if _current() is not None:
         raise LauncherError("zero bubble is enabled already: call disable() first")
     flags = flags_from_keywords(schedule, cpu, settings)
-    state = importlib.import_module("megatron.core.parallel_state")
-    if state.model_parallel_is_initialized():
-        raise LauncherError("megatron-core's process groups exist already: call enable() before pretrain()")
     Launch(flags)
 
 

@@ -142,6 +142,10 @@ class Run:
         call.proceed()
         self._chunks.append(call["self"])
 
+    def forward_backward_func(self, call: Call) -> Any:
+        """Hook around `get_forward_backward_func`: return a function that runs the schedule."""
+        return self.forward_backward
+
     def forward_backward(self, **arguments: Any) -> list[Any]:
         """Run one step or evaluation; the drop-in for megatron-core's forward-backward function.
 
@@ -218,6 +222,10 @@ class Run:
         from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
         write_plan(report, self.iteration, get_tensorboard_writer(), get_wandb_writer())
+
+    def close(self) -> None:
+        """Close the session."""
+        self.session.close()
 
     @property
     def had_nothing_to_train(self) -> bool:

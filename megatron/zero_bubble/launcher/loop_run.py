@@ -1,0 +1,201 @@
+"""Training runs of a loop over megatron-core that is not Megatron-LM's: its models tell what the schedules need."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer import TransformerConfig
+from megatron.core.utils import unwrap_model
+
+from megatron.zero_bubble.job.job_flags import JobFlags
+from megatron.zero_bubble.job.session import Session, SessionError
+from megatron.zero_bubble.job.settings import job_settings
+from megatron.zero_bubble.launcher.command_line import PROGRAM, LaunchFlags
+from megatron.zero_bubble.launcher.hooks import Call
+from megatron.zero_bubble.launcher.mistakes import LauncherError, users_mistakes
+from megatron.zero_bubble.launcher.script_settings import flags_of
+from megatron.zero_bubble.mcore.recorded_call import ForwardStepError
+
+_NEED_MEGATRON_LM = {
+    "zero_bubble_post_validation": "it has to know which steps the loop logs",
+    "hierarchical_sgd": "it has to know when the loop logs, evaluates and saves",
+    "zero_bubble_seed_by_layer": "it has to know the loop's seed",
+}
+"""Settings that only Megatron-LM's trainer can have, and why."""
+
+
+@dataclass
+class _Model:
+    """A model of the loop: its chunks on this rank, and the session that runs its steps."""
+
+    session: Session
+    flags: JobFlags
+    vocab_size: int
+    built: list[torch.nn.Module] = field(default_factory=list)
+    chunks: list[torch.nn.Module] = field(default_factory=list)
+    """The chunks, wrapped in DDP."""
+    num_steps: int = 0
+
+
+class LoopRun:
+    """The models of one process and their steps; with the same hooks as `Run`.
+
+    A loop may build several models, such as an actor and a critic. Each that it wraps in megatron-core's DDP runs under
+    the schedule; a model without DDP, which can only be evaluated, runs under megatron-core's own.
+    """
+
+    v_placement = layouts = None
+    """Only Megatron-LM's trainer has them."""
+    had_nothing_to_train = False
+
+    def __init__(self, flags: LaunchFlags) -> None:
+        for name, reason in _NEED_MEGATRON_LM.items():
+            if getattr(flags, name):
+                keyword = name.removeprefix("zero_bubble_")
+                raise LauncherError(f"enable({keyword}=...) works with Megatron-LM's trainer alone: {reason}")
+        self._flags = replace(flags, zero_bubble_keep_layout=flags.zero_bubble)
+        self._models: list[_Model] = []
+
+    @property
+    def num_steps(self) -> int:
+        """Training steps done."""
+        return sum(model.num_steps for model in self._models)
+
+    def build_chunk(self, call: Call) -> None:
+        """Hook around the constructor of a model: check its configuration, and prepare it for its schedule.
+
+        Raises:
+            LauncherError: the configuration has a setting that no zero-bubble schedule supports.
+        """
+        if not call.get("vp_stage"):
+            self._models.append(self._begin_model(call))
+        model = self._models[-1]
+        with users_mistakes():
+            model.session.configure(call["config"])
+        call.proceed()
+        model.built.append(call["self"])
+
+    def _begin_model(self, call: Call) -> _Model:
+        """The model whose first chunk the call builds."""
+        flags = flags_of_loop(call["config"], self._flags)
+        if call.get("share_embeddings_and_output_weights") is False:
+            flags = replace(flags, untie_embeddings_and_output_weights=True)
+        with users_mistakes():
+            job = job_settings(flags, os.environ, torch.cuda.is_available())
+        placement, built = job.placement, flags.model_chunks or 1
+        if placement.kind == "v":
+            raise LauncherError(f"enable({flags.schedule!r}): a V placement works with Megatron-LM's trainer alone")
+        if placement.num_chunks != built:
+            raise LauncherError(
+                f"enable({flags.schedule!r}): the schedule has {placement.num_chunks} model chunks a rank, but the "
+                f"process groups are for {built}: give virtual_pipeline_model_parallel_size={placement.num_chunks}"
+            )
+        return _Model(Session(job, PROGRAM), flags, call.get("vocab_size") or 0)
+
+    def wrap_in_ddp(self, call: Call) -> None:
+        """Hook around the constructor of megatron-core's DDP: split the linear layers of the wrapped chunk."""
+        inner = unwrap_model(call["module"])
+        model = next((model for model in self._models if any(inner is chunk for chunk in model.built)), None)
+        if model is not None:
+            with users_mistakes():
+                if not model.chunks:
+                    model.session.shard(model.built, model.vocab_size)
+                model.session.split([call["module"]])
+            call["ddp_config"] = replace(call["ddp_config"], delay_wgrad_compute=True)
+        call.proceed()
+        if model is not None:
+            model.chunks.append(call["self"])
+
+    def forward_backward_func(self, call: Call) -> Any:
+        """Hook around `get_forward_backward_func`: return what runs the schedule of the model that it is given."""
+        original = call.proceed()
+
+        def forward_backward(**arguments: Any) -> list[Any]:
+            chunks = arguments["model"]
+            first = chunks[0] if isinstance(chunks, (list, tuple)) else chunks
+            model = next((model for model in self._models if model.chunks and model.chunks[0] is first), None)
+            if model is not None:
+                return _run(model, arguments)
+            if not arguments.get("forward_only", False):
+                raise LauncherError(
+                    "the loop trains a model that was built before enable(), or is not in megatron-core's "
+                    "DistributedDataParallel: its layers could not be split"
+                )
+            return original(**arguments)
+
+        return forward_backward
+
+    def extend_log_line(self, message: str) -> str:
+        """Leave a line as it is: the loop's lines are its own."""
+        return message
+
+    def close(self) -> None:
+        """Close the sessions of all models."""
+        for model in self._models:
+            model.session.close()
+
+
+def _run(model: _Model, arguments: dict[str, Any]) -> list[Any]:
+    """Run one step or evaluation; before the first, start the session with the sizes that the loop gives.
+
+    Raises:
+        LauncherError: no schedule for this number of microbatches fits the memory limit, or the loop's forward step
+            does what vocabulary shards do not support.
+    """
+    if not model.session.has_started:
+        micro_batch_size, data_parallel_size = arguments["micro_batch_size"], model.flags.data_parallel_size
+        sizes = {"micro_batch_size": micro_batch_size, "seq_length": arguments["seq_length"]}
+        flags = replace(
+            model.flags,
+            micro_batch_size=micro_batch_size,
+            global_batch_size=micro_batch_size * arguments["num_microbatches"] * data_parallel_size,
+            given_model={**model.flags.given_model, **sizes},
+        )
+        with users_mistakes():
+            model.session.complete(flags)
+            model.session.start(model.chunks, None, lambda: model.num_steps)
+    try:
+        losses = model.session.forward_backward(**arguments)
+    except (SessionError, ForwardStepError) as error:
+        raise LauncherError(str(error)) from error
+    if not arguments.get("forward_only", False):
+        model.num_steps += 1
+        model.session.replicas.after_step(model.num_steps)
+        model.session.after_iteration(model.num_steps, arguments["num_microbatches"])
+    return losses
+
+
+def flags_of_loop(config: TransformerConfig, flags: LaunchFlags) -> JobFlags:
+    """The job's flags from a model's configuration, the process groups and the launcher's flags."""
+    num_ranks, group_size = config.pipeline_model_parallel_size, config.microbatch_group_size_per_vp_stage
+    return flags_of(
+        config,
+        flags,
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        data_parallel_size=parallel_state.get_data_parallel_world_size(),
+        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        context_parallel_size=parallel_state.get_context_parallel_world_size(),
+        expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
+        model_chunks=parallel_state.get_virtual_pipeline_model_parallel_world_size(),
+        decoder_first_pipeline_num_layers=config.num_layers_in_first_pipeline_stage,
+        decoder_last_pipeline_num_layers=config.num_layers_in_last_pipeline_stage,
+        # Until the first step tells how many microbatches there are.
+        global_batch_size=parallel_state.get_data_parallel_world_size() * num_ranks,
+        # megatron-core sets as many as there are ranks where none is given.
+        microbatch_group_size_per_virtual_pipeline_stage=None if group_size == num_ranks else group_size,
+        allow_padding_num_layers=True,
+        transformer_impl=_implementation(),
+    )
+
+
+def _implementation() -> str:
+    """`transformer_engine` where it is installed: its layers then leave W to `backward_dw`; others do not change."""
+    return "local" if find_spec("transformer_engine") is None else "transformer_engine"

@@ -1,0 +1,258 @@
+"""Loops over megatron-core as others write them, on two pipeline ranks, without Megatron-LM's arguments.
+
+Each trains a small model with dropout and returns its numbers: the losses, the norms and the parameters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import megatron.zero_bubble as zb
+from tests.trainings import be_rank, process_group
+
+Numbers = list[str]
+"""Exact values, as hexadecimal digits."""
+VOCABULARY = 64
+HIDDEN = 16
+
+
+def simple_loop(num_steps: int = 3) -> Numbers:
+    """As NVIDIA's `run_simple_mcore_train_loop.py`: torch's Adam, and gradients finalized after the step."""
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+    begin(1)
+    config = configuration()
+    model = in_ddp(config, [chunk_of(config, None)])
+    optimizer = torch.optim.Adam(model[0].parameters(), lr=1e-2)
+    forward_backward = get_forward_backward_func()
+    numbers = []
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        model[0].zero_grad_buffer()
+        reports = forward_backward(
+            forward_step_func=forward_step,
+            data_iterator=iter(microbatches(step, 4)),
+            model=model[0],
+            num_microbatches=4,
+            seq_length=12,
+            micro_batch_size=2,
+            decoder_seq_length=12,
+            forward_only=False,
+        )
+        finalize_model_grads(model)
+        for parameter in model[0].parameters():
+            parameter.grad = parameter.main_grad
+        optimizer.step()
+        numbers += losses_of(reports)
+    return [*numbers, digest_of(model)]
+
+
+def bridge_loop(num_steps: int = 3) -> Numbers:
+    """As Megatron-Bridge: two chunks a rank, hooks on the model before it is wrapped, and megatron-core's optimizer."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+    from megatron.core.transformer.module import Float16Module
+
+    begin(2)
+    config = configuration(virtual_pipeline_model_parallel_size=2, bf16=True, params_dtype=torch.bfloat16)
+    config.pipeline_dtype = torch.bfloat16
+    chunks = [chunk_of(config, chunk) for chunk in range(2)]
+    for hook in (freeze_norms,):
+        chunks = hook(chunks)
+    model = in_ddp(config, [Float16Module(config, chunk) for chunk in chunks], overlap_grad_reduce=True)
+    optimizer_config = OptimizerConfig(
+        optimizer="adam", lr=1e-2, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=False
+    )
+    optimizer = get_megatron_optimizer(optimizer_config, model)
+    config.grad_scale_func = optimizer.scale_loss
+    config.no_sync_func = [chunk.no_sync for chunk in model]
+    config.finalize_model_grads_func = partial(finalize_model_grads)
+    pipeline = parallel_state.get_pipeline_model_parallel_world_size()
+    numbers = []
+    for step in range(num_steps):
+        for chunk in model:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        forward_backward = get_forward_backward_func(pp_size=pipeline, vp_size=2)
+        reports = forward_backward(
+            forward_step_func=forward_step,
+            data_iterator=[iter(microbatches(step, 4)) for _ in model],
+            model=model,
+            num_microbatches=4,
+            seq_length=12,
+            micro_batch_size=2,
+            decoder_seq_length=12,
+            forward_only=False,
+            adjust_tensor_shapes_fn=None,
+            p2p_communicator=None,
+            pg_collection=None,
+            force_all_reduce=False,
+        )
+        _, norm, _ = optimizer.step()
+        numbers += [*losses_of(reports), float(norm).hex()]
+    return [*numbers, digest_of(model)]
+
+
+def verl_loop(num_steps: int = 3) -> Numbers:
+    """As verl: an actor is trained on microbatches of varied lengths and number, a reference model only evaluated."""
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    begin(1)
+    config = configuration(variable_seq_lengths=True, moe_token_dispatcher_type="alltoall")
+    actor = in_ddp(config, [chunk_of(config, None)])
+    reference_config = configuration(variable_seq_lengths=True, moe_token_dispatcher_type="alltoall")
+    reference = [chunk_of(reference_config, None)]
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-2), actor)
+    config.finalize_model_grads_func = finalize_model_grads
+    numbers = []
+    for step in range(num_steps):
+        batches = microbatches(step, 3 + step, varied=True)
+        for model, forward_only in ((reference, True), (actor, True), (actor, False)):
+            optimizer.zero_grad()
+            for chunk in actor:
+                chunk.zero_grad_buffer()
+            reports = get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=iter(batches),
+                model=model,
+                num_microbatches=len(batches),
+                seq_length=1,
+                micro_batch_size=1,
+                forward_only=forward_only,
+            )
+            numbers += losses_of(reports)
+        _, norm, _ = optimizer.step()
+        numbers.append(float(norm).hex())
+    return [*numbers, digest_of(actor)]
+
+
+LOOPS: dict[str, Callable[[], Numbers]] = {"simple": simple_loop, "bridge": bridge_loop, "verl": verl_loop}
+
+
+def begin(num_chunks: int) -> None:
+    """Make process groups and random states."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    parallel_state.initialize_model_parallel(1, 2, num_chunks if num_chunks > 1 else None)
+    torch.manual_seed(7)
+    model_parallel_cuda_manual_seed(7)
+
+
+def configuration(**more: Any) -> Any:
+    from megatron.core.transformer import TransformerConfig
+
+    return TransformerConfig(
+        num_layers=4,
+        hidden_size=HIDDEN,
+        batch_p2p_comm=False,  # gloo mixes up the messages of two chunks in a batch
+        num_attention_heads=2,
+        pipeline_model_parallel_size=2,
+        **{"pipeline_dtype": torch.float32, "use_cpu_initialization": True, **more},
+    )
+
+
+def chunk_of(config: Any, chunk: int | None) -> Any:
+    """Build a chunk as model providers do."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=get_gpt_layer_local_spec(),
+        vocab_size=VOCABULARY,
+        max_sequence_length=16,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
+        vp_stage=chunk,
+        share_embeddings_and_output_weights=chunk is None,
+    )
+
+
+def in_ddp(config: Any, chunks: list[Any], **options: Any) -> list[Any]:
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    return [DistributedDataParallel(config, DistributedDataParallelConfig(**options), chunk) for chunk in chunks]
+
+
+def freeze_norms(chunks: list[Any]) -> list[Any]:
+    """A hook that is called before the model is wrapped, as for adapters."""
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            parameter.requires_grad_("layernorm" not in name)
+    return chunks
+
+
+def microbatches(step: int, count: int, *, varied: bool = False) -> list[torch.Tensor]:
+    """Tokens [batch, length + 1] of a step, of the same length or of different ones."""
+    generator = torch.Generator().manual_seed(step)
+    lengths = [5 + 3 * (number % 3) for number in range(count)] if varied else [12] * count
+    return [torch.randint(VOCABULARY, (1 if varied else 2, length + 1), generator=generator) for length in lengths]
+
+
+def forward_step(data: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+    tokens = next(data)
+    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    length = inputs.shape[1]
+    positions = torch.arange(length).expand_as(inputs)
+    mask = torch.ones(1, 1, length, length).triu(1).bool()
+    output = model(inputs, positions, mask, labels=labels)
+
+    def loss_of(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        loss = losses.float().mean()
+        return loss, {"lm loss": loss.detach()}
+
+    return output, loss_of
+
+
+def losses_of(reports: list[dict[str, torch.Tensor]]) -> Numbers:
+    return [report["lm loss"].item().hex() for report in reports]
+
+
+def digest_of(model: list[Any]) -> str:
+    digest = hashlib.sha256()
+    for chunk in model:
+        for parameter in chunk.parameters():
+            digest.update(parameter.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def run_rank(
+    rank: int, num_ranks: int, loop: str, settings: dict[str, Any] | None, folder: Path, name: str, port: int
+) -> None:
+    """Be one rank of a loop, and write its numbers to `NAME.RANK.json` and its output to `NAME.RANK.txt`.
+
+    Args:
+        settings: keywords of `enable`; None for a loop under megatron-core's own schedule.
+    """
+    import contextlib
+
+    be_rank(rank, num_ranks)
+    with process_group(rank, num_ranks, dist.TCPStore("localhost", port)), contextlib.ExitStack() as resources:
+        from megatron.core import parallel_state
+
+        output = resources.enter_context((folder / f"{name}.{rank}.txt").open("w"))
+        resources.enter_context(contextlib.redirect_stdout(output))
+        if settings is not None:
+            zb.enable(**settings, cpu=True)
+        try:
+            numbers = LOOPS[loop]()
+        except ValueError as error:
+            numbers = [str(error)]
+        zb.disable()
+        (folder / f"{name}.{rank}.json").write_text(json.dumps(numbers))
+        parallel_state.destroy_model_parallel()

@@ -1,0 +1,65 @@
+"""`enable` in loops over megatron-core that are not Megatron-LM's: the numbers are those of the loop alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.launcher.loops import run_rank
+from tests.ranks import run_on_ranks
+
+SCHEDULES: dict[str, list[dict[str, Any]]] = {
+    "simple": [{"schedule": "zb-h1"}, {}, {"recompute": "planned", "memory_limit": "0.7"}],
+    "bridge": [{"schedule": "interleaved-zb"}, {"schedule": "auto", "profile_iters": [1, 1]}],
+    "verl": [{"schedule": "zb-h1"}, {"schedule": "auto", "profile_iters": [1, 1]}],
+}
+
+
+def numbers_of(folder: Path, loop: str, settings: dict[str, Any] | None) -> list[list[str]]:
+    """The numbers of both ranks."""
+    name = f"{loop}-{json.dumps(settings)}".replace("/", "-")
+    if not (folder / f"{name}.0.json").exists():
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        status = run_on_ranks(2, run_rank, (loop, settings, folder, name, store.port), timeout=120)
+        assert status == 0
+    return [json.loads((folder / f"{name}.{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("loops")
+
+
+@pytest.mark.parametrize(
+    ("loop", "settings"), [(loop, settings) for loop, each in SCHEDULES.items() for settings in each]
+)
+def test_numbers_are_those_of_the_loop_alone(folder: Path, loop: str, settings: dict[str, Any]) -> None:
+    expected = numbers_of(folder, loop, None)
+    assert len(expected[1]) > 3
+    assert numbers_of(folder, loop, settings) == expected
+
+
+@pytest.mark.parametrize(
+    ("loop", "settings", "line"),
+    [
+        (
+            "simple",
+            {"schedule": "zb-2p", "post_validation": True},
+            "enable(post_validation=...) works with Megatron-LM's trainer alone: it has to know which steps the loop "
+            "logs",
+        ),
+        ("bridge", {"schedule": "zb-v"}, "enable('zb-v'): a V placement works with Megatron-LM's trainer alone"),
+        (
+            "simple",
+            {"schedule": "interleaved-zb"},
+            "enable('interleaved-zb'): the schedule has 2 model chunks a rank, but the process groups are for 1: give "
+            "virtual_pipeline_model_parallel_size=2",
+        ),
+    ],
+)
+def test_what_cannot_work_is_one_line(folder: Path, loop: str, settings: dict[str, Any], line: str) -> None:
+    assert numbers_of(folder, loop, settings) == [[line]] * 2
