@@ -26,6 +26,7 @@ from megatron.zero_bubble.launcher.mistakes import LauncherError, users_mistakes
 from megatron.zero_bubble.launcher.script_choice import build_layout, megatrons_layout, settle_layout
 from megatron.zero_bubble.launcher.script_layouts import ScriptLayouts
 from megatron.zero_bubble.launcher.script_optimizer import ScriptPostValidation
+from megatron.zero_bubble.launcher.script_pattern import ScriptPattern
 from megatron.zero_bubble.launcher.script_replicas import ScriptReplicas
 from megatron.zero_bubble.launcher.script_settings import check_chunks, flags_of, refuse_what_cannot_work
 from megatron.zero_bubble.launcher.script_units import ScriptUnits
@@ -36,7 +37,6 @@ from megatron.zero_bubble.mcore.linear import split_weight_gradients
 from megatron.zero_bubble.mcore.placement import check_layers_built
 from megatron.zero_bubble.mcore.recorded_call import ForwardStepError
 from megatron.zero_bubble.mcore.step_settings import refuse_unsplit_recomputation, refuse_unsupported
-from megatron.zero_bubble.mcore.transformer_engine import defer_weight_gradients
 from megatron.zero_bubble.mcore.unit_seeds import drawn_by_unit, initialized_by_unit
 from megatron.zero_bubble.mcore.vocabulary_model import shard_vocabulary
 from megatron.zero_bubble.runtime.replanner import Report
@@ -46,7 +46,6 @@ from megatron.zero_bubble.schedule import Infeasible
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.schedules import ForwardBackward
 
-_TRANSFORMER_ENGINE = "transformer_engine"
 _LOG_LINE = re.compile(r" \[[^]]*\] iteration +(\d+)/ *\d+ \|")
 
 
@@ -89,6 +88,7 @@ class Run:
         """Training steps done."""
         self.v_placement: VPlacement | None = None
         self.layouts: ScriptLayouts | None = None
+        self._pattern: ScriptPattern | None = None
         self.units = ScriptUnits(script, job.flags)
         self._take(job)
 
@@ -105,7 +105,10 @@ class Run:
         if job.is_layout_open:
             return
         self.v_placement = VPlacement(placement) if placement.kind == "v" else None
-        if is_chosen or placement.kind == "v":
+        pattern = job.flags.pattern
+        if pattern is not None:
+            self._pattern = ScriptPattern(placement, pattern) if pattern.is_divided else None
+        elif is_chosen or placement.kind == "v":
             self.layouts = ScriptLayouts(placement, to_layout(job.partition, job.flags.mtp_num_layers))
 
     def set_up_model(self, call: Call) -> Any:
@@ -114,7 +117,6 @@ class Run:
             job = settle_layout(self._script, self._job, self.units, call)
             self._take(job, is_chosen=not job.flags.zero_bubble_keep_layout)
             if not job.flags.zero_bubble_keep_layout:
-                assert self.layouts is not None
                 build_layout(self._script, call, job, self.layouts)
         return call.proceed()
 
@@ -125,7 +127,7 @@ class Run:
             self._take(megatrons_layout(self._script, self._job, reason))
 
     def build_chunk(self, call: Call) -> None:
-        """Hook around the constructor of `GPTModel`: check its configuration, and build the chunk of its stage.
+        """Hook around the constructor of a model: check its configuration, and build the chunk of its stage.
 
         Raises:
             LauncherError: the configuration has a setting that no zero-bubble schedule supports.
@@ -139,11 +141,11 @@ class Run:
         with users_mistakes():
             refuse_unsupported(call["config"], [], None)
             if self._job.flags.recompute is not Recompute.NONE:
-                refuse_unsplit_recomputation(call["config"])
-        if self._job.flags.transformer_impl == _TRANSFORMER_ENGINE:
-            defer_weight_gradients(call["config"])
+                refuse_unsplit_recomputation(call["config"], type(call["self"]))
         if self.layouts is not None:
             self.layouts.place(call["config"])
+        if self._pattern is not None:
+            self._pattern.place(call)
         if self.v_placement is not None:
             self.v_placement.place(call)
         by_unit = initialized_by_unit(self._job.flags.seed, is_first_stage=call["pre_process"])
@@ -152,6 +154,12 @@ class Run:
         self._built.append(call["self"])
         if self.v_placement is not None:
             self.v_placement.add_built(call["self"])
+
+    def select_layers(self, call: Call) -> Any:
+        """Hook around `select_pipeline_segment`: the layers of a chunk, and how many are before it."""
+        if self.units.is_building:
+            return self.units.select_layers(call)
+        return call.proceed() if self._pattern is None else self._pattern.select(call)
 
     def wrap_in_ddp(self, call: Call) -> None:
         """Hook around the constructor of megatron-core's DDP: split the linear layers of the wrapped chunk.

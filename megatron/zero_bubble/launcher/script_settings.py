@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from megatron.zero_bubble.job.flags import flag_name
+from megatron.zero_bubble.job.hybrid_pattern import HybridPattern
 from megatron.zero_bubble.job.job_flags import JobFlags
 from megatron.zero_bubble.job.plans import choose_placement, choose_plan
 from megatron.zero_bubble.launcher.command_line import LaunchFlags
@@ -42,12 +43,15 @@ def flags_of(script: Namespace, flags: LaunchFlags, **known: Any) -> JobFlags:
     layout = getattr(script, "pipeline_model_parallel_layout", None)
     ramp = getattr(script, "rampup_batch_size", None)
     ours = {entry.name: getattr(flags, entry.name) for entry in fields(JobFlags) if hasattr(flags, entry.name)}
-    in_its_words = {
+    pattern = getattr(script, "hybrid_layer_pattern", None)
+    in_its_words: dict[str, Any] = {
         "pipeline_model_parallel_layout": str(layout) if layout is not None else None,
         "model_chunks": getattr(script, "virtual_pipeline_model_parallel_size", None),
         "microbatch_group_size_per_virtual_pipeline_stage": getattr(script, "microbatch_group_size_per_vp_stage", None),
         "rampup_batch_size": [int(size) for size in ramp] if ramp is not None else None,
     }
+    if pattern is not None:
+        in_its_words["num_layers"] = len(HybridPattern.parse(pattern).symbols)
     return JobFlags.of(script, **{**in_its_words, **ours, **known})
 
 
@@ -92,7 +96,12 @@ def check_chunks(script: Namespace, flags: JobFlags, placement: Placement) -> No
     """
     built = script.virtual_pipeline_model_parallel_size or 1
     if placement.num_chunks != built:
+        remedy = f"give it --num-virtual-stages-per-pipeline-rank {placement.num_chunks}"
+        if flags.pattern is not None:
+            remedy = f"give it a --hybrid-layer-pattern of {placement.num_stages} stages, with | between them"
+        elif getattr(script, "hybrid_override_pattern", None) is not None:
+            remedy = "its hybrid model allows no more than one: choose another schedule"
         raise LauncherError(
             f"schedule {flags.schedule} has {placement.num_chunks} model chunks a rank, but the script builds "
-            f"{built}: give it --num-virtual-stages-per-pipeline-rank {placement.num_chunks}"
+            f"{built}: {remedy}"
         )
