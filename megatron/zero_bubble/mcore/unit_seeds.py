@@ -148,7 +148,7 @@ def drawn_by_unit(seed: int, chunks: Sequence[torch.nn.Module], iteration: Calla
     with ExitStack() as hooks:
         hooks.enter_context(_microbatch_told())
         for model in models:
-            # Under sequence parallelism a `TransformerBlock` runs its layers inside a fork of the tensor-parallel state.
+            # Under sequence parallelism a `TransformerBlock` runs its layers in a fork of the tensor-parallel state.
             forks = config.sequence_parallel and isinstance(model.decoder, TransformerBlock)
             in_decoder = random._MODEL_PARALLEL_RNG_TRACKER_NAME if forks else _DEFAULT
             further = model.mtp.layers if getattr(model, "mtp_process", False) else ()
