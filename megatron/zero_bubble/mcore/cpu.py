@@ -227,6 +227,8 @@ def _experts() -> Iterator[Substitution]:
 
 
 def _hybrid_models() -> Iterator[Substitution]:
+    from megatron.core.transformer import multi_token_prediction
+
     from megatron.zero_bubble.mcore import cpu_mamba
     from megatron.zero_bubble.mcore.decoder_models import STACK_MODULE, mamba_mixer
     from megatron.zero_bubble.mcore.layer_spec import LocalNorm
@@ -234,6 +236,10 @@ def _hybrid_models() -> Iterator[Substitution]:
     if not find_spec("transformer_engine"):
         stack = importlib.import_module(STACK_MODULE)
         yield Substitution(stack, "TENorm", LocalNorm, "after the last layer it has a norm of Transformer Engine")
+        name = "is_inference_column_parallel_linear"
+        if hasattr(multi_token_prediction, name):
+            reason = "it compares with a class that is there only with Transformer Engine"
+            yield Substitution(multi_token_prediction, name, lambda layer: False, reason)
     mixer = mamba_mixer()
     if mixer is not None and not mixer.HAVE_MAMBA_SSM:
         reason = "Mamba's kernels are written for CUDA"

@@ -1,6 +1,6 @@
 """The spec of a hybrid model with megatron-core's own layers; all of megatron-core's specs have Transformer Engine's.
 
-    pretrain_hybrid.py --spec megatron.zero_bubble.mcore.hybrid_spec local_stack_spec --transformer-impl local
+    pretrain_hybrid.py --spec megatron.zero_bubble.mcore.hybrid_spec stack_spec --transformer-impl local
 
 It has attention (`*`), MLPs (`-`), experts (`E`), Mamba (`M`) and multi-token prediction. On a CPU, Mamba's kernels and
 the norm after the last layer are those that `cpu.py` substitutes.
@@ -79,5 +79,5 @@ def _stack_spec() -> ModuleSpec:
     return ModuleSpec(module=stack, submodules=submodules(**layers))
 
 
-local_stack_spec = _stack_spec()
+stack_spec = _stack_spec()
 """For `--spec`, which takes a module and the name of a spec in it."""
