@@ -141,7 +141,7 @@ class Run:
         with users_mistakes():
             refuse_unsupported(call["config"], [], None)
             if self._job.flags.recompute is not Recompute.NONE:
-                refuse_unsplit_recomputation(call["config"], type(call["self"]))
+                refuse_unsplit_recomputation(call["config"], type(call.get("self")))
         if self.layouts is not None:
             self.layouts.place(call["config"])
         if self._pattern is not None:

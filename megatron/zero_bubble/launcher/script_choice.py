@@ -27,8 +27,7 @@ from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.launcher.hooks import Call
 from megatron.zero_bubble.launcher.mistakes import LauncherError, users_mistakes
 from megatron.zero_bubble.launcher.script_layouts import ScriptLayouts
-from megatron.zero_bubble.launcher.script_pattern import divide_pattern
-from megatron.zero_bubble.launcher.script_settings import check_chunks, flags_of
+from megatron.zero_bubble.launcher.script_settings import check_chunks, divide_pattern, flags_of
 from megatron.zero_bubble.launcher.script_units import ScriptUnits, change_settings
 from megatron.zero_bubble.mcore.decoder_models import HYBRID_RECOMPUTES
 from megatron.zero_bubble.mcore.placement import replace_embedding_groups

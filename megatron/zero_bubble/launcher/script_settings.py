@@ -9,10 +9,12 @@ from typing import Any
 from megatron.zero_bubble.job.flags import flag_name
 from megatron.zero_bubble.job.hybrid_pattern import HybridPattern
 from megatron.zero_bubble.job.job_flags import JobFlags
+from megatron.zero_bubble.job.layers import spread_layers
 from megatron.zero_bubble.job.plans import choose_placement, choose_plan
 from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.launcher.mistakes import LauncherError
 from megatron.zero_bubble.mcore.refused_settings import REFUSED
+from megatron.zero_bubble.planner.registry import ENTRIES
 from megatron.zero_bubble.schedule import Placement
 
 _REFUSED = {
@@ -30,6 +32,10 @@ _REFUSED_IN_V = {
     "num_layers_per_virtual_pipeline_stage": "it asks for megatron-core's interleaved placement, not a V",
     "heterogeneous_layers_config_path": "in a V, stages take their layers in another order",
 }
+
+_PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
+"""Arguments that hold a pattern: Megatron-LM's, and its older name, which it copies to the other."""
+_ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 
 
 def flags_of(script: Namespace, flags: LaunchFlags, **known: Any) -> JobFlags:
@@ -105,3 +111,27 @@ def check_chunks(script: Namespace, flags: JobFlags, placement: Placement) -> No
             f"schedule {flags.schedule} has {placement.num_chunks} model chunks a rank, but the script builds "
             f"{built}: {remedy}"
         )
+
+
+def divide_pattern(script: Namespace, flags: LaunchFlags) -> None:
+    """Put `|`s into the pattern of unvalidated arguments where Megatron-LM would not divide it as the schedule needs.
+
+    It divides a pattern without `|` into one chunk a rank, all with the same number of layers.
+
+    Raises:
+        LauncherError: further arguments say how many layers a rank has.
+    """
+    entry = ENTRIES.get(flags.zero_bubble_schedule or "")
+    num_chunks = 1 if entry is None else entry.num_chunks
+    if not hasattr(script, _PATTERNS[0]) or not (num_chunks > 1 or flags.allow_padding_num_layers):
+        return
+    for name in _PATTERNS:
+        if not (text := getattr(script, name, None)) or (pattern := HybridPattern.parse(text)).is_divided:
+            continue
+        if any(getattr(script, end, None) is not None for end in _ENDS):
+            raise LauncherError(
+                f"--hybrid-layer-pattern {text}: with {num_chunks} model chunks a rank its | say which layers a stage "
+                "has: leave out --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
+            )
+        num_stages = script.pipeline_model_parallel_size * num_chunks
+        setattr(script, name, str(pattern.divided(spread_layers(len(pattern.symbols), num_stages))))
