@@ -100,6 +100,7 @@ CHUNK_1 = ("--num-layers-per-virtual-pipeline-stage", "1")
         ("interleaved-zb", P4, RANK_2),
         ("interleaved-zb", (*P4, *CHUNK_1), ()),
         ("zb-v", (*P4, "--pipeline-model-parallel-layout=Et|tL"), ()),
+        ("zb-v", (*P4, "--hybrid-layer-pattern", "*-*-"), ()),
         ("no-such-schedule", P4, ()),
     ],
 )
@@ -137,6 +138,54 @@ def test_an_open_layout_is_one_only_while_the_script_validates_it():
     assert seen.pipeline_model_parallel_layout == "Et*1|t*2|t*2|t*1|t*1|t*1|t*1|t*1mL"
     assert after.pipeline_model_parallel_layout is None
     assert after.num_virtual_stages_per_pipeline_rank == 2
+
+
+PATTERN = {"hybrid_layer_pattern": "*-*M-*-E*-/*", "hybrid_override_pattern": None}
+
+
+def test_a_pattern_is_divided_where_the_schedule_needs_several_chunks():
+    seen, after = validated(LaunchFlags(zero_bubble_schedule="zb-v"), **PATTERN)
+    assert seen == after
+    assert seen.hybrid_layer_pattern == "*|-*|M-|*|-|E|*|-/*"
+    assert seen.pipeline_model_parallel_layout is None
+    older = {"hybrid_layer_pattern": None, "hybrid_override_pattern": "*-*-*-*-"}
+    assert validated(LaunchFlags(zero_bubble_schedule="zb-v"), **older)[0].hybrid_override_pattern == "*|-|*|-|*|-|*|-"
+
+
+@pytest.mark.parametrize(
+    ("flags", "given"),
+    [
+        ({"zero_bubble_schedule": "zb-h1"}, PATTERN),
+        ({"zero_bubble": True}, PATTERN),
+        ({"zero_bubble_schedule": "zb-v"}, {**PATTERN, "hybrid_layer_pattern": "*-|*M|-*-|E*-/*"}),
+    ],
+)
+def test_other_patterns_stay_as_they_are(flags, given):
+    seen, _ = validated(LaunchFlags(**flags), **given)
+    assert seen.hybrid_layer_pattern == given["hybrid_layer_pattern"]
+    assert seen.pipeline_model_parallel_layout is None
+
+
+def test_a_pattern_that_is_to_be_divided_takes_no_other_flags_for_its_stages():
+    with pytest.raises(LauncherError, match=r"^--hybrid-layer-pattern \*-\*M.*its \| say which layers"):
+        validated(LaunchFlags(zero_bubble_schedule="zb-v"), **PATTERN, decoder_first_pipeline_num_layers=3)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pattern", "error"),
+    [
+        ("zb-h1", "*-|*-|*-", r"\*-\|\*-\|\*- has 3 stages, but 2 pipeline ranks with 1 model chunks each hold 2"),
+        ("zb-v", "*-|*-", r"\*-\|\*- has 2 stages, but 2 pipeline ranks with 2 model chunks each hold 4"),
+        ("zb-h1", "*-*", r"--num-layers 3 is not a multiple of the 2 stages"),
+    ],
+)
+def test_a_pattern_that_does_not_fit_is_refused_before_the_script_starts(schedule, pattern, error):
+    flags = LaunchFlags(zero_bubble_schedule=schedule)
+    environment = {"WORLD_SIZE": "2"}
+    for name in ("--hybrid-layer-pattern", "--hybrid-override-pattern"):
+        arguments = [name, pattern, "--pipeline-model-parallel-size", "2", "--micro-batch-size", "1"]
+        with pytest.raises(LauncherError, match=error):
+            check_script_arguments(flags, arguments, environment)
 
 
 def test_enable_takes_the_flags_by_name():

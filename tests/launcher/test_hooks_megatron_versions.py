@@ -24,6 +24,8 @@ from tests.launcher.megatron_functions import (
 
 RECORDED = json.loads(RECORD.read_text())
 FUNCTIONS: dict[str, Functions] = RECORDED["functions"]
+WRAPPERS = {"megatron.core.models.mamba.mamba_model.MambaModel.__init__"}
+"""Functions that call another one, which is hooked, in the versions that a table does not name."""
 COMMON: dict[str, list[str]] = RECORDED["names in all versions"]
 
 
@@ -41,7 +43,7 @@ def test_a_version_has_every_function_of_the_tables_with_its_parameters(version:
         if needed.applies_to(version):
             assert parameters is not None, needed.target
             assert set(needed.parameters) <= set(parameters), needed.target
-        else:
+        elif needed.target not in WRAPPERS:
             assert parameters is None, f"{needed.target} is there: it need not be for {needed.versions} alone"
 
 

@@ -41,6 +41,16 @@ UNCLIPPED = ("--pipeline-model-parallel-size", "2", "--clip-grad", "0", "--num-l
 ODD = (*UNCLIPPED, "--num-layers", "7")
 """Layers that the ranks do not divide, which Megatron-LM takes only with a layout or a split of its own."""
 UNEVEN = ("--decoder-first-pipeline-num-layers", "4")
+HYBRID = (
+    "--hybrid-override-pattern",
+    "*--*-*",
+    "--num-layers",
+    "6",
+    "--spec",
+    "megatron.zero_bubble.mcore.hybrid_spec",
+)
+DEFERRING = (*HYBRID[:-1], "tests.mcore.deferring_spec")
+"""With layers that defer W as Transformer Engine's do, where the configuration says so."""
 REPLICAS = ("--pipeline-model-parallel-size", "2", "--optimizer", "sgd", "--clip-grad", "0", "--train-iters", "6")
 """On four ranks, two replicas of a pipeline."""
 LENGTHS = (*P2, "--varied-lengths")
@@ -79,6 +89,16 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> ScriptTrainings:
         "chosen, a V, resumed": Training({}, (*ODD, *DRAWN, *RECOMPUTED, *GO_ON), loads="chosen, a V"),
         "base, uneven": Training(None, (*ODD, *UNEVEN)),
         "zb-v, uneven": Training({"schedule": "zb-v"}, (*ODD, *UNEVEN, *CHUNKS)),
+        "base, hybrid": Training(None, (*P2, *HYBRID)),
+        "zb-2p, hybrid": Training({"schedule": "zb-2p"}, (*P2, *HYBRID)),
+        "base, hybrid, drawn": Training(None, (*UNCLIPPED, *HYBRID, *DRAWN)),
+        "spread, hybrid": Training(SPREAD, (*UNCLIPPED, *HYBRID, *DRAWN)),
+        "seeded, hybrid": Training({"schedule": "zb-h1", "seed_by_layer": True}, (*UNCLIPPED, *HYBRID, *DRAWN)),
+        "seeded, hybrid, uneven": Training(
+            {"schedule": "zb-2p", "seed_by_layer": True}, (*UNCLIPPED, *HYBRID, *DRAWN, *UNEVEN)
+        ),
+        "base, deferring": Training(None, (*P2, *DEFERRING)),
+        "zb-h1, deferring": Training({"schedule": "zb-h1"}, (*P2, *DEFERRING)),
         "base, two chunks": Training(None, (*P2, *CHUNKS)),
         "interleaved-zb": Training({"schedule": "interleaved-zb"}, (*P2, *CHUNKS)),
     }
@@ -111,6 +131,8 @@ def replicas(tmp_path_factory: pytest.TempPathFactory) -> ScriptTrainings:
         ("recomputed, untied", "base, untied"),
         ("planned, lengths", "base, lengths"),
         ("post-validated, packed", "base, packed"),
+        ("zb-2p, hybrid", "base, hybrid"),
+        ("zb-h1, deferring", "base, deferring"),
         pytest.param("interleaved-zb", "base, two chunks", marks=pytest.mark.exhaustive),
     ],
 )
@@ -119,11 +141,28 @@ def test_numbers_are_those_of_the_script_alone(trainings: ScriptTrainings, train
     assert trainings.numbers(training) == expected
 
 
-def test_a_vocabulary_in_shards_gives_the_same_numbers_but_for_rounding(trainings: ScriptTrainings) -> None:
-    ours, expected = (list(map(float.fromhex, trainings.numbers(name))) for name in ("spread", "base, drawn"))
+@pytest.mark.parametrize(("training", "same"), [("spread", "base, drawn"), ("spread, hybrid", "base, hybrid, drawn")])
+def test_a_vocabulary_in_shards_gives_the_same_numbers_but_for_rounding(
+    trainings: ScriptTrainings, training: str, same: str
+) -> None:
+    ours, expected = (list(map(float.fromhex, trainings.numbers(name))) for name in (training, same))
     assert len(ours) == 9
     assert ours == pytest.approx(expected, rel=1e-5)
     assert ours != expected
+
+
+@pytest.mark.parametrize("training", ["zb-2p, hybrid", "zb-h1, deferring"])
+def test_a_hybrid_model_defers_all_its_w(trainings: ScriptTrainings, training: str) -> None:
+    said = trainings.log(training, 0)
+    assert "\n > W is deferred for 100.0% of the weights, without embeddings, norms and biases\n" in said
+    assert "not split" not in said
+
+
+def test_a_hybrid_model_draws_the_same_wherever_its_layers_are(trainings: ScriptTrainings) -> None:
+    ours, theirs = (trainings.numbers(name) for name in ("seeded, hybrid, uneven", "seeded, hybrid"))
+    assert ours[0:8:2] + ours[8:] == theirs[0:8:2] + theirs[8:]
+    assert trainings.layers("seeded, hybrid, uneven", 0) != trainings.layers("seeded, hybrid", 0)
+    assert len(set(ours)) == len(ours)
 
 
 def test_steps_are_undone(trainings: ScriptTrainings) -> None:

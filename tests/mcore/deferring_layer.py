@@ -14,7 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from split_layers import HIDDEN, OUTPUT, make_config
+
+from tests.mcore.split_layers import HIDDEN, OUTPUT, make_config
 
 
 class _Linear(torch.autograd.Function):

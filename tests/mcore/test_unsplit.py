@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from deferring_layer import DeferringLayers
 from split_layers import HIDDEN, OUTPUT, Layers, one_rank
 
 from megatron.zero_bubble.mcore.linear import split_weight_gradients
@@ -48,7 +49,32 @@ def test_every_parameter_is_counted_where_its_gradient_is_computed():
 def test_a_linear_layer_that_was_not_split_is_named_and_frozen_weights_are_not():
     model = Layers(bias=False)
     model.row.weight.requires_grad_(False)
-    assert count_gradients([model]).unsplit == (("column (ColumnParallelLinear)", HIDDEN * OUTPUT),)
+    gradients = count_gradients([model])
+    assert gradients.unsplit == (("column (ColumnParallelLinear)", HIDDEN * OUTPUT),)
+    assert gradients.missed == ("column (ColumnParallelLinear)",)
+
+
+def test_layers_that_offer_to_defer_w_and_do_not_are_missed_and_others_are_not():
+    parts = {
+        "deferring": DeferringLayers(),
+        "offering": DeferringLayers(delay_wgrad_compute=False),
+        "plain": torch.nn.Linear(HIDDEN, OUTPUT),
+        "convolution": torch.nn.Conv1d(HIDDEN, HIDDEN, 4, groups=HIDDEN),
+        "router": Router(),
+    }
+    model = torch.nn.ModuleDict(parts)
+    split_weight_gradients([model], WeightGradStore())
+    gradients = count_gradients([model])
+    assert gradients.in_w == 2 * HIDDEN * OUTPUT
+    assert gradients.missed == (
+        "offering.first (DeferringLinear)",
+        "offering.second (DeferringLinear)",
+        "plain (Linear)",
+    )
+    assert {name for name, _ in gradients.unsplit} - set(gradients.missed) == {
+        "convolution (Conv1d)",
+        "router (Router)",
+    }
 
 
 def test_the_names_are_those_inside_the_wrappers():

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.zero_bubble.job.environment import describe_hosts, environment_warnings, host_name
+from megatron.zero_bubble.job.job_flags import JobFlags
 from megatron.zero_bubble.job.layers import layers_of_layout
 from megatron.zero_bubble.job.settings import JobSettings
 from megatron.zero_bubble.job.start_up import print_rank_0
@@ -27,7 +28,8 @@ def describe(job: JobSettings, model: list[torch.nn.Module]) -> None:
     """Print parameters, deferred gradients and the schedule, once in the job; a collective call of all ranks.
 
     Raises:
-        ValueError: a weight's gradient cannot be deferred under `--zero-bubble-strict`; raised on all ranks.
+        ValueError: W of a linear layer is not deferred, or under `--zero-bubble-strict` of any weight; raised on all
+            ranks.
     """
     flags, plan = job.flags, job.plan
     ranks = _gather(flags.world_size, count_gradients(model))
@@ -35,16 +37,15 @@ def describe(job: JobSettings, model: list[torch.nn.Module]) -> None:
         print_rank_0(line)
     if plan is not None:
         unsplit = unsplit_modules(ranks)
-        if flags.zero_bubble_strict and unsplit:
-            raise ValueError(
-                f"--zero-bubble-strict: weight gradients of {', '.join(unsplit)} cannot be deferred to W: "
-                "train without that module, or without --zero-bubble-strict"
-            )
+        print_rank_0(deferred_line(ranks))
         for name, share in unsplit.items():
             print_rank_0(unsplit_line(name, share))
+        _refuse_unsplit(flags, ranks, unsplit)
     if flags.pipeline_model_parallel_layout is not None:
         layers = layers_of_layout(flags.pipeline_model_parallel_layout, flags.pipeline_model_parallel_size)
         print_rank_0(f" > layers of each stage: {', '.join(map(str, layers))}")
+    if flags.pattern is not None and flags.pattern.is_divided:
+        print_rank_0(f" > layers of each stage: {' | '.join(flags.pattern.stages)}")
     chunks = f", {len(model)} model chunks a rank" if len(model) > 1 else ""
     megatrons = "megatron-core (interleaved 1F1B)" if len(model) > 1 else "megatron-core (1F1B)"
     print_rank_0(f" > pipeline schedule: {plan.name if plan else megatrons}{chunks}")
@@ -69,6 +70,28 @@ def unsplit_modules(ranks: Mapping[ModelRank, Gradients]) -> dict[str, float]:
         for name, size in gradients.unsplit:
             shares[name] = max(shares.get(name, 0.0), size / gradients.total)
     return dict(sorted(shares.items()))
+
+
+def deferred_line(ranks: Mapping[ModelRank, Gradients]) -> str:
+    """The share of the model's weights, of those that are multiplied with, whose gradient W computes."""
+    deferred = sum(gradients.in_w for gradients in ranks.values())
+    weights = deferred + sum(size for gradients in ranks.values() for _, size in gradients.unsplit)
+    share = deferred / weights if weights else 1.0
+    return f" > W is deferred for {share:.1%} of the weights, without embeddings, norms and biases"
+
+
+def _refuse_unsplit(flags: JobFlags, ranks: Mapping[ModelRank, Gradients], unsplit: Mapping[str, float]) -> None:
+    if flags.zero_bubble_strict and unsplit:
+        raise ValueError(
+            f"--zero-bubble-strict: weight gradients of {', '.join(unsplit)} cannot be deferred to W: "
+            "train without that module, or without --zero-bubble-strict"
+        )
+    missed = sorted({name for gradients in ranks.values() for name in gradients.missed})
+    if missed and not flags.zero_bubble_no_strict:
+        raise ValueError(
+            f"W is not deferred for {', '.join(missed)}: train without that module, or with --zero-bubble-no-strict, "
+            "which leaves its W in B"
+        )
 
 
 def unsplit_line(name: str, share: float) -> str:

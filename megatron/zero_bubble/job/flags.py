@@ -107,6 +107,9 @@ class ZeroBubbleFlags:
         const="on",
     )
     zero_bubble_strict: bool = flag("refuse a model with a weight whose gradient cannot be deferred", False)
+    zero_bubble_no_strict: bool = flag(
+        "train a model with linear layers whose W is not deferred, which is otherwise refused", False
+    )
     zero_bubble_memory_limit: str | None = flag(
         "memory for activations: a multiple of 1F1B's peak (1.5), bytes (40GiB), or auto for what is free (default: "
         "the peak of megatron-core's own schedule: 1F1B, or interleaved 1F1B)",
@@ -185,6 +188,8 @@ def check_zero_bubble_flags(flags: ZeroBubbleFlags) -> None:
     _check_owners(flags)
     if flags.zero_bubble_rollback == "inverse" and flags.zero_bubble_rollback_on_host:
         raise ValueError("--zero-bubble-rollback-on-host needs --zero-bubble-rollback snapshot: inverse keeps no copy")
+    if flags.zero_bubble_strict and flags.zero_bubble_no_strict:
+        raise ValueError("--zero-bubble-strict and --zero-bubble-no-strict contradict each other: give one of them")
     threshold = flags.zero_bubble_replan_threshold
     if not 0 <= threshold < math.inf:
         raise ValueError(f"--zero-bubble-replan-threshold must be at least 0, got {threshold}")
@@ -201,7 +206,7 @@ def _check_owners(flags: ZeroBubbleFlags) -> None:
     """Raise `ValueError` for a flag that has no effect because the flag that it modifies is not given."""
     of_a_schedule = (
         *("memory_limit", "profile_iters", "profile_output", "profile_input", "timeline", "timeline_iters"),
-        *("strict", "timeout", "post_validation", "replan_threshold", "communicator", "recompute"),
+        *("strict", "no_strict", "timeout", "post_validation", "replan_threshold", "communicator", "recompute"),
         *("keep_layout", "placement", "vocabulary_parallel", "unit_costs_output"),
     )
     for name in of_a_schedule:

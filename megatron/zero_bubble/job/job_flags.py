@@ -10,12 +10,14 @@ from typing import Any
 
 from megatron.zero_bubble.job.aliases import pending_backwards
 from megatron.zero_bubble.job.flags import ParallelFlags, ReplicaFlags, ZeroBubbleFlags, limit_flag
+from megatron.zero_bubble.job.hybrid_pattern import HybridPattern
 from megatron.zero_bubble.planner.memory_limit import MemoryLimit
 from megatron.zero_bubble.planner.registry import ENTRIES
 from megatron.zero_bubble.schedule.formats import Setting
 from megatron.zero_bubble.schedule.recomputation import Recompute, recomputes_blocks
 
 _PARTITION = (
+    "hybrid_layer_pattern",
     *("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
 )
 RECOMPUTATION = ("recompute_granularity", "recompute_method", "recompute_num_layers")
@@ -48,6 +50,8 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
     """Model chunks a rank if Megatron's flags ask for several; None leaves the number to the schedule."""
     num_layers: int = 0
     mtp_num_layers: int | None = None
+    hybrid_layer_pattern: str | None = None
+    """The layers of a `HybridModel`, with `|` between stages if the flags or the choice of a layout say where."""
     micro_batch_size: int = 1
     global_batch_size: int = 1
     rampup_batch_size: list[int] | None = None
@@ -136,7 +140,13 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
     @property
     def model(self) -> Mapping[str, Setting]:
         """The model as a profile describes it: a profile fits only jobs with the same values."""
-        return {**self.given_model, "pipeline_model_parallel_layout": self.pipeline_model_parallel_layout}
+        layout = ("pipeline_model_parallel_layout", "hybrid_layer_pattern")
+        return {**self.given_model, **{name: getattr(self, name) for name in layout}}
+
+    @property
+    def pattern(self) -> HybridPattern | None:
+        """The layers of a `HybridModel`; None for another model."""
+        return None if self.hybrid_layer_pattern is None else HybridPattern.parse(self.hybrid_layer_pattern)
 
     @property
     def batch_sizes(self) -> range:

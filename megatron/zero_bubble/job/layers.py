@@ -25,6 +25,9 @@ def partition_of_flags(flags: JobFlags, placement: Placement) -> Partition:
         raise ValueError(f"{sources[0]} and {sources[-1]} both say how many layers a stage has: give one of them")
     if flags.pipeline_model_parallel_layout is not None:
         return _of_layout(flags, flags.pipeline_model_parallel_layout, placement)
+    if flags.pattern is not None and flags.pattern.is_divided:
+        given = f"--hybrid-layer-pattern {flags.hybrid_layer_pattern} has"
+        return _checked(flags, flags.pattern.partition, placement, given)
     return _of_ends(flags, placement) if _layers_of_ends(flags) else _spread(flags, placement)
 
 
@@ -33,7 +36,7 @@ def needed_layout(flags: JobFlags, placement: Placement, partition: Partition) -
 
     megatron-core looks for the layers of multi-token prediction on the last rank, which in a V holds other stages.
     """
-    if flags.pipeline_model_parallel_layout is not None:
+    if flags.pipeline_model_parallel_layout is not None or flags.pattern is not None:
         return flags.pipeline_model_parallel_layout
     is_default = len(set(partition)) == 1 and (placement.kind != "v" or flags.mtp_num_layers is None)
     return None if is_default else to_layout(partition, flags.mtp_num_layers)
@@ -45,6 +48,8 @@ def partition_sources(flags: JobFlags) -> list[str]:
     sources = list(_layers_of_ends(flags))[:1]
     if layout is not None:
         sources.append(f"--pipeline-model-parallel-layout {layout}")
+    if flags.pattern is not None and flags.pattern.is_divided:
+        sources.append(f"--hybrid-layer-pattern {flags.hybrid_layer_pattern}")
     if flags.account_for_embedding_in_pipeline_split or flags.account_for_loss_in_pipeline_split:
         sources.append("--account-for-embedding-in-pipeline-split or --account-for-loss-in-pipeline-split")
     return sources
@@ -52,7 +57,11 @@ def partition_sources(flags: JobFlags) -> list[str]:
 
 def _of_layout(flags: JobFlags, layout: str, placement: Placement) -> Partition:
     layers = layers_of_layout(layout, placement.num_ranks)
-    given = f"--pipeline-model-parallel-layout {layout} has"
+    return _checked(flags, layers, placement, f"--pipeline-model-parallel-layout {layout} has")
+
+
+def _checked(flags: JobFlags, layers: Partition, placement: Placement, given: str) -> Partition:
+    """The layers that a flag gives to each stage, which must be all layers on all stages."""
     if len(layers) != placement.num_stages:
         raise ValueError(
             f"{given} {len(layers)} stages, but {placement.num_ranks} pipeline ranks with {placement.num_chunks} model "
@@ -169,6 +178,9 @@ def chunks_of_flags(flags: JobFlags) -> int | None:
             "give --num-virtual-stages-per-pipeline-rank or --num-layers-per-virtual-pipeline-stage, not both"
         )
     pipeline, layout = flags.pipeline_model_parallel_size, flags.pipeline_model_parallel_layout
+    if flags.pattern is not None and flags.pattern.is_divided:
+        per_rank = len(flags.pattern.stages) // pipeline
+        return per_rank if per_rank > 1 else None
     if layout is not None:
         per_rank = len(layers_of_layout(layout, pipeline)) // pipeline
         return per_rank if per_rank > 1 else None

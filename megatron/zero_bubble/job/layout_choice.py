@@ -9,6 +9,7 @@ from math import ceil
 from typing import Any, cast
 
 from megatron.zero_bubble.job.flags import limit_flag
+from megatron.zero_bubble.job.hybrid_pattern import HybridPattern
 from megatron.zero_bubble.job.job_flags import RECOMPUTATION, JobFlags
 from megatron.zero_bubble.job.layers import partition_sources
 from megatron.zero_bubble.job.sharding import may_spread
@@ -23,9 +24,10 @@ from megatron.zero_bubble.schedule.ir import PlacementKind
 from megatron.zero_bubble.schedule.model_costs import ModelCosts
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
+_PATTERN = "hybrid_layer_pattern"
 SAVED_NAMES = (
     *("pipeline_model_parallel_layout", "zero_bubble_placement", "zero_bubble_recompute", "zero_bubble_seed_by_layer"),
-    "zero_bubble_vocabulary_parallel",
+    *("zero_bubble_vocabulary_parallel", _PATTERN),
 )
 """Arguments in a checkpoint that say which layout was chosen."""
 _KEPT_WITH = ("pipeline_model_parallel_size", "num_layers")
@@ -136,11 +138,17 @@ def saved_choice(saved: Namespace, flags: JobFlags) -> ChosenLayout | None:
     """
     chosen = {name: getattr(saved, name, None) for name in SAVED_NAMES}
     same = all(getattr(saved, name, None) == getattr(flags, name) for name in _KEPT_WITH)
-    allowed = all(getattr(flags, name) in (None, False, "auto", value) for name, value in chosen.items())
+    same = same and _undivided(chosen[_PATTERN]) == _undivided(flags.hybrid_layer_pattern)
+    others = {name: value for name, value in chosen.items() if name != _PATTERN}
+    allowed = all(getattr(flags, name) in (None, False, "auto", value) for name, value in others.items())
     beyond_fsdp = chosen["zero_bubble_recompute"] is not None or chosen["zero_bubble_vocabulary_parallel"] == "on"
     if not same or not allowed or (flags.use_torch_fsdp2 and beyond_fsdp):
         return None
     return ChosenLayout(chosen) if chosen["zero_bubble_placement"] is not None else None
+
+
+def _undivided(pattern: str | None) -> str | None:
+    return None if pattern is None else str(HybridPattern.parse(pattern).whole())
 
 
 def _request(flags: JobFlags, model: ModelCosts, usual: Layout, free_bytes: float | None) -> PlanRequest:

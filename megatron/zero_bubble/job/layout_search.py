@@ -32,7 +32,7 @@ def new_choice(job: JobSettings, costs: ModelCosts, padded_vocab_size: int) -> C
         if job.flags.zero_bubble_unit_costs_output is not None:
             _write(job.flags.zero_bubble_unit_costs_output, choice.model)
         chosen = ChosenLayout(
-            flags_of_layout(plan.layout, job.flags.mtp_num_layers),
+            flags_of_layout(plan.layout, job.flags.mtp_num_layers, job.flags.pattern),
             plan.request,
             choice.megatrons_time,
             choice.is_megatrons_split,

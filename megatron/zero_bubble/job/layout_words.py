@@ -6,15 +6,27 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from megatron.zero_bubble.job.hybrid_pattern import HybridPattern
 from megatron.zero_bubble.job.layers import to_layout
 from megatron.zero_bubble.planner import Layout, Plan
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 
-def flags_of_layout(layout: Layout, num_further_tokens: int | None = None) -> Mapping[str, Any]:
-    """The flags, by name, that fix `layout` in a job with so many layers of multi-token prediction."""
+def flags_of_layout(
+    layout: Layout, num_further_tokens: int | None = None, pattern: HybridPattern | None = None
+) -> Mapping[str, Any]:
+    """The flags, by name, that fix `layout` in a job.
+
+    Args:
+        num_further_tokens: the job's number of layers of multi-token prediction.
+        pattern: the layers, if the model is a `HybridModel`.
+    """
+    if pattern is None:
+        where = {"pipeline_model_parallel_layout": to_layout(layout.partition, num_further_tokens)}
+    else:
+        where = {"hybrid_layer_pattern": str(pattern.divided(layout.partition))}
     chosen: dict[str, Any] = {
-        "pipeline_model_parallel_layout": to_layout(layout.partition, num_further_tokens),
+        **where,
         "num_layers_per_virtual_pipeline_stage": None,
         "num_virtual_stages_per_pipeline_rank": None,
         "zero_bubble_placement": layout.placement.kind,

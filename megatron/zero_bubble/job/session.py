@@ -140,8 +140,11 @@ class Session:
 
     # The model.
 
-    def configure(self, config: TransformerConfig) -> None:
+    def configure(self, config: TransformerConfig, model_class: type[Any] | None = None) -> None:
         """Prepare the configuration of the model's chunks, before they are built.
+
+        Args:
+            model_class: the class of the model, if it is not known to recompute.
 
         Raises:
             ValueError: it has a setting that zero-bubble schedules cannot honour.
@@ -153,7 +156,7 @@ class Session:
             checkpoint_every_layer(config)
         refuse_unsupported(config, [], None)
         if flags.recompute is not Recompute.NONE:
-            refuse_unsplit_recomputation(config)
+            refuse_unsplit_recomputation(config, model_class)
         if flags.transformer_impl == "transformer_engine":
             defer_weight_gradients(config)
 

@@ -17,6 +17,8 @@ PROGRAM = "megatron.zero_bubble"
 _USAGE = "python -m megatron.zero_bubble SCRIPT [the script's flags] [flags of zero bubble]"
 _CHUNKS = ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank")
 _LAYOUT = "--pipeline-model-parallel-layout"
+_PATTERNS = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
+"""Flags of hybrid models, whose stages the `|`s of the pattern divide; `script_pattern.py` adds those."""
 
 
 @dataclass(frozen=True)
@@ -85,11 +87,11 @@ def help_text() -> str:
 def complete_script_arguments(flags: LaunchFlags, arguments: Sequence[str]) -> list[str]:
     """The script's arguments, with the Megatron-LM flags added that the launcher's flags imply.
 
-    A schedule with several model chunks a rank adds the flag for that number unless the script has one.
+    A schedule with several model chunks a rank adds the flag for that number unless the script has one, or a pattern.
     """
     given = {argument.split("=")[0] for argument in arguments}
     entry = ENTRIES.get(flags.zero_bubble_schedule or "")
-    if entry is None or entry.num_chunks == 1 or given.intersection((*_CHUNKS, _LAYOUT)):
+    if entry is None or entry.num_chunks == 1 or given.intersection((*_CHUNKS, *_PATTERNS, _LAYOUT)):
         return list(arguments)
     return [*arguments, _CHUNKS[1], str(entry.num_chunks)]
 

@@ -9,15 +9,16 @@ from dataclasses import dataclass, replace
 from megatron.zero_bubble.job.environment import check_num_ranks
 from megatron.zero_bubble.job.flag_parser import flag, take_flags
 from megatron.zero_bubble.job.flags import ParallelFlags
+from megatron.zero_bubble.job.hybrid_pattern import HybridPattern
 from megatron.zero_bubble.job.layers import chunks_of_flags, partition_of_flags
 from megatron.zero_bubble.job.layout_choice import is_layout_open
 from megatron.zero_bubble.job.plans import choose_placement, choose_plan
 from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.launcher.mistakes import users_mistakes
-from megatron.zero_bubble.launcher.script_settings import flags_of
+from megatron.zero_bubble.launcher.script_settings import divide_pattern, flags_of
 
 _READ_ELSEWHERE = (
-    *("--use-checkpoint-args", "--yaml-cfg", "--hybrid-layer-pattern", "--hybrid-override-pattern"),
+    *("--use-checkpoint-args", "--yaml-cfg"),
     *("--heterogeneous-layers-config-path", "--heterogeneous-layers-config-encoded-json"),
 )
 """Flags of Megatron-LM that take layers or parallel sizes from a file or checkpoint, not from the arguments."""
@@ -28,6 +29,8 @@ class _SizeFlags:
     """Sizes."""
 
     num_layers: int | None = flag("number of transformer layers", None)
+    hybrid_layer_pattern: str | None = flag("layers of a hybrid model, one symbol each", None)
+    hybrid_override_pattern: str | None = flag("the older name of --hybrid-layer-pattern", None)
     mtp_num_layers: int | None = flag("layers that predict further tokens", None)
     micro_batch_size: int | None = flag("sequences in a microbatch", None)
     global_batch_size: int | None = flag("sequences in an iteration", None)
@@ -50,12 +53,16 @@ def check_script_arguments(flags: LaunchFlags, arguments: Sequence[str], environ
         shape, _ = take_flags(_ShapeFlags, (ParallelFlags, _SizeFlags), arguments)
         world_size = int(environment.get("WORLD_SIZE", "1"))
         check_num_ranks(shape, world_size)
+        given = Namespace(**vars(shape))
+        given.hybrid_layer_pattern = given.hybrid_layer_pattern or given.hybrid_override_pattern
+        if given.hybrid_layer_pattern is not None:
+            divide_pattern(given, flags)
+            shape = replace(shape, num_layers=len(HybridPattern.parse(given.hybrid_layer_pattern).symbols))
         # Reading a layout imports megatron-core, which `Launch` first prepares for a machine without CUDA.
         if shape.num_layers is None or shape.micro_batch_size is None or shape.pipeline_model_parallel_layout:
             return
         replicas = world_size // shape.ranks_of_replica
         step = shape.micro_batch_size * replicas
-        given = Namespace(**vars(shape))
         known = {
             "world_size": world_size,
             "data_parallel_size": replicas,

@@ -18,6 +18,24 @@ from megatron.zero_bubble.launcher.script_layouts import ScriptLayouts
 from megatron.zero_bubble.launcher.script_optimizer import needed_for_post_validation, post_validation_hooks
 from megatron.zero_bubble.launcher.script_replicas import replica_hooks
 from megatron.zero_bubble.launcher.v_placement import VPlacement
+from megatron.zero_bubble.mcore.transformer_engine import defer_weight_gradients
+
+_MODELS: tuple[tuple[str, str, tuple[str, ...], tuple[str, ...]], ...] = (
+    ("megatron.core.models.gpt.gpt_model", "GPTModel", ("vp_stage",), ()),
+    ("megatron.core.models.mamba.mamba_model", "MambaModel", (), ("0.16", "0.17")),
+    (
+        "megatron.core.models.hybrid.hybrid_model",
+        "HybridModel",
+        ("vp_stage", "hybrid_layer_pattern"),
+        ("0.18", "0.19", "0.20"),
+    ),
+)
+"""Module and name of each class of models, further parameters of its constructor, and the versions that have it."""
+_PATTERNS = (
+    ("megatron.core.ssm.mamba_hybrid_layer_allocation", ("0.17",)),
+    ("megatron.core.models.hybrid.hybrid_layer_allocation", ("0.18", "0.19", "0.20")),
+)
+"""Modules with the function that cuts the pattern of a hybrid model into stages, and the versions that have them."""
 
 
 class ScriptHooks:
@@ -73,12 +91,30 @@ class ScriptHooks:
                 partial(self._with_layouts, ScriptLayouts.configure),
             )
         yield Hook(
-            "megatron.core.models.gpt.gpt_model",
-            "GPTModel.__init__",
-            ("config", "pre_process", "post_process", "vp_stage", "pg_collection"),
-            "gives a chunk in a V the embedding and the loss of its stage; makes Transformer Engine defer W",
-            lambda call: self.run.build_chunk(call),
+            "megatron.core.transformer.module",
+            "MegatronModule.__init__",
+            ("config",),
+            "makes the modules of Transformer Engine defer W, whatever the model that they are built for",
+            _defer_weight_gradients,
         )
+        for module, model, parameters, versions in _MODELS:
+            yield Hook(
+                module,
+                f"{model}.__init__",
+                ("config", "pre_process", "post_process", "pg_collection", *parameters),
+                "checks the configuration; gives a chunk the layers, the embedding and the loss of its stage",
+                lambda call: self.run.build_chunk(call),
+                versions=versions,
+            )
+        for module, versions in _PATTERNS:
+            yield Hook(
+                module,
+                "select_pipeline_segment",
+                ("main_pattern", "vp_stage"),
+                "returns the layers of a stage in a V, which a pattern has in model order",
+                self._select_layers,
+                versions=versions,
+            )
         for name, is_stage in (("first", VPlacement.is_first_stage), ("last", VPlacement.is_last_stage)):
             yield Hook(
                 state,
@@ -205,6 +241,9 @@ class ScriptHooks:
         layouts = self._run.layouts if self._run is not None else None
         return call.proceed() if layouts is None else handle(layouts, call)
 
+    def _select_layers(self, call: Call) -> Any:
+        return self._run.select_layers(call) if isinstance(self._run, Run) else call.proceed()
+
     def _in_v(self, handle: Callable[[VPlacement, Call], Any], call: Call) -> Any:
         placement = self._run.v_placement if self._run is not None else None
         return call.proceed() if placement is None else handle(placement, call)
@@ -241,6 +280,12 @@ def _script_arguments() -> Namespace | None:
         return get_args()
     except AssertionError:  # not initialized
         return None
+
+
+def _defer_weight_gradients(call: Call) -> None:
+    if hasattr(call["config"], "delay_wgrad_compute"):
+        defer_weight_gradients(call["config"])
+    call.proceed()
 
 
 def cpu_hooks() -> Iterator[Hook]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -77,7 +76,7 @@ class LoopRun:
             self._models.append(self._begin_model(call))
         model = self._models[-1]
         with users_mistakes():
-            model.session.configure(call["config"])
+            model.session.configure(call["config"], type(call["self"]))
         call.proceed()
         model.built.append(call["self"])
 
@@ -192,10 +191,4 @@ def flags_of_loop(config: TransformerConfig, flags: LaunchFlags) -> JobFlags:
         # megatron-core sets as many as there are ranks where none is given.
         microbatch_group_size_per_virtual_pipeline_stage=None if group_size == num_ranks else group_size,
         allow_padding_num_layers=True,
-        transformer_impl=_implementation(),
     )
-
-
-def _implementation() -> str:
-    """`transformer_engine` where it is installed: its layers then leave W to `backward_dw`; others do not change."""
-    return "local" if find_spec("transformer_engine") is None else "transformer_engine"

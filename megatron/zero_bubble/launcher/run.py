@@ -21,6 +21,7 @@ from megatron.zero_bubble.launcher.mistakes import LauncherError, users_mistakes
 from megatron.zero_bubble.launcher.script_choice import build_layout, keep_megatrons_layout, settle_layout
 from megatron.zero_bubble.launcher.script_layouts import ScriptLayouts
 from megatron.zero_bubble.launcher.script_optimizer import ScriptPostValidation
+from megatron.zero_bubble.launcher.script_pattern import ScriptPattern
 from megatron.zero_bubble.launcher.script_replicas import ScriptReplicas
 from megatron.zero_bubble.launcher.script_settings import check_chunks, flags_of, refuse_what_cannot_work
 from megatron.zero_bubble.launcher.script_units import ScriptUnits
@@ -67,6 +68,7 @@ class Run:
         """Training steps done."""
         self.v_placement: VPlacement | None = None
         self.layouts: ScriptLayouts | None = None
+        self._pattern: ScriptPattern | None = None
         self.units = ScriptUnits(script, job.flags)
         self.session = Session(job, PROGRAM)
         self.post_validation = ScriptPostValidation(script, job.flags)
@@ -82,7 +84,10 @@ class Run:
         """
         job, placement = self.session.job, self.session.job.placement
         self.v_placement = VPlacement(placement) if placement.kind == "v" else None
-        if is_chosen or placement.kind == "v":
+        pattern = job.flags.pattern
+        if pattern is not None:
+            self._pattern = ScriptPattern(placement, pattern) if pattern.is_divided else None
+        elif is_chosen or placement.kind == "v":
             self.layouts = ScriptLayouts(placement, to_layout(job.partition, job.flags.mtp_num_layers))
 
     def set_up_model(self, call: Call) -> Any:
@@ -91,7 +96,6 @@ class Run:
             is_chosen = settle_layout(self._script, self.session, self.units, call)
             self._place(is_chosen=is_chosen)
             if is_chosen:
-                assert self.layouts is not None
                 build_layout(self._script, call, self.session.job, self.layouts)
         return call.proceed()
 
@@ -103,7 +107,7 @@ class Run:
             self._place()
 
     def build_chunk(self, call: Call) -> None:
-        """Hook around the constructor of `GPTModel`: check its configuration, and build the chunk of its stage.
+        """Hook around the constructor of a model: check its configuration, and build the chunk of its stage.
 
         Raises:
             LauncherError: the configuration has a setting that no zero-bubble schedule supports.
@@ -113,9 +117,11 @@ class Run:
             return
         self._keep_layout()
         with users_mistakes():
-            self.session.configure(call["config"])
+            self.session.configure(call["config"], type(call.get("self")))
         if self.layouts is not None:
             self.layouts.place(call["config"])
+        if self._pattern is not None:
+            self._pattern.place(call)
         if self.v_placement is not None:
             self.v_placement.place(call)
         with self.session.initializing(is_first_stage=call["pre_process"]):
@@ -123,6 +129,12 @@ class Run:
         self._built.append(call["self"])
         if self.v_placement is not None:
             self.v_placement.add_built(call["self"])
+
+    def select_layers(self, call: Call) -> Any:
+        """Hook around `select_pipeline_segment`: the layers of a chunk, and how many are before it."""
+        if self.units.is_building:
+            return self.units.select_layers(call)
+        return call.proceed() if self._pattern is None else self._pattern.select(call)
 
     def wrap_in_ddp(self, call: Call) -> None:
         """Hook around the constructor of megatron-core's DDP: split the linear layers of the wrapped chunk.

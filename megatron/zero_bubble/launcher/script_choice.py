@@ -23,8 +23,9 @@ from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.launcher.hooks import Call
 from megatron.zero_bubble.launcher.mistakes import LauncherError, users_mistakes
 from megatron.zero_bubble.launcher.script_layouts import ScriptLayouts
-from megatron.zero_bubble.launcher.script_settings import check_chunks, flags_of
+from megatron.zero_bubble.launcher.script_settings import check_chunks, divide_pattern, flags_of
 from megatron.zero_bubble.launcher.script_units import ScriptUnits, change_settings
+from megatron.zero_bubble.mcore.decoder_models import HYBRID_RECOMPUTES
 from megatron.zero_bubble.mcore.placement import replace_embedding_groups
 from megatron.zero_bubble.runtime.joint import jointly
 from megatron.zero_bubble.schedule.formats import Profile
@@ -32,7 +33,7 @@ from megatron.zero_bubble.schedule.model_costs import ModelCosts
 
 _KEEPS_MEGATRONS = (
     *("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
-    *("hybrid_layer_pattern", "hybrid_override_pattern", "is_hybrid_model", "yaml_cfg", "moe_use_upcycling"),
+    *("is_hybrid_model", "yaml_cfg", "moe_use_upcycling"),
 )
 """Arguments of scripts whose models megatron-core does not build from a layout, or not from the arguments alone."""
 _RESHARDED = "torch_dist"
@@ -47,6 +48,7 @@ def validate_arguments(flags: LaunchFlags, call: Call) -> Any:
     """
     script = call["args"]
     with users_mistakes():
+        divide_pattern(script, flags)
         job = flags_of(script, flags)
         layout = _even_layout(script, job)
     if layout is None:
@@ -63,7 +65,12 @@ def _even_layout(script: Namespace, job: JobFlags) -> str | None:
     """The most even layout for layers that the stages do not divide; None if they do, or must."""
     if not (is_layout_open(job) or job.allow_padding_num_layers) or _other_source(script) is not None:
         return None
-    if not job.num_layers or job.num_layers_per_virtual_pipeline_stage or job.pipeline_model_parallel_layout:
+    if (
+        job.pattern is not None
+        or not job.num_layers
+        or job.num_layers_per_virtual_pipeline_stage
+        or job.pipeline_model_parallel_layout
+    ):
         return None
     num_stages = job.pipeline_model_parallel_size * (job.num_virtual_stages_per_pipeline_rank or 1)
     if job.num_layers % num_stages == 0:
@@ -126,8 +133,12 @@ def keep_megatrons_layout(script: Namespace, session: Session, reason: str) -> N
     replace_embedding_groups(session.job.placement)
 
 
-def build_layout(script: Namespace, setup: Call, job: JobSettings, layouts: ScriptLayouts) -> None:
-    """Make the call `setup` build the layout of `job`, after the process groups were made; a collective call."""
+def build_layout(script: Namespace, setup: Call, job: JobSettings, layouts: ScriptLayouts | None) -> None:
+    """Make the call `setup` build the layout of `job`, after the process groups were made; a collective call.
+
+    Args:
+        layouts: puts the layout into configurations; None for a model that takes it from its pattern.
+    """
     placement = job.placement
     for name in SAVED_NAMES:
         setattr(script, name, getattr(job.flags, name))
@@ -144,7 +155,8 @@ def build_layout(script: Namespace, setup: Call, job: JobSettings, layouts: Scri
     config = getattr(getattr(setup.get("cfg_container"), "model", None), "transformer", None)
     if config is not None:
         config.virtual_pipeline_model_parallel_size = num_chunks
-        layouts.place(config)
+        if layouts is not None:
+            layouts.place(config)
 
 
 def _saved_choice(script: Namespace, job: JobSettings) -> ChosenLayout | None:
@@ -178,7 +190,8 @@ def _reason_to_keep(script: Namespace) -> str | None:
 
 def _other_source(script: Namespace) -> str | None:
     """The argument of the script, if any, for which megatron-core does not build the model from a layout."""
-    return next((name for name in _KEEPS_MEGATRONS if getattr(script, name, None)), None)
+    patterns = () if HYBRID_RECOMPUTES else ("hybrid_layer_pattern", "hybrid_override_pattern")
+    return next((name for name in (*patterns, *_KEEPS_MEGATRONS) if getattr(script, name, None)), None)
 
 
 def _builds_chunks(setup: Call) -> bool:

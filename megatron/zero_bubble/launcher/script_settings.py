@@ -7,11 +7,14 @@ from dataclasses import fields
 from typing import Any
 
 from megatron.zero_bubble.job.flags import flag_name
+from megatron.zero_bubble.job.hybrid_pattern import HybridPattern
 from megatron.zero_bubble.job.job_flags import JobFlags
+from megatron.zero_bubble.job.layers import spread_layers
 from megatron.zero_bubble.job.plans import choose_placement, choose_plan
 from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.launcher.mistakes import LauncherError
 from megatron.zero_bubble.mcore.refused_settings import REFUSED
+from megatron.zero_bubble.planner.registry import ENTRIES
 from megatron.zero_bubble.schedule import Placement
 
 _REFUSED = {
@@ -30,6 +33,10 @@ _REFUSED_IN_V = {
     "heterogeneous_layers_config_path": "in a V, stages take their layers in another order",
 }
 
+_PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
+"""Arguments that hold a pattern: Megatron-LM's, and its older name, which it copies to the other."""
+_ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+
 
 def flags_of(script: Namespace, flags: LaunchFlags, **known: Any) -> JobFlags:
     """The job's flags from a script's arguments and the launcher's flags.
@@ -42,12 +49,15 @@ def flags_of(script: Namespace, flags: LaunchFlags, **known: Any) -> JobFlags:
     layout = getattr(script, "pipeline_model_parallel_layout", None)
     ramp = getattr(script, "rampup_batch_size", None)
     ours = {entry.name: getattr(flags, entry.name) for entry in fields(JobFlags) if hasattr(flags, entry.name)}
-    in_its_words = {
+    pattern = getattr(script, "hybrid_layer_pattern", None)
+    in_its_words: dict[str, Any] = {
         "pipeline_model_parallel_layout": str(layout) if layout is not None else None,
         "model_chunks": getattr(script, "virtual_pipeline_model_parallel_size", None),
         "microbatch_group_size_per_virtual_pipeline_stage": getattr(script, "microbatch_group_size_per_vp_stage", None),
         "rampup_batch_size": [int(size) for size in ramp] if ramp is not None else None,
     }
+    if pattern is not None:
+        in_its_words["num_layers"] = len(HybridPattern.parse(pattern).symbols)
     return JobFlags.of(script, **{**in_its_words, **ours, **known})
 
 
@@ -92,7 +102,36 @@ def check_chunks(script: Namespace, flags: JobFlags, placement: Placement) -> No
     """
     built = script.virtual_pipeline_model_parallel_size or 1
     if placement.num_chunks != built:
+        remedy = f"give it --num-virtual-stages-per-pipeline-rank {placement.num_chunks}"
+        if flags.pattern is not None:
+            remedy = f"give it a --hybrid-layer-pattern of {placement.num_stages} stages, with | between them"
+        elif getattr(script, "hybrid_override_pattern", None) is not None:
+            remedy = "its hybrid model allows no more than one: choose another schedule"
         raise LauncherError(
             f"schedule {flags.schedule} has {placement.num_chunks} model chunks a rank, but the script builds "
-            f"{built}: give it --num-virtual-stages-per-pipeline-rank {placement.num_chunks}"
+            f"{built}: {remedy}"
         )
+
+
+def divide_pattern(script: Namespace, flags: LaunchFlags) -> None:
+    """Put `|`s into the pattern of unvalidated arguments where Megatron-LM would not divide it as the schedule needs.
+
+    It divides a pattern without `|` into one chunk a rank, all with the same number of layers.
+
+    Raises:
+        LauncherError: further arguments say how many layers a rank has.
+    """
+    entry = ENTRIES.get(flags.zero_bubble_schedule or "")
+    num_chunks = 1 if entry is None else entry.num_chunks
+    if not hasattr(script, _PATTERNS[0]) or not (num_chunks > 1 or flags.allow_padding_num_layers):
+        return
+    for name in _PATTERNS:
+        if not (text := getattr(script, name, None)) or (pattern := HybridPattern.parse(text)).is_divided:
+            continue
+        if any(getattr(script, end, None) is not None for end in _ENDS):
+            raise LauncherError(
+                f"--hybrid-layer-pattern {text}: with {num_chunks} model chunks a rank its | say which layers a stage "
+                "has: leave out --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
+            )
+        num_stages = script.pipeline_model_parallel_size * num_chunks
+        setattr(script, name, str(pattern.divided(spread_layers(len(pattern.symbols), num_stages))))

@@ -22,16 +22,17 @@ from megatron.core.pipeline_parallel.schedules import get_tensor_shapes
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model
 
+from megatron.zero_bubble.job.hybrid_pattern import HybridPattern
 from megatron.zero_bubble.job.job_flags import JobFlags, keeping_everything
 from megatron.zero_bubble.job.model_states import Parameters, States
 from megatron.zero_bubble.job.profiled_costs import fit_units
 from megatron.zero_bubble.job.running import communicator_of
 from megatron.zero_bubble.launcher.hooks import Call
 from megatron.zero_bubble.launcher.mistakes import LauncherError
+from megatron.zero_bubble.mcore.decoder_models import DECODER_MODELS
 from megatron.zero_bubble.mcore.linear import split_weight_gradients
 from megatron.zero_bubble.mcore.model_units import Unit, UnitModels, keep_unit, random_microbatch
 from megatron.zero_bubble.mcore.placement import StagePosition
-from megatron.zero_bubble.mcore.transformer_engine import defer_weight_gradients
 from megatron.zero_bubble.mcore.unit_costs import SECONDS, count_states, measure_model
 from megatron.zero_bubble.runtime.communicator import TensorSpec
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
@@ -164,17 +165,18 @@ class ScriptUnits:
             context_parallel_size=groups.cp.size(),
             state_bytes=lambda dense, expert: states.of_rank(Parameters(dense, expert), replicas, expert_ranks),
         )
-        specs = _layer_specs(arguments["transformer_layer_spec"])
-        distinct = _distinct(specs)
-        return models, [distinct.index(spec) for spec in specs] or [0] * script.num_layers
+        layers = _layers(arguments)
+        distinct = _distinct(layers)
+        return models, [distinct.index(layer) for layer in layers] or [0] * script.num_layers
 
     def _arguments(self, setup: Call) -> Call:
-        """Return the arguments with which the script constructs a `GPTModel` of all layers."""
+        """Return the arguments with which the script constructs a model of all layers."""
         try:
             self._begin(setup)
         except _BuildsModel as begun:
             return begun.arguments
-        raise LauncherError("costs are measured of a GPTModel of megatron-core, and the script has built another model")
+        known = " or ".join(kind.__name__ for kind in DECODER_MODELS)
+        raise LauncherError(f"costs are measured of a {known} of megatron-core, and the script has built another model")
 
     def _build(self, setup: Call, unit: Unit, store: WeightGradStore) -> torch.nn.Module:
         self._unit, self._store = unit, store
@@ -194,27 +196,34 @@ class ScriptUnits:
             setup.proceed()
 
     def build_chunk(self, call: Call) -> None:
-        """Hook around the constructor of `GPTModel` while `is_building`: build the unit that is asked for."""
+        """Hook around the constructor of a model while `is_building`: build the unit that is asked for."""
         unit = self._unit
         if unit is None:
             raise _BuildsModel(call)
         # The configuration may be the one of the script's model.
         config = copy.copy(call["config"])
         config.num_layers = 1
-        if self._flags.transformer_impl == "transformer_engine":
-            defer_weight_gradients(config)
         if not unit.is_last:
-            config.mtp_num_layers = call["mtp_block_spec"] = None
+            config.mtp_num_layers = None
         groups = copy.copy(call["pg_collection"] or ProcessGroupCollection.use_mpu_process_groups())
         groups.pp = StagePosition(0, 1)
-        spec = call["transformer_layer_spec"]
-        if specs := _layer_specs(spec):
-            spec = copy.copy(spec)
-            spec.layer_specs = [_distinct(specs)[unit.layer or 0]]
-        call["config"], call["pg_collection"], call["transformer_layer_spec"] = config, groups, spec
+        layers = _layers(call)
+        if pattern := _pattern(call):
+            symbol = _distinct(layers)[unit.layer or 0]
+            call["hybrid_layer_pattern"] = str(HybridPattern((symbol,), pattern.further if unit.is_last else ""))
+        elif layers:
+            spec = call["transformer_layer_spec"] = copy.copy(call["transformer_layer_spec"])
+            spec.layer_specs = [_distinct(layers)[unit.layer or 0]]
+        if call.get("mtp_block_spec") is not None and not unit.is_last:
+            call["mtp_block_spec"] = None
+        call["config"], call["pg_collection"] = config, groups
         call["pre_process"], call["post_process"], call["vp_stage"] = unit.embeds, unit.is_last, None
         call.proceed()
         keep_unit(call["self"], unit._replace(layer=None if unit.layer is None else 0))
+
+    def select_layers(self, call: Call) -> tuple[list[str], int]:
+        """Hook around `select_pipeline_segment` while `is_building`: the layers of a pipeline of one rank."""
+        return list(call["main_pattern"]), 0
 
     def wrap_in_ddp(self, call: Call) -> None:
         """Hook around the constructor of DDP while `is_building`: split the unit, wrap it and leave the script."""
@@ -233,17 +242,24 @@ def change_settings(owner: Any, settings: dict[str, Any]) -> dict[str, Any]:
     return before
 
 
-def _layer_specs(spec: Any) -> list[Any]:
-    """Return the spec of every layer; nothing if one spec is for all layers."""
-    return list(getattr(spec, "layer_specs", []))
+def _pattern(call: Call) -> HybridPattern | None:
+    """Return the pattern of the `HybridModel` that a call constructs; None for another model."""
+    text = call.get("hybrid_layer_pattern")
+    return None if text is None else HybridPattern.parse(text)
 
 
-def _distinct(specs: list[Any]) -> list[Any]:
-    """Return one spec of each kind, in the order in which the kinds first come."""
+def _layers(call: Call) -> list[Any]:
+    """Return the spec or the symbol of every layer of a model under construction; nothing if all have one spec."""
+    pattern = _pattern(call)
+    return list(pattern.symbols if pattern else getattr(call.get("transformer_layer_spec"), "layer_specs", []))
+
+
+def _distinct(layers: list[Any]) -> list[Any]:
+    """Return one layer of each kind, in the order in which the kinds first come."""
     distinct: list[Any] = []
-    for spec in specs:
-        if spec not in distinct:
-            distinct.append(spec)
+    for layer in layers:
+        if layer not in distinct:
+            distinct.append(layer)
     return distinct
 
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +40,7 @@ def substitutions() -> Iterator[Substitution]:
     yield from _random_state()
     yield from _tensors()
     yield from _experts()
+    yield from _hybrid_models()
 
 
 ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
@@ -221,6 +224,30 @@ def _experts() -> Iterator[Substitution]:
     if not hasattr(moe_utils, "te_general_gemm"):
         reason = "the router asks whether it is None, and without Transformer Engine the name is not there"
         yield Substitution(moe_utils, "te_general_gemm", None, reason)
+
+
+def _hybrid_models() -> Iterator[Substitution]:
+    from megatron.core.transformer import multi_token_prediction
+
+    from megatron.zero_bubble.mcore import cpu_mamba
+    from megatron.zero_bubble.mcore.decoder_models import STACK_MODULE, mamba_mixer
+    from megatron.zero_bubble.mcore.layer_spec import LocalNorm
+
+    if not find_spec("transformer_engine"):
+        stack = importlib.import_module(STACK_MODULE)
+        yield Substitution(stack, "TENorm", LocalNorm, "after the last layer it has a norm of Transformer Engine")
+        name = "is_inference_column_parallel_linear"
+        if hasattr(multi_token_prediction, name):
+            reason = "it compares with a class that is there only with Transformer Engine"
+            yield Substitution(multi_token_prediction, name, lambda layer: False, reason)
+    mixer = mamba_mixer()
+    if mixer is not None and not mixer.HAVE_MAMBA_SSM:
+        reason = "Mamba's kernels are written for CUDA"
+        yield Substitution(mixer, "HAVE_MAMBA_SSM", True, reason)
+        yield Substitution(mixer, "RMSNormGated", cpu_mamba.GatedRMSNorm, reason)
+        yield Substitution(mixer, "ExtendedRMSNorm", cpu_mamba.GatedRMSNorm, reason)
+        yield Substitution(mixer, "mamba_chunk_scan_combined", cpu_mamba.scan, reason)
+        yield Substitution(mixer, "mamba_split_conv1d_scan_combined", cpu_mamba.convolve_and_scan, reason)
 
 
 def _as_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

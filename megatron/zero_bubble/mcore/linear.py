@@ -56,7 +56,7 @@ def split_weight_gradients(model_chunks: Iterable[torch.nn.Module], store: Weigh
             raise ValueError(
                 f"split_weight_gradients() must be called before the model is wrapped in {type(chunk).__name__}"
             )
-        tied = _tied_output_layer(chunk)
+        tied = tied_output_layer(chunk)
         for name, module in chunk.named_modules():
             if isinstance(module, _SPLIT_LAYERS) and module is not tied:
                 split += [f"{name}.weight"] if _split(module, store) else []
@@ -66,7 +66,7 @@ def split_weight_gradients(model_chunks: Iterable[torch.nn.Module], store: Weigh
     return split
 
 
-def _tied_output_layer(chunk: torch.nn.Module) -> torch.nn.Module | None:
+def tied_output_layer(chunk: torch.nn.Module) -> torch.nn.Module | None:
     """Return the output layer if it multiplies with the embedding's weight of its own stage, else None.
 
     With multi-token prediction the last stage has an embedding, too, and its output layer an unused weight of its own.

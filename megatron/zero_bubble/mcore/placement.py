@@ -17,10 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 
+from megatron.zero_bubble.mcore.decoder_models import DECODER_MODELS
 from megatron.zero_bubble.schedule import Placement
 
 
@@ -95,15 +95,15 @@ def copy_tied_embedding(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def check_layers_built(num_layers: int, placement: Placement, chunks: Sequence[torch.nn.Module]) -> None:
-    """Check that a GPT's stages have `num_layers` decoder layers in all; a collective call of each pipeline's ranks.
+    """Check that a model's stages have `num_layers` decoder layers in all; a collective call of each pipeline's ranks.
 
-    Layers of multi-token prediction do not count. Models that are no GPT are not checked.
+    Layers of multi-token prediction do not count. Models of other classes than `DECODER_MODELS` are not checked.
 
     Raises:
         ValueError: they have another number; raised on all ranks of the pipeline.
     """
     models = [unwrap_model(chunk) for chunk in chunks]
-    if not all(isinstance(model, GPTModel) for model in models):
+    if not all(isinstance(model, DECODER_MODELS) for model in models):
         return
     group = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["pp"]).pp
     stages = torch.zeros(placement.num_stages, dtype=torch.int, device=torch.cuda.current_device())

@@ -9,6 +9,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron.zero_bubble.mcore.decoder_models import HYBRID, HYBRID_RECOMPUTES
 from megatron.zero_bubble.mcore.refused_settings import REFUSED
 from megatron.zero_bubble.schedule.recomputation import recomputes_blocks
 
@@ -33,8 +34,17 @@ def refuse_unsupported(config: Any, chunks: Sequence[torch.nn.Module], adjust_te
         _refuse_lost_gradients(chunk)
 
 
-def refuse_unsplit_recomputation(config: Any) -> None:
-    """Raise `ValueError` if the schedule is to recompute a model that does not, or whose B does."""
+def refuse_unsplit_recomputation(config: Any, model_class: type[Any] | None = None) -> None:
+    """Raise `ValueError` if the schedule is to recompute a model that does not, or whose B does.
+
+    Args:
+        model_class: the class of the model, if it is not known to recompute.
+    """
+    if model_class is not None and issubclass(model_class, HYBRID) and not HYBRID_RECOMPUTES:
+        raise ValueError(
+            f"the schedule recomputes layers, which {HYBRID.__name__} of this megatron-core does not: leave out "
+            "--recompute-granularity and --zero-bubble-recompute"
+        )
     if not recomputes_blocks(config):
         raise ValueError(
             "a schedule that recomputes needs a model with recompute_granularity 'full', without fp8 and fp4, "

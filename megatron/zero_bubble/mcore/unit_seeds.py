@@ -19,8 +19,10 @@ import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 from megatron.core.utils import get_attr_wrapped_model, get_model_config, get_pg_rank, unwrap_model
 
@@ -46,14 +48,15 @@ class _UnitKind(IntEnum):
 
 @contextmanager
 def initialized_by_unit(seed: int, *, is_first_stage: bool) -> Iterator[None]:
-    """Let the units of the one GPT that is built inside the `with` block draw their weights from their own seeds."""
+    """Let the units of the one model that is built inside the `with` block draw their weights from their own seeds."""
     before = random._get_all_rng_states()
     construction = _Construction(seed)
-    # A GPT begins with its embedding. After the last other unit only its output layer draws.
+    # A model begins with its embedding. After the last other unit only its output layer draws.
     construction.begin(_UnitKind.EMBEDDING if is_first_stage else _UnitKind.OUTPUT)
     try:
         with (
             construction.around(TransformerLayer, _UnitKind.LAYER, _layer_number),
+            construction.around(MambaLayer, _UnitKind.LAYER, lambda call: call["layer_number"]),
             construction.around(MultiTokenPredictionLayer, _UnitKind.FURTHER, lambda call: call["layer_number"]),
         ):
             yield
@@ -102,7 +105,9 @@ class _Construction:
 
 
 def _layer_number(call: dict[str, Any]) -> int:
-    """The number of a layer in the whole model, from the arguments of its constructor, which counts in its stage."""
+    """The number of a layer in the whole model, from the arguments of its constructor, which may count in its stage."""
+    if not call.get("add_layer_offset", True):
+        return call["layer_number"]
     groups = call["pg_collection"]
     pp_rank = get_pg_rank(groups.pp) if groups is not None else None
     return call["layer_number"] + get_transformer_layer_offset(call["config"], call["vp_stage"], pp_rank)
@@ -116,7 +121,7 @@ def drawn_by_unit(seed: int, chunks: Sequence[torch.nn.Module], iteration: Calla
     A model without dropout is left as it is.
 
     Args:
-        chunks: this rank's GPTs, wrapped or not.
+        chunks: this rank's models, wrapped or not.
         iteration: returns the number of the running iteration.
 
     Raises:
@@ -140,13 +145,13 @@ def drawn_by_unit(seed: int, chunks: Sequence[torch.nn.Module], iteration: Calla
             microbatch = int(random.get_cuda_rng_tracker().get_states()[_MICROBATCH])
             _begin(microbatch, unit, layer.layer_number, generator)
 
-    # Under sequence parallelism megatron-core runs the decoder's layers inside a fork of the tensor-parallel state.
-    in_decoder = random._MODEL_PARALLEL_RNG_TRACKER_NAME if config.sequence_parallel else _DEFAULT
-
     with ExitStack() as hooks:
         hooks.enter_context(_microbatch_told())
         for model in models:
-            further = model.mtp.layers if model.mtp_process else ()
+            # Under sequence parallelism a `TransformerBlock` runs its layers in a fork of the tensor-parallel state.
+            forks = config.sequence_parallel and isinstance(model.decoder, TransformerBlock)
+            in_decoder = random._MODEL_PARALLEL_RNG_TRACKER_NAME if forks else _DEFAULT
+            further = model.mtp.layers if getattr(model, "mtp_process", False) else ()
             hooks.callback(model.register_forward_pre_hook(begin_microbatch).remove)
             for layer in model.decoder.layers:
                 begin = functools.partial(begin_unit, _UnitKind.LAYER, in_decoder)

@@ -8,9 +8,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
-from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+
+from megatron.zero_bubble.mcore.linear import tied_output_layer
 
 _EMBEDDINGS = (VocabParallelEmbedding, torch.nn.Embedding)
+_LINEAR = (ColumnParallelLinear, RowParallelLinear, torch.nn.Linear)
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,7 @@ class Gradients:
         vectors: norms and biases, whose gradient is a sum as well.
         unsplit: all other weights, by `name (Class)` of their module, with `*` for the numbers of layers and experts.
             Their gradient is a matrix product or unknown, and B computes it.
+        missed: those of `unsplit` that are linear layers, or layers that can defer W by `backward_dw()`, but do not.
     """
 
     total: int
@@ -31,13 +35,17 @@ class Gradients:
     embeddings: int
     vectors: int
     unsplit: tuple[tuple[str, int], ...]
+    missed: tuple[str, ...] = ()
 
 
 def count_gradients(model_chunks: Iterable[torch.nn.Module]) -> Gradients:
     """Count one rank's gradients; called after `split_weight_gradients`, before or after the chunks are wrapped."""
     counts: Counter[str] = Counter()
     unsplit: Counter[str] = Counter()
-    for name, module, parameter in _parameters(model_chunks):
+    missed = set()
+    chunks = list(model_chunks)
+    tied = [tied_output_layer(chunk) for chunk in chunks]
+    for name, module, parameter in _parameters(chunks):
         counts["total"] += parameter.numel()
         if getattr(parameter, "skip_backward_post_hook", False):
             counts["in_w"] += parameter.numel()
@@ -46,10 +54,23 @@ def count_gradients(model_chunks: Iterable[torch.nn.Module]) -> Gradients:
         elif parameter.dim() < 2:
             counts["vectors"] += parameter.numel()
         else:
-            unsplit[f"{name} ({type(module).__name__})"] += parameter.numel()
+            kind = f"{name} ({type(module).__name__})"
+            unsplit[kind] += parameter.numel()
+            if _should_be_split(module, parameter) and not any(module is layer for layer in tied):
+                missed.add(kind)
     return Gradients(
-        counts["total"], counts["in_w"], counts["embeddings"], counts["vectors"], tuple(sorted(unsplit.items()))
+        counts["total"],
+        counts["in_w"],
+        counts["embeddings"],
+        counts["vectors"],
+        tuple(sorted(unsplit.items())),
+        tuple(sorted(missed)),
     )
+
+
+def _should_be_split(module: torch.nn.Module, parameter: torch.nn.Parameter) -> bool:
+    """Tell whether a weight belongs to a layer of a kind whose W can be deferred."""
+    return parameter.dim() == 2 and (isinstance(module, _LINEAR) or hasattr(module, "backward_dw"))
 
 
 def _parameters(

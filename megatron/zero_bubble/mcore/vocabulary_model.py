@@ -1,4 +1,4 @@
-"""Cuts a GPT's vocabulary into one shard a rank: each has as many rows of the embedding and of the output layer.
+"""Cuts a model's vocabulary into one shard a rank: each has as many rows of the embedding and of the output layer.
 
 `shard_vocabulary` changes model chunks that megatron-core has built, before `split_weight_gradients` and DDP. The
 pipeline's ranks then compute embedding and output layer together, as operations of the schedule (see
@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     reduce_from_tensor_model_parallel_region,
@@ -27,6 +26,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_model_config, unwrap_model
 
+from megatron.zero_bubble.mcore.decoder_models import DECODER_MODELS
 from megatron.zero_bubble.mcore.vocabulary_shard import Rows
 from megatron.zero_bubble.mcore.vocabulary_size import check_vocabulary_size
 from megatron.zero_bubble.mcore.vocabulary_weight import ShardWeight
@@ -221,9 +221,10 @@ def _refusal(models: Sequence[Any], placement: Placement, first: Any, last: Any)
     """Return why these chunks cannot be sharded, in one line, or None."""
     flag = "--zero-bubble-vocabulary-parallel"
     config = get_model_config(models[0])
-    kinds = {type(model).__name__ for model in models if not isinstance(model, GPTModel)}
+    kinds = {type(model).__name__ for model in models if not isinstance(model, DECODER_MODELS)}
     if kinds:
-        return f"{flag} needs megatron-core's GPTModel, got {', '.join(sorted(kinds))}"
+        known = " or ".join(kind.__name__ for kind in DECODER_MODELS)
+        return f"{flag} needs megatron-core's {known}, got {', '.join(sorted(kinds))}"
     if placement.num_ranks < 2:
         return f"{flag} needs at least two pipeline ranks: set --pipeline-model-parallel-size"
     if config.mtp_num_layers:

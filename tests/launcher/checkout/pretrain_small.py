@@ -1,5 +1,6 @@
 """Trains a very small GPT the way Megatron-LM's `pretrain_gpt.py` does: `python pretrain_small.py <flags>`."""
 
+import importlib
 import signal
 from functools import partial
 from itertools import pairwise
@@ -8,6 +9,7 @@ import torch
 from megatron.core import mpu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.mamba import MambaModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -40,6 +42,19 @@ def model_provider(pre_process, post_process, vp_stage, pg_collection):
         variable_seq_lengths=args.varied_lengths,
         moe_token_dispatcher_type="alltoall",  # megatron-core demands it then, also of models without experts
     )
+    if args.hybrid_override_pattern is not None:
+        return MambaModel(
+            config,
+            importlib.import_module(args.spec).stack_spec,
+            args.padded_vocab_size,
+            args.seq_length,
+            hybrid_override_pattern=args.hybrid_override_pattern,
+            pre_process=pre_process,
+            post_process=post_process,
+            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+            position_embedding_type="learned_absolute",
+            pg_collection=pg_collection,
+        )
     layer = get_gpt_layer_local_spec()
     if args.packed:
         layer.submodules.self_attention.submodules.core_attention = PackedAttention

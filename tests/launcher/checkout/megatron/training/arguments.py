@@ -45,7 +45,8 @@ def parse_args(argv=None):
         "packed",
     ):
         parser.add_argument(f"--{name}", action="store_true")
-    for name in ("save", "load", "pipeline-model-parallel-layout", "recompute-granularity", "recompute-method"):
+    names = ("save", "load", "pipeline-model-parallel-layout", "recompute-granularity", "recompute-method")
+    for name in (*names, "hybrid-override-pattern", "spec"):
         parser.add_argument(f"--{name}", default=None)
     return parser.parse_args(argv)
 

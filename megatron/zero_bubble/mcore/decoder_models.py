@@ -1,0 +1,37 @@
+"""The classes of megatron-core's models that are an embedding, a stack of layers and an output layer."""
+
+from __future__ import annotations
+
+import importlib
+from importlib.util import find_spec
+from typing import Any
+
+from megatron.core.models.gpt import GPTModel
+
+HYBRID_RECOMPUTES = find_spec("megatron.core.models.hybrid") is not None
+"""Whether models whose layers a pattern describes can recompute them, as they can from megatron-core 0.18 on."""
+STACK_MODULE = "megatron.core.models.hybrid.hybrid_block" if HYBRID_RECOMPUTES else "megatron.core.ssm.mamba_block"
+"""The module of the stack of layers of such models."""
+
+
+def _hybrid_class() -> Any:
+    """Return `HybridModel`; before megatron-core 0.18 it is called `MambaModel`."""
+    if HYBRID_RECOMPUTES:
+        return importlib.import_module("megatron.core.models.hybrid.hybrid_model").HybridModel
+    return importlib.import_module("megatron.core.models.mamba.mamba_model").MambaModel
+
+
+HYBRID: Any = _hybrid_class()
+"""The class of models whose layers a pattern describes."""
+
+
+def mamba_mixer() -> Any:
+    """Return megatron-core's module of Mamba's mixer; None where triton is missing, which older versions import."""
+    try:
+        return importlib.import_module("megatron.core.ssm.mamba_mixer")
+    except ModuleNotFoundError:
+        return None
+
+
+DECODER_MODELS: tuple[Any, ...] = (GPTModel, HYBRID)
+"""Classes whose instances have `embedding`, `decoder.layers` and `output_layer` in the stages that hold these."""
