@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from tests.ranks import run_on_ranks
+from tests.ranks import close_ranks, run_on_ranks
 from tests.trainings import append_output, be_rank
 
 
@@ -18,17 +18,18 @@ class Ended(NamedTuple):
     """A job that has ended."""
 
     status: int | None
-    """Exit status of the first rank that ended, with 1 in place of 0. None if time ran out."""
+    """0 if all ranks ended with 0, and otherwise that of the first that did not. None if time ran out."""
     output: str
     errors: str
 
 
 def launch(num_ranks: int, script: Path, *arguments: str) -> Ended:
-    """Run `python -m megatron.zero_bubble SCRIPT ARGUMENTS` on each rank. The ranks end with the first that ends."""
+    """Run `python -m megatron.zero_bubble SCRIPT ARGUMENTS` on each rank. The ranks end with the first that fails."""
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         files = Path(folder, "output"), Path(folder, "errors")
         status = run_on_ranks(num_ranks, run_rank, ([str(script), *arguments], files, store.port), timeout=300)
+        close_ranks()  # the script leaves its state in them
         return Ended(status, *(file.read_text() for file in files))
 
 
@@ -41,4 +42,5 @@ def run_rank(rank: int, num_ranks: int, argv: list[str], files: tuple[Path, Path
     os.environ.update(store)
     append_output(files)
     sys.path.insert(0, "")  # `python -m` puts the working directory there
-    sys.exit(main(argv))
+    if status := main(argv):
+        sys.exit(status)
