@@ -10,6 +10,8 @@
 #   make playground  a page that draws any schedule as it runs, served to your browser
 #   make test-browser  the playground in a headless Chromium, which apt-get installs
 #   make test-slurm  the Slurm examples on a Slurm of two nodes, which apt-get installs; as root
+#   make test-megatron  the launcher with the trainers of megatron-core's wheels, fetched from PyPI; MEGATRON_LM=FOLDER
+#                    takes a checkout with its own scripts instead
 #   make docs        the documentation as a site, in build/site
 #   make docs-check  run the commands that README.md and docs/ show
 #   make lint        ruff (format, check) and mypy
@@ -25,11 +27,12 @@ WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 PIP_FLAGS := --disable-pip-version-check --constraint constraints.txt
 INSTALLED := $(VENV)/.installed
+MEGATRON_LM ?= $(addprefix $(CURDIR)/build/megatrons/,0.18.2 0.19.2)
 
 PLAYGROUND := megatron/zero_bubble/cli/playground/npm
 PYODIDE := $(PLAYGROUND)/node_modules/pyodide/package.json
 
-.PHONY: pretrain compare examples playground test test-rest test-all test-browser screenshots test-slurm docs docs-check gpu-check lint format clean
+.PHONY: pretrain compare examples playground test test-rest test-all test-browser test-megatron screenshots test-slurm docs docs-check gpu-check lint format clean
 
 $(INSTALLED): pyproject.toml constraints.txt setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -82,6 +85,16 @@ test-browser: $(INSTALLED) $(PYODIDE)
 	@command -v chromium >/dev/null || { apt-get update && apt-get install --yes --no-install-recommends chromium; } || true
 	$(BIN)/pip install --quiet $(PIP_FLAGS) --editable '.[browser]'
 	$(BIN)/python -m pytest tests/browser $(FLAGS)
+
+test-megatron: $(INSTALLED) $(MEGATRON_LM)
+	for folder in $(MEGATRON_LM); do \
+		echo "with Megatron of $$folder"; PYTHONPATH=$$folder $(PYTEST) tests/megatrons $(FLAGS) || exit 1; \
+	done
+
+$(CURDIR)/build/megatrons/%: tests/megatrons/unpack.py | $(INSTALLED)
+	rm -rf $@ $@.part
+	$(BIN)/python $< $* $@.part
+	mv $@.part $@
 
 # Pictures of the page at three widths, to be looked at; those of docs/playground.md are among them.
 screenshots: $(INSTALLED) $(PYODIDE)

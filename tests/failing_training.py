@@ -5,9 +5,11 @@ failing_training.py FAULT RANK MICROBATCH FLAGS...
 
 from __future__ import annotations
 
+import os
 import resource
 import signal
 import sys
+import time
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -22,6 +24,11 @@ def fill_disk() -> None:
     """Let writes fail as on a full disk, with an error and not with a signal, but let the log grow, which is short."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
+
+
+def write_for_ever() -> None:
+    """Let no file of a checkpoint come to its end."""
+    os.fsync = lambda descriptor: time.sleep(1e6)
 
 
 def command(fault: Callable[[], None], rank: int, microbatch: int) -> tuple[str, ...]:

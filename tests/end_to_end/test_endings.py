@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import psutil
 import pytest
 import torch.distributed as dist
 
@@ -31,7 +32,7 @@ from megatron.zero_bubble.cli.check.matrix import write_corpus
 from megatron.zero_bubble.runtime.processes import tie_children
 from megatron.zero_bubble.training.save_lock import LOCK, lock_folder
 from tests.changes import AtReducedGradients, Change, Run
-from tests.failing_training import command, fill_disk, raise_error
+from tests.failing_training import command, fill_disk, raise_error, write_for_ever
 from tests.jobs import Job, kill
 from tests.launch import PRETRAIN, torchrun
 from tests.trainings import run_trainings
@@ -159,6 +160,28 @@ def test_a_full_disk_ends_all_and_keeps_the_checkpoint_before(start, tmp_path: P
     assert 'failing_training.py", line' not in job.errors, "a traceback: " + job.errors
     assert latest(tmp_path) == 3
     assert {path.name for path in folder.iterdir()} == {"iter_0000003", "latest_checkpointed_iteration.txt", LOCK}
+
+
+def writers(job: Job, path: Path) -> list[psutil.Process]:
+    """The processes of a job that have a file open."""
+    found = []
+    for process in job.processes():
+        with contextlib.suppress(psutil.Error):
+            if str(path) in {file.path for file in process.open_files()}:
+                found.append(process)
+    return found
+
+
+def test_a_process_that_writes_a_checkpoint_is_killed(start, tmp_path: Path) -> None:
+    """As the system kills one where memory runs out. No rank waits for it, and the last complete checkpoint stays."""
+    job = start(*POST_VALIDATION, "--train-iters", "100000", fault=(write_for_ever, 1, 14))
+    path = tmp_path / "checkpoints" / "iter_0000006.incomplete" / "__1_0.distcp"
+    job.wait_until(lambda: bool(writers(job, path)))
+    for process in writers(job, path):
+        kill(process)
+    assert job.end(SECONDS)[:2] == (1, []), job.errors
+    assert "Signal 9 (SIGKILL) received" in job.errors
+    assert latest(tmp_path) == 3
 
 
 def test_a_signal_saves_where_it_is_asked_to(start, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""megatron-core's checkpoint writer starts no process that would stay behind."""
+"""megatron-core's checkpoint writers start no process, which could die unnoticed or stay behind."""
 
 from __future__ import annotations
 
@@ -9,17 +9,23 @@ from pathlib import Path
 from tests.launch import environment
 
 SAVE = """
-import sys
+import os, sys
 import psutil, torch, torch.distributed as dist
 from megatron.zero_bubble.mcore.cpu import substitute_cuda
 
+def sync(descriptor):
+    written.add(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+    children.extend(psutil.Process().children())
+    return real_sync(descriptor)
+
 if __name__ == "__main__":
+    written, children, real_sync, os.fsync = set(), [], os.fsync, sync
     substitute_cuda()
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import ShardedTensor
-    from megatron.zero_bubble.mcore.checkpoint_results import keep_results_in_process
+    from megatron.zero_bubble.mcore.checkpoint_writers import write_in_threads
 
-    keep_results_in_process()
+    write_in_threads(keep_results=True)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     weight = torch.arange(6.0)
     state = {"weight": ShardedTensor.from_rank_offsets("weight", weight)}
@@ -27,11 +33,12 @@ if __name__ == "__main__":
         dist_checkpointing.save(state, f"{sys.argv[1]}/{name}")
         loaded = {"weight": ShardedTensor.from_rank_offsets("weight", torch.zeros(6))}
         assert torch.equal(dist_checkpointing.load(loaded, f"{sys.argv[1]}/{name}")["weight"], weight)
-    print("children:", psutil.Process().children(recursive=True))
+    assert "__0_0.distcp" in written, written
+    print("children:", children + psutil.Process().children())
 """
 
 
-def test_saving_leaves_no_process(tmp_path: Path) -> None:
+def test_saving_starts_no_process(tmp_path: Path) -> None:
     script = tmp_path / "save.py"
     script.write_text(SAVE)
     for name in ("first", "second"):
@@ -40,4 +47,4 @@ def test_saving_leaves_no_process(tmp_path: Path) -> None:
         [sys.executable, str(script), str(tmp_path)], env=environment(), capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr
-    assert "children: []" in result.stdout
+    assert "children: []\n" in result.stdout

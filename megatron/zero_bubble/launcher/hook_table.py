@@ -6,6 +6,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from megatron.zero_bubble.launcher.command_line import LaunchFlags
@@ -18,6 +19,7 @@ from megatron.zero_bubble.launcher.script_layouts import ScriptLayouts
 from megatron.zero_bubble.launcher.script_optimizer import needed_for_post_validation, post_validation_hooks
 from megatron.zero_bubble.launcher.script_replicas import replica_hooks
 from megatron.zero_bubble.launcher.v_placement import VPlacement
+from megatron.zero_bubble.mcore.checkpoint_writers import write_in_threads
 from megatron.zero_bubble.mcore.transformer_engine import defer_weight_gradients
 
 _MODELS: tuple[tuple[str, str, tuple[str, ...], tuple[str, ...]], ...] = (
@@ -292,14 +294,24 @@ def cpu_hooks() -> Iterator[Hook]:
     """The hooks of `--zero-bubble-cpu` in Megatron-LM's trainer, beside the substitutions of `mcore/cpu.py`."""
 
     def allow_no_cuda(call: Call) -> Any:
+        from megatron.training.global_vars import get_args
+
         call["allow_no_cuda"] = True
-        return call.proceed()
+        result = call.proceed()
+        # Otherwise the first save starts a process that imports megatron-core anew, without the substitutions.
+        write_in_threads(keep_results=not getattr(get_args(), "async_save", False))
+        return result
+
+    def compile_where_possible(call: Call) -> Any:
+        from megatron.core import datasets
+
+        return call.proceed() if Path(datasets.__path__[0], "Makefile").exists() else None
 
     yield Hook(
         "megatron.training.initialize",
         "initialize_megatron",
         ("allow_no_cuda",),
-        "allows Megatron-LM to start without CUDA",
+        "allows Megatron-LM to start without CUDA, and keeps its checkpoint writers in the process",
         allow_no_cuda,
     )
     yield Hook(
@@ -308,6 +320,13 @@ def cpu_hooks() -> Iterator[Hook]:
         (),
         "returns the newest GPU architecture, for which Megatron-LM demands no special environment variable",
         lambda call: 10,
+    )
+    yield Hook(
+        "megatron.core.datasets.utils",
+        "compile_helpers",
+        (),
+        "does nothing where there is no Makefile, as in the wheels of megatron-core, which have the compiled helper",
+        compile_where_possible,
     )
     yield Hook(
         "megatron.legacy.fused_kernels",

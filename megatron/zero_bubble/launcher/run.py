@@ -26,7 +26,7 @@ from megatron.zero_bubble.launcher.script_replicas import ScriptReplicas
 from megatron.zero_bubble.launcher.script_settings import check_chunks, flags_of, refuse_what_cannot_work
 from megatron.zero_bubble.launcher.script_units import ScriptUnits
 from megatron.zero_bubble.launcher.v_placement import VPlacement
-from megatron.zero_bubble.mcore.checkpoint_results import keep_results_in_process
+from megatron.zero_bubble.mcore.checkpoint_writers import write_in_threads
 from megatron.zero_bubble.mcore.recorded_call import ForwardStepError
 from megatron.zero_bubble.runtime.replanner import Report
 
@@ -53,8 +53,7 @@ class Run:
             if not job.is_layout_open:
                 check_chunks(script, job.flags, job.placement)
             check_implementation(job.flags)
-        if not getattr(script, "async_save", False):
-            keep_results_in_process()
+        write_in_threads(keep_results=not getattr(script, "async_save", False))
         self._built: list[torch.nn.Module] = []
         """The model chunks of this rank that the script has built."""
         self._chunks: list[torch.nn.Module] = []

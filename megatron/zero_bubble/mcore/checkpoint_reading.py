@@ -5,7 +5,8 @@ here with an unpickler that allows only the classes which belong there:
 
 - `.metadata`, which torch and megatron-core read with plain `pickle`: the classes in `_METADATA_NAMES`;
 - the objects in the `.distcp` files, which torch reads with plain `pickle`: `torch.load(weights_only=True)`;
-- `common.pt`: the same, even where an environment variable switches `weights_only` off.
+- `common.pt`, which megatron-core writes up to 0.18: the same, even where an environment variable switches
+  `weights_only` off.
 """
 
 from __future__ import annotations
@@ -16,22 +17,26 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import serialization
+from megatron.core.dist_checkpointing.strategies import common as common_strategies
 from megatron.core.dist_checkpointing.strategies import torch as torch_dist
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from megatron.zero_bubble.runtime.joint import jointly
+
 METADATA_FILE = ".metadata"
 COMMON_FILE = "common.pt"
+_COMMON_OBJECT = MetadataIndex("common_state/shard_0_1")
+"""The object in a `.distcp` file that megatron-core writes in place of `common.pt`, from 0.19 on."""
 
 _METADATA_NAMES = {
     *(("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")),
@@ -87,13 +92,21 @@ def extents(metadata: Metadata) -> dict[str, int]:
 
 
 def read_common(folder: str | Path) -> dict[str, Any]:
-    """Read the part of a checkpoint that all ranks share, `common.pt`: flags, iteration, hyperparameters.
+    """Read the part of a checkpoint that all ranks share: flags, iteration, hyperparameters.
 
     Raises:
-        CheckpointError: the file is missing or damaged, or names something that could run code.
+        CheckpointError: its file is missing or damaged, or names something that could run code.
     """
-    with _reading(COMMON_FILE):
-        common = _load_restricted(io.BytesIO((Path(folder) / COMMON_FILE).read_bytes()))
+    folder = Path(folder)
+    place = None
+    if not (folder / COMMON_FILE).exists():
+        place = read_metadata(folder).storage_data.get(_COMMON_OBJECT)
+    name, start, length = (COMMON_FILE, 0, -1) if place is None else (place.relative_path, place.offset, place.length)
+    with _reading(name), open(folder / name, "rb") as file:
+        file.seek(start)
+        common = _load_restricted(io.BytesIO(file.read(length)))
+        if place is not None:
+            (common,) = common
         if not isinstance(common, dict):
             raise TypeError(f"it holds a {type(common).__name__}, not a dictionary")
     return common
@@ -108,14 +121,17 @@ def load(request: dict[str, Any], folder: Path, metadata: Metadata) -> dict[str,
     Raises:
         CheckpointError: on every rank, if any rank finds its part missing, damaged or of another kind.
     """
-    try:
-        with _restricted(metadata):
-            state: dict[str, Any] = dist_checkpointing.load(request, str(folder), common_strategy=_CommonReader())
-    except CheckpointException as error:
-        # torch raises this on all ranks, with the errors of each rank.
-        reason, _ = error.failures[min(error.failures)]
-        raise CheckpointError(first_sentence(reason)) from error
-    return state
+
+    def load_part() -> dict[str, Any]:
+        try:
+            with _restricted(metadata):
+                return dist_checkpointing.load(request, str(folder))
+        except CheckpointException as error:
+            # Up to megatron-core 0.16 it has the errors of all ranks, and is raised on all of them.
+            reason, _ = error.failures[min(error.failures)]
+            raise CheckpointError(first_sentence(reason)) from error
+
+    return jointly(load_part)
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -159,13 +175,6 @@ def _why(error: Exception) -> str:
         if reason := re.search(r"WeightsUnpickler error:\s*(.+)", str(error)):
             return reason[1]
     return first_sentence(error)
-
-
-class _CommonReader(TorchCommonLoadStrategy):
-    """megatron-core's reader of the part that all ranks share, with our restricted unpickler."""
-
-    def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
-        return read_common(checkpoint_dir)
 
 
 class _Reader(FileSystemReader):
@@ -222,13 +231,28 @@ def _check_extra_state(name: str, state: Any) -> None:
 
 @contextmanager
 def _restricted(metadata: Metadata) -> Iterator[None]:
-    """Make megatron-core load with `_Reader` and `_Planner` inside the `with` block."""
-    replacements = {"CachedMetadataFileSystemReader": partial(_Reader, metadata), "MCoreLoadPlanner": _Planner}
-    originals = {name: getattr(torch_dist, name) for name in replacements}
+    """Make megatron-core load with `_Reader`, `_Planner` and `read_common` inside the `with` block."""
+    with (
+        replaced(torch_dist, "_get_filesystem_reader", lambda folder, *args, **options: _Reader(metadata, folder)),
+        replaced(torch_dist, "MCoreLoadPlanner", _Planner),
+        replaced(*_common_reader(), lambda *args: read_common(args[-1])),
+    ):
+        yield
+
+
+def _common_reader() -> tuple[Any, str]:
+    """The function with which megatron-core loads what all ranks share: its owner and its name."""
+    # A method up to 0.16, a function from 0.17 on, and another one from 0.19 on.
+    owner = getattr(common_strategies, "TorchCommonLoadStrategy", serialization)
+    return owner, "load_common" if hasattr(owner, "load_common") else "load_common_state_dict"
+
+
+@contextmanager
+def replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
+    """Give `owner` another attribute `name` inside the `with` block."""
+    original = getattr(owner, name)
+    setattr(owner, name, replacement)
     try:
-        for name, replacement in replacements.items():
-            setattr(torch_dist, name, replacement)
         yield
     finally:
-        for name, original in originals.items():
-            setattr(torch_dist, name, original)
+        setattr(owner, name, original)

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import functools
-import logging
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import serialization
+from megatron.core.dist_checkpointing.strategies import common as common_strategies
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 from torch.distributed.checkpoint import CheckpointException
 
-from megatron.zero_bubble.mcore.checkpoint_reading import CheckpointError, first_sentence
+from megatron.zero_bubble.mcore.checkpoint_reading import CheckpointError, first_sentence, replaced
 from megatron.zero_bubble.runtime.joint import jointly
 
 _ONLY_ON_RANK_0 = (
-    (TorchCommonSaveStrategy, "save_common"),
+    # A method up to megatron-core 0.16, and a function up to 0.18; later versions write no such file.
+    (getattr(common_strategies, "TorchCommonSaveStrategy", serialization), "save_common"),
     (filesystem_async.FileSystemWriterAsync, "finish"),
     (serialization, "save_config"),
 )
@@ -62,19 +62,11 @@ def _failures_after_the_end() -> Iterator[list[str]]:
     If rank 0 raised them, the other ranks would wait for it for ever in megatron-core's next collective call.
     """
     failures: list[str] = []
-    originals = [(owner, name, getattr(owner, name)) for owner, name in _ONLY_ON_RANK_0]
-    # The writers' errors are not logged, because they arrive as an exception, too.
-    writers_log = logging.getLogger(filesystem_async.__name__)
-    level = writers_log.level
-    try:
-        writers_log.setLevel(logging.CRITICAL)
-        for owner, name, original in originals:
-            setattr(owner, name, _noting(original, failures))
+    with ExitStack() as stack:
+        for owner, name in _ONLY_ON_RANK_0:
+            if hasattr(owner, name):
+                stack.enter_context(replaced(owner, name, _noting(getattr(owner, name), failures)))
         yield failures
-    finally:
-        for owner, name, original in originals:
-            setattr(owner, name, original)
-        writers_log.setLevel(level)
 
 
 def _noting(write: Callable[..., None], failures: list[str]) -> Callable[..., None]:

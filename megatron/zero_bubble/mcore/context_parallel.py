@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.utils import get_batch_on_this_cp_rank
+
+_TAKES_GROUP = "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters
+"""Whether megatron-core cuts for the ranks of a given group, from 0.18 on; without one, for all ranks of the job."""
 
 
 class ContextParallelAttention(DotProductAttention):
@@ -63,6 +69,13 @@ class ContextParallelAttention(DotProductAttention):
             attention_mask = attention_mask[..., gathered]
         key, value = (gather_from_sequence_parallel_region(x.contiguous(), group=self._group) for x in (key, value))
         return super().forward(query, key, value, attention_mask, *args, **kwargs)
+
+
+def cut_batch(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return this context-parallel rank's part of a microbatch, cut as `ContextParallelAttention` expects it."""
+    if not _TAKES_GROUP:
+        return get_batch_on_this_cp_rank(batch)
+    return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group())
 
 
 def positions(length: int, rank: int, size: int, device: torch.device) -> torch.Tensor:

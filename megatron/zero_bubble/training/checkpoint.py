@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron.zero_bubble.job.start_up import print_rank_0
 from megatron.zero_bubble.mcore.checkpoint_reading import COMMON_FILE, CheckpointError, load, read_common, read_metadata
-from megatron.zero_bubble.mcore.checkpoint_results import keep_results_in_process
+from megatron.zero_bubble.mcore.checkpoint_writers import write_in_threads
 from megatron.zero_bubble.mcore.checkpoint_writing import save
 from megatron.zero_bubble.mcore.optimizer import allocate_states, loadable
 from megatron.zero_bubble.mcore.shard_checkpoints import sharded_state, shards_matched, shards_of
@@ -73,7 +73,7 @@ class Checkpointer:
         self._chunks = [unwrap_model(chunk) for chunk in model]
         self._optimizer = optimizer
         self._scheduler = scheduler
-        keep_results_in_process()
+        write_in_threads(keep_results=True)
 
     def save(self) -> None:
         """Write the checkpoint of the last iteration under `args.save`; a collective call.

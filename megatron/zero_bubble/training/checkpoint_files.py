@@ -173,7 +173,8 @@ def check_complete(folder: Path, description: Metadata, checksums: Mapping[str, 
 def files_of_rank(folder: Path, rank: int) -> list[str]:
     """Names of the files that `rank` wrote to `folder`."""
     shards = [path.name for path in folder.glob(f"__{rank}_*.distcp")]
-    return shards + ([CONFIG, COMMON_FILE, METADATA_FILE] if rank == 0 else [])
+    others = [CONFIG, COMMON_FILE, METADATA_FILE] if rank == 0 else []
+    return shards + [name for name in others if (folder / name).exists()]
 
 
 def share(names: Collection[str], rank: int, num_ranks: int) -> list[str]:

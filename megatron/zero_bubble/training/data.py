@@ -21,8 +21,8 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
-from megatron.core.utils import get_batch_on_this_cp_rank
 
+from megatron.zero_bubble.mcore.context_parallel import cut_batch
 from megatron.zero_bubble.runtime.device import own_device
 from megatron.zero_bubble.schedule.errors import one_line
 from megatron.zero_bubble.training.data_config import DataConfig
@@ -184,7 +184,7 @@ def get_batch(
         )
         for tensor in batch.values():
             torch.distributed.broadcast(tensor, source, group=group)
-    batch = get_batch_on_this_cp_rank(batch)
+    batch = cut_batch(batch)
     return Batch(**{name: batch.get(name) for name in Batch._fields})
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.core.tokenizers import MegatronTokenizer
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
+from megatron.core.tokenizers.text.text_tokenizer import TOKENIZER_MAPPING_LIBRARIES
 
 from megatron.zero_bubble.schedule.errors import one_line
 
@@ -144,7 +145,9 @@ def build_tokenizer(
     if tokenizer_type == "NullTokenizer":
         if vocab_size is None or vocab_size < 1:
             raise ValueError(f"--tokenizer-type NullTokenizer needs --vocab-size of at least 1 (got {vocab_size})")
-        return MegatronTokenizer.from_pretrained(metadata_path={"library": "null"}, vocab_size=vocab_size)
+        # Called "null" up to megatron-core 0.16, "null-text" from 0.17 on.
+        library = next(name for name, kind in TOKENIZER_MAPPING_LIBRARIES.items() if kind == tokenizer_type)
+        return MegatronTokenizer.from_pretrained(metadata_path={"library": library}, vocab_size=vocab_size)
     tokenizer: LocalTokenizer | Llama2Tokenizer
     if tokenizer_type == "HuggingFaceTokenizer":
         tokenizer = _from_tokenizer_json(tokenizer_model)
