@@ -197,6 +197,15 @@ def test_what_does_not_fit_is_said_so_and_auto_takes_what_is_left(capsys):
     assert {"interleaved-zb", "zb-v", "v-min"} <= set(by_name)
 
 
+def test_the_reduction_of_gradients_takes_time_unless_it_overlaps():
+    plain, *overlapping = (
+        estimate(job(*LARGE, UNTIED, *more), "zb-h1") for more in ((), ["--overlap-grad-reduce"], ["--use-torch-fsdp2"])
+    )
+    assert plain.iteration_ms > plain.timeline.makespan
+    for each in overlapping:
+        assert each.iteration_ms == each.timeline.makespan
+
+
 def test_post_validation_pays_for_spans_instead_of_the_makespan():
     waiting, going_on = (estimate(job(*LARGE, UNTIED, *more, tool=FOUR), "zb-h2") for more in ((), POST_VALIDATION))
     assert waiting.iteration_ms == waiting.timeline.makespan

@@ -131,6 +131,7 @@ def test_post_validation_lets_iterations_interlock(ok):
         assert one["num_microbatches"] == 8
     assert (once["makespan"], twice["makespan"]) == (27, 27 + 24)
     assert (once["bubble_rate"], twice["bubble_rate"]) == (0, 0)
+    assert (once["lost"], twice["lost"]) == (0, 0)
     table = ok("compare", *flags, "--schedule", "1f1b").splitlines()
     assert [line.split()[-3:] for line in table] == [
         ["iteration", "without", "gain"],

@@ -7,6 +7,7 @@ in a save, whose files are tested in `test_checkpoint_files.py`. In `test_ending
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -26,7 +27,9 @@ OURS = (*FLAGS, "--zero-bubble", "--zero-bubble-keep-layout")
 
 
 def saving(folder: Path) -> tuple[str, ...]:
-    return "--save", str(folder / "checkpoints"), "--save-interval", "10"
+    """Flags of a job in this folder, which saves there and evaluates on the corpus there."""
+    save = ("--save", str(folder / "checkpoints"), "--save-interval", "10")
+    return *save, "--valid-data-path", str(folder / "corpus")
 
 
 def loading(folder: Path) -> tuple[str, ...]:
@@ -37,11 +40,17 @@ def latest(folder: Path) -> str:
     return (folder / "checkpoints" / "latest_checkpointed_iteration.txt").read_text()
 
 
+def evaluations(printed: str) -> list[str]:
+    """The loss of each evaluation."""
+    return re.findall(r"^ validation loss at iteration \d+ \| lm loss value: (\S+)", printed, flags=re.MULTILINE)
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a training that never stopped: `numerics.jsonl` and checkpoints of iterations 10, 20 and 30."""
+    """The folder of a training that never stopped: its numbers, output, and checkpoints of iterations 10, 20 and 30."""
     folder = tmp_path_factory.mktemp("uninterrupted")
-    run_trainings(2, {"numerics": [*OURS, *saving(folder)]}, folder)
+    printed = run_trainings(2, {"numerics": [*OURS, *saving(folder)]}, folder)
+    (folder / "printed.txt").write_text(printed["numerics"])
     return folder
 
 
@@ -57,8 +66,11 @@ def test_killed_and_resumed_equals_uninterrupted(uninterrupted: Path, tmp_path: 
     cut = [*OURS, *saving(tmp_path)]
     run_trainings(2, {"numerics": [*cut, KilledRank(14, rank=1)]}, tmp_path, status=-signal.SIGKILL)
     assert latest(tmp_path) == "10"
-    run_trainings(2, {"numerics": [*cut, *loading(tmp_path)]}, tmp_path)
+    printed = run_trainings(2, {"numerics": [*cut, *loading(tmp_path)]}, tmp_path)
     assert (tmp_path / "numerics.jsonl").read_bytes() == (uninterrupted / "numerics.jsonl").read_bytes()
+    expected = evaluations((uninterrupted / "printed.txt").read_text())
+    assert evaluations(printed["numerics"]) == expected[-3:]
+    assert len(set(expected)) == len(expected) == 4, "each on other data"
 
 
 @pytest.mark.exhaustive

@@ -183,6 +183,26 @@ def test_with_sequence_parallelism_the_next_layers_input_is_gathered_while_this_
     assert calls == ["gather", "multiplied", "wait", "multiplied"] * 2 * MICROBATCHES
 
 
+class Reducing:
+    """A sum over ranks in the background: it is NaN until it has been waited for."""
+
+    def __init__(self, total: torch.Tensor, parts: torch.Tensor) -> None:
+        self.total, self.parts = total, parts.clone()
+        total.fill_(float("nan"))
+
+    def wait(self) -> None:
+        self.total.copy_(self.parts)
+
+
+def test_with_tensor_parallelism_the_gradient_of_the_input_is_waited_for(monkeypatch):
+    """The reduction among tensor-parallel ranks is faked in one process: it gives back what this rank has."""
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group, async_op: Reducing(tensor, tensor))
+    model, store = Layers(), WeightGradStore()
+    split_weight_gradients([model], store)
+    model.column.allreduce_dgrad = True
+    assert_equal(run_split(model, store), run_fused(Layers()))
+
+
 def test_only_the_instances_of_the_model_change():
     classes = (ColumnParallelLinear, RowParallelLinear)
     before = [dict(cls.__dict__) for cls in classes]

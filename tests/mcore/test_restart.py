@@ -10,6 +10,7 @@ from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker, ge
 
 from megatron.zero_bubble.cli.check.one_process_numerics import make_stage
 from megatron.zero_bubble.cli.trainings import complete_arguments, one_process, rank_model
+from megatron.zero_bubble.mcore.restart import Restart
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.training.arguments import Arguments
@@ -40,3 +41,15 @@ def test_the_losses_of_experts_count_once(args: Arguments) -> None:
     stage.restart()
     stage.forward(0, 0, None)
     assert torch.equal(get_moe_layer_wise_logging_tracker()["load_balancing_loss"]["values"], once)
+
+
+@pytest.mark.usefixtures("args")
+def test_what_forwards_count_in_buffers_counts_once() -> None:
+    module = torch.nn.BatchNorm1d(2)
+    module(torch.randn(4, 2))
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    restart = Restart([module])
+    module(torch.randn(4, 2))
+    assert module.num_batches_tracked == 2
+    restart.apply()
+    assert all(torch.equal(buffer, before[name]) for name, buffer in module.named_buffers())

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import random
-from split_layers import one_rank
+from split_layers import make_config, one_rank
 
 from megatron.zero_bubble.mcore import unit_seeds
-from megatron.zero_bubble.mcore.unit_seeds import initialized_by_unit
+from megatron.zero_bubble.mcore.unit_seeds import drawn_by_unit, initialized_by_unit
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -41,6 +43,25 @@ def test_building_a_model_leaves_the_random_states_as_they_were():
     assert torch.equal(torch.cuda.get_rng_state(), before[1])
     after = random.get_cuda_rng_tracker().get_states()
     assert all(torch.equal(after[name], state) for name, state in before[2].items())
+
+
+def test_dropout_depends_on_the_iteration_and_the_microbatch():
+    config = make_config()
+    assert config.hidden_dropout > 0
+    model = GPTModel(config, get_gpt_layer_local_spec(), 128, 16, pre_process=True, post_process=False)
+    positions = torch.arange(8)[None]
+    iteration = 1
+
+    def output(microbatch: int) -> torch.Tensor:
+        model.current_microbatch = microbatch
+        return model(positions, positions, None).detach()
+
+    with drawn_by_unit(5, [model], lambda: iteration):
+        first = output(0)
+        assert torch.equal(output(0), first)
+        assert not torch.equal(output(1), first)
+        iteration = 2
+        assert not torch.equal(output(0), first)
 
 
 def test_seeds_of_units_differ():

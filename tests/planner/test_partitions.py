@@ -37,6 +37,14 @@ def test_expensive_layers_are_spread_by_their_time() -> None:
     assert balanced_partition(Balance(uneven, Placement("linear", 2), 8)) == (6, 2)
 
 
+def test_where_states_do_not_fit_layers_leave_the_full_rank_and_not_the_slowest() -> None:
+    layer = UnitCosts(1, 1, 0.8, state=1)
+    costs = ModelCosts(UnitCosts(0, 0, 0, state=3), (layer,) * 8, UnitCosts(5, 5, 5))
+    linear = Placement("linear", 2)
+    assert balanced_partition(Balance(costs, linear, 8)) == (7, 1)
+    assert balanced_partition(Balance(costs, linear, 8, room=6)) == (3, 5)
+
+
 def test_stages_of_a_rank_are_not_lopsided_where_ranks_are_even() -> None:
     found = balanced_partition(Balance(model(24, 0.01), Placement("v", 4, 2), 16))
     assert found == (3,) * 8

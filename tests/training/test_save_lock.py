@@ -105,6 +105,7 @@ def test_a_killed_job_does_not_keep_the_next_one_out(tmp_path, holder):
 def test_a_folder_whose_job_is_done_can_be_locked_by_the_next_one(tmp_path):
     lock(tmp_path).close()
     holder = Holder(tmp_path)
+    assert f"process {holder.pid} on node-7" in refusal(tmp_path), "the file no longer names the job before"
     holder.kill()
     os.kill(holder.child, signal.SIGKILL)
 
