@@ -38,33 +38,53 @@ def is_class_without_effect(full_name: str) -> bool:
     return any(full_name.startswith(prefix) for prefix in CLASSES_WITHOUT_EFFECT)
 
 
-def refused_settings(
-    settings: object, features: Collection[Feature] = ()
-) -> Iterator[tuple[str, Any, Refusal, Feature | None]]:
-    """Yield what is refused: the setting's name and value, the row of the table, and the feature that refuses it.
+def refuse_with_schedule(settings: object, schedule: str) -> None:
+    """Refuse the arguments of a script that no zero-bubble schedule supports.
 
     Args:
         settings: an object with the settings as attributes; a version of Megatron may lack some.
-        features: the features in use.
-    """
-    for row in REFUSALS:
-        feature = next((feature for feature in row.features if feature in features), None)
-        if row.features and feature is None:
-            continue
-        for name in row.names.split():
-            value = getattr(settings, name, None)
-            if row.when(value, settings):
-                yield name, value, row, feature
-
-
-def refuse_settings(settings: object, features: Collection[Feature], schedule: str) -> None:
-    """Refuse the arguments of a script that a schedule or feature does not support.
+        schedule: the schedule as the user asked for it.
 
     Raises:
         ValueError: there is one; the message has the flag, its value, the reason and what works instead.
     """
-    for name, value, row, feature in refused_settings(settings, features):
-        flag = flag_of_setting(name) + ("" if value is True else f" {value}")
-        other = schedule if feature is None else feature.value
-        text = f"{flag} does not work with {other}: {row.reason}"
-        raise ValueError(f"{text}; {row.instead}" if row.instead else text)
+    for name, value, row in unsupported(settings):
+        raise ValueError(f"{_given(name, value)} does not work with {schedule}: {_explained(row)}")
+
+
+def refuse_with_features(settings: object, features: Collection[Feature]) -> None:
+    """Refuse the arguments that a feature in use does not support.
+
+    Raises:
+        ValueError: there is one; the message has the feature, the flag, its value, the reason and what works instead.
+    """
+    for feature in features:
+        for name, value, row in _refused(settings, feature):
+            raise ValueError(f"{feature.value} does not work with {_given(name, value)}: {_explained(row)}")
+
+
+def unsupported(settings: object) -> Iterator[tuple[str, Any, Refusal]]:
+    """Yield the name and value of each setting that no zero-bubble schedule supports, with its row of the table."""
+    yield from _refused(settings, None)
+
+
+def works_with(settings: object, feature: Feature) -> bool:
+    """Tell whether a feature supports all settings."""
+    return next(_refused(settings, feature), None) is None
+
+
+def _refused(settings: object, feature: Feature | None) -> Iterator[tuple[str, Any, Refusal]]:
+    for row in REFUSALS:
+        if feature in row.features or (feature is None and not row.features):
+            for name in row.names.split():
+                value = getattr(settings, name, None)
+                if row.when(value, settings):
+                    yield name, value, row
+
+
+def _given(name: str, value: Any) -> str:
+    return flag_of_setting(name) + ("" if value is True else f" {value}")
+
+
+def _explained(row: Refusal) -> str:
+    return f"{row.reason}; {row.instead}" if row.instead else row.reason

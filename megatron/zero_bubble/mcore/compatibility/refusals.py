@@ -8,6 +8,7 @@ from typing import Any
 from megatron.zero_bubble.mcore.compatibility.setting_rows import Feature, Refusal, is_on
 
 _POST_VALIDATION = (Feature.POST_VALIDATION,)
+_HIERARCHICAL = (Feature.HIERARCHICAL_SGD,)
 _SHARDS = (Feature.VOCABULARY_SHARDS,)
 
 
@@ -76,14 +77,20 @@ WITH_EVERY_SCHEDULE = (
         when=_is_given,
     ),
     Refusal(
-        "tensor_parallel_num_weight_shards gtp_weight_remat_size",
+        "gtp_weight_remat_size expert_gtp_weight_remat_size",
         "it shards weights, but W accumulates whole gradients",
-        "with as many shards as tensor ranks it works",
+        when=lambda value, settings: (value or 1) > 1,
+    ),
+    Refusal(
+        "tensor_parallel_num_weight_shards",
+        "it shards weights, but W accumulates whole gradients",
+        "it works with as many shards as tensor ranks",
         when=_exceeds("tensor_model_parallel_size"),
     ),
     Refusal(
-        "expert_tensor_parallel_num_weight_shards expert_gtp_weight_remat_size",
+        "expert_tensor_parallel_num_weight_shards",
         "it shards the weights of experts, but W accumulates whole gradients",
+        "it works with as many shards as tensor ranks of experts",
         when=_exceeds("expert_tensor_parallel_size"),
     ),
     Refusal(
@@ -91,11 +98,12 @@ WITH_EVERY_SCHEDULE = (
         "it shards gradients, but W accumulates whole ones",
         "--use-distributed-optimizer shards the optimizer's states",
     ),
-    Refusal(
-        "use_torch_fsdp2", "Megatron-LM refuses it with pipelines", "pretrain_gpt.py of this project runs it"
-    ),
+    Refusal("use_torch_fsdp2", "Megatron-LM refuses it with pipelines", "pretrain_gpt.py of this project runs it"),
     Refusal("use_legacy_models", "its layers are not megatron-core's"),
-    Refusal("enable_mhc_connections enable_hyper_connections", "messages between stages hold several streams, and so have another shape"),
+    Refusal(
+        "enable_mhc_connections enable_hyper_connections",
+        "messages between stages hold several streams, and so have another shape",
+    ),
     Refusal(
         "modelopt_enabled export_kd_teacher_load qad_train_target freeze_base_for_mtp",
         "ModelOpt computes with other weights than the parameters, and sends a teacher's messages too",
@@ -110,7 +118,7 @@ WITH_EVERY_SCHEDULE = (
     Refusal(
         "fp8 fp4",
         "Transformer Engine loses the gradients of biases if W is deferred",
-        "it works with --disable-bias-linear",
+        "it works without biases (--disable-bias-linear)",
         condition="with biases",
         when=_has_biases,
     ),
@@ -127,13 +135,11 @@ WITH_FEATURES = (
         "fp16 loss_scale",
         "the script gets the result of a step before it is known whether the step is skipped",
         "use --bf16",
-        _POST_VALIDATION,
+        (Feature.SCRIPT_POST_VALIDATION,),
     ),
     Refusal("log_params_norm", "it reads the parameters before a step is validated", "", _POST_VALIDATION),
     Refusal("save_params_interval", "it saves the parameters before their step is validated", "", _POST_VALIDATION),
-    Refusal(
-        "log_num_zeros_in_grad", "the zeros are counted over all ranks before the step", "", _POST_VALIDATION
-    ),
+    Refusal("log_num_zeros_in_grad", "the zeros are counted over all ranks before the step", "", _POST_VALIDATION),
     Refusal("qk_clip", "it changes parameters before their step is validated", "", _POST_VALIDATION),
     Refusal(
         "log_max_attention_logit save_activations_interval save_tokens_per_expert_interval moe_routing_trace_path",
@@ -223,10 +229,31 @@ WITH_FEATURES = (
     Refusal(
         "check_weight_hash_across_dp_replicas_interval",
         "replicas have different weights between two averagings",
-        "",
-        (Feature.HIERARCHICAL_SGD,),
+        "leave it out",
+        _HIERARCHICAL,
     ),
-    Refusal("mtp_num_layers", "only the last stage computes its losses", "", _SHARDS),
+    Refusal(
+        "use_distributed_optimizer",
+        "each replica keeps a shard of the others' parameters, so none can step alone",
+        "leave it out",
+        _HIERARCHICAL,
+    ),
+    Refusal(
+        "expert_model_parallel_size",
+        "replicas share experts, so none can step alone",
+        "use 1",
+        _HIERARCHICAL,
+        "above 1",
+        lambda value, settings: (value or 1) > 1,
+    ),
+    Refusal("fp16", "every replica would have a loss scale of its own", "use --bf16", _HIERARCHICAL),
+    Refusal(
+        "calculate_per_token_loss",
+        "the number of tokens is summed over replicas in every step",
+        "leave it out",
+        _HIERARCHICAL,
+    ),
+    Refusal("mtp_num_layers", "its losses need the whole output layer on one rank", "leave it out", _SHARDS),
     Refusal("variable_seq_lengths", "the collectives need one shape on all ranks", "", _SHARDS),
     Refusal("logit_dtype", "the shards compute logits in the type of the model", "", _SHARDS),
     Refusal("fp8_output_proj", "the shards have an output layer of their own", "", _SHARDS),

@@ -26,6 +26,7 @@ class Feature(Enum):
     """A feature of this project with which a setting may be refused that works otherwise, as a user asks for it."""
 
     POST_VALIDATION = "--zero-bubble-post-validation"
+    SCRIPT_POST_VALIDATION = "--zero-bubble-post-validation under the launcher"
     HIERARCHICAL_SGD = "--hierarchical-sgd"
     VOCABULARY_SHARDS = "--zero-bubble-vocabulary-parallel on"
     PLANNED_RECOMPUTATION = "--zero-bubble-recompute planned"

@@ -109,7 +109,8 @@ WITHOUT_EFFECT = (
         mhc_init_gating_factor mhc_recompute_layer_num num_residual_streams use_fused_mhc
         min_dynamic_context_parallel_size csa_window_size csa_compress_ratios csa_compress_rotary_base csa_dense_mode
         apply_dsa_kernel_fusion o_groups o_lora_rank cuda_graph_dynamic_microbatches
-        megatron_fsdp_cache_param_bucket_views megatron_fsdp_prefetch_recompute_forward_weights dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk
+        megatron_fsdp_cache_param_bucket_views megatron_fsdp_prefetch_recompute_forward_weights
+        dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk
         dsa_indexer_topk_freq dsa_indexer_skip_topk_offset dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss
         dsa_indexer_rope_interleaved dsa_indexer_rotate_activation dsa_indexer_scoring_relu dsa_indexer_k_norm_epsilon
         dsa_indexer_k_norm_fp32 dsa_kernel_backend grpo_prompts_per_step grpo_group_size grpo_iterations
