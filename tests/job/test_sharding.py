@@ -26,8 +26,8 @@ def test_the_plan_spreads_the_vocabulary_if_the_flag_says_so() -> None:
     [
         (
             {"zero_bubble_vocabulary_parallel": "on", "mtp_num_layers": 1},
-            "--zero-bubble-vocabulary-parallel on does not work with multi-token prediction: "
-            "leave out --mtp-num-layers",
+            "--zero-bubble-vocabulary-parallel on does not work with --mtp-num-layers 1: "
+            "its losses need the whole output layer on one rank; leave it out",
         ),
         (
             {"zero_bubble_vocabulary_parallel": "auto"},

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 
 import megatron.zero_bubble as zb
@@ -143,6 +144,20 @@ def run_training(rank: int, run: Run, training: Training) -> None:
         layers = [len(chunk.module.decoder.layers) for chunk in chunks_built()]
     (run.folder / f"{run.name}.{rank}.layers").write_text(json.dumps(layers))
     (run.folder / f"{run.name}.{rank}.undone").write_text(str(undone()))
+
+
+class TorchsMuon(Change):
+    """megatron-core's chain of Muon and Adam has torch's Muon: the package with NVIDIA's is not on PyPI."""
+
+    @contextlib.contextmanager
+    def applied(self, run: Run) -> Iterator[None]:
+        from megatron.core.optimizer import muon
+
+        def make(groups: Any, lr: float, momentum_beta: float, weight_decay: float, **other: Any) -> Any:
+            return torch.optim.Muon(groups, lr=lr, momentum=momentum_beta, weight_decay=weight_decay)
+
+        with mock.patch.multiple(muon, HAVE_EMERGING_OPTIMIZERS=True, TensorParallelMuon=make):
+            yield
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from megatron.zero_bubble.job.layers import layers_of_layout
 from megatron.zero_bubble.schedule import Placement
 from tests.jobs import Job
 from tests.launch import torchrun
-from tests.launcher.script_trainings import CHECKOUT, MeasuredCosts, ScriptTrainings, Training, numbers
+from tests.launcher.script_trainings import CHECKOUT, MeasuredCosts, ScriptTrainings, TorchsMuon, Training, numbers
 
 P2 = ("--pipeline-model-parallel-size", "2", "--clip-grad", "0.5")
 """The gradient norm is above this in every iteration."""
@@ -102,6 +102,9 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> ScriptTrainings:
         "base, two chunks": Training(None, (*P2, *CHUNKS)),
         "interleaved-zb": Training({"schedule": "interleaved-zb"}, (*P2, *CHUNKS)),
     }
+    muon = {"change": TorchsMuon()}
+    table["base, Muon"] = Training(None, (*SOMETIMES, "--optimizer", "muon"), **muon)
+    table["post-validated, Muon"] = Training(POST_VALIDATION, (*SOMETIMES, "--optimizer", "muon"), **muon)
     for name, optimizer in OPTIMIZERS.items():
         table[f"base, {name}"] = Training(None, (*SOMETIMES, *optimizer))
         table[f"post-validated, {name}"] = Training(POST_VALIDATION, (*SOMETIMES, *optimizer))
@@ -176,6 +179,13 @@ def test_the_steps_of_any_optimizer_are_undone(trainings: ScriptTrainings, optim
     name = f"post-validated, {optimizer}"
     assert trainings.numbers(name) == trainings.numbers(f"base, {optimizer}")
     assert trainings.undone(name) > 0
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has Muon from 2.9 on")
+def test_the_steps_of_muon_are_undone(trainings: ScriptTrainings) -> None:
+    """The script's optimizer is the chain of Muon and of Adam, for which megatron-core calls a hooked function."""
+    assert trainings.numbers("post-validated, Muon") == trainings.numbers("base, Muon")
+    assert trainings.undone("post-validated, Muon") > 0
 
 
 def test_seeds_of_layers_draw_the_same_in_an_uneven_v(trainings: ScriptTrainings) -> None:

@@ -5,6 +5,8 @@ One mistake ends a process of its own. Those that take a running script end fork
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import subprocess
 import sys
 from argparse import Namespace
@@ -15,8 +17,10 @@ import torch
 from megatron.core.transformer import TransformerConfig
 
 from megatron.zero_bubble.launcher.command_line import LaunchFlags
+from megatron.zero_bubble.launcher.hooks import Call
 from megatron.zero_bubble.launcher.mistakes import LauncherError
 from megatron.zero_bubble.launcher.run import Run
+from megatron.zero_bubble.launcher.script_choice import validate_arguments
 from tests.launch import environment
 from tests.launcher.launched import launch
 from tests.launcher.script_trainings import CHECKOUT
@@ -60,7 +64,7 @@ def only_error(errors: str) -> str:
         ("zb-h1", {"overlap_moe_expert_parallel_comm": True}, ["--overlap-moe-expert-parallel-comm"]),
         ("zb-h1", {"fine_grained_activation_offloading": True}, ["--fine-grained-activation-offloading", "W may need"]),
         ("zb-h1", {"moe_paged_stash": True}, ["--moe-paged-stash", "own schedule"]),
-        ("zb-h1", {"cuda_graph_impl": "local"}, ["--cuda-graph-impl local"]),
+        ("zb-h1", {"cuda_graph_impl": "local"}, ["--cuda-graph-impl local", "zb-h1", "B and W together"]),
         ("zb-h1", {"transformer_impl": "transformer_engine"}, ["--transformer-impl transformer_engine", "use local"]),
         ("zb-h1", {"tp_comm_overlap": True}, ["--tp-comm-overlap", "zb-h1"]),
         ("zb-h1", {"fp8": "hybrid"}, ["--fp8-format hybrid", "zb-h1", "--disable-bias-linear"]),
@@ -76,6 +80,67 @@ def test_flags_that_contradict_the_script_s(schedule: str, changed: dict[str, ob
         Run(script_arguments(**changed), LaunchFlags(zero_bubble_schedule=schedule))
     assert all(word in str(error.value) for word in words)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "changed", "line"),
+    [
+        (
+            {"post_validation": True},
+            {"moe_expert_rank_capacity_factor": 1.5},
+            "--zero-bubble-post-validation does not work with --moe-expert-rank-capacity-factor 1.5: both run steps "
+            "again",
+        ),
+        (
+            {"post_validation": True},
+            {"overlap_param_gather_with_optimizer_step": True},
+            "--zero-bubble-post-validation does not work with --overlap-param-gather-with-optimizer-step: parameters "
+            "are sent to the replicas before their step is validated; --overlap-param-gather alone works",
+        ),
+        (
+            {"post_validation": True},
+            {"fp16": True},
+            "--zero-bubble-post-validation under the launcher does not work with --fp16: the script gets the result "
+            "of a step before it is known whether the step is skipped; use --bf16",
+        ),
+        (
+            {"vocabulary_parallel": "on"},
+            {"logit_dtype": torch.float32},
+            "--zero-bubble-vocabulary-parallel on does not work with --output-logit-dtype torch.float32: the shards "
+            "compute logits in the type of the model",
+        ),
+        (
+            {"schedule": "zb-v"},
+            {"heterogeneous_layers_config_path": "blocks.json"},
+            "a V placement (zb-v, v-half, v-min) does not work with --heterogeneous-layers-config-path blocks.json: "
+            "in a V, stages take their layers in another order; use a linear schedule",
+        ),
+        (
+            {},
+            {"moe_paged_stash": True},
+            "--moe-paged-stash does not work with --zero-bubble-schedule zb-h1: it records the order of operations of "
+            "megatron-core's own schedule",
+        ),
+        ({}, {"moe_expert_rank_capacity_factor": 1.5, "fp16": True, "logit_dtype": torch.float32}, None),
+        ({"post_validation": True}, {"optimizer": "muon", "fp8": "e4m3", "fp8_recipe": "mxfp8"}, None),
+    ],
+)
+def test_settings_are_refused_before_megatron_lm_validates_them(
+    settings: dict[str, str], changed: dict[str, object], line: str | None
+) -> None:
+    """It prints them all then. Before, no rank has a group of processes."""
+    flags = LaunchFlags(**{f"zero_bubble_{name}": value for name, value in {"schedule": "zb-h1", **settings}.items()})
+    validated: list[Namespace] = []
+
+    def validate(args: Namespace) -> None:
+        validated.append(args)
+
+    call = Call(validate, inspect.signature(validate).bind(script_arguments(add_bias_linear=False, **changed)))
+    with pytest.raises(LauncherError) if line else contextlib.nullcontext() as error:
+        validate_arguments(flags, call)
+    assert (error is None) == bool(validated)
+    if error is not None:
+        assert str(error.value) == line
 
 
 def test_a_model_that_no_schedule_can_run_is_refused_when_it_is_built() -> None:

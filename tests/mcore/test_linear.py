@@ -224,6 +224,13 @@ def test_a_frozen_weight_is_not_split():
     assert_equal(ours, run_fused(reference))
 
 
+def test_a_layer_whose_output_has_another_type_is_not_split():
+    """megatron-core 0.20 gives the output layer such a type with `--output-logit-dtype`."""
+    model = Layers()
+    model.column.output_dtype = torch.float64
+    assert split_weight_gradients([model], WeightGradStore()) == ["row.weight"]
+
+
 def test_a_weight_that_is_frozen_after_the_split_gets_no_gradient():
     store, model, reference = WeightGradStore(), Layers(), Layers()
     split_weight_gradients([model], store)

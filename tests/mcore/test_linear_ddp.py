@@ -193,13 +193,24 @@ def test_ddp_that_would_lose_what_w_brings_is_refused():
     ("settings", "message"),
     [
         ({"tp_comm_overlap": True}, "tp_comm_overlap is not supported by zero-bubble schedules"),
-        ({"fp8": "hybrid"}, "add_bias_linear with fp8 is not supported by zero-bubble schedules"),
+        ({"fp8": "hybrid"}, "fp8 'hybrid' is not supported .* the gradients of biases .*; it works without biases"),
         ({"fp8": "hybrid", "add_bias_linear": False}, None),
         # Fields of later versions of megatron-core.
         ({"fine_grained_activation_offloading": True}, "fine_grained_activation_offloading is not .*: W may need a"),
         ({"moe_paged_stash": True}, "moe_paged_stash is not supported .* megatron-core's own schedule; switch it off"),
         ({"overlap_dispatch_backward_with_experts_wgrad": True}, "megatron-core then runs the W of experts itself"),
         ({"moe_paged_stash": False}, None),
+        ({"use_transformer_engine_op_fuser": True}, "compute W outside of the layers that defer it; switch it off"),
+        ({"experimental_attention_variant": "dsa"}, "experimental_attention_variant 'dsa' is not supported"),
+        ({"experimental_attention_variant": "gdn"}, None),
+        ({"gtp_weight_remat_size": 2, "tensor_model_parallel_size": 4}, "gtp_weight_remat_size 2 .* shards weights"),
+        ({"tensor_parallel_num_weight_shards": 4, "tensor_model_parallel_size": 4}, None),
+        ({"tensor_parallel_num_weight_shards": 4}, "it works with as many shards as tensor ranks"),
+        ({"cuda_graph_impl": "none"}, None),
+        ({"cuda_graph_impl": "full_iteration"}, "cuda_graph_impl 'full_iteration' is not supported"),
+        ({"num_microbatches_with_partial_activation_checkpoints": 0}, "by their place in megatron-core's own"),
+        # This project sets it, for Transformer Engine.
+        ({"delay_wgrad_compute": True}, None),
     ],
 )
 def test_settings_with_which_w_cannot_be_deferred_are_refused(settings, message):

@@ -26,6 +26,10 @@ class StepsAnotherWay(FP32Optimizer):
     pass
 
 
+class StepsThePartsOfOthers(ChainedOptimizer):
+    """As megatron-core's `LayerWiseDistributedOptimizer` does, each of whose replicas steps some of the layers."""
+
+
 def test_the_gradients_of_the_norm_have_a_function_of_either_name():
     """`get_main_grads_for_grad_norm` until megatron-core 0.18, `get_grads_for_grad_norm` since 0.19."""
     gradients = [torch.ones(1)]
@@ -49,5 +53,7 @@ def test_what_steps_in_another_way_is_refused():
     check_optimizer(part(grad_norm_skip_threshold=float("inf")))
     with pytest.raises(ValueError, match=r"^megatron-core's optimizer StepsAnotherWay is not supported$"):
         check_optimizer(ChainedOptimizer([part(StepsAnotherWay)]))
+    with pytest.raises(ValueError, match=r"^megatron-core's optimizer StepsThePartsOfOthers is not supported$"):
+        check_optimizer(StepsThePartsOfOthers([part()]))
     with pytest.raises(ValueError, match=r"^grad_norm_skip_threshold is not supported"):
         check_optimizer(part(grad_norm_skip_threshold=10.0))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from megatron.zero_bubble.job.flags import flag_name
 from megatron.zero_bubble.job.job_flags import JobFlags
+from megatron.zero_bubble.mcore.compatibility.compatibility_table import refuse_with_features
+from megatron.zero_bubble.mcore.compatibility.setting_rows import Feature
 from megatron.zero_bubble.schedule.hierarchy import Hierarchy
 
 FLAG, WARMUP = flag_name("hierarchical_sgd"), flag_name("hierarchical_sgd_warmup")
@@ -37,24 +39,8 @@ def hierarchy_of(flags: JobFlags) -> Hierarchy | None:
             f"{FLAG} {text} ends with groups of {hierarchy.num_replicas}, and the job has {replicas} data-parallel "
             f"replicas: the last group must be all of them, as in {_example(replicas)}"
         )
-    for reason, is_so in _reasons(flags).items():
-        if is_so:
-            raise ValueError(f"{FLAG} does not work with {reason}")
+    refuse_with_features(flags, [Feature.HIERARCHICAL_SGD])
     return hierarchy
-
-
-def _reasons(flags: JobFlags) -> dict[str, bool]:
-    """What the method does not work with, and whether the job has it."""
-    experts = flags.expert_model_parallel_size
-    return {
-        "--use-distributed-optimizer: each replica keeps a shard of the others' parameters, so none can step alone; "
-        "leave it out": flags.use_distributed_optimizer,
-        f"--expert-model-parallel-size {experts}: replicas share experts, so none can step alone; use 1": experts > 1,
-        "--fp16: every replica would have a loss scale of its own; use --bf16": flags.fp16,
-        "--calculate-per-token-loss: the number of tokens is summed over replicas in every step; leave it out": (
-            flags.calculate_per_token_loss
-        ),
-    }
 
 
 def _example(replicas: int) -> str:

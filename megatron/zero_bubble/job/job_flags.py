@@ -66,6 +66,7 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
     recompute_method: str | None = None
     recompute_num_layers: int | None = None
     fp8: str | None = None
+    fp8_recipe: str | None = "delayed"
     fp4: str | None = None
     attention_dropout: float = 0.0
     hidden_dropout: float = 0.0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from megatron.zero_bubble.job.job_flags import JobFlags
+from megatron.zero_bubble.mcore.compatibility.compatibility_table import refuse_with_features
+from megatron.zero_bubble.mcore.compatibility.setting_rows import Feature
 from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.schedule import Placement, iteration_time, with_post_validation
 from megatron.zero_bubble.schedule.default_costs import default_costs
@@ -15,13 +17,7 @@ def check_post_validation(flags: JobFlags) -> None:
     """Raise `ValueError` for a flag that post-validation does not support; the message names both flags and why."""
     if not flags.zero_bubble_post_validation:
         return
-    reasons = {
-        "--log-num-zeros-in-grad: the zeros are counted over all ranks before the step": flags.log_num_zeros_in_grad,
-        "--timing-log-level 2: its timers make every step wait for all ranks": flags.timing_log_level > 1,
-    }
-    for reason, is_so in reasons.items():
-        if is_so:
-            raise ValueError(f"{FLAG} does not work with {reason}")
+    refuse_with_features(flags, [Feature.POST_VALIDATION])
     if flags.zero_bubble_rollback == "inverse" and flags.optimizer != "adam":
         raise ValueError(f"{INVERSE}: only AdamW can be inverted, and --optimizer is {flags.optimizer}: {USE_SNAPSHOT}")
 

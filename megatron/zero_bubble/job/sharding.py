@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from megatron.zero_bubble.job.flags import flag_name
 from megatron.zero_bubble.job.job_flags import JobFlags
+from megatron.zero_bubble.mcore.compatibility.compatibility_table import refuse_with_features
+from megatron.zero_bubble.mcore.compatibility.setting_rows import Feature
 from megatron.zero_bubble.mcore.vocabulary_size import check_vocabulary_size, divides
 
 
@@ -17,8 +19,8 @@ def check_sharding(flags: JobFlags, *, is_layout_open: bool) -> None:
     given = f"{flag_name('zero_bubble_vocabulary_parallel')} {value}"
     if value == "auto" and not is_layout_open:
         raise ValueError(f"{given} chooses with the layout, which other flags fix: use on or off")
-    if value == "on" and flags.mtp_num_layers:
-        raise ValueError(f"{given} does not work with multi-token prediction: leave out --mtp-num-layers")
+    if value == "on":
+        refuse_with_features(flags, [Feature.VOCABULARY_SHARDS])
 
 
 def check_shards(flags: JobFlags, padded_vocab_size: int) -> None:

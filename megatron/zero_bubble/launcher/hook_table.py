@@ -56,7 +56,7 @@ class ScriptHooks:
             "megatron.training.arguments",
             "validate_args",
             ("args",),
-            "allows layers that the stages do not divide, under `--zero-bubble` and with `--allow-padding-num-layers`",
+            "refuses settings; allows layers that the stages do not divide, where the layout is chosen or padded",
             partial(validate_arguments, self.flags),
         )
         state = "megatron.core.parallel_state"
@@ -161,6 +161,13 @@ class ScriptHooks:
             "get_megatron_optimizer",
             (),
             "keeps the optimizer, whose steps the schedule takes, or whose parameters replicas average",
+            lambda call: self.script_run.keep_optimizer(call),
+        )
+        yield Hook(
+            "megatron.core.optimizer.muon",
+            "get_megatron_muon_optimizer",
+            (),
+            "keeps the chain of Muon and the optimizer that it gets from the function above",
             lambda call: self.script_run.keep_optimizer(call),
         )
         yield Hook(

@@ -23,8 +23,15 @@ from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.launcher.hooks import Call
 from megatron.zero_bubble.launcher.mistakes import LauncherError, users_mistakes
 from megatron.zero_bubble.launcher.script_layouts import ScriptLayouts
-from megatron.zero_bubble.launcher.script_settings import check_chunks, divide_pattern, flags_of
+from megatron.zero_bubble.launcher.script_settings import (
+    check_chunks,
+    divide_pattern,
+    flags_of,
+    refuse_script_settings,
+)
 from megatron.zero_bubble.launcher.script_units import ScriptUnits, change_settings
+from megatron.zero_bubble.mcore.compatibility.compatibility_table import works_with
+from megatron.zero_bubble.mcore.compatibility.setting_rows import Feature
 from megatron.zero_bubble.mcore.decoder_models import HYBRID_RECOMPUTES
 from megatron.zero_bubble.mcore.placement import replace_embedding_groups
 from megatron.zero_bubble.runtime.joint import jointly
@@ -41,7 +48,9 @@ _TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def validate_arguments(flags: LaunchFlags, call: Call) -> Any:
-    """Hook around `validate_args`: allow uneven stages while the layout is open, or by `--allow-padding-num-layers`.
+    """Hook around `validate_args`: refuse settings before Megatron-LM prints any, and allow uneven stages.
+
+    Stages may be uneven while the layout is open, or by `--allow-padding-num-layers`.
 
     Megatron-LM refuses layers that the stages do not divide unless a layout spreads them. Hence it is given one, in
     place of the number of chunks; if the layout is open, only while it validates the arguments.
@@ -50,6 +59,7 @@ def validate_arguments(flags: LaunchFlags, call: Call) -> Any:
     with users_mistakes():
         divide_pattern(script, flags)
         job = flags_of(script, flags)
+        refuse_script_settings(script, job)
         layout = _even_layout(script, job)
     if layout is None:
         return call.proceed()
@@ -104,7 +114,8 @@ def settle_layout(script: Namespace, session: Session, units: ScriptUnits, setup
             found = units.profiled_costs(setup, profile) if profile else units.measured_costs(setup)
         except LauncherError as error:
             raise _Unmeasured(str(error)) from error
-        if units.shapes_vary and not session.job.flags.vocabulary_parallel:
+        spreads = not units.shapes_vary and works_with(script, Feature.VOCABULARY_SHARDS)
+        if not spreads and not session.job.flags.vocabulary_parallel:
             session.restrict(zero_bubble_vocabulary_parallel="off")
         return found
 

@@ -14,44 +14,21 @@ from typing import Any
 
 import torch
 
-from megatron.zero_bubble.job.flags import flag_name
 from megatron.zero_bubble.job.job_flags import JobFlags
 from megatron.zero_bubble.job.post_validation_flags import FLAG
 from megatron.zero_bubble.launcher.hooks import Call, Hook, Needed
 from megatron.zero_bubble.launcher.mistakes import LauncherError
 from megatron.zero_bubble.mcore.post_validation import PostValidation, StepOutcome
 
-_REFUSED = {
-    "fp16": "the script gets the result of a step before it is known whether the step is skipped; use --bf16",
-    "loss_scale": "the script gets the result of a step before it is known whether the step is skipped",
-    "log_params_norm": "it reads the parameters before a step is validated",
-    "log_num_zeros_in_grad": "the zeros are counted over all ranks before the step",
-    "qk_clip": "it changes parameters before their step is validated",
-    "save_params_interval": "it saves the parameters before their step is validated",
-    "mtp_detach_heads": "it clips the layers of --mtp-num-layers by a separate norm",
-    "use_precision_aware_optimizer": "it keeps gradients and parameters in an unsupported form",
-    "optimizer_cpu_offload": "it keeps the optimizer's states on the host",
-    "optimizer_cuda_graph": "its graph contains clipping and step, which post-validation runs separately",
-}
-"""Settings of the script that post-validation does not support, and why."""
-
-
 _OPTIMIZER = "megatron.core.optimizer"
 _UNTIL_0_18, _SINCE_0_19 = ("0.16", "0.17", "0.18"), ("0.19", "0.20")
 
 
 class ScriptPostValidation:
-    """Replaces the calls of a script to its optimizer under post-validation.
-
-    Raises:
-        LauncherError: the script has a setting that post-validation does not support.
-    """
+    """Replaces the calls of a script to its optimizer under post-validation."""
 
     def __init__(self, script: Namespace, flags: JobFlags) -> None:
         self._is_asked_for = flags.zero_bubble_post_validation
-        for name, reason in _REFUSED.items():
-            if self._is_asked_for and getattr(script, name, None):
-                raise LauncherError(f"{FLAG} does not work with {flag_name(name)}: {reason}")
         self._script = script
         self._optimizer: Any = None
         self._chunks: list[Any] = []

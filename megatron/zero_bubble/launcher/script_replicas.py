@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron.zero_bubble.job.flags import flag_name
 from megatron.zero_bubble.job.hierarchy_flags import FLAG
 from megatron.zero_bubble.job.replicas import wait_fields
 from megatron.zero_bubble.job.session import Session
@@ -22,20 +21,9 @@ from megatron.zero_bubble.job.start_up import print_rank_0
 from megatron.zero_bubble.launcher.hooks import Call, Hook
 from megatron.zero_bubble.launcher.mistakes import LauncherError
 
-_REFUSED = {
-    "check_weight_hash_across_dp_replicas_interval": "replicas have different weights between two averagings",
-    "optimizer_cpu_offload": "the optimizer's parameters are on the host",
-    "use_torch_fsdp2": "each replica keeps a shard of the others' parameters, so none can step alone",
-}
-"""Flags of the script that hierarchical SGD does not work with, and why."""
-
 
 class ScriptReplicas:
-    """The replicas of a script's model; it does nothing with a single one.
-
-    Raises:
-        LauncherError: the script has a setting that hierarchical SGD does not support.
-    """
+    """The replicas of a script's model; it does nothing with a single one."""
 
     def __init__(self, script: Namespace, session: Session) -> None:
         self._script = script
@@ -43,9 +31,6 @@ class ScriptReplicas:
         self._averages = session.job.hierarchy is not None
         if not self._averages:
             return
-        for name, reason in _REFUSED.items():
-            if getattr(script, name, None):
-                raise LauncherError(f"{FLAG} does not work with {flag_name(name)}: {reason}")
         if getattr(script, "rerun_mode", "disabled") != "disabled":
             print_rank_0(
                 f" > {FLAG}: with --rerun-mode {script.rerun_mode} all ranks wait for each other in every iteration; "

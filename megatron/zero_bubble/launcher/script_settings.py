@@ -6,32 +6,17 @@ from argparse import Namespace
 from dataclasses import fields
 from typing import Any
 
-from megatron.zero_bubble.job.flags import flag_name
 from megatron.zero_bubble.job.hybrid_pattern import HybridPattern
 from megatron.zero_bubble.job.job_flags import JobFlags
 from megatron.zero_bubble.job.layers import spread_layers
 from megatron.zero_bubble.job.plans import choose_placement, choose_plan
 from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.launcher.mistakes import LauncherError
-from megatron.zero_bubble.mcore.refused_settings import REFUSED
+from megatron.zero_bubble.mcore.compatibility.compatibility_table import refuse_with_features, refuse_with_schedule
+from megatron.zero_bubble.mcore.compatibility.setting_rows import Feature
 from megatron.zero_bubble.planner.registry import ENTRIES
 from megatron.zero_bubble.schedule import Placement
-
-_REFUSED = {
-    **REFUSED,
-    "use_torch_fsdp2": "Megatron-LM refuses it with pipelines, but pretrain_gpt.py of this project runs it",
-    "use_megatron_fsdp": "it shards gradients, but W accumulates whole ones",
-    "use_legacy_models": "its layers are not megatron-core's",
-    "delay_wgrad_compute": "it defers W too",
-    "defer_embedding_wgrad_compute": "it defers the output layer's W too",
-    "hybrid_context_parallel": "it brings its own pipeline schedule",
-    "perform_rl_step": "its rollouts need megatron-core's own schedule",
-}
-"""Settings of the script that no zero-bubble schedule supports, and why."""
-_REFUSED_IN_V = {
-    "num_layers_per_virtual_pipeline_stage": "it asks for megatron-core's interleaved placement, not a V",
-    "heterogeneous_layers_config_path": "in a V, stages take their layers in another order",
-}
+from megatron.zero_bubble.schedule.recomputation import Recompute
 
 _PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 """Arguments that hold a pattern: Megatron-LM's, and its older name, which it copies to the other."""
@@ -62,36 +47,38 @@ def flags_of(script: Namespace, flags: LaunchFlags, **known: Any) -> JobFlags:
 
 
 def refuse_what_cannot_work(script: Namespace, flags: JobFlags) -> None:
-    """Refuse settings of the script that contradict the schedule.
+    """Refuse settings of the script that contradict the schedule, once the arguments are validated.
 
     Raises:
         ValueError: the first contradiction, or a reason why the schedule cannot be planned.
     """
-    placement = choose_placement(flags, choose_plan(flags))
-    refused = {**_REFUSED, **(_REFUSED_IN_V if placement.kind == "v" else {})}
-    for name, reason in refused.items():
-        value = getattr(script, name, None)
-        if value:
-            flag = flag_name(name) + (f" {value}" if value is not True else "")
-            raise LauncherError(f"{flag} does not work with --zero-bubble-schedule {flags.schedule}: {reason}")
-    if flags.zero_bubble_post_validation and getattr(script, "moe_expert_rank_capacity_factor", None) is not None:
-        raise LauncherError(
-            "--moe-expert-rank-capacity-factor does not work with --zero-bubble-post-validation: both run steps again"
-        )
-    if getattr(script, "cuda_graph_impl", "none") != "none":
-        raise LauncherError(f"--cuda-graph-impl {script.cuda_graph_impl} records B and W in one graph: leave it out")
-    has_local_attention = getattr(script, "transformer_impl", None) == "local" and not getattr(script, "spec", None)
-    if getattr(script, "sft", False) and has_local_attention:
-        raise LauncherError(
-            "--sft packs sequences, which megatron-core's local attention cannot tell apart: give "
-            "--transformer-impl transformer_engine, which needs a GPU, or --spec with an attention that can"
-        )
-    for name in ("fp8", "fp4"):
-        if getattr(script, name, None) and getattr(script, "add_bias_linear", True):
-            raise LauncherError(
-                f"--{name}-format {getattr(script, name)} works with --zero-bubble-schedule {flags.schedule} only "
-                "if --disable-bias-linear is given: Transformer Engine loses the gradients of biases if W is deferred"
-            )
+    refuse_script_settings(script, flags, choose_placement(flags, choose_plan(flags)).kind)
+
+
+def refuse_script_settings(script: Namespace, flags: JobFlags, placement: str | None = None) -> None:
+    """Refuse the script's arguments that the schedule or a feature in use does not support.
+
+    Args:
+        placement: kind of the placement; by default that of the flags, as far as they name one.
+
+    Raises:
+        ValueError: the table of settings refuses one.
+    """
+    if placement is None:
+        entry = ENTRIES.get(flags.schedule or "")
+        placement = flags.zero_bubble_placement or (None if entry is None else entry.placement)
+    in_use = {
+        Feature.POST_VALIDATION: flags.zero_bubble_post_validation,
+        Feature.SCRIPT_POST_VALIDATION: flags.zero_bubble_post_validation,
+        Feature.HIERARCHICAL_SGD: flags.hierarchical_sgd is not None,
+        Feature.VOCABULARY_SHARDS: flags.vocabulary_parallel,
+        Feature.PLANNED_RECOMPUTATION: flags.recompute is Recompute.PLANNED,
+        Feature.LAYER_SEEDS: flags.zero_bubble_seed_by_layer,
+        Feature.V_PLACEMENT: placement == "v",
+    }
+    asked_for = f"--zero-bubble-schedule {flags.schedule}" if flags.zero_bubble_schedule else "--zero-bubble"
+    refuse_with_schedule(script, asked_for)
+    refuse_with_features(script, [feature for feature, is_used in in_use.items() if is_used])
 
 
 def check_chunks(script: Namespace, flags: JobFlags, placement: Placement) -> None:

@@ -83,6 +83,9 @@ def _split(layer: Any, store: WeightGradStore) -> bool:
     if layer.weight is None:
         # The output layer of a stage that also holds the embedding uses the embedding's weight.
         return False
+    if getattr(layer, "output_dtype", None) is not None:
+        # Its product has another type (`--output-logit-dtype` of megatron-core 0.20), so that B and W stay together.
+        return False
     if layer.config.defer_embedding_wgrad_compute:
         raise ValueError(
             "defer_embedding_wgrad_compute defers the output layer's weight gradient a second time: switch it off"
@@ -111,16 +114,15 @@ def _forward_impl(
     grad_output_buffer: None = None,
     wgrad_deferral_limit: int | None = None,
     gtp_remat_size: int = 1,
-    output_dtype: torch.dtype | None = None,
+    output_dtype: None = None,
 ) -> torch.Tensor:
     """Replaces `ColumnParallelLinear._forward_impl` and `RowParallelLinear._forward_impl`.
 
     megatron-core 0.19 and 0.20 pass the last two arguments: for weights sharded layer by layer, and for logits of
-    another type.
+    another type. A layer that has either is not split.
     """
-    assert gtp_remat_size == 1, "refused when the layer was split"
-    if output_dtype is not None:
-        raise ValueError(f"a linear layer with another output type ({output_dtype}) cannot be split into B and W")
+    assert gtp_remat_size == 1, "such a layer was not split"
+    assert output_dtype is None, "such a layer was not split"
     if not weight.requires_grad:
         return linear_with_frozen_weight(
             input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, tp_group

@@ -50,8 +50,9 @@ def check_optimizer(optimizer: MegatronOptimizer) -> None:
         ValueError: it cannot; the message names the optimizer or its setting.
     """
     kinds = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer)
-    for part in parts(optimizer):
-        if type(part) not in kinds:
+    # Subclasses of the chain distribute its parts' parameters over replicas themselves.
+    for part in (*parts(optimizer), optimizer):
+        if type(part) not in (*kinds, ChainedOptimizer):
             raise ValueError(f"megatron-core's optimizer {type(part).__name__} is not supported")
         if getattr(part.config, "grad_norm_skip_threshold", math.inf) < math.inf:
             raise ValueError("grad_norm_skip_threshold is not supported: the norm is known only after the step")

@@ -9,8 +9,8 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron.zero_bubble.mcore.compatibility.compatibility_table import unsupported
 from megatron.zero_bubble.mcore.decoder_models import HYBRID, HYBRID_RECOMPUTES
-from megatron.zero_bubble.mcore.refused_settings import REFUSED
 from megatron.zero_bubble.schedule.recomputation import recomputes_blocks
 
 
@@ -20,16 +20,18 @@ def refuse_unsupported(config: Any, chunks: Sequence[torch.nn.Module], adjust_te
     Raises:
         ValueError: an unsupported setting is on, or DDP would lose the gradients that W computes.
     """
-    found = {name: reason for name, reason in REFUSED.items() if getattr(config, name, None)}
-    if config.num_microbatches_with_partial_activation_checkpoints is not None:
-        name = "num_microbatches_with_partial_activation_checkpoints"
-        found[name] = "it says which microbatches recompute by their place in megatron-core's own schedule"
-    if config.fp8 and config.add_bias_linear:
-        found["add_bias_linear with fp8"] = "Transformer Engine loses the gradients of biases if W is deferred"
+    for name, value, row in unsupported(config):
+        # This project sets it, for Transformer Engine, once the configuration is made.
+        if name != "delay_wgrad_compute":
+            given = name if value is True else f"{name} {value!r}"
+            raise ValueError(
+                f"{given} is not supported by zero-bubble schedules: {row.reason}; {row.instead or 'switch it off'}"
+            )
     if adjust_tensor_shapes_fn is not None:
-        found["adjust_tensor_shapes_fn"] = "messages have the shape of the model's settings"
-    for name, reason in found.items():
-        raise ValueError(f"{name} is not supported by zero-bubble schedules: {reason}; switch it off")
+        raise ValueError(
+            "adjust_tensor_shapes_fn is not supported by zero-bubble schedules: messages have the shape of the "
+            "model's settings; leave it out"
+        )
     for chunk in chunks:
         _refuse_lost_gradients(chunk)
 

@@ -31,7 +31,7 @@ def parse_args(argv=None):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--clip-grad", type=float, default=1.0)
     parser.add_argument("--lr", type=float, default=1e-2)
-    parser.add_argument("--optimizer", default="adamw", choices=("adamw", "adam", "sgd", "adagrad"))
+    parser.add_argument("--optimizer", default="adamw", choices=("adamw", "adam", "sgd", "adagrad", "muon"))
     parser.add_argument("--hidden-dropout", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--sgd-momentum", type=float, default=0.9)

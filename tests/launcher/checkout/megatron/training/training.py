@@ -12,6 +12,7 @@ from megatron.core.distributed import DistributedDataParallel as DDP
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.muon import get_megatron_muon_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.utils import (
     is_pp_first_stage,
@@ -80,18 +81,18 @@ def get_model(model_provider):
 
 
 def get_optimizer(args, model):
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="sgd" if args.optimizer == "sgd" else "adam",
-            sgd_momentum=args.sgd_momentum,
-            decoupled_weight_decay=args.optimizer == "adamw",
-            lr=args.lr,
-            clip_grad=args.clip_grad,
-            use_distributed_optimizer=args.use_distributed_optimizer,
-            params_dtype=torch.float32,
-        ),
-        model,
+    config = OptimizerConfig(
+        optimizer="sgd" if args.optimizer == "sgd" else "adam",
+        sgd_momentum=args.sgd_momentum,
+        decoupled_weight_decay=args.optimizer == "adamw",
+        lr=args.lr,
+        clip_grad=args.clip_grad,
+        use_distributed_optimizer=args.use_distributed_optimizer,
+        params_dtype=torch.float32,
     )
+    if args.optimizer == "muon":
+        return get_megatron_muon_optimizer(config, model)
+    optimizer = get_megatron_optimizer(config, model)
     if args.optimizer == "adagrad":
         for part in optimizer.chained_optimizers:
             part.optimizer = torch.optim.Adagrad(part.optimizer.param_groups)

@@ -1,0 +1,90 @@
+"""The table of all settings of megatron-core and Megatron-LM, and the refusals that follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from megatron.zero_bubble.mcore.compatibility.refusals import REFUSALS
+from megatron.zero_bubble.mcore.compatibility.setting_rows import Effect, Feature, Refusal
+from megatron.zero_bubble.mcore.compatibility.settings_without_effect import CLASSES_WITHOUT_EFFECT, WITHOUT_EFFECT
+from megatron.zero_bubble.mcore.compatibility.working_settings import WORKING
+
+GROUPS = (*WORKING, *WITHOUT_EFFECT)
+_FLAGS = {"fp8": "--fp8-format", "fp4": "--fp4-format", "logit_dtype": "--output-logit-dtype"}
+"""Refused settings whose flag has another name."""
+
+
+def flag_of_setting(name: str) -> str:
+    """The flag of Megatron-LM that sets a refused setting, if there is one."""
+    return _FLAGS.get(name, f"--{name.replace('_', '-')}")
+
+
+def effects() -> Iterator[tuple[str, Effect]]:
+    """Yield every setting's name with its effect.
+
+    A name occurs once in a correct table. A setting that is refused with some features or values only has the effect
+    that it has without them.
+    """
+    for row in REFUSALS:
+        if row.is_unconditional:
+            yield from ((name, Effect.REFUSED) for name in row.names.split())
+    for group in GROUPS:
+        yield from ((name, group.effect) for name in group.names.split())
+
+
+def is_class_without_effect(full_name: str) -> bool:
+    """Tell whether no field of a configuration class has an effect on a schedule."""
+    return any(full_name.startswith(prefix) for prefix in CLASSES_WITHOUT_EFFECT)
+
+
+def refuse_with_schedule(settings: object, schedule: str) -> None:
+    """Refuse the arguments of a script that no zero-bubble schedule supports.
+
+    Args:
+        settings: an object with the settings as attributes; a version of Megatron may lack some.
+        schedule: the schedule as the user asked for it.
+
+    Raises:
+        ValueError: there is one; the message has the flag, its value, the reason and what works instead.
+    """
+    for name, value, row in unsupported(settings):
+        raise ValueError(f"{_given(name, value)} does not work with {schedule}: {_explained(row)}")
+
+
+def refuse_with_features(settings: object, features: Collection[Feature]) -> None:
+    """Refuse the arguments that a feature in use does not support.
+
+    Raises:
+        ValueError: there is one; the message has the feature, the flag, its value, the reason and what works instead.
+    """
+    for feature in features:
+        for name, value, row in _refused(settings, feature):
+            raise ValueError(f"{feature.value} does not work with {_given(name, value)}: {_explained(row)}")
+
+
+def unsupported(settings: object) -> Iterator[tuple[str, Any, Refusal]]:
+    """Yield the name and value of each setting that no zero-bubble schedule supports, with its row of the table."""
+    yield from _refused(settings, None)
+
+
+def works_with(settings: object, feature: Feature) -> bool:
+    """Tell whether a feature supports all settings."""
+    return next(_refused(settings, feature), None) is None
+
+
+def _refused(settings: object, feature: Feature | None) -> Iterator[tuple[str, Any, Refusal]]:
+    for row in REFUSALS:
+        if feature in row.features or (feature is None and not row.features):
+            for name in row.names.split():
+                value = getattr(settings, name, None)
+                if row.when(value, settings):
+                    yield name, value, row
+
+
+def _given(name: str, value: Any) -> str:
+    return flag_of_setting(name) + ("" if value is True else f" {value}")
+
+
+def _explained(row: Refusal) -> str:
+    return f"{row.reason}; {row.instead}" if row.instead else row.reason
