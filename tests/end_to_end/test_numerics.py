@@ -62,6 +62,20 @@ SCRIPTS = {
     ),
 }
 """What Megatron-LM's example scripts for these models say, as far as a CPU can do it."""
+DEEPSEEK_V3 = (
+    *("--multi-latent-attention", "--q-lora-rank", "24", "--kv-lora-rank", "16", "--qk-head-dim", "8"),
+    *("--qk-pos-emb-head-dim", "4", "--v-head-dim", "12", "--qk-layernorm", "--rotary-scaling-factor", "40"),
+    *("--mscale", "1.0", "--mscale-all-dim", "1.0", "--position-embedding-type", "rope", "--normalization", "RMSNorm"),
+    *("--swiglu", "--disable-bias-linear", "--untie-embeddings-and-output-weights", "--no-rope-fusion"),
+    *("--num-experts", "8", "--moe-layer-freq", "([0]*1+[1]*3)", "--moe-ffn-hidden-size", "16"),
+    *("--moe-shared-expert-intermediate-size", "16", "--moe-router-load-balancing-type", "seq_aux_loss"),
+    *("--moe-aux-loss-coeff", "1e-2", "--moe-router-topk", "4", "--moe-router-num-groups", "4"),
+    *("--moe-router-group-topk", "2", "--moe-router-pre-softmax", "--moe-router-topk-scaling-factor", "2.5"),
+    *("--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias", "--moe-router-dtype", "fp32"),
+    *("--moe-router-bias-update-rate", "1e-2", "--moe-token-dispatcher-type", "alltoall", "--mtp-num-layers", "1"),
+    *("--mtp-loss-scaling-factor", "0.3", "--bf16", *NO_DROPOUT),
+)
+"""The flags of DeepSeek-V3 with small sizes: dense and expert layers, a shared expert, a prediction layer."""
 MODELS = {
     "untied": ("--untie-embeddings-and-output-weights",),
     "llama-like": (
@@ -78,9 +92,10 @@ MODELS = {
         *("--moe-router-load-balancing-type", "seq_aux_loss"),
     ),
     "norms-around-zero": ("--apply-layernorm-1p",),
+    "deepseek-v3": DEEPSEEK_V3,
     **SCRIPTS,
 }
-QUICK_MODELS = ("llama-like", "experts", "fp16", "llama3-script")
+QUICK_MODELS = ("llama-like", "experts", "fp16", "llama3-script", "deepseek-v3")
 IN_MAKE_TEST = [*((2, schedule, "fp32", 8) for schedule in SCHEDULES), (2, "zb-h1", "bf16", 4)]
 CASES = [
     *IN_MAKE_TEST,

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 
 import pytest
 
 from megatron.zero_bubble.job.job_flags import JobFlags
 from megatron.zero_bubble.training.arguments import FLAG_GROUPS, Arguments, parse_arguments
+from megatron.zero_bubble.training.core_flags import flag_groups
 
 REQUIRED = (
     *("--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "16"),
@@ -49,6 +51,8 @@ MEGATRON_HAS_TOO = """
 --no-masked-softmax-fusion --fp8-format --fp8-amax-history-len --fp8-amax-compute-algo --fp8-param-gather
 --use-mcore-models --train-samples --decoupled-lr --decoupled-min-lr --lr-decay-samples --lr-warmup-samples
 --grad-reduce-in-bf16 --manual-gc --manual-gc-interval --no-manual-gc-eval --empty-unused-memory-level
+--use-rope-scaling --rope-scaling-factor --rotary-seq-len-interpolation-factor --attention-softmax-in-fp32
+--no-persist-layer-norm --no-rope-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion
 --tiktoken-pattern --no-create-attention-mask-in-dataloader --no-mmap-bin-files --profile --use-pytorch-profiler
 --profile-step-start --profile-step-end --profile-ranks --use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward
 """
@@ -67,8 +71,16 @@ WITHOUT_OUR_NAME = {"--log-numerics", "--hierarchical-sgd", "--hierarchical-sgd-
 OURS = {"--zero-bubble", "--zero-bubble-schedule", *WITHOUT_OUR_NAME}
 
 
+CORE_GROUPS = flag_groups(())
+"""Flags that are fields of megatron-core's configurations."""
+
+
 def flag_names() -> set[str]:
-    entries = [entry for group in FLAG_GROUPS for entry in fields(group)]
+    return names_of(FLAG_GROUPS)
+
+
+def names_of(groups: Sequence[type]) -> set[str]:
+    entries = [entry for group in groups for entry in fields(group)]
     return {f"--{entry.name.replace('_', '-')}" for entry in entries} | {
         name for entry in entries for name in entry.metadata["names"]
     }
@@ -79,7 +91,8 @@ def test_every_flag_of_megatron_that_we_take_keeps_its_name():
 
 
 def test_our_own_flags_say_zero_bubble():
-    own = flag_names() - {name for names in (MEGATRONS, MEGATRON_HAS_TOO, IN_USE_ELSEWHERE) for name in names.split()}
+    megatrons = {name for names in (MEGATRONS, MEGATRON_HAS_TOO, IN_USE_ELSEWHERE) for name in names.split()}
+    own = flag_names() - megatrons - names_of(CORE_GROUPS)
     assert own >= OURS
     assert {name for name in own if "zero-bubble" not in name} == WITHOUT_OUR_NAME
 

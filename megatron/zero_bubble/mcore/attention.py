@@ -13,7 +13,27 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.zero_bubble.mcore.context_parallel import ContextParallelAttention
 
 
-class TorchAttention(DotProductAttention):
+class LocalAttention(DotProductAttention):
+    """megatron-core's local attention, also for values with other channels than --kv-channels, as latent ones have.
+
+    Args:
+        v_channels: channels of a head's values; None for as many as the configuration says.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *args: Any,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(config, *args, **kwargs)
+        if v_channels is not None:
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+
+class TorchAttention(LocalAttention):
     """megatron-core's local attention, computed by `torch.nn.functional.scaled_dot_product_attention`.
 
     On a GPU torch uses a kernel that never writes the matrix of scores to memory.
@@ -67,8 +87,14 @@ class ContextParallelTorchAttention(ContextParallelAttention, TorchAttention):
     """Torch's fused attention over a sequence that context-parallel ranks share."""
 
 
+class ContextParallelLocalAttention(ContextParallelAttention, LocalAttention):
+    """megatron-core's local attention over a sequence that context-parallel ranks share."""
+
+
 def core_attention(config: TransformerConfig, *, uses_torch: bool) -> type[DotProductAttention]:
     """Return the class of core attention for local layers; `uses_torch` chooses torch's fused kernels."""
     if config.context_parallel_size > 1:
-        return ContextParallelTorchAttention if uses_torch else ContextParallelAttention
-    return TorchAttention if uses_torch else DotProductAttention
+        return ContextParallelTorchAttention if uses_torch else ContextParallelLocalAttention
+    if uses_torch:
+        return TorchAttention
+    return LocalAttention if config.multi_latent_attention else DotProductAttention

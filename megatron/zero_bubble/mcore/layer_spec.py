@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-    get_gpt_mtp_block_spec,
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs, get_gpt_mtp_block_spec
+from megatron.core.transformer import ModuleSpec, TransformerConfig, multi_latent_attention
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.transformer_block import (
+    LayerNormImpl,
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
 )
-from megatron.core.transformer import ModuleSpec, TransformerConfig
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron.zero_bubble.mcore.attention import core_attention
 
@@ -46,6 +49,9 @@ _NORMS = {
 }
 
 
+_NORMS_IN_ATTENTION = {"q_layernorm", "k_layernorm", "kv_layernorm"}
+
+
 class LocalNorm:
     """One of torch's norms with the settings that megatron-core's own wrapper of them refuses.
 
@@ -66,45 +72,60 @@ def _needs_local_norm(config: TransformerConfig) -> bool:
     return config.sequence_parallel or config.layernorm_zero_centered_gamma
 
 
-def layer_spec(config: TransformerConfig, transformer_impl: str, *, uses_torch_attention: bool) -> ModuleSpec:
-    """Return the spec of one layer.
+def layer_specs(config: TransformerConfig, *, uses_torch_attention: bool) -> list[ModuleSpec]:
+    """Return the specs of all layers of the model; layers that are alike share one.
 
     Args:
-        transformer_impl: `local` or `transformer_engine`.
         uses_torch_attention: whether local layers attend through torch's fused kernels.
     """
-    grouped = config.moe_grouped_gemm
-    if transformer_impl == "transformer_engine":
-        return get_gpt_layer_with_transformer_engine_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=grouped)
-    layer = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, moe_grouped_gemm=grouped, normalization=config.normalization
+    is_local = config.transformer_impl == "local"
+    layers = get_gpt_decoder_layer_specs(
+        config,
+        use_transformer_engine=not is_local,
+        normalization=config.normalization,
+        qk_l2_norm=config.qk_l2_norm,
     )
-    layer = copy.deepcopy(layer)
+    if not is_local:
+        return layers
+    if not isinstance(multi_latent_attention.TELinear, type):
+        # megatron-core asks whether its adapter of Transformer Engine can be imported, which needs no such package.
+        multi_latent_attention.HAVE_TE = False
     attention = core_attention(config, uses_torch=uses_torch_attention)
-    layer.submodules.self_attention.submodules.core_attention = attention
+    distinct = {id(layer): _local(config, layer, attention) for layer in layers}
+    return [distinct[id(layer)] for layer in layers]
+
+
+def _local(config: TransformerConfig, layer: ModuleSpec, attention: type[torch.nn.Module]) -> ModuleSpec:
+    """Return a copy of a local layer's spec with our attention and, where megatron-core's do not fit, our norms."""
+    layer = copy.deepcopy(layer)
+    inside = layer.submodules.self_attention.submodules
+    inside.core_attention = attention
     if _needs_local_norm(config):
         layer.submodules.input_layernorm = LocalNorm
         layer.submodules.pre_mlp_layernorm = LocalNorm
+        if config.qk_layernorm:
+            for name in _NORMS_IN_ATTENTION & vars(inside).keys():
+                setattr(inside, name, LocalNorm)
     return layer
 
 
 def block_spec(
-    config: TransformerConfig, layer: ModuleSpec, transformer_impl: str, vp_stage: int | None, pp_rank: int
-) -> ModuleSpec | TransformerBlockSubmodules:
-    """Return the spec of one model chunk's decoder, whose layers have the spec `layer`."""
-    if transformer_impl == "transformer_engine" or not _needs_local_norm(config):
-        return layer
-    num_layers = get_num_layers_to_build(config, vp_stage, pp_rank)
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=LocalNorm)
+    config: TransformerConfig, layers: Sequence[ModuleSpec], vp_stage: int | None, pp_rank: int
+) -> TransformerBlockSubmodules:
+    """Return the spec of one model chunk's decoder, with the chunk's part of the layers of the model."""
+    layout: Any = config.pipeline_model_parallel_layout
+    if layout is not None:
+        chosen = layout.get_layer_id_list(layer_type=LayerType.decoder, vp_stage=vp_stage, pp_rank=pp_rank)
+    else:
+        start = get_transformer_layer_offset(config, vp_stage, pp_rank)
+        chosen = range(start, start + get_num_layers_to_build(config, vp_stage, pp_rank))
+    is_local = config.transformer_impl == "local"
+    norm = LocalNorm if is_local and _needs_local_norm(config) else LayerNormImpl
+    return TransformerBlockSubmodules(layer_specs=[layers[index] for index in chosen], layer_norm=norm)
 
 
 def multi_token_spec(
-    config: TransformerConfig,
-    layer: ModuleSpec,
-    transformer_impl: str,
-    vp_stage: int | None,
-    *,
-    is_last_stage: bool,
+    config: TransformerConfig, layer: ModuleSpec, vp_stage: int | None, *, is_last_stage: bool
 ) -> Any | None:
     """Return the spec of the multi-token prediction layers, built like `layer`; None if the stage has none.
 
@@ -113,10 +134,11 @@ def multi_token_spec(
     """
     if not config.mtp_num_layers:
         return None
-    spec = get_gpt_mtp_block_spec(config, layer, transformer_impl == "transformer_engine", vp_stage)
+    is_local = config.transformer_impl == "local"
+    spec = get_gpt_mtp_block_spec(config, layer, not is_local, vp_stage)
     if (spec is not None) != is_last_stage:
         raise ValueError("the layers of --mtp-num-layers must be on the last stage, beside the loss")
-    if spec is None or not _needs_local_norm(config) or transformer_impl == "transformer_engine":
+    if spec is None or not is_local or not _needs_local_norm(config):
         return spec
     spec = copy.deepcopy(spec)
     for layer in spec.layer_specs:

@@ -1,13 +1,19 @@
-"""The flags of `pretrain_gpt.py`. Names and meanings are Megatron-LM's; ours begin with `--zero-bubble`."""
+"""The flags of `pretrain_gpt.py`. Names and meanings are Megatron-LM's; ours begin with `--zero-bubble`.
+
+Flags that are fields of megatron-core's configurations come from there (`core_flags.py`); all others are listed here
+and, where the launcher has them too, in `job/flags.py`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, make_dataclass, replace
+from typing import Any
 
 from megatron.zero_bubble.job.aliases import AliasFlags, translated
 from megatron.zero_bubble.job.flag_parser import flag, parse_flags
 from megatron.zero_bubble.job.flags import ParallelFlags, ReplicaFlags, ZeroBubbleFlags
+from megatron.zero_bubble.training.core_flags import flag_groups
 
 TORCH_BACKENDS = ("flash", "fused")
 """Values of --attention-backend with which local layers compute attention with torch's kernels."""
@@ -17,62 +23,23 @@ TORCH_BACKENDS = ("flash", "fused")
 class ModelFlags:
     """Model."""
 
-    num_layers: int = flag("number of transformer layers")
-    hidden_size: int = flag("width of the residual stream")
-    num_attention_heads: int = flag("number of attention heads")
     seq_length: int = flag("tokens in a sequence")
     max_position_embeddings: int | None = flag("largest position that is embedded (default: --seq-length)", None)
-    ffn_hidden_size: int | None = flag(
-        "width of the MLP (default: 4 x hidden size; with --swiglu two thirds of it)", None
-    )
-    kv_channels: int | None = flag("width of one attention head (default: hidden size / heads)", None)
     group_query_attention: bool = flag("share keys and values among groups of heads", False)
-    num_query_groups: int = flag("number of groups for --group-query-attention", 1)
+    use_rope_scaling: bool = flag("scale rotary frequencies as Llama 3.1 does", False)
+    rope_scaling_factor: float = flag("factor of --use-rope-scaling", 8.0)
+    rotary_seq_len_interpolation_factor: int | None = flag("divide rotary positions by this", None)
     position_embedding_type: str = flag("kind of positions", "learned_absolute", choices=("learned_absolute", "rope"))
     no_position_embedding: bool = flag("no learned positions: what rope implies", False)
-    rotary_base: int = flag("base of the rotary frequencies", 10000)
-    rotary_percent: float = flag("part of a head's channels that is rotated", 1.0)
     swiglu: bool = flag("gated SiLU in the MLP instead of GeLU", False)
-    normalization: str = flag("kind of normalization", "LayerNorm", choices=("LayerNorm", "RMSNorm"))
-    norm_epsilon: float = flag("epsilon of the normalization", 1e-5)
-    apply_layernorm_1p: bool = flag("store the normalization's weights as their difference from 1", False)
     untie_embeddings_and_output_weights: bool = flag("give the output layer weights of its own", False)
-    disable_bias_linear: bool = flag("no bias in linear layers", False)
-    attention_dropout: float = flag("dropout of attention weights", 0.1)
-    hidden_dropout: float = flag("dropout of the residual branches", 0.1)
-    init_method_std: float = flag("standard deviation of the initial weights", 0.02)
     make_vocab_size_divisible_by: int = flag("pad the vocabulary to a multiple of this times the tensor size", 128)
-    num_experts: int | None = flag("experts of each layer's MLP (default: one dense MLP)", None)
-    moe_router_topk: int = flag("experts that a token is sent to", 2)
-    moe_router_load_balancing_type: str = flag(
-        "how the router balances experts", "aux_loss", choices=("aux_loss", "seq_aux_loss", "sinkhorn", "none")
-    )
-    moe_aux_loss_coeff: float = flag("weight of the loss that balances experts", 0.0)
-    moe_token_dispatcher_type: str = flag(
-        "how tokens reach their experts", "allgather", choices=("allgather", "alltoall")
-    )
-    moe_grouped_gemm: bool = flag("compute a rank's experts together", False)
-    mtp_num_layers: int | None = flag(
-        "number of additional future tokens to predict, each with its own layer on the last stage", None
-    )
-    mtp_loss_scaling_factor: float = flag("weight of the mean loss of --mtp-num-layers", 0.1)
-    transformer_impl: str = flag(
-        "layers: megatron-core's own, or Transformer Engine's", "local", choices=("local", "transformer_engine")
-    )
-    attention_backend: str = flag(
-        "kernels of attention; for local layers flash and fused are torch's, local and unfused megatron-core's, auto "
-        "torch's on a GPU",
-        "auto",
-        choices=("flash", "fused", "unfused", "local", "auto"),
-    )
-    cross_entropy_loss_fusion: bool = flag("compute the loss with fewer kernels and one reduction", False)
     no_masked_softmax_fusion: bool = flag("accepted without effect: scores are never masked by a fused kernel", False)
-    fp8_format: str | None = flag("compute linear layers in fp8, on a GPU", None, choices=("e4m3", "hybrid"))
-    fp8_amax_history_len: int = flag("steps of which the largest value decides a delayed scale", 1)
-    fp8_amax_compute_algo: str = flag(
-        "which of --fp8-amax-history-len's values counts", "most_recent", choices=("most_recent", "max")
-    )
-    fp8_param_gather: bool = flag("gather parameters in fp8, with --use-distributed-optimizer", False)
+    attention_softmax_in_fp32: bool = flag("accepted without effect: always so", False)
+    no_persist_layer_norm: bool = flag("accepted without effect: always so", False)
+    no_rope_fusion: bool = flag("accepted without effect: always so", False)
+    no_bias_gelu_fusion: bool = flag("compute bias and GeLU apart, as local layers always do", False)
+    no_bias_swiglu_fusion: bool = flag("compute bias and SwiGLU apart, as local layers always do", False)
     use_mcore_models: bool = flag("accepted without effect: all models are megatron-core's", False)
     no_gradient_accumulation_fusion: bool = flag(
         "compute and accumulate weight gradients in two kernels, even if apex's fused kernel is installed", False
@@ -90,10 +57,6 @@ class TrainingFlags:
     )
     train_iters: int | None = flag("number of iterations", None)
     train_samples: int | None = flag("number of sequences, instead of --train-iters", None)
-    lr: float = flag("highest learning rate")
-    min_lr: float = flag("lowest learning rate", 0.0)
-    decoupled_lr: float | None = flag("highest learning rate of embedding and output layer (default: --lr)", None)
-    decoupled_min_lr: float | None = flag("lowest learning rate of embedding and output layer", None)
     lr_decay_style: str = flag(
         "shape of the decay", "linear", choices=("constant", "linear", "cosine", "inverse-square-root")
     )
@@ -102,25 +65,7 @@ class TrainingFlags:
     lr_warmup_iters: int = flag("iterations of linear warm-up", 0)
     lr_warmup_samples: int = flag("sequences of linear warm-up, with --train-samples", 0)
     lr_warmup_fraction: float | None = flag("warm-up as a fraction of the decay, instead of iterations", None)
-    weight_decay: float = flag("weight decay", 0.01)
-    clip_grad: float = flag("largest global gradient norm; 0: no clipping", 1.0)
-    optimizer: str = flag("optimizer", "adam", choices=("adam", "sgd"))
-    sgd_momentum: float = flag("SGD's momentum", 0.9)
-    adam_beta1: float = flag("decay rate of Adam's first moment", 0.9)
-    adam_beta2: float = flag("decay rate of Adam's second moment", 0.999)
-    adam_eps: float = flag("Adam's epsilon", 1e-8)
-    bf16: bool = flag("train in bfloat16 with fp32 master weights", False)
-    fp16: bool = flag("train in float16 with fp32 master weights and a loss scale", False)
-    loss_scale: float | None = flag("constant loss scale (default: adaptive)", None)
-    initial_loss_scale: float = flag("loss scale to start from", 2.0**32)
-    min_loss_scale: float = flag("lowest loss scale", 1.0)
-    loss_scale_window: int = flag("iterations without overflow after which the scale grows", 1000)
-    hysteresis: int = flag("overflows after which the scale shrinks", 2)
-    calculate_per_token_loss: bool = flag("average the loss over tokens, not over microbatches", False)
     recompute_activations: bool = flag("the same as --recompute-granularity selective", False)
-    recompute_granularity: str | None = flag("what to recompute in backward", None, choices=("selective", "full"))
-    recompute_method: str | None = flag("which layers full recomputation covers", None, choices=("uniform", "block"))
-    recompute_num_layers: int | None = flag("layers of one recomputed unit, or of the recomputed block", None)
     accumulate_allreduce_grads_in_fp32: bool = flag(
         "accumulate and reduce gradients in fp32 (always with --bf16)", False
     )
@@ -205,7 +150,6 @@ class OutputFlags:
     profile_step_start: int = flag("iteration after which --profile begins", 10)
     profile_step_end: int = flag("iteration with which --profile ends", 12)
     profile_ranks: list[int] | None = flag("ranks that --profile profiles (default: 0)", None, nargs="+")
-    log_num_zeros_in_grad: bool = flag("count the zeros in the gradients", False)
     log_numerics: str | None = flag("file for one JSON line an iteration: exact loss, gradient norm, parameters", None)
     eval_interval: int = flag("iterations between evaluations", 1000)
     eval_iters: int = flag("iterations of an evaluation; 0: no evaluation", 100)
@@ -229,9 +173,24 @@ class OutputFlags:
     zero_bubble_no_checksums: bool = flag("neither save checksums of a checkpoint's files nor check them", False)
 
 
+_LISTED = (ModelFlags, ParallelFlags, ReplicaFlags, TrainingFlags, DataFlags, OutputFlags, ZeroBubbleFlags, AliasFlags)
+_OF_CORE = flag_groups({entry.name for group in _LISTED for entry in fields(group)})
+FLAG_GROUPS = (*_OF_CORE, *_LISTED)
+"""The groups of flags in the order in which `--help` shows them."""
+_CoreFlags: Any = make_dataclass("_CoreFlags", (), bases=_OF_CORE, frozen=True)
+
+
 @dataclass(frozen=True)
 class Arguments(
-    ModelFlags, ParallelFlags, ReplicaFlags, TrainingFlags, DataFlags, OutputFlags, ZeroBubbleFlags, AliasFlags
+    ModelFlags,
+    ParallelFlags,
+    ReplicaFlags,
+    TrainingFlags,
+    DataFlags,
+    OutputFlags,
+    ZeroBubbleFlags,
+    AliasFlags,
+    _CoreFlags,
 ):
     """All flags of the trainer, with this process's ranks and the size of the vocabulary."""
 
@@ -241,6 +200,10 @@ class Arguments(
     padded_vocab_size: int = 0
     """Rows of the embedding; 0 until the tokenizer is known."""
 
+    def changed(self, values: Mapping[str, Any]) -> Arguments:
+        """The flags with other values of these, by name."""
+        return replace(self, **values)
+
     @property
     def checks_finite(self) -> bool:
         """Whether training ends at a loss, gradient or weight that is not finite; never with an adaptive loss scale."""
@@ -248,16 +211,13 @@ class Arguments(
 
     @property
     def fp8(self) -> str | None:
-        """What Megatron-LM's arguments call the value of `--fp8-format`."""
-        return self.fp8_format
+        """Megatron-LM's name of the value of `--fp8-format`."""
+        value: str | None = self.fp8_format
+        return value
 
     @property
     def data_parallel_size(self) -> int:
         return self.world_size // self.ranks_of_replica
-
-
-FLAG_GROUPS = Arguments.__bases__
-"""The groups of flags in the order in which `--help` shows them."""
 
 
 def parse_arguments(argv: Sequence[str], prog: str = "pretrain_gpt.py") -> Arguments:

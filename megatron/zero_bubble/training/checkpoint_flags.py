@@ -13,7 +13,8 @@ _MODEL_SHAPE = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
     *("max_position_embeddings", "position_embedding_type", "padded_vocab_size", "normalization", "swiglu"),
     *("untie_embeddings_and_output_weights", "disable_bias_linear", "num_experts", "mtp_num_layers"),
-    "apply_layernorm_1p",
+    *("apply_layernorm_1p", "multi_latent_attention", "q_lora_rank", "kv_lora_rank"),
+    *("moe_layer_freq", "moe_shared_expert_intermediate_size"),
 )
 _OPTIMIZER_SETTINGS = {"adam": ("adam_beta1", "adam_beta2", "adam_eps"), "sgd": ("sgd_momentum",)}
 """Settings that an optimizer takes over from a checkpoint."""

@@ -87,7 +87,9 @@ def _check_ranges(args: Arguments) -> None:
         *("num_experts", "expert_model_parallel_size", "context_parallel_size", "mtp_num_layers"),
         *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", "recompute_num_layers"),
         *("microbatch_group_size_per_virtual_pipeline_stage", "decoder_first_pipeline_num_layers"),
-        *("decoder_last_pipeline_num_layers", "num_distributed_optimizer_instances"),
+        *("decoder_last_pipeline_num_layers", "num_distributed_optimizer_instances", "expert_tensor_parallel_size"),
+        *("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "q_lora_rank", "kv_lora_rank"),
+        *("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
     )
     for name in at_least_one:
         value = getattr(args, name)

@@ -20,18 +20,21 @@ def completed(args: Arguments, environment: Mapping[str, str], has_cuda: bool) -
         world_size=int(environment.get("WORLD_SIZE", "1")),
         local_rank=int(environment.get("LOCAL_RANK", "0")),
         max_position_embeddings=args.max_position_embeddings or args.seq_length,
-        kv_channels=args.kv_channels or _channels_per_head(args),
-        ffn_hidden_size=args.ffn_hidden_size or _mlp_width(args),
-        num_query_groups=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
         distributed_backend=args.distributed_backend or ("nccl" if has_cuda else "gloo"),
         tokenizer_type=args.tokenizer_type or _tokenizer_type(args),
         # One tensor rank has whole sequences; Megatron's scripts give the flag there, too.
         sequence_parallel=args.sequence_parallel and args.tensor_model_parallel_size > 1,
     )
+    of_the_model = {
+        "kv_channels": args.kv_channels or _channels_per_head(args),
+        "ffn_hidden_size": args.ffn_hidden_size or _mlp_width(args),
+        "num_query_groups": args.num_query_groups if args.group_query_attention else args.num_attention_heads,
+    }
     if args.recompute_activations and args.recompute_granularity is None:
-        args = replace(args, recompute_granularity="selective")
+        of_the_model["recompute_granularity"] = "selective"
     if args.transformer_impl == "local" and args.attention_backend == "auto":
-        args = replace(args, attention_backend="flash" if has_cuda else "local")
+        of_the_model["attention_backend"] = "flash" if has_cuda else "local"
+    args = args.changed(of_the_model)
     if args.global_batch_size is None:
         args = replace(args, global_batch_size=args.micro_batch_size * args.data_parallel_size)
     return args

@@ -95,6 +95,7 @@ def _initialize_parallel_state(args: Arguments, placement: Placement) -> None:
         virtual_pipeline_model_parallel_size=placement.num_chunks if placement.num_chunks > 1 else None,
         context_parallel_size=args.context_parallel_size,
         expert_model_parallel_size=args.expert_model_parallel_size,
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
         num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
         get_embedding_ranks=embedding_ranks(placement),
         distributed_timeout_minutes=args.distributed_timeout_minutes,

@@ -12,17 +12,17 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from megatron.zero_bubble.job.session import Session
-from megatron.zero_bubble.mcore.layer_spec import block_spec, layer_spec, multi_token_spec
+from megatron.zero_bubble.mcore.layer_spec import block_spec, layer_specs, multi_token_spec
 from megatron.zero_bubble.mcore.linear import fuses_accumulation
 from megatron.zero_bubble.mcore.placed_layout import place_layout
 from megatron.zero_bubble.mcore.placement import chunk_groups, copy_tied_embedding
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.schedule.errors import one_line
 from megatron.zero_bubble.training.arguments import TORCH_BACKENDS, Arguments
+from megatron.zero_bubble.training.core_flags import config_values
 from megatron.zero_bubble.training.replication import in_mixed_precision, parameter_dtype, wrap_in_ddp
 
 
@@ -38,58 +38,24 @@ def _as_users_mistake(*refusals: type[Exception]) -> Iterator[None]:
 
 @_as_users_mistake(AssertionError, ValueError)
 def transformer_config(args: Arguments, num_chunks: int, timers: Any) -> TransformerConfig:
-    """megatron-core's model configuration; settings without a flag keep Megatron-LM's default for local layers.
+    """megatron-core's model configuration, of the flags and of what the trainer decides.
 
     Raises:
         ValueError: megatron-core refuses the configuration.
     """
+    config_class = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
+    values = config_values(args, config_class)
+    if args.transformer_impl == "local":
+        del values["attention_backend"]  # only Transformer Engine's attention reads it
+    if args.swiglu:
+        values.update(gated_linear_unit=True, activation_func=torch.nn.functional.silu)
+    is_fused = (
+        not args.no_bias_swiglu_fusion if args.swiglu else not (args.no_bias_gelu_fusion or args.disable_bias_linear)
+    )
     dtype = parameter_dtype(args)
-    gated = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu} if args.swiglu else {}
-    # Only Transformer Engine's attention reads this setting.
-    attention = {}
-    if args.transformer_impl == "transformer_engine":
-        attention["attention_backend"] = AttnBackend[args.attention_backend]
-    return TransformerConfig(
-        num_layers=args.num_layers,
-        hidden_size=args.hidden_size,
-        num_attention_heads=args.num_attention_heads,
-        num_query_groups=args.num_query_groups,
-        kv_channels=args.kv_channels,
-        ffn_hidden_size=args.ffn_hidden_size,
-        attention_dropout=args.attention_dropout,
-        hidden_dropout=args.hidden_dropout,
-        normalization=args.normalization,
-        layernorm_epsilon=args.norm_epsilon,
-        layernorm_zero_centered_gamma=args.apply_layernorm_1p,
-        add_bias_linear=not args.disable_bias_linear,
-        init_method_std=args.init_method_std,
-        tensor_model_parallel_size=args.tensor_model_parallel_size,
-        mtp_num_layers=args.mtp_num_layers,
-        mtp_loss_scaling_factor=args.mtp_loss_scaling_factor,
-        num_moe_experts=args.num_experts,
-        moe_router_topk=args.moe_router_topk,
-        moe_router_load_balancing_type=args.moe_router_load_balancing_type,
-        moe_aux_loss_coeff=args.moe_aux_loss_coeff,
-        moe_grouped_gemm=args.moe_grouped_gemm,
-        moe_token_dispatcher_type=args.moe_token_dispatcher_type,
-        context_parallel_size=args.context_parallel_size,
-        expert_model_parallel_size=args.expert_model_parallel_size,
-        sequence_parallel=args.sequence_parallel,
-        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+    values.update(
         virtual_pipeline_model_parallel_size=num_chunks if num_chunks > 1 else None,
-        microbatch_group_size_per_vp_stage=args.microbatch_group_size_per_virtual_pipeline_stage,
         pipeline_model_parallel_layout=args.pipeline_model_parallel_layout,
-        bf16=args.bf16,
-        fp16=args.fp16,
-        calculate_per_token_loss=args.calculate_per_token_loss,
-        cross_entropy_loss_fusion=args.cross_entropy_loss_fusion,
-        fp8=args.fp8_format,
-        fp8_param=args.fp8_param_gather,
-        fp8_amax_history_len=args.fp8_amax_history_len,
-        fp8_amax_compute_algo=args.fp8_amax_compute_algo,
-        recompute_granularity=args.recompute_granularity,
-        recompute_method=args.recompute_method,
-        recompute_num_layers=args.recompute_num_layers,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         attention_softmax_in_fp32=True,
@@ -97,6 +63,8 @@ def transformer_config(args: Arguments, num_chunks: int, timers: Any) -> Transfo
         # This fusion is a CUDA kernel; on a CPU it compiles for minutes and gains nothing.
         bias_dropout_fusion=torch.cuda.is_available(),
         masked_softmax_fusion=False,
+        # As in Megatron-LM; local layers compile it anew in every run.
+        bias_activation_fusion=is_fused and args.transformer_impl == "transformer_engine",
         persist_layer_norm=False,
         gradient_accumulation_fusion=fuses_accumulation()
         and not (args.no_gradient_accumulation_fusion or args.use_torch_fsdp2),
@@ -104,9 +72,8 @@ def transformer_config(args: Arguments, num_chunks: int, timers: Any) -> Transfo
         batch_p2p_comm=False,
         overlap_p2p_comm=False,
         timers=timers,
-        **attention,
-        **gated,
     )
+    return config_class(**values)
 
 
 def build_model(
@@ -165,11 +132,11 @@ def build_gpt(
     Raises:
         ValueError: megatron-core refuses the model.
     """
-    layer = layer_spec(config, args.transformer_impl, uses_torch_attention=args.attention_backend in TORCH_BACKENDS)
+    layers = layer_specs(config, uses_torch_attention=args.attention_backend in TORCH_BACKENDS)
     model = GPTModel(
         config=config,
-        transformer_layer_spec=block_spec(config, layer, args.transformer_impl, vp_stage, groups.pp.rank()),
-        mtp_block_spec=multi_token_spec(config, layer, args.transformer_impl, vp_stage, is_last_stage=is_last),
+        transformer_layer_spec=block_spec(config, layers, vp_stage, groups.pp.rank()),
+        mtp_block_spec=multi_token_spec(config, layers[-1], vp_stage, is_last_stage=is_last),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=embeds,
@@ -179,6 +146,9 @@ def build_gpt(
         position_embedding_type=args.position_embedding_type,
         rotary_percent=args.rotary_percent,
         rotary_base=args.rotary_base,
+        rope_scaling=args.use_rope_scaling,
+        rope_scaling_factor=args.rope_scaling_factor,
+        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
         pg_collection=groups,
         vp_stage=vp_stage,
     )

@@ -9,40 +9,18 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 
 from megatron.zero_bubble.training.arguments import Arguments
+from megatron.zero_bubble.training.core_flags import config_values
 from megatron.zero_bubble.training.run_length import learning_rate_steps
 
 
 def build_optimizer(args: Arguments, model: list[torch.nn.Module], config: TransformerConfig) -> MegatronOptimizer:
     """megatron-core's optimizer for the model; mixed precision with `--bf16` or `--fp16`."""
+    values = config_values(args, OptimizerConfig)
+    values.update(
+        params_dtype=config.params_dtype, fp8_recipe=config.fp8_recipe if config.fp8 else None, timers=config.timers
+    )
     optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer=args.optimizer,
-            lr=args.lr,
-            min_lr=args.min_lr,
-            decoupled_lr=args.decoupled_lr,
-            decoupled_min_lr=args.decoupled_min_lr,
-            weight_decay=args.weight_decay,
-            adam_beta1=args.adam_beta1,
-            adam_beta2=args.adam_beta2,
-            adam_eps=args.adam_eps,
-            sgd_momentum=args.sgd_momentum,
-            clip_grad=args.clip_grad,
-            bf16=args.bf16,
-            fp16=args.fp16,
-            loss_scale=args.loss_scale,
-            initial_loss_scale=args.initial_loss_scale,
-            min_loss_scale=args.min_loss_scale,
-            loss_scale_window=args.loss_scale_window,
-            hysteresis=args.hysteresis,
-            params_dtype=config.params_dtype,
-            fp8_recipe=config.fp8_recipe if config.fp8 else None,
-            use_distributed_optimizer=args.use_distributed_optimizer,
-            overlap_param_gather=args.overlap_param_gather,
-            log_num_zeros_in_grad=args.log_num_zeros_in_grad,
-            timers=config.timers,
-        ),
-        model,
-        use_gloo_process_groups=dist.is_gloo_available(),
+        OptimizerConfig(**values), model, use_gloo_process_groups=dist.is_gloo_available()
     )
     config.grad_scale_func = optimizer.scale_loss
     return optimizer

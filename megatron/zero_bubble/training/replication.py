@@ -12,6 +12,7 @@ from megatron.core.transformer.module import Float16Module
 
 from megatron.zero_bubble.mcore.fully_sharded import FullyShardedChunk
 from megatron.zero_bubble.training.arguments import Arguments
+from megatron.zero_bubble.training.core_flags import config_values
 
 
 def parameter_dtype(args: Arguments) -> torch.dtype:
@@ -68,16 +69,12 @@ def _fully_sharded(args: Arguments, config: TransformerConfig, chunk: torch.nn.M
 
 
 def _ddp_config(args: Arguments, splits_backward: bool) -> DistributedDataParallelConfig:
-    return DistributedDataParallelConfig(
+    values = config_values(args, DistributedDataParallelConfig)
+    values.update(
         grad_reduce_in_fp32=reduces_in_fp32(args),
-        overlap_grad_reduce=args.overlap_grad_reduce,
-        overlap_param_gather=args.overlap_param_gather,
-        use_distributed_optimizer=args.use_distributed_optimizer,
-        num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
-        fp8_param_gather=args.fp8_param_gather,
-        bucket_size=args.ddp_bucket_size,
         # Checks before the reduction, after which no rank can tell which replica's gradient was not finite.
         check_for_nan_in_grad=args.checks_finite and args.data_parallel_size * args.context_parallel_size > 1,
         # With this setting DDP gives each layer its hook that accumulates and reduces a gradient; W calls the hook.
         delay_wgrad_compute=splits_backward,
     )
+    return DistributedDataParallelConfig(**values)

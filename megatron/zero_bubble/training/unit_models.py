@@ -58,9 +58,29 @@ def profiled_costs(args: Arguments, data_config: DataConfig, profile: Profile) -
     return with_states(fit_units(profile), count_states(_unit_models(args, data_config), _kinds(args)))
 
 
+_PATTERNS = {
+    "moe_layer_freq": lambda layer, every: int(layer % every == 0),
+    "window_attn_skip_freq": lambda layer, every: int((layer + 1) % every != 0),
+    "no_rope_freq": lambda layer, every: int((layer + 1) % every == 0),
+}
+"""Flags by which layers differ, with the meaning of a number in the place of a list."""
+
+
 def _kinds(args: Arguments) -> list[int]:
-    """The kind of every layer: all are alike."""
-    return [0] * args.num_layers
+    """The kind of every layer, by number, in the order in which kinds first occur."""
+    distinct = list(dict.fromkeys(_differences(args)))
+    return [distinct.index(layer) for layer in _differences(args)]
+
+
+def _differences(args: Arguments) -> list[tuple[int, ...]]:
+    """For every layer the values of the flags in `_PATTERNS`."""
+    columns = []
+    for name, meaning in _PATTERNS.items():
+        value = getattr(args, name)
+        if isinstance(value, int):
+            value = [meaning(layer, value) for layer in range(args.num_layers)]
+        columns.append(value or [0] * args.num_layers)
+    return list(zip(*columns, strict=True))
 
 
 def _unit_models(args: Arguments, data_config: DataConfig) -> UnitModels:
@@ -114,12 +134,17 @@ def _build(args: Arguments, unit: Unit, store: WeightGradStore) -> DistributedDa
 
 
 def _unit_config(args: Arguments, unit: Unit) -> TransformerConfig:
-    """The model's configuration with one layer, for a pipeline of one rank, without full recomputation."""
-    unit_args = replace(
-        args,
-        num_layers=1,
-        mtp_num_layers=args.mtp_num_layers if unit.is_last else None,
-        pipeline_model_parallel_size=1,
-        **keeping_everything(args),
-    )
+    """The model's configuration with a layer of each kind, for one pipeline rank, without full recomputation."""
+    kinds = list(dict.fromkeys(_differences(args)))
+    patterns = {
+        name: list(column)
+        for name, column in zip(_PATTERNS, zip(*kinds, strict=True), strict=True)
+        if getattr(args, name) is not None
+    }
+    of_units = {
+        "num_layers": len(kinds),
+        "mtp_num_layers": args.mtp_num_layers if unit.is_last else None,
+        "pipeline_model_parallel_size": 1,
+    }
+    unit_args = args.changed({**of_units, **patterns, **keeping_everything(args)})
     return transformer_config(unit_args, 1, None)
