@@ -148,6 +148,7 @@ def test_a_body_that_does_not_end_in_time_is_ended() -> None:
     assert not ranks.are_alive
 
 
+@pytest.mark.exhaustive
 def test_trainings_go_on_in_new_ranks_after_a_rank_was_killed(tmp_path: Path) -> None:
     printed = run_trainings(2, {"killed": [*COMMON, *H1, KilledRank(2, rank=0)]}, tmp_path, status=-signal.SIGKILL)
     assert "iteration        1/" in printed["killed"]

@@ -83,6 +83,7 @@ def test_an_error_leaves_nothing_behind_and_does_not_stop_the_rest(monkeypatch, 
     assert not parallel_state.model_parallel_is_initialized()
 
 
+@pytest.mark.exhaustive  # the whole check is run by another test
 @without_cuda
 def test_a_model_without_room_is_named_and_the_others_are_delivered(monkeypatch, capsys):
     from megatron.zero_bubble.cli.check import one_process_numerics as numerics

@@ -212,6 +212,7 @@ def test_ctrl_c_ends_the_run_without_files(
     assert os.listdir(tmp_path) == ["in.jsonl"]
 
 
+@pytest.mark.exhaustive
 def test_a_log_file_gets_a_line_an_interval_and_a_summary(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "in.jsonl", *[{"text": "1 2"}] * 100)
     command = [sys.executable, str(TOOL), "--input", source, "--output-prefix", str(tmp_path / "out"), *NUMBERS]
