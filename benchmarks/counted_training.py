@@ -18,6 +18,7 @@ from megatron.zero_bubble.job.session import Session
 from megatron.zero_bubble.job.sharding import check_shards
 from megatron.zero_bubble.job.start_up import print_rank_0
 from megatron.zero_bubble.mcore.held_states import held_state_bytes
+from megatron.zero_bubble.mcore.schedule_runner import ForwardBackward
 from megatron.zero_bubble.mcore.vocabulary_stage import VocabularyStep
 from megatron.zero_bubble.mcore.vocabulary_weight import ShardWeight
 from megatron.zero_bubble.runtime.profiler import SavedTensorMeter
@@ -25,7 +26,6 @@ from megatron.zero_bubble.runtime.recorder import OpRecorder
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op
 from megatron.zero_bubble.schedule.kinds import VOCABULARY
-from megatron.zero_bubble.schedules import ForwardBackward
 from megatron.zero_bubble.training.arguments import parse_arguments
 from megatron.zero_bubble.training.checks import complete_and_check
 from megatron.zero_bubble.training.initialize import initialized

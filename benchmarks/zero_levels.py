@@ -168,8 +168,8 @@ def _train(args: Any, job: Any) -> Measured:
 
     from megatron.zero_bubble.job.session import Session
     from megatron.zero_bubble.mcore.model_units import random_microbatch
+    from megatron.zero_bubble.mcore.schedule_runner import ForwardBackward
     from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
-    from megatron.zero_bubble.schedules import ForwardBackward
     from megatron.zero_bubble.training.forward_step import make_forward_step
     from megatron.zero_bubble.training.initialize import initialized
     from megatron.zero_bubble.training.model import build_model, transformer_config

@@ -20,11 +20,12 @@ from vocabulary_emulation import EmulatedStep
 from megatron.zero_bubble.cli.trainings import complete_arguments
 from megatron.zero_bubble.job.job_flags import JobFlags
 from megatron.zero_bubble.job.session import Session
+from megatron.zero_bubble.mcore.schedule_runner import ForwardBackward
 from megatron.zero_bubble.mcore.vocabulary_model import vocabulary_shard_of
 from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Placement
-from megatron.zero_bubble.schedules import ForwardBackward, get_forward_backward_func
+from megatron.zero_bubble.schedules import get_forward_backward_func
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.checkpoint import Checkpointer
 from megatron.zero_bubble.training.forward_step import make_forward_step

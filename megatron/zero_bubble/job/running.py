@@ -11,13 +11,13 @@ from megatron.zero_bubble.job.settings import JobSettings
 from megatron.zero_bubble.job.start_up import print_rank_0
 from megatron.zero_bubble.job.timeline_writer import TimelineWriter
 from megatron.zero_bubble.mcore.post_validation import PostValidation
+from megatron.zero_bubble.mcore.schedule_runner import ForwardBackward
 from megatron.zero_bubble.runtime.channel_memory import ChannelCommunicator, ChannelMemory
 from megatron.zero_bubble.runtime.communicator import TorchCommunicator
 from megatron.zero_bubble.runtime.host_communicator import HostCommunicator
 from megatron.zero_bubble.runtime.replanner import Report
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Idle
-from megatron.zero_bubble.schedules import ForwardBackward
 
 
 def run_plan(

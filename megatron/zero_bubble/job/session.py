@@ -30,6 +30,7 @@ from megatron.zero_bubble.mcore.checkpointed_blocks import checkpoint_every_laye
 from megatron.zero_bubble.mcore.linear import split_weight_gradients
 from megatron.zero_bubble.mcore.placement import check_layers_built
 from megatron.zero_bubble.mcore.post_validation import PostValidation
+from megatron.zero_bubble.mcore.schedule_runner import ForwardBackward
 from megatron.zero_bubble.mcore.step_settings import refuse_unsplit_recomputation, refuse_unsupported
 from megatron.zero_bubble.mcore.transformer_engine import defer_weight_gradients
 from megatron.zero_bubble.mcore.unit_seeds import drawn_by_unit, initialized_by_unit
@@ -41,7 +42,6 @@ from megatron.zero_bubble.schedule import Infeasible, Placement
 from megatron.zero_bubble.schedule.formats import Profile
 from megatron.zero_bubble.schedule.model_costs import ModelCosts
 from megatron.zero_bubble.schedule.recomputation import Recompute
-from megatron.zero_bubble.schedules import ForwardBackward
 
 
 class SessionError(ValueError):

@@ -15,7 +15,7 @@ from megatron.zero_bubble.runtime.device import own_device
 from megatron.zero_bubble.runtime.watchdog import RankState, Stall, Watchdog
 
 if TYPE_CHECKING:
-    from megatron.zero_bubble.schedules import ForwardBackward
+    from megatron.zero_bubble.mcore.schedule_runner import ForwardBackward
 
 _SHARE = 0.9
 """Default timeout as a share of the time after which a collective gives up: the watchdog must report first."""

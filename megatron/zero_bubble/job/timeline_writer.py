@@ -12,9 +12,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.zero_bubble.job.timeline_files import measured_timeline, write_timeline
+from megatron.zero_bubble.mcore.schedule_runner import ForwardBackward
 from megatron.zero_bubble.runtime.recorder import MeasuredOp
 from megatron.zero_bubble.schedule import StageCosts, TimedOp
-from megatron.zero_bubble.schedules import ForwardBackward
 
 _CLOCK_ROUNDS = 9
 

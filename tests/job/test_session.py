@@ -1,0 +1,86 @@
+"""What a `Session` does by itself; whole runs of it are the trainings of `tests/end_to_end` and `tests/launcher`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron.zero_bubble.job import session as session_module
+from megatron.zero_bubble.job.job_flags import JobFlags
+from megatron.zero_bubble.job.session import Session, SessionError
+from megatron.zero_bubble.job.settings import JobSettings
+from megatron.zero_bubble.planner.run_schedules import RunSchedules
+from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
+from megatron.zero_bubble.schedule import Infeasible, Placement
+from megatron.zero_bubble.training.arguments import parse_arguments
+from tests.launch import TINY_GPT
+
+
+def job(schedule: str | None = None, *more: str) -> JobSettings:
+    """The settings of two pipeline ranks."""
+    given = parse_arguments([*TINY_GPT, "--pipeline-model-parallel-size", "2", *more])
+    plan = RunSchedules.named(schedule, 2) if schedule is not None else None
+    return JobSettings(JobFlags.of(given), plan, Placement("linear", 2), (2, 2), None)
+
+
+def test_a_session_under_megatron_cores_schedule_splits_nothing() -> None:
+    session = Session(job(), "test")
+    layer = torch.nn.Linear(2, 2)
+    session.split([layer])
+    assert session.store is None
+
+
+def test_layers_are_split_into_the_store_of_the_session() -> None:
+    session = Session(job("zb-h1"), "test")
+    with mock.patch.object(session_module, "split_weight_gradients") as split:
+        session.split([])
+    split.assert_called_once_with([], session.store)
+    assert isinstance(session.store, WeightGradStore)
+
+
+def test_a_step_without_a_schedule_under_the_limit_is_one_line() -> None:
+    def run(**arguments: Any) -> list[Any]:
+        raise Infeasible("7 GiB are needed", 7.0)
+
+    session = Session(job("auto", "--zero-bubble", "--zero-bubble-memory-limit", "1.5"), "test")
+    session.run = run
+    with pytest.raises(SessionError, match=r"^--zero-bubble-memory-limit 1\.5: 7 GiB are needed$"):
+        session.forward_backward(model=[])
+
+
+def test_what_was_changed_is_undone_after_an_error() -> None:
+    undone: list[str] = []
+
+    def fail() -> None:
+        with Session(job(), "test") as session:
+            session._resources.callback(undone.append, "seeds")
+            raise RuntimeError("a step failed")
+
+    with pytest.raises(RuntimeError, match="a step failed"):
+        fail()
+    assert undone == ["seeds"]
+
+
+def test_a_second_close_does_nothing() -> None:
+    session = Session(job("zb-h1"), "test")
+    run = mock.Mock()
+    session.forward_backward_func = run
+    session.close()
+    session.close()
+    run.close.assert_called_once_with()
+
+
+def test_replaced_flags_are_those_of_the_settings() -> None:
+    session = Session(job("auto", "--zero-bubble"), "test")
+    session.restrict(zero_bubble_placement="linear")
+    assert session.job == replace(session.job, flags=replace(session.job.flags, zero_bubble_placement="linear"))
+
+
+def test_a_session_that_builds_has_the_store_that_it_is_given() -> None:
+    store, flags = WeightGradStore(2), job().flags
+    session = Session.to_build(flags, Placement("v", 2, 2), store)
+    assert (session.store, session.job.placement.kind, session.job.plan) == (store, "v", None)
