@@ -238,6 +238,14 @@ def test_a_script_whose_loss_is_not_per_token(tmp_path: Path, call: str, message
     assert message in only_error(job.errors)
 
 
+@pytest.mark.exhaustive
+def test_a_model_that_sends_wider_messages_than_its_configuration_says() -> None:
+    flags = ("--pipeline-model-parallel-size", "2", "--streams", "unsaid", *FLAGS)
+    job = launch(2, CHECKOUT / "pretrain_small.py", *flags)
+    assert job.status != 0
+    assert "stage 0 sends a tensor of shape (16, 1, 64), but messages have (16, 1, 32)" in only_error(job.errors)
+
+
 def test_another_version_of_megatron_core(tmp_path: Path) -> None:
     """The process is new: it imports another megatron-core. It shows as well how the command tells a mistake."""
     core = tmp_path / "megatron" / "core"

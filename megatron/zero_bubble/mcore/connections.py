@@ -24,6 +24,9 @@ from megatron.zero_bubble.runtime.exchange_lane import ExchangeLane
 from megatron.zero_bubble.runtime.profiler import measure_edges
 from megatron.zero_bubble.schedule import Placement, Schedule, ScheduleError
 
+_STREAMS = ("enable_hyper_connections", "enable_mhc_connections")
+"""Settings with which several streams pass between stages, so that a message is wider than the configuration says."""
+
 
 class Connections:
     """The channels to neighbouring stages, and with vocabulary shards the collectives of all ranks.
@@ -48,7 +51,8 @@ class Connections:
         A collective call of a pipeline's ranks and their tensor-parallel ranks; all but the first do nothing.
         """
         if self._channels is None:
-            self.shapes_vary = get_model_config(chunks[0]).variable_seq_lengths
+            config = get_model_config(chunks[0])
+            self.shapes_vary = config.variable_seq_lengths or any(getattr(config, name, False) for name in _STREAMS)
         if self._vocabulary is None:
             self._vocabulary = open_vocabulary(chunks, placement, groups, own_device(), self._timeout)
 

@@ -18,7 +18,7 @@ from megatron.zero_bubble.mcore.checkpointed_blocks import split_checkpoints
 from megatron.zero_bubble.mcore.fully_sharded import fully_sharded
 from megatron.zero_bubble.mcore.multi_token import forget_losses
 from megatron.zero_bubble.mcore.post_validation import PostValidation
-from megatron.zero_bubble.mcore.recorded_call import ForwardStep
+from megatron.zero_bubble.mcore.recorded_call import ForwardStep, ForwardStepError
 from megatron.zero_bubble.mcore.restart import Restart, RewindableIterator, make_rewindable
 from megatron.zero_bubble.mcore.vocabulary_stage import VocabularyStep
 from megatron.zero_bubble.runtime.communicator import TensorSpec
@@ -67,7 +67,7 @@ class MegatronStage:
         data_iterators: one a model chunk; None where a chunk needs no data.
         model_chunks: this rank's modules, by chunk.
         output_shape: shape of the tensor that passes between stages.
-        shapes_vary: whether the tensor has other shapes, which headers tell (`config.variable_seq_lengths`).
+        shapes_vary: whether the tensor has other shapes, which headers tell.
         cp_group_size: context-parallel size, by which megatron-core scales the loss.
         forward_data_store: what the loss function returned, one entry a microbatch, on the last stage.
         num_tokens: sum of the token counts that the loss function returned.
@@ -134,6 +134,8 @@ class MegatronStage:
                 is_last_stage=is_last and self.vocabulary is None,
             )
         self.num_tokens += num_tokens
+        if not is_last:
+            self._check_message(stage, output)
         if self.shapes_vary and not is_last:
             self._sent[chunk, microbatch] = TensorSpec(tuple(output.shape), output.dtype, output.device)
         if self.vocabulary is not None and is_last:
@@ -141,6 +143,16 @@ class MegatronStage:
             if not self.forward_only:
                 self.release_output(output)
         return output
+
+    def _check_message(self, stage: int, output: Any) -> None:
+        """Raise `ForwardStepError` if a stage sends what the next one, which has asked for it, does not expect."""
+        if not isinstance(output, torch.Tensor):
+            raise ForwardStepError(f"stage {stage} sends a {type(output).__name__}, but messages are one tensor each")
+        if not self.shapes_vary and tuple(output.shape) != self.output_shape:
+            raise ForwardStepError(
+                f"stage {stage} sends a tensor of shape {tuple(output.shape)}, but messages have {self.output_shape}, "
+                "as the model's configuration says: with config.variable_seq_lengths = True each tells its own shape"
+            )
 
     def _forward_step(self, microbatch: int, chunk: int) -> ForwardStep:
         """Return the forward step of a microbatch: the user's, or the model's call that the user's has made before."""

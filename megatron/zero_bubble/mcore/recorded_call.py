@@ -15,7 +15,7 @@ _NEEDED = (
 
 
 class ForwardStepError(ValueError):
-    """A script's forward step does what vocabulary shards do not support; the message says what it must do."""
+    """A script's forward step does what schedules, or vocabulary shards, do not support; the message says what."""
 
 
 class RecordedCall(NamedTuple):

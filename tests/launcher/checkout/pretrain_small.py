@@ -39,7 +39,7 @@ def model_provider(pre_process, post_process, vp_stage, pg_collection):
         recompute_granularity=args.recompute_granularity,
         recompute_method=args.recompute_method,
         recompute_num_layers=args.recompute_num_layers,
-        variable_seq_lengths=args.varied_lengths,
+        variable_seq_lengths=args.varied_lengths or args.streams == "by lengths",
         moe_token_dispatcher_type="alltoall",  # megatron-core demands it then, also of models without experts
     )
     if args.hybrid_override_pattern is not None:
@@ -56,9 +56,11 @@ def model_provider(pre_process, post_process, vp_stage, pg_collection):
             pg_collection=pg_collection,
         )
     layer = get_gpt_layer_local_spec()
+    model = StreamsModel if args.streams else GPTModel
+    config.enable_hyper_connections = args.streams == "by setting"
     if args.packed:
         layer.submodules.self_attention.submodules.core_attention = PackedAttention
-    return GPTModel(
+    return model(
         config,
         layer,
         args.padded_vocab_size,
@@ -69,6 +71,18 @@ def model_provider(pre_process, post_process, vp_stage, pg_collection):
         vp_stage=vp_stage,
         pg_collection=pg_collection,
     )
+
+
+class StreamsModel(GPTModel):
+    """A model between whose stages two streams pass, side by side in one tensor."""
+
+    def set_input_tensor(self, input_tensor):
+        [tensor] = input_tensor
+        super().set_input_tensor([None if tensor is None else torch.stack(tensor.chunk(2, dim=-1)).sum(0)])
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        return output if self.post_process else torch.cat([output, output.tanh()], dim=-1)
 
 
 class PackedAttention(DotProductAttention):

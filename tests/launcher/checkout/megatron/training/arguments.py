@@ -48,6 +48,7 @@ def parse_args(argv=None):
     names = ("save", "load", "pipeline-model-parallel-layout", "recompute-granularity", "recompute-method")
     for name in (*names, "hybrid-override-pattern", "spec"):
         parser.add_argument(f"--{name}", default=None)
+    parser.add_argument("--streams", nargs="?", const="by setting", default=None)
     return parser.parse_args(argv)
 
 
