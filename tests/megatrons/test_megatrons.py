@@ -34,7 +34,7 @@ TRAINING = (
     *("--log-interval", "1", "--ckpt-format", "torch_dist", "--save-interval", "6"),
 )
 GPT = "--num-layers 4"
-HYBRID = "--hybrid-layer-pattern *-*-|*-*- --spec tests.megatrons.local_hybrid hybrid_stack_spec"
+HYBRID = "--hybrid-layer-pattern *-*-|*-*- --spec megatron.zero_bubble.mcore.hybrid_spec stack_spec"
 
 
 @dataclass(frozen=True)
