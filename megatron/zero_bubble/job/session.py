@@ -161,10 +161,14 @@ class Session:
             defer_weight_gradients(config)
 
     @contextmanager
-    def initializing(self, *, is_first_stage: bool) -> Iterator[None]:
-        """A context in which a chunk is built: layers with seeds of their own draw their weights from these."""
+    def initializing(self, *, is_first_stage: bool, first_layer: int = 0) -> Iterator[None]:
+        """A context in which a chunk is built: layers with seeds of their own draw their weights from these.
+
+        Args:
+            first_layer: number of layers before the chunk's, if it is built as a whole model.
+        """
         flags = self.job.flags
-        by_unit = initialized_by_unit(flags.seed, is_first_stage=is_first_stage)
+        by_unit = initialized_by_unit(flags.seed, is_first_stage=is_first_stage, first_layer=first_layer)
         with by_unit if flags.zero_bubble_seed_by_layer else nullcontext():
             yield
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
@@ -25,7 +26,7 @@ from megatron.core.transformer.multi_token_prediction import (
 )
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from megatron.zero_bubble.mcore.decoder_models import STACK_MODULE, mamba_mixer
+from megatron.zero_bubble.mcore.decoder_models import HYBRID_RECOMPUTES, STACK_MODULE, mamba_mixer
 from megatron.zero_bubble.mcore.layer_spec import LocalNorm
 
 _SOME = 8
@@ -43,8 +44,15 @@ def _further() -> ModuleSpec:
     )
 
 
-def _stack_spec() -> ModuleSpec:
+def local_spec(attention: type[torch.nn.Module] | None = None) -> ModuleSpec:
+    """Return the spec of a stack of megatron-core's own layers.
+
+    Args:
+        attention: the module that computes attention; megatron-core's own by default.
+    """
     dense, expert = (get_gpt_layer_local_spec(num_experts=number).submodules for number in (None, _SOME))
+    if attention is not None:
+        dense.self_attention.submodules.core_attention = attention
     layers: dict[str, Any] = {
         "attention_layer": ModuleSpec(
             module=TransformerLayer,
@@ -79,5 +87,12 @@ def _stack_spec() -> ModuleSpec:
     return ModuleSpec(module=stack, submodules=submodules(**layers))
 
 
-stack_spec = _stack_spec()
+def transformer_engine_spec() -> ModuleSpec:
+    """Return megatron-core's spec of a stack of Transformer Engine's layers."""
+    if HYBRID_RECOMPUTES:
+        return importlib.import_module("megatron.core.models.hybrid.hybrid_layer_specs").hybrid_stack_spec
+    return importlib.import_module("megatron.core.models.mamba.mamba_layer_specs").mamba_stack_spec
+
+
+stack_spec = local_spec()
 """For `--spec`, which takes a module and the name of a spec in it."""

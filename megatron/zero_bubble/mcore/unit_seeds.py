@@ -47,15 +47,19 @@ class _UnitKind(IntEnum):
 
 
 @contextmanager
-def initialized_by_unit(seed: int, *, is_first_stage: bool) -> Iterator[None]:
-    """Let the units of the one model that is built inside the `with` block draw their weights from their own seeds."""
+def initialized_by_unit(seed: int, *, is_first_stage: bool, first_layer: int = 0) -> Iterator[None]:
+    """Let the units of the one model that is built inside the `with` block draw their weights from their own seeds.
+
+    Args:
+        first_layer: number of layers before the model's, if it is a stage that is built as a whole model.
+    """
     before = random._get_all_rng_states()
     construction = _Construction(seed)
     # A model begins with its embedding. After the last other unit only its output layer draws.
     construction.begin(_UnitKind.EMBEDDING if is_first_stage else _UnitKind.OUTPUT)
     try:
         with (
-            construction.around(TransformerLayer, _UnitKind.LAYER, _layer_number),
+            construction.around(TransformerLayer, _UnitKind.LAYER, lambda call: first_layer + _layer_number(call)),
             construction.around(MambaLayer, _UnitKind.LAYER, lambda call: call["layer_number"]),
             construction.around(MultiTokenPredictionLayer, _UnitKind.FURTHER, lambda call: call["layer_number"]),
         ):

@@ -11,8 +11,9 @@ from dataclasses import dataclass, fields, make_dataclass, replace
 from typing import Any
 
 from megatron.zero_bubble.job.aliases import AliasFlags, translated
-from megatron.zero_bubble.job.flag_parser import flag, parse_flags
+from megatron.zero_bubble.job.flag_parser import flag, parse_flags, take_flags
 from megatron.zero_bubble.job.flags import ParallelFlags, ReplicaFlags, ZeroBubbleFlags
+from megatron.zero_bubble.job.hybrid_pattern import HybridPattern
 from megatron.zero_bubble.training.core_flags import flag_groups
 
 TORCH_BACKENDS = ("flash", "fused")
@@ -24,6 +25,12 @@ class ModelFlags:
     """Model."""
 
     seq_length: int = flag("tokens in a sequence")
+    hybrid_layer_pattern: str | None = flag(
+        "layers of a hybrid model, one symbol each: * attention, - MLP, E experts; | between stages, or the layout is "
+        "chosen or even",
+        None,
+    )
+    hybrid_override_pattern: str | None = flag("the older name of --hybrid-layer-pattern", None)
     max_position_embeddings: int | None = flag("largest position that is embedded (default: --seq-length)", None)
     group_query_attention: bool = flag("share keys and values among groups of heads", False)
     use_rope_scaling: bool = flag("scale rotary frequencies as Llama 3.1 does", False)
@@ -226,4 +233,21 @@ def parse_arguments(argv: Sequence[str], prog: str = "pretrain_gpt.py") -> Argum
     Raises:
         ValueError: a flag is unknown, missing or malformed, or an alias contradicts another flag.
     """
-    return translated(parse_flags(Arguments, FLAG_GROUPS, argv, prog))
+    patterns, _ = take_flags(_PatternFlags, (_PatternFlags,), argv)
+    given = [name for name, value in vars(patterns).items() if value is not None]
+    if len(given) > 1:
+        raise ValueError(
+            f"--{given[0].replace('_', '-')} and --{given[1].replace('_', '-')} are one flag: give the first"
+        )
+    if given and not any(argument.split("=")[0] == "--num-layers" for argument in argv):
+        argv = [*argv, "--num-layers", str(len(HybridPattern.parse(getattr(patterns, given[0])).symbols))]
+    args = translated(parse_flags(Arguments, FLAG_GROUPS, argv, prog))
+    return replace(args, hybrid_layer_pattern=getattr(patterns, given[0])) if given else args
+
+
+@dataclass(frozen=True)
+class _PatternFlags:
+    """Patterns."""
+
+    hybrid_layer_pattern: str | None = flag("the layers", None)
+    hybrid_override_pattern: str | None = flag("the layers", None)

@@ -25,6 +25,7 @@ from megatron.zero_bubble.job.settings import JobSettings, check_implementation,
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.between_iterations import check_between_iterations
 from megatron.zero_bubble.training.defaults import completed
+from megatron.zero_bubble.training.hybrid_stages import check_pattern
 from megatron.zero_bubble.training.output_checks import check_output
 from megatron.zero_bubble.training.run_length import check_learning_rate, check_length, with_iterations
 from megatron.zero_bubble.training.sharding_checks import check_fully_sharded
@@ -47,6 +48,7 @@ def complete_and_check(
     check_length(parsed)
     args = completed(parsed, environment, has_cuda)
     _check_model(args)
+    check_pattern(args)
     _check_kernels(args, has_cuda)
     flags = JobFlags.of(args)
     if for_this_machine:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron.zero_bubble.job.hybrid_pattern import HybridPattern
 from megatron.zero_bubble.training.arguments import Arguments
 
 
@@ -25,5 +26,10 @@ def flops_per_iteration(args: Arguments, batch_size: int) -> float:
     joining = 2 * args.hidden_size**2
     """Products a token of the layer that joins a further token's embedding with the hidden state."""
     layers = (args.num_layers + further) * (projections + attention + mlp) + further * joining
+    if args.hybrid_layer_pattern is not None:
+        attentions = HybridPattern.parse(args.hybrid_layer_pattern).symbols.count("*")
+        dense = HybridPattern.parse(args.hybrid_layer_pattern).symbols.count("-")
+        layers = attentions * (projections + attention) + (args.num_layers - attentions - dense) * mlp
+        layers += dense * (3 if args.swiglu else 2) * args.hidden_size * args.ffn_hidden_size
     per_token = layers + (1 + further) * logits
     return 3 * 2 * per_token * args.seq_length * batch_size

@@ -1,4 +1,4 @@
-"""Builds megatron-core's GPTModel from the flags."""
+"""Builds megatron-core's GPTModel, or a hybrid model, from the flags."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
+from megatron.zero_bubble.job.hybrid_pattern import HybridPattern
 from megatron.zero_bubble.job.session import Session
+from megatron.zero_bubble.mcore.decoder_models import HYBRID_RECOMPUTES
 from megatron.zero_bubble.mcore.layer_spec import block_spec, layer_specs, multi_token_spec
 from megatron.zero_bubble.mcore.linear import fuses_accumulation
 from megatron.zero_bubble.mcore.placed_layout import place_layout
@@ -23,6 +25,7 @@ from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.schedule.errors import one_line
 from megatron.zero_bubble.training.arguments import TORCH_BACKENDS, Arguments
 from megatron.zero_bubble.training.core_flags import config_values
+from megatron.zero_bubble.training.hybrid_stages import build_hybrid_stage
 from megatron.zero_bubble.training.replication import in_mixed_precision, parameter_dtype, wrap_in_ddp
 
 
@@ -93,9 +96,13 @@ def build_model(
     session.configure(config)
     place_layout(config, placement, rank)
     chunks: list[torch.nn.Module] = []
+    pattern = None if args.hybrid_layer_pattern is None else HybridPattern.parse(args.hybrid_layer_pattern)
+    stages = None if pattern is None else pattern.divided(session.job.partition)
     for chunk, stage in enumerate(placement.stages_of(rank)):
-        with session.initializing(is_first_stage=stage == 0):
-            chunks.append(_build_chunk(args, config, placement, rank, chunk))
+        # Newer hybrid models number their layers themselves.
+        first_layer = 0 if stages is None or HYBRID_RECOMPUTES else sum(stages.partition[:stage])
+        with session.initializing(is_first_stage=stage == 0, first_layer=first_layer):
+            chunks.append(_build_chunk(args, config, placement, rank, chunk, stages))
     copy_tied_embedding(chunks)
     session.shard(chunks, args.padded_vocab_size)
     chunks = in_mixed_precision(args, config, chunks)
@@ -110,10 +117,18 @@ def build_model(
 
 
 def _build_chunk(
-    args: Arguments, config: TransformerConfig, placement: Placement, rank: int, chunk: int
+    args: Arguments,
+    config: TransformerConfig,
+    placement: Placement,
+    rank: int,
+    chunk: int,
+    stages: HybridPattern | None,
 ) -> torch.nn.Module:
     stage, vp_stage = placement.stage_of(rank, chunk), chunk if placement.num_chunks > 1 else None
     groups, is_last = chunk_groups(placement, rank, chunk), stage == placement.num_stages - 1
+    if stages is not None:
+        part = stages.stages[stage], sum(stages.partition[:stage])
+        return build_hybrid(args, config, groups, vp_stage, *part, embeds=stage == 0, is_last=is_last)
     return build_gpt(args, config, groups, vp_stage, embeds=stage == 0, is_last=is_last)
 
 
@@ -152,6 +167,31 @@ def build_gpt(
         pg_collection=groups,
         vp_stage=vp_stage,
     )
+    return _on_device(model)
+
+
+@_as_users_mistake(AssertionError, ValueError, ImportError, NotImplementedError)
+def build_hybrid(
+    args: Arguments,
+    config: TransformerConfig,
+    groups: ProcessGroupCollection,
+    vp_stage: int | None,
+    symbols: str,
+    first_layer: int,
+    *,
+    embeds: bool,
+    is_last: bool,
+) -> Any:
+    """One stage of a hybrid model, like `build_gpt`; see `build_hybrid_stage`.
+
+    Raises:
+        ValueError: megatron-core refuses the model.
+    """
+    ends = {"pre_process": embeds, "post_process": is_last}
+    return _on_device(build_hybrid_stage(args, config, groups, vp_stage, symbols, first_layer, **ends))
+
+
+def _on_device(model: Any) -> Any:
     for parameter in model.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     return model.cuda(torch.cuda.current_device())

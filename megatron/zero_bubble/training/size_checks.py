@@ -47,7 +47,8 @@ def _smallest_needs(args: Arguments) -> Iterator[tuple[float, str, str]]:
     size, tensor = element_bytes(args), args.tensor_model_parallel_size
     # A parameter and its gradient. At least one rank has the average number of layers or more.
     states = 2 * size
-    layers = stage_parameters(args, StageLayers(-(-args.num_layers // args.pipeline_model_parallel_size), False, False))
+    num_layers = args.num_layers if args.hybrid_layer_pattern is None else 0  # a layer of a pattern is a part of one
+    layers = stage_parameters(args, StageLayers(-(-num_layers // args.pipeline_model_parallel_size), False, False))
     widths = f"--hidden-size {args.hidden_size} --ffn-hidden-size {args.ffn_hidden_size}"
     experts = "" if args.num_experts is None else f" --num-experts {args.num_experts}"
     yield sum(layers) * states, "parameters and gradients", f"--num-layers {args.num_layers} {widths}{experts}"

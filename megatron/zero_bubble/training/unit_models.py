@@ -6,6 +6,7 @@ import itertools
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -13,6 +14,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel.schedules import get_tensor_shapes
 from megatron.core.transformer import TransformerConfig
 
+from megatron.zero_bubble.job.hybrid_pattern import HybridPattern
 from megatron.zero_bubble.job.job_flags import keeping_everything
 from megatron.zero_bubble.job.model_states import Parameters, States
 from megatron.zero_bubble.job.profiled_costs import fit_units
@@ -30,7 +32,7 @@ from megatron.zero_bubble.schedule.model_costs import ModelCosts, with_states
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.data import DataConfig
 from megatron.zero_bubble.training.forward_step import make_forward_step
-from megatron.zero_bubble.training.model import build_gpt, transformer_config
+from megatron.zero_bubble.training.model import build_gpt, build_hybrid, transformer_config
 from megatron.zero_bubble.training.replication import in_mixed_precision, parameter_dtype, wrap_in_ddp
 
 
@@ -72,8 +74,10 @@ def _kinds(args: Arguments) -> list[int]:
     return [distinct.index(layer) for layer in _differences(args)]
 
 
-def _differences(args: Arguments) -> list[tuple[int, ...]]:
-    """For every layer the values of the flags in `_PATTERNS`."""
+def _differences(args: Arguments) -> list[tuple[int | str, ...]]:
+    """For every layer its symbol in a hybrid model, and otherwise the values of the flags in `_PATTERNS`."""
+    if args.hybrid_layer_pattern is not None:
+        return list(zip(HybridPattern.parse(args.hybrid_layer_pattern).symbols))
     columns = []
     for name, meaning in _PATTERNS.items():
         value = getattr(args, name)
@@ -125,7 +129,13 @@ def _build(args: Arguments, unit: Unit, store: WeightGradStore) -> DistributedDa
         overlap_param_gather=False,
     )
     groups = chunk_groups(Placement("linear", 1), 0, 0)
-    model = build_gpt(alone, config, groups, None, embeds=unit.embeds, is_last=unit.is_last)
+    ends = {"embeds": unit.embeds, "is_last": unit.is_last}
+    model: Any
+    if args.hybrid_layer_pattern is None:
+        model = build_gpt(alone, config, groups, None, **ends)
+    else:
+        kinds = "".join(dict.fromkeys(HybridPattern.parse(args.hybrid_layer_pattern).symbols))
+        model = build_hybrid(alone, config, groups, None, kinds, 0, **ends)
     keep_unit(model, unit)
     chunks = in_mixed_precision(alone, config, [model])
     split_weight_gradients(chunks, store)
@@ -136,11 +146,13 @@ def _build(args: Arguments, unit: Unit, store: WeightGradStore) -> DistributedDa
 def _unit_config(args: Arguments, unit: Unit) -> TransformerConfig:
     """The model's configuration with a layer of each kind, for one pipeline rank, without full recomputation."""
     kinds = list(dict.fromkeys(_differences(args)))
-    patterns = {
-        name: list(column)
-        for name, column in zip(_PATTERNS, zip(*kinds, strict=True), strict=True)
-        if getattr(args, name) is not None
-    }
+    patterns = {}
+    if args.hybrid_layer_pattern is None:
+        patterns = {
+            name: list(column)
+            for name, column in zip(_PATTERNS, zip(*kinds, strict=True), strict=True)
+            if getattr(args, name) is not None
+        }
     of_units = {
         "num_layers": len(kinds),
         "mtp_num_layers": args.mtp_num_layers if unit.is_last else None,

@@ -1,0 +1,45 @@
+"""A pattern that this trainer cannot build is refused in one line."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.zero_bubble.training.arguments import parse_arguments
+from megatron.zero_bubble.training.checks import complete_and_check
+from tests.launch import TINY_GPT
+
+PATTERN = "--hybrid-layer-pattern"
+
+
+def check(*flags: str) -> None:
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    complete_and_check(
+        parse_arguments([*TINY_GPT[2:], "--pipeline-model-parallel-size", "2", *flags]), environment, False
+    )
+
+
+def test_the_pattern_says_how_many_layers_there_are():
+    args = parse_arguments([*TINY_GPT[2:], "--hybrid-override-pattern", "*-|*-*"])
+    assert (args.num_layers, args.hybrid_layer_pattern) == (5, "*-|*-*")
+    check(PATTERN, "*-|*-*")
+    check(PATTERN, "*-*-", "--num-layers", "4", "--zero-bubble-schedule", "zb-v")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ((PATTERN, "*-M-"), r"no layer M, only \* \(attention\)"),
+        ((PATTERN, "*-*-/*-"), "no multi-token prediction"),
+        ((PATTERN, "*-*-", "--num-layers", "6"), "has 4 layers, but --num-layers is 6"),
+        ((PATTERN, "*E*E"), "give --num-experts"),
+        ((PATTERN, "*-*-", "--num-experts", "4"), "give --num-experts if it has a layer E, and only then"),
+        ((PATTERN, "*-*-", "--context-parallel-size", "2"), "--context-parallel-size 2"),
+        ((PATTERN, "*-*-", "--hybrid-override-pattern", "*-*-"), "are one flag"),
+        ((PATTERN, "*|-|*-", "--zero-bubble-schedule", "zb-h1"), "has 3 stages, but 2 pipeline ranks"),
+        ((PATTERN, "*-*", "--zero-bubble-schedule", "zb-h1"), "not a multiple of the 2 stages"),
+    ],
+)
+def test_what_cannot_work_is_refused(flags: tuple[str, ...], message: str):
+    with pytest.raises(ValueError, match=message) as error:
+        check(*flags)
+    assert "\n" not in str(error.value)
