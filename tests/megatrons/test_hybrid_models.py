@@ -209,13 +209,20 @@ def test_a_chosen_layout_is_a_pattern_that_builds_it_again(trainings: HybridTrai
 def test_a_job_goes_on_from_its_checkpoint_in_the_layout_that_was_chosen(
     trainings: HybridTrainings, tmp_path: Path
 ) -> None:
-    flags = f"{LOCAL} *-*-*-- {CHOSEN} --zero-bubble-placement v --train-iters 6"
-    whole = trainings.losses(flags)
-    saved = trainings.output(f"{flags} --exit-interval 4 --save {tmp_path} --save-interval 4")
-    resumed = trainings.output(f"{flags} --load {tmp_path}")
-    assert " > layout: that of the checkpoint in --load" in resumed
-    layouts = [re.findall(r"^ > layers of each stage: (.*)$", said, re.M) for said in (saved, resumed)]
+    """With the losses of a job that goes on from the checkpoint of another layout, in which it had the same."""
+    chosen = f"{LOCAL} *-*-*-- {UNCLIPPED} --train-iters 6 {CHOSEN} --zero-bubble-placement v"
+    other = f"{LOCAL} *-*-|*-- {UNCLIPPED} --train-iters 6 {H1} {BY_LAYER}"
+    saved, resumed = [], []
+    for flags in (chosen, other):
+        folder = tmp_path / str(len(saved))
+        saved.append(f"{flags} --exit-interval 4 --save {folder} --save-interval 4")
+        resumed.append(f"{flags} --load {folder}")
+    assert trainings.losses(saved[0]) == trainings.losses(saved[1])
+    assert trainings.losses(resumed[0]) == trainings.losses(resumed[1])
+    assert len(trainings.losses(resumed[0])) > 2
+    said = trainings.output(resumed[0])
+    assert " > layout: that of the checkpoint in --load" in said
+    layouts = [
+        re.findall(r"^ > layers of each stage: (.*)$", text, re.M) for text in (trainings.output(saved[0]), said)
+    ]
     assert layouts[0] == layouts[1] != []
-    losses = trainings.losses(f"{flags} --load {tmp_path}")
-    assert losses == whole[-len(losses) :]
-    assert len(losses) < len(whole)

@@ -101,7 +101,7 @@ def _placed(symbols: str, first_layer: int) -> Iterator[None]:
     if not HYBRID_RECOMPUTES:
         yield
         return
-    module = importlib.import_module("megatron.core.models.hybrid.hybrid_layer_allocation")
+    module: Any = importlib.import_module("megatron.core.models.hybrid.hybrid_layer_allocation")
     original = module.select_pipeline_segment
     module.select_pipeline_segment = lambda *args, **kwargs: (list(symbols), first_layer)
     try:
