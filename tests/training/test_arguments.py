@@ -34,6 +34,7 @@ MEGATRONS = """
 """What people's launch scripts say: a name that is gone breaks them."""
 
 MEGATRON_HAS_TOO = """
+--hybrid-layer-pattern --hybrid-override-pattern
 --no-check-for-nan-in-loss-and-grad
 --attention-backend --no-gradient-accumulation-fusion
 --override-opt_param-scheduler --use-checkpoint-opt_param-scheduler --override-opt-param-scheduler

@@ -12,7 +12,7 @@ def model(**changes: int | bool | None) -> SimpleNamespace:
     flags = {
         "num_layers": 2, "hidden_size": 10, "num_attention_heads": 2, "num_query_groups": 2, "kv_channels": 5,
         "ffn_hidden_size": 40, "swiglu": False, "seq_length": 8, "padded_vocab_size": 100, "num_experts": None,
-        "moe_router_topk": 2, "mtp_num_layers": None,
+        "moe_router_topk": 2, "mtp_num_layers": None, "hybrid_layer_pattern": None,
     }  # fmt: skip
     return SimpleNamespace(**{**flags, **changes})
 
@@ -43,8 +43,12 @@ def count(per_layer: int, *, num_layers: int = 2, beside: int = LOGITS) -> int:
             model(mtp_num_layers=2),
             count(QKV_AND_OUTPUT + ATTENTION + MLP, num_layers=2 + 2, beside=3 * LOGITS + 2 * JOINING),
         ),
+        (
+            model(num_layers=4, hybrid_layer_pattern="*-|*E", num_experts=8),
+            count(0, beside=2 * (QKV_AND_OUTPUT + ATTENTION) + MLP + 2 * MLP + LOGITS),
+        ),
     ],
-    ids=["gpt", "layers", "shared keys and values", "wide heads", "swiglu", "experts", "further tokens"],
+    ids=["gpt", "layers", "shared keys and values", "wide heads", "swiglu", "experts", "further tokens", "hybrid"],
 )
 def test_operations_are_those_that_were_counted_by_hand(args, expected):
     assert flops_per_iteration(args, batch_size=3) == expected

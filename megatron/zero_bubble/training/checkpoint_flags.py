@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.zero_bubble.job.flags import flag_name
+from megatron.zero_bubble.job.hybrid_pattern import HybridPattern
 from megatron.zero_bubble.training.arguments import Arguments
 
 _MODEL_SHAPE = (
@@ -34,10 +35,17 @@ _SCHEDULE_FLAGS = {
 def check_model_shape(args: Arguments, saved: argparse.Namespace) -> None:
     """Raise `ValueError` if a checkpoint is of another model; `saved` are its flags, our trainer's or Megatron-LM's."""
     pairs = {name: (getattr(args, name), getattr(saved, name, None)) for name in _MODEL_SHAPE}
+    pairs["hybrid_layer_pattern"] = (_layers(args), _layers(saved))
     pairs["num_query_groups"] = (args.num_query_groups, _saved_query_groups(saved))
     for name, (ours, theirs) in pairs.items():
         if theirs is not None and theirs != ours:
             raise ValueError(f"{flag_name(name)} {ours}: the checkpoint in --load {args.load} was saved with {theirs}")
+
+
+def _layers(args: Any) -> str | None:
+    """The symbols of a hybrid model's layers, wherever they are; None for another model."""
+    pattern = getattr(args, "hybrid_layer_pattern", None)
+    return None if pattern is None else HybridPattern.parse(pattern).symbols
 
 
 def _saved_query_groups(saved: argparse.Namespace) -> int | None:
