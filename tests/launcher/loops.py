@@ -24,14 +24,14 @@ VOCABULARY = 64
 HIDDEN = 16
 
 
-def simple_loop(num_steps: int = 3) -> Numbers:
+def simple_loop(num_steps: int = 3, make: Callable[[Any, int | None], Any] | None = None) -> Numbers:
     """As NVIDIA's `run_simple_mcore_train_loop.py`: torch's Adam, and gradients finalized after the step."""
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
     begin(1)
     config = configuration()
-    model = in_ddp(config, [chunk_of(config, None)])
+    model = in_ddp(config, [(make or chunk_of)(config, None)])
     optimizer = torch.optim.Adam(model[0].parameters(), lr=1e-2)
     forward_backward = get_forward_backward_func()
     numbers = []
@@ -139,7 +139,17 @@ def verl_loop(num_steps: int = 3) -> Numbers:
     return [*numbers, digest_of(actor)]
 
 
-LOOPS: dict[str, Callable[[], Numbers]] = {"simple": simple_loop, "bridge": bridge_loop, "verl": verl_loop}
+def hybrid_loop() -> Numbers:
+    """As the simple loop, with a hybrid model: attention and MLPs are layers of their own."""
+    return simple_loop(make=hybrid_chunk)
+
+
+LOOPS: dict[str, Callable[[], Numbers]] = {
+    "simple": simple_loop,
+    "bridge": bridge_loop,
+    "verl": verl_loop,
+    "hybrid": hybrid_loop,
+}
 
 
 def begin(num_chunks: int) -> None:
@@ -181,6 +191,30 @@ def chunk_of(config: Any, chunk: int | None) -> Any:
         vp_stage=chunk,
         share_embeddings_and_output_weights=chunk is None,
     )
+
+
+def hybrid_chunk(config: Any, chunk: int | None) -> Any:
+    """Build a stage of a hybrid model, with megatron-core's own layers."""
+    from megatron.core import parallel_state
+
+    from megatron.zero_bubble.mcore.decoder_models import HYBRID, HYBRID_RECOMPUTES
+    from megatron.zero_bubble.mcore.hybrid_spec import stack_spec
+
+    names = ("hybrid_stack_spec", "hybrid_layer_pattern") if HYBRID_RECOMPUTES else _OLDER_NAMES
+    return HYBRID(
+        config=config,
+        **dict(zip(names, (stack_spec, "*-*-"), strict=True)),
+        vocab_size=VOCABULARY,
+        max_sequence_length=16,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=True,
+        position_embedding_type="learned_absolute",
+    )
+
+
+_OLDER_NAMES = ("mamba_stack_spec", "hybrid_override_pattern")
+"""Arguments of `MambaModel`."""
 
 
 def in_ddp(config: Any, chunks: list[Any], **options: Any) -> list[Any]:

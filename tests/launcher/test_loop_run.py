@@ -16,6 +16,7 @@ SCHEDULES: dict[str, list[dict[str, Any]]] = {
     "simple": [{"schedule": "zb-h1"}, {}, {"recompute": "planned", "memory_limit": "0.7"}],
     "bridge": [{"schedule": "interleaved-zb"}, {"schedule": "auto", "profile_iters": [1, 1]}],
     "verl": [{"schedule": "zb-h1"}, {"schedule": "auto", "profile_iters": [1, 1]}],
+    "hybrid": [{"schedule": "zb-2p"}],
 }
 
 

@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import unwrap_model
 
+from megatron.zero_bubble.job.hybrid_pattern import HybridPattern
 from megatron.zero_bubble.job.job_flags import JobFlags
 from megatron.zero_bubble.job.session import Session, SessionError
 from megatron.zero_bubble.job.settings import job_settings
@@ -83,6 +84,9 @@ class LoopRun:
     def _begin_model(self, call: Call) -> _Model:
         """The model whose first chunk the call builds."""
         flags = flags_of_loop(call["config"], self._flags)
+        if pattern := call.get("hybrid_layer_pattern"):
+            num_layers = len(HybridPattern.parse(pattern).symbols)
+            flags = replace(flags, hybrid_layer_pattern=pattern, num_layers=num_layers)
         if call.get("share_embeddings_and_output_weights") is False:
             flags = replace(flags, untie_embeddings_and_output_weights=True)
         with users_mistakes():
