@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from megatron.zero_bubble.mcore.decoder_models import HYBRID_RECOMPUTES
 from megatron.zero_bubble.training.arguments import parse_arguments
 from megatron.zero_bubble.training.checks import complete_and_check
 from tests.launch import TINY_GPT
 
 PATTERN = "--hybrid-layer-pattern"
+OLDER = pytest.mark.skipif(HYBRID_RECOMPUTES, reason="its hybrid models recompute their layers")
 
 
 def check(*flags: str) -> None:
@@ -34,6 +36,9 @@ def test_the_pattern_says_how_many_layers_there_are():
         ((PATTERN, "*E*E"), "give --num-experts"),
         ((PATTERN, "*-*-", "--num-experts", "4"), "give --num-experts if it has a layer E, and only then"),
         ((PATTERN, "*-*-", "--context-parallel-size", "2"), "--context-parallel-size 2"),
+        pytest.param(
+            (PATTERN, "*-*-", "--zero-bubble", "--zero-bubble-recompute", "planned"), "does not recompute", marks=OLDER
+        ),
         ((PATTERN, "*-*-", "--hybrid-override-pattern", "*-*-"), "are one flag"),
         ((PATTERN, "*|-|*-", "--zero-bubble-schedule", "zb-h1"), "has 3 stages, but 2 pipeline ranks"),
         ((PATTERN, "*-*", "--zero-bubble-schedule", "zb-h1"), "not a multiple of the 2 stages"),

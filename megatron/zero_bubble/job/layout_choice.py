@@ -193,10 +193,19 @@ def _placements(flags: JobFlags, name: str) -> tuple[Placement, ...]:
     return tuple(placement for placement in all_placements(num_ranks) if kind is None or placement.kind == kind)
 
 
+def _can_recompute(flags: JobFlags) -> bool:
+    """Whether the model's class recomputes layers; hybrid models do from megatron-core 0.18 on."""
+    if flags.pattern is None:
+        return True
+    from megatron.zero_bubble.mcore.decoder_models import HYBRID_RECOMPUTES
+
+    return HYBRID_RECOMPUTES
+
+
 def _recomputes(flags: JobFlags) -> tuple[Recompute, ...]:
     """What the flags allow to recompute; if no flag says it, what has no room in the memory limit as well."""
     is_given = any(getattr(flags, name) is not None for name in (*RECOMPUTATION, "zero_bubble_recompute"))
     # R would use parameters that FSDP2 has not gathered.
-    if is_given or flags.fp8 or flags.fp4 or flags.use_torch_fsdp2:
+    if is_given or flags.fp8 or flags.fp4 or flags.use_torch_fsdp2 or not _can_recompute(flags):
         return (flags.recompute,)
     return (Recompute.NONE, Recompute.PLANNED)

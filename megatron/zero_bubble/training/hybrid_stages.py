@@ -47,8 +47,11 @@ def check_pattern(args: Arguments) -> None:
             raise ValueError(f"{given} does not work with --{name.replace('_', '-')} in this trainer")
     if args.context_parallel_size > 1:
         raise ValueError(f"{given} does not work with --context-parallel-size {args.context_parallel_size}")
-    if args.recompute_granularity == "full" and not HYBRID_RECOMPUTES:
-        raise ValueError(f"{given}: {HYBRID.__name__} of this megatron-core does not recompute its layers")
+    if (args.recompute_granularity == "full" or args.zero_bubble_recompute) and not HYBRID_RECOMPUTES:
+        raise ValueError(
+            f"{given}: {HYBRID.__name__} of this megatron-core does not recompute its layers: leave out "
+            "--recompute-granularity full and --zero-bubble-recompute"
+        )
 
 
 def build_hybrid_stage(
