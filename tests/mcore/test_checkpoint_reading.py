@@ -162,6 +162,29 @@ def test_what_is_common_cut_short(tmp_path, part):
     assert refusal(read_common, tmp_path).startswith("common.pt cannot be read: ")
 
 
+def save_common_object(folder: Path, state: object) -> None:
+    """Save as megatron-core does from 0.19 on: behind something else in a file of rank 0."""
+    file = io.BytesIO(b"something else")
+    start = file.seek(0, io.SEEK_END)
+    torch.save([state], file)
+    metadata = description()
+    place = filesystem._StorageInfo("__0_0.distcp", start, len(file.getvalue()) - start)
+    metadata.storage_data[MetadataIndex("common_state/shard_0_1")] = place
+    (folder / "__0_0.distcp").write_bytes(file.getvalue() + b"and more")
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def test_what_is_common_is_read_from_among_the_shards(tmp_path, monkeypatch):
+    save_common_object(tmp_path, COMMON)
+    assert read_common(tmp_path)["args"] == COMMON["args"]
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    save_common_object(tmp_path, {**COMMON, "evil": Evil(tmp_path / "marker")})
+    assert refusal(read_common, tmp_path) == (
+        "__0_0.distcp cannot be read: it names posix.mkdir, which does not belong in a checkpoint and could run code"
+    )
+    assert not (tmp_path / "marker").exists()
+
+
 def test_something_else_of_torch(tmp_path):
     save_common(tmp_path, torch.zeros(3))
     assert refusal(read_common, tmp_path) == "common.pt cannot be read: it holds a Tensor, not a dictionary"

@@ -18,7 +18,8 @@ def take_losses(num_microbatches: int, group: dist.ProcessGroup) -> tuple[float,
     Each loss belongs to one token ahead and is a mean over microbatches and the ranks of `group`. Megatron-LM logs the
     mean over all replicas. A collective call of the group on the last stage.
     """
-    sums = MTPLossLoggingHelper.tracker.get("values")
+    tracked = tracked_sums()
+    sums = tracked.get("values", tracked.get("loss_values"))  # the second from megatron-core 0.19 on
     if sums is None or not sums.any():
         return ()
     total = sums / (num_microbatches * group.size())
