@@ -218,8 +218,8 @@ this project takes is on [another page](megatron_flags.md).
 
 {counts}
 
-A refused flag ends the job with one line before Megatron-LM prints anything. A field that a script sets elsewhere is
-refused when the model is built or when the schedule first runs.
+A refused flag ends the job with one line before Megatron-LM prints its arguments. A field that a script sets elsewhere
+is refused when the model is built or when the schedule first runs.
 """
 
 

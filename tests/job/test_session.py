@@ -52,6 +52,23 @@ def test_a_step_without_a_schedule_under_the_limit_is_one_line() -> None:
         session.forward_backward(model=[])
 
 
+def test_what_is_found_while_costs_are_measured_restricts_the_choice_of_a_layout() -> None:
+    """A script may turn out to have microbatches of several lengths, for which no vocabulary is spread."""
+    session = Session(job("auto", "--zero-bubble"), "test")
+
+    def costs(profile: Any) -> Any:
+        session.restrict(zero_bubble_vocabulary_parallel="off")
+
+    def search(settings: JobSettings, *more: Any) -> Any:
+        raise ValueError(f"with the vocabulary {settings.flags.zero_bubble_vocabulary_parallel}")
+
+    with (
+        mock.patch.object(session_module, "new_choice", search),
+        pytest.raises(ValueError, match="^with the vocabulary off$"),
+    ):
+        session.choose_layout(None, costs, 1024)
+
+
 def test_what_was_changed_is_undone_after_an_error() -> None:
     undone: list[str] = []
 

@@ -124,9 +124,11 @@ class Session:
         Raises:
             ValueError: no layout fits in the memory, or a flag does not work with the chosen one.
         """
-        chosen = saved or new_choice(self.job, costs(given_profile(self.job.flags)), padded_vocab_size)
-        self._take(with_layout(self.job, chosen, os.environ, torch.cuda.is_available()))
-        return chosen.flags
+        if saved is None:
+            measured = costs(given_profile(self.job.flags))  # which may restrict the settings
+            saved = new_choice(self.job, measured, padded_vocab_size)
+        self._take(with_layout(self.job, saved, os.environ, torch.cuda.is_available()))
+        return saved.flags
 
     def keep_megatrons_layout(self, reason: str) -> None:
         """Keep Megatron's layout where another could be chosen, for a reason that is printed; a collective call.

@@ -64,6 +64,11 @@ WITH_EVERY_SCHEDULE = (
         "W may need a tensor that it has released after B",
         "recomputation saves memory too",
     ),
+    Refusal(
+        "moe_shared_expert_overlap",
+        "the shared expert has a stream of its own, which may use memory again that W still reads",
+    ),
+    Refusal("moe_ncclep_zero_copy moe_ncclep_use_symm_mem", "its buffers are used again before W has read them"),
     Refusal("moe_paged_stash", "it records the order of operations of megatron-core's own schedule"),
     Refusal("moe_enable_routing_replay", "it replays routes in the order of megatron-core's own schedule"),
     Refusal(

@@ -17,11 +17,12 @@ WITHOUT_EFFECT = (
         """lr_decay_style lr_wsd_decay_style lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples
         lr_warmup_fraction lr_warmup_iters lr_warmup_samples lr_warmup_init override_opt_param_scheduler
         use_checkpoint_opt_param_scheduler start_weight_decay end_weight_decay weight_decay_incr_style
-        step_batch_size_schedule decrease_batch_size_if_needed iterations_to_skip exit_interval exit_duration_in_mins
-        exit_signal exit_signal_handler exit_signal_handler_for_dataloader exit_signal_handler_for_training
-        train_sync_interval empty_unused_memory_level manual_gc manual_gc_interval manual_gc_eval skip_train
-        eval_iters eval_interval start_eval_at_iter eval_global_batch_size eval_micro_batch_size full_validation
-        multiple_validation_sets validation_set_names gpu_sniff_test_interval result_rejected_tracker_filename""",
+        step_batch_size_schedule decrease_batch_size_if_needed iterations_to_skip exit_interval
+        exit_duration_in_mins exit_signal exit_signal_handler exit_signal_handler_for_dataloader
+        exit_signal_handler_for_training train_sync_interval empty_unused_memory_level manual_gc manual_gc_interval
+        manual_gc_eval skip_train eval_iters eval_interval start_eval_at_iter eval_global_batch_size
+        eval_micro_batch_size full_validation multiple_validation_sets validation_set_names gpu_sniff_test_interval
+        result_rejected_tracker_filename""",
     ),
     _group(
         "data and tokenizers",
@@ -42,19 +43,19 @@ WITHOUT_EFFECT = (
         "checkpoints",
         """save save_interval save_retain_interval load load_main_params_from_ckpt finetune pretrained_checkpoint
         ckpt_step exit_on_missing_checkpoint non_persistent_save_interval non_persistent_ckpt_type
-        non_persistent_global_ckpt_dir non_persistent_local_ckpt_dir non_persistent_local_ckpt_algo use_checkpoint_args
-        use_mp_args_from_checkpoint_args use_tokenizer_model_from_checkpoint_args ckpt_format auto_detect_ckpt_format
-        ckpt_convert_format ckpt_convert_save ckpt_convert_update_legacy_dist_opt_format ckpt_fully_parallel_save
-        ckpt_fully_parallel_load ckpt_fully_parallel_load_exchange_algo ckpt_fully_parallel_load_per_rank_objects
-        ckpt_fully_parallel_save_process_group ckpt_fully_parallel_load_process_group ckpt_assume_constant_structure
-        ckpt_load_validate_sharding_integrity ckpt_pg_tensors_cache_path ckpt_pg_tensors_cache_create
-        ckpt_drop_redundant_extra_state override_ckpt_iteration stream_ckpt_dequant save_tokenizer_assets async_save
-        async_strategy async_ckpt_cpu_priority async_ckpt_io_priority async_ckpt_use_cpu_shm
-        use_persistent_ckpt_worker verify_integrity strict_fsdp_dtensor_load dist_ckpt_strictness
-        dist_ckpt_workers dist_ckpt_save_pre_mcore_014 dist_ckpt_optim_fully_reshardable
-        distrib_optim_fully_reshardable_mem_efficient replication replication_jump replication_factor no_save_optim
-        no_save_rng no_load_optim no_load_rng use_dist_ckpt_deprecated dist_ckpt_format_deprecated
-        ckpt_fully_parallel_save_deprecated""",
+        non_persistent_global_ckpt_dir non_persistent_local_ckpt_dir non_persistent_local_ckpt_algo
+        use_checkpoint_args use_mp_args_from_checkpoint_args use_tokenizer_model_from_checkpoint_args ckpt_format
+        auto_detect_ckpt_format ckpt_convert_format ckpt_convert_save ckpt_convert_update_legacy_dist_opt_format
+        ckpt_fully_parallel_save ckpt_fully_parallel_load ckpt_fully_parallel_load_exchange_algo
+        ckpt_fully_parallel_load_per_rank_objects ckpt_fully_parallel_save_process_group
+        ckpt_fully_parallel_load_process_group ckpt_assume_constant_structure ckpt_load_validate_sharding_integrity
+        ckpt_pg_tensors_cache_path ckpt_pg_tensors_cache_create ckpt_drop_redundant_extra_state
+        override_ckpt_iteration stream_ckpt_dequant save_tokenizer_assets async_save async_strategy
+        async_ckpt_cpu_priority async_ckpt_io_priority async_ckpt_use_cpu_shm use_persistent_ckpt_worker
+        verify_integrity strict_fsdp_dtensor_load dist_ckpt_strictness dist_ckpt_workers
+        dist_ckpt_save_pre_mcore_014 dist_ckpt_optim_fully_reshardable distrib_optim_fully_reshardable_mem_efficient
+        replication replication_jump replication_factor no_save_optim no_save_rng no_load_optim no_load_rng
+        use_dist_ckpt_deprecated dist_ckpt_format_deprecated ckpt_fully_parallel_save_deprecated""",
         "Megatron's own script saves and loads, between steps. Post-validation completes a step before it is saved.",
     ),
     _group(
@@ -62,8 +63,8 @@ WITHOUT_EFFECT = (
         """log_interval log_throughput log_progress timing_log_option tensorboard_dir tensorboard_log_interval
         tensorboard_queue_size log_timers_to_tensorboard log_loss_scale_to_tensorboard
         log_validation_ppl_to_tensorboard log_memory_to_tensorboard log_memory_interval log_device_memory_used
-        log_world_size_to_tensorboard wandb_project wandb_exp_name wandb_save_dir wandb_entity logging_level log_energy
-        otel_enabled otel_service_name otel_span_groups profile profile_step_start profile_step_end
+        log_world_size_to_tensorboard wandb_project wandb_exp_name wandb_save_dir wandb_entity logging_level
+        log_energy otel_enabled otel_service_name otel_span_groups profile profile_step_start profile_step_end
         use_pytorch_profiler pytorch_profiler_collect_shapes pytorch_profiler_collect_callstack
         pytorch_profiler_collect_chakra profile_ranks record_memory_history memory_snapshot_path record_shapes
         nvtx_ranges config_logger_dir log_straggler straggler_ctrlr_port straggler_minmax_count
@@ -75,10 +76,10 @@ WITHOUT_EFFECT = (
         inprocess_monitor_thread_interval inprocess_monitor_process_interval inprocess_progress_watchdog_interval
         inprocess_heartbeat_interval inprocess_soft_timeout inprocess_hard_timeout inprocess_heartbeat_timeout
         inprocess_barrier_timeout inprocess_completion_timeout inprocess_last_call_wait
-        inprocess_termination_grace_time inprocess_granularity inprocess_active_world_size inprocess_empty_cuda_cache
-        fault_injector_ranks fault_injector_num_ranks fault_injector_fault_types fault_injector_fault_probabilities
-        fault_injector_fault_delay fault_injector_delay_start_iteration fault_injector_mtti_seconds
-        fault_injector_offset_seconds fault_injector_seed""",
+        inprocess_termination_grace_time inprocess_granularity inprocess_active_world_size
+        inprocess_empty_cuda_cache fault_injector_ranks fault_injector_num_ranks fault_injector_fault_types
+        fault_injector_fault_probabilities fault_injector_fault_delay fault_injector_delay_start_iteration
+        fault_injector_mtti_seconds fault_injector_offset_seconds fault_injector_seed""",
     ),
     _group(
         "process groups",
@@ -107,28 +108,28 @@ WITHOUT_EFFECT = (
         torch_fsdp2_reshard_after_forward gtp_remat_opt_in_modules gtp_remat_reduce_scatter_with_fp32_accumulation
         gtp_remat_nccl_ub gtp_expert_remat_nccl_ub mhc_num_residual_streams mhc_sinkhorn_iterations
         mhc_init_gating_factor mhc_recompute_layer_num num_residual_streams use_fused_mhc
-        min_dynamic_context_parallel_size csa_window_size csa_compress_ratios csa_compress_rotary_base csa_dense_mode
-        apply_dsa_kernel_fusion o_groups o_lora_rank cuda_graph_dynamic_microbatches
-        megatron_fsdp_cache_param_bucket_views megatron_fsdp_prefetch_recompute_forward_weights
-        dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk
-        dsa_indexer_topk_freq dsa_indexer_skip_topk_offset dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss
-        dsa_indexer_rope_interleaved dsa_indexer_rotate_activation dsa_indexer_scoring_relu dsa_indexer_k_norm_epsilon
-        dsa_indexer_k_norm_fp32 dsa_kernel_backend grpo_prompts_per_step grpo_group_size grpo_iterations
-        grpo_clamp_eps_lower grpo_clamp_eps_upper grpo_kl_beta grpo_entropy_term_weight
-        grpo_filter_groups_with_same_reward langrl_inference_server_type langrl_inference_server_conversation_template
-        langrl_external_server langrl_env_config refit_method rl_prompts_per_eval rl_default_temperature
-        rl_default_top_p rl_default_top_k rl_offload_optimizer_during_inference rl_offload_kv_cache_during_training
-        rl_remove_kv_cache_during_training rl_reset_cuda_graphs rl_partial_rollouts
-        rl_inference_logprobs_is_correction rl_importance_sampling_truncation_coef rl_use_sequence_packing
-        rl_sequence_packing_max_sequences_per_bin rl_sequence_packing_algo rl_training_cuda_graphs
-        rl_inference_tensor_model_parallel_size rl_inference_pipeline_model_parallel_size
-        rl_inference_expert_model_parallel_size rl_inference_expert_tensor_model_parallel_size
-        rl_inference_model_unified_memory_level rl_offload_inference_model_weights_when_idle
-        rl_verify_model_weights_swap rl_parallel_generation_tasks rl_skip_bos_token rl_num_parallel_generations
-        rl_num_parallel_generation_batches rl_generation_batch_size rl_kv_cache_management_mode rl_persist_cuda_graphs
-        rl_inference_parsers rl_generation_lag rl_submission_granularity rl_consumption_granularity rl_profile
-        rl_profile_dir rl_max_inflight_requests rl_durable_rollout_bank rl_rollout_bank_dir rl_rollout_bank_max_bytes
-        export_kd_teacher_model_config export_kd_teacher_ckpt_format export_kd_cfg""",
+        min_dynamic_context_parallel_size csa_window_size csa_compress_ratios csa_compress_rotary_base
+        csa_dense_mode apply_dsa_kernel_fusion o_groups o_lora_rank cuda_graph_dynamic_microbatches
+        megatron_fsdp_cache_param_bucket_views megatron_fsdp_prefetch_recompute_forward_weights dsa_indexer_n_heads
+        dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_topk_freq dsa_indexer_skip_topk_offset
+        dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss dsa_indexer_rope_interleaved
+        dsa_indexer_rotate_activation dsa_indexer_scoring_relu dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32
+        dsa_kernel_backend grpo_prompts_per_step grpo_group_size grpo_iterations grpo_clamp_eps_lower
+        grpo_clamp_eps_upper grpo_kl_beta grpo_entropy_term_weight grpo_filter_groups_with_same_reward
+        langrl_inference_server_type langrl_inference_server_conversation_template langrl_external_server
+        langrl_env_config refit_method rl_prompts_per_eval rl_default_temperature rl_default_top_p rl_default_top_k
+        rl_offload_optimizer_during_inference rl_offload_kv_cache_during_training rl_remove_kv_cache_during_training
+        rl_reset_cuda_graphs rl_partial_rollouts rl_inference_logprobs_is_correction
+        rl_importance_sampling_truncation_coef rl_use_sequence_packing rl_sequence_packing_max_sequences_per_bin
+        rl_sequence_packing_algo rl_training_cuda_graphs rl_inference_tensor_model_parallel_size
+        rl_inference_pipeline_model_parallel_size rl_inference_expert_model_parallel_size
+        rl_inference_expert_tensor_model_parallel_size rl_inference_model_unified_memory_level
+        rl_offload_inference_model_weights_when_idle rl_verify_model_weights_swap rl_parallel_generation_tasks
+        rl_skip_bos_token rl_num_parallel_generations rl_num_parallel_generation_batches rl_generation_batch_size
+        rl_kv_cache_management_mode rl_persist_cuda_graphs rl_inference_parsers rl_generation_lag
+        rl_submission_granularity rl_consumption_granularity rl_profile rl_profile_dir rl_max_inflight_requests
+        rl_durable_rollout_bank rl_rollout_bank_dir rl_rollout_bank_max_bytes export_kd_teacher_model_config
+        export_kd_teacher_ckpt_format export_kd_cfg""",
         "Without the refused setting nothing reads it.",
     ),
     _group(
@@ -165,13 +166,13 @@ WITHOUT_EFFECT = (
         ict_load bert_load titles_data_path query_in_block_prob use_one_sent_docs evidence_data_path
         retriever_report_topk_accuracies retriever_score_scaling block_data_path embedding_path indexer_batch_size
         indexer_log_interval num_classes img_h img_w num_channels patch_dim classes_fraction data_per_class_fraction
-        data_sharding head_lr_mult vision_pretraining vision_pretraining_type vision_backbone_type swin_backbone_type
-        mask_type mask_factor iter_per_epoch dino_local_img_size dino_local_crops_number dino_head_hidden_size
-        dino_bottleneck_size dino_freeze_last_layer dino_norm_last_layer dino_warmup_teacher_temp dino_teacher_temp
-        dino_warmup_teacher_temp_epochs export_model_type export_legacy_megatron export_te_mcore_model
-        export_force_local_attention export_kv_cache_quant export_real_quant_cfg export_quant_cfg finetune_hf_dataset
-        finetune_data_split finetune_data_files export_qk_l2_norm export_moe_apply_probs_on_input
-        export_offline_model export_default_te_spec""",
+        data_sharding head_lr_mult vision_pretraining vision_pretraining_type vision_backbone_type
+        swin_backbone_type mask_type mask_factor iter_per_epoch dino_local_img_size dino_local_crops_number
+        dino_head_hidden_size dino_bottleneck_size dino_freeze_last_layer dino_norm_last_layer
+        dino_warmup_teacher_temp dino_teacher_temp dino_warmup_teacher_temp_epochs export_model_type
+        export_legacy_megatron export_te_mcore_model export_force_local_attention export_kv_cache_quant
+        export_real_quant_cfg export_quant_cfg finetune_hf_dataset finetune_data_split finetune_data_files
+        export_qk_l2_norm export_moe_apply_probs_on_input export_offline_model export_default_te_spec""",
         "Scripts that train a GPT or a hybrid model do not read it. The launcher is not tested with other models.",
     ),
     _group(

@@ -9,17 +9,34 @@ _RUN = (
         Effect.RUN,
         "sizes and form of the model",
         "A layer's W is the same product whatever its size.",
-        """num_layers hidden_size ffn_hidden_size num_attention_heads group_query_attention num_query_groups kv_channels
-        seq_length max_position_embeddings position_embedding_type swiglu gated_linear_unit activation_func
-        normalization add_bias_linear untie_embeddings_and_output_weights vocab_size padded_vocab_size
-        make_vocab_size_divisible_by attention_dropout hidden_dropout mtp_num_layers mtp_loss_scaling_factor""",
+        """num_layers hidden_size ffn_hidden_size num_attention_heads group_query_attention num_query_groups
+        kv_channels seq_length max_position_embeddings position_embedding_type swiglu gated_linear_unit
+        activation_func normalization add_bias_linear untie_embeddings_and_output_weights vocab_size
+        padded_vocab_size make_vocab_size_divisible_by attention_dropout hidden_dropout mtp_num_layers
+        mtp_loss_scaling_factor""",
     ),
     SettingGroup(
         Effect.RUN,
         "experts",
         "Experts of megatron-core's own layers are split like other layers.",
         """num_experts num_moe_experts moe_router_topk moe_router_load_balancing_type moe_aux_loss_coeff
-        moe_token_dispatcher_type moe_expert_capacity_factor moe_pad_expert_input_to_capacity""",
+        moe_token_dispatcher_type moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_layer_freq
+        moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_num_groups moe_router_group_topk
+        moe_router_pre_softmax moe_router_topk_scaling_factor moe_router_score_function
+        moe_router_enable_expert_bias moe_router_dtype moe_router_bias_update_rate""",
+    ),
+    SettingGroup(
+        Effect.RUN,
+        "latent attention",
+        "Its projections are linear layers like others.",
+        """multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim qk_layernorm
+        rotary_scaling_factor mscale mscale_all_dim""",
+    ),
+    SettingGroup(
+        Effect.RUN,
+        "Mamba in hybrid models",
+        "W is deferred for its projections. Convolution and scan have all gradients in B.",
+        "mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads",
     ),
     SettingGroup(
         Effect.RUN,
@@ -47,42 +64,42 @@ _READ = (
         "attention",
         "It changes the inside of an attention layer. Its linear layers are split like others.",
         """attention_backend use_flash_attn flash_attention_version softmax_scale softmax_type window_size
-        window_attn_skip_freq attention_output_gate head_wise_attn_gate qk_layernorm qk_l2_norm qk_clip qk_clip_alpha
+        window_attn_skip_freq attention_output_gate head_wise_attn_gate qk_l2_norm qk_clip qk_clip_alpha
         qk_clip_threshold log_max_attention_logit no_rope_freq rotary_base rotary_base_per_layer rotary_percent
-        rotary_interleaved rotary_scaling_factor rotary_seq_len_interpolation_factor use_rope_scaling
-        rope_scaling_factor rope_type use_rotary_position_embeddings add_position_embedding mrope_section
-        mrope_interleaved original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim
-        yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow yarn_correction_range_round_to_int
-        relative_attention_num_buckets relative_attention_max_distance apply_query_key_layer_scaling
-        attention_softmax_in_fp32 masked_softmax_fusion multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim
-        qk_pos_emb_head_dim v_head_dim mla_down_proj_fusion fused_single_qkv_rope apply_rope_fusion cp_comm_type
+        rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor rope_type
+        use_rotary_position_embeddings add_position_embedding mrope_section mrope_interleaved
+        original_max_position_embeddings beta_fast beta_slow yarn_original_max_position_embeddings yarn_beta_fast
+        yarn_beta_slow yarn_correction_range_round_to_int relative_attention_num_buckets
+        relative_attention_max_distance apply_query_key_layer_scaling attention_softmax_in_fp32
+        masked_softmax_fusion mla_down_proj_fusion fused_single_qkv_rope apply_rope_fusion cp_comm_type
         hierarchical_context_parallel_sizes fallback_to_eager_attn add_qkv_bias cp_partition_mode""",
     ),
     SettingGroup(
         Effect.READ,
-        "linear attention, state spaces and hybrid models",
+        "linear attention and state spaces",
         "W is deferred for their linear layers. Their convolutions and scans have all gradients in B.",
         """experimental_attention_variant experimental_attention_variant_loss_scale_func linear_attention_freq
         linear_attention_type linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads
         linear_num_value_heads linear_cp_mode gdn_pre_gated_delta_rule_fusion gdn_conv_pad_alignment
-        gdp_num_householder gdp_cutedsl_kernel gdp_num_chunk_states_to_recompute mamba_state_dim mamba_head_dim
-        mamba_num_groups mamba_num_heads use_mamba_mem_eff_path mamba_training_ssm_states_dtype""",
+        gdp_num_householder gdp_cutedsl_kernel gdp_num_chunk_states_to_recompute use_mamba_mem_eff_path
+        mamba_training_ssm_states_dtype""",
     ),
     SettingGroup(
         Effect.READ,
         "layers, norms and initial values",
         "It changes the inside of a layer, or its values before the first step.",
         """layernorm_epsilon layernorm_zero_centered_gamma fp32_residual_connection
-        apply_residual_connection_post_layernorm memory_efficient_layer_norm persist_layer_norm no_persist_layer_norm
-        fused_residual_rmsnorm glu_linear_offset activation_func_clamp_value activation_func_fp8_input_store
-        openai_gelu squared_relu quick_geglu onnx_safe bias_activation_fusion bias_gelu_fusion bias_swiglu_fusion
-        bias_dropout_fusion use_te_activation_func use_fused_weighted_squared_relu disable_jit_fuser init_method
-        output_layer_init_method init_method_std embedding_init_method embedding_init_method_std
-        init_method_xavier_uniform perform_initialization use_cpu_initialization init_model_with_meta_device
-        data_parallel_random_init use_mup mup_width_mult mup_base_hidden_size mup_embedding_mult mup_output_mult
-        mup_base_head_dim mup_attn_scale_power mlp_chunks_for_training clone_scatter_output_in_embedding
-        disable_bf16_reduced_precision_matmul deterministic_mode test_mode batch_invariant_mode
-        batch_invariant_backend te_rng_tracker use_te_rng_tracker enable_experimental spec enable_gpt_oss""",
+        apply_residual_connection_post_layernorm memory_efficient_layer_norm persist_layer_norm
+        no_persist_layer_norm fused_residual_rmsnorm glu_linear_offset activation_func_clamp_value
+        activation_func_fp8_input_store openai_gelu squared_relu quick_geglu onnx_safe bias_activation_fusion
+        bias_gelu_fusion bias_swiglu_fusion bias_dropout_fusion use_te_activation_func
+        use_fused_weighted_squared_relu disable_jit_fuser init_method output_layer_init_method init_method_std
+        embedding_init_method embedding_init_method_std init_method_xavier_uniform perform_initialization
+        use_cpu_initialization init_model_with_meta_device data_parallel_random_init use_mup mup_width_mult
+        mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim mup_attn_scale_power
+        mlp_chunks_for_training clone_scatter_output_in_embedding disable_bf16_reduced_precision_matmul
+        deterministic_mode test_mode batch_invariant_mode batch_invariant_backend te_rng_tracker use_te_rng_tracker
+        enable_experimental spec enable_gpt_oss""",
     ),
     SettingGroup(
         Effect.READ,
@@ -94,21 +111,17 @@ _READ = (
         Effect.READ,
         "experts",
         "It changes routing, or how tokens travel between experts. W waits for no token.",
-        """moe_layer_freq moe_ffn_hidden_size moe_grouped_gemm moe_use_legacy_grouped_gemm moe_latent_size
-        moe_shared_expert_intermediate_size moe_shared_expert_gate moe_shared_expert_overlap
+        """moe_grouped_gemm moe_use_legacy_grouped_gemm moe_latent_size moe_shared_expert_gate
         moe_shared_expert_glu_interleave_size moe_mlp_glu_interleave_size moe_apply_probs_on_input moe_n_hash_layers
         actual_vocab_size moe_router_topk_limited_devices moe_router_padding_for_quantization
-        moe_router_padding_for_fp8 moe_router_num_groups moe_router_group_topk moe_router_pre_softmax
-        moe_router_topk_scaling_factor moe_router_score_function moe_router_dtype moe_router_enable_expert_bias
-        moe_router_bias_update_rate moe_router_quantile_balancing_ema moe_router_force_load_balancing
+        moe_router_padding_for_fp8 moe_router_quantile_balancing_ema moe_router_force_load_balancing
         moe_router_force_biased moe_router_fusion moe_z_loss_coeff moe_grad_scale_func moe_input_jitter_eps
         moe_token_dropping moe_token_drop_policy moe_expert_rank_capacity_factor moe_extended_tp
         expert_tensor_parallel_size moe_enable_deepep moe_flex_dispatcher_backend moe_flex_dispatcher_num_sms
         moe_deepep_num_sms moe_hybridep_num_sms moe_hybridep_num_sms_preprocessing moe_hybridep_num_blocks_permute
         moe_hybridep_num_blocks_unpermute moe_hybridep_pad_uneven_dispatch_inputs moe_hybridep_pad_variable_tokens
-        moe_permute_fusion moe_permute_fusion_into_hybridep moe_ncclep_static_shape moe_ncclep_zero_copy
-        moe_ncclep_use_symm_mem moe_dispatch_fwd_dtype moe_combine_bwd_dtype moe_layer_recompute
-        moe_use_upcycling moe_upcycling_granularity""",
+        moe_permute_fusion moe_permute_fusion_into_hybridep moe_ncclep_static_shape moe_dispatch_fwd_dtype
+        moe_combine_bwd_dtype moe_layer_recompute moe_use_upcycling moe_upcycling_granularity""",
     ),
     SettingGroup(
         Effect.READ,
@@ -132,8 +145,8 @@ _READ = (
         average_in_collective ddp_param_name_patterns_for_fp32_local_accumulation
         param_name_patterns_for_fp32_local_accumulation preserve_fp32_weights nccl_ub disable_symmetric_registration
         use_sharp sharp_enabled_group create_all_gather_group disable_grad_buffers_cpu_backup
-        disable_param_buffers_cpu_backup overlap_param_gather_with_optimizer_step
-        no_sync_func grad_scale_func main_grads_dtype""",
+        disable_param_buffers_cpu_backup overlap_param_gather_with_optimizer_step no_sync_func grad_scale_func
+        main_grads_dtype""",
     ),
     SettingGroup(
         Effect.READ,
@@ -143,10 +156,10 @@ _READ = (
         decoupled_weight_decay apply_wd_to_qk_layernorm no_weight_decay_cond_type grad_norm_skip_threshold
         muon_momentum muon_split_qkv muon_use_nesterov muon_nesterov muon_scale_mode muon_fp32_matmul_prec
         muon_coefficient_type muon_num_ns_steps muon_tp_mode muon_use_syrk muon_extra_scale_factor
-        muon_scalar_optimizer lion_beta1 lion_beta2 soap_shampoo_beta soap_precondition_frequency soap_use_kl_shampoo
-        adaptive_muon_moment2_method adaptive_muon_beta2 adaptive_muon_eps use_layer_wise_distributed_optimizer
-        use_layer_wise_param_layout offload_optimizer_states chunked_optimizer_state_offload
-        optimizer_state_offload_chunk_size_mb optimizer_state_offload_fraction
+        muon_scalar_optimizer lion_beta1 lion_beta2 soap_shampoo_beta soap_precondition_frequency
+        soap_use_kl_shampoo adaptive_muon_moment2_method adaptive_muon_beta2 adaptive_muon_eps
+        use_layer_wise_distributed_optimizer use_layer_wise_param_layout offload_optimizer_states
+        chunked_optimizer_state_offload optimizer_state_offload_chunk_size_mb optimizer_state_offload_fraction
         optimizer_cpu_offload optimizer_offload_fraction use_torch_optimizer_for_cpu_offload
         overlap_cpu_optimizer_d2h_h2d pin_cpu_grads pin_cpu_params optimizer_cuda_graph
         dump_param_to_param_group_map""",
@@ -189,8 +202,14 @@ _HANDLED = (
         "layers that come from elsewhere",
         "Megatron's own layout stays, and a line says so.",
         """heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json per_block_parameters
-        heterogeneous_block_specs hetereogenous_dist_checkpoint yaml_cfg is_hybrid_model hybrid_layer_pattern
-        hybrid_override_pattern hybrid_attention_ratio hybrid_mlp_ratio mtp_hybrid_override_pattern""",
+        heterogeneous_block_specs hetereogenous_dist_checkpoint yaml_cfg""",
+    ),
+    SettingGroup(
+        Effect.HANDLED,
+        "patterns of hybrid models",
+        "The `|`s are the layout, which `--zero-bubble` chooses ([hybrid models](megatron_lm.md#hybrid-models)).",
+        """is_hybrid_model hybrid_layer_pattern hybrid_override_pattern hybrid_attention_ratio hybrid_mlp_ratio
+        mtp_hybrid_override_pattern""",
     ),
     SettingGroup(
         Effect.HANDLED,
