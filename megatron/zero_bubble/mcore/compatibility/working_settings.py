@@ -221,6 +221,12 @@ _HANDLED = (
     ),
     SettingGroup(
         Effect.HANDLED,
+        "several streams",
+        "A message tells its shape, which then holds all streams.",
+        "enable_mhc_connections enable_hyper_connections",
+    ),
+    SettingGroup(
+        Effect.HANDLED,
         "recomputation",
         "Recomputation of whole layers becomes an operation of the schedule ([recomputation](recomputation.md)); "
         "`--zero-bubble-recompute planned` chooses what is recomputed, and takes none of these.",
