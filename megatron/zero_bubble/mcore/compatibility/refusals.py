@@ -101,10 +101,6 @@ WITH_EVERY_SCHEDULE = (
     Refusal("use_torch_fsdp2", "Megatron-LM refuses it with pipelines", "pretrain_gpt.py of this project runs it"),
     Refusal("use_legacy_models", "its layers are not megatron-core's"),
     Refusal(
-        "enable_mhc_connections enable_hyper_connections",
-        "messages between stages hold several streams, and so have another shape",
-    ),
-    Refusal(
         "modelopt_enabled export_kd_teacher_load qad_train_target freeze_base_for_mtp",
         "ModelOpt computes with other weights than the parameters, and sends a teacher's messages too",
     ),
