@@ -54,6 +54,15 @@ def test_a_linear_layer_that_was_not_split_is_named_and_frozen_weights_are_not()
     assert gradients.missed == ("column (ColumnParallelLinear)",)
 
 
+def test_a_layer_whose_setting_keeps_w_in_b_is_named_and_not_missed():
+    model = Layers()
+    model.column.output_dtype = torch.float64
+    split_weight_gradients([model], WeightGradStore())
+    gradients = count_gradients([model])
+    assert gradients.unsplit == (("column (ColumnParallelLinear)", HIDDEN * OUTPUT),)
+    assert gradients.missed == ()
+
+
 def test_layers_that_offer_to_defer_w_and_do_not_are_missed_and_others_are_not():
     parts = {
         "deferring": DeferringLayers(),

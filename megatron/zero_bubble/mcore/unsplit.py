@@ -69,8 +69,10 @@ def count_gradients(model_chunks: Iterable[torch.nn.Module]) -> Gradients:
 
 
 def _should_be_split(module: torch.nn.Module, parameter: torch.nn.Parameter) -> bool:
-    """Tell whether a weight belongs to a layer of a kind whose W can be deferred."""
-    return parameter.dim() == 2 and (isinstance(module, _LINEAR) or hasattr(module, "backward_dw"))
+    """Tell whether a weight belongs to a layer of a kind whose W can be deferred, and no setting keeps it in B."""
+    if parameter.dim() != 2 or getattr(module, "output_dtype", None) is not None:
+        return False
+    return isinstance(module, _LINEAR) or hasattr(module, "backward_dw")
 
 
 def _parameters(

@@ -106,8 +106,7 @@ WITHOUT_EFFECT = (
         megatron_fsdp_grad_comm_dtype megatron_fsdp_use_decoupled_grad megatron_fsdp_cuda_graph_mode
         megatron_fsdp_enable_fine_grained_param_gather megatron_fsdp_max_pool_double_buffer
         torch_fsdp2_reshard_after_forward gtp_remat_opt_in_modules gtp_remat_reduce_scatter_with_fp32_accumulation
-        gtp_remat_nccl_ub gtp_expert_remat_nccl_ub mhc_num_residual_streams mhc_sinkhorn_iterations
-        mhc_init_gating_factor mhc_recompute_layer_num num_residual_streams use_fused_mhc
+        gtp_remat_nccl_ub gtp_expert_remat_nccl_ub
         min_dynamic_context_parallel_size csa_window_size csa_compress_ratios csa_compress_rotary_base
         csa_dense_mode apply_dsa_kernel_fusion o_groups o_lora_rank cuda_graph_dynamic_microbatches
         megatron_fsdp_cache_param_bucket_views megatron_fsdp_prefetch_recompute_forward_weights dsa_indexer_n_heads

@@ -76,6 +76,13 @@ _READ = (
     ),
     SettingGroup(
         Effect.READ,
+        "streams of hyper-connections",
+        "They are computed within a layer; for what passes between stages see `enable_mhc_connections`.",
+        """mhc_num_residual_streams mhc_sinkhorn_iterations mhc_init_gating_factor mhc_recompute_layer_num
+        num_residual_streams use_fused_mhc""",
+    ),
+    SettingGroup(
+        Effect.READ,
         "linear attention and state spaces",
         "W is deferred for their linear layers. Their convolutions and scans have all gradients in B.",
         """experimental_attention_variant experimental_attention_variant_loss_scale_func linear_attention_freq
@@ -202,14 +209,21 @@ _HANDLED = (
         "layers that come from elsewhere",
         "Megatron's own layout stays, and a line says so.",
         """heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json per_block_parameters
-        heterogeneous_block_specs hetereogenous_dist_checkpoint yaml_cfg""",
+        heterogeneous_block_specs hetereogenous_dist_checkpoint yaml_cfg is_hybrid_model hybrid_attention_ratio
+        hybrid_mlp_ratio""",
     ),
     SettingGroup(
         Effect.HANDLED,
-        "patterns of hybrid models",
-        "The `|`s are the layout, which `--zero-bubble` chooses ([hybrid models](megatron_lm.md#hybrid-models)).",
-        """is_hybrid_model hybrid_layer_pattern hybrid_override_pattern hybrid_attention_ratio hybrid_mlp_ratio
-        mtp_hybrid_override_pattern""",
+        "patterns of layers",
+        "The `|`s of a pattern are the layout; where it has none they are chosen or even "
+        "([hybrid models](megatron_lm.md#hybrid-models)).",
+        "hybrid_layer_pattern hybrid_override_pattern mtp_hybrid_override_pattern",
+    ),
+    SettingGroup(
+        Effect.HANDLED,
+        "streams between stages",
+        "Messages are wider than the hidden size, so each tells its shape, as with `variable_seq_lengths`.",
+        "enable_mhc_connections enable_hyper_connections",
     ),
     SettingGroup(
         Effect.HANDLED,
@@ -218,12 +232,6 @@ _HANDLED = (
         """overlap_p2p_comm batch_p2p_comm batch_p2p_sync use_ring_exchange_p2p overlap_p2p_comm_warmup_flush
         pipeline_model_parallel_comm_backend scatter_gather_tensors_in_pipeline deallocate_pipeline_outputs
         high_priority_stream_groups distributed_timeout_minutes distributed_timeout_seconds_after_init""",
-    ),
-    SettingGroup(
-        Effect.HANDLED,
-        "several streams",
-        "A message tells its shape, which then holds all streams.",
-        "enable_mhc_connections enable_hyper_connections",
     ),
     SettingGroup(
         Effect.HANDLED,
