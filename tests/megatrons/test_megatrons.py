@@ -20,6 +20,8 @@ from tests.launcher.launched import launch
 
 TRAINER = find_spec("megatron.training")
 pytestmark = pytest.mark.skipif(TRAINER is None, reason="there is no megatron.training: make test-megatron fetches it")
+FOLDER = Path(TRAINER.origin).parents[2] if TRAINER is not None and TRAINER.origin is not None else Path()
+"""A wheel, unpacked, or a checkout of Megatron-LM."""
 
 SHAPE = (
     *("--pipeline-model-parallel-size", "2", "--hidden-size", "32", "--num-attention-heads", "4"),
@@ -86,9 +88,7 @@ class MegatronTrainings:
     def command(self, flags: str) -> tuple[Path, list[str]]:
         """The script and the arguments of a training."""
         name = "pretrain_hybrid.py" if "--hybrid" in flags else "pretrain_gpt.py"
-        assert TRAINER is not None
-        assert TRAINER.origin is not None
-        script = Path(TRAINER.origin).parents[2] / name
+        script = FOLDER / name
         if not script.exists():  # a wheel has no scripts
             script = Path(__file__).with_name("pretrain.py")
         return script, [*SHAPE, *TRAINING, "--save", str(self.folder(flags)), *flags.split(), "--zero-bubble-cpu"]
@@ -137,6 +137,8 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> MegatronTrainings:
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_schedule_computes_what_megatrons_computes(trainings: MegatronTrainings, case: Case) -> None:
+    if "--hybrid" in case.model and not (FOLDER / "megatron" / "core" / "models" / "hybrid").exists():
+        pytest.skip("this Megatron is older than hybrid models")
     ours, base = f"{case.model} {case.zero_bubble}", f"{case.model} {case.base}"
     assert "bubble rate:" in trainings.output(ours)
     if case.rounding:

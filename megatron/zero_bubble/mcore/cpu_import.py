@@ -11,30 +11,24 @@ from importlib.util import find_spec
 from types import ModuleType
 from unittest.mock import MagicMock
 
-_NEEDS_TRITON = "paged_stash"
-"""The module of megatron-core, from 0.18 on, that cannot be imported without triton. Its kernels run on GPUs only."""
+_NEED_TRITON = ("batch_invariant_kernels", "paged_stash")
+"""Modules of megatron-core, 0.16 and from 0.18 on, that cannot be imported without triton. Their kernels need GPUs."""
 
 
 def import_core() -> None:
-    """Import megatron-core, with a stand-in for triton in the module that needs it, where there is none."""
-    if find_spec("triton") is not None:
-        importlib.import_module("megatron.core")
-        return
-    finder = _Finder()
-    sys.meta_path.insert(0, finder)
-    try:
-        importlib.import_module("megatron.core")
-    finally:
-        sys.meta_path.remove(finder)
+    """Import megatron-core. Where there is no triton, its modules that need it find a stand-in from now on."""
+    if find_spec("triton") is None and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+    importlib.import_module("megatron.core")
 
 
 class _Finder(MetaPathFinder):
-    """Finds the module that needs triton, and loads it with a `_LoaderWithTriton`."""
+    """Finds the modules that need triton, and loads them with a `_LoaderWithTriton`."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname.rpartition(".")[2] != _NEEDS_TRITON:
+        if fullname.rpartition(".")[2] not in _NEED_TRITON:
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
