@@ -64,7 +64,7 @@ def test_what_is_found_while_costs_are_measured_restricts_the_choice_of_a_layout
 
     with (
         mock.patch.object(session_module, "new_choice", search),
-        pytest.raises(ValueError, match="^with the vocabulary off$"),
+        pytest.raises(ValueError, match=r"^with the vocabulary off$"),
     ):
         session.choose_layout(None, costs, 1024)
 
