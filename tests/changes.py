@@ -51,16 +51,16 @@ class AtReducedGradients(Change):
     def applied(self, run: Run) -> Iterator[None]:
         from megatron.core import parallel_state
 
-        from megatron.zero_bubble import schedules
+        from megatron.zero_bubble.mcore import schedule_runner
 
-        finalize, iterations = schedules.finalize_gradients, count(1)
+        finalize, iterations = schedule_runner.finalize_gradients, count(1)
 
         def finalize_and_happen(config: Any, placement: Any, chunks: list[Any], *more: Any) -> None:
             finalize(config, placement, chunks, *more)
             if (next(iterations), parallel_state.get_pipeline_model_parallel_rank()) == (self.iteration, self.rank):
                 self.happen(chunks)
 
-        with mock.patch.object(schedules, "finalize_gradients", finalize_and_happen):
+        with mock.patch.object(schedule_runner, "finalize_gradients", finalize_and_happen):
             yield
 
 
@@ -220,11 +220,11 @@ class WarmedUp(Change):
 
     @contextlib.contextmanager
     def applied(self, run: Run) -> Iterator[None]:
-        from megatron.zero_bubble import schedules
         from megatron.zero_bubble.job import running
         from megatron.zero_bubble.job.start_up import print_rank_0
+        from megatron.zero_bubble.mcore import schedule_runner
 
-        warm_up = schedules.warm_up
+        warm_up = schedule_runner.warm_up
 
         def warm_up_and_tell(*args: Any) -> None:
             warm_up(*args)
@@ -232,7 +232,7 @@ class WarmedUp(Change):
 
         with (
             mock.patch.object(running, "ForwardBackward", partial(running.ForwardBackward, warms_up=True)),
-            mock.patch.object(schedules, "warm_up", warm_up_and_tell),
+            mock.patch.object(schedule_runner, "warm_up", warm_up_and_tell),
         ):
             yield
 
