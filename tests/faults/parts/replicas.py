@@ -36,12 +36,15 @@ FAULTS = (
     ),
     Fault(
         name="per-token-loss-no-longer-refused",
-        file="job/hierarchy_flags.py",
-        old="""        "--fp16: every replica would have a loss scale of its own; use --bf16": flags.fp16,
-        "--calculate-per-token-loss: the number of tokens is summed over replicas in every step; leave it out": (
-            flags.calculate_per_token_loss
-        ),""",
-        new="""        "--fp16: every replica would have a loss scale of its own; use --bf16": flags.fp16,""",
+        file="mcore/compatibility/refusals.py",
+        old="""    Refusal(
+        "calculate_per_token_loss",
+        "the number of tokens is summed over replicas in every step",
+        "leave it out",
+        _HIERARCHICAL,
+    ),
+""",
+        new="",
         effect=(
             "Hierarchical SGD with --calculate-per-token-loss is not refused any more, and scales gradients by "
             "the tokens of all replicas."
