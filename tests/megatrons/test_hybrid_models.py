@@ -117,9 +117,9 @@ CASES = {
         base=f"{H1} {BY_LAYER}",
     ),
     "a chosen V": HybridCase(
-        f"{LOCAL} *-E-*-- {EXPERTS} {UNCLIPPED}",
+        f"{LOCAL} *-M-*-- {MAMBA} {UNCLIPPED}",
         f"{CHOSEN} --zero-bubble-placement v",
-        like=f"{LOCAL} *-E-|*-- {EXPERTS} {UNCLIPPED}",
+        like=f"{LOCAL} *-M-|*-- {MAMBA} {UNCLIPPED}",
         base=f"{H1} {BY_LAYER}",
     ),
     "four ranks": HybridCase(f"{LOCAL} *-|*-*|-|*", TWO_P, ranks=4),
