@@ -90,12 +90,13 @@ test-browser: $(INSTALLED) $(PYODIDE)
 test-megatron: $(INSTALLED) $(MEGATRON_LM)
 	for folder in $(MEGATRON_LM); do \
 		echo "== Megatron of $$folder"; \
-		PYTHONPATH=$$folder $(PYTEST) -m "" tests/megatrons \
+		PYTHONPATH=$$folder $(PYTEST) tests/megatrons $(FLAGS) && \
+		PYTHONPATH=$$folder $(PYTEST) -m "" \
 			tests/end_to_end/test_resume.py::test_killed_and_resumed_equals_uninterrupted \
 			tests/end_to_end/test_resume.py::test_megatron_cores_schedule_resumes_from_ours \
 			tests/end_to_end/test_multi_token.py::test_their_losses_are_logged_as_megatron_lm_does \
 			tests/end_to_end/test_parallelism.py::test_context_parallelism_computes_what_one_rank_computes \
-			$(FLAGS) || exit 1; \
+			|| exit 1; \
 	done
 
 $(CURDIR)/build/megatrons/%: tests/megatrons/unpack.py | $(INSTALLED)

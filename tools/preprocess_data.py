@@ -21,8 +21,6 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from megatron.zero_bubble.mcore.cpu_import import import_core
-
 if TYPE_CHECKING:
     from megatron.zero_bubble.training.preprocessing import EncodingProgress
 
@@ -92,7 +90,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     with warnings.catch_warnings():
         # Imported here so that --help does not wait for it; megatron-core warns about missing GPU extensions then.
         warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
-        import_core()
         from megatron.zero_bubble.training.preprocessing import EncodeSpec, expand_inputs, preprocess
     try:
         files = expand_inputs(arguments.input)

@@ -1,39 +1,23 @@
 """Under the launcher, `pretrain_hybrid.py` computes with every schedule and layout what it computes without.
 
-A case is a line of `CASES`. They run with the Megatron that is on the path, from 0.18 on:
-
-    PYTHONPATH=/path/to/Megatron-LM python -m pytest tests/megatrons/test_hybrid_models.py
+A case is a line of `CASES`. They run with the Megatron that is on the path, from 0.18 on. `make test-megatron` runs
+those in `QUICK`, and with `FLAGS='-m ""'` all of them; the others are combinations of the same parts.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.launcher.launched import launch
+from tests.megatrons.megatron_trainings import MegatronTrainings, needs_hybrid_model, needs_trainer
 
-TRAINER = find_spec("megatron.training")
-pytestmark = pytest.mark.skipif(
-    TRAINER is None or find_spec("megatron.core.models.hybrid") is None,
-    reason="there is no Megatron-LM with hybrid models on the path",
-)
+pytestmark = [needs_trainer, needs_hybrid_model]
 
-SHAPE = (
-    *("--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "16", "--max-position-embeddings", "16"),
-    *("--micro-batch-size", "1", "--global-batch-size", "8", "--transformer-impl", "local"),
-    *("--distributed-backend", "gloo", "--use-cpu-initialization", "--no-masked-softmax-fusion"),
-    *("--no-bias-gelu-fusion", "--no-bias-swiglu-fusion", "--no-rope-fusion", "--no-bias-dropout-fusion"),
-    *("--no-gradient-accumulation-fusion", "--no-persist-layer-norm", "--zero-bubble-cpu"),
-)
-TRAINING = (
-    *("--train-iters", "4", "--lr", "1e-2", "--clip-grad", "0.5", "--eval-interval", "4", "--eval-iters", "1"),
-    *("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "120", "--num-workers", "0"),
-    *("--log-interval", "1", "--ckpt-format", "torch_dist"),
-)
+FLAGS = ("--global-batch-size", "8", "--train-iters", "4", "--eval-interval", "4")
 LOCAL = "--spec megatron.zero_bubble.mcore.hybrid_spec stack_spec --hybrid-layer-pattern"
 DEFERRING = "--spec tests.mcore.deferring_spec stack_spec --hybrid-layer-pattern"
 """With layers that defer W as Transformer Engine's do, where the configuration says so."""
@@ -133,45 +117,20 @@ CASES = {
 }
 
 
-class HybridTrainings:
-    """Trainings of `pretrain_hybrid.py`, each of which runs when a test first asks for it."""
-
-    def __init__(self) -> None:
-        self._outputs: dict[tuple[str, int], str] = {}
-
-    def output(self, flags: str, ranks: int = 2) -> str:
-        """What the ranks print."""
-        if (flags, ranks) not in self._outputs:
-            size = ("--pipeline-model-parallel-size", str(ranks))
-            job = launch(ranks, script(), *SHAPE, *size, *TRAINING, *flags.split())
-            assert job.status == 0, f"status {job.status}: {job.output[-2000:]}{job.errors[-6000:]}"
-            self._outputs[flags, ranks] = job.output
-        return self._outputs[flags, ranks]
-
-    def norms(self, flags: str, ranks: int = 2) -> list[float]:
-        """The norm of the gradients of every iteration."""
-        return [float(norm) for norm in re.findall(r"grad norm: (\S+)", self.output(flags, ranks))]
-
-    def losses(self, flags: str, ranks: int = 2) -> list[str]:
-        """Losses and perplexities in the order in which they are printed."""
-        return re.findall(r"(?:lm loss|mtp_\d loss|load_balancing_loss|loss PPL): (\S+)", self.output(flags, ranks))
+QUICK = ("zb-h1", "Mamba", "multi-token prediction", "a V", "a chosen layout")
 
 
-def script() -> Path:
-    """Megatron-LM's own script; a wheel has none, but a copy of the trainer, which `pretrain.py` calls."""
-    assert TRAINER is not None
-    assert TRAINER.origin is not None
-    own = Path(TRAINER.origin).parents[2] / "pretrain_hybrid.py"
-    return own if own.exists() else Path(__file__).with_name("pretrain.py")
+def cases(*names: str) -> list[Any]:
+    return [pytest.param(CASES[name], id=name, marks=() if name in QUICK else pytest.mark.exhaustive) for name in names]
 
 
 @pytest.fixture(scope="module")
-def trainings() -> HybridTrainings:
-    return HybridTrainings()
+def trainings() -> MegatronTrainings:
+    return MegatronTrainings(FLAGS)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_the_numbers_do_not_depend_on_the_schedule(trainings: HybridTrainings, case: HybridCase) -> None:
+@pytest.mark.parametrize("case", cases(*CASES))
+def test_the_numbers_do_not_depend_on_the_schedule(trainings: MegatronTrainings, case: HybridCase) -> None:
     ours = f"{case.pattern} {case.zero_bubble}", case.ranks
     base = f"{case.like or case.pattern} {case.base}", case.ranks
     losses, expected = trainings.losses(*ours), trainings.losses(*base)
@@ -180,14 +139,16 @@ def test_the_numbers_do_not_depend_on_the_schedule(trainings: HybridTrainings, c
         assert list(map(float, losses)) == pytest.approx(list(map(float, expected)), rel=case.rounding)
     else:
         assert losses == expected
-    norms = trainings.norms(*base)
-    assert norms
-    assert trainings.norms(*ours) == (pytest.approx(norms, abs=2e-3) if case.rounding or case.base else norms)
+    norms, expected = trainings.norms(*ours), trainings.norms(*base)
+    assert expected
+    if case.rounding or case.base:
+        assert list(map(float, norms)) == pytest.approx(list(map(float, expected)), abs=2e-3)
+    else:
+        assert norms == expected
 
 
-@pytest.mark.parametrize("name", ["zb-h1", "layers that defer W", "Mamba", "experts"])
-def test_w_of_all_linear_layers_is_deferred(trainings: HybridTrainings, name: str) -> None:
-    case = CASES[name]
+@pytest.mark.parametrize("case", cases("zb-h1", "layers that defer W", "Mamba", "experts"))
+def test_w_of_all_linear_layers_is_deferred(trainings: MegatronTrainings, case: HybridCase) -> None:
     said = trainings.output(f"{case.pattern} {case.zero_bubble}")
     [share] = re.findall(r"^ > W is deferred for (\S+)% of the weights", said, re.M)
     unsplit = set(re.findall(r"computed in B: \S+ \((\w+)\)", said))
@@ -196,7 +157,7 @@ def test_w_of_all_linear_layers_is_deferred(trainings: HybridTrainings, name: st
     assert float(share) > 95.0
 
 
-def test_a_chosen_layout_is_a_pattern_that_builds_it_again(trainings: HybridTrainings) -> None:
+def test_a_chosen_layout_is_a_pattern_that_builds_it_again(trainings: MegatronTrainings) -> None:
     case = CASES["a chosen layout"]
     said = trainings.output(f"{case.pattern} {case.zero_bubble}")
     assert re.search(r"^ > layout chosen for 2 ranks and 8 microbatches$", said, re.M)
@@ -206,8 +167,9 @@ def test_a_chosen_layout_is_a_pattern_that_builds_it_again(trainings: HybridTrai
     assert f" > layers of each stage: {pattern.replace('|', ' | ')}\n" in said
 
 
+@pytest.mark.exhaustive
 def test_a_job_goes_on_from_its_checkpoint_in_the_layout_that_was_chosen(
-    trainings: HybridTrainings, tmp_path: Path
+    trainings: MegatronTrainings, tmp_path: Path
 ) -> None:
     """With the losses of a job that goes on from the checkpoint of another layout, in which it had the same."""
     chosen = f"{LOCAL} *-*-*-- {UNCLIPPED} --train-iters 6 {CHOSEN} --zero-bubble-placement v"

@@ -19,8 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.zero_bubble.mcore.cpu_import import import_core
-
 _FACTORIES = ("arange", "empty", "eye", "full", "ones", "rand", "randint", "randn", "tensor", "triu", "zeros")
 _TENSOR_TYPES = ("Float", "Half", "BFloat16", "Double", "Int", "Long", "Byte", "Bool")
 
@@ -36,7 +34,6 @@ class Substitution(NamedTuple):
 
 def substitutions() -> Iterator[Substitution]:
     """Yield every substitution, in the order in which they are applied."""
-    import_core()
     yield from _devices()
     yield from _streams()
     yield from _meshes()

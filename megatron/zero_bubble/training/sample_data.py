@@ -19,8 +19,6 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from megatron.zero_bubble.mcore.cpu_import import import_core
-
 END_OF_DOCUMENT = "<|endoftext|>"
 FORMAT = 1  # increase this when the same Python and flags give other files than before
 MIN_BYTES = 1_000_000
@@ -113,7 +111,6 @@ def tokenise(folder: Path, workers: int) -> None:
         # megatron-core warns about missing GPU extensions at import. The import is inside this function so that a
         # second call of the tool does not wait for it.
         warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
-        import_core()
         from megatron.zero_bubble.training.preprocessing import EncodeSpec, EncodingProgress, preprocess
 
     spec = EncodeSpec("HuggingFaceTokenizer", str(folder / "tokenizer.json"), append_eod=True)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.zero_bubble.cli.check.models import REPEATABLE_ATTENTION
-from megatron.zero_bubble.mcore.cpu_import import import_core
 
 NUM_RANKS = 4
 VOCAB_SIZE = 120
@@ -120,8 +119,6 @@ def write_corpus(prefix: Path) -> None:
     """Write a corpus of sixty documents of 100 tokens; megatron-core's mock data would take seconds to index."""
     import numpy as np
     import torch
-
-    import_core()
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.int32)

@@ -1,25 +1,25 @@
-"""Imports megatron-core where torch was built for CPUs, and has not brought triton, the compiler of GPU kernels."""
+"""Lets megatron-core be imported where torch was built for CPUs, and has not brought triton, the compiler of kernels.
+
+Importing a module of `mcore` or `training` is enough: their packages call `stand_in_for_triton()`.
+"""
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from types import ModuleType
-from unittest.mock import MagicMock
 
 _NEED_TRITON = ("batch_invariant_kernels", "paged_stash")
 """Modules of megatron-core, 0.16 and from 0.18 on, that cannot be imported without triton. Their kernels need GPUs."""
 
 
-def import_core() -> None:
-    """Import megatron-core. Where there is no triton, its modules that need it find a stand-in from now on."""
+def stand_in_for_triton() -> None:
+    """Let the modules that need triton import a stand-in from now on. Does nothing where triton is installed."""
     if find_spec("triton") is None and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
-    importlib.import_module("megatron.core")
 
 
 class _Finder(MetaPathFinder):
@@ -46,8 +46,9 @@ class _LoaderWithTriton(Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        names = ("triton", "triton.language")
-        added = [name for name in names if name not in sys.modules]
+        from unittest.mock import MagicMock
+
+        added = [name for name in ("triton", "triton.language") if name not in sys.modules]
         sys.modules.update({name: MagicMock() for name in added})
         try:
             self._loader.exec_module(module)
