@@ -166,6 +166,16 @@ def test_other_patterns_stay_as_they_are(flags, given):
     assert seen.pipeline_model_parallel_layout is None
 
 
+def test_what_megatron_says_about_a_pattern_is_one_line():
+    def validate(args: Namespace) -> None:
+        raise ValueError("In main pattern, 'X' is not a valid layer symbol.")
+
+    script = Namespace(**PATTERN, num_layers=None, pipeline_model_parallel_size=2)
+    call = Call(validate, signature(validate).bind(script))
+    with pytest.raises(LauncherError, match=r"^In main pattern, 'X' is not a valid layer symbol\.$"):
+        validate_arguments(LaunchFlags(zero_bubble_schedule="zb-h1"), call)
+
+
 def test_a_pattern_that_is_to_be_divided_takes_no_other_flags_for_its_stages():
     with pytest.raises(LauncherError, match=r"^--hybrid-layer-pattern \*-\*M.*its \| say which layers"):
         validated(LaunchFlags(zero_bubble_schedule="zb-v"), **PATTERN, decoder_first_pipeline_num_layers=3)

@@ -60,7 +60,10 @@ def validate_arguments(flags: LaunchFlags, call: Call) -> Any:
         divide_pattern(script, flags)
         job = flags_of(script, flags)
         refuse_script_settings(script, job)
-        layout = _even_layout(script, job)
+        layout = _even_layout(script, job) if job.pattern is None else None
+    if job.pattern is not None:
+        with users_mistakes():  # Megatron-LM says what is wrong with a pattern
+            return call.proceed()
     if layout is None:
         return call.proceed()
     given = {"pipeline_model_parallel_layout": layout, "num_virtual_stages_per_pipeline_rank": None}
@@ -75,12 +78,7 @@ def _even_layout(script: Namespace, job: JobFlags) -> str | None:
     """The most even layout for layers that the stages do not divide; None if they do, or must."""
     if not (is_layout_open(job) or job.allow_padding_num_layers) or _other_source(script) is not None:
         return None
-    if (
-        job.pattern is not None
-        or not job.num_layers
-        or job.num_layers_per_virtual_pipeline_stage
-        or job.pipeline_model_parallel_layout
-    ):
+    if not job.num_layers or job.num_layers_per_virtual_pipeline_stage or job.pipeline_model_parallel_layout:
         return None
     num_stages = job.pipeline_model_parallel_size * (job.num_virtual_stages_per_pipeline_rank or 1)
     if job.num_layers % num_stages == 0:
