@@ -93,20 +93,12 @@ def test_a_large_job_is_planned_in_several_processes_with_the_same_results(monke
     assert any("is not a multiple of the 8 stages" in line for line in in_one)
 
 
-def test_an_estimate_does_not_load_megatron_core():
-    """Loading it takes longer than the estimate."""
-    command = [*TOOL, "--schedule", "zb-h1", "--", *JOB, "--zero-bubble"]
-    program = f"import sys; from {main.__module__} import main; main({command}); print('megatron.core' in sys.modules)"
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert run.stdout.splitlines()[-1] == "False"
-
-
 @pytest.mark.exhaustive  # it loads megatron-core in another process
-def test_an_estimate_that_loads_megatron_core_prints_none_of_its_warnings():
-    command = [*TOOL, "--schedule", "zb-h1", "--", *JOB, "--account-for-loss-in-pipeline-split", "--num-layers", "15"]
-    program = f"import sys; from {main.__module__} import main; main({command}); print('megatron.core' in sys.modules)"
+def test_an_estimate_prints_none_of_megatron_cores_warnings():
+    command = [*TOOL, "--schedule", "zb-h1", "--", *JOB, "--tensor-model-parallel-size", "2", "--sequence-parallel"]
+    command[1] = "8"
+    program = f"import sys; from {main.__module__} import main; sys.exit(main({command}))"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert run.stdout.splitlines()[-1] == "True"
     assert run.stderr == ""
 
 

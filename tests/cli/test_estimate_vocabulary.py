@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from megatron.zero_bubble.cli.estimate.arguments import EstimateFlags
-from megatron.zero_bubble.cli.estimate.cluster import rank_parameters
 from megatron.zero_bubble.cli.estimate.estimated_job import EstimatedJob, job_of
-from megatron.zero_bubble.cli.estimate.schedule_estimate import estimate, stage_costs
+from megatron.zero_bubble.cli.estimate.schedule_estimate import estimate
 from megatron.zero_bubble.cli.estimate_command import main
 from megatron.zero_bubble.cli.invocation import read_flags
 from megatron.zero_bubble.schedule import Placement
@@ -33,9 +32,7 @@ def job(*more: str) -> EstimatedJob:
 @pytest.mark.parametrize("flags", [(), (UNTIED,)])
 def test_every_rank_has_as_much_of_the_tables(placement: Placement, flags: tuple[str, ...]) -> None:
     """Without shards the first and the last stage have a table each, tied or not, even on the same rank."""
-    whole, spread = (
-        [sum(held) for held in rank_parameters(one.args, placement)] for one in (job(*flags), job(*flags, SPREAD))
-    )
+    whole, spread = ([sum(held) for held in one.parameters(placement)] for one in (job(*flags), job(*flags, SPREAD)))
     table = 65536 * 1024
     first, last = placement.rank_of(0), placement.rank_of(placement.num_stages - 1)
     expected = [held + (2 if flags else 1) * table // 4 for held in whole]
@@ -46,7 +43,7 @@ def test_every_rank_has_as_much_of_the_tables(placement: Placement, flags: tuple
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_the_work_is_that_of_the_whole_vocabulary_on_other_ranks(placement: Placement) -> None:
-    whole, spread = stage_costs(job(), placement), stage_costs(job(SPREAD), placement)
+    whole, spread = job().stage_costs(placement), job(SPREAD).stage_costs(placement)
     stages = range(placement.num_stages)
     assert sum(map(spread.work, stages)) == pytest.approx(sum(map(whole.work, stages)), rel=1e-3)
     assert max(placement.sums(list(map(spread.work, stages)))) < 0.6 * max(
@@ -71,7 +68,7 @@ def test_schedules_have_shards_and_are_compared_with_megatron_cores_without(caps
 
 def test_a_profile_with_shards_also_says_what_the_whole_vocabulary_costs(tmp_path: Path) -> None:
     spread, placement = job(SPREAD), PLACEMENTS[0]
-    costs = stage_costs(spread, placement)
+    costs = spread.stage_costs(placement)
     file = tmp_path / "profile.json"
     file.write_text(profile_to_json(Profile(placement, costs, 0.0, spread.flags.model)))
     flags = ["--world-size", "4", "--profile", str(file), "--", *MODEL, SPREAD]

@@ -115,10 +115,9 @@ def test_scripts_can_take_it_apart(clock, capsys):
     }  # fmt: skip
 
 
-def test_throughput_is_per_rank(clock, capsys, monkeypatch):
-    monkeypatch.setattr(logging, "flops_per_iteration", lambda args, batch_size: batch_size * 1e12)
+def test_throughput_is_per_rank(clock, capsys):
     args = replace(make_args("--log-throughput"), world_size=4)
-    run(TrainingLog(args, Progress(), [], log_rank=0), clock, STEP, STEP)
+    run(TrainingLog(args, Progress(), [], log_rank=0, flops_of_sequence=1e12), clock, STEP, STEP)
     assert TRAINING_LINE.fullmatch(lines_of(capsys)[0])["throughput"] == "8.0"  # 8 TFLOP in 0.25 s on 4 ranks
 
 

@@ -17,14 +17,13 @@ from megatron.zero_bubble.cli.check.models import Model
 from megatron.zero_bubble.cli.check.stage_run import MiddleStage
 from megatron.zero_bubble.cli.trainings import complete_arguments, one_process
 from megatron.zero_bubble.job.job_flags import JobFlags
-from megatron.zero_bubble.job.model_states import States
+from megatron.zero_bubble.job.model_states import Parameters, States
 from megatron.zero_bubble.schedule import OpKind, Placement
 from megatron.zero_bubble.schedule.formats import Profile
 from megatron.zero_bubble.schedule.model_costs import ModelCosts
 from megatron.zero_bubble.training import unit_models
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.forward_step import make_forward_step
-from megatron.zero_bubble.training.model_size import StageLayers, stage_parameters
 from megatron.zero_bubble.training.pretrain import make_data_config
 from megatron.zero_bubble.training.unit_models import measured_costs, profiled_costs
 
@@ -75,13 +74,14 @@ def test_layers_of_a_stage_keep_what_they_were_measured_to_keep(args):
 
 def test_states_are_those_of_the_built_stages(args):
     costs, states = measure(args), States.of(args, zero_stage=0)
-
-    def expected(layers: int, *, is_first: bool = False, is_last: bool = False) -> float:
-        return states.of_rank(stage_parameters(args, StageLayers(layers, is_first, is_last)), 1, 1)
-
-    assert costs.embedding.state == expected(0, is_first=True)
-    assert costs.layers[0].state == expected(1)
-    assert costs.output.state == expected(0, is_last=True)
+    h, vocabulary = 32, args.padded_vocab_size * 32
+    layer = 12 * h**2 + 13 * h
+    for unit, dense in (
+        (costs.embedding, vocabulary + 16 * h),
+        (costs.layers[0], layer),
+        (costs.output, vocabulary + 2 * h),
+    ):
+        assert unit.state == states.of_rank(Parameters(dense, 0), 1, 1)
 
 
 def test_costs_from_a_profile_have_the_states_of_the_units(args):
@@ -112,6 +112,17 @@ def test_every_unit_is_timed_at_least_once_and_more_often_within_the_time(args, 
     measure(args, seconds=60)
     by_unit = [len(list(of_unit)) for _, of_unit in itertools.groupby(map(id, calls))]
     assert by_unit == [16, 16, 16]
+
+
+def test_layers_of_different_kinds_are_measured_once_each():
+    flags = ["--num-experts", "2", "--disable-bias-linear", "--moe-layer-freq", "[0]*2+[1]*2", "--num-layers", "4"]
+    sizes = ["--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "16", "--micro-batch-size", "1"]
+    training = ["--lr", "1e-3", "--train-iters", "1", "--mock-data", "--vocab-size", "120"]
+    costs = measure(complete_arguments([*sizes, *training, *flags], 1, "test", has_cuda=False))
+    dense, other, expert, last = costs.layers
+    assert dense == other
+    assert expert == last
+    assert expert.state > dense.state
 
 
 def num_models() -> int:

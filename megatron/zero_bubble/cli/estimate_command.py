@@ -14,10 +14,13 @@ recomputation would bring. Where the training's flags leave the layout of its la
 shows the one that it would choose, and the flags that fix it. `auto` is planned under --zero-bubble-memory-limit, and a
 line below the table shows that limit in GiB.
 
-Activations are counted tensor by tensor, those of attention as the kernel keeps them that the job's flags choose on a
-GPU; `make gpu-check` compares them with an allocator. An iteration takes the makespan and the reduction of gradients;
-with --zero-bubble-post-validation iterations overlap where the schedule allows it. The optimizer's own time is not
-counted, and tensor-parallel communication only as far as --mfu or the profile contains it.
+Parameters, operations and activations are counted on the model itself, which megatron-core builds on torch's meta
+device: dense layers, experts in any layers, multi-latent attention, prediction layers. Defaults are Megatron-LM's:
+layers are Transformer Engine's unless the flags say --transformer-impl local. Attention and routed experts are counted
+as the kernels of a GPU compute and keep them; `make gpu-check` compares local ones with an allocator. An iteration
+takes the makespan and the reduction of gradients; with --zero-bubble-post-validation iterations overlap where the
+schedule allows it. The optimizer's own time is not counted, and tensor- and expert-parallel communication only as far
+as --mfu or the profile contains it.
 
 `zero-bubble estimate stragglers --help` is about what a slow replica costs.
 
@@ -44,12 +47,13 @@ def _run(argv: list[str]) -> None:
         estimate_stragglers(argv[1:])
         return
     flags = read_flags(EstimateFlags, argv, "zero-bubble estimate", __doc__ or "")
+    # megatron-core and torch warn of what an estimate does not use.
+    for category in (UserWarning, FutureWarning):
+        warnings.filterwarnings("ignore", category=category)
     # Imported here, so that --help does not need torch.
     from megatron.zero_bubble.cli.estimate.estimate_tables import as_json, as_text
     from megatron.zero_bubble.cli.estimate.estimated_job import job_of
     from megatron.zero_bubble.cli.estimate.results import results_of
 
-    # megatron-core warns of GPU packages that are not installed; an estimate does not use them.
-    warnings.filterwarnings("ignore", category=UserWarning)
     results = results_of(job_of(flags), flags.schedule)
     flags.deliver(as_json(results), as_text(results, per_rank=flags.per_rank, markdown=flags.markdown))

@@ -28,7 +28,8 @@ class States:
     ZeRO (Rajbhandari et al. 2020): the optimizer's part is divided among the d data-parallel ranks from stage 1 on,
     the gradients from stage 2, the parameters from stage 3; context-parallel ranks count as data-parallel ones. In
     mixed precision a parameter takes 2 bytes, its gradient 2, or 4 where gradients accumulate in fp32, and Adam 12:
-    the fp32 copy and two moments. SGD has one moment, or none without momentum; other optimizers count as Adam.
+    the fp32 copy and two moments, or less with `--use-precision-aware-optimizer`. SGD has one moment, or none without
+    momentum; other optimizers count as Adam.
     Where the replicas hold several instances of a sharded optimizer, only the ranks of one instance divide it.
     Post-validation that rolls back from a snapshot on the device keeps the optimizer's part twice.
     """
@@ -56,8 +57,10 @@ class States:
         in_fp32 = args.accumulate_allreduce_grads_in_fp32 or (args.bf16 and not reduces_in_bf16) or size == 4
         num_moments = int(args.sgd_momentum > 0) if args.optimizer == "sgd" else 2
         snapshot = args.zero_bubble_post_validation and args.zero_bubble_rollback != "inverse"
-        copied = 4 + 4 * num_moments if snapshot and not args.zero_bubble_rollback_on_host else 0
-        optimizer = (4 if size == 2 else 0) + 4 * num_moments + copied
+        own = (4 if size == 2 else 0) + 4 * num_moments
+        if getattr(args, "use_precision_aware_optimizer", False):
+            own = _precision_aware(args)
+        optimizer = own + (own + (4 if size == 4 else 0) if snapshot and not args.zero_bubble_rollback_on_host else 0)
         flags_stage = _zero_stage(args)
         is_fsdp = flags_stage >= 2 and zero_stage in (None, flags_stage)
         return cls(
@@ -110,6 +113,23 @@ class States:
         """Return the bytes of all states of a rank; `expert_ranks` of the `replicas` divide the experts among them."""
         expert = parameters.expert * self.bytes_a_parameter(max(1, replicas // expert_ranks))
         return parameters.dense * self.bytes_a_parameter(replicas) + expert
+
+
+def _precision_aware(args: Any) -> int:
+    """Bytes of the copy of a parameter and of Adam's moments in the types of the flags.
+
+    Of a copy in fp32 of a parameter in bf16 only the 16 bits are kept that the parameter lacks.
+    """
+    copied, *moments = (
+        _bytes_of(getattr(args, name)) for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+    )
+    has_remainders = args.bf16 and copied == 4 and not getattr(args, "no_store_param_remainders", False)
+    return (2 if has_remainders else copied) + sum(moments)
+
+
+def _bytes_of(dtype: Any) -> int:
+    """Bytes of a number in a type, given by Megatron-LM's name or as torch's own."""
+    return {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}.get(dtype) or dtype.itemsize
 
 
 def _zero_stage(args: Any) -> int:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-_FACTORIES = ("arange", "empty", "eye", "full", "ones", "rand", "randint", "randn", "tensor", "triu", "zeros")
+FACTORIES = ("arange", "empty", "eye", "full", "ones", "rand", "randint", "randn", "tensor", "triu", "zeros")
 _TENSOR_TYPES = ("Float", "Half", "BFloat16", "Double", "Int", "Long", "Byte", "Bool")
 
 
@@ -90,7 +90,7 @@ _ABSENT = object()
 def _devices() -> Iterator[Substitution]:
     reason = "megatron-core allocates on the current CUDA device"
     yield Substitution(torch.cuda, "current_device", lambda: "cpu", reason)
-    for name in _FACTORIES:
+    for name in FACTORIES:
         yield Substitution(torch, name, _on_cpu(getattr(torch, name)), 'megatron-core calls it with device="cuda"')
     reason = "Megatron-LM makes its process groups only where there is a device"
     yield Substitution(torch.cuda, "device_count", lambda: 1, reason)

@@ -143,6 +143,12 @@ def _undisturbed() -> Iterator[None]:
     _free()
 
 
+def forget_losses() -> None:
+    """Forget the sums of losses, which megatron-core makes anew at a model's first forward, in that model's size."""
+    MTPLossLoggingHelper.tracker.clear()
+    _losses_of_experts().clear()
+
+
 def _losses_of_experts() -> dict[str, Any]:
     """Return where megatron-core adds up the losses by which experts are balanced."""
     if find_spec(f"{moe_utils.__package__}.moe_logging") is None:  # before megatron-core 0.18
@@ -173,9 +179,7 @@ def _measure_unit(models: UnitModels, units: Sequence[Unit], index: int, seconds
     costs = unit_run.costs()
     unit_run.close()
     del unit_run
-    # megatron-core makes these anew at a model's first forward, in the size of that model.
-    MTPLossLoggingHelper.tracker.clear()
-    _losses_of_experts().clear()
+    forget_losses()
     if torch.cuda.is_available():  # without, memory is not measured, and a collection takes longer than a pass
         _free()
     return costs

@@ -94,7 +94,7 @@ def _held_bytes(saved: Sequence[weakref.ref[torch.Tensor]]) -> int:
     """Return the bytes of these tensors' storages; what dropout saves without a gradient is gone by then."""
     tensors = [tensor for reference in saved if (tensor := reference()) is not None]
     storages = [tensor.untyped_storage() for tensor in tensors]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 class CudaMeter:

@@ -81,7 +81,7 @@ class WeightGradStore:
         self._bundle.append(_Deferred(parameter, start, weight_grad))
         for tensor in held:
             storage = tensor.untyped_storage()
-            self._held[storage.data_ptr()] = storage.nbytes()
+            self._held[storage._cdata] = storage.nbytes()
 
     def flush(self, chunk: int, microbatch: int) -> None:
         """Queue all that was put since the last flush as the W of `microbatch`."""

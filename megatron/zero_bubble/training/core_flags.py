@@ -21,11 +21,16 @@ from types import MappingProxyType, UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import torch
-from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron.zero_bubble.job.flag_parser import flag
+from megatron.zero_bubble.mcore.cpu import substitute_cuda
+
+# On a CPU megatron-core must not be imported before: it would compile, which takes minutes.
+substitute_cuda().restore()
+
+from megatron.core.distributed import DistributedDataParallelConfig  # noqa: E402
+from megatron.core.optimizer import OptimizerConfig  # noqa: E402
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # noqa: E402
 
 _TITLES = {
     TransformerConfig: "Model and parallelism, of megatron-core's TransformerConfig.",

@@ -20,7 +20,6 @@ from megatron.zero_bubble.runtime.replanner import Report
 from megatron.zero_bubble.runtime.replica_waits import Waits
 from megatron.zero_bubble.schedule import Idle
 from megatron.zero_bubble.training.arguments import Arguments
-from megatron.zero_bubble.training.flops import flops_per_iteration
 from megatron.zero_bubble.training.progress import Progress
 from megatron.zero_bubble.training.summary import RunSummary
 from megatron.zero_bubble.training.writers import WandbWriter, Writer
@@ -64,6 +63,7 @@ class TrainingLog:
 
     Args:
         log_rank: the global rank that holds the loss and prints.
+        flops_of_sequence: floating-point operations of a training with one sequence, for --log-throughput.
     """
 
     def __init__(
@@ -72,7 +72,9 @@ class TrainingLog:
         progress: Progress,
         writers: list[Writer],
         log_rank: int,
+        flops_of_sequence: float = 0.0,
     ) -> None:
+        self._flops_of_sequence = flops_of_sequence
         self._args = args
         self.progress = progress
         self._log_rank = log_rank
@@ -128,7 +130,7 @@ class TrainingLog:
     def _print(self, result: StepResult, seconds: float) -> None:
         """Print the log line of the iterations since the previous line; `seconds` is their mean time."""
         args = self._args
-        throughput = flops_per_iteration(args, result.batch_size) / (seconds * 1e12 * args.world_size)
+        throughput = self._flops_of_sequence * result.batch_size / (seconds * 1e12 * args.world_size)
         stamp = datetime.now().strftime("%Y-%m-%d %H:%M:%S.%f")
         line = f" [{stamp}] iteration {self.progress.iteration:8d}/{args.train_iters:8d} |"
         line += f" consumed samples: {self.progress.consumed_train_samples:12d} |"

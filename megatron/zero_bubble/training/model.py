@@ -52,9 +52,6 @@ def transformer_config(args: Arguments, num_chunks: int, timers: Any) -> Transfo
         del values["attention_backend"]  # only Transformer Engine's attention reads it
     if args.swiglu:
         values.update(gated_linear_unit=True, activation_func=torch.nn.functional.silu)
-    is_fused = (
-        not args.no_bias_swiglu_fusion if args.swiglu else not (args.no_bias_gelu_fusion or args.disable_bias_linear)
-    )
     dtype = parameter_dtype(args)
     values.update(
         virtual_pipeline_model_parallel_size=num_chunks if num_chunks > 1 else None,
@@ -66,8 +63,7 @@ def transformer_config(args: Arguments, num_chunks: int, timers: Any) -> Transfo
         # This fusion is a CUDA kernel; on a CPU it compiles for minutes and gains nothing.
         bias_dropout_fusion=torch.cuda.is_available(),
         masked_softmax_fusion=False,
-        # As in Megatron-LM; local layers compile it anew in every run.
-        bias_activation_fusion=is_fused and args.transformer_impl == "transformer_engine",
+        bias_activation_fusion=fuses_activation(args),
         persist_layer_norm=False,
         gradient_accumulation_fusion=fuses_accumulation()
         and not (args.no_gradient_accumulation_fusion or args.use_torch_fsdp2),
@@ -77,6 +73,13 @@ def transformer_config(args: Arguments, num_chunks: int, timers: Any) -> Transfo
         timers=timers,
     )
     return config_class(**values)
+
+
+def fuses_activation(args: Arguments) -> bool:
+    """Whether one kernel computes an MLP's bias and activation, as in Megatron-LM; local layers would compile it."""
+    if args.transformer_impl == "local":
+        return False
+    return not args.no_bias_swiglu_fusion if args.swiglu else not (args.no_bias_gelu_fusion or args.disable_bias_linear)
 
 
 def build_model(

@@ -28,6 +28,7 @@ from megatron.zero_bubble.training.layout import settle_layout
 from megatron.zero_bubble.training.logging import TrainingLog
 from megatron.zero_bubble.training.loop import Trainer
 from megatron.zero_bubble.training.model import build_model, transformer_config
+from megatron.zero_bubble.training.model_count import flops_of_sequence
 from megatron.zero_bubble.training.optimization import build_lr_scheduler, build_optimizer
 from megatron.zero_bubble.training.progress import Progress, TrainingError
 from megatron.zero_bubble.training.save_lock import lock_folder
@@ -52,12 +53,13 @@ def pretrain(args: Arguments, job: JobSettings) -> None:
     args = without_first_load(args)
     if args.load:
         latest_iteration(args.load)
+    flops = flops_of_sequence(args) if args.log_throughput else 0.0
     with initialized(args, job.placement), ExitStack() as resources:
         if args.save:
             on_rank(0, lambda: _hold_folder(str(args.save), resources))
         session = resources.enter_context(Session(job, "pretrain_gpt.py"))
         args = settle_layout(args, session, data_config)
-        trainer = build_trainer(args, session, data_config, tokenizer, resources)
+        trainer = build_trainer(args, session, data_config, tokenizer, resources, flops)
         try:
             trainer.train()
         except (SessionError, TrainingError):
@@ -93,6 +95,7 @@ def build_trainer(
     data_config: DataConfig,
     tokenizer: MegatronTokenizerBase,
     resources: ExitStack,
+    flops_of_sequence: float = 0.0,
 ) -> Trainer:
     """Build model, optimizer and data, load the checkpoint, and start the session; `resources` closes them.
 
@@ -112,7 +115,7 @@ def build_trainer(
     if args.load:
         checkpointer.load()
     log_rank = session.job.log_rank
-    log = TrainingLog(args, progress, open_writers(args, log_rank), log_rank)
+    log = TrainingLog(args, progress, open_writers(args, log_rank), log_rank, flops_of_sequence)
     session.start(model, optimizer, lambda: progress.iteration, log.write_plan)
     return Trainer(
         args,

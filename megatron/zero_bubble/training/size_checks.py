@@ -9,8 +9,7 @@ import torch
 
 from megatron.zero_bubble.job.model_states import element_bytes
 from megatron.zero_bubble.training.arguments import Arguments
-from megatron.zero_bubble.training.attention_size import attention_kernel
-from megatron.zero_bubble.training.model_size import StageLayers, rank_tokens, stage_parameters
+from megatron.zero_bubble.training.model_count import attention_kernel, rank_tokens
 
 
 def check_memory(args: Arguments) -> None:
@@ -45,23 +44,22 @@ def _memory() -> tuple[int, str]:
 def _smallest_needs(args: Arguments) -> Iterator[tuple[float, str, str]]:
     """Iterate over the least memory needs of a rank: bytes, what they hold, and the flags that set them."""
     size, tensor = element_bytes(args), args.tensor_model_parallel_size
-    # A parameter and its gradient. At least one rank has the average number of layers or more.
-    states = 2 * size
-    num_layers = args.num_layers if args.hybrid_layer_pattern is None else 0  # a layer of a pattern is a part of one
-    layers = stage_parameters(args, StageLayers(-(-num_layers // args.pipeline_model_parallel_size), False, False))
+    states = 2 * size  # a parameter and its gradient
+    layer = _least_parameters(args) / tensor * states
     widths = f"--hidden-size {args.hidden_size} --ffn-hidden-size {args.ffn_hidden_size}"
     experts = "" if args.num_experts is None else f" --num-experts {args.num_experts}"
-    yield sum(layers) * states, "parameters and gradients", f"--num-layers {args.num_layers} {widths}{experts}"
+    held = "parameters and gradients"
+    # At least one rank has the average number of layers or more.
+    layers = -(-args.num_layers // args.pipeline_model_parallel_size)
+    yield layers * layer, held, f"--num-layers {args.num_layers} {widths}{experts}"
     if args.mtp_num_layers is not None:
-        further = stage_parameters(args, StageLayers(args.mtp_num_layers, False, False))
-        yield (
-            sum(further) * states,
-            "parameters and gradients",
-            f"--mtp-num-layers {args.mtp_num_layers} {widths}{experts}",
-        )
-    table = sum(stage_parameters(args, StageLayers(0, True, False)))
+        yield args.mtp_num_layers * layer, held, f"--mtp-num-layers {args.mtp_num_layers} {widths}{experts}"
+    assert args.max_position_embeddings is not None
+    rows = args.padded_vocab_size / tensor
+    if args.position_embedding_type == "learned_absolute":
+        rows += args.max_position_embeddings
     yield (
-        table * states,
+        rows * args.hidden_size * states,
         "embeddings and their gradients",
         f"--hidden-size {args.hidden_size} with a vocabulary of {args.padded_vocab_size} and positions up to "
         f"{args.max_position_embeddings}",
@@ -74,3 +72,18 @@ def _smallest_needs(args: Arguments) -> Iterator[tuple[float, str, str]]:
         scores = tokens * args.seq_length * args.num_attention_heads * size / tensor
         heads = f"{batch} --num-attention-heads {args.num_attention_heads} --attention-backend {args.attention_backend}"
         yield scores, "the attention scores of a layer", heads
+
+
+def _least_parameters(args: Arguments) -> float:
+    """The least that a layer's matrices have on the ranks that share a tensor: of the layer's MLP, where all are alike.
+
+    `model_count.py` counts what they have.
+    """
+    assert args.kv_channels is not None
+    assert args.ffn_hidden_size is not None
+    heads = 0 if args.multi_latent_attention else 2 * (args.num_attention_heads + args.num_query_groups)
+    experts = 1 if args.num_experts is None else args.num_experts // args.expert_model_parallel_size
+    if args.moe_layer_freq != 1:
+        experts = 0  # some layers are dense
+    width = args.ffn_hidden_size if args.num_experts is None else args.moe_ffn_hidden_size or args.ffn_hidden_size
+    return args.hidden_size * (heads * args.kv_channels + experts * (3 if args.swiglu else 2) * width)

@@ -6,34 +6,28 @@ import itertools
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel.schedules import get_tensor_shapes
-from megatron.core.transformer import TransformerConfig
 
-from megatron.zero_bubble.job.hybrid_pattern import HybridPattern
-from megatron.zero_bubble.job.job_flags import keeping_everything
 from megatron.zero_bubble.job.model_states import Parameters, States
 from megatron.zero_bubble.job.profiled_costs import fit_units
 from megatron.zero_bubble.job.running import communicator_of
 from megatron.zero_bubble.mcore.linear import split_weight_gradients
-from megatron.zero_bubble.mcore.model_units import Unit, UnitModels, keep_unit, random_microbatch
-from megatron.zero_bubble.mcore.placement import chunk_groups
+from megatron.zero_bubble.mcore.model_units import Unit, UnitModels, random_microbatch
 from megatron.zero_bubble.mcore.transformer_engine import defer_weight_gradients
 from megatron.zero_bubble.mcore.unit_costs import SECONDS, count_states, measure_model
 from megatron.zero_bubble.runtime.communicator import TensorSpec
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
-from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.schedule.formats import Profile
 from megatron.zero_bubble.schedule.model_costs import ModelCosts, with_states
 from megatron.zero_bubble.training.arguments import Arguments
 from megatron.zero_bubble.training.data import DataConfig
 from megatron.zero_bubble.training.forward_step import make_forward_step
-from megatron.zero_bubble.training.model import build_gpt, build_hybrid, transformer_config
 from megatron.zero_bubble.training.replication import in_mixed_precision, parameter_dtype, wrap_in_ddp
+from megatron.zero_bubble.training.unit_config import build_unit, layer_kinds, unit_config
 
 
 def measured_costs(args: Arguments, data_config: DataConfig, seconds: float = SECONDS) -> ModelCosts:
@@ -47,7 +41,7 @@ def measured_costs(args: Arguments, data_config: DataConfig, seconds: float = SE
     """
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     return measure_model(
-        _unit_models(args, data_config), _kinds(args), communicator_of(args), timeout=timeout, seconds=seconds
+        _unit_models(args, data_config), layer_kinds(args), communicator_of(args), timeout=timeout, seconds=seconds
     )
 
 
@@ -57,34 +51,7 @@ def profiled_costs(args: Arguments, data_config: DataConfig, profile: Profile) -
     Raises:
         ScheduleError: the profile does not tell them.
     """
-    return with_states(fit_units(profile), count_states(_unit_models(args, data_config), _kinds(args)))
-
-
-_PATTERNS = {
-    "moe_layer_freq": lambda layer, every: int(layer % every == 0),
-    "window_attn_skip_freq": lambda layer, every: int((layer + 1) % every != 0),
-    "no_rope_freq": lambda layer, every: int((layer + 1) % every == 0),
-}
-"""Flags by which layers differ, with the meaning of a number in the place of a list."""
-
-
-def _kinds(args: Arguments) -> list[int]:
-    """The kind of every layer, by number, in the order in which kinds first occur."""
-    distinct = list(dict.fromkeys(_differences(args)))
-    return [distinct.index(layer) for layer in _differences(args)]
-
-
-def _differences(args: Arguments) -> list[tuple[int | str, ...]]:
-    """For every layer its symbol in a hybrid model, and otherwise the values of the flags in `_PATTERNS`."""
-    if args.hybrid_layer_pattern is not None:
-        return list(zip(HybridPattern.parse(args.hybrid_layer_pattern).symbols))
-    columns = []
-    for name, meaning in _PATTERNS.items():
-        value = getattr(args, name)
-        if isinstance(value, int):
-            value = [meaning(layer, value) for layer in range(args.num_layers)]
-        columns.append(value or [0] * args.num_layers)
-    return list(zip(*columns, strict=True))
+    return with_states(fit_units(profile), count_states(_unit_models(args, data_config), layer_kinds(args)))
 
 
 def _unit_models(args: Arguments, data_config: DataConfig) -> UnitModels:
@@ -98,7 +65,7 @@ def _unit_models(args: Arguments, data_config: DataConfig) -> UnitModels:
         seq_length=args.seq_length,
         micro_batch_size=args.micro_batch_size,
         decoder_seq_length=args.seq_length,
-        config=_unit_config(args, Unit()),
+        config=unit_config(args, Unit()),
         tp_group=parallel_state.get_tensor_model_parallel_group(),
         cp_group=parallel_state.get_context_parallel_group(),
     )
@@ -116,7 +83,7 @@ def _unit_models(args: Arguments, data_config: DataConfig) -> UnitModels:
 
 
 def _build(args: Arguments, unit: Unit, store: WeightGradStore) -> DistributedDataParallel:
-    config = _unit_config(args, unit)
+    config = unit_config(args, unit)
     if args.transformer_impl == "transformer_engine":
         defer_weight_gradients(config)
     # No communication but that of the forward and backward: replicas neither gather nor reduce.
@@ -128,35 +95,8 @@ def _build(args: Arguments, unit: Unit, store: WeightGradStore) -> DistributedDa
         overlap_grad_reduce=False,
         overlap_param_gather=False,
     )
-    groups = chunk_groups(Placement("linear", 1), 0, 0)
-    ends = {"embeds": unit.embeds, "is_last": unit.is_last}
-    model: Any
-    if args.hybrid_layer_pattern is None:
-        model = build_gpt(alone, config, groups, None, **ends)
-    else:
-        kinds = "".join(dict.fromkeys(HybridPattern.parse(args.hybrid_layer_pattern).symbols))
-        model = build_hybrid(alone, config, groups, None, kinds, 0, **ends)
-    keep_unit(model, unit)
+    model = build_unit(alone, config, unit)
     chunks = in_mixed_precision(alone, config, [model])
     split_weight_gradients(chunks, store)
     [wrapped] = wrap_in_ddp(alone, config, chunks, defers_weights=True)
     return wrapped
-
-
-def _unit_config(args: Arguments, unit: Unit) -> TransformerConfig:
-    """The model's configuration with a layer of each kind, for one pipeline rank, without full recomputation."""
-    kinds = list(dict.fromkeys(_differences(args)))
-    patterns = {}
-    if args.hybrid_layer_pattern is None:
-        patterns = {
-            name: list(column)
-            for name, column in zip(_PATTERNS, zip(*kinds, strict=True), strict=True)
-            if getattr(args, name) is not None
-        }
-    of_units = {
-        "num_layers": len(kinds),
-        "mtp_num_layers": args.mtp_num_layers if unit.is_last else None,
-        "pipeline_model_parallel_size": 1,
-    }
-    unit_args = args.changed({**of_units, **patterns, **keeping_everything(args)})
-    return transformer_config(unit_args, 1, None)

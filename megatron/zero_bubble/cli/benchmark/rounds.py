@@ -20,7 +20,7 @@ from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.schedule import Placement, ScheduleError, StageCosts, Timeline, simulate
 from megatron.zero_bubble.schedule.formats import profile_from_json
 from megatron.zero_bubble.training.arguments import Arguments
-from megatron.zero_bubble.training.flops import flops_per_iteration
+from megatron.zero_bubble.training.model_count import flops_of_sequence
 
 _Costs = dict[tuple[Placement | None, bool], StageCosts]
 """Measured costs of the stages of a placement, without vocabulary shards and with them."""
@@ -100,7 +100,7 @@ def _result(
         pipeline_size=flags.pipeline_size,
         num_microbatches=flags.num_microbatches,
         tokens=None if length is None else batch * length,
-        flops=flops_per_iteration(args, batch) if isinstance(args, Arguments) else None,
+        flops=batch * flops_of_sequence(args) if isinstance(args, Arguments) else None,
         world_size=flags.num_ranks,
         simulated=_simulated(one, flags, _costs_of(one, costs)),
     )

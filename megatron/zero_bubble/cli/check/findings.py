@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
 from megatron.zero_bubble.cli.check.models import Model
@@ -13,8 +14,7 @@ from megatron.zero_bubble.cli.check.stage_run import NUM_RANKS, MemoryCheck, Sta
 from megatron.zero_bubble.cli.output import percent, table
 from megatron.zero_bubble.planner import generate, placement_for
 from megatron.zero_bubble.schedule import OpKind, simulate
-from megatron.zero_bubble.training.model_size import StageLayers
-from megatron.zero_bubble.training.stage_size import stage_activations, stage_flops
+from megatron.zero_bubble.training.model_count import UnitCount, count_model
 
 PRICE_LIMIT = 1.03
 """Largest ratio of B + W to the fused backward that passes."""
@@ -44,21 +44,22 @@ class StageCheck:
             rates[name] = float(simulate(schedule, costs).bubble_rate)
         return rates
 
+    @cached_property
+    def _layer(self) -> UnitCount:
+        """What a layer holds and computes, by the count of zero-bubble estimate."""
+        return count_model(self.model.arguments(NUM_RANKS)).layers[0]
+
     @property
     def tflops(self) -> float:
         """TFLOP/s that F, B and W reach together."""
-        flops = stage_flops(self.model.arguments(NUM_RANKS), self._stage).total
+        flops = self.model.layers_a_stage * self._layer.flops.total
         return flops / sum(self.profile.time(kind) for kind in (OpKind.F, OpKind.B, OpKind.W)) / 1e9
 
     @property
-    def _stage(self) -> StageLayers:
-        return StageLayers(self.model.layers_a_stage, is_first=False, is_last=False)
-
-    @property
     def expected_memory(self) -> tuple[float, float]:
-        """M_B and M_W by the formulas of zero-bubble estimate, in bytes."""
-        activations = stage_activations(self.model.arguments(NUM_RANKS), self._stage)
-        return activations.after_f, activations.after_b
+        """M_B and M_W by that count, in bytes."""
+        after_f, after_b = (self.model.layers_a_stage * held for held in self._layer.activations)
+        return after_f, after_b
 
     def as_json(self) -> dict[str, Any]:
         times = {str(kind): self.profile.time(kind) for kind in self.profile.times}
@@ -159,7 +160,7 @@ class Findings:
         ]
 
     def _memory(self) -> tuple[Sequence[str], list[tuple[str, ...]]]:
-        heads = ("activations (MiB)", "a microbatch", "by formula", "schedule", "peak", "simulated", "off by")
+        heads = ("activations (MiB)", "a microbatch", "counted", "schedule", "peak", "simulated", "off by")
         rows: list[tuple[str, ...]] = []
         for stage in self.stages:
             held = (_mib(stage.profile.memory[OpKind.F]), _mib(stage.expected_memory[0]))

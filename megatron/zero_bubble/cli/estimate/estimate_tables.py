@@ -4,31 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.zero_bubble.cli.estimate.cluster import rank_parameters
 from megatron.zero_bubble.cli.estimate.estimated_job import EstimatedJob
 from megatron.zero_bubble.cli.estimate.notes import notes
-from megatron.zero_bubble.cli.estimate.results import Results
-from megatron.zero_bubble.cli.estimate.schedule_estimate import Estimate, as_megatron_runs, gib, model_flops
+from megatron.zero_bubble.cli.estimate.results import Results, by_reason
+from megatron.zero_bubble.cli.estimate.schedule_estimate import Estimate, as_megatron_runs, gib
 from megatron.zero_bubble.cli.output import IDLE_HEADS, idle_cells, table
 from megatron.zero_bubble.schedule import Placement
-from megatron.zero_bubble.training.flops import flops_per_iteration
 
 
 def as_json(results: Results) -> dict[str, Any]:
     job, estimates = results.job, results.estimates
-    args, states = job.args, job.states
-    assert args.global_batch_size is not None
+    states = job.states
     baseline = _baseline(estimates)
     shown, placement = results.shown
-    flops = model_flops(shown, placement)
     return {
-        "parameters_per_rank": [sum(parameters) for parameters in rank_parameters(shown.args, placement)],
+        "parameters": sum(unit.whole for unit in job.count.units),
+        "parameters_of_prediction_layers": job.count.output.further,
+        "parameters_per_rank": [sum(parameters) for parameters in shown.parameters(placement)],
         "bytes_a_parameter": states.bytes_a_parameter(job.replicas),
         "zero_stage": states.zero_stage,
         "bytes_sent_to_replicas": shown.exchanged_bytes(placement),
         "num_microbatches": job.num_microbatches,
-        "flops_per_iteration": flops_per_iteration(args, args.global_batch_size),
-        "flops_of_a_microbatch": flops._asdict(),
+        "flops_per_iteration": job.flops_per_iteration,
+        "flops_of_a_microbatch": shown.flops(placement)._asdict(),
         "device_memory_bytes": job.cluster.memory,
         "schedules": [estimate.as_json(baseline) for estimate in estimates],
         "layout": None if results.layout is None else results.layout.as_json(),
@@ -43,7 +41,7 @@ def as_text(results: Results, *, per_rank: bool, markdown: bool) -> str:
     if per_rank:
         parts.append(_ranks(results.estimates, markdown=markdown))
     parts += [f"{note}\n" for note in notes(results)]
-    parts += [f"{name}: {reason}\n" for name, reason in results.refused.items()]
+    parts += [f"{', '.join(names)}: {reason}\n" for reason, names in by_reason(results.refused).items()]
     if results.layout is not None:
         parts.append("".join(f"{line}\n" for line in results.layout.lines()))
     return "\n".join(parts)
@@ -57,9 +55,8 @@ def _baseline(estimates: list[Estimate]) -> Estimate | None:
 
 def _head(job: EstimatedJob, placement: Placement) -> str:
     args, cluster, states = job.args, job.cluster, job.states
-    assert args.global_batch_size is not None
-    counts = [sum(parameters) for parameters in rank_parameters(args, placement)]
-    flops = model_flops(job, placement)
+    counts, flops = [sum(parameters) for parameters in job.parameters(placement)], job.flops(placement)
+    whole, further = sum(unit.whole for unit in job.count.units), job.count.output.further
     costs = "measured (--profile)" if job.profile is not None else f"{cluster.flops / 1e12:.4g} TFLOP/s in the layers"
     waiting = (
         "steps before the norm of all gradients is known"
@@ -69,13 +66,12 @@ def _head(job: EstimatedJob, placement: Placement) -> str:
     optimizer = {"adam": "Adam", "sgd": "SGD"}[args.optimizer]
     lines = [
         f"parameters of a rank: {min(counts) / 1e6:.1f} to {max(counts) / 1e6:.1f} million, "
-        f"{sum(counts) * args.tensor_model_parallel_size / 1e9:.3f} billion in all"
-        f"{'' if args.vocabulary_parallel else ' (tied embeddings twice)'}",
+        f"{whole / 1e9:.3f} billion in all{f', and {further / 1e9:.3f} of prediction layers' if further else ''}",
         f"bytes a parameter: {states.parameter} + {states.gradient} for its gradient + {states.optimizer} for "
         f"{optimizer}; ZeRO stage {states.zero_stage} over {job.replicas} data- and context-parallel ranks leaves "
         f"{states.bytes_a_parameter(job.replicas):.4g}",
         *_exchanged(job, placement),
-        f"operations of an iteration: {flops_per_iteration(args, args.global_batch_size):.4g}; of a microbatch on a "
+        f"operations of an iteration: {job.flops_per_iteration:.4g}; of a microbatch on a "
         f"tensor-parallel rank F : B : W{' : R' if flops.r else ''} = "
         + " : ".join(["1", *(f"{part / flops.f:.3f}" for part in flops[1:] if part)]),
         f"costs: {costs}; {job.num_microbatches} microbatches; the optimizer {waiting}",

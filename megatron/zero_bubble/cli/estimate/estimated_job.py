@@ -1,26 +1,54 @@
-"""Builds the job to estimate from the flags of the command and of the training."""
+"""Builds the job to estimate from the flags of the command and of the training, and the costs of its stages."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from megatron.zero_bubble.cli.estimate.arguments import EstimateFlags
-from megatron.zero_bubble.cli.estimate.cluster import Cluster, rank_parameters
 from megatron.zero_bubble.cli.trainings import complete_training
-from megatron.zero_bubble.job.job_flags import JobFlags
-from megatron.zero_bubble.job.model_states import States
+from megatron.zero_bubble.job.job_flags import RECOMPUTATION, JobFlags
+from megatron.zero_bubble.job.layers import layers_of_layout, partition_of_flags
+from megatron.zero_bubble.job.model_states import Parameters, States
 from megatron.zero_bubble.job.post_validation_flags import awaited_by_the_first_stage
-from megatron.zero_bubble.schedule import Placement, ScheduleError
+from megatron.zero_bubble.job.profiled_costs import fit_units
+from megatron.zero_bubble.mcore.cpu import substitute_cuda
+from megatron.zero_bubble.schedule import Placement, ScheduleError, StageCosts
 from megatron.zero_bubble.schedule.formats import Profile, profile_from_json
+from megatron.zero_bubble.schedule.model_costs import ModelCosts, Partition, UnitCosts, with_states
+from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.training.arguments import Arguments
+from megatron.zero_bubble.training.model_count import Flops, ModelCount, UnitCount, count_model, flops_of_sequence
 
 PROG = "zero-bubble estimate"
+_SHORTEST = 1e-3
+"""Shortest duration of an operation, in milliseconds."""
 _DATA = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path", "--mock-data")
 _STAND_INS = {"--train-iters": "1000000000", "--lr": "1e9"}
 """Flags that a training requires and an estimate ignores; their values are too large for other flags to exceed."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal devices, each with one link to the others."""
+
+    memory: float
+    """Bytes of memory of one device."""
+    reserved: float
+    """Bytes of that memory which no tensor gets: context, communication buffers, fragments."""
+    flops: float
+    """Floating-point operations a second that layers reach."""
+    bandwidth: float
+    """Bytes a second of a message to another device."""
+    latency: float
+    """Seconds that an empty message takes."""
+
+    def message_ms(self, num_bytes: float) -> float:
+        return 1e3 * (self.latency + num_bytes / self.bandwidth)
 
 
 @dataclass(frozen=True)
@@ -31,7 +59,10 @@ class EstimatedJob:
     flags: JobFlags
     cluster: Cluster
     states: States
-    profile: Profile | None
+    count: ModelCount
+    flops_of_sequence: float
+    """Floating-point operations of a training with one sequence, counted as --log-throughput does."""
+    profile: Profile | None = None
     """Measured costs; if None, costs are computed from operations and bytes."""
     num_chunks: int | None = None
     """Model chunks a rank for schedules that let the user choose; if None, the flags or the schedule decide."""
@@ -47,18 +78,147 @@ class EstimatedJob:
         """Number of ranks with the same parameters, which reduce gradients together and divide states by ZeRO."""
         return self.args.data_parallel_size * self.args.context_parallel_size
 
+    @property
+    def flops_per_iteration(self) -> float:
+        assert self.args.global_batch_size is not None
+        return self.flops_of_sequence * self.args.global_batch_size
+
     def with_flags(self, changed: Mapping[str, Any]) -> EstimatedJob:
         """Return the job with other values of these flags of its training, by name."""
-        return replace(self, args=replace(self.args, **changed), flags=replace(self.flags, **changed))
+        args = self.args.changed(changed)
+        count = count_model(args) if changed.keys() & {*RECOMPUTATION} else self.count
+        return replace(self, args=args, flags=replace(self.flags, **changed), count=count)
+
+    def bytes_of(self, parameters: Parameters) -> float:
+        """Return the bytes of all states of these parameters on one rank."""
+        args, tensor = self.args, self.args.tensor_model_parallel_size
+        shared_by = args.expert_model_parallel_size * (args.expert_tensor_parallel_size or tensor) // tensor
+        return self.states.of_rank(parameters, self.replicas, max(1, shared_by))
 
     def exchanged_bytes(self, placement: Placement) -> list[float]:
         """Return the bytes that each pipeline rank sends to its replicas in an iteration."""
         a_parameter = self.states.sent_a_parameter(self.replicas, self.num_microbatches)
-        return [sum(parameters) * a_parameter for parameters in rank_parameters(self.args, placement)]
+        return [sum(parameters) * a_parameter for parameters in self.parameters(placement)]
 
     def awaited(self, placement: Placement) -> str | None:
         """Return what keeps iterations from overlapping under post-validation; None if nothing does."""
         return awaited_by_the_first_stage(self.flags, placement)
+
+    def partition(self, placement: Placement) -> Partition:
+        """Return the layers of every stage, in model order.
+
+        Raises:
+            ValueError: the layers cannot be cut into these stages.
+        """
+        given = self.args.pipeline_model_parallel_layout
+        if given is not None and len(layers := layers_of_layout(given, placement.num_ranks)) == placement.num_stages:
+            return layers
+        return partition_of_flags(replace(self.flags, pipeline_model_parallel_layout=None), placement)
+
+    def parameters(self, placement: Placement) -> list[Parameters]:
+        """Return the parameters of every pipeline rank, its chunks and its vocabulary shard added up."""
+        args, count = self.args, self.count
+        first, last = placement.rank_of(0), placement.rank_of(placement.num_stages - 1)
+        ranks, layers = [Parameters(0, 0)] * placement.num_ranks, iter(count.layers)
+        for stage, number in enumerate(self.partition(placement)):
+            for _ in range(number):
+                ranks[placement.rank_of(stage)] += next(layers).parameters
+        ranks[first] += count.embedding.parameters
+        ranks[last] += count.output.parameters
+        if args.vocabulary_parallel:
+            table = args.padded_vocab_size // args.tensor_model_parallel_size * args.hidden_size
+            tables = 2 if args.untie_embeddings_and_output_weights else 1
+            for rank in (first, last):
+                ranks[rank] += Parameters(-table, 0)
+            ranks = [held + Parameters(tables * table // placement.num_ranks, 0) for held in ranks]
+        return ranks
+
+    def flops(self, placement: Placement) -> Flops:
+        """Return the operations of F, B, W and R of one microbatch, all ranks together, on one tensor-parallel rank."""
+        each = [unit.flops for unit in self.count.units]
+        f, b, w = (sum(flops[kind] for flops in each) for kind in range(3))
+        if self.flags.recompute is Recompute.NONE:
+            return Flops(f, b, w)
+        recomputed = self._recomputed(self.partition(placement))
+        again = (layer.flops.f for layer, is_one in zip(self.count.layers, recomputed, strict=True) if is_one)
+        return Flops(f, b, w, sum(again))
+
+    @cached_property
+    def costs(self) -> ModelCosts:
+        """The costs of the units in milliseconds and bytes, with every layer recomputed by itself; layers by a profile.
+
+        F and B are those without full recomputation.
+        """
+        embedding, *layers, output = (self._unit_costs(unit) for unit in self.count.units)
+        layers = [replace(one, time_r=one.time_f, memory_r=one.memory_f - self.count.input_bytes) for one in layers]
+        message = self.cluster.message_ms(self.count.input_bytes)
+        is_tied = not self.args.untie_embeddings_and_output_weights
+        counted = ModelCosts(embedding, tuple(layers), output, message, ties_output=is_tied)
+        if self.profile is None:
+            return counted
+        return with_states(fit_units(self.profile), [unit.state for unit in (embedding, *layers, output)])
+
+    def _unit_costs(self, unit: UnitCount) -> UnitCosts:
+        f, b, w, _ = (operations / (self.cluster.flops / 1e3) for operations in unit.flops)
+        kept, waiting = unit.activations
+        return UnitCosts(f, b, w, kept, waiting - kept, -waiting, state=self.bytes_of(unit.parameters))
+
+    def stage_costs(self, placement: Placement) -> StageCosts:
+        """Return the costs of every stage in milliseconds and bytes, from the profile if there is one.
+
+        Raises:
+            ValueError: the layers cannot be cut into these stages.
+        """
+        if self.profile is not None:
+            measured = _from_profile(self.profile, placement)
+            return measured if self.flags.vocabulary_parallel else measured.with_whole_vocabulary()
+        partition, model = self.partition(placement), self.costs
+        layers = zip(model.layers, self._recomputed(partition), strict=True)
+        model = replace(
+            model, layers=tuple(self._restored(layer) if is_one else _kept(layer) for layer, is_one in layers)
+        )
+        if self.flags.vocabulary_parallel:
+            model = model.vocabulary_parallel(placement.num_ranks)
+        costs = model.of_stages(partition, placement)
+        costs = replace(
+            costs,
+            **{
+                name: tuple(max(_SHORTEST, time) for time in getattr(costs, name))
+                for name in ("time_f", "time_b", "time_w")
+            },
+        )
+        return costs if self.flags.recompute is not Recompute.NONE else costs.recomputing_in_backward()
+
+    def _recomputed(self, partition: Partition) -> list[bool]:
+        """Tell of every layer whether R computes it again, where a microbatch has an R."""
+        if self.flags.recompute is Recompute.NONE:
+            return [False] * sum(partition)
+        is_block = self.flags.recompute is Recompute.FULL and self.args.recompute_method == "block"
+        return [
+            not is_block or index < (self.args.recompute_num_layers or 0)
+            for number in partition
+            for index in range(number)
+        ]
+
+    def _restored(self, layer: UnitCosts) -> UnitCosts:
+        """The costs of a layer with its part of what R restores; uniform recomputation keeps the input of a unit."""
+        layers_a_unit = self.args.recompute_num_layers or 1 if self.args.recompute_method == "uniform" else 1
+        shared = self.count.input_bytes * (1 - 1 / layers_a_unit)
+        return replace(layer, memory_r=layer.memory_r + shared)
+
+
+def _kept(layer: UnitCosts) -> UnitCosts:
+    return replace(layer, time_r=0.0, memory_r=0.0)
+
+
+def _from_profile(profile: Profile, placement: Placement) -> StageCosts:
+    if profile.placement == placement:
+        return profile.costs
+    if profile.placement == Placement("linear", placement.num_ranks):
+        return profile.costs.split_ranks(placement)
+    raise ScheduleError(
+        f"the profile is of the {profile.placement.kind} placement of {profile.placement.num_ranks} ranks"
+    )
 
 
 def job_of(flags: EstimateFlags) -> EstimatedJob:
@@ -67,12 +227,16 @@ def job_of(flags: EstimateFlags) -> EstimatedJob:
     Raises:
         ValueError: the training would refuse its flags, or it cannot be estimated.
     """
-    given = _with_stand_ins(flags.training_flags)
-    args, settings = complete_training(given, flags.world_size, PROG, has_cuda=True, for_this_machine=False)
-    if args.pipeline_model_parallel_size < 2:
-        raise ValueError("schedules need --pipeline-model-parallel-size of at least 2")
-    if args.mtp_num_layers is not None:
-        raise ValueError("--mtp-num-layers is not supported: the cost of its layers is not estimated; leave it out")
+    profile = None if flags.profile is None else _read(flags.profile)
+    given = _with_stand_ins(flags.training_flags, profile)
+    substitution = substitute_cuda()
+    try:
+        args, settings = complete_training(given, flags.world_size, PROG, has_cuda=True, for_this_machine=False)
+        if args.pipeline_model_parallel_size < 2:
+            raise ValueError("schedules need --pipeline-model-parallel-size of at least 2")
+        count, of_sequence = count_model(args), flops_of_sequence(args)
+    finally:
+        substitution.restore()
     cluster = Cluster(
         memory=flags.device_memory,
         reserved=flags.reserved_memory,
@@ -80,22 +244,36 @@ def job_of(flags: EstimateFlags) -> EstimatedJob:
         bandwidth=flags.interconnect_bandwidth * 1e9,
         latency=flags.interconnect_latency * 1e-6,
     )
-    profile = _profile(flags.profile, settings.flags)
-    return EstimatedJob(args, settings.flags, cluster, States.of(args, flags.zero_stage), profile, flags.num_chunks)
+    states = States.of(args, flags.zero_stage)
+    if profile is not None:
+        with _of_file(flags.profile):
+            profile.check_fits(profile.placement, settings.flags.model, settings.flags.recompute)
+    return EstimatedJob(args, settings.flags, cluster, states, count, of_sequence, profile, flags.num_chunks)
 
 
-def _with_stand_ins(flags: Sequence[str]) -> list[str]:
+def _with_stand_ins(flags: Sequence[str], profile: Profile | None) -> list[str]:
+    """Complete the flags by those that a training requires, and by Megatron-LM's layers where none are given.
+
+    A profile says which layers it has measured, and only local layers have masks and attention of megatron-core's own.
+    """
     given = {word.split("=", 1)[0] for word in flags}
     missing = [word for name, value in _STAND_INS.items() if name not in given for word in (name, value)]
+    engine = "transformer_engine" if profile is None else str(profile.model.get("transformer_impl", "local"))
+    is_local = "--reset-attention-mask" in given or {"--attention-backend", "local"} <= {*flags}
+    if "--transformer-impl" not in given and not is_local:
+        missing += ["--transformer-impl", engine]
     return [*flags, *missing, *([] if given.intersection(_DATA) else ["--mock-data"])]
 
 
-def _profile(path: Path | None, flags: JobFlags) -> Profile | None:
-    if path is None:
-        return None
+def _read(path: Path) -> Profile:
+    with _of_file(path):
+        return profile_from_json(path.read_text(encoding="utf-8"))
+
+
+@contextmanager
+def _of_file(path: Path | None) -> Iterator[None]:
+    """Let an error name the file of `--profile`."""
     try:
-        profile = profile_from_json(path.read_text(encoding="utf-8"))
-        profile.check_fits(profile.placement, flags.model, flags.recompute)
+        yield
     except (OSError, UnicodeDecodeError, ScheduleError) as error:
         raise ValueError(f"--profile {path}: {error}") from error
-    return profile

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from megatron.zero_bubble.cli.estimate.estimated_job import EstimatedJob
 from megatron.zero_bubble.cli.estimate.results import Results
 from megatron.zero_bubble.cli.estimate.schedule_estimate import Estimate, gib
-from megatron.zero_bubble.job.flags import limit_flag
+from megatron.zero_bubble.job.flags import flags_text, limit_flag
 
 _WHAT_IS_LEFT = "nine tenths of the free memory of the fullest rank"
 
@@ -15,12 +15,23 @@ _WHAT_IS_LEFT = "nine tenths of the free memory of the fullest rank"
 def notes(results: Results) -> list[str]:
     job, estimates = results.job, results.estimates
     return [
+        *_split(results),
         *_ways_out(results),
         *_limits(job, estimates),
         *_effort(job),
         *_baseline(job, estimates),
         *_post_validation(job, estimates),
     ]
+
+
+def _split(results: Results) -> Iterator[str]:
+    if results.added_flags:
+        args = results.job.args
+        yield (
+            f"--num-layers {args.num_layers} is not a multiple of --pipeline-model-parallel-size "
+            f"{args.pipeline_model_parallel_size}: schedules on Megatron's split are estimated with "
+            f"{flags_text(results.added_flags)}, with which Megatron runs it"
+        )
 
 
 def _ways_out(results: Results) -> Iterator[str]:

@@ -6,13 +6,12 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
 from megatron.zero_bubble.cli.estimate.estimated_job import EstimatedJob
-from megatron.zero_bubble.cli.estimate.layout_estimate import LayoutEstimate, estimate_layout
-from megatron.zero_bubble.cli.estimate.schedule_estimate import Estimate, estimate
+from megatron.zero_bubble.cli.estimate.schedule_estimate import Estimate, LayoutEstimate, estimate, estimate_layout
 from megatron.zero_bubble.job.flags import flags_text
 from megatron.zero_bubble.job.layout_choice import is_layout_open
 from megatron.zero_bubble.planner.registry import ENTRIES, entry_of
@@ -71,12 +70,15 @@ class Results:
     """Where nothing fits, what another layout or recomputation does; otherwise empty."""
     layout: LayoutEstimate | None = None
     """The layout that the training would choose; None if its flags fix one, or none is possible."""
+    added_flags: Mapping[str, Any] = field(default_factory=dict)
+    """Flags that Megatron needs to cut the layers into stages, and with which the schedules were estimated."""
 
     @property
     def shown(self) -> tuple[EstimatedJob, Placement]:
         """The job whose parameters and operations are shown, and its placement: with Megatron's split if it has one."""
-        if self.layout is None or self.estimates:
-            return self.job, Placement("linear", self.job.args.pipeline_model_parallel_size)
+        if self.estimates:
+            return self.estimates[0].job, Placement("linear", self.job.args.pipeline_model_parallel_size)
+        assert self.layout is not None
         return self.layout.estimate.job, self.layout.choice.plan.layout.placement
 
 
@@ -89,10 +91,28 @@ def results_of(job: EstimatedJob, chosen: Sequence[str] | None) -> Results:
     names = chosen or [name for name, entry in ENTRIES.items() if not entry.is_slow]
     job = replace(job, is_quick=chosen is None and _size(job) >= LARGE_JOB)
     estimates, refused, layout = _estimates(job, names)
+    added: Mapping[str, Any] = {}
+    if not estimates and (chosen is None or "1f1b" in chosen):
+        added = _even_ends(job)
+        split, reasons, _ = _estimates(job.with_flags({**added, "zero_bubble_keep_layout": True}), names)
+        estimates, refused, added = (split, reasons, added) if split else (estimates, refused, {})
     if not estimates and layout is None:
-        reasons = {reason: name for name, reason in reversed(refused.items())}
-        raise ValueError("; ".join(f"--schedule {name}: {reason}" for reason, name in reversed(reasons.items())))
-    return Results(job, estimates, refused, list(_ways_out(job, estimates, layout)), layout)
+        raise ValueError("; ".join(f"--schedule {names[0]}: {reason}" for reason, names in by_reason(refused).items()))
+    return Results(job, estimates, refused, list(_ways_out(job, estimates, layout)), layout, added)
+
+
+def by_reason(refused: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return the names that were refused for each reason."""
+    return {reason: [name for name in refused if refused[name] == reason] for reason in refused.values()}
+
+
+def _even_ends(job: EstimatedJob) -> dict[str, Any]:
+    """Return the flags with which Megatron cuts layers that the pipeline ranks do not divide."""
+    ends = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+    for given in (ends, ends[:1], ends[1:]):
+        if (job.args.num_layers + len(given)) % job.args.pipeline_model_parallel_size == 0:
+            return dict.fromkeys(given, True)
+    return {"allow_padding_num_layers": True}
 
 
 def _estimates(job: EstimatedJob, names: Sequence[str]) -> tuple[list[Estimate], dict[str, str], LayoutEstimate | None]:

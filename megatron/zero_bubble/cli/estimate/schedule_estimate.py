@@ -1,15 +1,17 @@
-"""Estimates the memory and the throughput of one schedule from a model, a cluster and a placement."""
+"""Estimates the memory and the throughput of one schedule, and the layout that a training would choose."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
 
-from megatron.zero_bubble.cli.estimate.cluster import rank_parameters, stages_of
 from megatron.zero_bubble.cli.estimate.estimated_job import EstimatedJob
-from megatron.zero_bubble.job.model_states import element_bytes
+from megatron.zero_bubble.job.flags import flags_text
+from megatron.zero_bubble.job.layout_choice import LayoutChoice, choose_layout
+from megatron.zero_bubble.job.layout_table import layout_lines
+from megatron.zero_bubble.job.layout_words import flags_of_layout
 from megatron.zero_bubble.planner import PlanRequest, placement_for, schedule_of
 from megatron.zero_bubble.planner.memory_limit import MemoryLimit
 from megatron.zero_bubble.planner.prediction import as_megatron_recomputes
@@ -19,23 +21,13 @@ from megatron.zero_bubble.runtime.replanner import MARGIN, limits_of_ranks
 from megatron.zero_bubble.schedule import (
     Infeasible,
     Placement,
-    ScheduleError,
     StageCosts,
     Timeline,
     iteration_time,
     simulate,
     with_post_validation,
 )
-from megatron.zero_bubble.schedule.formats import Profile
 from megatron.zero_bubble.schedule.ir import PlacementKind
-from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts
-from megatron.zero_bubble.schedule.recomputation import Recompute
-from megatron.zero_bubble.training.flops import flops_per_iteration
-from megatron.zero_bubble.training.model_size import StageLayers, stage_parameters
-from megatron.zero_bubble.training.stage_size import Flops, stage_activations, stage_flops
-
-_SHORTEST = 1e-3
-"""Shortest duration of an operation, in milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -110,10 +102,7 @@ class Estimate:
     @property
     def tflops(self) -> float:
         """TFLOP/s of one device, counted as --log-throughput does."""
-        args = self.job.args
-        assert args.global_batch_size is not None
-        total = flops_per_iteration(args, args.global_batch_size)
-        return total / (self.iteration_ms / 1e3) / args.world_size / 1e12
+        return self.job.flops_per_iteration / (self.iteration_ms / 1e3) / self.job.args.world_size / 1e12
 
     def as_json(self, baseline: Estimate | None) -> dict[str, Any]:
         schedule = self.timeline.schedule
@@ -144,9 +133,8 @@ def estimate(job: EstimatedJob, name: str) -> Estimate:
     """
     args = job.args
     placement = _placement_of(job, name)
-    costs = stage_costs(job, placement)
-    held = rank_parameters(args, placement)
-    states = tuple(job.states.of_rank(one, job.replicas, args.expert_model_parallel_size) for one in held)
+    costs = job.stage_costs(placement)
+    states = tuple(map(job.bytes_of, job.parameters(placement)))
     limit = _activation_limit(job, costs, placement, max(states)) if not entry_of(name).has_own_limit else None
     limits = None if limit is None else limits_of_ranks((limit,) * placement.num_ranks, _inside(job))
     request = PlanRequest(
@@ -211,77 +199,39 @@ def _inside(job: EstimatedJob) -> tuple[float, ...]:
     return job.profile.inside_ranks
 
 
-def stage_costs(job: EstimatedJob, placement: Placement) -> StageCosts:
-    """Return the costs of every stage in milliseconds and bytes, from the profile if there is one.
+@dataclass(frozen=True)
+class LayoutEstimate:
+    """The layout that a training would choose, with the estimate of its schedule."""
+
+    choice: LayoutChoice
+    flags: Mapping[str, Any]
+    """The flags, by name, that fix the layout; None for one that is left out."""
+    estimate: Estimate
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines of the table that the training would print."""
+        return layout_lines(self.choice, self.flags)
+
+    def as_json(self) -> dict[str, Any]:
+        layout = self.choice.plan.layout
+        return {
+            "placement": layout.placement.kind,
+            "num_chunks": layout.placement.num_chunks,
+            "partition": list(layout.partition),
+            "recompute": layout.recompute.value,
+            "flags": flags_text(self.flags),
+            **self.estimate.as_json(None),
+        }
+
+
+def estimate_layout(job: EstimatedJob) -> LayoutEstimate:
+    """Search the layouts that the job's flags leave open, as its training would, with the costs of an estimate.
 
     Raises:
-        ValueError: the layers cannot be cut into these stages.
+        ValueError: no layout fits, or (as `ScheduleError`) there are fewer layers than ranks.
     """
-    if job.profile is not None:
-        measured = _from_profile(job.profile, placement)
-        return measured if job.flags.vocabulary_parallel else measured.with_whole_vocabulary()
-    stages = [unit_costs(job, stage) for stage in stages_of(job.args, placement)]
-    turns = [placement.rank_of(s) == placement.rank_of(s + 1) for s in range(len(stages) - 1)]
-    costs = StageCosts(
-        # A stage with the embedding alone computes next to nothing, but a cost must be above zero.
-        time_f=tuple(max(_SHORTEST, stage.time_f) for stage in stages),
-        time_b=tuple(max(_SHORTEST, stage.time_b) for stage in stages),
-        time_w=tuple(max(_SHORTEST, stage.time_w) for stage in stages),
-        time_comm=tuple(0.0 if turn else message_ms(job) for turn in turns),
-        memory_f=tuple(stage.memory_f for stage in stages),
-        memory_b=tuple(stage.memory_b for stage in stages),
-        memory_w=tuple(stage.memory_w for stage in stages),
-        time_r=tuple(stage.time_r for stage in stages),
-        memory_r=tuple(stage.memory_r for stage in stages),
-    )
-    costs = costs if job.flags.recompute is not Recompute.NONE else costs.recomputing_in_backward()
-    return costs.with_shards(placement, _shard_costs(job, placement)) if job.args.vocabulary_parallel else costs
-
-
-def _shard_costs(job: EstimatedJob, placement: Placement) -> Mapping[str, float]:
-    """Return the costs of the vocabulary shard of a rank."""
-    embedding = unit_costs(job, StageLayers(0, is_first=True, is_last=False))
-    output = unit_costs(job, StageLayers(0, is_first=False, is_last=True))
-    return ModelCosts(embedding, (), output).vocabulary_parallel(placement.num_ranks).shard or {}
-
-
-def unit_costs(job: EstimatedJob, stage: StageLayers) -> UnitCosts:
-    """Return the costs of a part of the model in milliseconds and bytes, from its operations and tensors."""
-    args, operations_a_ms = job.args, job.cluster.flops / 1e3
-    flops, activations = stage_flops(args, stage), stage_activations(args, stage)
-    return UnitCosts(
-        time_f=flops.f / operations_a_ms,
-        time_b=flops.b / operations_a_ms,
-        time_w=flops.w / operations_a_ms,
-        memory_f=activations.after_f,
-        memory_b=activations.after_b - activations.after_f,
-        memory_w=-activations.after_b,
-        time_r=flops.r / operations_a_ms,
-        memory_r=activations.restored,
-        state=job.states.of_rank(stage_parameters(args, stage), job.replicas, args.expert_model_parallel_size),
-    )
-
-
-def message_ms(job: EstimatedJob) -> float:
-    """Return the time of the message of one microbatch between two pipeline ranks."""
-    args = job.args
-    message = element_bytes(args) * args.micro_batch_size * args.seq_length * args.hidden_size
-    share = args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
-    return job.cluster.message_ms(message / share)
-
-
-def _from_profile(profile: Profile, placement: Placement) -> StageCosts:
-    if profile.placement == placement:
-        return profile.costs
-    if profile.placement == Placement("linear", placement.num_ranks):
-        return profile.costs.split_ranks(placement)
-    raise ScheduleError(
-        f"the profile is of the {profile.placement.kind} placement of {profile.placement.num_ranks} ranks"
-    )
-
-
-def model_flops(job: EstimatedJob, placement: Placement) -> Flops:
-    """Return the operations of F, B, W and R of one microbatch, all ranks together, on one tensor-parallel rank."""
-    stages = [replace(stage, has_vocabulary=True) for stage in stages_of(job.args, placement)]
-    each = [stage_flops(job.args, stage) for stage in stages]
-    return Flops(*(sum(values) for values in zip(*each, strict=True)))
+    free_bytes = job.cluster.memory - job.cluster.reserved
+    choice = choose_layout(job.flags, job.costs, free_bytes, job.args.padded_vocab_size, is_quick=job.is_quick)
+    plan = choice.plan
+    flags = flags_of_layout(plan.layout, job.flags.mtp_num_layers)
+    return LayoutEstimate(choice, flags, Estimate(job.with_flags(flags), plan.timeline, plan.states))

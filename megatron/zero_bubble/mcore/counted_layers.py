@@ -1,0 +1,233 @@
+"""Layers on the meta device that keep and compute as the kernels of a GPU do, where megatron-core's own would not.
+
+Everything else of a model is counted as it is. These layers are local ones, also where the job has those of Transformer
+Engine, which keep the same tensors (Transformer Engine 2.x, `pytorch/module/`): `layernorm_linear.py` saves the norm's
+input and output and a statistic for each token, `linear.py` its input, and `attention/dot_product_attention/` queries,
+keys, values, its output and the logarithm of the softmax's sums, or in unfused attention the scores, once before and
+once after dropout, with dropout's mask. The statistics of a norm are not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer.attention import Attention
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
+
+from megatron.zero_bubble.mcore.context_parallel import ContextParallelAttention
+
+
+class AttentionKernel(Enum):
+    """An implementation of attention; their memory and their products differ."""
+
+    LOCAL = "megatron-core's own, which keeps the scores, and the softmax's output in fp32"
+    TORCH = "a fused kernel of torch's scaled_dot_product_attention"
+    TORCH_MATH = "torch's scaled_dot_product_attention where no fused kernel fits, which keeps the scores in fp32"
+    TE_UNFUSED = "Transformer Engine's unfused one, which keeps the scores"
+    TE_FLASH = "flash-attn in Transformer Engine"
+    TE_FUSED = "cuDNN's in Transformer Engine"
+
+    @property
+    def keeps_scores(self) -> bool:
+        return self in (AttentionKernel.LOCAL, AttentionKernel.TORCH_MATH, AttentionKernel.TE_UNFUSED)
+
+    @property
+    def is_transformer_engine(self) -> bool:
+        return self in (AttentionKernel.TE_UNFUSED, AttentionKernel.TE_FLASH, AttentionKernel.TE_FUSED)
+
+
+@dataclass
+class Tally:
+    """Counts floating-point operations that no operator of torch stands for; a multiply and an add are two."""
+
+    flops: float = 0.0
+
+
+def count_as_kernels(model: torch.nn.Module, kernel: AttentionKernel, tally: Tally) -> None:
+    """Let norms, attention and routed experts of a local model keep and compute what those of a GPU do."""
+    for module in list(model.modules()):
+        if isinstance(module, (torch.nn.LayerNorm, torch.nn.RMSNorm)):
+            vars(module)["forward"] = _norm_of(module)
+        elif isinstance(module, Attention):
+            if kernel not in (AttentionKernel.LOCAL, AttentionKernel.TORCH_MATH):
+                module.core_attention = CountedAttention(module.core_attention, kernel, tally)
+            if kernel.is_transformer_engine:
+                _duplicate(module)
+        elif isinstance(module, MoELayer):
+            module.token_dispatcher = EvenDispatcher(module.config.moe_router_topk)
+
+
+def expert_parameters(model: torch.nn.Module) -> dict[int, int]:
+    """For the id of every parameter of a routed expert that was built, the number of such experts of the rank."""
+    experts = [module for module in model.modules() if isinstance(module, OneExpert)]
+    return {id(parameter): expert.num_held for expert in experts for parameter in expert.parameters()}
+
+
+class OneExpert(SequentialMLP):
+    """A rank's experts, of which one is built, for the tokens of all."""
+
+    def __init__(self, num_local_experts: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__(1, *args, **kwargs)
+        self.num_held = num_local_experts
+
+
+class EvenDispatcher:
+    """Gives every rank's experts the same number of tokens, and keeps nothing, as a kernel that permutes does."""
+
+    def __init__(self, experts_of_a_token: int) -> None:
+        self._copies = experts_of_a_token * parallel_state.get_expert_tensor_parallel_world_size()
+
+    def dispatch_preprocess(self, hidden: torch.Tensor, _: Any, probs: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        self._shape = hidden.shape
+        return hidden.flatten(0, -2), probs
+
+    def token_dispatch(self, hidden: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        rows = len(hidden) * self._copies
+        return _kernel((rows, hidden.shape[1]), hidden), _kernel((rows,), probs)
+
+    def dispatch_postprocess(self, hidden: torch.Tensor, probs: torch.Tensor) -> tuple[Any, None, Any]:
+        return hidden, None, probs
+
+    def combine_preprocess(self, output: torch.Tensor) -> torch.Tensor:
+        return output
+
+    def token_combine(self, output: torch.Tensor) -> torch.Tensor:
+        return _kernel((len(output) // self._copies, output.shape[1]), output)
+
+    def combine_postprocess(self, output: torch.Tensor) -> torch.Tensor:
+        return output.view(self._shape)
+
+
+def rotated(t: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    """Stand in for `apply_rotary_pos_emb`."""
+    return _kernel(t.shape, t)
+
+
+class CountedAttention(torch.nn.Module):
+    """Core attention of one kernel.
+
+    A fused kernel skips what a causal mask forbids unless it gets the mask as a tensor, and computes one of the two
+    products of its forward again in its backward.
+
+    Args:
+        own: the layer's local attention.
+        tally: takes the floating-point operations.
+    """
+
+    def __init__(self, own: Any, kernel: AttentionKernel, tally: Tally) -> None:
+        super().__init__()
+        self._kernel, self._tally, self._dropout = kernel, tally, own.attention_dropout.p
+        self._ranks = dist.get_world_size(own._group) if isinstance(own, ContextParallelAttention) else 1
+        self._window = own.scale_mask_softmax.window_size
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, *_: Any, **__: Any
+    ) -> torch.Tensor:
+        """Return [sequence, batch, heads * channels of a value] for tensors of [sequence, batch, heads, channels]."""
+        kernel, ranks, (tokens, batch, heads, channels), of_value = (
+            self._kernel,
+            self._ranks,
+            query.shape,
+            value.shape[-1],
+        )
+        output, length = (tokens, batch, heads * of_value), tokens * ranks
+        is_masked = not kernel.is_transformer_engine and (mask is not None or ranks > 1)
+        if kernel.is_transformer_engine:
+            query, key, value = (x.contiguous() for x in (query, key, value))
+        kept = [query, key, value]
+        if kernel is AttentionKernel.TORCH and ranks > 1:  # keys and values of all context-parallel ranks
+            kept[1:] = [x.new_empty(x.shape[0] * ranks, *x.shape[1:]) for x in (key, value)]
+        if kernel is AttentionKernel.TE_UNFUSED:
+            if key.shape[2] != heads:  # keys and values are repeated for every head
+                kept[1:] = [x.new_empty(*x.shape[:2], heads, x.shape[3]) for x in (key, value)]
+            scores = (batch, heads, tokens, length)
+            kept.append(query.new_empty(scores))
+            if self._dropout > 0:
+                kept += [query.new_empty(scores), query.new_empty(scores, dtype=torch.bool)]
+        else:
+            kept.append(query.new_empty((batch, heads, tokens), dtype=torch.float32))
+        if kernel is AttentionKernel.TE_FLASH and batch > 1:
+            kept.append(query.new_empty(output))  # the kernel's output is transposed to be the projection's input
+        if is_masked:
+            kept.append(query.new_empty((1, 1, tokens, length) if mask is None else mask.shape))
+        pairs = float(length) ** 2 if kernel.keeps_scores or is_masked else _causal_pairs(length, self._window)
+        flops = 2.0 * batch * heads * (channels + of_value) * pairs / ranks
+        again = 2.0 if kernel.keeps_scores else 2.5
+        result: torch.Tensor = _Attended.apply(self._tally, flops, again * flops, output, kept, query, key, value)
+        return result
+
+
+def _causal_pairs(length: int, window: tuple[int, int] | None) -> float:
+    """Pairs of a query and a key that a causal mask allows, where a window of keys may end before the first key."""
+    reach = length if window is None or window[0] < 0 else min(window[0], length)
+    return length * reach - reach**2 / 2
+
+
+class _Kernel(torch.autograd.Function):
+    """An operator with an output of any shape that keeps chosen tensors; gradients have the shapes of its inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, shape: Sequence[int], kept: Sequence[torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*kept)
+        ctx.inputs = [(tensor.shape, tensor.dtype) for tensor in inputs]
+        return inputs[0].new_empty(shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return None, None, *(grad.new_empty(shape, dtype=dtype) for shape, dtype in ctx.inputs)
+
+
+class _Attended(torch.autograd.Function):
+    """A `_Kernel` that tallies its floating-point operations."""
+
+    @staticmethod
+    def forward(ctx: Any, tally: Tally, flops: float, of_backward: float, *kernel: Any) -> torch.Tensor:
+        tally.flops += flops
+        ctx.tally, ctx.flops = tally, of_backward
+        output: torch.Tensor = _Kernel.forward(ctx, *kernel)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        ctx.tally.flops += ctx.flops
+        return None, None, None, *_Kernel.backward(ctx, grad)
+
+
+def _kernel(shape: Sequence[int], input: torch.Tensor) -> torch.Tensor:
+    output: torch.Tensor = _Kernel.apply(shape, (), input)
+    return output
+
+
+def _norm_of(norm: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The forward of a norm in one kernel, which keeps its input."""
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = _Kernel.apply(hidden.shape, (hidden,), hidden, *norm.parameters())
+        return output
+
+    return forward
+
+
+def _duplicate(attention: Any) -> None:
+    """Give every tensor-parallel rank the whole projections to latent vectors, as Transformer Engine's layers do."""
+    for name in ("linear_q_down_proj", "linear_kv_down_proj"):
+        if (split := getattr(attention, name, None)) is not None:
+            whole = ColumnParallelLinear(
+                split.input_size,
+                split.output_size,
+                config=split.config,
+                init_method=split.config.init_method,
+                bias=False,
+                gather_output=False,
+                tp_group=parallel_state.get_pipeline_model_parallel_group(),  # of one rank
+            )
+            whole.weight.tensor_model_parallel = False
+            setattr(attention, name, whole)

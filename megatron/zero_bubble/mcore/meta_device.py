@@ -1,0 +1,100 @@
+"""Builds and runs models of megatron-core on torch's meta device, as one rank of any job.
+
+Tensors have shapes and no data, and collectives do nothing, so one process counts what a rank of a thousand would hold
+and compute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.fusions import fused_softmax
+from megatron.core.models import backends
+from megatron.core.transformer import attention, multi_latent_attention
+from torch.fx.experimental import _config as symbolic_shapes
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron.zero_bubble.mcore.counted_layers import OneExpert, rotated
+from megatron.zero_bubble.mcore.cpu import FACTORIES, CpuSubstitution, Substitution, substitute_cuda
+
+
+@contextlib.contextmanager
+def on_meta_device(*, tensor: int, context: int, expert: int, expert_tensor: int) -> Iterator[None]:
+    """Let models be built and run on the meta device inside the `with` block, as rank 0 of a pipeline of one rank.
+
+    The process must not have a default process group; torch's fake one stands in for the ranks of these sizes.
+
+    Args:
+        tensor: tensor-parallel ranks.
+        context: context-parallel ranks.
+        expert: expert-parallel ranks.
+        expert_tensor: ranks that share an expert.
+    """
+    assert not dist.is_initialized(), "counted before a job's ranks meet, or after they have parted"
+    random_state, shapes = torch.get_rng_state(), cast("Any", symbolic_shapes)
+    cuda = substitute_cuda()
+    substituted = CpuSubstitution({}, _substitutions())
+    dist.init_process_group(
+        "fake", store=FakeStore(), rank=0, world_size=math.lcm(tensor * context, expert_tensor * expert)
+    )
+    try:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tensor,
+            context_parallel_size=context,
+            expert_model_parallel_size=expert,
+            expert_tensor_parallel_size=expert_tensor,
+            create_gloo_process_groups=False,
+        )
+        tensor_parallel.model_parallel_cuda_manual_seed(0)
+        with (
+            torch.compiler.set_stance("force_eager"),
+            # A mask of tokens of other vocabulary shards then has a shape; its values decide nothing that is counted.
+            shapes.patch(meta_nonzero_assume_all_nonzero=True),
+        ):
+            yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+        substituted.restore()
+        cuda.restore()
+        torch.set_rng_state(random_state)
+
+
+def _substitutions() -> Iterator[Substitution]:
+    reason = "tensors must have no data"
+    for name in {*FACTORIES} - {"triu", "tensor"}:  # one takes a tensor, the other makes numbers that are read
+        yield Substitution(torch, name, _without_data(getattr(torch, name)), reason)
+    yield Substitution(torch.cuda, "current_device", lambda: "meta", reason)
+    yield Substitution(torch.Tensor, "cuda", _itself, reason)
+    yield Substitution(torch.nn.Module, "cuda", _itself, reason)
+    reason = "on a GPU dropout is one kernel, which keeps a byte for each element"
+    yield Substitution(torch.nn.functional, "dropout", _dropout, reason)
+    reason = "a GPU rotates in one kernel, which keeps nothing of its own"
+    for module in (attention, multi_latent_attention):
+        yield Substitution(module, "apply_rotary_pos_emb", rotated, reason)
+    reason = "layers and microbatches share their causal mask, as they share parameters"
+    yield Substitution(fused_softmax, "get_default_causal_mask", _mask, reason)
+    reason = "experts are alike, and a rank may have thousands"
+    yield Substitution(backends, "SequentialMLP", OneExpert, reason)
+
+
+def _without_data(factory: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: factory(*args, **{**kwargs, "device": "meta"})
+
+
+def _mask(length: int) -> torch.Tensor:
+    return torch.nn.Parameter(torch.empty(length, length, dtype=torch.bool), requires_grad=False)
+
+
+def _itself(one: Any, *args: Any, **kwargs: Any) -> Any:
+    return one
+
+
+def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    return torch.native_dropout(input, p, True)[0] if training and p > 0 else input
