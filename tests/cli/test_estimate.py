@@ -139,14 +139,13 @@ def test_recomputation_keeps_less_and_computes_more():
     number = 4  # the kind of mask, which megatron-core hands over as a tensor
     assert plain.activations.after_f - selective.activations.after_f == 16 * 2 * 7 * 4 * 16 - number
     assert plain.flops.b < selective.flops.b
-    recomputed, kept = (
-        job(*SMALL, *unfused, *more, tool=["--world-size", "2"]).stage_costs(Placement("linear", 2))
-        for more in (FULLY, ())
-    )
+    estimated, whole = (job(*SMALL, *unfused, *more, tool=["--world-size", "2"]) for more in (FULLY, ()))
+    recomputed, kept = (one.stage_costs(Placement("linear", 2)) for one in (estimated, whole))
     assert not any(kept.time_r)
     assert recomputed.memory_f == kept.memory_f
     # Each of the stage's four layers keeps its input.
-    assert recomputed.memory_r[0] == 4 * (plain.activations.after_f - 16 * 2 * 48 * 2)
+    one, layer_input = estimated.count.layers[0].activations.after_f, 16 * 2 * 48 * 2
+    assert recomputed.memory_r[0] == 4 * (one - layer_input)
 
 
 @pytest.mark.parametrize(

@@ -197,6 +197,33 @@ def test_routed_experts_compute_for_every_copy_of_a_token_and_keep_it() -> None:
     assert 0 <= one.activations.after_f - held(dense).after_f - (copies - 2 * tokens * 2 * f) <= tokens * 4 * 40
 
 
+@pytest.mark.parametrize(
+    ("modules", "dropped", "is_computed_again"),
+    [
+        ("core_attn", 4 * 4, True),
+        ("layernorm", 2 * 2 * 48, False),
+        ("mla_up_proj", 2 * 4 * (2 * 12 + 12) - 2 * 4, True),  # the keys' positions are kept
+        ("moe_act", 2 * 2 * 24, False),
+        ("moe", None, True),
+    ],
+)
+def test_selective_recomputation_drops_what_its_modules_restore(
+    modules: str, dropped: int | None, is_computed_again: bool
+) -> None:
+    """By token: statistics of the softmax, outputs of norms, queries, keys and values, inner tensors of experts."""
+    model = f"--bf16 {TE} {LATENT} {EXPERTS} --moe-grouped-gemm {NO_DROPOUT}"
+    plain, selective = (
+        count_model(arguments(f"{model} {flags}")).layers[0]
+        for flags in ("", f"--recompute-granularity selective --recompute-modules {modules}")
+    )
+    less = plain.activations.after_f - selective.activations.after_f
+    assert (selective.flops.b > plain.flops.b) is is_computed_again
+    if dropped is None:
+        assert less > plain.activations.after_f / 4
+    else:
+        assert less == pytest.approx(64 * 2 * dropped, abs=16)
+
+
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_latent_projections_are_whole_on_every_tensor_parallel_rank_of_transformer_engine(tensor: int) -> None:
     flags = f"--bf16 {LATENT} --tensor-model-parallel-size {tensor}"

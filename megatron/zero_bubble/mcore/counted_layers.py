@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -77,6 +78,22 @@ class OneExpert(SequentialMLP):
     def __init__(self, num_local_experts: int, *args: Any, **kwargs: Any) -> None:
         super().__init__(1, *args, **kwargs)
         self.num_held = num_local_experts
+        is_selective = self.config.recompute_granularity == "selective"
+        self._drops_activation = is_selective and "moe_act" in (self.config.recompute_modules or ())
+
+    def forward(self, hidden: torch.Tensor, tokens: Any, probs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if not self._drops_activation:
+            output, _ = super().forward(hidden, tokens, probs)
+            return output, None
+        mlp, checkpoint = self.local_experts[0], CheckpointWithoutOutput()
+        inside, _ = mlp.linear_fc1(hidden)
+        width = mlp.linear_fc2.weight.shape[1]
+        activated = checkpoint.checkpoint(
+            lambda inside, probs: _Kernel.apply((len(inside), width), (inside, probs), inside, probs), inside, probs
+        )
+        output, _ = mlp.linear_fc2(activated)
+        checkpoint.discard_output_and_register_recompute(output)
+        return output, None
 
 
 class EvenDispatcher:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -16,7 +17,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.fusions import fused_softmax
 from megatron.core.models import backends
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, random
 from megatron.core.transformer import attention, multi_latent_attention
+from megatron.core.transformer.mlp import MLPSubmodules
 from torch.fx.experimental import _config as symbolic_shapes
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -81,7 +84,14 @@ def _substitutions() -> Iterator[Substitution]:
     reason = "layers and microbatches share their causal mask, as they share parameters"
     yield Substitution(fused_softmax, "get_default_causal_mask", _mask, reason)
     reason = "experts are alike, and a rank may have thousands"
-    yield Substitution(backends, "SequentialMLP", OneExpert, reason)
+    experts = OneExpert, MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    yield Substitution(backends.LocalSpecProvider, "grouped_mlp_modules", lambda *_: experts, reason)
+    if not hasattr(random, "FP8GlobalStateManager"):
+        reason = "megatron-core's recomputation asks for these, fp8 or not, and only Transformer Engine has them"
+        without_fp8 = SimpleNamespace(is_fp8_enabled=lambda: False, get_fp8_recipe=lambda: None)
+        yield Substitution(random, "FP8GlobalStateManager", without_fp8, reason)
+        for name in ("fp8_autocast", "activation_recompute_forward"):
+            yield Substitution(random, name, lambda **_: contextlib.nullcontext(), reason)
 
 
 def _without_data(factory: Callable[..., Any]) -> Callable[..., Any]:

@@ -30,7 +30,7 @@ from megatron.zero_bubble.training.unit_config import build_unit, layer_kinds, u
 
 _PLAIN: dict[str, Any] = {
     "transformer_impl": "local",
-    "moe_grouped_gemm": False,
+    "moe_use_legacy_grouped_gemm": False,
     "moe_token_dispatcher_type": "allgather",
     "moe_shared_expert_overlap": False,
     "moe_permute_fusion": False,
