@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.zero_bubble.cli.trainings import complete_training, one_process, rank_model
@@ -239,6 +240,8 @@ def test_counting_leaves_no_trace() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert not dist.is_initialized()
     assert torch.ones(1).device.type == "cpu"
+    scale = MoEAuxLossAutoScaler.main_loss_backward_scale
+    assert scale is None or scale.device.type != "meta"
 
 
 # Multiplications and additions of one token in one forward, with hidden size 48 and 4 heads.

@@ -20,6 +20,7 @@ from megatron.core.models import backends
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, random
 from megatron.core.transformer import attention, multi_latent_attention
 from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch.fx.experimental import _config as symbolic_shapes
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -83,6 +84,8 @@ def _substitutions() -> Iterator[Substitution]:
         yield Substitution(module, "apply_rotary_pos_emb", rotated, reason)
     reason = "layers and microbatches share their causal mask, as they share parameters"
     yield Substitution(fused_softmax, "get_default_causal_mask", _mask, reason)
+    reason = "the first backward makes it, on the device of that backward"
+    yield Substitution(MoEAuxLossAutoScaler, "main_loss_backward_scale", None, reason)
     reason = "experts are alike, and a rank may have thousands"
     experts = OneExpert, MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     yield Substitution(backends.LocalSpecProvider, "grouped_mlp_modules", lambda *_: experts, reason)

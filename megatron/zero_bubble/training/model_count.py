@@ -229,13 +229,12 @@ def _microbatch(args: Arguments, model: Any) -> dict[str, Any]:
         hidden = torch.empty(rows, batch, args.hidden_size, dtype=model.config.params_dtype, requires_grad=True)
         model.set_input_tensor(hidden)
     mask = torch.ones(batch, 1, tokens, args.seq_length, dtype=torch.bool) if args.reset_attention_mask else None
-    return {
-        "input_ids": numbers,
-        "position_ids": numbers,
-        "attention_mask": mask,
-        "labels": numbers if model.post_process else None,
-        "loss_mask": torch.ones(batch, tokens) if model.post_process else None,
-    }
+    inputs = {"input_ids": numbers, "position_ids": numbers, "attention_mask": mask}
+    if model.post_process:
+        inputs["labels"] = numbers
+    if model.post_process and args.mtp_num_layers is not None:
+        inputs["loss_mask"] = torch.ones(batch, tokens)
+    return inputs
 
 
 def _parameters(model: torch.nn.Module) -> Parameters:

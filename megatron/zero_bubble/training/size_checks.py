@@ -83,7 +83,9 @@ def _least_parameters(args: Arguments) -> float:
     assert args.ffn_hidden_size is not None
     heads = 0 if args.multi_latent_attention else 2 * (args.num_attention_heads + args.num_query_groups)
     experts = 1 if args.num_experts is None else args.num_experts // args.expert_model_parallel_size
-    if args.moe_layer_freq != 1:
-        experts = 0  # some layers are dense
+    if args.moe_layer_freq != 1 or args.hybrid_layer_pattern is not None:
+        experts = 0  # some layers have none
+    if args.hybrid_layer_pattern is not None:
+        heads = 0
     width = args.ffn_hidden_size if args.num_experts is None else args.moe_ffn_hidden_size or args.ffn_hidden_size
     return args.hidden_size * (heads * args.kv_channels + experts * (3 if args.swiglu else 2) * width)

@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron.core.transformer import TransformerConfig
 
+from megatron.zero_bubble.job.flags import flag_name
 from megatron.zero_bubble.job.hybrid_pattern import HybridPattern
 from megatron.zero_bubble.job.job_flags import keeping_everything
 from megatron.zero_bubble.mcore.model_units import Unit, keep_unit
@@ -29,7 +30,11 @@ def layer_kinds(args: Arguments) -> list[int]:
 
 
 def _differences(args: Arguments) -> list[tuple[int | str, ...]]:
-    """For every layer its symbol in a hybrid model, and otherwise the values of the flags in `_PATTERNS`."""
+    """For every layer its symbol in a hybrid model, and otherwise the values of the flags in `_PATTERNS`.
+
+    Raises:
+        ValueError: a list of a flag has another length than the model.
+    """
     if args.hybrid_layer_pattern is not None:
         return list(zip(HybridPattern.parse(args.hybrid_layer_pattern).symbols))
     columns = []
@@ -37,6 +42,8 @@ def _differences(args: Arguments) -> list[tuple[int | str, ...]]:
         value = getattr(args, name)
         if isinstance(value, int):
             value = [meaning(layer, value) for layer in range(args.num_layers)]
+        elif value is not None and len(value) != args.num_layers:
+            raise ValueError(f"{flag_name(name)} has {len(value)} layers, but --num-layers is {args.num_layers}")
         columns.append(value or [0] * args.num_layers)
     return list(zip(*columns, strict=True))
 

@@ -254,12 +254,12 @@ def job_of(flags: EstimateFlags) -> EstimatedJob:
 def _with_stand_ins(flags: Sequence[str], profile: Profile | None) -> list[str]:
     """Complete the flags by those that a training requires, and by Megatron-LM's layers where none are given.
 
-    A profile says which layers it has measured, and only local layers have masks and attention of megatron-core's own.
+    A profile says which layers it has measured. Masks, FSDP2 and megatron-core's own attention need local layers.
     """
     given = {word.split("=", 1)[0] for word in flags}
     missing = [word for name, value in _STAND_INS.items() if name not in given for word in (name, value)]
     engine = "transformer_engine" if profile is None else str(profile.model.get("transformer_impl", "local"))
-    is_local = "--reset-attention-mask" in given or {"--attention-backend", "local"} <= {*flags}
+    is_local = given & {"--reset-attention-mask", "--use-torch-fsdp2"} or {"--attention-backend", "local"} <= {*flags}
     if "--transformer-impl" not in given and not is_local:
         missing += ["--transformer-impl", engine]
     return [*flags, *missing, *([] if given.intersection(_DATA) else ["--mock-data"])]
