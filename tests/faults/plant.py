@@ -40,8 +40,8 @@ NOTHING = "nothing"
 HEAD = """# Planted faults, and the tests that find them
 
 `python -m tests.faults.plant` plants each fault alone and runs tests until one fails, which the table names. A fault
-that was found by `nothing` needs a test. Sixteen of the tests were written for their fault: the suite of commit 49c4103,
-when the faults were chosen, has none like them.
+that was found by `nothing` needs a test. Sixteen of the tests were written for their fault, because the suite of commit
+49c4103, when the faults were chosen, has none like them.
 """
 
 
