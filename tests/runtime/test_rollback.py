@@ -195,6 +195,18 @@ def test_the_inverse_is_exact_up_to_rounding(kind, steps_before):
             assert y.get("step", 0) == x.get("step", 0)
 
 
+def test_the_inverse_makes_no_second_moment_negative():
+    """The optimizer's kernel may round in another direction than the inverse, as if a moment had been below zero."""
+    optimizer = make("AdamW")
+    for scale in (0.0, 1.0):
+        set_gradients(optimizer, 1, scale)
+        optimizer.step()
+    for state in optimizer.state.values():
+        state["exp_avg_sq"] = torch.nextafter(state["exp_avg_sq"], torch.zeros(()))
+    Inverse([optimizer]).undo()
+    assert all((state["exp_avg_sq"] >= 0).all() for state in optimizer.state.values())
+
+
 def test_the_inverse_leaves_alone_what_had_no_gradient():
     optimizer = make("AdamW")
     set_gradients(optimizer, 1)

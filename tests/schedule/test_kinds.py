@@ -111,7 +111,7 @@ def test_the_worked_example_of_a_new_kind_works(tmp_path):
     for diff in diffs:
         subprocess.run(["git", "apply", "-"], cwd=tmp_path, input=diff, text=True, check=True)
     assert "OpKind.LOAD: self._load" in (copy / "runtime" / "executor.py").read_text()
-    # -S: without site-packages nothing but the copy and Python itself is there.
-    command = [sys.executable, "-S", "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{USES_LOAD}"]
+    # Isolated and without site-packages nothing but the copy and Python itself is there.
+    command = [sys.executable, "-IS", "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{USES_LOAD}"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

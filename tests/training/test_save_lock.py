@@ -102,12 +102,14 @@ def test_a_killed_job_does_not_keep_the_next_one_out(tmp_path, holder):
     lock(tmp_path / "checkpoints").close()
 
 
-def test_a_folder_whose_job_is_done_can_be_locked_by_the_next_one(tmp_path):
-    lock(tmp_path).close()
-    holder = Holder(tmp_path)
-    assert f"process {holder.pid} on node-7" in refusal(tmp_path), "the file no longer names the job before"
-    holder.kill()
-    os.kill(holder.child, signal.SIGKILL)
+@pytest.fixture
+def done(tmp_path):
+    """A job that held the folder before the holder."""
+    lock(tmp_path / "checkpoints").close()
+
+
+def test_a_folder_whose_job_is_done_can_be_locked_by_the_next_one_which_is_then_named(tmp_path, done, holder):
+    assert f"process {holder.pid} on node-7" in refusal(tmp_path / "checkpoints")
 
 
 def test_closing_frees_the_folder(tmp_path):

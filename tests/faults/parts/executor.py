@@ -43,10 +43,10 @@ FAULTS = (
         name="token-count-of-last-forward-only",
         file="mcore/forward_backward.py",
         old="""        self.num_tokens += num_tokens
-        if self.shapes_vary and not is_last:
+        if not is_last:
 """,
         new="""        self.num_tokens = num_tokens
-        if self.shapes_vary and not is_last:
+        if not is_last:
 """,
         effect=(
             "With a loss per token, gradients are divided by the tokens of one microbatch and not by those of the "
