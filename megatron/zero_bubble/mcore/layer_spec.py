@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs, get_gpt_mtp_block_spec
 from megatron.core.transformer import ModuleSpec, TransformerConfig, multi_latent_attention
-from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.transformer_block import (
     LayerNormImpl,
     TransformerBlockSubmodules,
@@ -115,7 +114,8 @@ def block_spec(
     """Return the spec of one model chunk's decoder, with the chunk's part of the layers of the model."""
     layout: Any = config.pipeline_model_parallel_layout
     if layout is not None:
-        chosen = layout.get_layer_id_list(layer_type=LayerType.decoder, vp_stage=vp_stage, pp_rank=pp_rank)
+        # The layout knows its rank; in a V `pp_rank` is the place that megatron-core has for the stage.
+        chosen = layout.get_layer_id_list(vp_stage=vp_stage)
     else:
         start = get_transformer_layer_offset(config, vp_stage, pp_rank)
         chosen = range(start, start + get_num_layers_to_build(config, vp_stage, pp_rank))
