@@ -16,12 +16,10 @@ from megatron.zero_bubble.job.job_flags import JobFlags
 from megatron.zero_bubble.mcore.cpu import substitute_cuda
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Placement
-from megatron.zero_bubble.training.arguments import Arguments, parse_arguments
-from megatron.zero_bubble.training.checks import complete_and_check
-from megatron.zero_bubble.training.vocabulary import null_vocab_size, with_vocabulary
 
 if TYPE_CHECKING:
     from megatron.zero_bubble.job.settings import JobSettings
+    from megatron.zero_bubble.training.arguments import Arguments
 
 
 def complete_training(
@@ -38,6 +36,11 @@ def complete_training(
     Raises:
         ValueError: the training would refuse the flags; the message is the training's own line.
     """
+    # The trainer's flags are fields of megatron-core, which `zero-bubble check` may have yet to provide.
+    from megatron.zero_bubble.training.arguments import parse_arguments
+    from megatron.zero_bubble.training.checks import complete_and_check
+    from megatron.zero_bubble.training.vocabulary import with_vocabulary
+
     parsed = parse_arguments(flags, prog)
     environment = {"WORLD_SIZE": str(world_size)}
     args, job = complete_and_check(parsed, environment, has_cuda, for_this_machine=for_this_machine)
@@ -48,6 +51,8 @@ def _vocab_size(args: Arguments) -> int:
     """The number of tokens of the tokenizer; loading one takes seconds, because that imports megatron-core."""
     if args.tokenizer_type == "NullTokenizer":
         assert args.vocab_size is not None
+        from megatron.zero_bubble.training.vocabulary import null_vocab_size
+
         return null_vocab_size(args.vocab_size)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # megatron-core warns of what a CPU lacks

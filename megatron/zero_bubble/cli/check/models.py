@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megatron.zero_bubble.cli.trainings import complete_arguments
-from megatron.zero_bubble.training.arguments import Arguments
+
+if TYPE_CHECKING:
+    from megatron.zero_bubble.training.arguments import Arguments
 
 PROG = "zero-bubble check"
 REPEATABLE_ATTENTION = ("--attention-backend", "local")
