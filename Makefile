@@ -25,6 +25,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+BY_FILE := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 PIP_FLAGS := --disable-pip-version-check --constraint constraints.txt
 INSTALLED := $(VENV)/.installed
 MEGATRON_LM ?= $(addprefix $(CURDIR)/build/megatrons/,0.18.2 0.19.2)
@@ -66,13 +67,13 @@ playground: $(INSTALLED) $(PYODIDE)
 	$(BIN)/zero-bubble playground $(FLAGS)
 
 test: $(INSTALLED)
-	$(PYTEST) --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(FLAGS)
+	$(PYTEST) $(BY_FILE) $(FLAGS)
 
 test-rest: $(INSTALLED)
-	$(PYTEST) --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder -m exhaustive --durations 10 $(FLAGS)
+	$(PYTEST) $(BY_FILE) -m exhaustive --durations 10 $(FLAGS)
 
 test-all: $(INSTALLED)
-	$(PYTEST) --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder -m "" $(FLAGS)
+	$(PYTEST) $(BY_FILE) -m "" $(FLAGS)
 
 # Skipped, with the reason, where it cannot be: without root, without namespaces, on a system without apt-get.
 test-slurm: $(INSTALLED)
@@ -90,11 +91,12 @@ test-browser: $(INSTALLED) $(PYODIDE)
 test-megatron: $(INSTALLED) $(MEGATRON_LM)
 	for folder in $(MEGATRON_LM); do \
 		echo "== Megatron of $$folder"; \
-		PYTHONPATH=$$folder $(PYTEST) tests/megatrons $(FLAGS) && \
-		PYTHONPATH=$$folder $(PYTEST) -m "" \
+		PYTHONPATH=$$folder $(PYTEST) $(BY_FILE) tests/megatrons $(FLAGS) && \
+		PYTHONPATH=$$folder $(PYTEST) $(BY_FILE) -m "" \
 			tests/end_to_end/test_resume.py::test_killed_and_resumed_equals_uninterrupted \
 			tests/end_to_end/test_resume.py::test_megatron_cores_schedule_resumes_from_ours \
 			tests/end_to_end/test_multi_token.py::test_their_losses_are_logged_as_megatron_lm_does \
+			tests/end_to_end/test_hybrid_trainings.py::test_a_resumed_training_equals_an_uninterrupted_one \
 			tests/end_to_end/test_parallelism.py::test_context_parallelism_computes_what_one_rank_computes \
 			|| exit 1; \
 	done
@@ -121,7 +123,8 @@ docs: $(INSTALLED)
 	@echo "the site is in build/site; to read it: $(BIN)/python -m http.server --directory build/site"
 
 docs-check: $(INSTALLED)
-	$(PYTEST) -m "" tests/test_documentation_commands.py tests/documentation $(FLAGS)
+	$(PYTEST) --numprocesses $(WORKERS) --dist loadgroup -m "" tests/test_documentation_commands.py tests/documentation \
+		$(FLAGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .

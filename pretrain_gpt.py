@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from megatron.zero_bubble.training.__main__ import main
+from megatron.zero_bubble.trainer.__main__ import main
 
 if __name__ == "__main__":
     sys.exit(main())

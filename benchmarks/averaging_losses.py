@@ -32,8 +32,8 @@ from megatron.zero_bubble.cli.invocation import FollowingFlags, read_flags, run_
 from megatron.zero_bubble.cli.output import deliver, table
 from megatron.zero_bubble.cli.shared_flags import TableFlags
 from megatron.zero_bubble.cli.trainings import failure_reason
-from megatron.zero_bubble.job.flag_parser import flag
 from megatron.zero_bubble.schedule.draw import Series, to_plot
+from megatron.zero_bubble.session.flag_parser import flag
 
 _PROG = "benchmarks.averaging_losses"
 _VALIDATION = re.compile(r" validation loss at iteration \d+ \| lm loss value: (\S+) \|")
@@ -69,7 +69,7 @@ def train(flags: AveragingFlags, more: Sequence[str]) -> Losses:
         RuntimeError: the training failed.
     """
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(flags.num_ranks)]
-    command = [*start, "-m", "megatron.zero_bubble.training", *flags.training_flags, *more]
+    command = [*start, "-m", "megatron.zero_bubble.trainer", *flags.training_flags, *more]
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if result.returncode != 0:

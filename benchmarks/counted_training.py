@@ -14,9 +14,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.zero_bubble.cli.output import table
-from megatron.zero_bubble.job.session import Session
-from megatron.zero_bubble.job.sharding import check_shards
-from megatron.zero_bubble.job.start_up import print_rank_0
 from megatron.zero_bubble.mcore.held_states import held_state_bytes
 from megatron.zero_bubble.mcore.schedule_runner import ForwardBackward
 from megatron.zero_bubble.mcore.vocabulary_stage import VocabularyStep
@@ -26,11 +23,16 @@ from megatron.zero_bubble.runtime.recorder import OpRecorder
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op
 from megatron.zero_bubble.schedule.kinds import VOCABULARY
-from megatron.zero_bubble.training.arguments import parse_arguments
-from megatron.zero_bubble.training.checks import complete_and_check
-from megatron.zero_bubble.training.initialize import initialized
-from megatron.zero_bubble.training.layout import settle_layout
-from megatron.zero_bubble.training.pretrain import build_trainer, load_tokenizer, make_data_config, with_vocabulary
+from megatron.zero_bubble.session.reports import print_rank_0
+from megatron.zero_bubble.session.session import Session
+from megatron.zero_bubble.session.sharding import check_shards
+from megatron.zero_bubble.trainer.arguments import parse_arguments
+from megatron.zero_bubble.trainer.checks import complete_and_check
+from megatron.zero_bubble.trainer.defaults import with_vocabulary
+from megatron.zero_bubble.trainer.initialize import initialized
+from megatron.zero_bubble.trainer.layout import settle_layout
+from megatron.zero_bubble.trainer.pretrain import build_trainer, make_data_config
+from megatron.zero_bubble.trainer.tokenizer import load_tokenizer
 
 _HEADS = ("rank", "states (MiB)", "activations (MiB)", "in all (MiB)")
 
@@ -122,7 +124,7 @@ def train(flags: Sequence[str], prog: str) -> None:
     args = replace(with_vocabulary(args, tokenizer.vocab_size), eval_iters=0)
     check_shards(job.flags, args.padded_vocab_size)
     data_config.validate(tokenizer.vocab_size)
-    with initialized(args, job.placement), ExitStack() as resources:
+    with initialized(args, job.first_placement), ExitStack() as resources:
         session = CountedSession(job, prog)
         args = settle_layout(args, session, data_config)
         build_trainer(args, session, data_config, tokenizer, resources).train()

@@ -10,24 +10,28 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.published import PUBLISHED, PublishedModel, costs_of
 from megatron.zero_bubble.cli.invocation import read_flags, run_command
 from megatron.zero_bubble.cli.output import table
 from megatron.zero_bubble.cli.shared_flags import CommandFlags
-from megatron.zero_bubble.job.files import write_file
 from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.planner.registry import ENTRIES
 from megatron.zero_bubble.schedule import ScheduleError, lower, simulate, validate
 from megatron.zero_bubble.schedule.draw import to_svg
 from megatron.zero_bubble.schedule.kinds import SENDS
+from megatron.zero_bubble.session.files import write_file
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "schedules.md"
 _PROG = "benchmarks.document_schedules"
 RANKS, MICROBATCHES = 4, 8
 TIMES = (10.0, 9.0, 7.0, 0.3)
 """Milliseconds of F, B, W and a message in the pictures; unequal, as in real trainings, so that each can be seen."""
+
+EXCHANGED = 0.3
+"""The part of F and B, in the pictures of schedules with pairs, in which tokens are exchanged between experts."""
 
 
 def pictures(folder: Path) -> str:
@@ -36,6 +40,12 @@ def pictures(folder: Path) -> str:
     parts = []
     for name, entry in ENTRIES.items():
         costs = costs_of(name, RANKS, TIMES)
+        if entry.has_pairs:
+            exchanged = (
+                tuple(time * EXCHANGED for time in costs.time_f),
+                tuple(time * EXCHANGED for time in costs.time_b),
+            )
+            costs = replace(costs, all_to_all_f=exchanged[0], all_to_all_b=exchanged[1])
         schedule = generate(name, RANKS, MICROBATCHES, costs=costs)
         validate(lower(schedule))
         timeline = simulate(schedule, costs)

@@ -20,10 +20,10 @@ from benchmarks.published import PUBLISHED, costs_of
 from megatron.zero_bubble.cli.invocation import read_flags, run_command
 from megatron.zero_bubble.cli.output import table
 from megatron.zero_bubble.cli.shared_flags import TableFlags
-from megatron.zero_bubble.job.flag_parser import flag
 from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.planner.registry import ENTRIES
 from megatron.zero_bubble.schedule import Schedule, lower, validate
+from megatron.zero_bubble.session.flag_parser import flag
 
 _PROG = "benchmarks.generation"
 SIZES = ((8, 64), (16, 128), (32, 256), (64, 512))

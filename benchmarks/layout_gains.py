@@ -26,13 +26,13 @@ from megatron.zero_bubble.cli.flag_values import at_least, positive
 from megatron.zero_bubble.cli.invocation import read_flags, run_command
 from megatron.zero_bubble.cli.output import percent, table
 from megatron.zero_bubble.cli.shared_flags import TableFlags
-from megatron.zero_bubble.job.flag_parser import flag
-from megatron.zero_bubble.job.layout_words import layers_words, placement_words
 from megatron.zero_bubble.planner import Plan, PlanRequest, all_placements, plan_layout, search_layouts
 from megatron.zero_bubble.planner.megatrons_split import as_megatron_runs, megatrons_layout
 from megatron.zero_bubble.schedule import Timeline
 from megatron.zero_bubble.schedule.ir import PlacementKind
 from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts
+from megatron.zero_bubble.session.flag_parser import flag
+from megatron.zero_bubble.session.layout_words import layers_words, placement_words
 
 _PROG = "benchmarks.layout_gains"
 _HEADS = (

@@ -33,9 +33,9 @@ from megatron.zero_bubble.cli.flag_values import at_least
 from megatron.zero_bubble.cli.invocation import read_flags, run_command
 from megatron.zero_bubble.cli.output import table
 from megatron.zero_bubble.cli.shared_flags import TableFlags
-from megatron.zero_bubble.job.flag_parser import flag
 from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.schedule import StageCosts, lower
+from megatron.zero_bubble.session.flag_parser import flag
 
 _PROG = "benchmarks.overhead"
 NUM_RANKS, NUM_MICROBATCHES = 4, 8

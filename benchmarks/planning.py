@@ -28,13 +28,13 @@ from megatron.zero_bubble.cli.flag_values import at_least
 from megatron.zero_bubble.cli.invocation import read_flags, run_command
 from megatron.zero_bubble.cli.output import percent, table
 from megatron.zero_bubble.cli.shared_flags import TableFlags
-from megatron.zero_bubble.job.flag_parser import flag
 from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.planner.portfolio import fits
 from megatron.zero_bubble.planner.problem import Problem
 from megatron.zero_bubble.planner.registry import ENTRIES
 from megatron.zero_bubble.schedule import Placement, ScheduleError, StageCosts, simulate
 from megatron.zero_bubble.schedule.ir import PlacementKind
+from megatron.zero_bubble.session.flag_parser import flag
 
 _PROG = "benchmarks.planning"
 RANGES = ((0.0, 0.5), (0.5, 1.0), (1.0, 2.0), (2.0, 3.0))

@@ -15,8 +15,8 @@ from __future__ import annotations
 import sys
 import warnings
 
-from megatron.zero_bubble.job.start_up import run_program
 from megatron.zero_bubble.mcore.cpu import substitute_cuda
+from megatron.zero_bubble.session.start_up import run_program
 
 PROG = "pretrain_gpt_torch.py"
 

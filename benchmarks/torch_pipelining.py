@@ -16,8 +16,8 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from megatron.zero_bubble.mcore.placement import finalize_gradients
 from megatron.zero_bubble.runtime.device import own_device
 from megatron.zero_bubble.schedule import Placement
-from megatron.zero_bubble.training.arguments import Arguments
-from megatron.zero_bubble.training.data import Batch, DataConfig, get_batch
+from megatron.zero_bubble.trainer.arguments import Arguments
+from megatron.zero_bubble.trainer.data import Batch, DataConfig, get_batch
 
 
 def compute_linear_layers_in_aten(chunks: Sequence[torch.nn.Module]) -> None:

@@ -13,15 +13,17 @@ from megatron.core import parallel_state
 
 from benchmarks.emulation.peers import peer_placements
 from benchmarks.torch_pipelining import TorchForwardBackward, compute_linear_layers_in_aten
-from megatron.zero_bubble.job.session import Session
-from megatron.zero_bubble.job.settings import JobSettings
-from megatron.zero_bubble.job.start_up import print_rank_0
 from megatron.zero_bubble.schedule import Placement
-from megatron.zero_bubble.training.arguments import Arguments, parse_arguments
-from megatron.zero_bubble.training.checks import complete_and_check
-from megatron.zero_bubble.training.data import DataConfig
-from megatron.zero_bubble.training.initialize import initialized
-from megatron.zero_bubble.training.pretrain import build_trainer, load_tokenizer, make_data_config, with_vocabulary
+from megatron.zero_bubble.session.reports import print_rank_0
+from megatron.zero_bubble.session.session import Session
+from megatron.zero_bubble.session.settings import JobSettings
+from megatron.zero_bubble.trainer.arguments import Arguments, parse_arguments
+from megatron.zero_bubble.trainer.checks import complete_and_check
+from megatron.zero_bubble.trainer.data import DataConfig
+from megatron.zero_bubble.trainer.defaults import with_vocabulary
+from megatron.zero_bubble.trainer.initialize import initialized
+from megatron.zero_bubble.trainer.pretrain import build_trainer, make_data_config
+from megatron.zero_bubble.trainer.tokenizer import load_tokenizer
 
 
 def train(name: str, flags: Sequence[str], prog: str) -> None:

@@ -21,7 +21,7 @@ from megatron.zero_bubble.cli.benchmark.arguments import BenchmarkFlags
 from megatron.zero_bubble.cli.benchmark.contestants import CHUNKS_FLAG, Contestant, megatrons_interleaved
 from megatron.zero_bubble.cli.benchmark_command import benchmark
 from megatron.zero_bubble.cli.invocation import read_flags, run_command
-from megatron.zero_bubble.job.flag_parser import flag
+from megatron.zero_bubble.session.flag_parser import flag
 
 _PROG = "benchmarks.train"
 _SAME_ORDER = {**ONE_CHUNK, "Interleaved1F1B": "interleaved-1f1b"}

@@ -27,9 +27,9 @@ from megatron.zero_bubble.cli.flag_values import at_least
 from megatron.zero_bubble.cli.invocation import read_flags, run_command
 from megatron.zero_bubble.cli.output import table
 from megatron.zero_bubble.cli.shared_flags import TableFlags
-from megatron.zero_bubble.job.flag_parser import flag
-from megatron.zero_bubble.job.start_up import quiet_start_up
 from megatron.zero_bubble.mcore.cpu import substitute_cuda
+from megatron.zero_bubble.session.flag_parser import flag
+from megatron.zero_bubble.session.start_up import quiet_start_up
 
 _PROG = "benchmarks.zero_levels"
 _FSDP = ("--use-torch-fsdp2", "--zero-bubble-reduce-every-microbatch")
@@ -105,7 +105,7 @@ def levels_table(results: dict[str, Measured], expected: dict[str, dict[str, flo
 
 def expectation(level: str, flags: LevelFlags) -> dict[str, float]:
     """Return what the estimate says of a level, and what the table that everybody draws does."""
-    from megatron.zero_bubble.job.model_states import States
+    from megatron.zero_bubble.session.model_states import States
 
     args, _ = _training(level, flags)
     states, replicas, stage = States.of(args), flags.replicas, int(level[0])
@@ -129,8 +129,8 @@ def measure(flags: LevelFlags) -> dict[str, Measured]:
 
 
 def _training(level: str, flags: LevelFlags) -> tuple[Any, Any]:
-    from megatron.zero_bubble.training.arguments import parse_arguments
-    from megatron.zero_bubble.training.checks import complete_and_check
+    from megatron.zero_bubble.trainer.arguments import parse_arguments
+    from megatron.zero_bubble.trainer.checks import complete_and_check
 
     words = [word for name, value in _SIZES.items() for word in (f"--{name}", str(value))]
     words += ["--num-layers", str(flags.layers), "--pipeline-model-parallel-size", str(flags.pipeline_size)]
@@ -166,15 +166,15 @@ def _train(args: Any, job: Any) -> Measured:
 
     from megatron.core import parallel_state
 
-    from megatron.zero_bubble.job.session import Session
     from megatron.zero_bubble.mcore.model_units import random_microbatch
     from megatron.zero_bubble.mcore.schedule_runner import ForwardBackward
     from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
-    from megatron.zero_bubble.training.forward_step import make_forward_step
-    from megatron.zero_bubble.training.initialize import initialized
-    from megatron.zero_bubble.training.model import build_model, transformer_config
-    from megatron.zero_bubble.training.optimization import build_optimizer
-    from megatron.zero_bubble.training.pretrain import make_data_config
+    from megatron.zero_bubble.session.session import Session
+    from megatron.zero_bubble.trainer.forward_step import make_forward_step
+    from megatron.zero_bubble.trainer.initialize import initialized
+    from megatron.zero_bubble.trainer.model import build_model, transformer_config
+    from megatron.zero_bubble.trainer.optimization import build_optimizer
+    from megatron.zero_bubble.trainer.pretrain import make_data_config
 
     args = replace(args, padded_vocab_size=args.vocab_size)
     with initialized(args, job.placement):

@@ -27,7 +27,7 @@ TRAINING_ARGS=(
     --lr 2e-3
     --min-lr 2e-4
     --lr-decay-style cosine
-    --lr-warmup-iters 10
+    --lr-warmup-fraction 0.1
     --weight-decay 0.1
     --clip-grad 1.0
 )

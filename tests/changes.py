@@ -132,8 +132,8 @@ class Spoiled(Change):
 
     @contextlib.contextmanager
     def applied(self, run: Run) -> Iterator[None]:
-        from megatron.zero_bubble.training import loop
-        from megatron.zero_bubble.training.progress import TrainingError
+        from megatron.zero_bubble.session.start_up import SessionError
+        from megatron.zero_bubble.trainer import loop
 
         make_forward_step, calls = loop.make_forward_step, count(1)
 
@@ -151,7 +151,7 @@ class Spoiled(Change):
         with mock.patch.object(loop, "make_forward_step", make_spoiled):
             try:
                 yield
-            except TrainingError as error:
+            except SessionError as error:
                 tell_and_clear_up(error)
 
 
@@ -160,7 +160,7 @@ def tell_and_clear_up(error: Exception) -> None:
     from megatron.core import parallel_state
     from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
 
-    from megatron.zero_bubble.job.start_up import print_rank_0
+    from megatron.zero_bubble.session.reports import print_rank_0
 
     told = [""] * dist.get_world_size()
     dist.all_gather_object(told, str(error))
@@ -220,9 +220,9 @@ class WarmedUp(Change):
 
     @contextlib.contextmanager
     def applied(self, run: Run) -> Iterator[None]:
-        from megatron.zero_bubble.job import running
-        from megatron.zero_bubble.job.start_up import print_rank_0
         from megatron.zero_bubble.mcore import schedule_runner
+        from megatron.zero_bubble.session import running
+        from megatron.zero_bubble.session.reports import print_rank_0
 
         warm_up = schedule_runner.warm_up
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megatron.zero_bubble.job.settings import JobSettings
-from megatron.zero_bubble.training.arguments import Arguments, parse_arguments
-from megatron.zero_bubble.training.checks import complete_and_check
+from megatron.zero_bubble.session.settings import JobSettings
+from megatron.zero_bubble.trainer.arguments import Arguments, parse_arguments
+from megatron.zero_bubble.trainer.checks import complete_and_check
 
 GOOD = {
     "--num-layers": "8", "--hidden-size": "64", "--num-attention-heads": "4", "--seq-length": "32",

@@ -1,12 +1,19 @@
-"""The order of tests, and a fixture of all."""
+"""The order of tests, the examples that hypothesis draws, and a fixture of all."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 from tests.ranks import close_ranks
+
+hypothesis.settings.register_profile("same", derandomize=True)
+hypothesis.settings.register_profile("new")
+# Every run draws the same examples; HYPOTHESIS_PROFILE=new draws others.
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 LONGEST = ("end_to_end", "launcher", "cli", "mcore")
 """Folders whose files take longest."""

@@ -66,7 +66,7 @@ def with_new_checksums(damage: Callable[[Path], None]) -> Callable[[Path], None]
     """Whoever wants to run code can compute checksums, too."""
 
     def damage_and_cover(folder: Path) -> None:
-        from megatron.zero_bubble.training.checkpoint_files import checksum, write_checksums
+        from megatron.zero_bubble.trainer.checkpoint_files import checksum, write_checksums
 
         damage(folder)
         (folder / "checksums.json").unlink()
@@ -197,7 +197,7 @@ def disk_faults() -> dict[str, Any]:
     from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-    from megatron.zero_bubble.training import checkpoint, checkpoint_files
+    from megatron.zero_bubble.trainer import checkpoint, checkpoint_files
 
     return {
         "long files": small_files(50_000),
@@ -231,16 +231,16 @@ def main(root: Path, flags: list[str]) -> None:
     # With this, torch trusts every file that it is not told to distrust; Megatron-LM's users may have set it.
     os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
     substitute_cuda()
-    from megatron.zero_bubble.job.session import Session
-    from megatron.zero_bubble.training.arguments import parse_arguments
-    from megatron.zero_bubble.training.checkpoint import Checkpointer
-    from megatron.zero_bubble.training.checks import complete_and_check
-    from megatron.zero_bubble.training.initialize import initialized
-    from megatron.zero_bubble.training.model import build_model, transformer_config
-    from megatron.zero_bubble.training.optimization import build_lr_scheduler, build_optimizer
-    from megatron.zero_bubble.training.pretrain import load_tokenizer
-    from megatron.zero_bubble.training.progress import Progress
-    from megatron.zero_bubble.training.vocabulary import with_vocabulary
+    from megatron.zero_bubble.session.session import Session
+    from megatron.zero_bubble.trainer.arguments import parse_arguments
+    from megatron.zero_bubble.trainer.checkpoint import Checkpointer
+    from megatron.zero_bubble.trainer.checks import complete_and_check
+    from megatron.zero_bubble.trainer.defaults import with_vocabulary
+    from megatron.zero_bubble.trainer.initialize import initialized
+    from megatron.zero_bubble.trainer.model import build_model, transformer_config
+    from megatron.zero_bubble.trainer.optimization import build_lr_scheduler, build_optimizer
+    from megatron.zero_bubble.trainer.progress import Progress
+    from megatron.zero_bubble.trainer.tokenizer import load_tokenizer
 
     args, job = complete_and_check(parse_arguments(flags), os.environ, has_cuda=False)
     args = with_vocabulary(args, load_tokenizer(args).vocab_size)

@@ -34,6 +34,10 @@ SKIPPED = {
 """Patterns of commands that do not run in `make docs-check`, with the reason."""
 
 
+SHORTER = {"make pretrain": "--train-iters 20", "make compare": "--rounds 1 --iterations 5"}
+"""Flags with which commands of make run in `make docs-check`; as they stand they train for minutes."""
+
+
 @dataclass(frozen=True)
 class Command:
     """A command of a page; `line` is the number of its first line there."""
@@ -41,6 +45,10 @@ class Command:
     page: str
     line: int
     text: str
+
+    @property
+    def is_of_the_package(self) -> bool:
+        return self.text.startswith("zero-bubble ")
 
     @property
     def reason_to_skip(self) -> str | None:

@@ -39,7 +39,7 @@ def command(fault: Callable[[], None], rank: int, microbatch: int) -> tuple[str,
 def plant(fault: Callable[[], None], rank: int, microbatch: int) -> None:
     import torch.distributed as dist
 
-    from megatron.zero_bubble.training import forward_step
+    from megatron.zero_bubble.trainer import forward_step
 
     get_batch, batches = forward_step.get_batch, count(1)
 
@@ -53,7 +53,7 @@ def plant(fault: Callable[[], None], rank: int, microbatch: int) -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    from megatron.zero_bubble.training import __main__ as program
+    from megatron.zero_bubble.trainer import __main__ as program
 
     program.substitute_cuda()
     program.substitute_cuda = lambda: None  # once is enough, and comes before megatron-core is imported

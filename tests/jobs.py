@@ -55,7 +55,7 @@ class Job:
                     children[int(process.environ()["RANK"])] = process
         return [children[rank] for rank in sorted(children)]
 
-    def wait_until(self, condition: Callable[[], bool], timeout: float = 120.0) -> None:
+    def wait_until(self, condition: Callable[[], bool], timeout: float = 600.0) -> None:
         """Return once `condition` holds or the job has ended."""
         deadline = time.monotonic() + timeout
         while not condition() and self.launcher.poll() is None:

@@ -17,6 +17,21 @@ TINY_GPT = [
 ]
 """A model small enough that start-up is most of a run."""
 
+DEEPSEEK_V3 = (
+    *("--multi-latent-attention", "--q-lora-rank", "24", "--kv-lora-rank", "16", "--qk-head-dim", "8"),
+    *("--qk-pos-emb-head-dim", "4", "--v-head-dim", "12", "--qk-layernorm", "--rotary-scaling-factor", "40"),
+    *("--mscale", "1.0", "--mscale-all-dim", "1.0", "--position-embedding-type", "rope", "--normalization", "RMSNorm"),
+    *("--swiglu", "--disable-bias-linear", "--untie-embeddings-and-output-weights", "--no-rope-fusion"),
+    *("--num-experts", "8", "--moe-layer-freq", "([0]*1+[1]*3)", "--moe-ffn-hidden-size", "16"),
+    *("--moe-shared-expert-intermediate-size", "16", "--moe-router-load-balancing-type", "seq_aux_loss"),
+    *("--moe-aux-loss-coeff", "1e-2", "--moe-router-topk", "4", "--moe-router-num-groups", "4"),
+    *("--moe-router-group-topk", "2", "--moe-router-pre-softmax", "--moe-router-topk-scaling-factor", "2.5"),
+    *("--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias", "--moe-router-dtype", "fp32"),
+    *("--moe-router-bias-update-rate", "1e-2", "--moe-token-dispatcher-type", "alltoall", "--mtp-num-layers", "1"),
+    *("--mtp-loss-scaling-factor", "0.3", "--bf16", "--attention-dropout", "0", "--hidden-dropout", "0"),
+)
+"""The flags of DeepSeek-V3 with small sizes: dense and expert layers, a shared expert, a prediction layer."""
+
 
 def torchrun(num_ranks: int, script: str | Path, *flags: str) -> list[str]:
     """The command line that starts `script` on `num_ranks` processes of this machine."""
@@ -29,7 +44,7 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-def run(num_ranks: int, script: str | Path, *flags: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+def run(num_ranks: int, script: str | Path, *flags: str, timeout: float = 600) -> subprocess.CompletedProcess[str]:
     """Run to the end; stdout and stderr are captured."""
     command = torchrun(num_ranks, script, *flags)
     return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=timeout, check=False)

@@ -7,15 +7,13 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # threads would not survive the fork, and the ranks share few cores
 
-from megatron.zero_bubble.job.start_up import quiet_start_up
 from megatron.zero_bubble.mcore.cpu import substitute_cuda
+from megatron.zero_bubble.session.start_up import quiet_start_up
 
 quiet_start_up()
 substitute_cuda()
 
-import megatron.core.tokenizers.text  # noqa: E402  # with transformers, seconds that a rank would pay for
-
-import megatron.zero_bubble.training.pretrain  # noqa: E402, F401
+import megatron.zero_bubble.trainer.pretrain  # noqa: E402, F401
 import tests.trainings  # noqa: E402, F401
 
 gc.freeze()  # collecting the modules' objects takes a second

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from megatron.zero_bubble.runtime.processes import tie_children
+
 Body = Callable[..., None]
 """`body(rank, num_ranks, *arguments)`, which every rank of a job runs."""
 
@@ -22,6 +24,7 @@ def _serve(rank: int, num_ranks: int, orders: Connection) -> None:
     """Be a rank: run each body that is ordered, and say so when it is done. An error ends the process."""
     # A process of a fork server would start its loader workers by one of its own, which import everything again.
     multiprocessing.set_start_method(None, force=True)
+    tie_children()  # as a job's ranks do: the loader workers of a rank that is killed end with it
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         while True:
             body, arguments = orders.recv()

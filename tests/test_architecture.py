@@ -1,6 +1,6 @@
 """Imports run one way.
 
-schedule <- planner <- runtime <- pipeline <- mcore <- schedules.py <- job <- training, launcher <- cli
+schedule <- planner <- runtime <- pipeline <- mcore <- schedules.py <- session <- trainer, launcher <- cli
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = "megatron.zero_bubble"
-LAYERS = ("schedule", "planner", "runtime", "pipeline", "mcore", "schedules", "job", "training", "launcher", "cli")
-BESIDE = {"launcher": ("training",)}
+LAYERS = ("schedule", "planner", "runtime", "pipeline", "mcore", "schedules", "session", "trainer", "launcher", "cli")
+BESIDE = {"launcher": ("trainer",)}
 """Layers that do not import each other, whichever stands first."""
 ALLOWED = {"schedule": (), "planner": (), "runtime": ("torch",), "pipeline": ("torch",)}
 """Which of torch and megatron.core these layers may import; all other layers may import both."""
@@ -96,6 +96,17 @@ def test_the_launcher_s_program_imports_nothing_but_the_launcher():
     ours = {module for module in imports if within(module, PACKAGE)}
     assert ours
     assert all(within(module, f"{PACKAGE}.launcher") for module in ours)
+
+
+def prints(path: Path) -> bool:
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    return any(isinstance(call.func, ast.Name) and call.func.id == "print" for call in calls)
+
+
+def test_one_module_prints_what_a_run_says():
+    """A tool that makes data is not a run."""
+    rooms = {path: layer for layer, path, _ in files() if layer in ("session", "launcher", "trainer")}
+    assert [path.name for path in rooms if prints(path)] == ["reports.py"]
 
 
 def test_type_checkers_see_the_public_names_where_they_are():

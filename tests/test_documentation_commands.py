@@ -15,7 +15,7 @@ def test_commands_are_found_and_most_of_the_commands_own_run() -> None:
     assert "make compare" in running
     assert sum(text.startswith("zero-bubble schedule") for text in running) > 8
     assert any(text.startswith("zero-bubble estimate") for text in running)
-    assert all(text.split()[0] in ("make", "zero-bubble", "python") for text in running), running
+    assert all(text.split()[0] in ("make", "zero-bubble", "python", "torchrun") for text in running), running
 
 
 def test_every_reason_to_skip_is_needed() -> None:

@@ -19,7 +19,10 @@ from tests.launch import TINY_GPT
 from tests.ranks import Ranks, run_on_ranks
 from tests.trainings import run_trainings
 
-COMMON = [*TINY_GPT, "--global-batch-size", "4", "--train-iters", "4", "--pipeline-model-parallel-size", "2"]
+COMMON = [
+    *(*TINY_GPT, "--global-batch-size", "4", "--train-iters", "4", "--pipeline-model-parallel-size", "2"),
+    *("--num-workers", "2"),
+]
 H1 = ("--zero-bubble-schedule", "zb-h1")
 OVERLAP = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
 OTHERS = {

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.zero_bubble.training.arguments import parse_arguments
-from megatron.zero_bubble.training.checks import complete_and_check
+from megatron.zero_bubble.trainer.arguments import parse_arguments
+from megatron.zero_bubble.trainer.checks import complete_and_check
 from tests.launch import ROOT
 
 

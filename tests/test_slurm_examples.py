@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.zero_bubble.job.layers import layers_of_layout
-from megatron.zero_bubble.training.arguments import Arguments, parse_arguments
-from megatron.zero_bubble.training.checks import complete_and_check
+from megatron.zero_bubble.session.layers import layers_of_layout
+from megatron.zero_bubble.trainer.arguments import Arguments, parse_arguments
+from megatron.zero_bubble.trainer.checks import complete_and_check
 from tests.launch import ROOT
 
 EXAMPLES = ROOT / "examples" / "slurm"

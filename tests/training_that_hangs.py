@@ -21,10 +21,10 @@ def hang() -> None:
 
 def main() -> None:
     substitute_cuda()
-    from megatron.zero_bubble.training import forward_step
-    from megatron.zero_bubble.training.arguments import parse_arguments
-    from megatron.zero_bubble.training.checks import complete_and_check
-    from megatron.zero_bubble.training.pretrain import pretrain
+    from megatron.zero_bubble.trainer import forward_step
+    from megatron.zero_bubble.trainer.arguments import parse_arguments
+    from megatron.zero_bubble.trainer.checks import complete_and_check
+    from megatron.zero_bubble.trainer.pretrain import pretrain
 
     get_batch, batches = forward_step.get_batch, count()
 

@@ -14,14 +14,189 @@ A second call finds the manifest and returns at once. The folder appears under i
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
+import hashlib
+import json
 import os
+import shutil
 import sys
-from collections.abc import Sequence
+import sysconfig
+import time
+import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron.zero_bubble.training.sample_data import make_sample
+from tqdm import tqdm
 
 DEFAULT_OUTPUT = Path(__file__).resolve().parent.parent / ".cache" / "sample"
+END_OF_DOCUMENT = "<|endoftext|>"
+FORMAT = 1  # increase this when the same Python and flags give other files than before
+MIN_BYTES = 1_000_000
+
+# Installed packages, tests and tables of character sets: neither prose nor programs, or not on all machines.
+SKIPPED_FOLDERS = {
+    "__pycache__",
+    "dist-packages",
+    "encodings",
+    "idlelib",
+    "lib2to3",
+    "pydoc_data",
+    "site-packages",
+    "test",
+    "tests",
+}
+
+
+def documents(library: Path, max_bytes: int) -> Iterator[tuple[str, str]]:
+    """Iterate over (name, text) of the library's modules and pydoc's topics, at most `max_bytes` of UTF-8.
+
+    The order is that of a hash of the name: it is the same on every machine, and every part of the data is a mixture
+    (the end becomes the validation set).
+    """
+    sources: dict[str, Path | str] = dict(_topics())
+    for path in library.rglob("*.py"):
+        relative = path.relative_to(library)
+        if not SKIPPED_FOLDERS.intersection(relative.parts[:-1]):
+            sources[relative.as_posix()] = path
+    for name in sorted(sources, key=lambda name: hashlib.sha256(name.encode()).digest()):
+        source = sources[name]
+        try:
+            text = source if isinstance(source, str) else source.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            continue  # a few modules are written in another encoding
+        size = len(text.encode())
+        if text.strip() and size <= max_bytes:
+            max_bytes -= size
+            yield name, text
+
+
+def _topics() -> dict[str, str]:
+    """pydoc's texts on the language, by name; empty if the Python distribution lacks them."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        return {}
+    return {f"pydoc/{name}": text for name, text in topics.items()}
+
+
+def write_documents(library: Path, max_bytes: int, file: Path) -> None:
+    """Write the documents to `file`, each as a line with a JSON object of its name and text.
+
+    Raises `ValueError` if the library has too little source.
+    """
+    total = 0
+    with file.open("w", encoding="utf-8") as stream, _bar("reading", max_bytes) as bar:
+        for name, text in documents(library, max_bytes):
+            stream.write(json.dumps({"name": name, "text": text}) + "\n")
+            total += len(text.encode())
+            bar.update(total - bar.n)
+    if total < MIN_BYTES:
+        raise ValueError(
+            f"only {total} bytes of source in {library}, at least {MIN_BYTES} are needed; "
+            "this Python comes without the sources of its library"
+        )
+
+
+def train_tokenizer(file: Path, vocab_size: int, output: Path) -> None:
+    """Train a byte-level BPE tokenizer of exactly `vocab_size` tokens, including the end of a document."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=sys.stderr.isatty(),
+    )
+    with file.open(encoding="utf-8") as stream:
+        tokenizer.train_from_iterator((json.loads(line)["text"] for line in stream), trainer)
+    tokenizer.save(str(output))
+
+
+def tokenise(folder: Path, workers: int) -> None:
+    """Tokenise the documents in `folder` to a .bin/.idx pair, as tools/preprocess_data.py does."""
+    with warnings.catch_warnings():
+        # megatron-core warns about missing GPU extensions at import. The import is inside this function so that a
+        # second call of the tool does not wait for it.
+        warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+        from megatron.zero_bubble.trainer.preprocessing import EncodeSpec, EncodingProgress, preprocess
+
+    spec = EncodeSpec("HuggingFaceTokenizer", str(folder / "tokenizer.json"), append_eod=True)
+    source = folder / "stdlib.jsonl"
+    with _bar("tokenising", source.stat().st_size) as bar:
+
+        def report(progress: EncodingProgress) -> None:
+            bar.update(progress.input_bytes - bar.n)
+
+        preprocess([str(source)], str(folder / "stdlib"), spec, workers, report)
+
+
+def make_sample(output: Path, max_bytes: int, vocab_size: int, workers: int) -> bool:
+    """Make the folder `output` unless it holds the same sample already. Returns whether it was made.
+
+    A second call at the same time waits for the first, and then finds the sample complete. Raises `ValueError` if
+    `output` holds something else, or if this Python has no sources.
+    """
+    wanted = {"format": FORMAT, "python": sys.version, "max_bytes": max_bytes, "vocab_size": vocab_size}
+    if _manifest(output) == wanted:
+        return False
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with _lock(_beside(output, "lock")):
+        manifest = _manifest(output)
+        if manifest == wanted:
+            return False
+        if manifest is None and output.exists() and any(output.iterdir()):
+            raise ValueError(f"--output-dir {output}: the folder holds something that this tool did not make")
+        partial, old = _beside(output, "partial"), _beside(output, "old")
+        for leftover in (partial, old):  # a killed call leaves these
+            shutil.rmtree(leftover, ignore_errors=True)
+        partial.mkdir()
+        with _step("1/3: reading the standard library"):
+            write_documents(Path(sysconfig.get_path("stdlib")), max_bytes, partial / "stdlib.jsonl")
+        with _step(f"2/3: training a tokenizer of {vocab_size} tokens"):
+            train_tokenizer(partial / "stdlib.jsonl", vocab_size, partial / "tokenizer.json")
+        with _step("3/3: tokenising"):
+            tokenise(partial, workers)
+        (partial / "manifest.json").write_text(json.dumps(wanted, indent=1) + "\n", encoding="utf-8")
+        if output.exists():
+            output.rename(old)
+        partial.rename(output)
+        shutil.rmtree(old, ignore_errors=True)
+    return True
+
+
+def _manifest(folder: Path) -> dict[str, object] | None:
+    try:
+        return json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _beside(folder: Path, suffix: str) -> Path:
+    return folder.with_name(f"{folder.name}.{suffix}")
+
+
+@contextlib.contextmanager
+def _lock(file: Path) -> Iterator[None]:
+    """A lock on `file` that one process holds at a time; the system releases it when that process dies."""
+    with file.open("w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def _step(what: str) -> Iterator[None]:
+    print(f"sample {what} ...", flush=True)
+    start = time.perf_counter()
+    yield
+    print(f"sample {what}: {time.perf_counter() - start:.1f} s", flush=True)
+
+
+def _bar(what: str, total: int) -> tqdm:
+    return tqdm(desc=what, total=total, unit="B", unit_scale=True, leave=False, disable=not sys.stderr.isatty())
 
 
 def main(argv: Sequence[str] | None = None) -> int:

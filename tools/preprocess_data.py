@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 if TYPE_CHECKING:
-    from megatron.zero_bubble.training.preprocessing import EncodingProgress
+    from megatron.zero_bubble.trainer.preprocessing import EncodingProgress
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with warnings.catch_warnings():
         # Imported here so that --help does not wait for it; megatron-core warns about missing GPU extensions then.
         warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
-        from megatron.zero_bubble.training.preprocessing import EncodeSpec, expand_inputs, preprocess
+        from megatron.zero_bubble.trainer.preprocessing import EncodeSpec, expand_inputs, preprocess
     try:
         files = expand_inputs(arguments.input)
         compressed = any(file.endswith(".gz") for file in files)  # the uncompressed size of a .gz file is not known

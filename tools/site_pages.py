@@ -35,8 +35,10 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Change the links of a page; show the playground where it has been built."""
     if page.file.src_uri in PAGES.values():
         return markdown
-    if page.file.src_uri == "playground.md" and PLAYGROUND.is_dir():
-        markdown += '\n<iframe class="playground" src="playground/index.html" title="The playground"></iframe>\n'
+    address = config["extra"]["playground"]
+    if page.file.src_uri == "playground.md" and (PLAYGROUND.is_dir() or "://" in address):
+        markdown += f'\n<a href="{address}">In a window of its own</a>\n'
+        markdown += f'\n<iframe class="playground" src="{address}" title="The playground"></iframe>\n'
     return site_text(markdown, "../")
 
 

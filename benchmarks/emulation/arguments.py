@@ -14,8 +14,8 @@ from megatron.zero_bubble.cli.shared_flags import (
     TableFlags,
     time_flag,
 )
-from megatron.zero_bubble.job.flag_parser import flag
 from megatron.zero_bubble.schedule.lower import RECEIVE_AHEAD
+from megatron.zero_bubble.session.flag_parser import flag
 
 ACTIVATION_BYTES = 65536
 """Size of an emulated message between stages, by default."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch.distributed as dist
@@ -23,7 +24,7 @@ class OwnRun:
     """One of our schedules on one rank.
 
     Args:
-        costs: what is emulated.
+        costs: what is emulated; of all microbatches, or, without shards, of each.
         reduction: costs of reducing gradients over `replicas`; None without replicas.
         waits_for_optimizer: whether a step ends with the optimizer's reduction.
         group: all ranks of the pipeline, needed for a schedule with operations on vocabulary shards.
@@ -32,7 +33,7 @@ class OwnRun:
     def __init__(
         self,
         schedule: Schedule,
-        costs: StageCosts,
+        costs: StageCosts | Sequence[StageCosts],
         emulation: Emulation,
         rank: int,
         communicator: Communicator,
@@ -49,6 +50,7 @@ class OwnRun:
         shard, self._lane = None, None
         if schedule.is_vocabulary_parallel:
             assert group is not None
+            assert isinstance(costs, StageCosts)
             shard = EmulatedShard(emulation, costs, schedule, rank, group)
             self._lane = EmulatedLane(shard, group.close)
         self._executor = Executor(

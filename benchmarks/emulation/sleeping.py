@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from benchmarks.emulation.counted_memory import EmulatedMemory, Held
 from megatron.zero_bubble.runtime.communicator import TensorSpec
 from megatron.zero_bubble.runtime.recomputation_store import ForwardMode, RecomputationStore
-from megatron.zero_bubble.runtime.stage import SteppingStage, VocabularyStage
+from megatron.zero_bubble.runtime.stage import PairingStage, SteppingStage, VocabularyStage
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, Placement, Schedule, StageCosts
 
@@ -115,6 +115,7 @@ class StageTimes:
         self.is_first, self.is_last = stage == 0, stage == placement.num_stages - 1
         self.time_f, self.time_b, self.time_w = costs.time_f[stage], costs.time_b[stage], costs.time_w[stage]
         self.time_r = costs.time_r[stage]
+        self.exchanged_f, self.exchanged_b = costs.all_to_all_f[stage], costs.all_to_all_b[stage]
         self.kept, self.restored, self.for_w = costs.memory_f[stage], costs.memory_r[stage], -costs.memory_w[stage]
         """What F keeps if it drops nothing, what R restores of it, and what W needs."""
         self.to_next = 0.0 if self.is_last else _message_time(costs, placement, stage)
@@ -127,6 +128,33 @@ def _message_time(costs: StageCosts, placement: Placement, edge: int) -> float:
     return costs.time_comm[edge] if placement.rank_of(edge) != placement.rank_of(edge + 1) else 0.0
 
 
+_LAYERS = 4
+"""Layers of every stage, in which a pair runs its forward and its backward in turn."""
+
+
+def time_of_pair(forward: StageTimes, backward: StageTimes, time_w: float) -> float:
+    """Milliseconds of a forward and a backward that run as one on a rank that computes and has one link.
+
+    In megatron-core's order, layer by layer: what is computed and what is exchanged each start when their lane is free
+    and the part of the same operation before them is done. The halves of each operation's time before and after its
+    experts' exchange are equal.
+
+    Args:
+        time_w: of the gradients of the weights, if the backward computes them.
+    """
+    computed_f = (forward.time_f - forward.exchanged_f) / (2 * _LAYERS)
+    computed_b = (backward.time_b + time_w - backward.exchanged_b) / (2 * _LAYERS)
+    sent_f, sent_b = forward.exchanged_f / (2 * _LAYERS), backward.exchanged_b / (2 * _LAYERS)
+    layer = (
+        *(("link", "b", sent_b), ("rank", "f", computed_f), ("rank", "b", computed_b), ("link", "f", sent_f)),
+        *(("link", "b", sent_b), ("rank", "f", computed_f), ("link", "f", sent_f), ("rank", "b", computed_b)),
+    )
+    free = dict.fromkeys(("link", "rank", "f", "b"), 0.0)
+    for lane, operation, time_of_part in layer * _LAYERS:
+        free[lane] = free[operation] = max(free[lane], free[operation]) + time_of_part
+    return max(free.values())
+
+
 class Shard(Protocol):
     """The emulated vocabulary shard of one rank."""
 
@@ -135,10 +163,11 @@ class Shard(Protocol):
     def exchange(self, op: Op) -> None: ...
 
 
-class EmulatedStage(SteppingStage, VocabularyStage):
+class EmulatedStage(SteppingStage, VocabularyStage, PairingStage):
     """A stage for the executor that emulates the compute of one rank's chunks.
 
     Args:
+        costs: of all microbatches, or of each.
         recomputation: where F puts the recomputation of what it drops.
         num_parameters: the number of parameters, each of which has an equal part of W.
         reduce: called when the gradient of a parameter is complete.
@@ -148,7 +177,7 @@ class EmulatedStage(SteppingStage, VocabularyStage):
     def __init__(
         self,
         emulation: Emulation,
-        costs: StageCosts,
+        costs: StageCosts | Sequence[StageCosts],
         schedule: Schedule,
         rank: int,
         store: WeightGradStore,
@@ -164,25 +193,36 @@ class EmulatedStage(SteppingStage, VocabularyStage):
         self._last_microbatch = schedule.num_microbatches - 1
         placement = schedule.placement
         stages = [placement.stage_of(rank, chunk) for chunk in range(placement.num_chunks)]
-        self._times = [StageTimes(costs, placement, stage) for stage in stages]
+        each = (costs,) * schedule.num_microbatches if isinstance(costs, StageCosts) else costs
+        self._times = [[StageTimes(of_one, placement, stage) for of_one in each] for stage in stages]
+        """By chunk and microbatch."""
         self._loss = torch.zeros(1)
         self._state: dist.Work | None = None
 
     def forward(self, microbatch: int, chunk: int, input_tensor: torch.Tensor | None) -> torch.Tensor:
-        times = self._times[chunk]
+        self._keep_activations(microbatch, chunk)
+        times = self._times[chunk][microbatch]
+        return self._output(times, times.time_f)
+
+    def _keep_activations(self, microbatch: int, chunk: int) -> None:
+        """Hold what a forward keeps."""
+        times = self._times[chunk][microbatch]
         drops = self._recomputation.mode is ForwardMode.DROP
         held = self._emulation.memory.hold(times.kept - times.restored if drops else times.kept)
         self._activations[chunk, microbatch] = [held]
         if drops:
             self._recomputation.put(partial(self._recompute, chunk, microbatch))
+
+    def _output(self, times: StageTimes, milliseconds: float) -> torch.Tensor:
+        """Emulate a forward of `milliseconds`, and return its output."""
         if times.is_last:
-            self._emulation.compute(times.time_f)
+            self._emulation.compute(milliseconds)
             return self._loss
-        return self._emulation.produce(times.time_f, times.to_next)
+        return self._emulation.produce(milliseconds, times.to_next)
 
     def _recompute(self, chunk: int, microbatch: int) -> None:
         """Emulate R of a microbatch."""
-        times = self._times[chunk]
+        times = self._times[chunk][microbatch]
         self._activations[chunk, microbatch].append(self._emulation.memory.hold(times.restored))
         self._emulation.compute(times.time_r)
 
@@ -194,19 +234,44 @@ class EmulatedStage(SteppingStage, VocabularyStage):
         output_tensor: torch.Tensor,
         output_grad: torch.Tensor | None,
     ) -> torch.Tensor | None:
-        times, memory = self._times[chunk], self._emulation.memory
-        activations = self._activations.pop((chunk, microbatch))
+        times = self._times[chunk][microbatch]
         if not self._store.is_deferring:
             for _ in range(self._num_parameters):
                 self._weight_grad(times.time_w / self._num_parameters, microbatch)
-        else:
+        return self._end_backward(microbatch, chunk, times.time_b)
+
+    def forward_backward(
+        self,
+        forward: Op,
+        input_tensor: torch.Tensor | None,
+        backward: Op,
+        backward_input: torch.Tensor | None,
+        output_tensor: torch.Tensor,
+        output_grad: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        of_forward = self._times[forward.chunk][forward.microbatch]
+        of_backward = self._times[backward.chunk][backward.microbatch]
+        time_w = 0.0 if self._store.is_deferring else of_backward.time_w
+        self._keep_activations(forward.microbatch, forward.chunk)
+        self._emulation.compute(time_of_pair(of_forward, of_backward, time_w))
+        output = self._output(of_forward, 0.0)
+        if not self._store.is_deferring:
+            for _ in range(self._num_parameters):
+                self._weight_grad(0.0, backward.microbatch)
+        return output, self._end_backward(backward.microbatch, backward.chunk, 0.0)
+
+    def _end_backward(self, microbatch: int, chunk: int, milliseconds: float) -> torch.Tensor | None:
+        """Emulate B, or what is left of it."""
+        times, memory = self._times[chunk][microbatch], self._emulation.memory
+        activations = self._activations.pop((chunk, microbatch))
+        if self._store.is_deferring:
             # What W needs beyond the activations is there when B begins, and the rest is released at its end.
             activations.append(memory.hold(max(0.0, times.for_w - sum(held.amount for held in activations))))
         if times.is_first:
-            self._emulation.compute(times.time_b)
+            self._emulation.compute(milliseconds)
             input_grad = None
         else:
-            input_grad = self._emulation.produce(times.time_b, times.to_previous)
+            input_grad = self._emulation.produce(milliseconds, times.to_previous)
         activations.clear()
         if self._store.is_deferring:
             for parameter in range(self._num_parameters):

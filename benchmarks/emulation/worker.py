@@ -35,8 +35,8 @@ class EmulatedJob:
     """What the ranks of an emulated run are told to run."""
 
     num_ranks: int
-    schedules: tuple[tuple[Schedule, StageCosts], ...]
-    """Our schedules, lowered, with the costs to emulate."""
+    schedules: tuple[tuple[Schedule, StageCosts | tuple[StageCosts, ...]], ...]
+    """Our schedules, lowered, with the costs to emulate: of all microbatches, or of each."""
     peers: tuple[Peer, ...]
     steps: int
     activation_bytes: int

@@ -28,6 +28,7 @@ def get_forward_backward_func(
     recompute: str | None = None,
     *,
     vocabulary_parallel: bool = False,
+    orders_microbatches: bool | None = None,
 ) -> ForwardBackward:
     """Return a function that runs forward and backward of a step with this schedule, in place of megatron-core's.
 
@@ -40,6 +41,8 @@ def get_forward_backward_func(
         recompute: "full" for a model with `recompute_granularity="full"`, whose forward then runs again ahead of B, as
             an operation of the schedule, and no longer within B; by default what a given plan says.
         vocabulary_parallel: whether `shard_vocabulary` has spread the model's vocabulary over the ranks.
+        orders_microbatches: whether a step takes microbatches that differ in length in an order planned for them; by
+            default where `config.variable_seq_lengths` is on. Results come back in the order of the data.
 
     Raises:
         ScheduleError: no generator has this name, or it is for another number of chunks.
@@ -51,4 +54,4 @@ def get_forward_backward_func(
         schedule = schedule.requesting(recomputes=(Recompute(recompute),))
     if vocabulary_parallel:
         schedule = schedule.requesting(vocabulary_parallel=True)
-    return ForwardBackward(schedule, store, timeout)
+    return ForwardBackward(schedule, store, timeout, orders_microbatches=orders_microbatches)

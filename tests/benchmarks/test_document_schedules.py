@@ -33,8 +33,7 @@ def test_the_comparison_is_up_to_date(name):
 
 
 def test_the_examples_run():
-    # tests/schedule/test_formats_pytorch_runtime.py runs the other one.
-    first, _, second = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    first, second = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     scope: dict = {}
     exec(first, scope)
     assert f"{scope['timeline'].bubble_rate:.4f}".startswith("0.14")

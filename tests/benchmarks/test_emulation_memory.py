@@ -9,13 +9,13 @@ import pytest
 
 from benchmarks.emulation.arguments import EmulationFlags
 from benchmarks.emulation.own_run import OwnRun
-from benchmarks.emulation.sleeping import Emulation
+from benchmarks.emulation.sleeping import Emulation, StageTimes, time_of_pair
 from benchmarks.emulation.variants import contestants
 from megatron.zero_bubble.cli.invocation import read_flags
 from megatron.zero_bubble.planner import generate, placement_for
 from megatron.zero_bubble.runtime.collectives import InMemoryCollectives
 from megatron.zero_bubble.runtime.in_memory import InMemoryNetwork
-from megatron.zero_bubble.schedule import Op, OpKind, Schedule, StageCosts, Timeline, lower
+from megatron.zero_bubble.schedule import Op, OpKind, Placement, Schedule, StageCosts, Timeline, lower
 from megatron.zero_bubble.schedule.memory import peak_memory
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
@@ -92,3 +92,22 @@ def test_beside_planned_recomputation_run_nothing_and_everything_recomputed_wher
     tight = planned("--schedule", "zb-v", "--recompute", "planned", "--memory-limit", "0.7")
     assert list(tight) == ["zb-v", "zb-v, everything recomputed"]
     assert "zb-v, nothing recomputed left out: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("time_w", [0, 20])
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.8])
+def test_a_pair_takes_on_two_lanes_what_the_simulator_says(share, time_w):
+    costs = StageCosts.uniform(2, 20, 20, 20, all_to_all_f=20 * share, all_to_all_b=20 * share)
+    forward, backward = (StageTimes(costs, Placement("linear", 2), stage) for stage in (0, 1))
+    simulated = costs.time_of_pair(0, OpKind.PBW if time_w else OpKind.PB, 1)
+    emulated = time_of_pair(forward, backward, time_w)
+    assert simulated <= emulated * (1 + 1e-9)
+    if share <= 0.5:  # otherwise the link waits for some of what is computed
+        assert emulated == pytest.approx(simulated)
+
+
+@pytest.mark.parametrize(("name", "kind", "num_chunks"), [("dualpipe-v", "v", 2), ("interleaved-pairs", None, 2)])
+def test_pairs_hold_what_the_simulator_says(name, kind, num_chunks):
+    costs = StageCosts.uniform(4, 0.1, 0.1, 0.1, 0, 1, -0.4, -0.6, all_to_all_f=0.03, all_to_all_b=0.03)
+    schedule = generate(name, 2, 4, num_chunks=num_chunks, placement_kind=kind)
+    assert counted(schedule, costs) == pytest.approx(peak_memory(schedule, costs))

@@ -6,12 +6,17 @@ import json
 
 import pytest
 
+from benchmarks import situations
 from benchmarks.situations import SITUATIONS, main
+
+SMALL = ("--num-layers", "8", "--hidden-size", "32", "--num-attention-heads", "4", "--mock-data")
+"""A model so small that ranks take longer to start than to train it."""
 
 
 @pytest.mark.exhaustive  # three trainings of what tests/cli/test_benchmark.py and test_recomputed_runs.py train
 @pytest.mark.parametrize("name", ["memory short"])
-def test_a_situation_is_trained_under_both_of_megatron_cores_schedules_and_the_plan(name, tmp_path):
+def test_a_situation_is_trained_under_both_of_megatron_cores_schedules_and_the_plan(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(situations, "_MODEL", SMALL)
     output = tmp_path / "results.json"
     assert main(["--situation", name, "--rounds", "1", "--json", "--output", str(output)]) == 0
     [(situation, results)] = json.loads(output.read_text()).items()

@@ -270,3 +270,41 @@ def test_the_theme_follows_the_system_until_it_is_chosen(playground: Playground)
     page.evaluate("() => localStorage.clear()")
     page.evaluate("() => delete document.documentElement.dataset.theme")
     page.emulate_media(color_scheme="light")
+
+
+def test_a_damaged_link_says_so(playground: Playground):
+    playground.page.evaluate(
+        "() => { history.replaceState(null, '', '#b.input=x&file.x=%%'); dispatchEvent(new Event('hashchange')); }"
+    )
+    playground.page.wait_for_selector("#notice:visible")
+    assert playground.page.locator("#notice").inner_text() == (
+        "This link is damaged, so the page shows what it begins with."
+    )
+    playground.open()
+    playground.page.wait_for_selector("#notice", state="hidden")
+
+
+@pytest.mark.parametrize("width", [1400, 1440, 900])
+def test_the_buttons_of_a_schedule_stand_in_one_row(playground: Playground, width: int):
+    """However many fields the schedule has."""
+    page = playground.page
+    size = page.viewport_size
+    page.set_viewport_size({"width": width, "height": 900})
+    tops = [
+        box["y"]
+        for name in ("More", "Remove schedule B")
+        if (box := page.locator("[data-pane=b] header").get_by_role("button", name=name).bounding_box())
+    ]
+    assert len(tops) == 2
+    assert abs(tops[0] - tops[1]) < 6
+    page.set_viewport_size(size)
+
+
+def test_units_and_curves_are_explained_where_they_stand(playground: Playground):
+    pane = playground.page.locator("[data-pane=b]")
+    legend = pane.get_by_label("Curves of memory").inner_text()
+    assert [f"rank {rank}" in legend for rank in range(4)] == [True] * 4
+    unit = "M_B is the memory that one microbatch holds on a whole rank between F and B."
+    assert unit in legend
+    assert unit in playground.page.locator("#plot .hint").inner_text()
+    assert "Share of the whole iteration" in pane.locator(".causes .hint").inner_text()

@@ -13,11 +13,11 @@ from megatron.zero_bubble.cli.estimate.schedule_estimate import estimate
 from megatron.zero_bubble.cli.estimate_command import main
 from megatron.zero_bubble.cli.invocation import read_flags
 from megatron.zero_bubble.cli.trainings import complete_arguments, one_process, rank_model
-from megatron.zero_bubble.job.model_states import Parameters, States
 from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.schedule import Placement, ScheduleError, StageCosts, simulate
 from megatron.zero_bubble.schedule.formats import Profile, profile_to_json
-from megatron.zero_bubble.training.model_count import UnitCount, count_model, flops_of_sequence
+from megatron.zero_bubble.session.model_states import Parameters, States
+from megatron.zero_bubble.trainer.model_count import UnitCount, count_model, flops_of_sequence
 from tests.mistakes import one_line_mistake
 
 ROOT = Path(__file__).parents[2]
@@ -290,7 +290,7 @@ def test_post_validation_gains_where_the_first_stage_need_not_wait_for_the_last(
 
 def test_a_profile_replaces_operations(tmp_path):
     args = arguments()
-    from megatron.zero_bubble.job.job_flags import JobFlags
+    from megatron.zero_bubble.session.job_flags import JobFlags
 
     file = tmp_path / "profile.json"
     costs = StageCosts.uniform(2, 10, 11, 9, 1, 2**30, -(2**29), -(2**29))
@@ -320,7 +320,10 @@ def test_the_table_names_every_schedule_and_the_refused_ones(capsys):
         (["--world-size", "2", "--", *SMALL, "--num-attention-heads", "5"], "--hidden-size 48"),
         (["--world-size", "2", "--device-memory", "80", "--", *SMALL], "expected bytes such as 80GiB"),
         (["--world-size", "2", "--mfu", "1.5", "--", *SMALL], "--mfu: must not be above 1"),
-        (["--world-size", "3", "--", *SMALL], "do not divide the 3"),
+        (
+            ["--world-size", "3", "--", *SMALL],
+            "do not divide the 3 ranks of the job: --world-size must give a multiple of",
+        ),
         (["--world-size", "2", "--profile", "nowhere.json", "--", *SMALL], "nowhere.json"),
         (["--world-size", "2", "--schedule", "zb-h9", "--", *SMALL], "zb-h9"),
         (["--world-size", "2", "--zero-stage", "4", "--", *SMALL], "--zero-stage"),
@@ -438,7 +441,7 @@ def test_the_defaults_are_megatron_lms():
 
 def test_layers_that_the_ranks_do_not_divide_are_said_once_and_compared_with_what_megatron_needs(capsys):
     odd = [*LARGE, "--num-layers", "14", "--zero-bubble"]
-    assert main([*FOUR, "--", *odd]) == 0
+    assert main([*FOUR, "--schedule", "1f1b", "--schedule", "zb-h1", "--schedule", "auto", "--", *odd]) == 0
     output = capsys.readouterr().out
     assert output.count("--num-layers 14 is not a multiple of") == 1
     given = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"

@@ -258,3 +258,70 @@ def test_where_no_schedule_is_possible_or_fits_the_layout_is_the_way_out(capsys)
     assert "--num-layers 30 is not a multiple of the" in answer["refused"]["auto"]
     assert sum(answer["layout"]["partition"]) == 30
     assert min(answer["parameters_per_rank"]) > 0
+
+
+DEEPSEEK_V3 = shlex.split(
+    """
+    --num-layers 61 --hidden-size 7168 --ffn-hidden-size 18432 --num-attention-heads 128 --seq-length 4096 --bf16
+    --multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-layernorm --swiglu --normalization RMSNorm
+    --disable-bias-linear --position-embedding-type rope --mtp-num-layers 1 --num-experts 256 --moe-ffn-hidden-size
+    2048 --moe-layer-freq '([0]*3+[1]*58)' --moe-router-topk 8 --moe-shared-expert-intermediate-size 2048
+    --moe-router-score-function sigmoid --moe-router-enable-expert-bias --untie-embeddings-and-output-weights
+    --vocab-size 129279 --attention-dropout 0 --hidden-dropout 0 --tensor-model-parallel-size 2 --sequence-parallel
+    --pipeline-model-parallel-size 8 --expert-model-parallel-size 64 --micro-batch-size 1 --global-batch-size 1024
+    --use-distributed-optimizer --recompute-granularity selective --recompute-modules mla_up_proj mlp moe_act
+    --moe-grouped-gemm --moe-token-dispatcher-type alltoall --pipeline-model-parallel-layout 'Et|(tt|)*30mL'
+    --zero-bubble --zero-bubble-placement interleaved
+    """
+)
+OVERLAP = "--overlap-moe-expert-parallel-comm"
+
+
+def deepseek_v3(*flags: str) -> EstimatedJob:
+    """The recipe's layout: the embedding and one layer, 30 stages of two layers, and the prediction layer."""
+    cluster = ["--world-size", "1024", "--device-tflops", "989", "--expert-bandwidth", "50"]
+    return job_of(read_flags(EstimateFlags, [*cluster, "--", *DEEPSEEK_V3, *flags], "estimate", ""))
+
+
+def test_messages_between_experts_take_what_their_bytes_take():
+    layers = deepseek_v3(OVERLAP).costs.layers
+    tokens = 4096 / 2 * 8 * 63 / 64  # of a tensor-parallel rank, to eight experts each, one in 64 of which are its own
+    milliseconds = 2 * (0.02 + tokens * 7168 * 2 / 50e9 * 1e3)
+    assert [layer.all_to_all_f for layer in layers] == [0] * 3 + [pytest.approx(milliseconds)] * 58
+    assert [layer.all_to_all_b for layer in layers] == [layer.all_to_all_f for layer in layers]
+
+
+def test_overlapping_them_makes_deepseek_v3_faster():
+    alone, overlapped = (estimate(deepseek_v3(*flags), "auto") for flags in ((), (OVERLAP,)))
+    megatrons = estimate(deepseek_v3(OVERLAP), "interleaved-pairs")
+    assert alone.gain_of_pairs is None
+    assert overlapped.gain_of_pairs > 1.15
+    assert overlapped.iteration_ms <= megatrons.iteration_ms * (1 + 1e-9)
+    assert max(overlapped.activation_bytes) <= max(megatrons.activation_bytes) * (1 + 1e-9)
+
+
+def test_what_pairs_do_not_work_with_is_refused(capsys):
+    flags = ["--num-experts", "8", "--disable-bias-linear", OVERLAP]
+    assert main([*TOOL, "--", *JOB, *flags]) == 2
+    assert "does not work with --expert-model-parallel-size 1" in capsys.readouterr().err
+    assert "--untie-embeddings-and-output-weights" in DEEPSEEK_V3
+    tied = [flag for flag in DEEPSEEK_V3 if flag != "--untie-embeddings-and-output-weights"]
+    assert main(["--world-size", "1024", "--", *tied, OVERLAP]) == 2
+    assert "give --untie-embeddings-and-output-weights" in capsys.readouterr().err
+
+
+@pytest.mark.exhaustive  # test_layout_choice.py has the choice; this test searches four times
+def test_a_layout_that_megatrons_flags_fix_is_compared_with_all_others(capsys):
+    """A V is predicted 2% faster than two interleaved chunks; with a large vocabulary shards on these are the best."""
+    given = "--num-layers-per-virtual-pipeline-stage 1"
+    flags = ["--", *JOB, "--zero-bubble", *given.split()]
+    assert main([*TOOL, "--schedule", "1f1b", "--json", *flags]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    other = answer["freed_layout"]
+    assert "--zero-bubble-placement v" in other["flags"]
+    assert "--zero-bubble-placement interleaved" in answer["layout"]["flags"]
+    assert any(
+        note.startswith(f"without {given} --zero-bubble would choose another layout, ") for note in answer["notes"]
+    )
+    assert main([*TOOL, "--schedule", "1f1b", *flags, "--vocab-size", "120000"]) == 0
+    assert f"no layout is predicted to be 2% faster than with {given}" in capsys.readouterr().out

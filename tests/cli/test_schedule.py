@@ -41,6 +41,7 @@ def test_simulate_as_json_has_every_figure(ok):
         "waiting_for_forward": 0,
         "waiting_for_backward": 2,
         "waiting_for_validation": 0,
+        "waiting_for_copy": 0,
         "communication": 0,
         "tail": 0,
         "streams": 0,
@@ -59,6 +60,8 @@ def test_simulate_as_json_has_every_figure(ok):
         "bubble_rate": 3 / 27,
         "recomputed": 0,
         "lost": pytest.approx(3 / 27),
+        "offloaded": 0,
+        "host_memory": [0, 0, 0, 0],
         "cost_in_backward": None,
         "peak_memory": [4.0, 3.5, 3.0, 2.5],
         "peak_memory_op": ["F3", "F3", "F3", "F3"],
@@ -246,16 +249,16 @@ def test_draw_takes_its_format_from_the_suffix_and_its_unit_from_the_times(ok, t
 
 
 def test_the_memory_curve_has_a_row_for_each_limit_and_no_point_below_a_schedules_memory(ok, tmp_path):
-    flags = ["--schedule", "zb-h1", "--schedule", "zb-h2", *SIZE, "--from", "0.5", "--to", "2", "--step", "0.25"]
+    flags = ["--schedule", "auto", "--schedule", "zb-v", *SIZE, "--from", "0.2", "--to", "2", "--step", "0.2"]
     lines = ok("memory-curve", *flags).splitlines()
-    assert lines[1].split() == ["0.5", "-", "-"]
-    assert lines[3].split() == ["1", "11.11%", "-"]
-    assert lines[7].split() == ["2", "11.11%", "0.00%"]
+    assert lines[1].split() == ["0.2", "-", "-"]
+    assert lines[5].split() == ["1", "11.11%", "0.00%"]
+    assert lines[10].split() == ["2", "0.00%", "0.00%"]
     tenths = ["--from", "0.1", "--to", "0.3", "--step", "0.1"]
     assert [line.split()[0] for line in ok("memory-curve", *flags, *tenths).splitlines()[1:]] == ["0.1", "0.2", "0.3"]
     path = tmp_path / "curve.svg"
     points = json.loads(ok("memory-curve", *flags, "--json", "--output", path))
-    assert [point["memory_limit"] for point in points[:3]] == [2, 3, 4]
+    assert [point["memory_limit"] for point in points[:3]] == pytest.approx([0.8, 1.6, 2.4])
     assert [point["bubble_rate"] for point in points[-1:]] == [0]
     assert path.read_text().startswith("<svg")
 

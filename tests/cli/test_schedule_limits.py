@@ -57,6 +57,9 @@ BAD = {
     "simulate --schedule zb-h1 {size} --time-f 1,2": "--time-f: expected 1 number or 4, got 2",
     "simulate --schedule zb-h1 {size} --time-comm 1,2,3,4": "--time-comm: expected 1 number or 3, got 4",
     "simulate --schedule zb-h1 {size} --time-f 1,x": "--time-f: expected a number, got 'x'",
+    "memory-curve --schedule zb-h1 {size}": "--schedule zb-h1 has a memory of its own, whatever the limit: choose from",
+    "generate --schedule zb-h1 {size} --output {tmp}/new.xyz": "stands for no format: use .json, .csv or .txt, or give",
+    "simulate --schedule zb-h1 {size} --memory-w -100": "B and W of rank 0 release more memory than F allocates",
     "simulate --schedule zb-h1 {size} --memory-f -1": "the memory of F on a whole rank, must be above zero, got -1",
     "simulate --schedule zb-h1 {size} --time-r -1": "--time-r: must not be below 0, got -1",
     "simulate --schedule zb-h1 {size} --recompute some": "--recompute: invalid choice: 'some'",
@@ -89,11 +92,11 @@ BAD = {
     "simulate --schedule zb-h1 {size} --steps 2": "--steps 2 needs --post-validation: without it an iteration starts",
     "draw --schedule zb-h1 {size} --steps 0 --output {tmp}/new.svg": "--steps: must be at least 1, got 0",
     "draw --schedule zb-h1 {size} --memory-limit 1 --output {tmp}/new.svg": "is enough for every rank",
-    "memory-curve --schedule zb-h1 {size} --from 2 --to 1": "--to 1 is below --from 2",
-    "memory-curve --schedule zb-h1 {size} --step 0": "--step: must be above 0",
-    "memory-curve --schedule zb-h1 {size} --step 1e-9": "are too many: choose a larger --step",
-    "memory-curve --schedule zb-h1 {size} --step 1e-320": "--step: expected a number from 1e-20 to 1e+20",
-    "memory-curve --schedule zb-h1 {size} --to 0.75 --output {tmp}/new.svg": "nothing fits under any of these limits",
+    "memory-curve {size} --from 2 --to 1": "--to 1 is below --from 2",
+    "memory-curve {size} --step 0": "--step: must be above 0",
+    "memory-curve {size} --step 1e-9": "are too many: choose a larger --step",
+    "memory-curve {size} --step 1e-320": "--step: expected a number from 1e-20 to 1e+20",
+    "memory-curve {size} --to 0.3 --from 0.2 --output {tmp}/new.svg": "nothing fits under any of these limits",
 }
 
 

@@ -1,4 +1,4 @@
-"""Runs the commands of README.md and docs/*.md as they stand there: `make docs-check`, in about ten minutes."""
+"""Runs the commands of README.md and docs/*.md as they stand there: `make docs-check`, in some minutes."""
 
 from __future__ import annotations
 
@@ -14,22 +14,25 @@ import pytest
 
 from megatron.zero_bubble.schedule import Placement, StageCosts
 from megatron.zero_bubble.schedule.formats import Profile, profile_to_json
-from tests.documentation_commands import Command, commands
+from tests.documentation_commands import SHORTER, Command, commands
 from tests.launch import ROOT
 
-CASES = [
-    pytest.param(
-        command,
-        id=f"{command.page}:{command.line}",
-        marks=pytest.mark.skip(reason=command.reason_to_skip) if command.reason_to_skip else (),
-    )
-    for command in commands()
-]
+
+def marks_of(command: Command) -> list[pytest.MarkDecorator]:
+    """Commands that write to the repository run one after the other."""
+    skip = [pytest.mark.skip(reason=command.reason_to_skip)] if command.reason_to_skip else []
+    return skip if command.is_of_the_package else [*skip, pytest.mark.xdist_group("repository")]
+
+
+CASES = [pytest.param(command, id=f"{command.page}:{command.line}", marks=marks_of(command)) for command in commands()]
 
 
 @pytest.mark.parametrize("command", CASES)
 def test_the_command_works(command: Command, tmp_path: Path) -> None:
-    """Ours run in a folder with a profile and costs, and may write to its docs/; the others run in the repository."""
+    """Ours run in a folder with a profile and costs, and may write to its docs/; the others run in the repository.
+
+    Those that train for minutes get flags of `SHORTER` as well.
+    """
     (tmp_path / "docs").mkdir()
     shutil.copy(ROOT / "docs" / "units.json", tmp_path / "docs")
     profile = Profile(Placement("v", 4, 2), StageCosts.uniform(8, 20, 20, 20), 0.0, {})
@@ -37,7 +40,10 @@ def test_the_command_works(command: Command, tmp_path: Path) -> None:
     python = shlex.quote(sys.executable)
     text = re.sub("^zero-bubble ", f"{python} -m megatron.zero_bubble.cli ", command.text)
     text = re.sub("^python ", f"{python} ", text)
-    folder = tmp_path if command.text.startswith("zero-bubble ") else ROOT
+    text = re.sub("^torchrun ", f"{python} -m torch.distributed.run ", text)
+    if command.text in SHORTER:
+        text = f"{text} FLAGS='{SHORTER[command.text]}'"
+    folder = tmp_path if command.is_of_the_package else ROOT
     # Flags of `make docs-check` itself are not those of a command of make that it runs.
     variables = {
         name: value for name, value in os.environ.items() if name not in ("FLAGS", "MAKEFLAGS", "MAKEOVERRIDES")

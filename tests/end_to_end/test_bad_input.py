@@ -3,7 +3,7 @@
 Two jobs show how torchrun ends: after a mistake that the ranks find before they meet, and after one that they find
 later. All other mistakes end in the same way, so that only their lines are tested, in ranks that are there already.
 
-All is exhaustive: `tests/job/test_start_up.py` tests how a rank ends, the tests of each module its lines.
+All is exhaustive: `tests/session/test_start_up.py` tests how a rank ends, the tests of each module its lines.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import pytest
 from megatron.zero_bubble.planner import names
 from megatron.zero_bubble.schedule import Placement, StageCosts
 from megatron.zero_bubble.schedule.formats import Profile, profile_to_json
-from megatron.zero_bubble.training.arguments import parse_arguments
-from megatron.zero_bubble.training.checks import complete_and_check
-from megatron.zero_bubble.training.save_lock import lock_folder
+from megatron.zero_bubble.trainer.arguments import parse_arguments
+from megatron.zero_bubble.trainer.checks import complete_and_check
+from megatron.zero_bubble.trainer.save_lock import lock_folder
 from tests.changes import Change, Run, tell_and_clear_up
 from tests.launch import PRETRAIN, TINY_GPT, run
 from tests.ranks import run_on_ranks
@@ -36,7 +36,7 @@ BASE = [*GPT, "--zero-bubble"]
 
 def errors_of(*flags: str) -> list[str]:
     """The lines in which `pretrain_gpt.py` complains, having ended by itself with an error."""
-    result = run(2, PRETRAIN, *flags, timeout=120)
+    result = run(2, PRETRAIN, *flags)
     assert result.returncode != 0, result.stdout
     assert " iteration " not in result.stdout, "it trained: " + result.stdout
     assert 'pretrain_gpt.py", line' not in result.stderr, "a traceback: " + result.stderr
@@ -114,7 +114,7 @@ def meet(rank: int, num_ranks: int, port: int) -> None:
     """Be the first of two ranks, which opens the port where they meet."""
     be_rank(rank, 2)
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
-    from megatron.zero_bubble.training.initialize import initialized
+    from megatron.zero_bubble.trainer.initialize import initialized
 
     args, job = complete_and_check(parse_arguments(BASE), os.environ, has_cuda=False)
     line = rf"^MASTER_ADDR=localhost MASTER_PORT={port}: ranks cannot meet: [^\n]*address already in use$"

@@ -4,7 +4,7 @@ Every training here runs under the defaults: loader workers, clipping, evaluatio
 
 All are exhaustive, each started by torchrun once, some with post-validation and some without. `make test` ends a script
 by a signal (`launcher/test_main_endings.py`) and trainings on ranks that are there, by errors, faults of the disk and
-kills (`test_finite.py`, `training/test_checkpoint_faults.py`, `test_resume.py`). What the loop does before its last
+kills (`test_finite.py`, `trainer/test_checkpoint_faults.py`, `test_resume.py`). What the loop does before its last
 iteration, and most kills at random moments, need no torchrun here either.
 """
 
@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from megatron.zero_bubble.cli.check.matrix import write_corpus
 from megatron.zero_bubble.runtime.processes import tie_children
-from megatron.zero_bubble.training.save_lock import LOCK, lock_folder
+from megatron.zero_bubble.trainer.save_lock import LOCK, lock_folder
 from tests.changes import AtReducedGradients, Change, Run
 from tests.failing_training import command, fill_disk, raise_error, write_for_ever
 from tests.jobs import Job, kill
@@ -39,10 +39,10 @@ from tests.trainings import run_trainings
 
 pytestmark = pytest.mark.exhaustive
 
-SECONDS = 60.0
+SECONDS = 120.0
 """Time for a job to be gone once there is a reason: far above what it takes, less than a second to eight on a machine
 with nothing else to do, so that only one that hangs is late."""
-SECONDS_TO_KILL = 90.0
+SECONDS_TO_KILL = 180.0
 """Time where torchrun has to kill a rank: it waits for 30 s."""
 POST_VALIDATION = ("--zero-bubble-post-validation",)
 HANDLER = ("--exit-signal-handler",)
@@ -61,7 +61,7 @@ def flags(corpus: Path, folder: Path, *more: str) -> list[str]:
         *("--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "16"),
         *("--micro-batch-size", "1", "--global-batch-size", "4", "--lr", "1e-2", "--log-interval", "1"),
         *("--train-data-path", "1", str(corpus), "--valid-data-path", "1", str(corpus)),
-        *("--tokenizer-type", "NullTokenizer", "--vocab-size", "120"),
+        *("--tokenizer-type", "NullTokenizer", "--vocab-size", "120", "--num-workers", "2"),
         *("--eval-interval", "4", "--eval-iters", "1"),
         *("--save", str(folder / "checkpoints"), "--save-interval", "3"),
         *("--pipeline-model-parallel-size", "2", "--zero-bubble", "--train-iters", "8"),
@@ -243,7 +243,7 @@ class KilledInTime(Change):
 
     @contextlib.contextmanager
     def applied(self, run: Run) -> Iterator[None]:
-        from megatron.zero_bubble.training.checkpoint import Checkpointer
+        from megatron.zero_bubble.trainer.checkpoint import Checkpointer
 
         if dist.get_rank() != self.rank:
             yield

@@ -20,7 +20,7 @@ from tests.trainings import Trainings
 
 TWO_BY_TWO = [*TINY_GPT, "--pipeline-model-parallel-size", "2", "--global-batch-size", "4", "--eval-iters", "1"]
 """Two replicas of a pipeline of two ranks; both tie the embedding to the output layer, in two stages."""
-SGD = ("--optimizer", "sgd", "--clip-grad", "0", "--train-iters", "50", "--log-interval", "50")
+SGD = ("--optimizer", "sgd", "--clip-grad", "0", "--train-iters", "20", "--log-interval", "20")
 LOCAL = ("--hierarchical-sgd", "3:2")
 HALVES = ("--lr-decay-iters", "10", "--eval-interval", "4", *LOCAL, "--zero-bubble-schedule", "zb-h1")
 LAYOUTS = {
@@ -51,8 +51,8 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
     return Trainings(
         4,
         {
-            "reduced": [*TWO_BY_TWO, *SGD, *saved("reduced", 50)],
-            "averaged": [*TWO_BY_TWO, *SGD, "--hierarchical-sgd", "1:2", *saved("averaged", 50)],
+            "reduced": [*TWO_BY_TWO, *SGD, *saved("reduced", 20)],
+            "averaged": [*TWO_BY_TWO, *SGD, "--hierarchical-sgd", "1:2", *saved("averaged", 20)],
             "four": [*four, "--hierarchical-sgd", "2:2,4:4", "--overlap-grad-reduce", "--log-interval", "4"],
             "whole": [*TWO_BY_TWO, *HALVES, *saved("whole", 5)],
             "first half": [*TWO_BY_TWO, *HALVES, *saved("first half", 5), "--exit-interval", "5"],
@@ -81,7 +81,7 @@ def digests(trainings: Trainings, name: str) -> list[list[str]]:
 @pytest.mark.usefixtures("alone")
 def test_averaging_every_iteration_is_data_parallelism(trainings: Trainings) -> None:
     trainings.run("reduced", "averaged")
-    assert_close(*(tensors(trainings.folder, name, 50) for name in ("reduced", "averaged")))
+    assert_close(*(tensors(trainings.folder, name, 20) for name in ("reduced", "averaged")))
 
 
 @pytest.mark.exhaustive

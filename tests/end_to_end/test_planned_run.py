@@ -80,7 +80,7 @@ def test_a_batch_that_grows_changes_no_number(runs: Runs) -> None:
     assert runs.numerics("ramp") == runs.numerics("base-ramp")
 
 
-@pytest.mark.exhaustive  # tests/job/test_layers.py trains with uneven stages, and the tests above plan
+@pytest.mark.exhaustive  # tests/session/test_layers.py trains with uneven stages, and the tests above plan
 @pytest.mark.parametrize("name", UNEVEN)
 def test_uneven_stages_compute_what_megatron_cores_do(tmp_path: Path, name: str) -> None:
     uneven = [*PIPELINE, "--global-batch-size", "4", "--train-iters", "8", *UNEVEN[name]]

@@ -21,6 +21,7 @@ from tests.trainings import run_trainings
 FLAGS = (
     *(*TINY_GPT, "--pipeline-model-parallel-size", "2", "--global-batch-size", "4", "--train-iters", "30"),
     *("--lr-decay-style", "cosine", "--lr-warmup-iters", "5", "--eval-interval", "7", "--eval-iters", "1"),
+    *("--num-workers", "2"),
 )
 # Jobs that are compared must have the same layout; test_chosen_layout.py resumes one that was chosen.
 OURS = (*FLAGS, "--zero-bubble", "--zero-bubble-keep-layout")

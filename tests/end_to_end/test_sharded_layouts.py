@@ -27,7 +27,7 @@ def _ranks_of_a_layout() -> Iterator[None]:
 
 
 COMMON = (
-    *(*TINY_GPT, "--pipeline-model-parallel-size", "2", "--global-batch-size", "16", "--train-iters", "4"),
+    *(*TINY_GPT, "--pipeline-model-parallel-size", "2", "--global-batch-size", "8", "--train-iters", "4"),
     *("--untie-embeddings-and-output-weights", "--clip-grad", "0"),
 )
 ZB_2P = ("--zero-bubble-schedule", "zb-2p")
@@ -43,6 +43,9 @@ FOUR_SHARDS = {
     "replicas in a V": (8, ("--zero-bubble-schedule", "zb-v")),
 }
 
+WITH_ZERO_2 = ("context", "replicas in a V")
+"""Layouts that also keep parameters whole from a forward to its backward; test_fully_sharded.py has other schedules."""
+
 
 @pytest.mark.parametrize("layout", [*TWO_SHARDS, *FOUR_SHARDS])
 def test_losses_are_those_of_ddp_and_a_resumed_job_has_the_same(layout: str, tmp_path: Path) -> None:
@@ -52,15 +55,17 @@ def test_losses_are_those_of_ddp_and_a_resumed_job_has_the_same(layout: str, tmp
     trainings = {
         "ddp": flags,
         "sharded": sharded,
-        "zero-2": [*sharded, "--torch-fsdp2-no-reshard-after-forward"],
         "saved": [*sharded, "--save", checkpoint, "--exit-interval", "2"],
         "resumed": [*sharded, "--load", checkpoint],
         "resumed by ddp": [*flags, "--load", checkpoint],
     }
+    if layout in WITH_ZERO_2:
+        trainings["zero-2"] = [*sharded, "--torch-fsdp2-no-reshard-after-forward"]
     run_trainings(num_ranks, trainings, tmp_path)
     lines = {name: (tmp_path / f"{name}.jsonl").read_text().splitlines() for name in trainings}
     losses = {name: [float.fromhex(json.loads(line)["lm_loss"]) for line in of] for name, of in lines.items()}
-    assert losses["zero-2"] == losses["sharded"]
+    if layout in WITH_ZERO_2:
+        assert lines["zero-2"] == lines["sharded"]
     assert losses["resumed"] == losses["sharded"][2:]
     if layout in TWO_SHARDS:
         assert losses["sharded"] == losses["ddp"]
@@ -69,7 +74,6 @@ def test_losses_are_those_of_ddp_and_a_resumed_job_has_the_same(layout: str, tmp
         assert losses["sharded"] == pytest.approx(losses["ddp"], rel=1e-6)
         assert losses["resumed by ddp"] == pytest.approx(losses["ddp"][2:], rel=1e-6)
     if layout != "chosen":  # each new job may choose another one
-        assert lines["zero-2"] == lines["sharded"]
         assert lines["resumed"] == lines["sharded"][2:]
     if layout in TWO_SHARDS and layout != "chosen":
         assert [json.loads(line)["parameters"] for line in lines["sharded"]] == [

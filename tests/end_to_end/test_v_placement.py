@@ -25,7 +25,6 @@ EXACT = ("--clip-grad", "0", "--attention-dropout", "0", "--hidden-dropout", "0"
 EVEN_V = ()
 UNEVEN_V = ("--pipeline-model-parallel-layout", "Et|tt|t|L")
 MODELS = {
-    "tied": ((), EVEN_V),
     "untied-recomputed": (
         (
             "--untie-embeddings-and-output-weights",

@@ -28,7 +28,7 @@ def launch(num_ranks: int, script: Path, *arguments: str) -> Ended:
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         files = Path(folder, "output"), Path(folder, "errors")
-        status = run_on_ranks(num_ranks, run_rank, ([str(script), *arguments], files, store.port), timeout=300)
+        status = run_on_ranks(num_ranks, run_rank, ([str(script), *arguments], files, store.port), timeout=600)
         close_ranks()  # the script leaves its state in them
         return Ended(status, *(file.read_text() for file in files))
 

@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 import megatron.zero_bubble as zb
+from megatron.zero_bubble.planner.microbatch_order import MicrobatchOrder
 from tests.trainings import be_rank, process_group
 
 Numbers = list[str]
@@ -139,6 +141,62 @@ def verl_loop(num_steps: int = 3) -> Numbers:
     return [*numbers, digest_of(actor)]
 
 
+MEASURED = 2
+"""Steps of `lengths_loop` after which the order of its microbatches is planned."""
+
+
+def rotated(count: int) -> tuple[int, ...]:
+    """Place in a step -> number of the microbatch in the data."""
+    return (*range(2, count), 0, 1)
+
+
+def lengths_loop(*, rotates: bool = False) -> Numbers:
+    """Microbatches of varied lengths, for whose order another one is given in place of a plan.
+
+    Args:
+        rotates: whether the data already comes in that order.
+    """
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    begin(1)
+    config = configuration(variable_seq_lengths=True, moe_token_dispatcher_type="alltoall")
+    model = in_ddp(config, [chunk_of(config, None)])
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-2), model)
+    config.finalize_model_grads_func = finalize_model_grads
+    numbers, count = [], 5
+
+    from megatron.zero_bubble.mcore import microbatch_orders
+
+    def given(schedule: Any, costs: Any, **rest: Any) -> MicrobatchOrder:
+        return MicrobatchOrder(rotated(len(costs)), 1.0, 2.0)
+
+    with mock.patch.object(microbatch_orders, "order_microbatches", given):
+        for step in range(5):
+            batches = microbatches(step, count, varied=True)
+            is_ordered = rotates and step >= MEASURED
+            if is_ordered:
+                batches = [batches[number] for number in rotated(count)]
+            optimizer.zero_grad()
+            model[0].zero_grad_buffer()
+            reports = get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=iter(batches),
+                model=model,
+                num_microbatches=count,
+                seq_length=1,
+                micro_batch_size=1,
+                forward_only=False,
+            )
+            if is_ordered and reports:
+                reports = [reports[rotated(count).index(number)] for number in range(count)]
+            numbers += losses_of(reports)
+            _, norm, _ = optimizer.step()
+            numbers.append(float(norm).hex())
+    return [*numbers, digest_of(model)]
+
+
 def hybrid_loop() -> Numbers:
     """As the simple loop, with a hybrid model: attention and MLPs are layers of their own."""
     return simple_loop(make=hybrid_chunk)
@@ -149,6 +207,8 @@ LOOPS: dict[str, Callable[[], Numbers]] = {
     "bridge": bridge_loop,
     "verl": verl_loop,
     "hybrid": hybrid_loop,
+    "lengths": lengths_loop,
+    "lengths, rotated": partial(lengths_loop, rotates=True),
 }
 
 

@@ -185,7 +185,7 @@ def train(run: Run, training: Training) -> None:
     from megatron.training.training import pretrain
     from pretrain_small import data_provider, forward_step, model_provider
 
-    flags = list(training.flags)
+    flags = ["--num-workers", "0", *training.flags]
     if training.saves:
         flags += ["--save", str(run.folder / run.name)]
     if training.loads is not None:

@@ -221,6 +221,12 @@ def test_layers_that_the_ranks_do_not_divide_are_refused_only_where_no_layout_is
             check_script_arguments(LaunchFlags(**fixed), arguments, environment)
 
 
+def test_a_missing_micro_batch_size_is_refused_before_megatron_starts():
+    arguments = ["--num-layers", "4", "--pipeline-model-parallel-size", "2"]
+    with pytest.raises(LauncherError, match=r"^--micro-batch-size is missing"):
+        check_script_arguments(LaunchFlags(zero_bubble=True), arguments, {"WORLD_SIZE": "2"})
+
+
 def test_looking_ahead_does_not_load_megatron_core():
     """megatron-core must be imported after the substitutions for a machine without CUDA, which it reads then."""
     arguments = ["--num-layers", "4", "--pipeline-model-parallel-size", "2", "--micro-batch-size", "1"]

@@ -13,7 +13,7 @@ from megatron.zero_bubble.launcher.hooks import Needed
 from megatron.zero_bubble.launcher.launch import SUPPORTED
 from tests.launch import ROOT
 
-PAGE = (ROOT / "docs" / "megatron_lm.md").read_text()
+PAGE = (ROOT / "docs" / "hooks.md").read_text()
 VERSIONS = (ROOT / "docs" / "megatron_versions.md").read_text()
 
 

@@ -1,6 +1,6 @@
 """A script that calls megatron-core as Megatron-LM does trains the same under schedules of ours.
 
-Trainings with two chunks a rank are exhaustive, because `tests/training` compares their schedules. So are those with
+Trainings with two chunks a rank are exhaustive, because `tests/trainer` compares their schedules. So are those with
 further optimizers, whose steps `test_post_validation.py` and `tests/runtime/test_rollback.py` undo, too,
 and those with replicas that average, as in `tests/end_to_end/test_hierarchical_sgd.py`.
 """
@@ -13,14 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.zero_bubble.job.layers import layers_of_layout
 from megatron.zero_bubble.schedule import Placement
+from megatron.zero_bubble.session.layers import layers_of_layout
 from tests.jobs import Job
 from tests.launch import torchrun
 from tests.launcher.script_trainings import CHECKOUT, MeasuredCosts, ScriptTrainings, TorchsMuon, Training, numbers
 
 P2 = ("--pipeline-model-parallel-size", "2", "--clip-grad", "0.5")
 """The gradient norm is above this in every iteration."""
+WITH_LOADERS = (*P2, "--num-workers", "2")
 SOMETIMES = (*P2, "--log-interval", "3", "--train-iters", "7")
 POST_VALIDATION = {"schedule": "zb-2p", "post_validation": True}
 SPREAD = {"schedule": "zb-h1", "vocabulary_parallel": "on"}
@@ -72,16 +73,21 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> ScriptTrainings:
         "base": Training(None, P2, saves=True),
         "zb-h1": Training({"schedule": "zb-h1"}, P2, saves=True),
         "base again": Training(None, P2),
+        "base with loaders": Training(None, WITH_LOADERS),
         "base resumed": Training(None, (*P2, *GO_ON), loads="zb-h1"),
         "recomputed where needed, resumed": Training(where_needed, (*P2, *GO_ON), loads="base"),
+        "offloaded": Training(
+            {"schedule": "auto", "memory_limit": "0.7", "offload": "auto", "profile_iters": [1, 2]}, P2
+        ),
         "base, untied": Training(None, (*P2, *UNTIED)),
         "recomputed, untied": Training({"schedule": "zb-2p"}, (*P2, *UNTIED, *RECOMPUTED)),
         "base, lengths": Training(None, LENGTHS),
-        "planned, lengths": Training(planned, LENGTHS),
+        "planned, lengths": Training({**planned, "microbatch_order": "data"}, LENGTHS),
+        "ordered": Training({**POST_VALIDATION, "profile_iters": [1, 2]}, PACKED),
         "base, streams": Training(None, (*P2, "--streams", "by lengths")),
         "zb-2p, streams": Training({"schedule": "zb-2p"}, (*P2, "--streams")),
         "base, packed": Training(None, PACKED),
-        "post-validated, packed": Training(POST_VALIDATION, PACKED, saves=True),
+        "post-validated, packed": Training({**POST_VALIDATION, "microbatch_order": "data"}, PACKED, saves=True),
         "base, drawn": Training(None, (*UNCLIPPED, *DRAWN)),
         "spread": Training(SPREAD, (*UNCLIPPED, *DRAWN)),
         "seeded": Training({"schedule": "zb-h1", "seed_by_layer": True}, (*ODD, *UNEVEN, *DRAWN)),
@@ -132,6 +138,7 @@ def replicas(tmp_path_factory: pytest.TempPathFactory) -> ScriptTrainings:
     ("training", "same"),
     [
         ("zb-h1", "base"),
+        ("offloaded", "base"),
         ("recomputed where needed, resumed", "base resumed"),
         ("recomputed, untied", "base, untied"),
         ("planned, lengths", "base, lengths"),
@@ -145,6 +152,12 @@ def replicas(tmp_path_factory: pytest.TempPathFactory) -> ScriptTrainings:
 def test_numbers_are_those_of_the_script_alone(trainings: ScriptTrainings, training: str, same: str) -> None:
     expected = trainings.numbers(same)
     assert trainings.numbers(training) == expected
+
+
+def test_copies_to_the_host_are_measured_before_they_are_planned(trainings: ScriptTrainings) -> None:
+    said = trainings.log("offloaded", 0)
+    for column in ("D (ms)", "H (ms)", "copied by D (MiB)"):
+        assert column in said
 
 
 @pytest.mark.parametrize(("training", "same"), [("spread", "base, drawn"), ("spread, hybrid", "base, hybrid, drawn")])
@@ -285,10 +298,22 @@ def test_the_idle_share_follows_the_script_s_own_fields(trainings: ScriptTrainin
     assert not [line for line in lines if "validation" in line and "idle" in line]
 
 
+def test_an_order_that_is_planned_for_lengths_changes_no_more_than_the_rounding_of_sums(
+    trainings: ScriptTrainings,
+) -> None:
+    """Microbatches come in the order of the data until costs are measured, in the second iteration."""
+    ordered, base = (list(map(float.fromhex, trainings.numbers(name))) for name in ("ordered", "base, packed"))
+    assert ordered == pytest.approx(base, rel=1e-4)
+    fields = [line.partition("microbatch order: ")[2] for line in trainings.log("ordered").splitlines()]
+    said = [field for field in fields if field]
+    assert len(said) == 2
+    assert all(re.fullmatch(r"\d\.\d\d times as fast, planned in \d+\.\d ms \|", field) for field in said)
+
+
 def test_start_up_plan_and_timeline_are_those_of_our_own_trainer(trainings: ScriptTrainings) -> None:
     said = trainings.log("planned, lengths", 0)
     assert " > pipeline schedule: auto" in said
-    assert "with W deferred" in said
+    assert " > W is deferred for 100.0% of the weights" in said
     assert " > zero-bubble plan; times measured up to step 2" in said
     assert (trainings.folder / "timeline" / "iteration_0000003.html").is_file()
 
@@ -297,14 +322,14 @@ def test_start_up_plan_and_timeline_are_those_of_our_own_trainer(trainings: Scri
 def test_the_command_line_does_the_same_and_leaves_no_process(trainings: ScriptTrainings, tmp_path: Path) -> None:
     """Nor do the loaders' workers stay, although post-validation or a signal handler may still refer to them."""
     flags = ("--zero-bubble-cpu", "--zero-bubble-schedule", "zb-2p", "--zero-bubble-post-validation")
-    script = (str(CHECKOUT / "pretrain_small.py"), *P2, "--exit-signal-handler")
+    script = (str(CHECKOUT / "pretrain_small.py"), *WITH_LOADERS, "--exit-signal-handler")
     job = Job(torchrun(2, "-m", "megatron.zero_bubble", *flags, *script), tmp_path)
     try:
         job.wait_until(lambda: "validation loss" in job.output)
     finally:
         status, left, _ = job.end(60.0)
     assert (status, left) == (0, []), job.errors
-    assert numbers(job.output) == trainings.numbers("base")
+    assert numbers(job.output) == trainings.numbers("base with loaders")
 
 
 @pytest.mark.exhaustive

@@ -15,7 +15,10 @@ from tests.ranks import run_on_ranks
 SCHEDULES: dict[str, list[dict[str, Any]]] = {
     "simple": [{"schedule": "zb-h1"}, {}, {"recompute": "planned", "memory_limit": "0.7"}],
     "bridge": [{"schedule": "interleaved-zb"}, {"schedule": "auto", "profile_iters": [1, 1]}],
-    "verl": [{"schedule": "zb-h1"}, {"schedule": "auto", "profile_iters": [1, 1]}],
+    "verl": [
+        {"schedule": "zb-h1", "microbatch_order": "data"},
+        {"schedule": "auto", "profile_iters": [1, 1], "microbatch_order": "data"},
+    ],
     "hybrid": [{"schedule": "zb-2p"}],
 }
 
@@ -42,6 +45,15 @@ def test_numbers_are_those_of_the_loop_alone(folder: Path, loop: str, settings: 
     expected = numbers_of(folder, loop, None)
     assert len(expected[1]) > 3
     assert numbers_of(folder, loop, settings) == expected
+
+
+def test_microbatches_of_varied_lengths_run_in_a_planned_order(folder: Path) -> None:
+    """From the step on whose costs are measured; results come back in the order of the data."""
+    settings = {"schedule": "auto", "profile_iters": [1, 2]}
+    in_order, rotated = (numbers_of(folder, f"lengths{order}", None) for order in ("", ", rotated"))
+    assert in_order != rotated
+    assert numbers_of(folder, "lengths", settings) == rotated
+    assert numbers_of(folder, "lengths", {**settings, "microbatch_order": "data"}) == in_order
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,6 @@ def only_error(errors: str) -> str:
         ("zb-h1", {"virtual_pipeline_model_parallel_size": 2}, ["zb-h1", "2"]),
         ("zb-h1", {"pipeline_model_parallel_size": 1}, ["--pipeline-model-parallel-size", "zb-h1"]),
         ("zb-h1", {"use_megatron_fsdp": True}, ["--use-megatron-fsdp", "zb-h1"]),
-        ("zb-h1", {"overlap_moe_expert_parallel_comm": True}, ["--overlap-moe-expert-parallel-comm"]),
         ("zb-h1", {"fine_grained_activation_offloading": True}, ["--fine-grained-activation-offloading", "W may need"]),
         ("zb-h1", {"moe_paged_stash": True}, ["--moe-paged-stash", "own schedule"]),
         ("zb-h1", {"cuda_graph_impl": "local"}, ["--cuda-graph-impl local", "zb-h1", "B and W together"]),

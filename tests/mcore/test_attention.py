@@ -14,15 +14,15 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from split_layers import one_rank
 
-from megatron.zero_bubble.job.job_flags import JobFlags
-from megatron.zero_bubble.job.session import Session
 from megatron.zero_bubble.mcore import linear
 from megatron.zero_bubble.mcore.attention import TorchAttention
 from megatron.zero_bubble.schedule import Placement
-from megatron.zero_bubble.training import model
-from megatron.zero_bubble.training.arguments import Arguments, parse_arguments
-from megatron.zero_bubble.training.checks import complete_and_check
-from megatron.zero_bubble.training.model import build_model, transformer_config
+from megatron.zero_bubble.session.job_flags import JobFlags
+from megatron.zero_bubble.session.session import Session
+from megatron.zero_bubble.trainer import model
+from megatron.zero_bubble.trainer.arguments import Arguments, parse_arguments
+from megatron.zero_bubble.trainer.checks import complete_and_check
+from megatron.zero_bubble.trainer.model import build_model, transformer_config
 from tests.launch import TINY_GPT
 
 SEQUENCE, BATCH, HEADS, CHANNELS = 9, 2, 4, 8

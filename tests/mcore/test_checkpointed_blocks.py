@@ -9,6 +9,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,7 +37,7 @@ from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, OpKind, Placement, Schedule, lower
 from megatron.zero_bubble.schedule.recomputation import recomputes_blocks, with_recomputation
 from megatron.zero_bubble.schedules import get_forward_backward_func
-from megatron.zero_bubble.training.arguments import Arguments
+from megatron.zero_bubble.trainer.arguments import Arguments
 from tests.launch import TINY_GPT
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the CPU, for which megatron-core is adapted")
@@ -67,12 +68,12 @@ MODELS = {
 RECOMPUTED_LAYERS = {"the first layer": 1, "the first three, bf16": 3, "further tokens": 6}
 
 
-def late_backwards(recomputed: Sequence[int]) -> Schedule:
+def late_backwards(recomputed: Sequence[int], num_groups: int = 1) -> Schedule:
     microbatches = range(NUM_MICROBATCHES)
     plain = [Op(kind, microbatch) for kind in (OpKind.F, OpKind.B, OpKind.W) for microbatch in microbatches]
     schedule = with_recomputation(Schedule("late-backwards", LINEAR, NUM_MICROBATCHES, (tuple(plain),)))
     ops = (op for op in schedule.ops[0] if op.kind is not OpKind.R or op.microbatch in recomputed)
-    return lower(replace(schedule, ops=(tuple(ops),)))
+    return lower(replace(schedule, ops=(tuple(ops),), groups=(num_groups,) if num_groups > 1 else ()))
 
 
 class Rank:
@@ -89,7 +90,7 @@ class Rank:
             if isinstance(module, TransformerLayer):
                 module.register_forward_hook(lambda *_: self.forwards.update([self._kind]))
 
-    def step(self, recomputed: Sequence[int], store: RecomputationStore | None) -> dict[str, Any]:
+    def step(self, recomputed: Sequence[int], store: RecomputationStore | None, num_groups: int = 1) -> dict[str, Any]:
         """The losses, gradients and final random numbers of a step."""
         *generators, tracked = self.random_states
         random._set_all_rng_states(*generators, dict(tracked))
@@ -99,7 +100,8 @@ class Rank:
         def run(rank: int, communicator: Communicator) -> MegatronStage:
             stage = make_stage(self.args, LINEAR, rank, self.chunks, torch.device("cpu"))
             stage = replace(stage, recomputation_store=store)
-            executor = Executor(late_backwards(recomputed), rank, communicator, self.store, store)
+            schedule = late_backwards(recomputed, num_groups)
+            executor = Executor(schedule, rank, communicator, self.store, store)
             executor.run(stage, self)  # type: ignore[arg-type]
             stage.finish()
             return stage
@@ -113,6 +115,12 @@ class Rank:
 
     def end(self, *ops: Op) -> None:
         pass
+
+    @contextmanager
+    def timed_within(self, kind: OpKind) -> Iterator[None]:
+        before, self._kind = self._kind, kind
+        yield
+        self._kind = before
 
 
 def arguments(*flags: str) -> Arguments:
@@ -149,6 +157,30 @@ def test_r_and_b_are_megatron_cores_backward(model: str):
 
     assert_same(rank.step((0, 3, 4), store), dict(expected))
     assert rank.forwards == {OpKind.F: layers * NUM_MICROBATCHES, OpKind.R: recomputed * 3 // NUM_MICROBATCHES}
+
+
+@pytest.mark.parametrize(
+    ("model", "num_groups"),
+    [
+        ("every layer", 3),
+        ("the first three, bf16", 2),
+        # The same code with other layers and other groups.
+        *(pytest.param(model, groups, marks=pytest.mark.exhaustive) for model in MODELS for groups in (2, 4, 9)),
+    ],
+)
+def test_in_groups_r_restores_the_last_and_b_the_others(model: str, num_groups: int):
+    rank, everything = Rank(arguments(*MODELS[model])), range(NUM_MICROBATCHES)
+    expected = rank.step((), None)
+    forwards_in_b = rank.forwards[OpKind.B]
+    store = RecomputationStore()
+    assert_same(rank.step(everything, store, num_groups), dict(expected))
+    assert rank.forwards[OpKind.R] == forwards_in_b, "each once, in R or in B"
+
+    assert_same(rank.step((0, 3, 4), store, num_groups), dict(expected))
+    kept = (NUM_MICROBATCHES - 3) * -(-store.num_blocks[0] // min(num_groups, store.num_blocks[0]))
+    layers_of_block = forwards_in_b // NUM_MICROBATCHES // store.num_blocks[0]
+    assert rank.forwards[OpKind.R] == forwards_in_b - kept * layers_of_block, "the last group is kept without an R"
+    assert_same(rank.step((), store, num_groups), dict(expected))
 
 
 def test_a_schedule_recomputes_any_layer_of_a_model_that_recomputes_none():

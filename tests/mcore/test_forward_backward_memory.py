@@ -27,7 +27,7 @@ from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, Schedule, StageCosts, lower, simulate
 from megatron.zero_bubble.schedule.recomputation import Recompute
-from megatron.zero_bubble.training.arguments import Arguments
+from megatron.zero_bubble.trainer.arguments import Arguments
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the CPU, for which megatron-core is adapted")
 

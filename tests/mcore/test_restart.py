@@ -13,7 +13,7 @@ from megatron.zero_bubble.cli.trainings import complete_arguments, one_process, 
 from megatron.zero_bubble.mcore.restart import Restart
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Placement
-from megatron.zero_bubble.training.arguments import Arguments
+from megatron.zero_bubble.trainer.arguments import Arguments
 from tests.launch import TINY_GPT
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the CPU, for which megatron-core is adapted")

@@ -12,9 +12,9 @@ from megatron.zero_bubble.mcore.placement import chunk_groups
 from megatron.zero_bubble.mcore.unit_seeds import initialized_by_unit
 from megatron.zero_bubble.mcore.vocabulary_shard import Rows, add_embedding_gradient, combine, look_up, softmax
 from megatron.zero_bubble.schedule import Placement
-from megatron.zero_bubble.training.arguments import Arguments
-from megatron.zero_bubble.training.forward_step import loss_func
-from megatron.zero_bubble.training.model import build_gpt, transformer_config
+from megatron.zero_bubble.trainer.arguments import Arguments
+from megatron.zero_bubble.trainer.forward_step import loss_func
+from megatron.zero_bubble.trainer.model import build_gpt, transformer_config
 
 NUM_SHARDS = 2
 

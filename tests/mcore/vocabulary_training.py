@@ -18,22 +18,22 @@ from megatron.core.utils import unwrap_model
 from vocabulary_emulation import EmulatedStep
 
 from megatron.zero_bubble.cli.trainings import complete_arguments
-from megatron.zero_bubble.job.job_flags import JobFlags
-from megatron.zero_bubble.job.session import Session
 from megatron.zero_bubble.mcore.schedule_runner import ForwardBackward
 from megatron.zero_bubble.mcore.vocabulary_model import vocabulary_shard_of
 from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.schedules import get_forward_backward_func
-from megatron.zero_bubble.training.arguments import Arguments
-from megatron.zero_bubble.training.checkpoint import Checkpointer
-from megatron.zero_bubble.training.forward_step import make_forward_step
-from megatron.zero_bubble.training.initialize import initialized
-from megatron.zero_bubble.training.model import build_model, transformer_config
-from megatron.zero_bubble.training.optimization import build_lr_scheduler, build_optimizer
-from megatron.zero_bubble.training.pretrain import make_data_config
-from megatron.zero_bubble.training.progress import Progress
+from megatron.zero_bubble.session.job_flags import JobFlags
+from megatron.zero_bubble.session.session import Session
+from megatron.zero_bubble.trainer.arguments import Arguments
+from megatron.zero_bubble.trainer.checkpoint import Checkpointer
+from megatron.zero_bubble.trainer.forward_step import make_forward_step
+from megatron.zero_bubble.trainer.initialize import initialized
+from megatron.zero_bubble.trainer.model import build_model, transformer_config
+from megatron.zero_bubble.trainer.optimization import build_lr_scheduler, build_optimizer
+from megatron.zero_bubble.trainer.pretrain import make_data_config
+from megatron.zero_bubble.trainer.progress import Progress
 from tests.launch import TINY_GPT
 from tests.ranks import run_on_ranks
 from tests.trainings import be_rank, process_group

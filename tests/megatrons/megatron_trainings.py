@@ -77,9 +77,9 @@ class MegatronTrainings:
         """The norm of the gradients of every iteration."""
         return re.findall(r"grad norm: (\S+)", self.output(flags, ranks))
 
-    def tensors(self, flags: str) -> dict[str, torch.Tensor]:
+    def tensors(self, flags: str, ranks: int = 2) -> dict[str, torch.Tensor]:
         """The parameters and the state of the optimizer after the last iteration."""
-        self.output(flags)
+        self.output(flags, ranks)
         (folder,) = self.folder(flags).glob("iter_*")
         reader = FileSystemReader(folder)
         state = {

@@ -31,6 +31,11 @@ EXPERTS = (
     "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2"
 )
 MAMBA = "--mamba-state-dim 16 --mamba-head-dim 8 --mamba-num-groups 2"
+DELTA = "--linear-key-head-dim 8 --linear-value-head-dim 8 --linear-num-key-heads 2 --linear-num-value-heads 4 --swiglu"
+LATENT = (
+    "--multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 "
+    "--v-head-dim 12 --position-embedding-type rope"
+)
 FURTHER = "--position-embedding-type rope"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 NEEDED = "--zero-bubble --zero-bubble-recompute planned --zero-bubble-memory-limit 0.7 --zero-bubble-profile-iters 1 2"
@@ -66,6 +71,8 @@ CASES = {
     "the older flag": HybridCase(f"{LOCAL} *-*-".replace("layer-pattern", "override-pattern"), H1),
     "experts": HybridCase(f"{LOCAL} *E*-|*E {EXPERTS}", H1),
     "Mamba": HybridCase(f"{LOCAL} M*-M|M-*- {MAMBA}", TWO_P),
+    "gated delta nets": HybridCase(f"{LOCAL} *-G-|G-*- {DELTA}", TWO_P),
+    "latent attention": HybridCase(f"{LOCAL} +-M|+- {MAMBA} {LATENT}", TWO_P),
     "multi-token prediction": HybridCase(f"{LOCAL} *-*-|*-/*-/*- {FURTHER}", H1),
     "post-validation": HybridCase(f"{LOCAL} *-*-|*-*- --log-interval 2", f"{TWO_P} --zero-bubble-post-validation"),
     "full recomputation": HybridCase(f"{LOCAL} *-*-|*M*- {MAMBA} {FULL}", TWO_P),

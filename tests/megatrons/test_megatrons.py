@@ -78,6 +78,23 @@ def test_a_schedule_computes_what_megatrons_computes(trainings: MegatronTraining
     assert different(trainings.tensors(ours), trainings.tensors(base)) == []
 
 
+def test_pairs_of_a_forward_and_a_backward_compute_what_megatrons_schedule_computes(
+    trainings: MegatronTrainings,
+) -> None:
+    """On two pipeline ranks with two chunks each, whose experts are on two ranks."""
+    experts = (
+        f"{GPT} --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 8 "
+        "--expert-model-parallel-size 2 --num-experts 4 --moe-token-dispatcher-type alltoall --disable-bias-linear "
+        "--moe-aux-loss-coeff 0.01"
+    )
+    pairs = "--zero-bubble-schedule interleaved-pairs --overlap-moe-expert-parallel-comm"
+    ours, base = f"{experts} {pairs}", f"{experts} "
+    assert "bubble rate:" in trainings.output(ours, ranks=4)
+    assert trainings.losses(ours, ranks=4) == trainings.losses(base, ranks=4)
+    assert trainings.norms(ours, ranks=4) == trainings.norms(base, ranks=4)
+    assert different(trainings.tensors(ours, ranks=4), trainings.tensors(base, ranks=4)) == []
+
+
 @pytest.mark.parametrize(("first", "then"), [("", ZB_H1), (ZB_H1, "")], ids=["to zb-h1", "from zb-h1"])
 def test_a_checkpoint_does_not_depend_on_the_schedule(trainings: MegatronTrainings, first: str, then: str) -> None:
     """The other schedule goes on as Megatron's goes on from its own checkpoint, and ends as it would without a stop."""

@@ -321,3 +321,35 @@ def test_the_time_of_every_stage_is_measured():
     assert len(first) == 4
     assert all(time > 0 for stage in first for time in stage)
     assert all(grad is not None for grad in grads.values())
+
+
+def test_a_rank_without_parameters_has_an_optimizer_as_the_others():
+    layers, (x, y) = [nn.Linear(WIDTH, WIDTH), torch.relu], stack(1)[1]
+
+    def use(pipeline):
+        optimizer = torch.optim.AdamW(pipeline.parameters())
+        outcome = pipeline.train_step((x, y), optimizer, 1.0)
+        return outcome.loss, len(pipeline.own_parameters()), list(pipeline.state_dict())
+
+    first, second = pipelines(
+        2, layers, nn.functional.mse_loss, use, schedule="zb-h1", num_microbatches=4, partition="uniform"
+    )
+    assert first[0] == second[0]
+    assert (first[1:], second[1:]) == ((2, ["0.weight", "0.bias"]), (0, []))
+
+
+def test_a_hook_of_a_weight_gets_its_gradients_as_in_one_process():
+    layers, batch = stack(2)
+    seen: list[torch.Tensor] = []
+
+    def use(pipeline):
+        if (weight := dict(pipeline.named_parameters()).get("0.weight")) is not None:
+            weight.register_hook(seen.append)
+        pipeline.train_batch(batch)
+        return gradients_of(pipeline)
+
+    ours = merged(pipelines(2, layers, nn.functional.mse_loss, use, schedule="zb-h1", num_microbatches=4))
+    model, _ = run_in_one_process(layers, nn.functional.mse_loss, batch, 4)
+    assert_equal(ours, gradients_of(model))
+    assert len(seen) == 4
+    assert torch.equal(sum(seen[1:], start=seen[0]), ours["0.weight"])

@@ -18,6 +18,8 @@ from tests.launch import ROOT
 transformers = pytest.importorskip("transformers")
 
 SCHEDULES = [name for name in names() if name != "optimal"]
+NEEDS_MORE = ("dualpipe-v", 4)
+"""A schedule that needs more than the four microbatches of these tests on as many ranks."""
 MAX_NORM = 0.5
 
 
@@ -56,7 +58,7 @@ def train_in_one_process(example, model, num_steps):
 @pytest.mark.parametrize(
     ("schedule", "num_ranks", "num_steps"),
     [("zb-v", 2, 10)]
-    + [pytest.param(s, p, 1, marks=pytest.mark.exhaustive) for s in SCHEDULES for p in (2, 4)]
+    + [pytest.param(s, p, 1, marks=pytest.mark.exhaustive) for s in SCHEDULES for p in (2, 4) if (s, p) != NEEDS_MORE]
     + [pytest.param("zb-h1", 4, 10, marks=pytest.mark.exhaustive)],
 )
 def test_losses_gradients_and_parameters_are_those_of_one_process(example, schedule, num_ranks, num_steps):

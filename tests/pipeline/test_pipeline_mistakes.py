@@ -136,3 +136,47 @@ def test_layers_of_two_stages_that_share_a_parameter_are_refused():
         [first, nn.ReLU(), nn.ReLU(), last],
         "layers 0 and 3 share a parameter, but are on stages 0 and 1: make both of TiedLayerSpec with one key",
     )
+
+
+@pytest.mark.parametrize("count", [4.0, 0, "4", True])
+def test_the_number_of_microbatches_is_a_whole_number(count):
+    message = f"num_microbatches must be a whole number of at least 1, got {count!r}"
+    assert_message(linears(4), message, num_microbatches=count)
+
+
+@pytest.mark.parametrize(
+    ("layers", "arguments", "message"),
+    [
+        (lambda rank: linears(4 + rank), lambda rank: {}, "layers: rank 0 has 4, rank 1 has 5"),
+        (
+            lambda rank: [*linears(3), nn.Linear(4, 4, bias=rank == 0)],
+            lambda rank: {},
+            "layers: layer 3 is Linear(4x4, 4) on rank 0 and Linear(4x4) on rank 1",
+        ),
+        (
+            lambda rank: linears(4),
+            lambda rank: {"schedule": ("zb-h1", "1f1b")[rank]},
+            "schedule: rank 0 has 'zb-h1', rank 1 has '1f1b'",
+        ),
+        (
+            lambda rank: linears(4),
+            lambda rank: {"num_microbatches": 4 + 4 * rank},
+            "num_microbatches: rank 0 has 4, rank 1 has 8",
+        ),
+    ],
+)
+def test_ranks_that_were_given_different_arguments_are_refused(layers, arguments, message):
+    def run(interconnect):
+        given = {"schedule": "zb-h1", "num_microbatches": 4, **arguments(interconnect.rank)}
+        Pipeline(layers(interconnect.rank), nn.functional.mse_loss, interconnect=interconnect, **given)
+
+    assert {str(error) for error in errors_on_ranks(2, run)} == {f"all ranks of a pipeline need the same {message}"}
+
+
+def test_a_class_whose_forward_returns_a_tuple_cannot_be_split():
+    assert_message(
+        [*linears(2), nn.LSTM(4, 4), lambda pair: pair[0]],
+        "layer 2 (LSTM) failed: ValueError: split_layers=LSTM cannot be split: its forward returns a tuple, not one "
+        "tensor; leave it out of split_layers",
+        split_layers=[nn.LSTM],
+    )

@@ -18,11 +18,12 @@ def test_the_example_trains_and_finds_the_bits_of_one_process():
     assert len((ROOT / "examples" / "plain_pytorch.py").read_text().splitlines()) <= 120
 
 
-@pytest.mark.exhaustive  # a minute; test_pipeline_alexnet.py and test_pipeline_llama.py have its layers
+@pytest.mark.exhaustive  # test_pipeline_alexnet.py and test_pipeline_llama.py have its layers
 @pytest.mark.parametrize(("name", "library"), [("alexnet", "skimage"), ("llama", "transformers")])
 def test_the_examples_of_whole_models_find_the_bits_of_one_process(name, library):
+    """With smaller batches and images than `make examples`, and the same layers."""
     pytest.importorskip(library)
-    job = run(2, ROOT / "examples" / f"{name}.py", timeout=300)
+    job = run(2, Path(__file__).parent / "small_example.py", name, timeout=300)
     assert job.returncode == 0, job.stderr
     assert "losses and parameters are equal to one process's, bit for bit" in job.stdout
 

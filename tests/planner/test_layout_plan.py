@@ -19,10 +19,10 @@ def test_activations_get_what_both_limits_allow(
     capacity: float | None, limit: float | tuple[float, ...] | None, left: tuple[float, ...] | None
 ) -> None:
     request = PlanRequest("auto", 4, all_placements(2), capacity=capacity, memory_limit=limit)
-    assert limits_of(request, STATES) == left
+    assert limits_of(request, STATES, request.capacity) == left
 
 
 def test_states_without_room_are_refused() -> None:
     request = PlanRequest("auto", 4, all_placements(2), capacity=8)
     with pytest.raises(Infeasible, match="parameters, gradients and optimizer states need 8 of the 8 of a rank"):
-        limits_of(request, STATES)
+        limits_of(request, STATES, request.capacity)

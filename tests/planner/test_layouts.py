@@ -18,6 +18,7 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 
 LINEAR = partial(Placement, "linear")
 LAYER = UnitCosts(1, 1, 0.8, memory_f=1, memory_b=-0.5, memory_w=-0.5, time_r=1, memory_r=0.9, state=0.5)
+TIMES = ("time_f", "time_b", "time_w", "time_r")
 NAMED = ("auto", "1f1b", "zb-h1", "zb-h2")
 
 
@@ -150,6 +151,75 @@ def test_megatrons_split_stays_unless_another_layout_is_faster() -> None:
     chosen = search_layouts(heavy)
     assert chosen.layout != usual
     assert chosen.time * SIMPLER < plan_layout(heavy, usual).time
+
+
+def test_a_usual_layout_of_many_chunks_is_a_candidate_with_its_own_schedule() -> None:
+    """Equal stages and eight chunks a rank leave a bubble of 1.6%: no other layout is two percent faster."""
+    usual = megatrons_layout(32, 2, 8)
+    asked = request(model(32, 0.01), 2, 4, usual=usual, effort=0)
+    asked = replace(asked, placements=(*asked.placements, usual.placement))
+    asked = replace(asked, capacity=capacity_of_multiple(asked, usual, 1, is_interleaved=True))
+    own = as_megatron_runs(asked, usual)
+    chosen = search_layouts(asked)
+    assert chosen.time <= own.time * (1 + 1e-9)
+    assert chosen.layout == usual or chosen.time * SIMPLER < own.time
+
+
+def test_the_usual_layout_may_take_memory_that_others_may_not() -> None:
+    usual = megatrons_layout(8, 2)
+    asked = replace(request(model(8, 0.2), 2, 8, usual=usual, effort=0), placements=(LINEAR(2),))
+    capacity = as_megatron_runs(asked, usual).memory
+    short = replace(asked, capacity=0.9 * capacity)
+    assert search_layouts(short).layout != usual or search_layouts(short).memory <= 0.9 * capacity
+    chosen = search_layouts(replace(short, usual_capacity=capacity))
+    assert (chosen.layout, chosen.time) == (usual, search_layouts(replace(asked, capacity=capacity)).time)
+
+
+def test_more_than_four_chunks_are_tried_where_layers_allow_them() -> None:
+    def chunks(num_layers: int) -> set[int]:
+        return {placement.num_chunks for placement in all_placements(4, num_layers)}
+
+    assert chunks(0) == chunks(17) == {1, 2, 3, 4}
+    assert chunks(18) == {1, 2, 3, 4, 5}  # the embedding and the output each have a stage to themselves
+    assert max(chunks(100)) == 16
+
+
+def test_more_chunks_are_chosen_where_they_are_faster() -> None:
+    """With two microbatches on two ranks the bubble of four chunks is an eighth of the work."""
+    costs = replace(model(32, 0.01), time_comm=0.0)
+    few, many = (request(costs, 2, 2, memory_limit=1000, effort=0) for _ in range(2))
+    many = replace(many, placements=all_placements(2, 32))
+    asked = [replace(one, placements=tuple(p for p in one.placements if p.kind != "v")) for one in (few, many)]
+    four, more = map(search_layouts, asked)
+    assert more.time <= four.time * SIMPLER
+    assert more.layout.placement.num_chunks >= four.layout.placement.num_chunks
+
+
+@pytest.mark.parametrize("number", [0, 1, *(pytest.param(more, marks=pytest.mark.exhaustive) for more in range(2, 12))])
+def test_two_measurements_of_the_same_costs_choose_the_same_layout(number: int) -> None:
+    """Times that differ by up to 1.5%: if the layouts differ, each is as good with the costs of the other."""
+    asked = random_request(number)
+    measured = [replace(asked, costs=_measured(asked.model, f"{number} {again}")) for again in range(3)]
+    chosen = [search_layouts(one) for one in measured]
+    layouts = {plan.layout for plan in chosen}
+    for one, plan in zip(measured, chosen, strict=True):
+        for other in layouts - {plan.layout}:
+            assert plan_layout(one, other).time <= plan.time * SHARDING_GAIN
+    assert number > 0 or len(layouts) == 1
+
+
+def _measured(costs: ModelCosts, seed: str) -> ModelCosts:
+    """The costs with the times of each kind of unit changed by up to 1.5%."""
+    generator, found = random.Random(seed), {}
+
+    def one(unit: UnitCosts) -> UnitCosts:
+        if unit not in found:
+            times = {name: getattr(unit, name) * generator.uniform(0.985, 1.015) for name in TIMES}
+            found[unit] = replace(unit, **times)
+        return found[unit]
+
+    layers = tuple(map(one, costs.layers))
+    return replace(costs, embedding=one(costs.embedding), layers=layers, output=one(costs.output))
 
 
 @pytest.mark.parametrize("number", [0, *(pytest.param(more, marks=pytest.mark.exhaustive) for more in (1, 2))])

@@ -47,7 +47,7 @@ def test_no_simple_schedule_that_fits_is_better(data, p, m, name, overlap):
         assert timeline.cost <= other.cost * (1 + 1e-9), other.schedule.name
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.data(), st.integers(1, 4), st.integers(1, 9), st.booleans())
 def test_a_v_with_more_memory_is_no_worse(data, p, m, overlap):
     costs = data.draw(wild_costs(2 * p))

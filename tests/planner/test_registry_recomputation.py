@@ -47,7 +47,7 @@ def recomputes_all(schedule):
     return True
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.data(), st.integers(1, 5), st.integers(1, 9))
 def test_the_peak_of_1f1b_is_that_of_1f1b_with_the_same_recomputation(data, p, m):
     costs = data.draw(costs_with_r(p))
@@ -74,7 +74,7 @@ def test_r_of_its_own_gives_back_the_bubble_that_it_takes_inside_b(name, inside,
     assert checked(generate(name, 8, 16, costs=EQUAL, recompute=FULL), EQUAL).cost <= apart
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.data(), st.integers(1, 5), st.integers(1, 9), st.booleans())
 def test_full_recomputation_fits_and_no_simple_schedule_that_fits_is_better(data, p, m, overlap):
     costs = data.draw(costs_with_r(p))
@@ -228,7 +228,7 @@ def test_planned_recomputation_in_a_v_fits_and_is_never_worse(data, p, m):
 
 
 @pytest.mark.exhaustive  # the same on larger pipelines
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.data(), st.sampled_from(["auto", "zb-v"]), st.integers(2, 6), st.integers(1, 16), st.booleans())
 def test_planned_recomputation_of_larger_pipelines(data, name, p, m, overlap):
     chunks = 2 if name == "zb-v" else 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -107,6 +109,24 @@ def test_too_small_a_limit_names_the_smallest_that_works():
     smallest = error.value.smallest_limit
     schedule = generate("v-min", 4, 8, memory_limit=smallest)
     validate(lower(schedule))
+
+
+def test_uneven_stages_near_the_memory_of_v_min_are_close_to_the_bound():
+    """Repeated blocks alone, in which all ranks keep one beat, are 14% from it."""
+    p, m, limit = 4, 8, 1.1 * (4 / 3 + 1)
+    generator = random.Random(1)
+    times = [generator.uniform(0.8, 1.25) for _ in range(2 * p)]
+    b, w = generator.uniform(0.9, 1.3), generator.uniform(0.6, 1)
+    costs = StageCosts(
+        times,
+        [b * time for time in times],
+        [w * time for time in times],
+        [0.05] * (2 * p - 1),
+        *([amount] * (2 * p) for amount in (0.5, -0.25, -0.25)),
+    )
+    timeline = simulate(generate("zb-v", p, m, costs=costs, memory_limit=limit), costs)
+    assert timeline.cost <= 1.1 * lower_bounds(Placement("v", p, 2), m, costs, limit).span
+    assert max(timeline.peak_memory) <= limit
 
 
 OFFSETS = {

@@ -178,3 +178,21 @@ def test_every_edge_between_ranks_is_measured_by_both_its_ends(placement):
         assert knows == (ends if len(ends) == 2 else set())
     assert all(0 < ms < 1000 for edges in measured for ms in edges.values())
     assert network.undelivered() == []
+
+
+def test_of_pairs_nothing_is_known_about_either_operation():
+    profiler = Profiler(LINEAR, rank=0)
+    alone = step((F, 0, 2.0, 10), (B, 0, 3.0, -5), (W, 0, 1.0, -5))
+    profiler.add([*alone, MeasuredOp(Op(F, 1), 2.0, 2.0, 10), MeasuredOp(Op(OpKind.PB, 0), 2.0, 2.004, 0)])
+    (costs,) = profiler.costs()
+    assert costs.times == {F: pytest.approx(2.0), B: pytest.approx(3.0), W: pytest.approx(1.0)}
+
+
+def test_exchanges_are_the_fastest_replicas_and_a_part_of_f_and_b():
+    def costs_of(exchanged_f: float, exchanged_b: float) -> ChunkCosts:
+        times = {F: 4.0, B: 5.0, W: 1.0}
+        return ChunkCosts(0, times, {F: 2, B: -1, W: -1}, 0.0, exchanged={F: exchanged_f, B: exchanged_b})
+
+    combined = combine_costs(Placement("linear", 1), [([costs_of(2.0, 6.0)], {}), ([costs_of(1.5, 7.0)], {})])
+    assert combined.costs.all_to_all_f == (1.5,)
+    assert combined.costs.all_to_all_b == (5.0,)

@@ -68,6 +68,25 @@ def test_operations_that_run_as_one_get_equal_shares():
     assert [call for call, _ in meter.calls] == ["begin W2", "end W2", "begin W3", "end W3"]
 
 
+def test_the_backward_of_a_pair_gets_all_of_its_time():
+    forward, backward = Op(OpKind.F, 2), Op(OpKind.PB, 0)
+    recorder = OpRecorder(FakeClock())
+    recorder.begin(forward)
+    recorder.end(forward, backward)
+    assert recorder.take() == [MeasuredOp(forward, 10.0, 10.0), MeasuredOp(backward, 10.0, 20.0)]
+
+
+def test_exchanges_are_timed_within_their_operation():
+    recorder = OpRecorder(FakeClock())
+    exchange = recorder.timed_exchange(lambda value: value + 1)
+    for op, number in ((F0, 2), (B0, 0)):
+        recorder.begin(op)
+        assert [exchange(value) for value in range(number)] == list(range(1, number + 1))
+        recorder.end(op)
+    assert recorder.take() == [MeasuredOp(F0, 10.0, 60.0, exchanged=20.0), MeasuredOp(B0, 70.0, 80.0)]
+    assert recorder.take() == [], "once"
+
+
 def test_a_recorder_keeps_when_each_operation_ran():
     clock = FakeClock()
     recorder = OpRecorder(clock)

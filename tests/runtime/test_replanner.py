@@ -27,6 +27,7 @@ from megatron.zero_bubble.runtime.replanner import (
 )
 from megatron.zero_bubble.schedule import OpKind, Placement, ScheduleError, StageCosts
 from megatron.zero_bubble.schedule.formats import Profile
+from megatron.zero_bubble.schedule.pairs import PAIRED, apart
 from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation_everywhere
 
 MODEL = {"num_layers": 4}
@@ -77,7 +78,7 @@ class Run:
     def _run(self, times: dict[OpKind, float], m: int) -> None:
         times[OpKind.BW] = times[OpKind.B] + times[OpKind.W]
         recorder = self.observer.start(self.step)
-        for op in self.plan.schedule(m).compute_ops(0):
+        for op in apart(self.plan.schedule(m)).compute_ops(0):
             recorder.begin(op)
             self.clock.now += times[op.kind] / 1000
             recorder.end(op)
@@ -356,6 +357,16 @@ def test_while_costs_are_measured_every_stage_recomputes_and_then_no_more_than_i
     assert run.replanner.to_measure(plan) is plan
     keeps_all = Run(RunSchedules.named("1f1b", 1))
     assert keeps_all.replanner.to_measure(plan) is plan
+
+
+def test_while_costs_are_measured_nothing_runs_in_pairs():
+    run = Run(RunSchedules.named("dualpipe-v", 1))
+    plan = run.plan.schedule(2)
+    assert not plan.kinds.isdisjoint(PAIRED)
+    assert run.replanner.to_measure(plan).kinds == {OpKind.F, OpKind.B, OpKind.BW, OpKind.W}
+    run.steps(3)
+    assert run.new_plans == [4], "so that the run goes on with the plan's own schedule"
+    assert run.replanner.to_measure(plan) is plan
 
 
 @pytest.mark.parametrize(

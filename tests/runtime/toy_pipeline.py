@@ -29,13 +29,14 @@ class SplitLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, store):
-        ctx.save_for_backward(x, weight)
-        ctx.store = store
+        ctx.save_for_backward(x)
+        # Saved tensors that pass through hooks come back as other tensors, and the gradient is added to this one.
+        ctx.weight, ctx.store = weight, store
         return linear(x, weight)
 
     @staticmethod
     def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
+        (x,), weight = ctx.saved_tensors, ctx.weight
         weight_grad = partial(add_weight_grad, weight, x.detach(), grad)
         if ctx.store.is_deferring:
             ctx.store.put(weight_grad, parameter=weight)

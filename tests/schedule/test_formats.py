@@ -168,7 +168,7 @@ def test_pytorch_reads_ours(name):
 
 def test_an_overlapped_pair_is_two_ops():
     text = "0F0,0F1,(0F2;0B0)OVERLAP_F_B,0B1,0REDUCE_GRAD,,0B2\n"
-    assert [str(op) for op in schedule_from_pytorch_csv(text).ops[0]] == ["F0", "F1", "F2", "BW0", "BW1", "BW2"]
+    assert [str(op) for op in schedule_from_pytorch_csv(text).ops[0]] == ["F0", "F1", "F2", "&BW0", "BW1", "BW2"]
 
 
 def test_costs_round_trip_exactly():

@@ -19,7 +19,7 @@ pytest.importorskip("torch.distributed.pipelining.schedules")
 
 RANKS, MICROBATCHES, WIDTH, LAYERS = 2, 6, 8, 4
 SCHEDULES = ("1f1b", "zb-h1", "zb-2p", "interleaved-1f1b", "interleaved-zb", "zb-v", "v-half", "v-min")
-PAGE = Path(__file__).parents[2] / "docs" / "schedules.md"
+PAGE = Path(__file__).parents[2] / "docs" / "commands.md"
 
 
 def make_layers() -> list[torch.nn.Module]:
@@ -34,7 +34,7 @@ def make_batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def documented_step() -> Callable[..., None]:
-    """Return the function `torch_step` of docs/schedules.md."""
+    """Return the function `torch_step` of docs/commands.md."""
     [example] = re.findall(r"```python\n([^`]*def torch_step.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     scope: dict = {}
     exec(example, scope)

@@ -45,6 +45,7 @@ def test_the_peer_of_a_message_is_the_rank_of_the_neighbouring_stage():
         (("zigzag", 2), "unknown"),
         (("linear", 0), "at least one rank"),
         (("v", 2, 0), "at least one rank"),
+        (("v", 2, 1), "at least two chunks a rank, got 1: use linear"),
         (("linear", 2, 2), "one chunk"),
     ],
 )

@@ -100,3 +100,13 @@ def test_collectives_take_time_from_the_operations_on_shards() -> None:
     assert costs is not None
     added = {name: costs[name] - without[name] for name in costs if name.startswith("time")}
     assert added == pytest.approx({"time_e": 1.5, "time_s": 2, "time_t": 0.5, "time_ew": 1})
+
+
+def test_stages_exchange_what_their_layers_exchange():
+    experts = replace(LAYER, all_to_all_f=0.25, all_to_all_b=0.5)
+    model = replace(MODEL, layers=(LAYER, LAYER, *[experts] * 4))
+    costs = model.of_stages((3, 3), Placement("linear", 2))
+    assert (costs.all_to_all_f, costs.all_to_all_b) == ((0.25, 0.75), (0.5, 1.5))
+    assert model.has_all_to_all
+    assert not model.computing.has_all_to_all
+    assert model.computing.layers[-1].time_b == LAYER.time_b - 0.5

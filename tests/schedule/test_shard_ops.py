@@ -25,7 +25,7 @@ from megatron.zero_bubble.schedule.memory import peak_memory
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.schedule.shard_ops import with_vocabulary, without_vocabulary
 
-QUICK = [name for name in names() if not ENTRIES[name].is_slow]
+QUICK = [name for name in names() if not ENTRIES[name].is_slow and not ENTRIES[name].has_pairs]
 
 
 def model_costs(placement: Placement, num_layers: int, output: float, message: float = 0.05) -> StageCosts:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from megatron.zero_bubble.training import sample_data
-from megatron.zero_bubble.training.tokenizer import build_tokenizer
+from megatron.zero_bubble.trainer.tokenizer import build_tokenizer
+from tools import make_sample_data
 from tools.make_sample_data import main
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "make_sample_data.py"
@@ -56,7 +56,7 @@ def test_the_sample_is_the_library_without_tests_and_other_peoples_packages(tmp_
         file.write_text(f"# {name}\n")
     (tmp_path / "latin.py").write_bytes(b"# \xe9\n")
     (tmp_path / "empty.py").write_text("\n")
-    found = dict(sample_data.documents(tmp_path, 10**9))
+    found = dict(make_sample_data.documents(tmp_path, 10**9))
     modules = {name for name in found if not name.startswith("pydoc/")}
     assert modules == {"os.py", "json/decoder.py"}
     assert "while" in found.get("pydoc/while", "while")  # pydoc's topics, where the Python has them
@@ -104,14 +104,14 @@ def test_an_interrupted_call_leaves_nothing_that_looks_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sample: Path, step: str
 ) -> None:
     folder = tmp_path / "sample"
-    whole_step = getattr(sample_data, step)
+    whole_step = getattr(make_sample_data, step)
 
     def die_after_the_step(*args: object) -> None:
         whole_step(*args)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(sample_data, step, die_after_the_step)
+        patch.setattr(make_sample_data, step, die_after_the_step)
         assert make(folder) == 130
     assert not folder.exists()
     assert make(folder) == 0
@@ -130,7 +130,7 @@ def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path, capsys: pytest.
 def test_a_python_without_sources_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sample_data.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(make_sample_data.sysconfig, "get_path", lambda name: str(tmp_path))
     assert make(tmp_path / "sample") == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from megatron.zero_bubble.training import preprocessing
+from megatron.zero_bubble.trainer import preprocessing
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "preprocess_data.py"
 SPEC = importlib.util.spec_from_file_location("preprocess_data", TOOL)

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, fields
 from typing import Any, ClassVar, TypeVar
 
-from megatron.zero_bubble.job.flag_parser import FlagParser, add_flags, title_of
 from megatron.zero_bubble.schedule.errors import one_line
+from megatron.zero_bubble.session.flag_parser import FlagParser, add_flags, title_of
 
 T = TypeVar("T")
 

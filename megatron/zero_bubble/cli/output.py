@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.zero_bubble.job.files import write_file
 from megatron.zero_bubble.schedule import Idle
+from megatron.zero_bubble.session.files import write_file
 
 
 def deliver(text: str, output: Path | None) -> None:

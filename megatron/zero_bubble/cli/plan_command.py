@@ -3,7 +3,7 @@
     zero-bubble plan --costs units.json --pipeline-size 4 --num-microbatches 16
     zero-bubble plan --costs units.json --pipeline-size 4 --num-microbatches 16 --memory-limit 1.5 --json
 
-The file has the costs of the embedding, of every layer and of the output (docs/schedules.md); a training writes it
+The file has the costs of the embedding, of every layer and of the output (docs/commands.md); a training writes it
 with --zero-bubble-unit-costs-output. The table shows the best plan of every placement, recomputation and place of the
 vocabulary, the chosen one first, then Megatron's split with the same planner and with megatron-core's own schedule.
 Times and memory have the units of the file. Nothing is trained, and torch is not needed.
@@ -24,10 +24,6 @@ from megatron.zero_bubble.cli.flag_values import at_least
 from megatron.zero_bubble.cli.invocation import read_flags, run_command
 from megatron.zero_bubble.cli.output import percent, table
 from megatron.zero_bubble.cli.shared_flags import TableFlags
-from megatron.zero_bubble.job.flag_parser import flag
-from megatron.zero_bubble.job.flags import flags_text
-from megatron.zero_bubble.job.layout_words import flags_of_layout, gain_words, layers_words, named_plans
-from megatron.zero_bubble.job.progress_lines import ProgressLines
 from megatron.zero_bubble.planner import Plan, PlanRequest, all_placements, search_layouts
 from megatron.zero_bubble.planner.megatrons_split import capacity_of_multiple, megatrons_layout, on_megatrons_split
 from megatron.zero_bubble.planner.memory_limit import MemoryLimit
@@ -36,6 +32,10 @@ from megatron.zero_bubble.schedule.errors import ScheduleError
 from megatron.zero_bubble.schedule.formats import units_from_json
 from megatron.zero_bubble.schedule.ir import Placement, PlacementKind
 from megatron.zero_bubble.schedule.recomputation import Recompute
+from megatron.zero_bubble.session.flag_parser import flag
+from megatron.zero_bubble.session.flags import flags_text
+from megatron.zero_bubble.session.layout_words import flags_of_layout, gain_words, layers_words, named_plans
+from megatron.zero_bubble.session.progress_lines import ProgressLines
 
 _PROG = "zero-bubble plan"
 
@@ -83,11 +83,10 @@ class PlanFlags(TableFlags):
             if getattr(self, name) is None:
                 raise ValueError(f"argument --{name.replace('_', '-')} is required")
 
-    @property
-    def placements(self) -> tuple[Placement, ...]:
-        """The placements that the flags leave to choose from."""
+    def placements(self, num_layers: int) -> tuple[Placement, ...]:
+        """The placements that the flags leave to choose from for so many layers."""
         chunks, size = self.num_chunks, self.pipeline_size
-        possible = all_placements(size)
+        possible = all_placements(size, num_layers)
         if chunks is not None and chunks > 1:
             possible = (Placement("interleaved", size, chunks), Placement("v", size, 2))
         found = tuple(
@@ -130,18 +129,22 @@ def request_of(flags: PlanFlags) -> PlanRequest:
         model = units_from_json(flags.costs.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, ScheduleError) as error:
         raise ValueError(f"argument --costs {flags.costs}: {error}") from None
-    recompute = (Recompute.NONE, Recompute.PLANNED) if flags.recompute is None else (Recompute(flags.recompute),)
+    # Pairs work neither with recomputation nor with vocabulary shards: who asks for these gets a plan without pairs.
+    pairs = model.has_all_to_all and flags.recompute in (None, "none") and flags.vocabulary_parallel != "on"
+    by_default = (Recompute.NONE,) if pairs else (Recompute.NONE, Recompute.PLANNED)
+    recompute = by_default if flags.recompute is None else (Recompute(flags.recompute),)
     usual_recompute = Recompute.FULL if recompute == (Recompute.FULL,) else Recompute.NONE
     usual = megatrons_layout(len(model.layers), flags.pipeline_size, recompute=usual_recompute)
     request = PlanRequest(
         "auto",
         flags.num_microbatches,
-        flags.placements,
+        flags.placements(len(model.layers)),
         model,
         usual=usual,
         recomputes=recompute,
-        vocabulary_parallel={"on": True, "off": False, "auto": None}[flags.vocabulary_parallel],
+        vocabulary_parallel={"on": True, "off": False, "auto": False if pairs else None}[flags.vocabulary_parallel],
         takes_makespan=True,
+        pairs=pairs,
     )
     limit = flags.memory_limit
     if limit.multiple is not None:

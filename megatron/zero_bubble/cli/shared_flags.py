@@ -9,15 +9,17 @@ from typing import Any, ClassVar, get_args
 
 from megatron.zero_bubble.cli.flag_values import at_least, numbers, positive
 from megatron.zero_bubble.cli.output import deliver
-from megatron.zero_bubble.job.flag_parser import flag
-from megatron.zero_bubble.job.flags import flag_name
 from megatron.zero_bubble.planner.request import MOST_CHUNKS
 from megatron.zero_bubble.schedule import StageCosts
 from megatron.zero_bubble.schedule.costs import VOCABULARY_COSTS
 from megatron.zero_bubble.schedule.ir import PlacementKind
 from megatron.zero_bubble.schedule.recomputation import Recompute
+from megatron.zero_bubble.session.flag_parser import flag
+from megatron.zero_bubble.session.flags import flag_name
 
-COSTS_OF_FLAGS = tuple(field.name for field in fields(StageCosts) if field.name not in VOCABULARY_COSTS)
+COSTS_OF_FLAGS = tuple(
+    field.name for field in fields(StageCosts) if field.name not in ("memory_outside", *VOCABULARY_COSTS)
+)
 """The fields of `StageCosts` that have a flag; costs of vocabulary shards come from a file alone."""
 
 
@@ -41,10 +43,17 @@ class ResultFlags(FileFlags):
     """output"""
 
     json: bool = flag("print JSON", False)
+    draws: ClassVar[bool] = False
+    """Whether the command draws a picture if the file's suffix stands for one."""
 
     def deliver(self, document: Any, text: str) -> None:
         """Print or write `document` as JSON if the flags ask for JSON, else `text`."""
         deliver(to_json(document) if self.json else text, self.output)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.output is not None and not self.draws and self.output.suffix in (".svg", ".html", ".png", ".pdf"):
+            raise ValueError(f"argument --output: {self.output} would be no picture: this command writes text or JSON")
 
 
 @dataclass(frozen=True)
@@ -91,6 +100,16 @@ class CostFlags(CommandFlags):
     time_r: tuple[float, ...] | None = flag(
         "time of the recomputation of a microbatch (default: as F)", None, parse=numbers(at_least=0), metavar="T"
     )
+    all_to_all_f: tuple[float, ...] | None = flag(
+        "part of F's time in which tokens are exchanged between experts (default: 0); with it, plans may run a forward "
+        "and a backward as one, and each computes while the other exchanges",
+        None,
+        parse=numbers(at_least=0),
+        metavar="T",
+    )
+    all_to_all_b: tuple[float, ...] | None = flag(
+        "the same part of B's time (default: 0)", None, parse=numbers(at_least=0), metavar="T"
+    )
     time_comm: tuple[float, ...] | None = flag(
         "time of a message (default: 0); a list has P - 1 numbers, one for each pair of neighbouring ranks",
         None,
@@ -106,6 +125,27 @@ class CostFlags(CommandFlags):
         parse=numbers(at_least=0),
         metavar="D",
     )
+    time_d: tuple[float, ...] | None = flag(
+        "time of the copy of a microbatch's activations to the host (default: 0)",
+        None,
+        parse=numbers(at_least=0),
+        metavar="T",
+    )
+    time_h: tuple[float, ...] | None = flag(
+        "time of the copy back (default: as --time-d)", None, parse=numbers(at_least=0), metavar="T"
+    )
+    memory_d: tuple[float, ...] | None = flag(
+        "part of F's change of memory that is copied to the host, where there is a D (default: 15/16 of it)",
+        None,
+        parse=numbers(at_least=0),
+        metavar="D",
+    )
+    num_blocks: tuple[float, ...] | None = flag(
+        "blocks of layers that can be recomputed one after the other (default: not known, all at once)",
+        None,
+        parse=numbers(at_least=0),
+        metavar="N",
+    )
     vocabulary_parallel: float | None = flag(
         "spread embedding and output layer over all ranks; T is the time of the whole output layer's F, and its B "
         "and W take as long each",
@@ -113,7 +153,7 @@ class CostFlags(CommandFlags):
         parse=positive,
         metavar="T",
     )
-    costs: Path | None = flag("read all costs from a JSON file (docs/schedules.md)", None, parse=Path, metavar="FILE")
+    costs: Path | None = flag("read all costs from a JSON file (docs/commands.md)", None, parse=Path, metavar="FILE")
     no_overlap_communication: bool = flag("sender and receiver compute nothing while a message is on its way", False)
 
     default_time: ClassVar[float] = 1
@@ -165,6 +205,22 @@ class RecomputeFlags(CommandFlags):
 
 
 @dataclass(frozen=True)
+class OffloadFlags(CommandFlags):
+    """offload"""
+
+    offload: str | None = flag(
+        "auto: copy activations to the host and back where that makes a plan within --memory-limit faster (default: "
+        "off)",
+        None,
+        choices=("off", "auto"),
+    )
+
+    @property
+    def offloads(self) -> bool:
+        return self.offload == "auto"
+
+
+@dataclass(frozen=True)
 class PlacementFlags(SizeFlags):
     """the pipeline"""
 
@@ -177,7 +233,7 @@ class PlacementFlags(SizeFlags):
 
 
 @dataclass(frozen=True)
-class ScheduleFlags(PlacementFlags, RecomputeFlags, CostFlags):
+class ScheduleFlags(PlacementFlags, RecomputeFlags, OffloadFlags, CostFlags):
     """The flags from which every schedule is made; a memory limit is not among them."""
 
 

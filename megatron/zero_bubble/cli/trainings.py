@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,14 +11,14 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from megatron.zero_bubble.job.job_flags import JobFlags
 from megatron.zero_bubble.mcore.cpu import substitute_cuda
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Placement
+from megatron.zero_bubble.session.job_flags import JobFlags
 
 if TYPE_CHECKING:
-    from megatron.zero_bubble.job.settings import JobSettings
-    from megatron.zero_bubble.training.arguments import Arguments
+    from megatron.zero_bubble.session.settings import JobSettings
+    from megatron.zero_bubble.trainer.arguments import Arguments
 
 
 def complete_training(
@@ -37,34 +36,15 @@ def complete_training(
         ValueError: the training would refuse the flags; the message is the training's own line.
     """
     # The trainer's flags are fields of megatron-core, which `zero-bubble check` may have yet to provide.
-    from megatron.zero_bubble.training.arguments import parse_arguments
-    from megatron.zero_bubble.training.checks import complete_and_check
-    from megatron.zero_bubble.training.vocabulary import with_vocabulary
+    from megatron.zero_bubble.trainer.arguments import parse_arguments
+    from megatron.zero_bubble.trainer.checks import complete_and_check
+    from megatron.zero_bubble.trainer.defaults import with_vocabulary
+    from megatron.zero_bubble.trainer.tokenizer import load_tokenizer
 
     parsed = parse_arguments(flags, prog)
     environment = {"WORLD_SIZE": str(world_size)}
     args, job = complete_and_check(parsed, environment, has_cuda, for_this_machine=for_this_machine)
-    return with_vocabulary(args, _vocab_size(args)), job
-
-
-def _vocab_size(args: Arguments) -> int:
-    """The number of tokens of the tokenizer; loading one takes seconds, because that imports megatron-core."""
-    if args.tokenizer_type == "NullTokenizer":
-        assert args.vocab_size is not None
-        from megatron.zero_bubble.training.vocabulary import null_vocab_size
-
-        return null_vocab_size(args.vocab_size)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # megatron-core warns of what a CPU lacks
-        substitution = substitute_cuda()
-        # Imported after `substitute_cuda`, because megatron-core looks for a device as it is imported.
-        from megatron.zero_bubble.training.pretrain import load_tokenizer
-
-        try:
-            size: int = load_tokenizer(args).vocab_size
-            return size
-        finally:
-            substitution.restore()
+    return with_vocabulary(args, load_tokenizer(args).vocab_size), job
 
 
 def complete_arguments(flags: Sequence[str], world_size: int, prog: str, *, has_cuda: bool) -> Arguments:
@@ -95,7 +75,7 @@ def one_process(args: Arguments) -> Iterator[None]:
     from megatron.core import parallel_state
     from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
 
-    from megatron.zero_bubble.training.initialize import initialized
+    from megatron.zero_bubble.trainer.initialize import initialized
 
     alone = replace(args, pipeline_model_parallel_size=1, world_size=1)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
@@ -119,8 +99,8 @@ def rank_model(
     The pipeline size is the placement's, whatever the arguments say. Tied embeddings are not supported, because they
     need the other ranks. Without a `store` the layers are not split.
     """
-    from megatron.zero_bubble.job.session import Session
-    from megatron.zero_bubble.training.model import build_model, transformer_config
+    from megatron.zero_bubble.session.session import Session
+    from megatron.zero_bubble.trainer.model import build_model, transformer_config
 
     sized = replace(args, pipeline_model_parallel_size=placement.num_ranks)
     config = transformer_config(sized, placement.num_chunks, None)

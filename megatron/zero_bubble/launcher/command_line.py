@@ -7,18 +7,18 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.zero_bubble.job.aliases import AliasFlags, translated
-from megatron.zero_bubble.job.flag_parser import flag, make_parser, take_flags
-from megatron.zero_bubble.job.flags import ReplicaFlags, ZeroBubbleFlags, check_zero_bubble_flags, flag_name
 from megatron.zero_bubble.launcher.mistakes import LauncherError, users_mistakes
 from megatron.zero_bubble.planner.registry import ENTRIES
+from megatron.zero_bubble.session.aliases import AliasFlags, translated
+from megatron.zero_bubble.session.flag_parser import flag, make_parser, take_flags
+from megatron.zero_bubble.session.flags import ReplicaFlags, ZeroBubbleFlags, check_zero_bubble_flags, flag_name
 
 PROGRAM = "megatron.zero_bubble"
 _USAGE = "python -m megatron.zero_bubble SCRIPT [the script's flags] [flags of zero bubble]"
 _CHUNKS = ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank")
 _LAYOUT = "--pipeline-model-parallel-layout"
 _PATTERNS = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
-"""Flags of hybrid models, whose stages the `|`s of the pattern divide; `script_pattern.py` adds those."""
+"""Flags of hybrid models, whose stages the `|`s of the pattern divide; `divide_pattern` adds those."""
 
 
 @dataclass(frozen=True)

@@ -6,16 +6,16 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megatron.zero_bubble.job.environment import check_num_ranks
-from megatron.zero_bubble.job.flag_parser import flag, take_flags
-from megatron.zero_bubble.job.flags import ParallelFlags
-from megatron.zero_bubble.job.hybrid_pattern import HybridPattern
-from megatron.zero_bubble.job.layers import chunks_of_flags, partition_of_flags
-from megatron.zero_bubble.job.layout_choice import is_layout_open
-from megatron.zero_bubble.job.plans import choose_placement, choose_plan
 from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.launcher.mistakes import users_mistakes
 from megatron.zero_bubble.launcher.script_settings import divide_pattern, flags_of
+from megatron.zero_bubble.session.environment import check_num_ranks
+from megatron.zero_bubble.session.flag_parser import flag, take_flags
+from megatron.zero_bubble.session.flags import ParallelFlags
+from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
+from megatron.zero_bubble.session.layers import chunks_of_flags, partition_of_flags
+from megatron.zero_bubble.session.layout_choice import is_layout_open
+from megatron.zero_bubble.session.plans import choose_placement, choose_plan
 
 _READ_ELSEWHERE = (
     *("--use-checkpoint-args", "--yaml-cfg"),
@@ -58,8 +58,12 @@ def check_script_arguments(flags: LaunchFlags, arguments: Sequence[str], environ
         if given.hybrid_layer_pattern is not None:
             divide_pattern(given, flags)
             shape = replace(shape, num_layers=len(HybridPattern.parse(given.hybrid_layer_pattern).symbols))
+        if shape.num_layers is None:
+            return
+        if shape.micro_batch_size is None:
+            raise ValueError("--micro-batch-size is missing: give the number of sequences in a microbatch")
         # Reading a layout imports megatron-core, which `Launch` first prepares for a machine without CUDA.
-        if shape.num_layers is None or shape.micro_batch_size is None or shape.pipeline_model_parallel_layout:
+        if shape.pipeline_model_parallel_layout:
             return
         replicas = world_size // shape.ranks_of_replica
         step = shape.micro_batch_size * replicas

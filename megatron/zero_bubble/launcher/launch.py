@@ -1,4 +1,4 @@
-"""`enable` and `disable`: installs a schedule in Megatron-LM's trainer in this process, and removes it."""
+"""`enable` and `disable`: hook a schedule into the training loop of this process, and remove it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megatron.zero_bubble.launcher.hook_table import ScriptHooks
 
 SUPPORTED = ("0.16", "0.17", "0.18", "0.19", "0.20")
-"""Versions of megatron-core that the hooks are tested with; docs/megatron_lm.md says how."""
+"""Versions of megatron-core that the hooks are tested with; docs/megatron_versions.md says which were tried."""
 
 
 class Launch:
@@ -27,7 +27,8 @@ class Launch:
         flags: the launcher's flags; without a schedule only the substitutions for a CPU are applied.
 
     Raises:
-        LauncherError: megatron-core or Megatron-LM's trainer is missing or unsupported, or there is no CUDA device.
+        LauncherError: megatron-core is missing or not supported, a hooked function is not as expected, or there is no
+            CUDA device.
     """
 
     def __init__(self, flags: LaunchFlags) -> None:
@@ -94,7 +95,9 @@ def supported_version() -> str:
 
 
 def enable(schedule: str | None = None, *, cpu: bool = False, **settings: object) -> None:
-    """Train in this process with a zero-bubble schedule. Call `enable` on every rank, before Megatron-LM's `pretrain`.
+    """Train in this process with a zero-bubble schedule.
+
+    Every rank calls it: before Megatron-LM's `pretrain`, or in another loop before the model is built.
 
     Args:
         schedule: the value of `--zero-bubble-schedule`; None plans a schedule from measured times, as `--zero-bubble`.
@@ -102,7 +105,7 @@ def enable(schedule: str | None = None, *, cpu: bool = False, **settings: object
         settings: other flags by name: `memory_limit="1.5"` is `--zero-bubble-memory-limit 1.5`.
 
     Raises:
-        ValueError: zero bubble is enabled already, process groups exist already, or a flag or version does not fit.
+        ValueError: zero bubble is enabled already, or a flag or megatron-core's version is not supported.
     """
     if _current() is not None:
         raise LauncherError("zero bubble is enabled already: call disable() first")

@@ -12,15 +12,14 @@ from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import unwrap_model
 
-from megatron.zero_bubble.job.hybrid_pattern import HybridPattern
-from megatron.zero_bubble.job.job_flags import JobFlags
-from megatron.zero_bubble.job.session import Session, SessionError
-from megatron.zero_bubble.job.settings import job_settings
 from megatron.zero_bubble.launcher.command_line import PROGRAM, LaunchFlags
 from megatron.zero_bubble.launcher.hooks import Call
 from megatron.zero_bubble.launcher.mistakes import LauncherError, users_mistakes
 from megatron.zero_bubble.launcher.script_settings import flags_of
-from megatron.zero_bubble.mcore.recorded_call import ForwardStepError
+from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
+from megatron.zero_bubble.session.job_flags import JobFlags
+from megatron.zero_bubble.session.session import Session
+from megatron.zero_bubble.session.settings import job_settings
 
 _NEED_MEGATRON_LM = {
     "zero_bubble_post_validation": "it has to know which steps the loop logs",
@@ -40,7 +39,6 @@ class _Model:
     built: list[torch.nn.Module] = field(default_factory=list)
     chunks: list[torch.nn.Module] = field(default_factory=list)
     """The chunks, wrapped in DDP."""
-    num_steps: int = 0
 
 
 class LoopRun:
@@ -65,7 +63,7 @@ class LoopRun:
     @property
     def num_steps(self) -> int:
         """Training steps done."""
-        return sum(model.num_steps for model in self._models)
+        return sum(model.session.num_steps for model in self._models)
 
     def build_chunk(self, call: Call) -> None:
         """Hook around the constructor of a model: check its configuration, and prepare it for its schedule.
@@ -148,8 +146,8 @@ def _run(model: _Model, arguments: dict[str, Any]) -> list[Any]:
     """Run one step or evaluation; before the first, start the session with the sizes that the loop gives.
 
     Raises:
-        LauncherError: no schedule for this number of microbatches fits the memory limit, or the loop's forward step
-            does what vocabulary shards do not support.
+        SessionError: no schedule for this number of microbatches fits the memory limit, or the loop's forward step
+            does what the layout does not support.
     """
     if not model.session.has_started:
         micro_batch_size, data_parallel_size = arguments["micro_batch_size"], model.flags.data_parallel_size
@@ -162,15 +160,11 @@ def _run(model: _Model, arguments: dict[str, Any]) -> list[Any]:
         )
         with users_mistakes():
             model.session.complete(flags)
-            model.session.start(model.chunks, None, lambda: model.num_steps)
-    try:
-        losses = model.session.forward_backward(**arguments)
-    except (SessionError, ForwardStepError) as error:
-        raise LauncherError(str(error)) from error
+            model.session.start(model.chunks, None, 0)
+    losses = model.session.forward_backward(**arguments)
     if not arguments.get("forward_only", False):
-        model.num_steps += 1
-        model.session.replicas.after_step(model.num_steps)
-        model.session.after_iteration(model.num_steps, arguments["num_microbatches"])
+        model.session.replicas.after_step(model.session.iteration)
+        model.session.after_iteration()
     return losses
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from megatron.zero_bubble.job.start_up import quiet_start_up, run_program
 from megatron.zero_bubble.launcher.command_line import (
     PROGRAM,
     CommandLine,
@@ -15,19 +14,20 @@ from megatron.zero_bubble.launcher.command_line import (
 )
 from megatron.zero_bubble.launcher.foresight import check_script_arguments
 from megatron.zero_bubble.launcher.launch import Launch
-from megatron.zero_bubble.launcher.mistakes import LauncherError
 from megatron.zero_bubble.launcher.script import prepare_path, run_script
+from megatron.zero_bubble.session.reports import print_line
+from megatron.zero_bubble.session.start_up import SessionError, quiet_start_up, run_program
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the script that `argv` names; a user's mistake prints one line and gives exit status 2 on every rank."""
-    return run_program(PROGRAM, lambda: _launch(argv), LauncherError)
+    return run_program(PROGRAM, lambda: _launch(argv), SessionError)
 
 
 def _launch(argv: Sequence[str]) -> None:
     command = parse_command_line(argv)
     if command.wants_help and os.environ.get("RANK", "0") == "0":
-        print(help_text(), flush=True)
+        print_line(help_text())
     if command.script is not None:
         _run(command)
 

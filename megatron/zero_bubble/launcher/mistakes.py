@@ -1,21 +1,15 @@
-"""Exceptions for the user's mistakes, which end a launch with one line of explanation.
-
-LauncherError     a flag, the script or its megatron-core does not fit
-  HookError       a function that the launcher hooks is missing or has another signature
-"""
+"""The exception for the user's mistakes, which end a launch with one line of explanation."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-
-class LauncherError(ValueError):
-    """The launch cannot work; the message says what to change."""
+from megatron.zero_bubble.session.start_up import SessionError
 
 
-class HookError(LauncherError):
-    """A function that the launcher hooks or calls is missing or has another signature."""
+class LauncherError(SessionError):
+    """A flag, the script or its megatron-core does not fit; the message says what to change."""
 
 
 @contextmanager
@@ -23,7 +17,7 @@ def users_mistakes() -> Iterator[None]:
     """Turn a `ValueError` of a check into a `LauncherError`, to tell it from one that the script's code raises."""
     try:
         yield
-    except LauncherError:
+    except SessionError:
         raise
     except ValueError as error:
         raise LauncherError(str(error)) from error

@@ -10,25 +10,23 @@ from typing import Any
 
 import torch
 
-from megatron.zero_bubble.job.layers import to_layout
-from megatron.zero_bubble.job.plan_metrics import write_plan
-from megatron.zero_bubble.job.running import idle_fields, idle_scalars
-from megatron.zero_bubble.job.session import Session, SessionError
-from megatron.zero_bubble.job.settings import check_implementation, job_settings
 from megatron.zero_bubble.launcher.command_line import PROGRAM, LaunchFlags
 from megatron.zero_bubble.launcher.hooks import Call
-from megatron.zero_bubble.launcher.mistakes import LauncherError, users_mistakes
+from megatron.zero_bubble.launcher.mistakes import users_mistakes
 from megatron.zero_bubble.launcher.script_choice import build_layout, keep_megatrons_layout, settle_layout
-from megatron.zero_bubble.launcher.script_layouts import ScriptLayouts
+from megatron.zero_bubble.launcher.script_layouts import ScriptLayouts, ScriptPattern
 from megatron.zero_bubble.launcher.script_optimizer import ScriptPostValidation
-from megatron.zero_bubble.launcher.script_pattern import ScriptPattern
 from megatron.zero_bubble.launcher.script_replicas import ScriptReplicas
 from megatron.zero_bubble.launcher.script_settings import check_chunks, flags_of, refuse_what_cannot_work
 from megatron.zero_bubble.launcher.script_units import ScriptUnits
 from megatron.zero_bubble.launcher.v_placement import VPlacement
 from megatron.zero_bubble.mcore.checkpoint_writers import write_in_threads
-from megatron.zero_bubble.mcore.recorded_call import ForwardStepError
 from megatron.zero_bubble.runtime.replanner import Report
+from megatron.zero_bubble.session.layers import to_layout
+from megatron.zero_bubble.session.plan_metrics import write_plan
+from megatron.zero_bubble.session.reports import idle_fields, idle_scalars, order_fields
+from megatron.zero_bubble.session.session import Session
+from megatron.zero_bubble.session.settings import check_implementation, job_settings
 
 _LOG_LINE = re.compile(r" \[[^]]*\] iteration +(\d+)/ *\d+ \|")
 
@@ -60,17 +58,12 @@ class Run:
         """The same, wrapped in DDP."""
         self._optimizer: Any = None
         """The script's, if a hook keeps it."""
-        self._iteration = 0
-        """The iteration after which the script begins."""
-        self._num_microbatches = 0
-        self.num_steps = 0
-        """Training steps done."""
         self.v_placement: VPlacement | None = None
         self.layouts: ScriptLayouts | None = None
         self._pattern: ScriptPattern | None = None
         self.units = ScriptUnits(script, job.flags)
         self.session = Session(job, PROGRAM)
-        self.post_validation = ScriptPostValidation(script, job.flags)
+        self.post_validation = ScriptPostValidation(script)
         self.replicas = ScriptReplicas(script, self.session)
         if not job.is_layout_open:
             self._place()
@@ -161,33 +154,28 @@ class Run:
         """Run one step or evaluation; the drop-in for megatron-core's forward-backward function.
 
         Raises:
-            LauncherError: no schedule for this number of microbatches fits the memory limit, or the script's forward
-                step does what vocabulary shards do not support.
+            SessionError: no schedule for this number of microbatches fits the memory limit, or the script's forward
+                step does what the layout does not support.
         """
         if not self.session.has_started:
             self._start()
         is_local = self.replicas.is_local
         if self.v_placement is not None:
             arguments["forward_step_func"] = self.v_placement.placed(arguments["forward_step_func"])
-        try:
-            losses = self.session.forward_backward(**arguments)
-        except (SessionError, ForwardStepError) as error:
-            raise LauncherError(str(error)) from error
+        losses = self.session.forward_backward(**arguments)
         if self.v_placement is not None:
             losses = self.v_placement.to_last_rank(losses)
         if not arguments.get("forward_only", False):
-            self.num_steps += 1
-            self._num_microbatches = arguments["num_microbatches"]
             losses = self.replicas.own_losses(losses) if is_local else losses
             if self.session.job.hierarchy is None:
-                self.replicas.after_step(self.iteration)
-            self.session.after_iteration(self.iteration, self._num_microbatches)
+                self.replicas.after_step(self.session.iteration)
+            self.session.after_iteration()
         return losses
 
     @property
-    def iteration(self) -> int:
-        """Iterations done."""
-        return self._iteration + self.num_steps
+    def num_steps(self) -> int:
+        """Training steps done."""
+        return self.session.num_steps
 
     def keep_optimizer(self, call: Call) -> Any:
         self._optimizer = call.proceed()
@@ -210,13 +198,9 @@ class Run:
 
     def _start(self) -> None:
         """Start the session, when the model is built and a checkpoint loaded; a collective call."""
-        self._iteration = getattr(self._script, "iteration", 0)
+        iteration = getattr(self._script, "iteration", 0)
         with users_mistakes():
-            self.post_validation.check_optimizer(self._optimizer)
-            self.replicas.check_optimizer(self._optimizer)
-            self.session.start(
-                self._chunks, self._optimizer, lambda: self.iteration, self._write_plan, is_megatron_lm=True
-            )
+            self.session.start(self._chunks, self._optimizer, iteration, self._write_plan, is_megatron_lm=True)
         self.post_validation.start(self.session.post_validation, self._optimizer, self._chunks)
 
     def extend_log_line(self, message: str) -> str:
@@ -224,15 +208,16 @@ class Run:
         match, run = _LOG_LINE.match(message), self.session.forward_backward_func
         if match is None or run is None or self.num_steps == 0:
             return message
-        measured, predicted = run.measured_idle(), run.predicted_idle(self._num_microbatches)
+        measured, predicted = run.measured_idle(), run.predicted_idle(self.session.num_microbatches)
         _write_scalars(int(match[1]), idle_scalars(measured, predicted))
-        return message + idle_fields(measured, predicted) + self.replicas.log_fields()
+        order = order_fields(run.take_order_times())
+        return message + idle_fields(measured, predicted) + order + self.replicas.log_fields()
 
     def _write_plan(self, report: Report) -> None:
         """Write a plan to the script's TensorBoard and Weights & Biases, which one rank of the script has."""
         from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
-        write_plan(report, self.iteration, get_tensorboard_writer(), get_wandb_writer())
+        write_plan(report, self.session.iteration, get_tensorboard_writer(), get_wandb_writer())
 
     def close(self) -> None:
         """Close the session."""

@@ -12,13 +12,6 @@ from typing import Any
 
 from megatron.core import parallel_state
 
-from megatron.zero_bubble.job.flags import flag_name
-from megatron.zero_bubble.job.job_flags import JobFlags
-from megatron.zero_bubble.job.layers import spread_layers, to_layout
-from megatron.zero_bubble.job.layout_choice import SAVED_NAMES, ChosenLayout, is_layout_open, saved_choice
-from megatron.zero_bubble.job.session import Session
-from megatron.zero_bubble.job.settings import JobSettings
-from megatron.zero_bubble.job.start_up import print_rank_0
 from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.launcher.hooks import Call
 from megatron.zero_bubble.launcher.mistakes import LauncherError, users_mistakes
@@ -28,15 +21,23 @@ from megatron.zero_bubble.launcher.script_settings import (
     divide_pattern,
     flags_of,
     refuse_script_settings,
+    take_over_overlap,
 )
 from megatron.zero_bubble.launcher.script_units import ScriptUnits, change_settings
 from megatron.zero_bubble.mcore.compatibility.compatibility_table import works_with
 from megatron.zero_bubble.mcore.compatibility.setting_rows import Feature
 from megatron.zero_bubble.mcore.decoder_models import HYBRID_RECOMPUTES
-from megatron.zero_bubble.mcore.placement import replace_embedding_groups
+from megatron.zero_bubble.mcore.placement import adopt_placement
 from megatron.zero_bubble.runtime.joint import jointly
 from megatron.zero_bubble.schedule.formats import Profile
 from megatron.zero_bubble.schedule.model_costs import ModelCosts
+from megatron.zero_bubble.session.flags import flag_name
+from megatron.zero_bubble.session.job_flags import JobFlags
+from megatron.zero_bubble.session.layers import spread_layers, to_layout
+from megatron.zero_bubble.session.layout_choice import SAVED_NAMES, ChosenLayout, is_layout_open, saved_choice
+from megatron.zero_bubble.session.reports import print_rank_0
+from megatron.zero_bubble.session.session import Session
+from megatron.zero_bubble.session.settings import JobSettings
 
 _KEEPS_MEGATRONS = (
     *("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
@@ -57,6 +58,7 @@ def validate_arguments(flags: LaunchFlags, call: Call) -> Any:
     """
     script = call["args"]
     with users_mistakes():
+        take_over_overlap(script)
         divide_pattern(script, flags)
         job = flags_of(script, flags)
         refuse_script_settings(script, job)
@@ -139,7 +141,7 @@ def keep_megatrons_layout(script: Namespace, session: Session, reason: str) -> N
     with users_mistakes():
         session.keep_megatrons_layout(reason)
         check_chunks(script, session.job.flags, session.job.placement)
-    replace_embedding_groups(session.job.placement)
+    adopt_placement(session.job.placement)
 
 
 def build_layout(script: Namespace, setup: Call, job: JobSettings, layouts: ScriptLayouts | None) -> None:
@@ -154,9 +156,7 @@ def build_layout(script: Namespace, setup: Call, job: JobSettings, layouts: Scri
     num_chunks = placement.num_chunks if placement.num_chunks > 1 else None
     script.num_layers_per_virtual_pipeline_stage = script.num_virtual_stages_per_pipeline_rank = None
     script.virtual_pipeline_model_parallel_size = num_chunks
-    parallel_state.set_virtual_pipeline_model_parallel_world_size(num_chunks)
-    parallel_state.set_virtual_pipeline_model_parallel_rank(None if num_chunks is None else 0)
-    replace_embedding_groups(placement)
+    adopt_placement(placement)
     # From Megatron-LM 0.19 on, scripts make the model's configuration and collect the groups before.
     groups = setup.get("pg_collection")
     if groups is not None:

@@ -14,10 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron.zero_bubble.job.job_flags import JobFlags
-from megatron.zero_bubble.job.post_validation_flags import FLAG
 from megatron.zero_bubble.launcher.hooks import Call, Hook, Needed
-from megatron.zero_bubble.launcher.mistakes import LauncherError
 from megatron.zero_bubble.mcore.post_validation import PostValidation, StepOutcome
 
 _OPTIMIZER = "megatron.core.optimizer"
@@ -27,8 +24,7 @@ _UNTIL_0_18, _SINCE_0_19 = ("0.16", "0.17", "0.18"), ("0.19", "0.20")
 class ScriptPostValidation:
     """Replaces the calls of a script to its optimizer under post-validation."""
 
-    def __init__(self, script: Namespace, flags: JobFlags) -> None:
-        self._is_asked_for = flags.zero_bubble_post_validation
+    def __init__(self, script: Namespace) -> None:
         self._script = script
         self._optimizer: Any = None
         self._chunks: list[Any] = []
@@ -36,11 +32,6 @@ class ScriptPostValidation:
         self._outcome = StepOutcome(was_updated=True, grad_norm=None)
         self._is_first = True
         """Whether no step has run yet: scripts log the first iteration of a run, whatever the interval."""
-
-    def check_optimizer(self, optimizer: Any) -> None:
-        """Raise `LauncherError` if the script has no optimizer of megatron-core's."""
-        if self._is_asked_for and optimizer is None:
-            raise LauncherError(f"{FLAG} needs an optimizer made by megatron-core's get_megatron_optimizer")
 
     def start(self, post_validation: PostValidation | None, optimizer: Any, chunks: list[Any]) -> None:
         """Begin to report the steps of the post-validation of the script's optimizer and model chunks.

@@ -14,12 +14,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron.zero_bubble.job.hierarchy_flags import FLAG
-from megatron.zero_bubble.job.replicas import wait_fields
-from megatron.zero_bubble.job.session import Session
-from megatron.zero_bubble.job.start_up import print_rank_0
 from megatron.zero_bubble.launcher.hooks import Call, Hook
-from megatron.zero_bubble.launcher.mistakes import LauncherError
+from megatron.zero_bubble.session.hierarchy_flags import FLAG
+from megatron.zero_bubble.session.reports import print_rank_0, wait_fields
+from megatron.zero_bubble.session.session import Session
 
 
 class ScriptReplicas:
@@ -36,11 +34,6 @@ class ScriptReplicas:
                 f" > {FLAG}: with --rerun-mode {script.rerun_mode} all ranks wait for each other in every iteration; "
                 "--rerun-mode disabled avoids that"
             )
-
-    def check_optimizer(self, optimizer: Any) -> None:
-        """Raise `LauncherError` if the script has no optimizer of megatron-core's."""
-        if self._averages and optimizer is None:
-            raise LauncherError(f"{FLAG} needs an optimizer made by megatron-core's get_megatron_optimizer")
 
     @property
     def is_local(self) -> bool:

@@ -6,10 +6,6 @@ from argparse import Namespace
 from dataclasses import fields
 from typing import Any
 
-from megatron.zero_bubble.job.hybrid_pattern import HybridPattern
-from megatron.zero_bubble.job.job_flags import JobFlags
-from megatron.zero_bubble.job.layers import spread_layers
-from megatron.zero_bubble.job.plans import choose_placement, choose_plan
 from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.launcher.mistakes import LauncherError
 from megatron.zero_bubble.mcore.compatibility.compatibility_table import refuse_with_features, refuse_with_schedule
@@ -17,10 +13,29 @@ from megatron.zero_bubble.mcore.compatibility.setting_rows import Feature
 from megatron.zero_bubble.planner.registry import ENTRIES
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.schedule.recomputation import Recompute
+from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
+from megatron.zero_bubble.session.job_flags import JobFlags
+from megatron.zero_bubble.session.layers import spread_layers
+from megatron.zero_bubble.session.offload_flags import plans_offload
+from megatron.zero_bubble.session.plans import choose_placement, choose_plan
 
 _PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 """Arguments that hold a pattern: Megatron-LM's, and its older name, which it copies to the other."""
 _ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+
+
+_OVERLAP = "overlap_moe_expert_parallel_comm"
+_TAKEN_OVER = "zero_bubble_overlaps_experts"
+
+
+def take_over_overlap(script: Namespace) -> None:
+    """Let a schedule overlap the messages between experts, for which megatron-core's own needs several chunks a rank.
+
+    Then nothing but the schedule asks for `--overlap-moe-expert-parallel-comm`, and W is deferred in any case.
+    """
+    if getattr(script, _OVERLAP, False):
+        setattr(script, _TAKEN_OVER, True)
+        script.overlap_moe_expert_parallel_comm = script.delay_wgrad_compute = False
 
 
 def flags_of(script: Namespace, flags: LaunchFlags, **known: Any) -> JobFlags:
@@ -40,6 +55,7 @@ def flags_of(script: Namespace, flags: LaunchFlags, **known: Any) -> JobFlags:
         "model_chunks": getattr(script, "virtual_pipeline_model_parallel_size", None),
         "microbatch_group_size_per_virtual_pipeline_stage": getattr(script, "microbatch_group_size_per_vp_stage", None),
         "rampup_batch_size": [int(size) for size in ramp] if ramp is not None else None,
+        _OVERLAP: getattr(script, _OVERLAP, False) or getattr(script, _TAKEN_OVER, False),
     }
     if pattern is not None:
         in_its_words["num_layers"] = len(HybridPattern.parse(pattern).symbols)
@@ -73,6 +89,7 @@ def refuse_script_settings(script: Namespace, flags: JobFlags, placement: str | 
         Feature.HIERARCHICAL_SGD: flags.hierarchical_sgd is not None,
         Feature.VOCABULARY_SHARDS: flags.vocabulary_parallel,
         Feature.PLANNED_RECOMPUTATION: flags.recompute is Recompute.PLANNED,
+        Feature.OFFLOAD: plans_offload(flags),
         Feature.LAYER_SEEDS: flags.zero_bubble_seed_by_layer,
         Feature.V_PLACEMENT: placement == "v",
     }

@@ -22,11 +22,6 @@ from megatron.core.pipeline_parallel.schedules import get_tensor_shapes
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model
 
-from megatron.zero_bubble.job.hybrid_pattern import HybridPattern
-from megatron.zero_bubble.job.job_flags import JobFlags, keeping_everything
-from megatron.zero_bubble.job.model_states import Parameters, States
-from megatron.zero_bubble.job.profiled_costs import fit_units
-from megatron.zero_bubble.job.running import communicator_of
 from megatron.zero_bubble.launcher.hooks import Call
 from megatron.zero_bubble.launcher.mistakes import LauncherError
 from megatron.zero_bubble.mcore.decoder_models import DECODER_MODELS
@@ -38,6 +33,11 @@ from megatron.zero_bubble.runtime.communicator import TensorSpec
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule.formats import Profile
 from megatron.zero_bubble.schedule.model_costs import ModelCosts, with_states
+from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
+from megatron.zero_bubble.session.job_flags import JobFlags, keeping_everything
+from megatron.zero_bubble.session.model_states import Parameters, States
+from megatron.zero_bubble.session.profiled_costs import fit_units
+from megatron.zero_bubble.session.running import communicator_of
 
 _ONE_RANK = {
     "pipeline_model_parallel_size": 1,
@@ -99,7 +99,8 @@ class ScriptUnits:
         with self._as_one_rank(setup):
             models, kinds = self._models(setup)
             timeout = timedelta(minutes=self._flags.distributed_timeout_minutes)
-            return measure_model(models, kinds, communicator_of(self._flags), timeout, seconds)
+            pairs = self._flags.overlap_moe_expert_parallel_comm
+            return measure_model(models, kinds, communicator_of(self._flags), timeout, seconds, pairs=pairs)
 
     def profiled_costs(self, setup: Call, profile: Profile) -> ModelCosts:
         """The costs of that model by the profile of an earlier run of it, for the same number of ranks or another.

@@ -69,11 +69,13 @@ class _Blocks:
             if self._store.mode is ForwardMode.DROP:
                 return _DroppedBlock.apply(self._store, run_function, distribute_saved_activations, *inputs)
             with self._store.suspended():
-                return run_function(*inputs)
+                outputs = run_function(*inputs)
+            self._store.keep(inputs, outputs if isinstance(outputs, tuple) else (outputs,))
+            return outputs
 
 
 class _DroppedBlock(torch.autograd.Function):
-    """megatron-core's `CheckpointFunction`, whose forward R has run again before backward begins."""
+    """megatron-core's `CheckpointFunction`, whose forward R, or the store within B, runs again before its backward."""
 
     @staticmethod
     def forward(
@@ -90,21 +92,21 @@ class _DroppedBlock(torch.autograd.Function):
         ctx.divided_input = inputs[0] if distribute_saved_activations else None
         # Without a gradient to compute, backward never comes.
         if any(ctx.needs_input_grad):
-            store.put(partial(_recompute, ctx))
+            ctx.during_backward = store.put(partial(_recompute, ctx))
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *output_grads: torch.Tensor | None) -> tuple[Any, ...]:
-        assert ctx.recomputed is not None, "backward of a block before its R"
-        inputs, outputs = ctx.recomputed
-        ctx.recomputed = None
-        edges, grads = zip(
-            *((edge, grad) for edge, grad in zip(outputs, output_grads, strict=True) if edge), strict=True
-        )
-        # `torch.autograd.backward` takes such edges only in later versions than the oldest supported one.
-        torch.autograd.Variable._execution_engine.run_backward(
-            edges, grads, False, False, (), allow_unreachable=True, accumulate_grad=True
-        )
+        with ctx.during_backward():
+            inputs, outputs = ctx.recomputed
+            ctx.recomputed = None
+            edges, grads = zip(
+                *((edge, grad) for edge, grad in zip(outputs, output_grads, strict=True) if edge), strict=True
+            )
+            # `torch.autograd.backward` takes such edges only in later versions than the oldest supported one.
+            torch.autograd.Variable._execution_engine.run_backward(
+                edges, grads, False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
         return None, None, None, *(input.grad if isinstance(input, torch.Tensor) else None for input in inputs)
 
 

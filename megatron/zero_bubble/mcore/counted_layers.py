@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.attention import Attention
@@ -24,6 +26,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron.zero_bubble.mcore.context_parallel import ContextParallelAttention
+from megatron.zero_bubble.mcore.cpu_mamba import GatedRMSNorm
 
 
 class AttentionKernel(Enum):
@@ -53,15 +56,19 @@ class Tally:
 
 
 def count_as_kernels(model: torch.nn.Module, kernel: AttentionKernel, tally: Tally) -> None:
-    """Let norms, attention and routed experts of a local model keep and compute what those of a GPU do."""
+    """Let the layers of a local model, but for its projections, keep and compute what those of a GPU do."""
     for module in list(model.modules()):
-        if isinstance(module, (torch.nn.LayerNorm, torch.nn.RMSNorm)):
+        if isinstance(module, (torch.nn.LayerNorm, torch.nn.RMSNorm, GatedRMSNorm)):
             vars(module)["forward"] = _norm_of(module)
         elif isinstance(module, Attention):
             if kernel not in (AttentionKernel.LOCAL, AttentionKernel.TORCH_MATH):
                 module.core_attention = CountedAttention(module.core_attention, kernel, tally)
             if kernel.is_transformer_engine:
                 _duplicate(module)
+        elif isinstance(module, MambaMixer):
+            vars(module)["_ssm_training"] = _scan_of(module, tally)
+        elif isinstance(module, GatedDeltaNet):
+            module.gated_delta_rule = _delta_rule(tally)
         elif isinstance(module, MoELayer):
             module.token_dispatcher = EvenDispatcher(module.config.moe_router_topk)
 
@@ -231,6 +238,41 @@ def _norm_of(norm: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
         return output
 
     return forward
+
+
+def _scan_of(mixer: Any, tally: Tally) -> Callable[..., torch.Tensor]:
+    """The convolution, the scan and the gate of Mamba in one kernel of `mamba_ssm`, and the norm after it.
+
+    The kernel keeps its input and its output before the gate. Its operations are those that Megatron-LM counts.
+    """
+
+    def scan(projected: torch.Tensor, packed_seq_params: Any = None) -> torch.Tensor:
+        projected = projected.transpose(0, 1).contiguous()
+        batch, tokens, _ = projected.shape
+        width = mixer.cp.nheads_local_tpcp * mixer.headdim
+        flops = 7.0 * batch * tokens * width * mixer.d_state
+        output, kept = (tokens, batch, width), (projected, projected.new_empty(batch, tokens, width))
+        result: torch.Tensor = _Attended.apply(tally, flops, 2 * flops, output, kept, projected)
+        return mixer.norm(result) if mixer.rmsnorm else result
+
+    return scan
+
+
+def _delta_rule(tally: Tally) -> Callable[..., tuple[torch.Tensor, None]]:
+    """The gated delta rule in one kernel of `fla`, which keeps its inputs and a matrix of each chunk of 64 tokens.
+
+    Its operations are those that Megatron-LM counts: four products of a token's vectors with the state.
+    """
+
+    def rule(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, **_: Any
+    ) -> tuple[torch.Tensor, None]:
+        batch, tokens, heads, size = v.shape
+        flops = 8.0 * batch * tokens * heads * size**2
+        kept = (q, k, v, g, beta, v.new_empty(batch, tokens, heads, 64))
+        return _Attended.apply(tally, flops, 2 * flops, v.shape, kept, q, k, v, g, beta), None
+
+    return rule
 
 
 def _duplicate(attention: Any) -> None:

@@ -116,11 +116,13 @@ def _streams() -> Iterator[Substitution]:
     yield Substitution(torch.cuda, "Stream", _Stream, reason)
     yield Substitution(torch.cuda, "Event", _Event, reason)
     yield Substitution(torch.cuda, "stream", lambda stream: contextlib.nullcontext(), reason)
+    yield Substitution(torch.Tensor, "record_stream", _nothing, reason)
     for name in ("current_stream", "default_stream"):
         yield Substitution(torch.cuda, name, lambda *device: _Stream(), reason)
 
 
 def _random_state() -> Iterator[Substitution]:
+    from megatron.core.pipeline_parallel.utils import ScheduleNode
     from megatron.core.tensor_parallel import random
 
     generator = _generator_in_use() or _DeviceGenerator()
@@ -133,6 +135,8 @@ def _random_state() -> Iterator[Substitution]:
     yield Substitution(random, "_set_cuda_rng_state", generator.set_state, reason)
     reason = "what a module draws, dropout for example, comes from the device's generator"
     yield Substitution(torch.nn.Module, "__call__", generator.drawn_from_in(torch.nn.Module.__call__), reason)
+    reason = "so does what a node of a schedule plan draws outside of a module"
+    yield Substitution(ScheduleNode, "forward", generator.drawn_from_in(ScheduleNode.forward), reason)
     tracker = random.CudaRNGStatesTracker
     reason = "what is drawn in a fork of the device's random state, initial weights for example, comes from it"
     yield Substitution(tracker, "fork", generator.forked(tracker.fork), reason)
@@ -182,7 +186,7 @@ class _DeviceGenerator:
 
         # torch's profiler takes the variable `self` of this function for the module that is called.
         @functools.wraps(function)
-        def draw(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def draw(self: Any, *args: Any, **kwargs: Any) -> Any:
             if generator._is_in_place:
                 return function(self, *args, **kwargs)
             with generator._in_place():
@@ -227,10 +231,11 @@ def _experts() -> Iterator[Substitution]:
 
 
 def _hybrid_models() -> Iterator[Substitution]:
+    from megatron.core.ssm import gated_delta_net, mamba_mixer
     from megatron.core.transformer import multi_token_prediction
 
-    from megatron.zero_bubble.mcore import cpu_mamba
-    from megatron.zero_bubble.mcore.decoder_models import STACK_MODULE, mamba_mixer
+    from megatron.zero_bubble.mcore import cpu_delta_net, cpu_mamba
+    from megatron.zero_bubble.mcore.decoder_models import STACK_MODULE
     from megatron.zero_bubble.mcore.layer_spec import LocalNorm
 
     if not find_spec("transformer_engine"):
@@ -240,14 +245,19 @@ def _hybrid_models() -> Iterator[Substitution]:
         if hasattr(multi_token_prediction, name):
             reason = "it compares with a class that is there only with Transformer Engine"
             yield Substitution(multi_token_prediction, name, lambda layer: False, reason)
-    mixer = mamba_mixer()
-    if mixer is not None and not mixer.HAVE_MAMBA_SSM:
+    if not mamba_mixer.HAVE_MAMBA_SSM:
         reason = "Mamba's kernels are written for CUDA"
-        yield Substitution(mixer, "HAVE_MAMBA_SSM", True, reason)
-        yield Substitution(mixer, "RMSNormGated", cpu_mamba.GatedRMSNorm, reason)
-        yield Substitution(mixer, "ExtendedRMSNorm", cpu_mamba.GatedRMSNorm, reason)
-        yield Substitution(mixer, "mamba_chunk_scan_combined", cpu_mamba.scan, reason)
-        yield Substitution(mixer, "mamba_split_conv1d_scan_combined", cpu_mamba.convolve_and_scan, reason)
+        yield Substitution(mamba_mixer, "HAVE_MAMBA_SSM", True, reason)
+        yield Substitution(mamba_mixer, "RMSNormGated", cpu_mamba.GatedRMSNorm, reason)
+        yield Substitution(mamba_mixer, "ExtendedRMSNorm", cpu_mamba.GatedRMSNorm, reason)
+        yield Substitution(mamba_mixer, "mamba_chunk_scan_combined", cpu_mamba.scan, reason)
+        yield Substitution(mamba_mixer, "mamba_split_conv1d_scan_combined", cpu_mamba.convolve_and_scan, reason)
+    if not gated_delta_net.HAVE_FLA:
+        reason = "the kernels of gated delta nets are written for CUDA"
+        kernels = cpu_delta_net.kernels(gated_delta_net.torch_chunk_gated_delta_rule)
+        for owner in cpu_delta_net.modules(gated_delta_net):
+            for name, kernel in kernels.items():
+                yield Substitution(owner, name, kernel, reason)
 
 
 def _as_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

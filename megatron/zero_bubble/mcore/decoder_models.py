@@ -12,6 +12,12 @@ HYBRID_RECOMPUTES = find_spec("megatron.core.models.hybrid") is not None
 """Whether models whose layers a pattern describes can recompute them, as they can from megatron-core 0.18 on."""
 STACK_MODULE = "megatron.core.models.hybrid.hybrid_block" if HYBRID_RECOMPUTES else "megatron.core.ssm.mamba_block"
 """The module of the stack of layers of such models."""
+ALLOCATION_MODULE = (
+    "megatron.core.models.hybrid.hybrid_layer_allocation"
+    if HYBRID_RECOMPUTES
+    else "megatron.core.ssm.mamba_hybrid_layer_allocation"
+)
+"""The module that reads patterns."""
 
 
 def _hybrid_class() -> Any:
@@ -25,13 +31,8 @@ HYBRID: Any = _hybrid_class()
 """The class of models whose layers a pattern describes."""
 
 
-def mamba_mixer() -> Any:
-    """Return megatron-core's module of Mamba's mixer; None where triton is missing, which older versions import."""
-    try:
-        return importlib.import_module("megatron.core.ssm.mamba_mixer")
-    except ModuleNotFoundError:
-        return None
-
+HYBRID_TAKES_STAGES = hasattr(importlib.import_module(ALLOCATION_MODULE), "select_pipeline_segment")
+"""Whether such models choose a stage's layers from a pattern with `|`, as they do from megatron-core 0.17 on."""
 
 DECODER_MODELS: tuple[Any, ...] = (GPTModel, HYBRID)
 """Classes whose instances have `embedding`, `decoder.layers` and `output_layer` in the stages that hold these."""

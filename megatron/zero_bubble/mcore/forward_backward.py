@@ -25,6 +25,7 @@ from megatron.zero_bubble.runtime.communicator import TensorSpec
 from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
 from megatron.zero_bubble.runtime.variable_shapes import AnnouncedSpec, AnswerSpec
 from megatron.zero_bubble.schedule import Op, OpKind, Placement
+from megatron.zero_bubble.schedule.kinds import KINDS
 
 NoSync = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -133,16 +134,22 @@ class MegatronStage:
                 # The loss of a vocabulary in shards is an operation of its own.
                 is_last_stage=is_last and self.vocabulary is None,
             )
-        self.num_tokens += num_tokens
-        if not is_last:
-            self._check_message(stage, output)
-        if self.shapes_vary and not is_last:
-            self._sent[chunk, microbatch] = TensorSpec(tuple(output.shape), output.dtype, output.device)
+        self._note_output(microbatch, chunk, output, num_tokens)
         if self.vocabulary is not None and is_last:
             output = self.vocabulary.end_last_stage(microbatch)
             if not self.forward_only:
                 self.release_output(output)
         return output
+
+    def _note_output(self, microbatch: int, chunk: int, output: Any, num_tokens: torch.Tensor) -> None:
+        """Count tokens, and check the message to the next stage."""
+        self.num_tokens += num_tokens
+        stage = self.placement.stage_of(self.rank, chunk)
+        if stage == self.placement.num_stages - 1:
+            return
+        self._check_message(stage, output)
+        if self.shapes_vary:
+            self._sent[chunk, microbatch] = TensorSpec(tuple(output.shape), output.dtype, output.device)
 
     def _check_message(self, stage: int, output: Any) -> None:
         """Raise `ForwardStepError` if a stage sends what the next one, which has asked for it, does not expect."""
@@ -242,7 +249,7 @@ class MegatronStage:
     def before_gradients(self, op: Op) -> None:
         self._grad_sync.enable(op.chunk, op.microbatch == self.num_microbatches - 1)
         for chunk in fully_sharded(self.model_chunks[op.chunk : op.chunk + 1]):
-            chunk.before_gradients(is_fused=op.kind is OpKind.BW)
+            chunk.before_gradients(is_fused=OpKind.W in KINDS[op.kind].makes)
 
     def message_spec(self, op: Op) -> TensorSpec:
         """Describe a message to this rank: all have the same shape unless they vary."""

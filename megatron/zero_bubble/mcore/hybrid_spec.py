@@ -2,22 +2,26 @@
 
     pretrain_hybrid.py --spec megatron.zero_bubble.mcore.hybrid_spec stack_spec --transformer-impl local
 
-It has attention (`*`), MLPs (`-`), experts (`E`), Mamba (`M`) and multi-token prediction. On a CPU, Mamba's kernels and
-the norm after the last layer are those that `cpu.py` substitutes.
+It has the layers of `LOCAL_LAYERS` that this megatron-core has, and multi-token prediction. On a CPU, the kernels of
+Mamba and gated delta nets and the norm after the last layer are those that `cpu.py` substitutes.
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer import ModuleSpec
+from megatron.core.transformer import ModuleSpec, TransformerConfig, multi_latent_attention
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
     MultiTokenPredictionBlockSubmodules,
@@ -26,11 +30,53 @@ from megatron.core.transformer.multi_token_prediction import (
 )
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from megatron.zero_bubble.mcore.decoder_models import HYBRID_RECOMPUTES, STACK_MODULE, mamba_mixer
+from megatron.zero_bubble.mcore.attention import LocalAttention
+from megatron.zero_bubble.mcore.decoder_models import HYBRID_RECOMPUTES, STACK_MODULE
 from megatron.zero_bubble.mcore.layer_spec import LocalNorm
 
 _SOME = 8
 """A number of experts: any but None makes the spec of a layer with experts."""
+LOCAL_LAYERS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "*": ("attention_layer", "attention"),
+        "-": ("mlp_layer", "an MLP"),
+        "E": ("moe_layer", "experts"),
+        "M": ("mamba_layer", "Mamba"),
+        "G": ("gdn_layer", "a gated delta net"),
+        "+": ("mla_layer", "latent attention"),
+    }
+)
+"""For the symbol of each layer the name that megatron-core's specs have for it, and a name in words."""
+_SPARSE = "dsa_layer"
+"""megatron-core's name of sparse attention, `D`."""
+
+
+def local_layers() -> dict[str, str]:
+    """Return the symbols and names in words of the local layers that this megatron-core has."""
+    return {symbol: words for symbol, (name, words) in LOCAL_LAYERS.items() if name in _SUBMODULES.__dataclass_fields__}
+
+
+class NoSparseAttention:
+    """Refuses to build sparse attention, which has no local layers."""
+
+    def __init__(self, *args: Any, config: TransformerConfig, **unused: Any) -> None:
+        known = ", ".join(f"{symbol} ({words})" for symbol, words in local_layers().items())
+        raise ValueError(
+            "--hybrid-layer-pattern: local layers have no sparse attention (D), which multiplies with weights outside "
+            f"of its layers, so that W would not have their gradients; they have {known}"
+        )
+
+
+def _stack_classes() -> tuple[Any, Any]:
+    """Return the class of stacks of layers, and that of its specs."""
+    blocks = importlib.import_module(STACK_MODULE)
+    name = "HybridStack" if hasattr(blocks, "HybridStack") else "MambaStack"
+    return getattr(blocks, name), getattr(blocks, f"{name}Submodules")
+
+
+_STACK, _SUBMODULES = _stack_classes()
+HAS_FURTHER = "mtp_block_spec" in _SUBMODULES.__dataclass_fields__
+"""Whether hybrid models of this megatron-core have multi-token prediction, as they do from 0.17 on."""
 
 
 def _further() -> ModuleSpec:
@@ -44,22 +90,33 @@ def _further() -> ModuleSpec:
     )
 
 
-def local_spec(attention: type[torch.nn.Module] | None = None) -> ModuleSpec:
+def local_spec(attention: type[torch.nn.Module] = LocalAttention) -> ModuleSpec:
     """Return the spec of a stack of megatron-core's own layers.
 
     Args:
         attention: the module that computes attention; megatron-core's own by default.
     """
     dense, expert = (get_gpt_layer_local_spec(num_experts=number).submodules for number in (None, _SOME))
-    if attention is not None:
-        dense.self_attention.submodules.core_attention = attention
-    layers: dict[str, Any] = {
-        "attention_layer": ModuleSpec(
-            module=TransformerLayer,
-            submodules=TransformerLayerSubmodules(
-                input_layernorm=LocalNorm, self_attention=dense.self_attention, self_attn_bda=dense.self_attn_bda
-            ),
+    latent = get_gpt_layer_local_spec(multi_latent_attention=True).submodules.self_attention
+    if not isinstance(multi_latent_attention.TELinear, type):
+        # megatron-core asks whether its adapter of Transformer Engine can be imported, which needs no such package.
+        multi_latent_attention.HAVE_TE = False
+    for spec in (dense.self_attention, latent):
+        spec.submodules.core_attention = attention
+    delta_net = ModuleSpec(
+        module=GatedDeltaNet,
+        submodules=GatedDeltaNetSubmodules(
+            in_proj=ColumnParallelLinear, out_norm=LocalNorm, out_proj=RowParallelLinear
         ),
+    )
+    mixer = ModuleSpec(
+        module=MambaMixer, submodules=MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
+    )
+    layers: dict[str, Any] = {
+        "attention_layer": _attending(dense.self_attention),
+        "mla_layer": _attending(latent),
+        "gdn_layer": _attending(delta_net),
+        _SPARSE: NoSparseAttention,
         "mlp_layer": ModuleSpec(
             module=MLPLayer,
             submodules=TransformerLayerSubmodules(pre_mlp_layernorm=LocalNorm, mlp=dense.mlp, mlp_bda=dense.mlp_bda),
@@ -68,23 +125,24 @@ def local_spec(attention: type[torch.nn.Module] | None = None) -> ModuleSpec:
             module=TransformerLayer,
             submodules=TransformerLayerSubmodules(pre_mlp_layernorm=LocalNorm, mlp=expert.mlp, mlp_bda=expert.mlp_bda),
         ),
-    }
-    if (module := mamba_mixer()) is not None:
-        projections = module.MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
-        mixer = ModuleSpec(module=module.MambaMixer, submodules=projections)
-        layers["mamba_layer"] = ModuleSpec(
+        "mamba_layer": ModuleSpec(
             module=MambaLayer,
             submodules=MambaLayerSubmodules(norm=LocalNorm, mixer=mixer, mamba_bda=get_bias_dropout_add),
-        )
-    blocks = importlib.import_module(STACK_MODULE)
-    stack, submodules = (
-        (blocks.HybridStack, blocks.HybridStackSubmodules)
-        if hasattr(blocks, "HybridStack")
-        else (blocks.MambaStack, blocks.MambaStackSubmodules)
+        ),
+        "mtp_block_spec": _further(),
+    }
+    known = {name: layer for name, layer in layers.items() if name in _SUBMODULES.__dataclass_fields__}
+    return ModuleSpec(module=_STACK, submodules=_SUBMODULES(**known))
+
+
+def _attending(attention: ModuleSpec) -> ModuleSpec:
+    """Return the spec of a layer that is a norm and `attention`, or what is in its place."""
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=LocalNorm, self_attention=attention, self_attn_bda=get_bias_dropout_add
+        ),
     )
-    if "mtp_block_spec" in submodules.__dataclass_fields__:
-        layers["mtp_block_spec"] = _further()
-    return ModuleSpec(module=stack, submodules=submodules(**layers))
 
 
 def transformer_engine_spec() -> ModuleSpec:

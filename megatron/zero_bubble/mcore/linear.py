@@ -69,8 +69,8 @@ def split_weight_gradients(model_chunks: Iterable[torch.nn.Module], store: Weigh
 def tied_output_layer(chunk: torch.nn.Module) -> torch.nn.Module | None:
     """Return the output layer if it multiplies with the embedding's weight of its own stage, else None.
 
-    With multi-token prediction the last stage has an embedding, too, and its output layer an unused weight of its own.
-    Autograd adds up the gradient of the shared weight in B, so such a layer is not split.
+    With multi-token prediction the last stage has an embedding, too. Megatron-LM's output layer has an unused weight of
+    its own there. Autograd adds up the gradient of the shared weight in B, so such a layer is not split.
     """
     model: Any = unwrap_model(chunk)
     layer = getattr(model, "output_layer", None)

@@ -17,15 +17,19 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.fusions import fused_softmax
 from megatron.core.models import backends
+from megatron.core.ssm import gated_delta_net, mamba_mixer
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, random
 from megatron.core.transformer import attention, multi_latent_attention
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from torch.fx.experimental import _config as symbolic_shapes
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatron.zero_bubble.mcore import cpu_delta_net
 from megatron.zero_bubble.mcore.counted_layers import OneExpert, rotated
 from megatron.zero_bubble.mcore.cpu import FACTORIES, CpuSubstitution, Substitution, substitute_cuda
+from megatron.zero_bubble.mcore.cpu_mamba import GatedRMSNorm
 
 
 @contextlib.contextmanager
@@ -86,9 +90,16 @@ def _substitutions() -> Iterator[Substitution]:
     yield Substitution(fused_softmax, "get_default_causal_mask", _mask, reason)
     reason = "the first backward makes it, on the device of that backward"
     yield Substitution(MoEAuxLossAutoScaler, "main_loss_backward_scale", None, reason)
+    reason = "the last schedule of this process left its own, on the device of its losses"
+    yield Substitution(MTPLossAutoScaler, "main_loss_backward_scale", torch.tensor(1.0), reason)
     reason = "experts are alike, and a rank may have thousands"
     experts = OneExpert, MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     yield Substitution(backends.LocalSpecProvider, "grouped_mlp_modules", lambda *_: experts, reason)
+    yield Substitution(mamba_mixer, "HAVE_MAMBA_SSM", True, "its kernels are counted, and do not run")
+    yield Substitution(mamba_mixer, "ExtendedRMSNorm", GatedRMSNorm, "it is one kernel, which does not run either")
+    for module in cpu_delta_net.modules(gated_delta_net):
+        for name, kernel in cpu_delta_net.kernels(lambda *_: None).items():
+            yield Substitution(module, name, kernel, "kernels of `fla` need data")
     if not hasattr(random, "FP8GlobalStateManager"):
         reason = "megatron-core's recomputation asks for these, fp8 or not, and only Transformer Engine has them"
         without_fp8 = SimpleNamespace(is_fp8_enabled=lambda: False, get_fp8_recipe=lambda: None)

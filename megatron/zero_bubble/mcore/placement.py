@@ -63,12 +63,15 @@ def embedding_ranks(placement: Placement) -> Callable[[list[int], int | None], l
     return only_the_first
 
 
-def replace_embedding_groups(placement: Placement) -> None:
-    """Make the groups that reduce tied embeddings anew for `placement`, where they differ; a collective call.
+def adopt_placement(placement: Placement) -> None:
+    """Change megatron-core's state to a placement that was chosen on the same ranks; a collective call.
 
     It is called after `initialize_model_parallel` for a placement that has the first and the last stage on different
-    ranks, and before anything is built.
+    ranks, and before anything is built. The groups that reduce tied embeddings are made anew where they differ.
     """
+    num_chunks = placement.num_chunks if placement.num_chunks > 1 else None
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(num_chunks)
+    parallel_state.set_virtual_pipeline_model_parallel_rank(None if num_chunks is None else 0)
     choose = embedding_ranks(placement)
     if choose is None:
         return

@@ -16,6 +16,8 @@ from megatron.core.utils import get_model_config
 
 from megatron.zero_bubble.mcore.connections import Connections
 from megatron.zero_bubble.mcore.forward_backward import MegatronStage
+from megatron.zero_bubble.mcore.microbatch_orders import Iterators, MicrobatchOrders, Ordered, OrderTimes
+from megatron.zero_bubble.mcore.paired_stage import PairedStage
 from megatron.zero_bubble.mcore.placement import finalize_gradients
 from megatron.zero_bubble.mcore.post_validation import PostValidation
 from megatron.zero_bubble.mcore.step_settings import (
@@ -30,9 +32,11 @@ from megatron.zero_bubble.planner.prediction import Prediction
 from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.runtime.channel_memory import ChannelCommunicator, ChannelMemory
 from megatron.zero_bubble.runtime.communicator import TensorSpec, TorchCommunicator
+from megatron.zero_bubble.runtime.copy_lane import copy_lane
 from megatron.zero_bubble.runtime.device import own_device
 from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.observer import StepObserver
+from megatron.zero_bubble.runtime.offload_store import OffloadStore
 from megatron.zero_bubble.runtime.profiler import memory_meter
 from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
 from megatron.zero_bubble.runtime.recorder import OpRecorder, StepTime, device_clock, idle_share
@@ -41,6 +45,7 @@ from megatron.zero_bubble.runtime.running_plan import RunningPlan
 from megatron.zero_bubble.runtime.watchdog import Position
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Idle, Schedule, ScheduleError
+from megatron.zero_bubble.schedule.default_costs import default_costs
 from megatron.zero_bubble.schedule.formats import Profile
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.schedule.step_ops import num_forwards_before_validation
@@ -61,6 +66,10 @@ class ForwardBackward:
         post_validation: takes the optimizer's steps within the schedule; None if they come after it.
         communicator: the class of the channels.
         report_channels: called with the channels' memory once they are open.
+        pairs: whether a forward and a backward may run as one (see `PairedStage`).
+        orders_microbatches: whether the microbatches of a step that differ in size run in an order that is planned for
+            their sizes (see `MicrobatchOrders`); by default they do where the model's configuration says
+            `variable_seq_lengths`.
         warms_up: whether each stage computes once before the first training step (see `mcore/warm_up.py`); by default
             it does on a GPU only.
     """
@@ -76,6 +85,9 @@ class ForwardBackward:
         communicator: type[ChannelCommunicator] = TorchCommunicator,
         report_channels: Callable[[ChannelMemory], None] = lambda memory: None,
         warms_up: bool | None = None,
+        *,
+        pairs: bool = False,
+        orders_microbatches: bool | None = None,
     ) -> None:
         chunks = plan.placement.num_chunks
         if chunks != store.num_chunks:
@@ -85,7 +97,9 @@ class ForwardBackward:
         self._store = store
         # Where the schedule has no R, B recomputes what the model's configuration says.
         self._recomputation_store = None if plan.recompute is Recompute.NONE else RecomputationStore()
+        self._offload_store = OffloadStore(copy_lane(own_device())) if plan.offloads else None
         self._post_validation = post_validation
+        self._stage_class = PairedStage if pairs else MegatronStage
         self._connections = Connections(communicator, timeout, report_channels)
         self._usual_message: TensorSpec | None = None
         self._rank = parallel_state.get_pipeline_model_parallel_rank()
@@ -96,7 +110,13 @@ class ForwardBackward:
         self.observer = StepObserver(device_clock(own_device()))
         replanner = None
         if planning is not None:
-            replanner = Replanner(plan, planning, self._rank, self.observer, self._measure_edges, report, own_device())
+            replanner = Replanner(
+                *(plan, planning, self._rank, self.observer, self._measure_edges, report, own_device()),
+                recomputation=self._recomputation_store,
+                offload=self._offload_store,
+            )
+        self._orders_microbatches, self._planning, self._timeout = orders_microbatches, planning, timeout
+        self._orders: MicrobatchOrders | None = None
         self._running = RunningPlan(plan, replanner, self._make_executor, post_validation=post_validation is not None)
 
     @property
@@ -143,6 +163,10 @@ class ForwardBackward:
         prediction = self.prediction(num_microbatches)
         return None if prediction is None else prediction.idle
 
+    def take_order_times(self) -> OrderTimes | None:
+        """Return the predicted times of the steps since the last call whose order of microbatches was planned."""
+        return None if self._orders is None else self._orders.take_times()
+
     def __call__(
         self,
         *,
@@ -186,6 +210,9 @@ class ForwardBackward:
         self._connections.prepare(chunks, self.plan.placement, groups)
         if self._connections.shapes_vary:
             self._running.let_microbatches_differ()
+        ordered = Ordered(iterators, None)
+        if not forward_only and self._orders_step(config):
+            ordered = self._order(iterators, num_microbatches)
         executor = self._running.executor(
             groups.pp,
             num_microbatches,
@@ -200,9 +227,9 @@ class ForwardBackward:
             tp_group=groups.tp,
             cp_group=groups.cp,
         )
-        stage = MegatronStage(
+        stage = self._stage_class(
             forward_step_func=forward_step_func,
-            data_iterators=iterators,
+            data_iterators=ordered.iterators,
             model_chunks=chunks,
             placement=executor.schedule.placement,
             rank=executor.rank,
@@ -226,7 +253,30 @@ class ForwardBackward:
         self._run(executor, stage)
         if not forward_only:
             self._running.after_step(self._num_steps, num_microbatches)
-        return stage.forward_data_store
+            if self._orders is not None:
+                plan = self._running.plan
+                planned_with = plan.costs if self._running.profile is None else self._running.profile.costs
+                usual = planned_with or default_costs(plan.placement, plan.recompute)
+                self._orders.after_step(self._num_steps, usual)
+        return ordered.in_data_order(stage.forward_data_store)
+
+    def _orders_step(self, config: Any) -> bool:
+        """Whether the microbatches of a step are read before it, to order them."""
+        return config.variable_seq_lengths if self._orders_microbatches is None else self._orders_microbatches
+
+    def _order(self, iterators: Iterators, num_microbatches: int) -> Ordered:
+        """Read the microbatches of a training step, and order them."""
+        plan, planning = self._running.plan, self._planning
+        if self._orders is None:
+            self._orders = MicrobatchOrders(plan.placement, self._rank, self.observer, planning, self._timeout)
+        has_limit = planning is not None and planning.has_absolute_limit and self._running.profile is not None
+        return self._orders.order(
+            self._num_steps + 1,
+            iterators,
+            plan.schedule(num_microbatches),
+            plan.request.limits if has_limit else None,
+            interlocks=self._post_validation is not None,
+        )
 
     def _run(self, executor: Executor, stage: MegatronStage) -> None:
         config = get_model_config(stage.model_chunks[0])
@@ -235,7 +285,10 @@ class ForwardBackward:
         self._usual_message = stage.usual_message
         self._num_calls += 1
         self._last_executor, self._is_in_step = executor, True
-        executor.run(stage, None if stage.forward_only else self._start_recording(stage.vocabulary))
+        recorder = None if stage.forward_only else self._start_recording(stage.vocabulary)
+        if isinstance(stage, PairedStage):
+            stage.recorder = recorder
+        executor.run(stage, recorder)
         if not executor.schedule.has_post_validation:
             stage.finish()
         self._is_in_step = False
@@ -266,7 +319,8 @@ class ForwardBackward:
         self._num_steps += 1
         meter = None
         if self._running.measures_memory(self._num_steps):
-            meter = memory_meter(own_device(), self._store, None if vocabulary is None else vocabulary.kept_bytes)
+            kept_by_shard = None if vocabulary is None else vocabulary.kept_bytes
+            meter = memory_meter(own_device(), self._store, kept_by_shard, self._offload_store)
         return self.observer.start(self._num_steps, meter)
 
     def _measure_edges(self) -> dict[int, float]:
@@ -282,5 +336,6 @@ class ForwardBackward:
             self._store,
             self._recomputation_store,
             tail_by_parameter=tail_by_parameter,
+            offload_store=self._offload_store,
             exchange_lane=self._connections.exchange_lane,
         )

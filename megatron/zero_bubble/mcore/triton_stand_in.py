@@ -1,6 +1,6 @@
 """Lets megatron-core be imported where torch was built for CPUs, and has not brought triton, the compiler of kernels.
 
-Importing a module of `mcore` or `training` is enough: their packages call `stand_in_for_triton()`.
+Importing a module of `mcore` or `trainer` is enough: their packages call `stand_in_for_triton()`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from types import ModuleType
 
-_NEED_TRITON = ("batch_invariant_kernels", "paged_stash")
-"""Modules of megatron-core, 0.16 and from 0.18 on, that cannot be imported without triton. Their kernels need GPUs."""
+_NEED_TRITON = ("batch_invariant_kernels", "paged_stash", "attention_context.triton.tensor_ops")
+"""Modules of megatron-core that cannot be imported without triton in some versions. Their kernels need GPUs."""
+_KERNELS = ("megatron.core.ssm.ops.common.", "megatron.core.ssm.ops.mamba2.")
+"""Packages of megatron-core 0.20 that are kernels throughout, and are imported with Mamba."""
 
 
 def stand_in_for_triton() -> None:
@@ -28,7 +30,7 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname.rpartition(".")[2] not in _NEED_TRITON:
+        if not fullname.startswith(_KERNELS) and not fullname.endswith(tuple(f".{name}" for name in _NEED_TRITON)):
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
@@ -49,7 +51,7 @@ class _LoaderWithTriton(Loader):
         from unittest.mock import MagicMock
 
         added = [name for name in ("triton", "triton.language") if name not in sys.modules]
-        sys.modules.update({name: MagicMock() for name in added})
+        sys.modules.update({name: MagicMock(__version__="3.0.0") for name in added})
         try:
             self._loader.exec_module(module)
         finally:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from datetime import timedelta
+from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -34,6 +35,7 @@ from megatron.zero_bubble.mcore.communication_costs import (
 )
 from megatron.zero_bubble.mcore.forward_backward import MegatronStage
 from megatron.zero_bubble.mcore.model_units import Unit, UnitModels
+from megatron.zero_bubble.mcore.paired_stage import PairedStage, refuse_unpaired
 from megatron.zero_bubble.mcore.restart import Restart
 from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.runtime.channel_memory import ChannelCommunicator
@@ -57,6 +59,8 @@ def measure_model(
     communicator: type[ChannelCommunicator],
     timeout: timedelta,
     seconds: float,
+    *,
+    pairs: bool = False,
 ) -> ModelCosts:
     """Measure the costs of a model's units, and of a message between ranks.
 
@@ -71,12 +75,17 @@ def measure_model(
         communicator: the class of the channels over which a message is measured.
         timeout: for one message.
         seconds: time for all units; each is timed at least once, however long that takes.
+        pairs: whether the model will run forwards and backwards as one (see `PairedStage`), so that the exchanges of
+            tokens between experts are measured, too.
+
+    Raises:
+        ValueError: the model is to have pairs, and cannot.
     """
     units, measured, end = _units(kinds), [], time.perf_counter() + seconds
     with _undisturbed():
         for index in range(len(units)):
             share = (end - time.perf_counter()) / (len(units) - index)
-            measured.append(_measure_unit(models, units, index, share))
+            measured.append(_measure_unit(_UnitRun(models, units, index, pairs=pairs), share))
     everyone: list[list[MeasuredUnit]] = [measured] * dist.get_world_size()
     dist.all_gather_object(everyone, measured)
     embedding, *of_layers, output = (
@@ -166,10 +175,9 @@ class MeasuredUnit(NamedTuple):
     """Median milliseconds from the end of an operation to the start of the next one."""
 
 
-def _measure_unit(models: UnitModels, units: Sequence[Unit], index: int, seconds: float) -> MeasuredUnit:
+def _measure_unit(unit_run: _UnitRun, seconds: float) -> MeasuredUnit:
     """Measure one unit on this rank; a collective call, because ranks that share a unit must pass it equally often."""
     end = time.perf_counter() + seconds
-    unit_run = _UnitRun(models, units, index)
     unit_run.run()
     start = time.perf_counter()
     unit_run.run_measured(with_memory=True)
@@ -178,7 +186,6 @@ def _measure_unit(models: UnitModels, units: Sequence[Unit], index: int, seconds
         unit_run.run_measured()
     costs = unit_run.costs()
     unit_run.close()
-    del unit_run
     forget_losses()
     if torch.cuda.is_available():  # without, memory is not measured, and a collection takes longer than a pass
         _free()
@@ -201,8 +208,8 @@ def _free() -> None:
 class _UnitRun:
     """Runs one microbatch after another through a unit, and collects what it measures."""
 
-    def __init__(self, models: UnitModels, units: Sequence[Unit], index: int) -> None:
-        self._models, self._unit, self._index = models, units[index], index
+    def __init__(self, models: UnitModels, units: Sequence[Unit], index: int, *, pairs: bool = False) -> None:
+        self._models, self._unit, self._index, self._pairs = models, units[index], index, pairs
         self._store = WeightGradStore()
         self._model: Any = models.build(units[index], self._store)
         self._placement = Placement("linear", len(units))
@@ -213,6 +220,8 @@ class _UnitRun:
         self._device = next(self._model.parameters()).device
         self._config = get_model_config(self._model)
         self._config.no_sync_func = self._model.no_sync
+        if pairs:
+            refuse_unpaired(self._config, type(unwrap_model(self._model)))
 
     def run_measured(self, *, with_memory: bool = False) -> None:
         recorder = OpRecorder(
@@ -225,7 +234,8 @@ class _UnitRun:
 
     def run(self, recorder: OpRecorder | None = None) -> None:
         """Run F, B and W of one microbatch. It is the first of two, because DDP reduces gradients with the last one."""
-        stage = MegatronStage(
+        stage_class = partial(PairedStage, recorder=recorder) if self._pairs else MegatronStage
+        stage = stage_class(
             forward_step_func=self._models.forward_step,
             data_iterators=[self._models.data],
             model_chunks=[self._model],
@@ -244,7 +254,7 @@ class _UnitRun:
     def costs(self) -> MeasuredUnit:
         """Return the medians of all measured passes."""
         [measured] = self._profiler.costs()
-        times = measured.times
+        times, exchanged = measured.times, measured.exchanged
         kept, waiting = measured.memory[OpKind.F], measured.memory[OpKind.F] + measured.memory[OpKind.B]
         is_layer = self._unit.layer is not None
         input_bytes = math.prod(self._models.message.shape) * self._models.message.dtype.itemsize
@@ -258,7 +268,10 @@ class _UnitRun:
             memory_w=-waiting,
             time_r=times[OpKind.F] if is_layer else 0.0,
             memory_r=max(0.0, kept - input_bytes) if is_layer else 0.0,
+            num_blocks=float(is_layer),
             state=self.state_bytes(),
+            all_to_all_f=min(times[OpKind.F], exchanged.get(OpKind.F, 0.0)),
+            all_to_all_b=min(times[OpKind.B], exchanged.get(OpKind.B, 0.0)),
         )
         return MeasuredUnit(costs, measured.noise, max(0.0, statistics.median(self._gaps)))
 

@@ -60,7 +60,7 @@ def initialized_by_unit(seed: int, *, is_first_stage: bool, first_layer: int = 0
     try:
         with (
             construction.around(TransformerLayer, _UnitKind.LAYER, lambda call: first_layer + _layer_number(call)),
-            construction.around(MambaLayer, _UnitKind.LAYER, lambda call: call["layer_number"]),
+            construction.around(MambaLayer, _UnitKind.LAYER, lambda call: first_layer + call["layer_number"]),
             construction.around(MultiTokenPredictionLayer, _UnitKind.FURTHER, lambda call: call["layer_number"]),
         ):
             yield

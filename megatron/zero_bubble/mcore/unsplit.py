@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.utils import unwrap_model
 
 from megatron.zero_bubble.mcore.linear import tied_output_layer
 
@@ -44,11 +45,14 @@ def count_gradients(model_chunks: Iterable[torch.nn.Module]) -> Gradients:
     unsplit: Counter[str] = Counter()
     missed = set()
     chunks = list(model_chunks)
-    tied = [tied_output_layer(chunk) for chunk in chunks]
+    tied = {layer: unwrap_model(chunk) for chunk in chunks if (layer := tied_output_layer(chunk)) is not None}
+    multiplied = {model.shared_embedding_or_output_weight() for model in tied.values()}
     for name, module, parameter in _parameters(chunks):
         counts["total"] += parameter.numel()
         if getattr(parameter, "skip_backward_post_hook", False):
             counts["in_w"] += parameter.numel()
+        elif parameter in multiplied:
+            unsplit[f"output_layer ({ColumnParallelLinear.__name__})"] += parameter.numel()
         elif isinstance(module, _EMBEDDINGS):
             counts["embeddings"] += parameter.numel()
         elif parameter.dim() < 2:
@@ -56,7 +60,7 @@ def count_gradients(model_chunks: Iterable[torch.nn.Module]) -> Gradients:
         else:
             kind = f"{name} ({type(module).__name__})"
             unsplit[kind] += parameter.numel()
-            if _should_be_split(module, parameter) and not any(module is layer for layer in tied):
+            if _should_be_split(module, parameter) and module not in tied:
                 missed.add(kind)
     return Gradients(
         counts["total"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -25,9 +26,14 @@ class DroppingLayer:
         self._layer, self._store, self._device = layer, store, device
 
     def __call__(self, value: Any) -> Any:
-        if self._store.mode is not ForwardMode.DROP:
+        mode = self._store.mode
+        if mode is None:
             return self._layer(value)
         given = StageMessage.of(value)
+        if mode is ForwardMode.KEEP:
+            output = self._layer(value)
+            self._store.keep(given.tensors, StageMessage.of(output).tensors)
+            return output
         call = _DroppedCall(self._layer, given.spec, self._store, Autocast.current(self._device.type))
         # One input always needs a gradient: without it a layer whose other inputs need none would have no backward.
         wanted = torch.empty(0, requires_grad=True)
@@ -42,6 +48,7 @@ class _DroppedCall:
     def __init__(self, layer: Layer, given: MessageSpec, store: RecomputationStore, autocast: Autocast) -> None:
         self._layer, self._given, self._autocast = layer, given, autocast
         self.store = store
+        self.during_backward: Callable[[], AbstractContextManager[None]] = nullcontext
         self.returned: MessageSpec | None = None
         self._tensors: tuple[torch.Tensor, ...] = ()
         self._needs_gradient: Sequence[bool] = ()
@@ -79,17 +86,18 @@ class _DroppedCall:
 
 
 class _Dropped(torch.autograd.Function):
-    """A call of a checkpointed layer whose backward needs its R to have run."""
+    """A call of a checkpointed layer, whose backward needs R, or the store within B, to have run it again."""
 
     @staticmethod
     def forward(ctx: Any, call: _DroppedCall, wanted: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.call = call
         outputs = call.run(tensors, ctx.needs_input_grad[2:])
-        call.store.put(partial(_DroppedCall.recompute, call))
+        call.during_backward = call.store.put(partial(_DroppedCall.recompute, call))
         # Detached, because an input that the layer returns is not the output of this function.
         return tuple(output.detach() for output in outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return None, None, *ctx.call.run_backward(grads)
+        with ctx.call.during_backward():
+            return None, None, *ctx.call.run_backward(grads)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,26 @@ class PartialModel(nn.Module):
         super().__init__()
         self._agreement: Agreement
         self._num_layers = 0
+        # In a tuple, so that it is no parameter of the module's state.
+        self._placeholders = (nn.Parameter(torch.empty(0)),)
+
+    @property
+    def placeholder(self) -> nn.Parameter:
+        """The empty parameter of a rank whose layers have none: every optimizer takes it."""
+        return self._placeholders[0]
+
+    def named_parameters(self, *arguments: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield this rank's parameters; where there are none, `placeholder`."""
+        named = tuple(super().named_parameters(*arguments, **options))
+        yield from named or [("placeholder", self.placeholder)]
+
+    def own_named_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the parameters of this rank's layers by name."""
+        return dict(super().named_parameters())
+
+    def own_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters of this rank's layers."""
+        return list(self.own_named_parameters().values())
 
     def _hold(self, held: HeldLayers, num_layers: int) -> None:
         for layer in held.layers:

@@ -39,6 +39,7 @@ from megatron.zero_bubble.pipeline.layer_costs import LayerTimes
 from megatron.zero_bubble.pipeline.layer_stage import LayerStage
 from megatron.zero_bubble.pipeline.layer_summary import Summary
 from megatron.zero_bubble.pipeline.partial_model import PartialModel, layer_of
+from megatron.zero_bubble.pipeline.same_arguments import check_same_arguments
 from megatron.zero_bubble.pipeline.stage_layout import LayoutRequest, Partition, StageLayout, plan_for
 from megatron.zero_bubble.pipeline.stage_times import stage_times
 from megatron.zero_bubble.planner.run_schedules import prepare
@@ -121,6 +122,20 @@ class Pipeline(PartialModel):
         self._rank, self._replicas = self._interconnect.rank, replicas
         self._agreement = Agreement(self._interconnect.collectives(range(self._interconnect.size), HOST))
         layers = list(layers)
+        check_same_arguments(
+            self._agreement,
+            layers,
+            {
+                "num_microbatches": num_microbatches,
+                "schedule": schedule,
+                "partition": partition,
+                "memory_limit": memory_limit,
+                "num_chunks": num_chunks,
+                "checkpoint": checkpoint,
+                "variable_shapes": variable_shapes,
+                "post_validation": post_validation,
+            },
+        )
         recomputes = checkpoint or any(getattr(layer, "checkpoint", False) for layer in layers)
         size = self._interconnect.size
 
@@ -150,12 +165,12 @@ class Pipeline(PartialModel):
         )
         self._executors: dict[bool, Executor] = {}
         self._late = self._make_late_steps() if post_validation else None
-        own = sum(parameter.numel() for parameter in self.parameters())
+        own = sum(parameter.numel() for parameter in self.own_parameters())
         counts = self._agreement.gather((held.unsplit, own))
         unsplit = sum((unsplit for unsplit, _ in counts), start=Unsplit())
         self._summary = Summary(self.layout, num_microbatches, unsplit, sum(count for _, count in counts))
         if replicas is not None:
-            for tensor in (*self.parameters(), *self.buffers()):
+            for tensor in (*self.own_parameters(), *self.buffers()):
                 dist.broadcast(tensor.detach(), dist.get_process_group_ranks(replicas)[0], group=replicas)
         if self._rank == 0 and (replicas is None or replicas.rank() == 0):
             logger.info(self.summary())
@@ -171,7 +186,7 @@ class Pipeline(PartialModel):
             self._messages,
             Executor(schedule, self._rank, communicator, *self._stores),
             self._tied,
-            list(self.parameters()),
+            self.own_parameters(),
         )
 
     @property
@@ -246,7 +261,7 @@ class Pipeline(PartialModel):
         for tied in self._tied:
             tied.end_step()
         if self._replicas is not None:
-            average_over(self._replicas, list(self.parameters()))
+            average_over(self._replicas, self.own_parameters())
 
     def eval_batch(self, batch: Any = None) -> torch.Tensor:
         """Run the forward of one step in evaluation mode; return the mean loss on all ranks.
@@ -303,12 +318,12 @@ class Pipeline(PartialModel):
 
         It is `torch.nn.utils.clip_grad_norm_` of the whole model, in which every tied parameter counts once.
         """
-        return clip_grad_norm(list(self.parameters()), self._counted(), self._agreement, max_norm, norm_type)
+        return clip_grad_norm(self.own_parameters(), self._counted(), self._agreement, max_norm, norm_type)
 
     def _counted(self) -> list[tuple[int, nn.Parameter]]:
         """Return this rank's parameters that no earlier stage has a copy of, each with its layer's index."""
         copies = {parameter for tied in self._tied for parameter in tied.parameters_beyond_first}
-        return [(layer_of(name), own) for name, own in self.named_parameters() if own not in copies]
+        return [(layer_of(name), own) for name, own in self.own_named_parameters().items() if own not in copies]
 
     def summary(self) -> str:
         """Describe the partition, and list the layers whose W stays in B with their share of the parameters."""

@@ -106,9 +106,15 @@ class _SplitLayer:
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         parameters = tuple(parameter for parameter in self._module.parameters() if parameter.requires_grad)
-        if not parameters or not torch.is_grad_enabled():
+        # A hook of a parameter expects its whole gradient in the backward; without a split it gets it.
+        has_hooks = any(parameter._backward_hooks for parameter in parameters)
+        if not parameters or has_hooks or not torch.is_grad_enabled():
             return self._forward(input)
         return _SplitCall.apply(self, input, *parameters)
+
+    @property
+    def class_name(self) -> str:
+        return type(self._module).__name__
 
     @property
     def is_deferring(self) -> bool:
@@ -147,6 +153,11 @@ class _SplitCall(torch.autograd.Function):
     def forward(ctx: Any, layer: _SplitLayer, input: torch.Tensor, *parameters: nn.Parameter) -> torch.Tensor:
         own_input = input.detach().requires_grad_(ctx.needs_input_grad[1])
         output = layer.record(own_input)
+        if not isinstance(output, torch.Tensor):
+            raise ValueError(
+                f"split_layers={layer.class_name} cannot be split: its forward returns a {type(output).__name__}, not "
+                "one tensor; leave it out of split_layers"
+            )
         ctx.layer, ctx.parameters = layer, parameters
         ctx.input = own_input if own_input.requires_grad else None
         ctx.edge = get_gradient_edge(output)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from math import inf
 from statistics import median
 
 from megatron.zero_bubble.planner.dropping import try_dropping
@@ -12,7 +13,14 @@ from megatron.zero_bubble.planner.event_loop import GapRule, Keeping
 from megatron.zero_bubble.planner.greedy import Policy
 from megatron.zero_bubble.planner.memory_limit import one_f_one_b_peaks
 from megatron.zero_bubble.planner.planned_chunks import best_interleaved
-from megatron.zero_bubble.planner.portfolio import Portfolio, best_of, budget_of, fits, recomputed_where_needed
+from megatron.zero_bubble.planner.portfolio import (
+    Portfolio,
+    best_of,
+    budget_of,
+    fits,
+    recomputed_where_needed,
+    with_shards,
+)
 from megatron.zero_bubble.planner.problem import Problem
 from megatron.zero_bubble.planner.profiles import (
     Profile,
@@ -31,7 +39,6 @@ from megatron.zero_bubble.schedule.generators.zb_h1 import zb_h1
 from megatron.zero_bubble.schedule.generators.zb_h2 import zb_h2
 from megatron.zero_bubble.schedule.ir import Schedule
 from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation
-from megatron.zero_bubble.schedule.shard_ops import with_best_delay
 
 SIMPLE = (one_f_one_b, zb_h1, zb_h2, gpipe)
 """The schedules that need no costs. Where they fit, the planned schedule is not worse."""
@@ -93,10 +100,10 @@ def _best(name: str, problem: Problem) -> Schedule:
     The planner knows B and W as two operations, and reserves the memory that B adds from F on, or from R on. Where a
     rank ends with a gradient that it sends, or B adds memory, a schedule that fuses them may be better.
     """
-    candidates = []
+    candidates, shortest = [], inf
     if problem.is_feasible:
         portfolio = plan_linear(problem)
-        candidates = portfolio.schedules(name, problem)
+        candidates, shortest = portfolio.schedules(name, problem), portfolio.cost
         is_best = not problem.varies and portfolio.cost <= problem.bound_if_fused * (1 + 1e-9)
         if problem.is_quick_with_shards or is_best:
             return candidates[0]
@@ -104,7 +111,7 @@ def _best(name: str, problem: Problem) -> Schedule:
     if problem.recompute is Recompute.FULL:
         simple = [with_recomputation(schedule) for schedule in simple]
     if problem.has_shards:
-        simple = [with_best_delay(schedule, problem.costs, problem.limits) for schedule in simple]
+        simple = list(with_shards(simple, problem, shortest))
     candidates += (schedule for schedule in simple if fits(schedule, problem))
     if not candidates:
         problem.check_feasible()
@@ -114,13 +121,13 @@ def _best(name: str, problem: Problem) -> Schedule:
 def plan_linear(problem: Problem) -> Portfolio:
     """The best plans found for one chunk a rank, within feasible limits: at least one microbatch after the other."""
     portfolio = Portfolio(problem, budget_of(problem))
-    portfolio.in_order(problem, problem.one_by_one())
     if problem.recompute is Recompute.PLANNED:
         try_dropping(portfolio, problem)
         portfolio.drop_into_idle_time(problem)
     else:
         _try_levels(portfolio, problem)
         _try_equal_stages(portfolio, problem)
+    portfolio.ensure_plan(problem)
     if problem.has_shards and problem.budget > 0:
         portfolio.insert_shards(problem, lambda without: plan_linear(without).best)
     portfolio.improve(problem, problem.budget // 4)

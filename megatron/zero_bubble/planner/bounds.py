@@ -183,7 +183,8 @@ class _Rank:
         costs = self.path.costs
         f_and_b = self.num_microbatches * sum(costs.time_f[s] + costs.time_b[s] for s in self.stages)
         all_w = self.num_microbatches * sum(costs.time_w[s] for s in self.stages)
-        room = self.available - costs.memory_f[self.first]
+        is_divided = self.path.recompute is not Recompute.NONE and costs.blocks(self.first) > 1
+        room = self.available - (0 if is_divided else costs.memory_f[self.first])
         waiting = self._most(room, [(costs.time_w[s], costs.memory_f[s] + costs.memory_b[s]) for s in self.stages])
         by_work = f_and_b + max(0, all_w - costs.time_w[self.first] - waiting) + max(self.idle, self.recomputation)
         return max(by_work, self.window_of_last_f)

@@ -45,10 +45,7 @@ class OrderGraph:
         self._link_stages()
         if problem.has_shards:
             self._link_shards()
-        self.lanes = [self._numbers(order) for order in orders]
-        """Rank -> its operations in order."""
-        self.position = {op: position for lane in self.lanes for position, op in enumerate(lane)}
-        """Operation -> its place in the order of its rank."""
+        self.restore([self._numbers(order) for order in orders])
         self.start = [0.0] * len(self.duration)
         self.end = [0.0] * len(self.duration)
         """Operation -> time of its result."""
@@ -104,6 +101,13 @@ class OrderGraph:
                 self.allocation[number] = self.problem.allocation[code]
             lane.append(number)
         return lane
+
+    def restore(self, lanes: Sequence[Sequence[int]]) -> None:
+        """Take other orders of the same operations."""
+        self.lanes = [list(lane) for lane in lanes]
+        """Rank -> its operations in order."""
+        self.position = {op: position for lane in lanes for position, op in enumerate(lane)}
+        """Operation -> its place in the order of its rank."""
 
     def move(self, rank: int, source: int, target: int) -> None:
         """Take the operation at position `source` of the order of `rank` to position `target`."""

@@ -75,6 +75,7 @@ class EventLoop(ABC):
         self.codes = codes
         self.num_stages = codes.b
         self.num_microbatches = problem.num_microbatches
+        self.rank_of = problem.rank_of
         self.duration = problem.duration
         self.latency = problem.latency
         self.message = problem.message
@@ -117,6 +118,15 @@ class EventLoop(ABC):
             """The same code -> for every microbatch, when the latest of these arrives."""
             self._moved = [0] * codes.end
             """Code of a shard's weight gradient -> how many have joined `weights`."""
+            self._of_weights = [(codes.t + rank, codes.ew + rank) for rank in range(ranks)]
+            """Rank -> the weight gradients of its shard."""
+            self._first_of_all: list[tuple[int, ...]] = [(codes.s + rank, codes.e + rank) for rank in range(ranks)]
+            """Rank -> what it runs as soon as it can: loss, softmax and embedding."""
+            last = problem.rank_of[-1]
+            self._first_of_all[last] = (codes.loss, *self._first_of_all[last])
+            self._due = [0] * ranks
+            """Rank -> operations of its shard with known inputs that have neither run nor joined `weights`."""
+            self._due[problem.rank_of[0]] = len(self.arrivals[codes.e])
 
     @abstractmethod
     def choose(self, rank: int, now: float) -> tuple[int, float]:
@@ -185,6 +195,7 @@ class EventLoop(ABC):
             if code < codes.r or codes.is_weight_gradient(code):
                 self._ran(code, rank)
             else:
+                self._due[rank] -= 1
                 self._continue_after_shard(code, microbatch, rank, end, events)
 
     def _ran(self, code: int, rank: int) -> None:
@@ -207,6 +218,7 @@ class EventLoop(ABC):
             self._tell_all(codes.s, rank, end, events)
         if stage == 0 and len(embeddings) < self.num_microbatches:
             embeddings.append(now)
+            self._due[rank] += 1
 
     def _continue_after_shard(
         self, code: int, microbatch: int, rank: int, end: float, events: list[tuple[float, int]]
@@ -228,6 +240,7 @@ class EventLoop(ABC):
         """Give a result to the shards of all ranks."""
         for rank in range(self.problem.num_ranks):
             if rank != but:
+                self._due[rank] += 1
                 self.arrive(code + rank, end + self.problem.collective * (rank != source), source, events)
 
     def _join(self, code: int, microbatch: int, source: int, end: float, events: list[tuple[float, int]]) -> None:
@@ -238,24 +251,24 @@ class EventLoop(ABC):
         latest[microbatch] = max(latest[microbatch], end + self.problem.collective * (rank != source))
         self._joined[code][microbatch] += 1
         if self._joined[code][microbatch] == self.problem.num_ranks:
+            self._due[rank] += code == self.codes.loss
             self.arrivals[code].append(latest[microbatch])
             heappush(events, (latest[microbatch], rank))
 
     def shard_op(self, rank: int, now: float) -> int:
         """The loss, softmax or embedding that `rank` runs next, or a W that makes room for it; -1 if none is ready."""
-        codes, arrivals, done = self.codes, self.arrivals, self.done
-        for code in (codes.t + rank, codes.ew + rank):
-            there, moved = arrivals[code], self._moved[code]
-            while moved < len(there) and there[moved] <= now:
+        if not self._due[rank]:
+            return -1
+        arrivals, done, moved = self.arrivals, self.done, self._moved
+        for code in self._of_weights[rank]:
+            there = arrivals[code]
+            while moved[code] < len(there) and there[moved[code]] <= now:
                 self.offer_weight(code, rank)
-                moved += 1
-            self._moved[code] = moved
-        candidates = [codes.s + rank, codes.e + rank]
-        if rank == self.problem.rank_of[-1]:
-            candidates.insert(0, codes.loss)
-        for code in candidates:
-            count = done[code]
-            if count < len(arrivals[code]) and arrivals[code][count] <= now:
+                moved[code] += 1
+                self._due[rank] -= 1
+        for code in self._first_of_all[rank]:
+            there, count = arrivals[code], done[code]
+            if count < len(there) and there[count] <= now:
                 if self.held[rank] + self.allocation[code] <= self.full_limits[rank]:
                     return code
                 if self.weights[rank]:
@@ -310,10 +323,10 @@ class EventLoop(ABC):
         return max((self.allocation[r + s] for s in stages if self.done[r + s] < len(self.dropped[s])), default=0)
 
     def arrive(self, code: int, when: float, source: int, events: list[tuple[float, int]]) -> None:
-        """Note that an input of `code` arrives at `when`, and wake its rank."""
+        """Note that an input of `code` arrives at `when`, and wake its rank if it may be idle then."""
         self.arrivals[code].append(when)
-        rank = self.problem.rank_of[code % self.num_stages]
-        if rank != source:
+        rank = self.rank_of[code % self.num_stages]
+        if rank != source and when >= self.free[rank]:
             heappush(events, (when, rank))
 
     def next_arrival(self, code: int, now: float) -> float:

@@ -8,6 +8,7 @@ from statistics import NormalDist, fmean
 from megatron.zero_bubble.planner.critical_paths import OrderGraph
 from megatron.zero_bubble.planner.problem import Problem
 from megatron.zero_bubble.planner.request import PlanRequest
+from megatron.zero_bubble.schedule.host_link import without_copies
 from megatron.zero_bubble.schedule.timeline import Timeline
 
 DRAWS = 6
@@ -37,12 +38,12 @@ def slowdown(timeline: Timeline, spread: float, time_between: float) -> float:
     problem = Problem(
         schedule.placement,
         schedule.num_microbatches,
-        timeline.costs,
+        timeline.costs.in_groups(schedule.groups),
         (0.0,) * schedule.num_ranks,
         timeline.overlap_communication,
         takes_makespan=True,
     )
-    graph = OrderGraph(problem, problem.orders(schedule))
+    graph = OrderGraph(problem, problem.orders(without_copies(schedule)))
     usual = list(graph.duration)
     sigma = min(spread, _LARGEST_SPREAD) / _QUARTILE
     graph.find_times()

@@ -107,6 +107,8 @@ class _InOrder(EventLoop):
         super().__init__(problem)
         self.given = orders
         if problem.has_shards:
+            known = self.arrivals[self.codes.e]
+            self._due[problem.rank_of[0]] += self.num_microbatches - len(known)
             self.arrivals[self.codes.e] = [0.0] * self.num_microbatches
 
     def shard_op(self, rank: int, now: float) -> int:

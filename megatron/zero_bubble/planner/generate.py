@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 from typing import Any
 
+from megatron.zero_bubble.planner.offloading import offloaded
+from megatron.zero_bubble.planner.paired import with_pairs
 from megatron.zero_bubble.planner.periodic import extended, fewer_microbatches
+from megatron.zero_bubble.planner.portfolio import judged
+from megatron.zero_bubble.planner.problem import Problem
 from megatron.zero_bubble.planner.registry import ENTRIES, entry_of, placement_for
 from megatron.zero_bubble.planner.request import Limits, PlanRequest
+from megatron.zero_bubble.planner.restoring import groupings
 from megatron.zero_bubble.schedule.collector import paused_collector
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import Infeasible, ScheduleError
@@ -16,6 +22,9 @@ from megatron.zero_bubble.schedule.ir import PlacementKind, Schedule
 from megatron.zero_bubble.schedule.memory import peak_memory
 from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation
 from megatron.zero_bubble.schedule.shard_ops import with_best_delay
+
+OFFLOAD_PARTS = 4
+"""Each plan that is to be brought below the memory limit by copies to the host takes this part of the effort."""
 
 
 def request_for(
@@ -59,25 +68,90 @@ def generate(name: str, num_ranks: int, num_microbatches: int, **options: Any) -
 def schedule_of(request: PlanRequest) -> Schedule:
     """The schedule of a request whose layout is given, without communication.
 
+    Where the request allows it, activations are copied to the host and back, if that makes the plan faster. Stages that
+    are short of memory may restore activations in several groups of layers: the fastest plan is taken, and
+    of equals the one with the fewest groups. Without effort it is the first that fits. All plans with groups take as
+    much effort together as the one without.
+
     Raises:
         UnknownSchedule: there is no such schedule.
         Infeasible: no schedule of this kind fits under the memory limit.
         ScheduleError: anything else that is wrong.
     """
-    name, entry = request.schedule, entry_of(request.schedule)
+    entry = entry_of(request.schedule)
     request = request.checked()
+    if request.offloads and not entry.uses_costs:
+        able = ", ".join(name for name, one in ENTRIES.items() if one.uses_costs)
+        raise ScheduleError(f"schedule {request.schedule} does not plan offload: choose one of {able}")
+    if not request.offloads or request.limits is None:
+        return _without_copies(request)
+    best, refusal, shortest = None, None, inf
+    problem = Problem.of(request, request.limits)
+    try:
+        best = _without_copies(request)
+        shortest, _ = judged(best, problem)
+    except Infeasible as error:
+        refusal = error
+    at_once = request.stage_costs.at_once()
+    relaxed = replace(request, costs=at_once, effort=request.effort // OFFLOAD_PARTS)
+    faster = offloaded(lambda limits: _in_one_group(replace(relaxed, memory_limit=limits)), problem, shortest)
+    if faster is not None:
+        return faster
+    if best is None:
+        assert refusal is not None
+        raise refusal
+    return best
+
+
+def _without_copies(request: PlanRequest) -> Schedule:
+    """The schedule of a checked request that offloads nothing."""
+    at_once = replace(request, costs=request.stage_costs.at_once())
+    if request.limits is None:
+        return _in_one_group(at_once)
+    whole, refused = Problem.of(request, request.limits), []
+    best, shortest = None, inf
+    tried = groupings(whole)
+    if tried == [()]:
+        return _in_one_group(at_once)
+    for groups in tried:
+        costs = whole.costs.in_groups(groups).at_once()
+        problem = replace(whole, costs=costs)
+        if best is not None and (request.effort == 0 or problem.bound >= shortest):
+            continue
+        try:
+            effort = request.effort // len(tried) if groups else request.effort
+            schedule = _in_one_group(replace(request, costs=costs, effort=effort))
+        except Infeasible as error:
+            refused.append(error)
+            continue
+        time, _ = judged(schedule, problem)
+        if time < shortest * (1 - 1e-9):
+            best, shortest = replace(schedule, groups=groups), time
+    if best is None:
+        raise min(refused, key=lambda error: error.smallest_limit)
+    return best
+
+
+def _in_one_group(request: PlanRequest) -> Schedule:
+    """The schedule of a checked request whose stages restore activations at once."""
+    name, entry = request.schedule, entry_of(request.schedule)
     placement, num_microbatches, recompute = request.placement, request.num_microbatches, request.recompute
     if recompute is Recompute.PLANNED and not entry.uses_costs:
         able = ", ".join(name for name, one in ENTRIES.items() if one.uses_costs)
         raise ScheduleError(f"schedule {name} does not plan recomputation: choose one of {able}")
+    if recompute is not Recompute.NONE and entry.has_pairs:
+        raise ScheduleError(f"schedule {name} does not recompute: its forwards and backwards run in pairs")
     gets_recomputed = recompute is Recompute.FULL and not entry.uses_costs
 
     def search(num_microbatches: int, costs: StageCosts, limits: Limits | None) -> Schedule:
-        schedule = entry.function(replace(request, num_microbatches=num_microbatches, costs=costs, memory_limit=limits))
+        smaller = replace(request, num_microbatches=num_microbatches, costs=costs, memory_limit=limits)
+        schedule = entry.function(smaller)
+        if request.pairs and entry.plans_pairs:
+            schedule = with_pairs(name, Problem.of(smaller, limits or peak_memory(schedule, costs)), schedule)
         return with_recomputation(schedule) if gets_recomputed else schedule
 
     def make(costs: StageCosts, limits: Limits | None) -> Schedule:
-        for fewer in fewer_microbatches(placement, num_microbatches) if entry.uses_costs else ():
+        for fewer in fewer_microbatches(placement, num_microbatches) if entry.uses_costs and not request.pairs else ():
             shorter = search(fewer, costs, limits)
             overlap = request.overlap_communication
             schedule = extended(shorter, num_microbatches, costs, limits, overlap_communication=overlap)

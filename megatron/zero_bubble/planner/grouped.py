@@ -107,16 +107,15 @@ class _InGroups(EventLoop):
         backwards = self.backwards[rank]
         if self.policy.orders_backwards:
             return (backwards[0], self.next_arrival(backwards[0], now)) if backwards else (-1, inf)
-        size = self.num_stages
-        codes = [
-            size + stage for stage in self.problem.stages_of[rank] if self.done[size + stage] < self.num_microbatches
-        ]
-        arrivals = {code: self.next_arrival(code, now) for code in codes}
-        soonest = min(arrivals.values(), default=inf)
-        if soonest > now:
-            return -1, soonest
-        there = [code for code in codes if arrivals[code] <= now]
-        return (there[0] if len(there) == 1 else min(there, key=backwards.index)), soonest
+        there, soonest = [], inf
+        for stage in self.problem.stages_of[rank]:
+            arrival = self.next_arrival(self.num_stages + stage, now)
+            soonest = min(soonest, arrival)
+            if arrival <= now:
+                there.append(self.num_stages + stage)
+        if len(there) > 1:
+            return min(there, key=backwards.index), soonest
+        return (there[0] if there else -1), soonest
 
     def has_room(self, rank: int, f: int) -> bool:
         """Whether the F `f` fits, and leaves room for all that the oldest microbatch still needs.

@@ -63,7 +63,7 @@ def plan_layout(request: PlanRequest, layout: Layout) -> Plan:
         partition=layout.partition,
         recomputes=(layout.recompute,),
         vocabulary_parallel=layout.vocabulary_parallel,
-        memory_limit=limits_of(request, states),
+        memory_limit=limits_of(request, states, request.capacity_of(layout)),
         spread=model.spread,
         time_between=model.time_between,
         group_size=request.group_size if layout.placement.kind == "interleaved" else None,
@@ -82,15 +82,15 @@ def model_of(request: PlanRequest, layout: Layout) -> ModelCosts:
     return request.model.vocabulary_parallel(request.num_ranks) if layout.vocabulary_parallel else request.model
 
 
-def limits_of(request: PlanRequest, states: Sequence[float]) -> tuple[float, ...] | None:
-    """Rank -> the memory that is left to its activations. Raises `Infeasible` if its states leave none."""
+def limits_of(request: PlanRequest, states: Sequence[float], capacity: float | None) -> tuple[float, ...] | None:
+    """Rank -> the memory that `capacity` leaves to its activations. Raises `Infeasible` if its states leave none."""
     limits = request.limits
-    if request.capacity is None:
+    if capacity is None:
         return limits
-    if max(states) >= request.capacity:
+    if max(states) >= capacity:
         raise Infeasible(
-            f"parameters, gradients and optimizer states need {max(states):g} of the {request.capacity:g} of a rank",
+            f"parameters, gradients and optimizer states need {max(states):g} of the {capacity:g} of a rank",
             max(states),
         )
-    left = tuple(request.capacity - state for state in states)
+    left = tuple(capacity - state for state in states)
     return left if limits is None else tuple(map(min, limits, left))

@@ -10,8 +10,8 @@ from operator import itemgetter
 
 from megatron.zero_bubble.planner.bounds import lower_bounds
 from megatron.zero_bubble.planner.layout_plan import Plan, limits_of, model_of, plan_layout, with_slowdown
-from megatron.zero_bubble.planner.partitions import Balance, balanced_partition, neighbours
-from megatron.zero_bubble.planner.request import Layout, PlanRequest
+from megatron.zero_bubble.planner.partitions import ALIKE, Balance, balanced_partition, neighbours, unevenness
+from megatron.zero_bubble.planner.request import QUICK_EFFORT, Layout, PlanRequest
 from megatron.zero_bubble.schedule.costs import LARGEST
 from megatron.zero_bubble.schedule.errors import Infeasible, ScheduleError
 from megatron.zero_bubble.schedule.ir import Placement
@@ -20,14 +20,18 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 
 CHUNKS = (2, 3, 4)
 """Model chunks a rank that are tried for interleaved placements."""
+MORE_CHUNKS = (5, 6, 8, 10, 12, 16)
+"""Model chunks that are tried one after the other, while each makes the plan `GAIN` times as fast as the one before."""
 SIMPLER = 1.02
 """A simpler layout is preferred if it takes at most this much longer: measured costs are no more exact."""
 SHARDING_GAIN = 1.03
 """How many times as fast a layout with vocabulary shards has to be, because collectives also take processor time."""
 PROMISING = 1.05
 """A layout is planned with more effort if its plan takes at most this much longer than the best one."""
-ROUNDS = ((3, 5), (1, 1))
+ROUNDS = ((3, 5), (1, 2))
 """How many of the best layouts are planned in each round, and the part of the full effort that is spent on each."""
+QUICK_ROUNDS = ((3, 5), (1, 1))
+"""The same where the effort is that of an estimate."""
 SMALL = 3000
 """Up to so many operations of a schedule with two chunks a rank, more layouts are planned in each round."""
 ROUNDS_OF_SMALL = ((12, 10), (3, 2))
@@ -48,9 +52,11 @@ MOVED_OPERATIONS = 20_000
 """Operations that the plans of further partitions have together, if that allows more than one."""
 
 
-def all_placements(num_ranks: int) -> tuple[Placement, ...]:
-    """The placements to choose from where nothing is fixed."""
-    interleaved = (Placement("interleaved", num_ranks, chunks) for chunks in CHUNKS)
+def all_placements(num_ranks: int, num_layers: int = 0) -> tuple[Placement, ...]:
+    """The placements to choose from where nothing is fixed, up to four chunks a rank, and more for so many layers."""
+    # The embedding and the output may have a stage each to themselves.
+    more = (chunks for chunks in MORE_CHUNKS if num_ranks * chunks <= num_layers + 2)
+    interleaved = (Placement("interleaved", num_ranks, chunks) for chunks in (*CHUNKS, *more))
     return (Placement("linear", num_ranks), Placement("v", num_ranks, 2), *interleaved)
 
 
@@ -58,8 +64,9 @@ def search_layouts(request: PlanRequest, report: Callable[[str], None] = lambda 
     """The plan of the layout to choose, with the best plans of the others.
 
     Every combination of placement, recomputation and vocabulary is planned with little effort, in the order of lower
-    bounds, until no bound is below the best plan. Then single layers are moved in the best of them while that helps,
-    and rounds with growing effort plan ever fewer layouts, the best ones of the round before.
+    bounds, until no bound is below the best plan; more than four chunks a rank only while more are faster. Then single
+    layers are moved in the best of them while that helps, and rounds with growing effort plan ever fewer layouts, the
+    best ones of the round before.
 
     Args:
         request: with the costs of a model's units. Its usual layout is chosen unless another one is faster by the
@@ -82,7 +89,7 @@ def search_layouts(request: PlanRequest, report: Callable[[str], None] = lambda 
     if request.partition is None:
         for plan in search.best(MOVED):
             search.move_layers(plan)
-    for num_best, divisor in ROUNDS_OF_SMALL if search.is_small else ROUNDS:
+    for num_best, divisor in search.rounds:
         for plan in search.best(num_best):
             search.improve(plan, request.effort // divisor)
     search.improve_usual()
@@ -110,6 +117,13 @@ class _Search:
         return 6 * self.request.num_ranks * self.request.num_microbatches <= SMALL
 
     @property
+    def rounds(self) -> tuple[tuple[int, int], ...]:
+        """How many layouts are planned in each round, and the part of the full effort."""
+        if self.is_small:
+            return ROUNDS_OF_SMALL
+        return ROUNDS if self.request.effort > QUICK_EFFORT else QUICK_ROUNDS
+
+    @property
     def best_time(self) -> float:
         """The shortest time of all plans; infinity before there is one."""
         return min((plan.time for plan in self.plans.values()), default=inf)
@@ -117,11 +131,13 @@ class _Search:
     def best(self, count: int) -> list[Plan]:
         """The best plans, as far as they are promising, one of each placement and place of the vocabulary.
 
-        In a small problem it is one of each way to recompute, too.
+        In a small problem it is one of each way to recompute, too. The usual layout, which megatron-core's own order
+        may make fast without any effort, takes the place of no other, because it is improved apart from them.
         """
-        longest = self.best_time * (PROMISING**2 if self.is_small else PROMISING)
+        others = [plan for plan in self.plans.values() if plan.layout != self.request.usual] or [*self.plans.values()]
+        longest = min(plan.time for plan in others) * (PROMISING**2 if self.is_small else PROMISING)
         best: dict[tuple[Placement, bool, Recompute | None], Plan] = {}
-        for plan in sorted(self.plans.values(), key=lambda plan: (plan.time, plan.layout.complexity)):
+        for plan in sorted(others, key=lambda plan: (plan.time, plan.layout.complexity)):
             layout = plan.layout
             kind = (layout.placement, layout.vocabulary_parallel, layout.recompute if self.is_small else None)
             if plan.time <= longest:
@@ -155,7 +171,10 @@ class _Search:
         request = self.request
         vocabularies = (False, True) if request.vocabulary_parallel is None else (request.vocabulary_parallel,)
         first, *further = request.recomputes
-        combinations = [Layout(*one) for one in product(request.placements, ((),), (first,), vocabularies)]
+        usual = None if request.usual is None else request.usual.placement
+        more = [one for one in request.placements if one.num_chunks in MORE_CHUNKS and one != usual]
+        few = [one for one in request.placements if one not in more]
+        combinations = [Layout(*one) for one in product(few or more, ((),), (first,), vocabularies)]
         layouts = [layout for combination in combinations for layout in self._to_begin_with(combination)]
         planned: dict[Layout, list[Layout]] = {}
         for bound, _, layout in sorted((self._bound(layout), number, layout) for number, layout in enumerate(layouts)):
@@ -163,12 +182,31 @@ class _Search:
             if bound < self.best_time * (1 if layout.vocabulary_parallel else SHARDING_GAIN):
                 planned.setdefault(layout.combination, []).append(layout)
                 self.try_plan(layout, 0)
+        for vocabulary in vocabularies if few else ():
+            planned.update(self._plan_more_chunks([Layout(one, (), first, vocabulary) for one in more]))
         if further:
             promising = [(self._time_with_memory(layouts), layouts) for layouts in planned.values()]
             for time, layouts in sorted(promising, key=itemgetter(0)):
                 for recompute in further if time < self.best_time else ():
                     for layout in self._to_begin_with(replace(layouts[0], partition=(), recompute=recompute)):
                         self.try_plan(layout, 0)
+
+    def _plan_more_chunks(self, combinations: Sequence[Layout]) -> dict[Layout, list[Layout]]:
+        """Plan these combinations, of ever more chunks a rank, while each is faster than the one before."""
+        planned: dict[Layout, list[Layout]] = {}
+        shortest = self.best_time
+        for combination in combinations:
+            layouts = list(self._to_begin_with(combination))
+            # Among layouts that differ by less, one with fewer chunks is chosen.
+            if not layouts or min(map(self._bound, layouts)) * SIMPLER >= self.best_time:
+                break
+            plans = [plan for layout in layouts if (plan := self.try_plan(layout, 0)) is not None]
+            planned[combination] = layouts
+            time = min((plan.time for plan in plans), default=inf)
+            if time > shortest / GAIN:
+                break
+            shortest = time
+        return planned
 
     def _time_with_memory(self, layouts: Sequence[Layout]) -> float:
         """The time of the best of these layouts if memory were unlimited; infinity if it already is no limitation."""
@@ -188,22 +226,27 @@ class _Search:
             yield replace(layout, partition=request.partition)
             return
         num_layers, num_stages = len(request.model.layers), layout.placement.num_stages
-        balanced = balanced_partition(_balance(request, layout))
-        if balanced is None:
+        balanced = in_blocks = balanced_partition(_balance(request, layout))
+        if balanced is not None and layout.recompute is not Recompute.NONE:
+            in_blocks = balanced_partition(_balance(request, layout, in_blocks=True))
+        if balanced is None or in_blocks is None:
             self.refused.append(ScheduleError(f"{num_layers} layers are not enough for {num_stages} stages"))
             return
         even = [spread_layers(num_layers, num_stages)] if num_layers >= num_stages else []
-        for partition in dict.fromkeys((balanced, *even)):
+        for partition in dict.fromkeys((balanced, in_blocks, *even)):
             yield replace(layout, partition=partition)
 
     def _bound(self, layout: Layout) -> float:
         """A lower bound on the time of any plan for this layout; zero if planning it is to tell the error."""
         request, model = self.request, model_of(self.request, layout)
         try:
-            limits = limits_of(request, model.states(layout.partition, layout.placement))
+            states = model.states(layout.partition, layout.placement)
+            limits = limits_of(request, states, request.capacity_of(layout))
             costs = model.of_stages(layout.partition, layout.placement)
         except ScheduleError:
             return 0.0
+        if request.pairs:
+            costs = model.computing.of_stages(layout.partition, layout.placement)
         # With recomputation, which is tried later, a rank may hold less.
         weakest = layout.recompute if len(request.recomputes) == 1 else Recompute.PLANNED
         bounds = lower_bounds(layout.placement, request.num_microbatches, costs, limits, weakest)
@@ -232,11 +275,9 @@ class _Search:
         model, usual = self.request.model, self.request.usual
         if model.spread <= 0 and model.time_between <= 0:
             return list(self.plans.values())
-        best: dict[Layout, Plan] = {}
-        for plan in sorted(self.plans.values(), key=lambda plan: plan.time):
-            best.setdefault(usual if plan.layout == usual else plan.layout.combination, plan)
         longest = self.best_time * COMPARED
-        return [with_slowdown(plan) for plan in best.values() if plan.time <= longest]
+        best = _of_combinations(list(self.plans.values()), usual)
+        return [with_slowdown(plan) for plan in best if plan.time <= longest]
 
     def move_layers(self, plan: Plan) -> None:
         """Plan, with little effort, partitions in which single layers have moved, while that makes the plan shorter."""
@@ -249,10 +290,11 @@ class _Search:
         while best is not None:
             plan, best = best, None
             for partition in neighbours(balance, plan.layout.partition, PROMISING_PARTITION):
-                if partition in seen or len(seen) > moves:
+                changed = replace(layout, partition=partition)
+                if partition in seen or len(seen) > moves or self._bound(changed) >= plan.time:
                     continue
                 seen.add(partition)
-                moved = self.try_plan(replace(layout, partition=partition), 0)
+                moved = self.try_plan(changed, 0)
                 if moved is not None and moved.time < plan.time * (1 - 1e-9):
                     best = moved
                     break
@@ -265,9 +307,28 @@ def _named_after_schedule(plan: Plan) -> Plan:
     return replace(plan, layout=replace(plan.layout, recompute=Recompute.NONE))
 
 
-def _balance(request: PlanRequest, layout: Layout) -> Balance:
+def _balance(request: PlanRequest, layout: Layout, *, in_blocks: bool = False) -> Balance:
     room = inf if request.capacity is None else request.capacity
-    return Balance(model_of(request, layout), layout.placement, request.num_microbatches, layout.recompute, room)
+    model = model_of(request, layout)
+    model = model.computing if request.pairs else model
+    return Balance(model, layout.placement, request.num_microbatches, layout.recompute, room, in_blocks=in_blocks)
+
+
+def _of_combinations(plans: Sequence[Plan], usual: Layout | None) -> list[Plan]:
+    """The plan of each combination, and that of the usual layout.
+
+    Of partitions whose plans differ by at most `ALIKE` it is the most even one, so that small differences between
+    measured costs do not change it.
+    """
+    groups: dict[Layout, list[Plan]] = {}
+    for plan in plans:
+        groups.setdefault(plan.layout if plan.layout == usual else plan.layout.combination, []).append(plan)
+    return [_most_even(group) for group in groups.values()]
+
+
+def _most_even(plans: Sequence[Plan]) -> Plan:
+    longest = min(plan.time for plan in plans) * ALIKE
+    return min((plan for plan in plans if plan.time <= longest), key=lambda plan: unevenness(plan.layout.partition))
 
 
 def _in_order(plans: Sequence[Plan], usual: Layout | None) -> list[Plan]:
@@ -276,7 +337,7 @@ def _in_order(plans: Sequence[Plan], usual: Layout | None) -> list[Plan]:
     That is the usual layout, if no other is faster by the factor `SIMPLER`; otherwise the simplest of those that take
     at most so much longer than the shortest, or `SHARDING_GAIN` times as long as the shortest with vocabulary shards.
     """
-    ordered = sorted(plans, key=lambda plan: plan.time)
+    ordered = sorted(_of_combinations(plans, usual), key=lambda plan: plan.time)
     shortest = ordered[0]
     longest = shortest.time * SIMPLER
 

@@ -3,12 +3,14 @@
 A plan gets shorter only if its critical path does. For that one of the operations that a rank runs on it without a
 break has to go before the first or after the last (Balas and Vazacopoulos 1998, Management Science 44). Of these
 moves the search makes the one that promises most, even if the plan gets longer, and keeps the best plan on its way.
+Where that leads no further, it goes on from the best plan with a few random moves (iterated local search).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import accumulate, pairwise
+from random import Random
 from typing import NamedTuple
 
 from megatron.zero_bubble.planner.critical_paths import OrderGraph, Stretch
@@ -26,6 +28,12 @@ OPERATIONS_PER_MOVE = 8
 """A move without a better plan is worth trying for so many operations."""
 ATTEMPTS = 3
 """How many of the most promising moves are tried where ranks would deadlock."""
+RESTARTS = 15
+"""After so many restarts in a row without a better plan the search ends."""
+WORTH_RESTARTING = 1.001
+"""A search starts again if its plan takes longer than the bound by this factor."""
+KICK = 6
+"""How many random moves a restart makes."""
 MOVE_WEIGHT = 0.3
 """How much longer a move takes for an operation than `fill_weights`."""
 
@@ -37,12 +45,19 @@ def improve(
 
     `keeps_forwards` keeps the order in which a rank runs the forwards of its chunks.
     """
-    search = _LocalSearch(problem, plan, keeps_forwards=keeps_forwards)
+    search, generator = _LocalSearch(problem, plan, keeps_forwards=keeps_forwards), Random(0)
     weight = round(MOVE_WEIGHT * problem.num_ops)
-    while budget > 0 and search.can_improve:
-        budget -= weight
-        search.move()
-    return search.best, budget
+    num_failed = 0
+    while True:
+        before = search.best.cost
+        while budget > 0 and search.can_improve:
+            budget -= weight
+            search.move()
+        num_failed = 0 if search.best.cost < before - tolerance(before) else num_failed + 1
+        if budget <= 0 or num_failed > RESTARTS or search.best.cost <= problem.bound * WORTH_RESTARTING:
+            return search.best, budget
+        budget -= weight * KICK
+        search.restart(generator)
 
 
 class _Move(NamedTuple):
@@ -70,12 +85,30 @@ class _LocalSearch:
         self.stays: dict[int, int] = {}
         """Operation -> the number of the last move in which it stays."""
         self.is_stuck = False
+        self.best_lanes = [list(lane) for lane in self.graph.lanes]
+        """Rank -> its operations in the best plan."""
 
     @property
     def can_improve(self) -> bool:
         patience = min(PATIENCE, self.problem.num_ops // OPERATIONS_PER_MOVE)
         is_patient = self.num_moves - self.last_success < patience
         return is_patient and not self.is_stuck and self.best.cost > self.problem.aim
+
+    def restart(self, generator: Random) -> None:
+        """Go on from the best plan, with a few of its possible moves made at random."""
+        self.graph.restore(self.best_lanes)
+        self.graph.evaluate()
+        self.held = [self._held(rank) for rank in range(self.problem.num_ranks)]
+        self.stays.clear()
+        self.is_stuck, self.last_success = False, self.num_moves
+        for _ in range(KICK):
+            moves = list(self._moves())
+            for move in generator.sample(moves, min(ATTEMPTS, len(moves))):
+                self._apply(move)
+                if self.graph.evaluate():
+                    break
+                self._apply(_Move(move.rank, move.target, move.source))
+                self.graph.evaluate()
 
     def move(self) -> None:
         """Make the most promising move after which all ranks run to their end."""
@@ -102,6 +135,7 @@ class _LocalSearch:
         small = tolerance(best.cost)
         if graph.cost < best.cost - small or (graph.cost < best.cost + small and graph.tie < best.tie - small):
             self.best = PlannedOrders(graph.cost, graph.orders(), graph.tie)
+            self.best_lanes = [list(lane) for lane in graph.lanes]
             self.last_success = self.num_moves
 
     def _promising(self) -> list[_Move]:

@@ -57,6 +57,9 @@ def as_megatron_runs(request: PlanRequest, layout: Layout) -> Plan:
 def _own(request: PlanRequest, layout: Layout) -> Plan:
     """The plan of megatron-core's own schedule, with R apart from the backwards where everything is recomputed."""
     name = "1f1b" if layout.placement.kind == "linear" else "interleaved-1f1b"
+    whole_groups = request.num_microbatches % layout.placement.num_ranks == 0
+    if request.pairs and layout.placement.kind == "interleaved" and whole_groups:
+        name = "interleaved-pairs"
     if layout.recompute is Recompute.PLANNED:
         layout = replace(layout, recompute=Recompute.NONE)
     return plan_layout(replace(request, schedule=name), layout)
@@ -72,7 +75,7 @@ def capacity_of_multiple(
         is_interleaved: whether the activations are those of interleaved 1F1B, where the layout has several chunks, and
             not those of 1F1B with the same layers on every rank.
     """
-    request = replace(request, capacity=None, memory_limit=None)
+    request = replace(request, capacity=None, usual_capacity=None, memory_limit=None)
     placement = layout.placement
     if not is_interleaved or request.num_microbatches < placement.num_ranks:
         partition = tuple(

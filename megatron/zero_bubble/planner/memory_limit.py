@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import add
 
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.default_costs import default_costs
-from megatron.zero_bubble.schedule.generators.interleaved import interleaved_1f1b
+from megatron.zero_bubble.schedule.generators.interleaved import interleaved_1f1b, interleaved_pairs
 from megatron.zero_bubble.schedule.ir import Placement
 from megatron.zero_bubble.schedule.memory import peak_memory
 from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation
@@ -28,6 +29,8 @@ class MemoryLimit:
     num_bytes: int | None = None
     is_interleaved: bool = False
     """Whether `multiple` is of interleaved 1F1B's peak, (p + (p-1)/v) M_B, where ranks have several chunks."""
+    pairs: bool = False
+    """Whether that is the peak with pairs of a forward and a backward, which hold another microbatch of a chunk."""
 
     @classmethod
     def parse(cls, text: str) -> MemoryLimit:
@@ -82,7 +85,9 @@ class MemoryLimit:
 
     def _peaks(self, placement: Placement) -> Callable[..., tuple[float, ...]]:
         """Computes the peaks of all ranks; the limit is a multiple of the largest."""
-        return interleaved_peaks if self.is_interleaved and placement.num_chunks > 1 else one_f_one_b_peaks
+        if not self.is_interleaved or placement.num_chunks == 1:
+            return one_f_one_b_peaks
+        return partial(interleaved_peaks, pairs=self.pairs)
 
 
 def _positive(number: str, text: str) -> float:
@@ -115,14 +120,23 @@ def one_f_one_b_peaks(
 
 
 def interleaved_peaks(
-    placement: Placement, costs: StageCosts, num_microbatches: int, recompute: Recompute = Recompute.NONE
+    placement: Placement,
+    costs: StageCosts,
+    num_microbatches: int,
+    recompute: Recompute = Recompute.NONE,
+    *,
+    pairs: bool = False,
 ) -> tuple[float, ...]:
-    """The peaks of interleaved 1F1B's ranks, for the chunks of `placement`.
+    """The peaks of interleaved 1F1B's ranks, for the chunks of `placement`, with pairs or without.
 
     The microbatches are rounded up to a multiple of the ranks, which megatron-core needs.
     """
     p = placement.num_ranks
     # After three groups of p microbatches the memory of the ranks repeats itself.
     num_groups = min(3, -(-num_microbatches // p))
-    schedule = interleaved_1f1b(p, num_groups * p, num_chunks=placement.num_chunks)
-    return peak_memory(with_recomputation(schedule) if recompute is Recompute.FULL else schedule, costs)
+    if recompute is Recompute.FULL:
+        schedule = with_recomputation(interleaved_1f1b(p, num_groups * p, num_chunks=placement.num_chunks))
+    else:
+        own = interleaved_pairs if pairs else interleaved_1f1b
+        schedule = own(p, num_groups * p, num_chunks=placement.num_chunks)
+    return peak_memory(schedule, costs)

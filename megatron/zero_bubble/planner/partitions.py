@@ -14,6 +14,9 @@ STAGES_WEIGHT = 0.2
 """Share of the time that is lost for each unit by which the stages' work is uneven."""
 HOLDING_WEIGHT = 0.1
 """Share of the time that is lost for each unit by which the memory of the ranks is uneven."""
+ALIKE = 1.005
+"""Partitions are alike if their plans differ by at most this factor: the most even one is then taken, and two
+measurements of the same costs lead to the same one."""
 
 
 class Balance:
@@ -21,6 +24,7 @@ class Balance:
 
     Args:
         room: memory of a rank for its states and activations.
+        in_blocks: whether every stage restores its activations block by block (see `StageCosts.in_groups`).
     """
 
     def __init__(
@@ -30,6 +34,8 @@ class Balance:
         num_microbatches: int,
         recompute: Recompute = Recompute.NONE,
         room: float = inf,
+        *,
+        in_blocks: bool = False,
     ) -> None:
         self.model = model
         self.placement = placement
@@ -44,6 +50,7 @@ class Balance:
         )
         self._memory = _Sums(model, lambda unit: unit.memory_f)
         self._restored = _Sums(model, lambda unit: any_r * unit.memory_r)
+        self._blocks = _Sums(model, lambda unit: in_blocks * unit.num_blocks)
 
     @property
     def least_layers(self) -> Partition:
@@ -95,7 +102,10 @@ class Balance:
         """Rank -> memory of its states and of one microbatch, recomputed where that is allowed, beyond the room."""
         if self.room == inf:
             return [0.0] * self.placement.num_ranks
-        held, restored = self._held.of_stages(partition), self._restored.of_stages(partition)
+        held, blocks = self._held.of_stages(partition), self._blocks.of_stages(partition)
+        restored = [
+            memory / max(1, number) for memory, number in zip(self._restored.of_stages(partition), blocks, strict=True)
+        ]
         return [
             max(
                 0,
@@ -127,6 +137,11 @@ class _Sums:
         sums[0] += self._ends[0]
         sums[-1] += self._ends[1]
         return sums
+
+
+def unevenness(partition: Partition) -> tuple[int, Partition]:
+    """Key by which more even partitions come first; of equally even ones those with fewer layers in early stages."""
+    return sum(number * number for number in partition), partition
 
 
 def balanced_partition(balance: Balance) -> Partition | None:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
+from math import inf
 
 from megatron.zero_bubble.planner.event_loop import GapRule, Keeping
 from megatron.zero_bubble.planner.grouped import GroupPolicy, alternating_orders, even_groups
-from megatron.zero_bubble.planner.portfolio import IMPROVING, Portfolio, best_of, budget_of, fits
+from megatron.zero_bubble.planner.portfolio import IMPROVING, Portfolio, best_of, budget_of, fits, with_shards
 from megatron.zero_bubble.planner.problem import Problem
 from megatron.zero_bubble.schedule.errors import ScheduleError
 from megatron.zero_bubble.schedule.generators.interleaved import interleaved_1f1b, interleaved_zb
 from megatron.zero_bubble.schedule.ir import Schedule
 from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation
-from megatron.zero_bubble.schedule.shard_ops import with_best_delay
 
 SLOPES = (2, 1, 1.5, 0.75, 1.25)
 """How many F more than the next rank a rank begins with; 2 is Megatron's."""
@@ -39,14 +39,16 @@ def best_interleaved(name: str, group_size: int | None, problem: Problem) -> Sch
 
 def _candidates(name: str, problem: Problem, group_size: int | None) -> list[Schedule]:
     """The plan and the named schedules, as far as they fit; `group_size` as in `best_interleaved`."""
-    candidates = []
+    candidates, shortest = [], inf
     if problem.is_feasible:
         portfolio = plan_chunks(problem, group_size)
-        candidates = portfolio.schedules(name, problem)
+        candidates, shortest = portfolio.schedules(name, problem), portfolio.cost
         is_best = not problem.varies and portfolio.cost <= problem.bound * (1 + 1e-9)
         if candidates and (problem.is_quick_with_shards or is_best):
             return candidates
     others = list(_named(problem, group_size))
+    if problem.has_shards:
+        others = list(with_shards(others, problem, shortest))
     if problem.recompute is Recompute.FULL:
         others += map(with_recomputation, _candidates(name, problem.recomputing_in_backward(), group_size))
     return candidates + [schedule for schedule in others if fits(schedule, problem)]
@@ -66,18 +68,19 @@ def _named(problem: Problem, group_size: int | None) -> Iterator[Schedule]:
             return
         if problem.recompute is Recompute.FULL:
             schedule = with_recomputation(schedule)
-        yield with_best_delay(schedule, problem.costs, problem.limits) if problem.has_shards else schedule
+        yield schedule
 
 
 def plan_chunks(problem: Problem, group_size: int | None) -> Portfolio:
     """The best plans found, within feasible limits; `group_size` as in `best_interleaved`."""
     portfolio = Portfolio(problem, budget_of(problem))
     if group_size is None:
-        portfolio.in_order(problem, problem.one_by_one())
         _try(portfolio, problem, _choices_of_groups(problem))
     else:
         given = range(0, problem.num_microbatches, group_size)
         _try(portfolio, problem, [tuple(min(group_size, problem.num_microbatches - first) for first in given)])
+    if group_size is None:
+        portfolio.ensure_plan(problem)
     if problem.has_shards and problem.budget > 0:
         portfolio.insert_shards(problem, lambda without: plan_chunks(without, group_size).best)
     portfolio.improve(problem, int(IMPROVING * problem.budget), keeps_forwards=group_size is not None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
 
@@ -19,7 +19,7 @@ from megatron.zero_bubble.schedule.ir import Schedule
 from megatron.zero_bubble.schedule.kinds import OpKind
 from megatron.zero_bubble.schedule.memory import peak_memory
 from megatron.zero_bubble.schedule.recomputation import Recompute, num_recomputed
-from megatron.zero_bubble.schedule.shard_ops import delays, with_vocabulary
+from megatron.zero_bubble.schedule.shard_ops import delays, with_best_delay, with_vocabulary
 from megatron.zero_bubble.schedule.simulate import simulate
 
 GREEDY_WEIGHT = 3
@@ -32,7 +32,7 @@ PARTS = 3
 """Number of parts of the budget where recomputation is planned."""
 LEAST_CANDIDATES = 12
 """Candidates to try however large the schedule is."""
-QUICK_CANDIDATES = 6
+QUICK_CANDIDATES = 5
 """The same where there is no budget."""
 INSERTED = 8
 """The part of a budget with which a plan without shards is made, into whose order they are inserted."""
@@ -61,7 +61,7 @@ class Portfolio:
 
     @property
     def best(self) -> PlannedOrders:
-        """The best plan so far. There is one if one microbatch after the other was tried within feasible limits."""
+        """The best plan so far. There is one after `ensure_plan`."""
         assert self.plans, "no plan fits"
         return self.plans[0]
 
@@ -92,7 +92,7 @@ class Portfolio:
         its chunks.
         """
         for number, plan in enumerate(list(self.plans)):
-            if self.cost > self.aim and not problem.is_long:
+            if budget > 0 and self.cost > self.aim and not problem.is_long:
                 share = budget // (NUM_PLANS - number)
                 better, left = improve(problem, plan, share, keeps_forwards=keeps_forwards)
                 budget -= share - left
@@ -125,6 +125,11 @@ class Portfolio:
     def in_order(self, problem: Problem, orders: Sequence[Order]) -> None:
         """Try complete orders."""
         self._take(run_in_order(problem, orders), problem.num_ops)
+
+    def ensure_plan(self, problem: Problem) -> None:
+        """Run one microbatch after the other, which works within all feasible limits, if there is no other plan."""
+        if not self.plans:
+            self.in_order(problem, problem.one_by_one())
 
     def _take(self, plan: PlannedOrders | None, price: int) -> float:
         """Offer a plan that took `price` of the budget; its cost, infinity without a plan."""
@@ -184,7 +189,8 @@ def recomputed_where_needed(problem: Problem, best: Callable[[Problem], Schedule
     """
     if problem.recompute is not Recompute.PLANNED:
         return best(problem)
-    is_quick, problem = problem.budget == 0, replace(problem, budget=problem.budget // PARTS)
+    is_quick, full = problem.budget == 0, replace(problem, recompute=Recompute.FULL)
+    problem = replace(problem, budget=problem.budget // PARTS)
     keeping = problem.keeping_everything()
     candidates, costs = [], []
     if keeping.is_feasible:
@@ -193,7 +199,7 @@ def recomputed_where_needed(problem: Problem, best: Callable[[Problem], Schedule
         if not is_quick and not _lacks_memory(keeping, costs[0] * (1 - 1e-9), best):
             return candidates[0]
     problem.check_feasible()
-    for every in (problem, replace(problem, recompute=Recompute.FULL))[: 1 if is_quick else 2]:
+    for every in (problem, full)[: 1 if is_quick else 2]:
         candidates.append(best(every))
         costs.append(_cost(candidates[-1], problem))
     longest = min(costs) + tolerance(min(costs))
@@ -210,10 +216,10 @@ def _lacks_memory(keeping: Problem, cost: float, best: Callable[[Problem], Sched
 
 
 def _cost(schedule: Schedule, problem: Problem) -> float:
-    return _judged(schedule, problem)[0]
+    return judged(schedule, problem)[0]
 
 
-def _judged(schedule: Schedule, problem: Problem) -> tuple[float, float]:
+def judged(schedule: Schedule, problem: Problem) -> tuple[float, float]:
     """The time by which the schedule is judged, and the one that decides between equals."""
     timeline = simulate(schedule, problem.costs, overlap_communication=problem.overlap_communication)
     factor = slowdown(timeline, problem.spread, problem.time_between)
@@ -226,9 +232,24 @@ def fits(schedule: Schedule, problem: Problem) -> bool:
     return all(peak <= limit + tolerance(limit) for peak, limit in zip(peaks, problem.limits, strict=True))
 
 
+def with_shards(schedules: Iterable[Schedule], problem: Problem, shortest: float) -> Iterator[Schedule]:
+    """The schedules with operations on vocabulary shards inserted.
+
+    Of a long problem those are left out that exceed the limits, or take longer than `shortest`, even with the whole
+    vocabulary in their W: operations on shards add waits and microbatches in flight.
+    """
+    whole = replace(problem, costs=problem.costs.with_vocabulary_in_weight_gradients(), spread=0.0, time_between=0.0)
+    for schedule in schedules:
+        if not problem.is_long or (fits(schedule, whole) and judged(schedule, whole)[0] <= shortest):
+            yield with_best_delay(schedule, problem.costs, problem.limits)
+
+
 def best_of(schedules: Iterable[Schedule], problem: Problem) -> Schedule:
     """The schedule that takes the shortest time by which the problem judges; of equals by the other, or the first."""
-    judged = [(*_judged(schedule, problem), schedule) for schedule in schedules]
-    shortest = min(cost for cost, _, _ in judged)
-    equals = [(tie, schedule) for cost, tie, schedule in judged if cost <= shortest + tolerance(shortest)]
+    schedules = list(schedules)
+    if len(schedules) == 1:
+        return schedules[0]
+    times = [(*judged(schedule, problem), schedule) for schedule in schedules]
+    shortest = min(cost for cost, _, _ in times)
+    equals = [(tie, schedule) for cost, tie, schedule in times if cost <= shortest + tolerance(shortest)]
     return min(equals, key=lambda equal: equal[0])[1]

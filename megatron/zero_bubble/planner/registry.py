@@ -16,8 +16,9 @@ from megatron.zero_bubble.planner.optimal import optimal
 from megatron.zero_bubble.planner.request import PlanRequest
 from megatron.zero_bubble.planner.v_shaped import in_v
 from megatron.zero_bubble.schedule.errors import ScheduleError, UnknownSchedule
+from megatron.zero_bubble.schedule.generators.dualpipe_v import dualpipe_v
 from megatron.zero_bubble.schedule.generators.gpipe import gpipe
-from megatron.zero_bubble.schedule.generators.interleaved import interleaved_1f1b, interleaved_zb
+from megatron.zero_bubble.schedule.generators.interleaved import interleaved_1f1b, interleaved_pairs, interleaved_zb
 from megatron.zero_bubble.schedule.generators.one_f_one_b import one_f_one_b
 from megatron.zero_bubble.schedule.generators.zb_h1 import zb_h1
 from megatron.zero_bubble.schedule.generators.zb_h2 import zb_h2
@@ -44,8 +45,15 @@ class Entry:
     """Whether it is planned for a placement of any kind, and not always for its own."""
     is_slow: bool = False
     """Whether it takes seconds to minutes: no command makes it unless it is named."""
+    has_pairs: bool = False
+    """Whether it always has pairs: a forward and a backward that run as one."""
     has_own_limit: bool = True
     """Whether the name stands for an amount of memory; otherwise the limit is 1F1B's peak by default."""
+
+    @property
+    def plans_pairs(self) -> bool:
+        """Whether plans with pairs of a forward and a backward are among those to choose from."""
+        return self.uses_costs and not self.is_slow
 
     @property
     def plans_shards(self) -> bool:
@@ -80,6 +88,22 @@ _ENTRIES = (
         "interleaved",
         2,
         _interleaved(interleaved_1f1b),
+    ),
+    Entry(
+        "interleaved-pairs",
+        "megatron-core's with the messages between experts overlapped: a forward and a backward run as one",
+        "interleaved",
+        2,
+        _interleaved(interleaved_pairs),
+        has_pairs=True,
+    ),
+    Entry(
+        "dualpipe-v",
+        "DeepSeek's, placed in a V: a forward and a backward run as one, memory (p + 1/2) M_B",
+        "v",
+        2,
+        _simple(dualpipe_v),
+        has_pairs=True,
     ),
     Entry("zb-h1", "1F1B with W delayed: bubble (p-1)(F+B-W), memory p M_B", "linear", 1, _simple(zb_h1)),
     Entry("zb-h2", "longer warmup, W delayed: bubble (p-1)(F+B-2W), memory (2p-1) M_B", "linear", 1, _simple(zb_h2)),

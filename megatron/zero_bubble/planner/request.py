@@ -71,6 +71,7 @@ class PlanRequest:
             the schedule's own limit.
         capacity: memory of a rank for parameters, gradients, optimizer states and activations, in the unit of the
             costs; None for no limit. Only costs of units have states.
+        usual_capacity: the same for the usual layout, where that may take more; None where it may not.
         group_size: microbatches that pass through a chunk before the next chunk's turn, in interleaved placements; None
             for a planner's choice, or the number of ranks in schedules without costs.
         overlap_communication: whether ranks compute while their messages are on the way, as in `simulate`.
@@ -78,6 +79,9 @@ class PlanRequest:
         takes_makespan: whether a plan is judged by its makespan, which an iteration takes if the optimizer's step waits
             for all ranks, and not by the longest span of a rank, as published bubble rates are. Without post-validation
             interleaved placements always are.
+        pairs: whether a forward and a backward may run as one, so that each computes while the other exchanges tokens
+            between experts (see `schedule.pairs`).
+        offloads: whether activations may be copied to the host and back, under a memory limit (see `offloading`).
         spread: half the interquartile range of a duration over its median. If it is above zero, the plan with the
             shortest expected time is chosen, and not the one with the shortest time at the costs.
         time_between: time between two operations of a rank, which only an expected time has.
@@ -94,10 +98,13 @@ class PlanRequest:
     vocabulary_parallel: bool | None = False
     memory_limit: float | Sequence[float] | None = None
     capacity: float | None = None
+    usual_capacity: float | None = None
     group_size: int | None = None
     overlap_communication: bool = True
     post_validation: bool = False
     takes_makespan: bool = False
+    pairs: bool = False
+    offloads: bool = False
     spread: float = 0.0
     time_between: float = 0.0
     effort: int = EFFORT
@@ -137,6 +144,11 @@ class PlanRequest:
             and self.partition in (None, layout.partition)
             and self.vocabulary_parallel in (None, layout.vocabulary_parallel)
         )
+
+    def capacity_of(self, layout: Layout) -> float | None:
+        """Memory of a rank for states and activations in this layout; None for no limit."""
+        is_usual = self.usual is not None and replace(layout, recompute=self.usual.recompute) == self.usual
+        return self.usual_capacity if is_usual and self.usual_capacity is not None else self.capacity
 
     @property
     def is_judged_by_makespan(self) -> bool:
@@ -180,6 +192,11 @@ class PlanRequest:
         for limit in limits or ():
             if not limit > 0:
                 raise ScheduleError(f"memory_limit must be above zero, got {limit}")
+        if self.pairs and (self.recompute is not Recompute.NONE or costs.has_vocabulary):
+            what = "vocabulary shards" if costs.has_vocabulary else "recomputation"
+            raise ScheduleError(f"schedule {name}: pairs of a forward and a backward do not work with {what}")
+        if self.pairs and self.offloads:
+            raise ScheduleError(f"schedule {name}: pairs of a forward and a backward do not work with offload")
         if self.recompute is Recompute.NONE:
             costs = costs.keeping_everything()
         if limits is not None:

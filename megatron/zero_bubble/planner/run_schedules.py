@@ -66,6 +66,11 @@ class RunSchedules:
         return self.request.recompute
 
     @property
+    def offloads(self) -> bool:
+        """Whether schedules may copy activations to the host."""
+        return self.request.offloads or (self.given is not None and self.given.offloads)
+
+    @property
     def costs(self) -> StageCosts | None:
         """The costs that the schedules are made from; None for `default_costs`."""
         return None if self.request.costs is None else self.request.stage_costs

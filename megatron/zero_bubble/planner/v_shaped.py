@@ -6,15 +6,16 @@ where it costs least. The best of them are then improved, operation by operation
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, product
 from operator import add, le
+from random import Random
 from types import MappingProxyType
+from typing import NamedTuple
 
-from megatron.zero_bubble.planner.blocks import eager_orders, repeated_blocks
-from megatron.zero_bubble.planner.codes import Order
+from megatron.zero_bubble.planner.blocks import Block, eager_orders, published_blocks, random_block, repeated
 from megatron.zero_bubble.planner.event_loop import GapRule, Keeping
 from megatron.zero_bubble.planner.fitting import dropped_to_fit
 from megatron.zero_bubble.planner.portfolio import (
@@ -46,6 +47,16 @@ PREFERENCES = (("B0", "F1", "B1", "F0"), ("F1", "B1", "B0", "F0"), ("B1", "F1", 
 LEADS = ((0.85, 0.5), (0.7, 0), (1, 1), (2, 0))
 """How many microbatches rank 0 may run ahead, as a share of what it can hold in chunk 0 alone, and how many fewer each
 rank may than the one before it."""
+WORTH_VARYING = 0.01
+"""The distance from the bound above which blocks are varied."""
+NUM_VARIATIONS = 150
+"""How many variations of blocks are tried, if the budget allows."""
+NUM_RANDOM = 60
+"""How many of these are new random blocks."""
+NUM_VARIED = 8
+"""How many of the best blocks are varied."""
+RULE_VARIES = 0.15
+"""How often the rule for gaps is varied with the block."""
 LARGER_LIMITS = (1.1, 1.4, 1.7)
 """How much more memory a plan takes that keeps everything, of which something is then dropped to make it fit."""
 
@@ -106,16 +117,23 @@ def _other_rooms(problem: Problem) -> Iterator[Problem]:
 
 def _search(problem: Problem) -> Portfolio:
     portfolio = Portfolio(problem, budget_of(problem))
-    portfolio.in_order(problem, problem.one_by_one())
     keepings = _keepings(problem)
-    for orders in _candidates(problem):
-        for rule, keeping in product((GapRule.BALANCED, GapRule.ALWAYS, GapRule.NEVER), keepings):
+    rules = list(product((GapRule.BALANCED, GapRule.ALWAYS, GapRule.NEVER), keepings))
+    tried: list[_Tried] = []
+    for block in _blocks(problem):
+        for rule, keeping in rules:
             if not portfolio.finished:
-                portfolio.fill(problem, orders, rule, keeping=keeping)
+                orders = eager_orders(problem) if block is None else repeated(problem, block)
+                cost = portfolio.fill(problem, orders, rule, keeping=keeping)
+                if block is not None:
+                    tried.append(_Tried(cost, block, rule, keeping))
     if not problem.recomputes:
         for preference in _preferences(problem):
             if not portfolio.finished:
                 portfolio.prefer(problem, preference)
+    portfolio.ensure_plan(problem)
+    if portfolio.cost > portfolio.bound * (1 + WORTH_VARYING) and not problem.is_long:
+        _vary(portfolio, problem, tried)
     if problem.recompute is Recompute.PLANNED:
         portfolio.drop_into_idle_time(problem)
         _try_dropping(portfolio, problem)
@@ -125,6 +143,32 @@ def _search(problem: Problem) -> Portfolio:
         least = LEAST_IMPROVING * problem.num_ops * min(1, problem.budget / EFFORT)
         portfolio.improve(problem, int(max(IMPROVING * problem.budget, least)))
     return portfolio
+
+
+class _Tried(NamedTuple):
+    """A block whose orders were tried, with the rules and the cost."""
+
+    cost: float
+    block: Block
+    rule: GapRule
+    keeping: Keeping
+
+
+def _vary(portfolio: Portfolio, problem: Problem, tried: Sequence[_Tried]) -> None:
+    """Try random blocks, and random changes of the best ones."""
+    generator, held = Random(problem.num_ops), _num_held(problem)
+    best = sorted(tried, key=lambda one: one.cost)[:NUM_VARIED]
+    for number in range(NUM_VARIATIONS if best else 0):
+        if portfolio.finished:
+            return
+        _, block, rule, keeping = generator.choice(best[: 1 + generator.randrange(len(best))])
+        is_new = number < NUM_RANDOM
+        block = random_block(problem, held, generator) if is_new else block.varied(generator)
+        if is_new or generator.random() < RULE_VARIES:
+            rule = generator.choice(list(GapRule))
+        cost = portfolio.fill(problem, repeated(problem, block), rule, keeping=keeping)
+        if all(cost != one.cost for one in best):
+            best = sorted([*best, _Tried(cost, block, rule, keeping)], key=lambda one: one.cost)[:NUM_VARIED]
 
 
 def _try_dropping(portfolio: Portfolio, problem: Problem) -> None:
@@ -205,16 +249,16 @@ def _num_held(problem: Problem) -> float:
     return min(found, default=problem.num_ranks)
 
 
-def _candidates(problem: Problem) -> Iterator[list[Order]]:
-    """Orders of F and B, the most promising first."""
+def _blocks(problem: Problem) -> Iterator[Block | None]:
+    """Blocks to repeat, the most promising first; None is ZB-V's order."""
     p, held = problem.num_ranks, _num_held(problem)
     if held >= p:
-        yield eager_orders(problem)
-    yield from repeated_blocks(problem, held)
+        yield None
+    yield from published_blocks(problem, held)
     if problem.recomputes:
         # The more it holds, the more of it is dropped, or the less room there is for W's.
         for less in (2 * p, p, p / 2 + 1):
             if less < held:
-                yield from repeated_blocks(problem, less)
+                yield from published_blocks(problem, less)
     if held < p:
-        yield eager_orders(problem)
+        yield None

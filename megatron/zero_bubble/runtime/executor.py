@@ -7,15 +7,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import cast
 
 import torch
 
 from megatron.zero_bubble.runtime.communicator import Communicator, PendingReceive, PendingSend
+from megatron.zero_bubble.runtime.copy_lane import ThreadLink
 from megatron.zero_bubble.runtime.exchange_lane import ExchangeLane
 from megatron.zero_bubble.runtime.exchanges import Exchanges
-from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
+from megatron.zero_bubble.runtime.offload_store import OffloadStore
+from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore, untimed
 from megatron.zero_bubble.runtime.recorder import OpRecorder
 from megatron.zero_bubble.runtime.stage import Stage, SteppingStage, VocabularyStage
 from megatron.zero_bubble.runtime.steps import Range, Step, new_range, no_range, steps_of
@@ -23,6 +26,7 @@ from megatron.zero_bubble.runtime.variable_shapes import Announcing
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, OpKind, Schedule
 from megatron.zero_bubble.schedule.kinds import BACKWARDS, COLLECTIVES, KINDS, VOCABULARY
+from megatron.zero_bubble.schedule.pairs import computations
 from megatron.zero_bubble.schedule.step_ops import before_validation, stale_receives
 from megatron.zero_bubble.schedule.tail import run_together
 
@@ -45,6 +49,10 @@ _Key = tuple[bool, int, int]
 """Key of a message or an activation: (is forward, chunk, microbatch)."""
 
 
+_BackwardInputs = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]
+"""The input and the output of a forward, and the gradient of the output."""
+
+
 class Executor:
     """Runs one rank's operations of a lowered schedule.
 
@@ -55,6 +63,7 @@ class Executor:
         weight_grad_store: where the stage's layers put the weight gradients that B defers.
         recomputation_store: where the stage's layers put the forwards that R runs again; needed for a schedule with R.
         tail_by_parameter: whether the W's at the end of the rank run parameter by parameter (see `schedule.tail`).
+        offload_store: holds what the schedule copies to the host; needed for a schedule with D and H.
         exchange_lane: where collectives run; needed for a schedule with operations on vocabulary shards.
     """
 
@@ -67,6 +76,7 @@ class Executor:
         recomputation_store: RecomputationStore | None = None,
         *,
         tail_by_parameter: bool = False,
+        offload_store: OffloadStore | None = None,
         exchange_lane: ExchangeLane | None = None,
     ) -> None:
         self.schedule = schedule
@@ -75,14 +85,21 @@ class Executor:
         self._announcing = communicator if isinstance(communicator, Announcing) else None
         self._store = weight_grad_store
         self._recomputation = recomputation_store or RecomputationStore()
+        self._recomputation.weights = weight_grad_store
         self._recomputed = frozenset((op.chunk, op.microbatch) for op in schedule.ops[rank] if op.kind is OpKind.R)
+        # A schedule without D puts nothing in it.
+        self._offload = offload_store or OffloadStore(ThreadLink())
+        self._offloaded = frozenset((op.chunk, op.microbatch) for op in schedule.ops[rank] if op.kind is OpKind.D)
+        assert offload_store is not None or not self._offloaded, "a schedule with D needs an OffloadStore"
         self._stages = [schedule.placement.stage_of(rank, chunk) for chunk in range(schedule.num_chunks)]
         ops = schedule.ops[rank]
-        self._steps = steps_of(run_together(ops) if tail_by_parameter else ((op,) for op in ops))
-        self._redone = steps_of((op,) for op in before_validation(schedule, rank))
+        self._steps = steps_of(run_together(ops) if tail_by_parameter else computations(ops))
+        self._redone = steps_of(computations(before_validation(schedule, rank)))
         self._num_ops = len(schedule.ops[rank])
         self._stale = stale_receives(schedule, rank)
         self._runs_backward = any(op.kind in BACKWARDS for op in schedule.ops[rank])
+        groups = schedule.groups if self._runs_backward else ()
+        self._groups = [groups[stage] if groups else 1 for stage in self._stages]
         self._activations: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
         self._incoming: dict[_Key, PendingReceive] = {}
         self._outgoing: dict[_Key, torch.Tensor] = {}
@@ -98,7 +115,11 @@ class Executor:
             OpKind.B: self._backward_input,
             OpKind.W: self._backward_weight,
             OpKind.BW: self._backward,
+            OpKind.PB: self._pair,
+            OpKind.PBW: self._pair,
             OpKind.R: self._recompute,
+            OpKind.D: self._copy_out,
+            OpKind.H: self._copy_back,
             OpKind.SEND_FORWARD: self._send,
             OpKind.SEND_BACKWARD: self._send,
             OpKind.RECV_FORWARD: self._receive,
@@ -117,6 +138,7 @@ class Executor:
         """
         self._marked = []
         self._recorder = recorder
+        self._recomputation.timed = untimed if recorder is None or max(self._groups) == 1 else recorder.timed_within
         self._range = new_range()
         self._begun = -1
         try:
@@ -138,7 +160,7 @@ class Executor:
         for position, ops, name, is_computation in steps:
             self._position = position
             with self._range(name):
-                self._handlers[ops[0].kind](stage, *ops)
+                self._handlers[ops[-1].kind](stage, *ops)
             if self._recorder is not None and is_computation:
                 self._recorder.end(*ops)
             self._drop_finished_sends()
@@ -168,6 +190,23 @@ class Executor:
         return next(later, self._num_ops), False
 
     def _forward(self, stage: Stage, op: Op) -> None:
+        input_tensor = self._input_of_forward(stage, op)
+        self._begin(op)
+        drops = (op.chunk, op.microbatch) in self._recomputed
+        groups = self._groups[op.chunk]
+        recomputing = self._recomputation.forward(op.chunk, op.microbatch, drops=drops, num_groups=groups)
+        with self._offloading(op, input_tensor), recomputing:
+            output = stage.forward(op.microbatch, op.chunk, input_tensor)
+        self._end_forward(stage, op, input_tensor, output)
+
+    def _offloading(self, op: Op, input_tensor: torch.Tensor | None) -> AbstractContextManager[None]:
+        """The context of a forward whose activations are copied to the host, if the schedule does that."""
+        if (op.chunk, op.microbatch) not in self._offloaded:
+            return nullcontext()
+        return self._offload.forward(op.chunk, op.microbatch, [input_tensor])
+
+    def _input_of_forward(self, stage: Stage, op: Op) -> torch.Tensor | None:
+        """Wait for the input of a forward; the first stage has none."""
         stage.before_inputs(op)
         input_tensor = None
         if self._stages[op.chunk] > 0:
@@ -175,14 +214,39 @@ class Executor:
             if self._runs_backward:
                 input_tensor.requires_grad_()
         self._exchanges.wait_before(op)
-        self._begin(op)
-        drops = (op.chunk, op.microbatch) in self._recomputed
-        with self._recomputation.forward(op.chunk, op.microbatch, drops=drops):
-            output = stage.forward(op.microbatch, op.chunk, input_tensor)
+        return input_tensor
+
+    def _end_forward(self, stage: Stage, op: Op, input_tensor: torch.Tensor | None, output: torch.Tensor) -> None:
+        """Keep the tensors of a forward for its backward, and hand on its output."""
         if self._runs_backward:
             self._activations[op.chunk, op.microbatch] = (input_tensor, output)
         if self._stages[op.chunk] + 1 < self.schedule.num_stages:
             self._hand_on(stage, op, output, is_forward=True)
+
+    def _pair(self, stage: Stage, forward: Op, backward: Op) -> None:
+        """Run a forward and a backward as one, or one after the other if the stage cannot, when both inputs are there.
+
+        Both have their inputs first, and their results are handed on when both have run, in the order of the channels.
+        """
+        input_tensor = self._input_of_forward(stage, forward)
+        inputs = self._inputs_of_backward(stage, backward)
+        self._begin(forward)
+        as_one = getattr(stage, "forward_backward", None)
+        output = None if as_one else stage.forward(forward.microbatch, forward.chunk, input_tensor)
+        stage.before_gradients(backward)
+        defers = backward.kind is OpKind.PB
+        with self._store.deferring() if defers else nullcontext():
+            if as_one is not None:
+                output, input_grad = as_one(forward, input_tensor, backward, *inputs)
+            else:
+                input_grad = stage.backward(backward.microbatch, backward.chunk, *inputs)
+        if defers:
+            self._store.flush(backward.chunk, backward.microbatch)
+        assert output is not None
+        self._end_forward(stage, forward, input_tensor, output)
+        del self._activations[backward.chunk, backward.microbatch]
+        if input_grad is not None:
+            self._hand_on(stage, backward, input_grad, is_forward=False)
 
     def _on_shard(self, stage: Stage, op: Op) -> None:
         self._exchanges.wait_before(op)
@@ -198,22 +262,39 @@ class Executor:
         self._begin(op)
         self._recomputation.recompute(op.chunk, op.microbatch)
 
+    def _copy_out(self, stage: Stage, op: Op) -> None:
+        self._offload.wait_until_copied(op.chunk, op.microbatch)
+        self._begin(op)
+        self._offload.release(op.chunk, op.microbatch)
+
+    def _copy_back(self, stage: Stage, op: Op) -> None:
+        self._begin(op)
+        self._offload.bring_back(op.chunk, op.microbatch)
+
     def _backward(self, stage: Stage, op: Op) -> None:
+        inputs = self._inputs_of_backward(stage, op)
+        del self._activations[op.chunk, op.microbatch]
+        self._begin(op)
+        stage.before_gradients(op)
+        input_grad = stage.backward(op.microbatch, op.chunk, *inputs)
+        self._offload.forget(op.chunk, op.microbatch)
+        if input_grad is not None:
+            self._hand_on(stage, op, input_grad, is_forward=False)
+
+    def _inputs_of_backward(self, stage: Stage, op: Op) -> _BackwardInputs:
+        """Wait for the gradient of the output, which the last stage has not, and for activations from the host."""
         stage.before_inputs(op)
         output_grad = None
         if self._stages[op.chunk] + 1 < self.schedule.num_stages:
             output_grad = self._incoming.pop((False, op.chunk, op.microbatch)).wait()
-        input_tensor, output = self._activations.pop((op.chunk, op.microbatch))
-        self._begin(op)
-        stage.before_gradients(op)
-        input_grad = stage.backward(op.microbatch, op.chunk, input_tensor, output, output_grad)
-        if input_grad is not None:
-            self._hand_on(stage, op, input_grad, is_forward=False)
+        self._offload.wait_until_back(op.chunk, op.microbatch)
+        return (*self._activations[op.chunk, op.microbatch], output_grad)
 
     def _backward_input(self, stage: Stage, op: Op) -> None:
-        with self._store.deferring():
-            self._backward(stage, op)
-        self._store.flush(op.chunk, op.microbatch)
+        with self._recomputation.backward(op.chunk):
+            with self._store.deferring():
+                self._backward(stage, op)
+            self._store.flush(op.chunk, op.microbatch)
 
     def _backward_weight(self, stage: Stage, *ops: Op) -> None:
         """Run W of one microbatch, or of several microbatches of one chunk, parameter by parameter."""
@@ -247,6 +328,7 @@ class Executor:
             self._exchanges.finish()
             self._activations.clear()
             self._recomputation.clear()
+            self._offload.clear()
             stage.restart()
             self._run(stage, self._redone)
             self._position = len(before_validation(self.schedule, self.rank))
@@ -292,6 +374,7 @@ class Executor:
     def _check_nothing_left(self, unused_exchanges: Sequence[Op]) -> None:
         left = [f"W{microbatch} of chunk {chunk} is pending" for chunk, microbatch in self._store.pending()]
         left += [f"activations of F{m} of chunk {c} are alive" for c, m in self._activations]
+        left += [f"offloaded activations of F{m} of chunk {c} are left" for c, m in self._offload.left()]
         for words, messages in (("received, not used", self._incoming), ("computed, not sent", self._outgoing)):
             left += [f"a message of microbatch {m}, chunk {c} was {words}" for _, c, m in messages]
         left += [f"the result of {exchange} was not used" for exchange in unused_exchanges]

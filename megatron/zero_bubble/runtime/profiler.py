@@ -8,7 +8,7 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -16,17 +16,20 @@ import torch
 import torch.distributed as dist
 
 from megatron.zero_bubble.runtime.communicator import Communicator, TensorSpec
+from megatron.zero_bubble.runtime.offload_store import OffloadStore
+from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
 from megatron.zero_bubble.runtime.recorder import MeasuredOp, MemoryMeter
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, OpKind, Placement, StageCosts
 from megatron.zero_bubble.schedule.costs import by_result
-from megatron.zero_bubble.schedule.kinds import FORWARDS, KINDS, TIMES, VOCABULARY
+from megatron.zero_bubble.schedule.kinds import BACKWARDS, COPIES, KINDS, TIMES, VOCABULARY
+from megatron.zero_bubble.schedule.pairs import pairs
 
 _PINGS = 7
 """Number of round trips whose median is the communication time of an edge."""
 
 
-_SAVES = FORWARDS - VOCABULARY
+_SAVES = frozenset({OpKind.F, OpKind.R})
 """The operations in which autograd saves what a backward needs."""
 
 
@@ -34,11 +37,18 @@ class SavedTensorMeter:
     """Measures memory on a CPU, whose allocator cannot be asked: the bytes that autograd saves in F and R, and W holds.
 
     Each storage counts once, and parameters do not count. Operations on the rank's vocabulary shard are measured by
-    what the shard says that it keeps for other operations of the microbatch, `kept_by_shard`.
+    what the shard says that it keeps for other operations of the microbatch, `kept_by_shard`, and what a schedule
+    offloads by what `offload` has on the device.
     """
 
-    def __init__(self, store: WeightGradStore, kept_by_shard: Callable[[int], int] | None = None) -> None:
+    def __init__(
+        self,
+        store: WeightGradStore,
+        kept_by_shard: Callable[[int], int] | None = None,
+        offload: OffloadStore | None = None,
+    ) -> None:
         self._store = store
+        self._offload = offload
         self._kept_by_shard = kept_by_shard or (lambda microbatch: 0)
         self._kept_before = 0
         self._saved: dict[tuple[int, int], list[weakref.ref[torch.Tensor]]] = {}
@@ -66,7 +76,9 @@ class SavedTensorMeter:
         if op.kind in _SAVES:
             assert self._hooks is not None
             self._hooks.__exit__(None, None, None)
+        if op.kind in _SAVES | COPIES:
             held = _held_bytes(self._saved[key])
+            held += 0 if self._offload is None else self._offload.device_bytes(*key)
         elif op.kind is OpKind.B:
             held = self._store.flushed_bytes
         change = held - self._held[key]
@@ -117,10 +129,13 @@ class CudaMeter:
 
 
 def memory_meter(
-    device: torch.device, store: WeightGradStore, kept_by_shard: Callable[[int], int] | None = None
+    device: torch.device,
+    store: WeightGradStore,
+    kept_by_shard: Callable[[int], int] | None = None,
+    offload: OffloadStore | None = None,
 ) -> MemoryMeter:
     """Return what measures memory on `device`; the arguments are those of `SavedTensorMeter`."""
-    return CudaMeter() if device.type == "cuda" else SavedTensorMeter(store, kept_by_shard)
+    return CudaMeter() if device.type == "cuda" else SavedTensorMeter(store, kept_by_shard, offload)
 
 
 @dataclass(frozen=True)
@@ -137,6 +152,16 @@ class ChunkCosts:
     """Largest relative spread of the times that matter: half the interquartile range over the median."""
     inside: int = 0
     """Most memory that an operation needed while it ran, beyond what was held before and after it."""
+    exchanged: Mapping[OpKind, float] = field(default_factory=dict)
+    """Usual time of F and of B or BW in which they exchange tokens between experts."""
+    num_blocks: int = 0
+    """Blocks of layers that are recomputed; 0 if that is not known."""
+    copied: Mapping[OpKind, float] = field(default_factory=dict)
+    """Usual time of the copies of D and H, if anything was offloaded."""
+    released: float = 0
+    """Bytes that D releases."""
+    outside: int = 0
+    """Bytes that layers outside of these blocks hold between B and W."""
 
 
 _MATTERS = 0.02
@@ -154,30 +179,52 @@ class Profiler:
         self._dropped: dict[int, list[int]] = defaultdict(list)
         """By chunk, the memory of each F whose activations were recomputed."""
         self._inside: dict[int, int] = defaultdict(int)
+        self._exchanged: dict[tuple[int, OpKind], list[float]] = defaultdict(list)
+        self._within: dict[tuple[int, OpKind], list[float]] = defaultdict(list)
+        """Times of recomputations and weight gradients within B, by chunk and kind."""
 
     def add(self, ops: Sequence[MeasuredOp]) -> None:
-        """Add the operations of one step."""
+        """Add the operations of one step, but for pairs, whose time is not the time of either operation."""
+        paired = {op for pair in pairs([measured.op for measured in ops]) for op in pair}
         recomputed = {(one.op.chunk, one.op.microbatch) for one in ops if one.op.kind is OpKind.R}
         for measured in ops:
             kind, microbatch, chunk = measured.op
-            self._times[chunk, kind].append((measured.end - measured.start) * 1000.0)
+            if measured.op in paired:
+                continue
+            if kind is OpKind.F or kind in BACKWARDS:
+                self._exchanged[chunk, kind].append(measured.exchanged * 1000.0)
+            for part, seconds in measured.within:
+                self._within[chunk, part].append(seconds * 1000.0)
+            own = measured.end - measured.start - sum(seconds for _, seconds in measured.within)
+            self._times[chunk, kind].append(own * 1000.0)
             if measured.held is not None:
                 drops = kind is OpKind.F and (chunk, microbatch) in recomputed
                 (self._dropped[chunk] if drops else self._memory[chunk, kind]).append(measured.held)
                 self._inside[chunk] = max(self._inside[chunk], measured.inside)
 
-    def costs(self, center: Callable[[Sequence[float]], float] = statistics.median) -> list[ChunkCosts]:
+    def costs(
+        self,
+        center: Callable[[Sequence[float]], float] = statistics.median,
+        recomputation: RecomputationStore | None = None,
+        offload: OffloadStore | None = None,
+    ) -> list[ChunkCosts]:
         """Return the costs of this rank's chunks.
+
+        Recomputations and weight gradients that ran within B count as R and W.
 
         Args:
             center: of the samples. An outlier such as the first step does not move their median; of microbatches that
                 differ in length, a schedule is planned for the mean.
+            recomputation: has counted the blocks of layers that are recomputed.
+            offload: has measured the copies to and from the host.
         """
         chunk_costs = []
         for chunk in range(self._placement.num_chunks):
             kinds = [kind for kind, facts in KINDS.items() if facts.time and (chunk, kind) in self._times]
             samples = {kind: self._times[chunk, kind] for kind in kinds}
             times = {kind: center(values) for kind, values in samples.items()}
+            for kind in times:
+                times[kind] += center(self._within[chunk, kind]) if (chunk, kind) in self._within else 0.0
             matter = [kind for kind in kinds if times[kind] >= _MATTERS * max(times.values())]
             chunk_costs.append(
                 ChunkCosts(
@@ -186,6 +233,13 @@ class Profiler:
                     memory={kind: self._memory_of(chunk, kind, center) for kind in kinds},
                     noise=max(_spread(samples[kind]) for kind in matter),
                     inside=self._inside[chunk],
+                    exchanged={
+                        kind: center(self._exchanged[chunk, kind]) for kind in kinds if (chunk, kind) in self._exchanged
+                    },
+                    num_blocks=recomputation.num_blocks.get(chunk, 0) if recomputation else 0,
+                    copied={} if offload is None else _times_of_copies(offload, chunk, center),
+                    released=-self._memory_of(chunk, OpKind.D, center),
+                    outside=recomputation.bytes_outside.get(chunk, 0) if recomputation else 0,
                 )
             )
         return chunk_costs
@@ -198,6 +252,14 @@ class Profiler:
         if kind is OpKind.F and self._dropped[chunk]:
             return center(self._dropped[chunk]) + self._memory_of(chunk, OpKind.R, center)
         return 0
+
+
+def _times_of_copies(
+    offload: OffloadStore, chunk: int, center: Callable[[Sequence[float]], float]
+) -> dict[OpKind, float]:
+    """Kind -> usual milliseconds of the copies of a chunk."""
+    seconds = {kind: offload.times(kind, chunk) for kind in COPIES}
+    return {kind: 1000.0 * center(times) for kind, times in seconds.items() if times}
 
 
 def _spread(values: Sequence[float]) -> float:
@@ -262,6 +324,13 @@ def gather_costs(placement: Placement, chunks: Sequence[ChunkCosts], edges: Mapp
     return combine_costs(placement, gathered)
 
 
+def _exchanged(stages: Sequence[Sequence[ChunkCosts]], *kinds: OpKind) -> tuple[float, ...]:
+    """Stage -> time in which its fastest replica exchanges tokens: others wait for late ones in it, too."""
+    return tuple(
+        min(sum(replica.exchanged.get(kind, 0.0) for kind in kinds) for replica in replicas) for replicas in stages
+    )
+
+
 def combine_costs(
     placement: Placement, gathered: Sequence[tuple[Sequence[ChunkCosts], Mapping[int, float]]]
 ) -> MeasuredCosts:
@@ -290,13 +359,23 @@ def combine_costs(
     left = held_after(OpKind.F, OpKind.B, OpKind.W)
     # T ends what S keeps; a part of it ends in a collective between the two, where nothing is measured.
     softmax = [max(0.0, kept) for kept in held_after(OpKind.S)]
+    by_name = {name: most(times, kind) for name, kind in TIMES.items()}
     costs = StageCosts(
-        **{name: most(times, kind) for name, kind in TIMES.items()},
+        **by_name,
+        all_to_all_f=tuple(map(min, _exchanged(stages, OpKind.F), by_name["time_f"])),
+        all_to_all_b=tuple(map(min, _exchanged(stages, OpKind.B, OpKind.BW), by_name["time_b"])),
         time_comm=tuple(max(by_edge.get(edge, [0.0])) for edge in range(placement.num_stages - 1)),
         memory_f=kept,
         memory_b=tuple(map(operator.sub, waiting, kept)),
         memory_w=tuple(map(operator.sub, left, waiting)),
         memory_r=tuple(max(0.0, restored) for restored in most(memory, OpKind.R)),
+        **{
+            KINDS[kind].link: tuple(max(one.copied.get(kind, 0.0) for one in replicas) for replicas in stages)
+            for kind in COPIES
+        },
+        memory_d=tuple(max(0.0, min(replica.released for replica in replicas)) for replicas in stages),
+        num_blocks=tuple(max(replica.num_blocks for replica in replicas) for replicas in stages),
+        memory_outside=tuple(max(replica.outside for replica in replicas) for replicas in stages),
         memory_s=tuple(softmax),
         memory_t=tuple(-kept for kept in softmax),
     )

@@ -1,22 +1,35 @@
-"""Holds the blocks of layers whose activations F has dropped, until R runs their forward again."""
+"""Holds the blocks of layers whose activations F has dropped, until R or B runs their forward again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
+from megatron.zero_bubble.schedule.kinds import OpKind
 
 Recomputation = Callable[[], None]
 """Runs the forward of one block of layers again, under autograd, and keeps the result for the block's backward."""
+
+
+def untimed(kind: OpKind) -> AbstractContextManager[None]:
+    """A context in which nothing is measured."""
+    return nullcontext()
 
 
 class ForwardMode(Enum):
     """What a block of layers does with its activations in a forward."""
 
     KEEP = "keep"
-    """Keep them: the microbatch has no R."""
+    """Keep them, and show its tensors to `RecomputationStore.keep`."""
     DROP = "drop"
-    """Drop all but its input and hand over its recomputation with `RecomputationStore.put`."""
+    """Drop all but its input, hand over its recomputation with `RecomputationStore.put`, and run its backward inside of
+    what that returns."""
 
 
 class RecomputationStore:
@@ -24,50 +37,184 @@ class RecomputationStore:
 
     The executor says with `forward` whether the F that it runs drops its activations, and runs R with `recompute`.
     Outside of such an F, `mode` is None: a block does then what it does without a schedule of ours.
+
+    A chunk may have its blocks in several groups. R restores the last group, which F keeps if there is no R, and B each
+    of the others right before its backward. The weight gradients of all groups but the first run within B, so that no
+    more than one group is there at a time.
+
+    Args:
+        weights: where the weight gradients of the blocks are deferred.
     """
 
-    def __init__(self) -> None:
-        self._dropped: dict[tuple[int, int], list[Recomputation]] = {}
-        self._current: tuple[int, int] | None = None
-        self.mode: ForwardMode | None = None
+    def __init__(self, weights: WeightGradStore | None = None) -> None:
+        self.weights = weights or WeightGradStore()
+        self.num_blocks: dict[int, int] = {}
+        """Chunk -> number of blocks of an F, once one has run."""
+        self.bytes_outside: dict[int, int] = {}
+        """Chunk -> bytes that layers outside of dropped blocks hold for W, once a B has run."""
+        self.bytes_of_blocks = 0
+        """Bytes that the blocks through which the present B has run hold for W."""
+        self.timed: Callable[[OpKind], AbstractContextManager[None]] = untimed
+        """Measures the recomputations and the weight gradients of blocks that run within B."""
+        self._dropped: dict[tuple[int, int], _Blocks] = {}
+        self._current: _Blocks | None = None
+        self._is_suspended = False
 
     @contextmanager
-    def forward(self, chunk: int, microbatch: int, *, drops: bool) -> Iterator[None]:
-        """Drop or keep the activations of the blocks that run inside the `with` block, which is one F."""
-        assert self.mode is None, "an F inside an F"
-        self.mode = ForwardMode.DROP if drops else ForwardMode.KEEP
-        self._current = chunk, microbatch
+    def forward(self, chunk: int, microbatch: int, *, drops: bool, num_groups: int = 1) -> Iterator[None]:
+        """Drop or keep the activations of the blocks that run inside the `with` block, which is one F.
+
+        Args:
+            drops: whether the microbatch has an R.
+            num_groups: the groups of the chunk's blocks; no more than there are blocks are made.
+        """
+        assert self._current is None, "an F inside an F"
+        self._current = blocks = _Blocks(self, num_groups, self.num_blocks.get(chunk), has_r=drops)
         if drops:
-            self._dropped[chunk, microbatch] = []
+            self._dropped[chunk, microbatch] = blocks
         try:
             yield
         finally:
-            self.mode, self._current = None, None
+            self._current = None
+        self.num_blocks[chunk] = blocks.number
 
-    def put(self, recomputation: Recomputation) -> None:
-        """Hand over the recomputation of one block; R runs them in the order of the forward."""
+    @property
+    def mode(self) -> ForwardMode | None:
+        """Whether the next block of the F keeps or drops its activations; None outside of an F."""
+        return None if self._current is None or self._is_suspended else self._current.mode
+
+    def put(self, recomputation: Recomputation) -> Callable[[], AbstractContextManager[None]]:
+        """Hand over the recomputation of one block, and return the context in which its backward runs."""
         assert self.mode is ForwardMode.DROP, "put() outside of an F that drops its activations"
         assert self._current is not None
-        self._dropped[self._current].append(recomputation)
+        return self._current.put(recomputation)
+
+    def keep(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        """Note the tensors of a block that has kept its activations."""
+        assert self.mode is ForwardMode.KEEP, "keep() outside of an F that keeps its activations"
+        assert self._current is not None
+        self._current.keep(inputs, outputs)
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Let blocks inside a block, which runs inside the `with` block, do what they do without a schedule of ours."""
-        mode, self.mode = self.mode, None
+        before, self._is_suspended = self._is_suspended, True
         try:
             yield
         finally:
-            self.mode = mode
+            self._is_suspended = before
 
     def recompute(self, chunk: int, microbatch: int) -> None:
-        """Run the forwards of the blocks that the F of this microbatch has dropped."""
-        for recomputation in self._dropped.pop((chunk, microbatch)):
-            recomputation()
+        """Run the forwards of the last group of blocks that the F of this microbatch has dropped."""
+        self._dropped.pop((chunk, microbatch)).restore_group()
+
+    @contextmanager
+    def backward(self, chunk: int) -> Iterator[None]:
+        """Count what W will hold of the layers outside of dropped blocks; the `with` block is one B."""
+        self.bytes_of_blocks = 0
+        yield
+        outside = self.weights.flushed_bytes - self.bytes_of_blocks
+        self.bytes_outside[chunk] = max(0, min(outside, self.bytes_outside.get(chunk, outside)))
 
     def dropped(self) -> list[tuple[int, int]]:
-        """Return (chunk, microbatch) of every F whose activations are dropped and not recomputed."""
+        """Return (chunk, microbatch) of every F whose activations are dropped, and whose R has not run."""
         return list(self._dropped)
 
     def clear(self) -> None:
         """Forget everything that is dropped, without recomputing it."""
         self._dropped.clear()
+
+
+class _Blocks:
+    """The blocks of one F, numbered in its order, and what has become of them."""
+
+    def __init__(self, store: RecomputationStore, num_groups: int, usual_number: int | None, *, has_r: bool) -> None:
+        self._store = store
+        self._num_groups = num_groups
+        self._usual_number = usual_number
+        self._has_r = has_r
+        self._dropped: dict[int, Recomputation] = {}
+        """Number of a block -> its recomputation, until that has run."""
+        self._entered: tuple[int, int] | None = None
+        """The block that backward has entered last, and how many weight gradients B had put before; None once it has
+        left it."""
+        self.number = 0
+        """How many blocks the F has run; in the end, all."""
+
+    @property
+    def mode(self) -> ForwardMode:
+        if self._has_r:
+            return ForwardMode.DROP
+        if self._num_groups == 1:
+            return ForwardMode.KEEP
+        # Before any F has ended nobody knows which blocks are the last group: all are dropped.
+        is_last = self._usual_number is not None and self.number >= self._starts(self._usual_number)[-1]
+        return ForwardMode.KEEP if is_last else ForwardMode.DROP
+
+    def put(self, recomputation: Recomputation) -> Callable[[], AbstractContextManager[None]]:
+        number = self.number
+        self._dropped[number] = recomputation
+        self.number += 1
+        return partial(self._backward, number)
+
+    def keep(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        number = self.number
+        self.number += 1
+        if self._num_groups > 1:
+            # A gradient of the output is there before the block's backward begins, one of the input after its end.
+            _call_with_gradient(outputs, lambda grad: self._enter(number))
+            _call_with_gradient(inputs, lambda grad: self._leave(number))
+
+    @contextmanager
+    def _backward(self, number: int) -> Iterator[None]:
+        if number in self._dropped:
+            self._leave_entered()
+            needs_r = self._num_groups == 1 or (self._has_r and number >= self._starts(self.number)[-1])
+            assert not needs_r, "backward of a block before its R"
+            with self._store.timed(OpKind.R):
+                self.restore_group()
+        self._enter(number)
+        yield
+        self._leave(number)
+
+    def restore_group(self) -> None:
+        """Run the forwards of the last group that has dropped blocks, in their order."""
+        last = max(self._dropped, default=0)
+        first = max(start for start in self._starts(self.number) if start <= last)
+        for number in sorted(number for number in self._dropped if number >= first):
+            self._dropped.pop(number)()
+
+    def _starts(self, number: int) -> list[int]:
+        """The first block of every group of so many blocks."""
+        groups = max(1, min(self._num_groups, number))
+        return [number * group // groups for group in range(groups)]
+
+    def _enter(self, number: int) -> None:
+        self._leave_entered()
+        self._entered = number, self._store.weights.num_put
+
+    def _leave(self, number: int) -> None:
+        if self._entered is not None and self._entered[0] == number:
+            self._leave_entered()
+
+    def _leave_entered(self) -> None:
+        """Run the weight gradients of the block that backward has left, unless it is of the first group."""
+        if self._entered is None:
+            return
+        (number, num_put), self._entered = self._entered, None
+        weights, starts = self._store.weights, self._starts(self.number)
+        if not weights.is_deferring:
+            return
+        if len(starts) == 1 or number < starts[1]:
+            self._store.bytes_of_blocks += weights.bytes_since(num_put)
+            return
+        with self._store.timed(OpKind.W):
+            weights.run_since(num_put)
+
+
+def _call_with_gradient(tensors: Sequence[Any], function: Callable[[torch.Tensor], None]) -> None:
+    """Have `function` called once the gradient of the first of these tensors that needs one is complete."""
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            tensor.register_hook(function)
+            return

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from megatron.zero_bubble.schedule import Idle, Op
+from megatron.zero_bubble.schedule import Idle, Op, OpKind
 from megatron.zero_bubble.schedule.kinds import POST_VALIDATION
+from megatron.zero_bubble.schedule.pairs import PAIRED
 
 
 class Clock(Protocol):
@@ -90,7 +93,9 @@ class MeasuredOp:
     """One operation that a rank ran; `start` and `end` are in seconds and exclude the wait for its inputs.
 
     `held` is the change of memory, in bytes, that the operation left behind; None unless memory was measured. `inside`
-    is the memory that it needed while it ran, beyond what was held before and after it.
+    is the memory that it needed while it ran, beyond what was held before and after it. `exchanged` are the seconds in
+    which it exchanged tokens between experts, and `within` those that the recomputations and the weight gradients of
+    blocks took that ran within it.
     """
 
     op: Op
@@ -98,6 +103,8 @@ class MeasuredOp:
     end: float
     held: int | None = None
     inside: int = 0
+    exchanged: float = 0.0
+    within: tuple[tuple[OpKind, float], ...] = ()
 
 
 class MemoryMeter(Protocol):
@@ -136,6 +143,9 @@ class OpRecorder:
         self._begun: Any = None
         self._ops: list[tuple[tuple[Op, ...], _MemoryUse]] = []
         self._marks: list[Any] = []
+        self._parts: list[tuple[int, OpKind | None, Any, Any]] = []
+        """Number of an operation, and the marks at begin and end of work of a kind in it, or of an exchange of tokens
+        (None)."""
 
     def begin(self, op: Op) -> None:
         """Note that the inputs of `op` are there and it starts to compute."""
@@ -150,6 +160,24 @@ class OpRecorder:
         self._ops.append((ops, self._memory_use(ops, self._meter) if self._meter and metered else _MemoryUse(None)))
         self._after_op()
 
+    def timed_exchange(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that exchanges tokens between experts, timed as a part of the operation that calls it."""
+
+        def run(*arguments: Any) -> Any:
+            begin = self._clock.mark()
+            result = function(*arguments)
+            self._parts.append((len(self._ops), None, begin, self._clock.mark()))
+            return result
+
+        return run
+
+    @contextmanager
+    def timed_within(self, kind: OpKind) -> Iterator[None]:
+        """Time work of this kind, in the `with` block, as a part of the operation that does it."""
+        begin = self._clock.mark()
+        yield
+        self._parts.append((len(self._ops), kind, begin, self._clock.mark()))
+
     def num_reached(self) -> int | None:
         """Count the beginnings and ends that a GPU has passed; None without a GPU. Any thread may ask."""
         return self._clock.num_reached(self._marks) if self._marks else None
@@ -162,10 +190,16 @@ class OpRecorder:
         """Return the operations recorded since the last call; waits until they have computed."""
         seconds = self._clock.seconds(self._marks)
         intervals = zip(seconds[::2], seconds[1::2], strict=True)
+        parts: dict[int, dict[OpKind | None, float]] = defaultdict(lambda: defaultdict(float))
+        for number, kind, *marks in self._parts:
+            begin, end = self._clock.seconds(marks)
+            parts[number][kind] += end - begin
         measured = [
-            op for (ops, memory), times in zip(self._ops, intervals, strict=True) for op in _share(ops, *times, memory)
+            _with_parts(op, dict(parts[number])) if number in parts else op
+            for number, ((ops, memory), times) in enumerate(zip(self._ops, intervals, strict=True))
+            for op in _share(ops, *times, memory)
         ]
-        self._ops, self._marks = [], []
+        self._ops, self._marks, self._parts = [], [], []
         return measured
 
     @staticmethod
@@ -177,8 +211,21 @@ class OpRecorder:
         return _MemoryUse(held, inside)
 
 
+def _with_parts(op: MeasuredOp, parts: dict[OpKind | None, float]) -> MeasuredOp:
+    exchanged = parts.pop(None, 0.0)
+    return replace(op, exchanged=exchanged, within=tuple((kind, time) for kind, time in parts.items() if kind))
+
+
 def _share(ops: Sequence[Op], start: float, end: float, memory: _MemoryUse) -> Iterator[MeasuredOp]:
-    """Split a measurement equally among operations that ran as one; `inside` is not split."""
+    """Split a measurement equally among operations that ran as one; `inside` is not split.
+
+    All of the time of a pair is its backward's, as in a simulation.
+    """
+    if ops[-1].kind in PAIRED:
+        forward, backward = ops
+        yield MeasuredOp(forward, start, start, memory.held, memory.inside)
+        yield MeasuredOp(backward, start, end, None if memory.held is None else 0, memory.inside)
+        return
     each = (end - start) / len(ops)
     share = None if memory.held is None else round(memory.held / len(ops))
     for k, op in enumerate(ops):

@@ -15,6 +15,7 @@ from megatron.zero_bubble.planner.memory_limit import MemoryLimit
 from megatron.zero_bubble.planner.prediction import MegatronsTime, Prediction
 from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.runtime.observer import StepObserver
+from megatron.zero_bubble.runtime.offload_store import OffloadStore
 from megatron.zero_bubble.runtime.plan_check import (
     TOLERANCE,
     Difference,
@@ -23,9 +24,12 @@ from megatron.zero_bubble.runtime.plan_check import (
     with_measured_times,
 )
 from megatron.zero_bubble.runtime.profiler import Profiler, gather_costs
+from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
 from megatron.zero_bubble.runtime.recorder import MeasuredOp, step_time
 from megatron.zero_bubble.schedule import Infeasible, Schedule, ScheduleError, StageCosts, simulate, validate
 from megatron.zero_bubble.schedule.formats import Profile, Setting, schedule_from_json, schedule_to_json
+from megatron.zero_bubble.schedule.host_link import with_copies_everywhere
+from megatron.zero_bubble.schedule.pairs import PAIRED, apart
 from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation_everywhere
 
 MARGIN = 0.9
@@ -89,6 +93,11 @@ class PlanningOptions:
     limits: tuple[float, ...] | None = None
     megatrons: MegatronsTime | None = None
 
+    @property
+    def has_absolute_limit(self) -> bool:
+        """Whether the memory limit is in bytes, or all that is free, and not a multiple of the memory of 1F1B."""
+        return self.memory_limit is not None and self.memory_limit.multiple is None
+
 
 @dataclass(frozen=True)
 class Report:
@@ -113,6 +122,8 @@ class Replanner:
         observer: provides the measured operations of each step.
         measure_edges: a collective call that measures the communication time of this rank's edges.
         report: called with each decision, on every rank.
+        recomputation: counts the blocks of layers that this rank recomputes; None if nothing is recomputed.
+        offload: measures the copies to the host and back; None if nothing is offloaded.
     """
 
     def __init__(
@@ -124,6 +135,8 @@ class Replanner:
         measure_edges: Callable[[], Mapping[int, float]],
         report: Callable[[Report], None],
         device: torch.device,
+        recomputation: RecomputationStore | None = None,
+        offload: OffloadStore | None = None,
     ) -> None:
         self._plan = plan
         self._options = options
@@ -132,6 +145,8 @@ class Replanner:
         self._measure_edges = measure_edges
         self._report = report
         self._device = device
+        self._recomputation = recomputation
+        self._offload = offload
         self._profiler = Profiler(plan.placement, rank)
         self.center: Callable[[Sequence[float]], float] = statistics.median
         """What the profile takes from the samples of an operation."""
@@ -149,6 +164,8 @@ class Replanner:
         """The plan that was made from the present profile."""
         self._planned_for: set[int] = set()
         """Numbers of microbatches whose schedule was made from the present profile."""
+        self._groups: dict[int, tuple[int, ...]] = {}
+        """Number of microbatches -> the groups of layers in the schedule that runs."""
         observer.sinks.append(self._collect)
 
     @property
@@ -160,10 +177,19 @@ class Replanner:
         return self._profile is None and self._options.first_step <= step <= self._options.last_step
 
     def to_measure(self, schedule: Schedule) -> Schedule:
-        """Return the schedule that measures all costs, as long as they are not known: one with an R on every stage."""
-        if self._profile is not None or self._plan.recompute is Recompute.NONE:
+        """Return the schedule that measures all costs, as long as they are not known.
+
+        It has an R on every stage of a model that recomputes, copies on every stage if any may be planned, and no
+        pairs, of which only the time of both is measured. It is called with every schedule that runs.
+        """
+        self._groups[schedule.num_microbatches] = schedule.groups
+        if self._profile is not None:
             return schedule
-        return with_recomputation_everywhere(schedule)
+        if not schedule.kinds.isdisjoint(PAIRED):
+            schedule = apart(schedule)
+        if self._plan.recompute is not Recompute.NONE:
+            schedule = with_recomputation_everywhere(schedule)
+        return with_copies_everywhere(schedule) if self._plan.offloads else schedule
 
     def before_step(self, num_microbatches: int) -> RunSchedules | None:
         """Return a new plan if the next step is the first with this many microbatches, else None; a collective call.
@@ -180,9 +206,11 @@ class Replanner:
         options = self._options
         if self._profile is None and step == options.last_step:
             self._edges = self._measure_edges()
-            self._profile = self._measure()
+            self._profile = self._measure(num_microbatches)
             self._step, self._check_at = step, step + CHECK_AFTER
             return self._decide(num_microbatches)
+        if not self._current.schedule(num_microbatches).kinds.isdisjoint(PAIRED):
+            return None  # of pairs only the time of both is measured
         if self._is_checked(step):
             self._checked_numbers.add(num_microbatches)
         if step == self._check_at and self._checked_numbers == {num_microbatches}:
@@ -203,21 +231,26 @@ class Replanner:
     def _is_checked(self, step: int) -> bool:
         return self._check_at - CHECK_AFTER + _UNSETTLED < step <= self._check_at
 
-    def _measure(self, center: Callable[[Sequence[float]], float] | None = None) -> Profile:
+    def _measure(self, num_microbatches: int, center: Callable[[Sequence[float]], float] | None = None) -> Profile:
         """Combine the measurements of all ranks into one profile; a collective call."""
         self._observer.flush()
         placement = self._plan.placement
-        costs, noise, inside = gather_costs(placement, self._profiler.costs(center or self.center), self._edges)
+        chunks = self._profiler.costs(center or self.center, self._recomputation, self._offload)
+        costs, noise, inside = gather_costs(placement, chunks, self._edges)
         self._profiler = Profiler(placement, self._rank)
+        costs = costs.with_memory_of_all_groups(self._groups.get(num_microbatches, ()))
         return Profile(placement, costs, noise, self._options.model, inside)
 
     def _decide(self, num_microbatches: int) -> RunSchedules | None:
         """Make and report the plan from the present profile; return None if the run goes on with the one it has."""
         plan, limit = self._planned(num_microbatches)
         self._adopt(plan, num_microbatches)
-        self._report(Report(self.predict(plan.schedule(num_microbatches)), self._plan.adapts, limit, self._step))
-        # A plan that does not adapt goes on, but no longer with the schedule that measured the recomputations.
-        return plan if self._plan.adapts or self._plan.recompute is not Recompute.NONE else None
+        schedule = plan.schedule(num_microbatches)
+        self._report(Report(self.predict(schedule), self._plan.adapts, limit, self._step))
+        # A plan that does not adapt goes on, but no longer with the schedule that measured the costs.
+        measured_another = self._plan.recompute is not Recompute.NONE or self._plan.offloads
+        measured_another = measured_another or not schedule.kinds.isdisjoint(PAIRED)
+        return plan if self._plan.adapts or measured_another else None
 
     def _planned(self, num_microbatches: int) -> tuple[RunSchedules, tuple[float, ...] | None]:
         """Return the plan from the present profile, with the memory limit of every rank; a collective call."""
@@ -252,7 +285,7 @@ class Replanner:
         old, running = self._profile, self._current.schedule(num_microbatches)
         assert old is not None
         span = self._mean_span()
-        measured = self._measure(statistics.fmean)
+        measured = self._measure(num_microbatches, statistics.fmean)
         costs = with_measured_times(old.costs, measured.costs)
         without_waits = simulate(running, costs).cost
         if span > without_waits * (1 + TOLERANCE):
@@ -305,7 +338,7 @@ class Replanner:
 
         All ranks compare the same two profiles and so decide alike.
         """
-        old, new = self._profile, self._measure()
+        old, new = self._profile, self._measure(num_microbatches)
         assert old is not None
         # Memory and messages do not drift and are measured only once.
         costs = with_measured_times(old.costs, new.costs)

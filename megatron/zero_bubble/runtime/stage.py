@@ -61,6 +61,28 @@ class Stage(Protocol):
         ...
 
 
+class PairingStage(Stage, Protocol):
+    """A stage that runs the forward and the backward of a pair as one, so that their exchanges overlap with computing.
+
+    Other stages run them one after the other.
+    """
+
+    def forward_backward(
+        self,
+        forward: Op,
+        input_tensor: torch.Tensor | None,
+        backward: Op,
+        backward_input: torch.Tensor | None,
+        output_tensor: torch.Tensor,
+        output_grad: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run a forward and the backward of another microbatch or chunk.
+
+        Returns the results of `forward` and of `backward`, whose arguments these are.
+        """
+        ...
+
+
 class SteppingStage(Stage, Protocol):
     """A stage that also takes the optimizer's step, for schedules with post-validation."""
 

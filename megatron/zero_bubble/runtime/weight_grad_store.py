@@ -19,6 +19,8 @@ class _Deferred(NamedTuple):
     parameter: Hashable
     start: Callable[[], None]
     run: WeightGrad
+    held: dict[int, int]
+    """The storages that it keeps alive, with their bytes."""
 
 
 _Bundle = list[_Deferred]
@@ -36,7 +38,6 @@ class WeightGradStore:
     def __init__(self, num_chunks: int = 1) -> None:
         self._queues: list[deque[tuple[int, _Bundle]]] = [deque() for _ in range(num_chunks)]
         self._bundle: _Bundle = []
-        self._held: dict[int, int] = {}
         self._is_deferring = False
         self.num_flushed = 0
         """Number of bundles closed or dropped so far; layers use it to tell one microbatch's B from the next."""
@@ -78,20 +79,34 @@ class WeightGradStore:
             start: starts in the background what `weight_grad` waits for; called before the previous W runs.
         """
         assert self._is_deferring, "put() outside of deferring()"
-        self._bundle.append(_Deferred(parameter, start, weight_grad))
-        for tensor in held:
-            storage = tensor.untyped_storage()
-            self._held[storage._cdata] = storage.nbytes()
+        storages = [tensor.untyped_storage() for tensor in held]
+        bytes_of = {storage._cdata: storage.nbytes() for storage in storages}
+        self._bundle.append(_Deferred(parameter, start, weight_grad, bytes_of))
 
     def flush(self, chunk: int, microbatch: int) -> None:
         """Queue all that was put since the last flush as the W of `microbatch`."""
         self._queues[chunk].append((microbatch, self._bundle))
-        self.flushed_bytes = sum(self._held.values())
+        self.flushed_bytes = self.bytes_since(0)
         self._start_bundle()
+
+    @property
+    def num_put(self) -> int:
+        """Number of weight gradients that the current B has put so far and that have not run."""
+        return len(self._bundle)
+
+    def run_since(self, num_put: int) -> None:
+        """Run, within the current B, the weight gradients that it has put since `num_put` was so many."""
+        pending, self._bundle = self._bundle[num_put:], self._bundle[:num_put]
+        _run([(0, deferred) for deferred in pending], lambda microbatch: None)
+
+    def bytes_since(self, num_put: int) -> int:
+        """Bytes held by the weight gradients that the current B has put since `num_put` was so many."""
+        deferred = self._bundle[num_put:]
+        return sum({cdata: size for one in deferred for cdata, size in one.held.items()}.values())
 
     def _start_bundle(self) -> None:
         self.num_flushed += 1
-        self._bundle, self._held = [], {}
+        self._bundle = []
 
     def pop(self, chunk: int, microbatch: int) -> None:
         """Run the oldest W of `chunk`, which must be that of `microbatch`, and release what it held."""

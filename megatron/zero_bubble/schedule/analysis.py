@@ -17,9 +17,11 @@ from megatron.zero_bubble.schedule.graph import (
     receive_before,
     send_after,
 )
+from megatron.zero_bubble.schedule.host_link import times_of_return
 from megatron.zero_bubble.schedule.ir import Op
 from megatron.zero_bubble.schedule.kinds import KINDS
 from megatron.zero_bubble.schedule.memory import memory_held
+from megatron.zero_bubble.schedule.pairs import forwards_in_pairs
 from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline, num_ahead
 
 
@@ -39,6 +41,8 @@ class Bubble:
     """Sending and receiving, where that occupies the rank."""
     tail: float
     """After the rank's last operation: the pipeline drains."""
+    waiting_for_copy: float = 0
+    """Before a D, whose copy to the host has not ended, or a backward, whose activations are not back yet."""
     streams: float = 0
     """Waiting only because a message or launch is in line behind another on the GPU (see `schedule.streams`)."""
 
@@ -51,7 +55,7 @@ class Bubble:
     def within_span(self) -> float:
         """The part of the bubble between the rank's first and last operation, which lengthens its span."""
         waiting = self.waiting_for_forward + self.waiting_for_backward + self.waiting_for_validation
-        return waiting + self.communication + self.streams
+        return waiting + self.waiting_for_copy + self.communication + self.streams
 
 
 def bubbles(timeline: Timeline) -> tuple[Bubble, ...]:
@@ -68,6 +72,7 @@ BUBBLE_WORDS = (
     ("waiting_for_forward", "waiting for F"),
     ("waiting_for_backward", "waiting for B"),
     ("waiting_for_validation", "waiting for validation"),
+    ("waiting_for_copy", "waiting for copies"),
     ("communication", "communication"),
     ("streams", "streams"),
     ("tail", "tail"),
@@ -78,12 +83,14 @@ BUBBLE_WORDS = (
 def causes(timeline: Timeline) -> dict[str, tuple[float, ...]]:
     """Return the bubble by cause in words, each with its time on every rank, for tables.
 
-    Validation and streams are left out where no rank waits for them.
+    Validation, copies and streams are left out where no rank waits for them.
     """
     found = bubbles(timeline)
     words = dict(BUBBLE_WORDS)
     if not timeline.schedule.has_post_validation:
         del words["waiting_for_validation"]
+    if not timeline.schedule.offloads:
+        del words["waiting_for_copy"]
     if timeline.hardware_queues is None:
         del words["streams"]
     return {word: tuple(getattr(bubble, name) for bubble in found) for name, word in words.items()}
@@ -98,6 +105,7 @@ def _bubble(timeline: Timeline, where: _Positions, rank: int, begin: float, end:
     waiting: dict[str, float] = dict.fromkeys((facts.waiting for facts in KINDS.values() if facts.waiting), 0)
     communication: float = 0
     streams: float = 0
+    brought = times_of_return(timeline, rank)
     for before, timed in pairwise(lane):
         gap = timed.start - before.end
         busy = 0 if timeline.overlap_communication else _busy_between(timeline, rank, before.op, timed.op)
@@ -107,6 +115,9 @@ def _bubble(timeline: Timeline, where: _Positions, rank: int, begin: float, end:
             streams += in_line
             gap -= in_line
         communication += busy
+        if brought.get(timed.op) == timed.start:
+            waiting["waiting_for_copy"] += gap - busy
+            continue
         waiting[KINDS[timed.op.kind].waiting] += gap - busy
     return Bubble(
         warmup=lane[0].start - begin - embeddings,
@@ -206,8 +217,10 @@ def _positions(timeline: Timeline) -> _Positions:
     placement = timeline.schedule.placement
     where: _Positions = {}
     for rank, lane in enumerate(timeline.lanes):
+        in_pairs = forwards_in_pairs(timeline.schedule, rank)
         for position, timed in enumerate(lane):
-            where.update(dict.fromkeys(nodes_of(placement, rank, timed.op), (rank, position)))
+            made_at = rank, position + (timed.op in in_pairs)
+            where.update(dict.fromkeys(nodes_of(placement, rank, timed.op), made_at))
     return where
 
 

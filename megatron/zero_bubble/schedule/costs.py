@@ -19,8 +19,13 @@ SHARD_TIMES = ("time_e", "time_ew", "time_s", "time_t")
 VOCABULARY_COSTS = (*SHARD_TIMES, "memory_s", "memory_t")
 """The fields of `StageCosts` that are costs of the operations on a rank's vocabulary shard."""
 _NO_SHARDS: Mapping[str, tuple[float, ...]] = MappingProxyType(dict.fromkeys(VOCABULARY_COSTS, ()))
-OPTIONAL = ("time_r", "memory_r", *VOCABULARY_COSTS)
-"""The fields of `StageCosts` that are zeros unless given: most models recompute nothing, and shard no vocabulary."""
+BLOCKS = ("num_blocks", "memory_outside")
+"""The fields of `StageCosts` that say how a stage's recomputation can be divided."""
+COPY_COSTS = ("time_d", "time_h", "memory_d")
+"""The fields of `StageCosts` that are costs of copies to and from the host."""
+OPTIONAL = ("time_r", "memory_r", *BLOCKS, *COPY_COSTS, "all_to_all_f", "all_to_all_b", *VOCABULARY_COSTS)
+"""The fields of `StageCosts` that are zeros unless given: most models recompute and offload nothing, have no experts,
+and shard no vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,15 @@ class StageCosts:
 
     `memory_f` is what F holds if it keeps everything. Where a schedule has an R for a microbatch, its F holds
     `memory_r` less, and R allocates that; R takes `time_r`. Both are zeros by default: nothing can be recomputed.
+    `num_blocks` are the blocks of layers, each with a forward of its own, into which a stage can divide its
+    recomputation (see `in_groups`); 0 if that is not known. `memory_outside` is the part of what a microbatch holds
+    between B and W that layers outside of these blocks hold, such as the output layer.
+
+    Where a schedule has a D for a microbatch, its F's copy to the host occupies the rank's host link for `time_d`, D
+    releases `memory_d`, and H, whose copy occupies the link for `time_h`, allocates that again.
+
+    `all_to_all_f` and `all_to_all_b` are the parts of `time_f` and `time_b` in which a stage exchanges tokens between
+    experts and computes nothing. In a pair they pass while the other operation computes.
 
     The operations E, EW, S and T on the vocabulary shard of a rank take `time_e`, `time_ew`, `time_s` and `time_t` of
     the rank's first chunk; those of its other chunks are zeros. S allocates `memory_s`, and T changes it by `memory_t`.
@@ -50,6 +64,13 @@ class StageCosts:
     memory_w: tuple[float, ...]
     time_r: tuple[float, ...] = ()
     memory_r: tuple[float, ...] = ()
+    num_blocks: tuple[float, ...] = ()
+    memory_outside: tuple[float, ...] = ()
+    time_d: tuple[float, ...] = ()
+    time_h: tuple[float, ...] = ()
+    memory_d: tuple[float, ...] = ()
+    all_to_all_f: tuple[float, ...] = ()
+    all_to_all_b: tuple[float, ...] = ()
     time_e: tuple[float, ...] = ()
     time_ew: tuple[float, ...] = ()
     time_s: tuple[float, ...] = ()
@@ -71,6 +92,11 @@ class StageCosts:
                 raise ScheduleError(f"{field.name} has {len(values)} entries, but {num_stages} stages need {expected}")
             for value in values:
                 self._check(field.name, value)
+
+        for part, whole in (("all_to_all_f", "time_f"), ("all_to_all_b", "time_b")):
+            for exchanged, time in zip(getattr(self, part), getattr(self, whole), strict=True):
+                if exchanged > time:
+                    raise ScheduleError(f"{part} must be a part of {whole}, got {exchanged} of {time}")
 
     @staticmethod
     def _check(name: str, value: float) -> None:
@@ -96,6 +122,8 @@ class StageCosts:
         memory_w: float = -0.5,
         time_r: float = 0,
         memory_r: float = 0,
+        all_to_all_f: float = 0,
+        all_to_all_b: float = 0,
     ) -> StageCosts:
         """The same costs on every stage."""
 
@@ -112,6 +140,8 @@ class StageCosts:
             memory_w=repeat(memory_w),
             time_r=repeat(time_r),
             memory_r=repeat(memory_r),
+            all_to_all_f=repeat(all_to_all_f),
+            all_to_all_b=repeat(all_to_all_b),
         )
 
     @property
@@ -128,7 +158,28 @@ class StageCosts:
 
     def memory(self) -> Mapping[OpKind, Sequence[float]]:
         """Per operation that is not communication, its change of memory on every stage."""
-        return {kind: self._sum(facts.memory) for kind, facts in KINDS.items() if facts.message is None}
+        return {
+            kind: tuple(map(sub, self._sum(facts.memory), self._sum(facts.frees)))
+            if facts.frees
+            else self._sum(facts.memory)
+            for kind, facts in KINDS.items()
+            if facts.message is None
+        }
+
+    def time_of_pair(self, forward: int, backward_kind: OpKind, backward: int) -> float:
+        """Time of a pair: a forward and a backward of these stages, which exchange tokens while the other computes.
+
+        A rank has one link and computes one operation at a time: the longer of all that it computes and all that it
+        exchanges.
+        """
+        exchanged = self.all_to_all_f[forward] + self.all_to_all_b[backward]
+        whole = self.time_f[forward] + self.times()[backward_kind][backward]
+        return max(whole - exchanged, exchanged)
+
+    @property
+    def has_all_to_all(self) -> bool:
+        """Whether any stage exchanges tokens between experts."""
+        return any(self.all_to_all_f) or any(self.all_to_all_b)
 
     def work(self, stage: int) -> float:
         """Time of F, B and W of one microbatch on `stage`, and of the vocabulary shard that its rank counts with it."""
@@ -145,13 +196,40 @@ class StageCosts:
     def recomputing_in_backward(self) -> StageCosts:
         """The costs of a schedule without R whose every backward recomputes what its F did not keep."""
         return replace(
-            self,
+            self.keeping_everything(),
             time_b=tuple(map(add, self.time_b, self.time_r)),
             memory_f=tuple(map(sub, self.memory_f, self.memory_r)),
             memory_b=tuple(map(add, self.memory_b, self.memory_r)),
-            time_r=(),
-            memory_r=(),
         )
+
+    def in_groups(self, groups: Sequence[int]) -> StageCosts:
+        """The costs of a schedule whose stages restore their activations in so many groups of blocks.
+
+        Of a stage with several groups F keeps the last group, or R restores it. B restores each of the others right
+        before it runs through it, and runs the weight gradients of all groups but the first, which is its last, so that
+        at no time more than one group is there.
+
+        Args:
+            groups: stage -> groups; empty for one group everywhere.
+        """
+        if max(groups, default=1) == 1:
+            return self
+        names = ("time_b", "time_w", "time_r", "memory_f", "memory_b", "memory_w", "memory_r")
+        columns = {name: list(getattr(self, name)) for name in names}
+        for stage, given in enumerate(groups):
+            last, first = self._parts(stage, given)
+            in_b = (1 - last) * self.time_r[stage] + (1 - first) * self.time_w[stage]
+            kept = self.memory_f[stage] - self.memory_r[stage]
+            after_b = self.memory_f[stage] + self.memory_b[stage]
+            pending = after_b - (1 - first) * max(0, after_b - self.memory_outside[stage])
+            columns["time_b"][stage] += in_b
+            columns["time_w"][stage] *= first
+            columns["time_r"][stage] *= last
+            columns["memory_r"][stage] *= last
+            columns["memory_f"][stage] = kept + columns["memory_r"][stage]
+            columns["memory_b"][stage] = pending - columns["memory_f"][stage]
+            columns["memory_w"][stage] = after_b + self.memory_w[stage] - pending
+        return replace(self, **{name: tuple(values) for name, values in columns.items()})
 
     @property
     def has_vocabulary(self) -> bool:
@@ -185,9 +263,43 @@ class StageCosts:
         work = zip(self.time_w, *(getattr(self, name) for name in SHARD_TIMES), strict=True)
         return replace(self, time_w=tuple(map(sum, work)), **_NO_SHARDS)
 
+    def with_memory_of_all_groups(self, groups: Sequence[int]) -> StageCosts:
+        """The costs of stages that restore everything at once, where the memory is that of `groups`.
+
+        It is the inverse of `in_groups` for memory; the times stay as they are.
+        """
+        if max(groups, default=1) == 1:
+            return self
+        names = ("memory_f", "memory_b", "memory_w", "memory_r")
+        columns = {name: list(getattr(self, name)) for name in names}
+        for stage, given in enumerate(groups):
+            last, first = self._parts(stage, given)
+            kept = self.memory_f[stage] - self.memory_r[stage]
+            pending = self.memory_f[stage] + self.memory_b[stage]
+            after_b = pending + max(0, pending - self.memory_outside[stage]) * (1 / first - 1)
+            columns["memory_r"][stage] /= last
+            columns["memory_f"][stage] = kept + columns["memory_r"][stage]
+            columns["memory_b"][stage] = after_b - columns["memory_f"][stage]
+            columns["memory_w"][stage] += pending - after_b
+        return replace(self, **{name: tuple(values) for name, values in columns.items()})
+
+    def _parts(self, stage: int, groups: int) -> tuple[float, float]:
+        """The parts of a stage's blocks that are in the last and in the first of so many groups."""
+        blocks = self.blocks(stage) or groups
+        number = min(groups, blocks)
+        return -(-blocks // number) / blocks, blocks // number / blocks
+
+    def blocks(self, stage: int) -> int:
+        """The whole blocks of a stage, of which units of a model may be parts."""
+        return int(self.num_blocks[stage] + 1e-6)
+
     def keeping_everything(self) -> StageCosts:
         """The costs of a schedule without R: every F keeps what its backward needs."""
-        return replace(self, time_r=(), memory_r=())
+        return replace(self.at_once(), time_r=(), memory_r=())
+
+    def at_once(self) -> StageCosts:
+        """The costs without the division into groups: stages restore all of their activations at once."""
+        return replace(self, num_blocks=(), memory_outside=())
 
     def split_ranks(self, placement: Placement) -> StageCosts:
         """The costs of the stages of `placement`, where these costs are of whole ranks: equal parts for the chunks.

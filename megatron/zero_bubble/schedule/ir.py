@@ -15,7 +15,15 @@ from operator import itemgetter
 from typing import Literal, NamedTuple
 
 from megatron.zero_bubble.schedule.errors import InvalidSchedule, ScheduleError
-from megatron.zero_bubble.schedule.kinds import COMMUNICATION, FORWARDS, MESSAGES, POST_VALIDATION, VOCABULARY, OpKind
+from megatron.zero_bubble.schedule.kinds import (
+    COMMUNICATION,
+    FORWARDS,
+    MESSAGES,
+    POST_VALIDATION,
+    RESTORING,
+    VOCABULARY,
+    OpKind,
+)
 
 PlacementKind = Literal["linear", "interleaved", "v"]
 MAX_STAGES = 4096
@@ -25,7 +33,7 @@ MAX_OPERATIONS = 4_000_000
 
 _WORDS = {kind.value: kind for kind in OpKind} | {"WT": OpKind.W}
 """`WT` is what release 0.1 wrote for a W after a rank's last backward."""
-_WORD = re.compile(r"([A-Z_]+)(\d{1,9})(?:\.(\d{1,9}))?", re.ASCII)
+_WORD = re.compile(r"(&?[A-Z_]+)(\d{1,9})(?:\.(\d{1,9}))?", re.ASCII)
 
 
 class Op(NamedTuple):
@@ -79,6 +87,8 @@ class Placement:
             )
         if self.kind == "linear" and self.num_chunks != 1:
             raise ScheduleError(f"a linear placement has one chunk a rank, got {self.num_chunks}")
+        if self.kind == "v" and self.num_chunks == 1:
+            raise ScheduleError("a placement in a V has at least two chunks a rank, got 1: use linear")
 
     @property
     def num_stages(self) -> int:
@@ -132,18 +142,26 @@ class Schedule:
 
     `ops[rank]` is a tuple of `Op`. A schedule as a generator makes it has only F, B, W and BW;
     `lower` adds the communication.
+
+    `groups[stage]` is the number of groups of layers in which the stage restores activations, if any stage has more
+    than one: R restores the last group alone, and B each of the others right before it runs through it.
     """
 
     name: str
     placement: Placement
     num_microbatches: int
     ops: tuple[tuple[Op, ...], ...]
+    groups: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.ops) != self.placement.num_ranks:
             raise ScheduleError(
                 f"schedule {self.name}: operations for {len(self.ops)} ranks, "
                 f"but the placement has {self.placement.num_ranks}"
+            )
+        if self.groups and (len(self.groups) != self.placement.num_stages or min(self.groups) < 1):
+            raise ScheduleError(
+                f"schedule {self.name}: groups are a number above zero for each of {self.placement.num_stages} stages"
             )
 
     def invalid(self, problem: str) -> InvalidSchedule:
@@ -174,8 +192,13 @@ class Schedule:
 
     @property
     def recomputes(self) -> bool:
-        """Whether any microbatch has an R: its F drops its activations, and R makes them again."""
-        return OpKind.R in self.kinds
+        """Whether any activations are dropped by F, and made again by R, or in groups by B."""
+        return OpKind.R in self.kinds or max(self.groups, default=1) > 1
+
+    @property
+    def offloads(self) -> bool:
+        """Whether any activations are copied to the host and back."""
+        return OpKind.D in self.kinds
 
     @property
     def is_vocabulary_parallel(self) -> bool:
@@ -209,7 +232,7 @@ class Schedule:
 
     def forward_only(self) -> Schedule:
         """The forwards alone, in the same order: what evaluation runs."""
-        runs = FORWARDS - {OpKind.R}
+        runs = FORWARDS - RESTORING
         forwards = tuple(tuple(op for op in ops if op.kind in runs) for ops in self.ops)
         return replace(self, name=f"{self.name} (forward only)", ops=forwards)
 

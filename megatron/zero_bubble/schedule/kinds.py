@@ -24,8 +24,18 @@ class OpKind(str, Enum):
     """Backward, gradient of the weights only: what nobody waits for."""
     BW = "BW"
     """Backward, both gradients in one operation, as autograd computes them."""
+    PB = "&B"
+    """B that runs in a pair: as one with the F, of another microbatch or stage, right before it."""
+    PBW = "&BW"
+    """BW that runs in a pair."""
     R = "R"
     """Recomputation: the forward once more, for a backward whose activations F did not keep."""
+    D = "D"
+    """Offload, the copy from the device to the host: F's activations are released once they are there. The copy itself
+    begins when F ends, and passes on the rank's host link while the rank computes."""
+    H = "H"
+    """Reload, the copy from the host back to the device: allocates what D has released, for a backward that waits for
+    the copy."""
     E = "E"
     """Embedding: looks the tokens up in this rank's vocabulary shard. The first rank reads the microbatch in it."""
     EW = "EW"
@@ -131,12 +141,18 @@ class KindFacts:
     """The fields of `StageCosts` whose sum is its time; without any it takes none."""
     memory: tuple[str, ...] = ()
     """The fields of `StageCosts` whose sum is its change of memory."""
+    frees: tuple[str, ...] = ()
+    """The fields of `StageCosts` whose sum is the memory that it releases."""
+    link: str = ""
+    """The field of `StageCosts` that is the time for which its copy occupies the rank's host link, if it copies."""
     undoes_memory_of: OpKind | None = None
     """Where a schedule has this operation, the one of that kind and the same microbatch allocates so much less."""
     waiting: str = ""
     """The field of `Bubble` that counts the time a rank waits for its inputs."""
     in_order: str = ""
     """The plural of its result, where it must be made once for each microbatch, in microbatch order."""
+    pairs_with: OpKind | None = None
+    """The kind of the operation right before it, with which it runs as one (see `pairs`)."""
     runs_on: Place = Place.SAME_STAGE
     """Where it runs: in every stage, or once on each rank or on the last one, as an operation of chunk 0."""
     adds_gradient: bool = False
@@ -157,6 +173,7 @@ _BACKWARD = KindFacts(
     needs=(
         Need(OpKind.F, Place.SAME_STAGE),
         Need(OpKind.R, Place.SAME_STAGE, is_optional=True),
+        Need(OpKind.H, Place.SAME_STAGE, is_optional=True),
         Need(OpKind.B, Place.STAGE_AFTER),
         Need(OpKind.L, Place.LAST_RANK, is_optional=True, only_at=Place.LAST_STAGE),
     ),
@@ -216,6 +233,26 @@ KINDS: Mapping[OpKind, KindFacts] = MappingProxyType(
             meaning="BW both gradients",
             pytorch="B",
         ),
+        OpKind.PB: replace(
+            _BACKWARD,
+            makes=(OpKind.B,),
+            time=("time_b",),
+            memory=("memory_b",),
+            pairs_with=OpKind.F,
+            colour="#e69f00",
+            meaning="&B in a pair with F",
+            pytorch="I",
+        ),
+        OpKind.PBW: replace(
+            _BACKWARD,
+            makes=(OpKind.B, OpKind.W),
+            time=("time_b", "time_w"),
+            memory=("memory_b", "memory_w"),
+            pairs_with=OpKind.F,
+            colour="#cc79a7",
+            meaning="&BW in a pair with F",
+            pytorch="B",
+        ),
         OpKind.R: KindFacts(
             makes=(OpKind.R,),
             needs=(Need(OpKind.F, Place.SAME_STAGE),),
@@ -225,6 +262,24 @@ KINDS: Mapping[OpKind, KindFacts] = MappingProxyType(
             undoes_memory_of=OpKind.F,
             colour="#f0e442",
             meaning="R recomputation",
+        ),
+        OpKind.D: KindFacts(
+            makes=(OpKind.D,),
+            needs=(Need(OpKind.F, Place.SAME_STAGE),),
+            frees=("memory_d",),
+            link="time_d",
+            waiting="waiting_for_copy",
+            colour="#77ffaa",
+            meaning="D copy to the host",
+        ),
+        OpKind.H: KindFacts(
+            makes=(OpKind.H,),
+            needs=(Need(OpKind.D, Place.SAME_STAGE),),
+            memory=("memory_d",),
+            link="time_h",
+            waiting="waiting_for_copy",
+            colour="#aaddff",
+            meaning="H copy from the host",
         ),
         OpKind.E: KindFacts(
             makes=(OpKind.E,),
@@ -336,12 +391,16 @@ VOCABULARY = frozenset(kind for kind, facts in KINDS.items() if facts.makes and 
 POST_VALIDATION = frozenset(kind for kind, facts in KINDS.items() if facts.is_per_iteration)
 """The operations that `with_post_validation` adds."""
 TIMES: Mapping[str, OpKind] = MappingProxyType(
-    {facts.time[0]: kind for kind, facts in KINDS.items() if len(facts.time) == 1}
+    {facts.time[0]: kind for kind, facts in KINDS.items() if len(facts.time) == 1 and facts.makes == (kind,)}
 )
 """The fields of `StageCosts` that are times of operations, each with the kind that takes this time alone."""
 FORWARDS = frozenset(
     kind for kind, facts in KINDS.items() if facts.makes and not facts.is_per_iteration and not facts.adds_gradient
 )
 """The computations that add nothing to a gradient, so that they can be run again, such as F and R."""
+COPIES = frozenset(kind for kind, facts in KINDS.items() if facts.link)
+"""The copies to and from the host, which take no time of the rank itself."""
+RESTORING = COPIES | {OpKind.R}
+"""The operations that release or restore activations for a backward: a schedule without backwards has none."""
 BACKWARDS = frozenset(kind for kind, facts in KINDS.items() if OpKind.B in facts.makes)
 """The operations that produce the gradient of a stage's input."""

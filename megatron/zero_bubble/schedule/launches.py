@@ -9,6 +9,7 @@ from megatron.zero_bubble.schedule.errors import InvalidSchedule
 from megatron.zero_bubble.schedule.graph import collective_time, exchange_before, message_time, receive_before
 from megatron.zero_bubble.schedule.ir import Op, Schedule
 from megatron.zero_bubble.schedule.kinds import COLLECTIVES, COMMUNICATION, RECEIVES, SENDS, OpKind
+from megatron.zero_bubble.schedule.pairs import times_in_pairs
 
 
 class Stream:
@@ -106,6 +107,12 @@ class Host:
         if brings is None:
             return StreamLaunch(self._compute_time(op), None, True, {})
         return StreamLaunch(self._compute_time(op), self._end(brings), True, self._numbers(brings))
+
+    def times_in_pairs(self) -> dict[Op, float]:
+        """The time of each operation that runs in a pair."""
+        if self._costs is None:
+            return {}
+        return times_in_pairs(self.schedule, self._costs, self.rank)
 
     def sending(self) -> list[End]:
         """The ends of streams that have messages for which the rank waits at the end of a step."""

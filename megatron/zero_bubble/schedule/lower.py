@@ -6,6 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from math import inf
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from megatron.zero_bubble.schedule.graph import message_time, other_end, receive
 from megatron.zero_bubble.schedule.ir import Op, Placement, Schedule
 from megatron.zero_bubble.schedule.kinds import OpKind
 from megatron.zero_bubble.schedule.lower_collectives import PlacedCollective, place_collectives
+from megatron.zero_bubble.schedule.pairs import computations, numbered
 from megatron.zero_bubble.schedule.serial_order import SerialOrder, unit_costs
 from megatron.zero_bubble.schedule.simulate import simulate
 from megatron.zero_bubble.schedule.streams import HardwareQueues
@@ -101,7 +103,7 @@ def _channels(schedule: Schedule, costs: StageCosts) -> list[_Channel]:
     consumers: list[dict[Op, int]] = [{} for _ in schedule.ops]
     for rank, ops in enumerate(schedule.ops):
         receives: dict[tuple[OpKind, int], Op | None] = {}
-        for position, op in enumerate(ops):
+        for position, op in numbered(ops):
             kind, microbatch, chunk = op
             if (kind, chunk) not in receives:
                 receives[kind, chunk] = receive_before(placement, rank, op)
@@ -111,7 +113,7 @@ def _channels(schedule: Schedule, costs: StageCosts) -> list[_Channel]:
     messages: dict[tuple[int, int], list[_Message]] = defaultdict(list)
     for source, ops in enumerate(schedule.ops):
         routes: dict[tuple[OpKind, int], _Route | None] = {}
-        for maker, op in enumerate(ops):
+        for maker, op in numbered(ops):
             kind, microbatch, chunk = op
             if (kind, chunk) not in routes:
                 routes[kind, chunk] = _route(placement, costs, source, op)
@@ -162,26 +164,27 @@ def _with_communication(
     collectives: Sequence[PlacedCollective],
 ) -> Schedule:
     """The schedule with its sends, each right after its maker, and with collectives and receives at these places."""
-    inserted: list[list[tuple[int, int, int, int, Op]]] = [[] for _ in schedule.ops]
+    inserted: list[list[tuple[int, int, int, int, int, Op]]] = [[] for _ in schedule.ops]
     """For every rank: before which computation an operation stands, and what decides among those that stand there."""
     for (source, destination, messages), channel_places in zip(channels, places, strict=True):
-        for message, (before, turn) in zip(messages, channel_places, strict=True):
-            inserted[source].append((message.maker + 1, -2, 0, destination, message.send))
-            inserted[destination].append((before, turn, 1, source, message.receive))
+        for number, (message, (before, turn)) in enumerate(zip(messages, channel_places, strict=True)):
+            inserted[source].append((message.maker + 1, -2, 0, destination, number, message.send))
+            inserted[destination].append((before, turn, 1, source, number, message.receive))
     for number, collective in enumerate(collectives):
         for here, before in zip(inserted, collective.before, strict=True):
-            here.append((before, collective.turn, 0, number, collective.op))
+            here.append((before, collective.turn, 0, 0, number, collective.op))
     ops = []
-    for computations, communication in zip(schedule.ops, inserted, strict=True):
+    for lane, communication in zip(schedule.ops, inserted, strict=True):
+        computed = list(computations(lane))
         lowered: list[Op] = []
         done = 0
         communication.sort()
         for before, *_, op in communication:
             if before > done:
-                lowered += computations[done:before]
+                lowered += chain.from_iterable(computed[done:before])
                 done = before
             lowered.append(op)
-        ops.append((*lowered, *computations[done:]))
+        ops.append((*lowered, *chain.from_iterable(computed[done:])))
     return replace(schedule, ops=tuple(ops))
 
 

@@ -12,6 +12,7 @@ from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.graph import collective_kinds, collective_time, exchange_before, exchanges_after
 from megatron.zero_bubble.schedule.ir import Op, Schedule
 from megatron.zero_bubble.schedule.kinds import COLLECTIVES, OpKind
+from megatron.zero_bubble.schedule.pairs import numbered
 from megatron.zero_bubble.schedule.serial_order import SerialOrder
 
 
@@ -100,7 +101,7 @@ def _collectives(schedule: Schedule, order: SerialOrder) -> list[_Collective]:
     for rank, ops in enumerate(schedule.ops if makers else ()):
         ends: dict[tuple[OpKind, int], list[tuple[OpKind, dict[Op, list[tuple[int, int]]]]]] = {}
         """Kind and chunk -> the kinds of collectives that such operations use and make."""
-        for position, op in enumerate(ops):
+        for position, op in numbered(ops):
             kind, microbatch, chunk = op
             if (kind, chunk) not in ends:
                 used = exchange_before(schedule, rank, op)

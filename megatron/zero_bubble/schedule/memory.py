@@ -27,7 +27,8 @@ def memory_held(schedule: Schedule, costs: StageCosts, rank: int) -> Iterator[tu
     """
     held: float = 0
     ops = tuple(schedule.compute_ops(rank))
-    for op, change in zip(ops, _changes(schedule, costs.memory(), rank, ops), strict=True):
+    by_kind = costs.in_groups(schedule.groups).memory()
+    for op, change in zip(ops, _changes(schedule, by_kind, rank, ops), strict=True):
         yield op, held + change if change > 0 else held, held + change
         held += change
 
@@ -75,7 +76,7 @@ def _peak(schedule: Schedule, costs: StageCosts, rank: int) -> PeakMemory:
 
 def peak_memory(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
     """For every rank, the most that its operations hold at once."""
-    by_kind = costs.memory()
+    by_kind = costs.in_groups(schedule.groups).memory()
     lanes = schedule.without_communication().ops
     # What releases memory holds no more while it runs than was held after the operation before it.
     return tuple(max(accumulate(_changes(schedule, by_kind, rank, ops), initial=0)) for rank, ops in enumerate(lanes))

@@ -29,8 +29,23 @@ class UnitCosts:
     memory_w: float = 0
     time_r: float = 0
     memory_r: float = 0
+    num_blocks: float = 0
+    """1 for a layer that can be recomputed alone."""
     state: float = 0
     """Memory of the unit's parameters, gradients and optimizer states, which is held all the time."""
+    all_to_all_f: float = 0
+    all_to_all_b: float = 0
+
+    @property
+    def computing(self) -> UnitCosts:
+        """The costs without the exchanges of tokens between experts, as if all of them were hidden in pairs."""
+        return replace(
+            self,
+            time_f=self.time_f - self.all_to_all_f,
+            time_b=self.time_b - self.all_to_all_b,
+            all_to_all_f=0,
+            all_to_all_b=0,
+        )
 
 
 NOTHING = UnitCosts(0, 0, 0)
@@ -90,6 +105,19 @@ class ModelCosts:
         )
 
     @property
+    def has_all_to_all(self) -> bool:
+        """Whether any unit exchanges tokens between experts."""
+        return any(unit.all_to_all_f or unit.all_to_all_b for unit in (*self.layers, self.output))
+
+    @property
+    def computing(self) -> ModelCosts:
+        """The costs without the exchanges of tokens between experts, as if all of them were hidden in pairs.
+
+        No plan of the model with pairs is faster than the bounds of these costs.
+        """
+        return replace(self, layers=tuple(layer.computing for layer in self.layers), output=self.output.computing)
+
+    @property
     def shard_work(self) -> float:
         """Time of all operations of one microbatch on the vocabulary shard of a rank."""
         return sum(cost for name, cost in self.shard.items() if name in SHARD_TIMES) if self.shard else 0
@@ -127,6 +155,11 @@ class ModelCosts:
             ends = zip(per_stage[name], [0, *exchanged], [*exchanged, 0], strict=True)
             per_stage[name] = tuple(map(sum, ends))
         comm = tuple(0.0 if here == there else self.time_comm for here, there in pairwise(ranks))
+        others = [[unit for unit in units if not unit.num_blocks] for units in stages]
+        outside = (sum(unit.memory_f + unit.memory_b for unit in units) for units in others)
+        per_stage["memory_outside"] = tuple(
+            max(0, memory) * (blocks > 0) for memory, blocks in zip(outside, per_stage["num_blocks"], strict=True)
+        )
         costs = StageCosts(time_comm=comm, **per_stage)
         return costs if self.shard is None else costs.with_shards(placement, self.shard)
 

@@ -52,20 +52,21 @@ def with_recomputation_everywhere(schedule: Schedule) -> Schedule:
     Like `with_recomputation`; a stage without any R then has one for its first microbatch. Whatever else R is placed
     for takes at least this memory, so that a run can measure what it may not be able to keep.
     """
-    schedule = with_recomputation(schedule)
+    groups, schedule = schedule.groups, with_recomputation(schedule)
     ranks = [list(ops) for ops in schedule.ops]
     for ops in ranks:
         recomputed = {op.chunk for op in ops if op.kind is OpKind.R}
         for chunk in set(range(schedule.num_chunks)) - recomputed:
             first = next(k for k, op in enumerate(ops) if op.kind in BACKWARDS and op.chunk == chunk)
             ops.insert(first, ops[first]._replace(kind=OpKind.R))
-    return replace(schedule, ops=tuple(map(tuple, ranks)))
+    return replace(schedule, ops=tuple(map(tuple, ranks)), groups=groups)
 
 
 def without_recomputation(schedule: Schedule) -> Schedule:
-    """The same schedule, without communication and without R: every F keeps its activations."""
+    """The same schedule, without communication, R and groups: every F keeps its activations."""
     ranks = (schedule.compute_ops(rank) for rank in range(schedule.num_ranks))
-    return replace(schedule, ops=tuple(tuple(op for op in ops if op.kind is not OpKind.R) for ops in ranks))
+    kept = tuple(tuple(op for op in ops if op.kind is not OpKind.R) for ops in ranks)
+    return replace(schedule, ops=kept, groups=())
 
 
 def num_recomputed(schedule: Schedule) -> int:

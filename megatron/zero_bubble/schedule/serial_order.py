@@ -36,17 +36,17 @@ class SerialOrder:
     """The computations of all ranks in an order that respects their dependencies.
 
     They are ordered by phase, then by their end in a timeline, then by rank; what takes no time comes after all else
-    that ends at the same moment, in an order in which it could run. `starts` and `ends` are the timeline's
-    times, shifted so that every phase begins after the previous one has ended on all ranks.
+    that ends at the same moment, in an order in which it could run. A pair is one computation. `starts` and `ends` are
+    the timeline's times, shifted so that every phase begins after the previous one has ended on all ranks.
     """
 
     def __init__(self, timeline: Timeline) -> None:
         self._schedule = timeline.schedule
-        self.phases = [Phases(ops) for ops in timeline.schedule.ops]
+        self.phases = [Phases([timed.op for timed in lane]) for lane in timeline.computations]
         self.starts: list[list[float]] = []
         self.ends: list[list[float]] = []
-        end = max((lane[-1].end for lane in timeline.lanes if lane), default=0)
-        for lane, here in zip(timeline.lanes, self.phases, strict=True):
+        end = max((lane[-1].end for lane in timeline.computations if lane), default=0)
+        for lane, here in zip(timeline.computations, self.phases, strict=True):
             starts, ends = [timed.start for timed in lane], [timed.end for timed in lane]
             if len(here.begins) > 1:
                 shifts: list[float] = []
@@ -66,12 +66,12 @@ class SerialOrder:
         """For every phase but the first, the place of the first VALIDATE that begins it."""
 
     def _numbered(self, timeline: Timeline) -> list[list[int]]:
-        stops = [timed.end for lane in timeline.lanes for timed in lane]
-        firsts = [*accumulate(map(len, timeline.lanes), initial=0)]
+        stops = [timed.end for lane in timeline.computations for timed in lane]
+        firsts = [*accumulate(map(len, timeline.computations), initial=0)]
         """Rank -> which of all computations is its first one."""
         turns = {
             first + position: self._turn(rank, position)
-            for rank, (first, lane) in enumerate(zip(firsts, timeline.lanes, strict=False))
+            for rank, (first, lane) in enumerate(zip(firsts, timeline.computations, strict=False))
             for position, (_, start, stop) in enumerate(lane)
             if not stop > start
         }
@@ -81,7 +81,7 @@ class SerialOrder:
         if OpKind.VALIDATE in timeline.schedule.kinds:
             phases = [
                 2 * here.of(position) + (timed.op.kind is OpKind.VALIDATE)
-                for lane, here in zip(timeline.lanes, self.phases, strict=True)
+                for lane, here in zip(timeline.computations, self.phases, strict=True)
                 for position, timed in enumerate(lane)
             ]
             order.sort(key=phases.__getitem__)
@@ -99,8 +99,8 @@ class SerialOrder:
         return unit.end, unit.start == unit.end
 
     @cached_property
-    def _in_unit_times(self) -> tuple[tuple[TimedOp, ...], ...]:
-        return simulate(self._schedule, unit_costs(self._schedule.num_stages)).lanes
+    def _in_unit_times(self) -> tuple[Sequence[TimedOp], ...]:
+        return simulate(self._schedule, unit_costs(self._schedule.num_stages)).computations
 
     def num_before(self, rank: int, number: int) -> int:
         """How many computations of `rank` come before place `number`."""

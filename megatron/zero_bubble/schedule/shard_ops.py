@@ -15,6 +15,7 @@ from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.graph import collective_time
 from megatron.zero_bubble.schedule.ir import Op, Schedule
 from megatron.zero_bubble.schedule.kinds import BACKWARDS, KINDS, VOCABULARY, OpKind
+from megatron.zero_bubble.schedule.pairs import apart
 from megatron.zero_bubble.schedule.simulate import simulate
 from megatron.zero_bubble.schedule.timeline import Timeline
 
@@ -39,10 +40,12 @@ def with_vocabulary(schedule: Schedule, costs: StageCosts, given_delays: Sequenc
     soon as the output of the last stage is there, E some microbatches before F needs it, and T and EW with the W of
     their microbatch. Operations are put in the order of those times.
 
+    Pairs become two operations each: between them stand operations on shards.
+
     Args:
         given_delays: at least `shortest_delay(costs)`, or the order may be one that no rank can run to its end.
     """
-    schedule = without_vocabulary(schedule)
+    schedule = apart(without_vocabulary(schedule))
     timeline = simulate(schedule, costs.with_vocabulary_in_weight_gradients())
     return [_in_order(_Times(timeline, costs, delay)) for delay in given_delays]
 

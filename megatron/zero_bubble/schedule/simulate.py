@@ -12,8 +12,10 @@ from megatron.zero_bubble.schedule.collector import paused_collector
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import Deadlock, ScheduleError
 from megatron.zero_bubble.schedule.graph import Arrival, circle, message_time, send_after, sources
+from megatron.zero_bubble.schedule.host_link import LinkTimes
 from megatron.zero_bubble.schedule.ir import Op, Schedule
 from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
+from megatron.zero_bubble.schedule.pairs import PAIRED, times_in_pairs
 from megatron.zero_bubble.schedule.streams import HardwareQueues, StreamReplay
 from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline, timed_ops
 
@@ -32,7 +34,8 @@ def simulate(
     A tensor that crosses ranks takes `costs.time_comm` of its edge. If communication overlaps, both ranks go on
     computing meanwhile. If it does not, it occupies both: the sender for that time right after the
     operation that made the tensor, the receiver for that time right before the one that uses it. The state
-    that VALIDATE waits for takes as long as the slowest message, and occupies nobody.
+    that VALIDATE waits for takes as long as the slowest message, and occupies nobody. Copies to and from the host
+    occupy the host link of their rank and nobody else (see `LinkTimes`).
 
     With `hardware_queues` a lowered schedule runs on NCCL's streams: a message also waits for its receive to be posted
     and for the one before it on its channel, and with one queue a computation for what was launched before it.
@@ -47,11 +50,14 @@ def simulate(
         )
     if hardware_queues is not None:
         assert overlap_communication, "on streams messages overlap with computations"
-        lanes_on_streams = StreamReplay(schedule, costs).run(hardware_queues)
-        return Timeline(schedule.without_communication(), costs, True, lanes_on_streams, hardware_queues)
+        replay = StreamReplay(schedule, costs.in_groups(schedule.groups))
+        lanes_on_streams = replay.run(hardware_queues)
+        return Timeline(schedule.without_communication(), costs, True, lanes_on_streams, hardware_queues, replay.copies)
     schedule = schedule.without_communication()
-    lanes = _Simulation(schedule, costs, overlap_communication=overlap_communication).run()
-    return Timeline(schedule, costs, overlap_communication, lanes)
+    in_groups = costs.in_groups(schedule.groups)
+    simulation = _Simulation(schedule, in_groups, overlap_communication=overlap_communication)
+    lanes = simulation.run()
+    return Timeline(schedule, costs, overlap_communication, lanes, copies=simulation.copies)
 
 
 class _Wait(NamedTuple):
@@ -109,6 +115,13 @@ class _Simulation:
         size = len(results) * schedule.num_stages * self._width
         self._ends: list[float | None] = [None] * size
         self._is_made = self._optional_results(size)
+        self._links = LinkTimes.of_ranks(schedule, costs)
+        self._pairs = [times_in_pairs(schedule, costs, rank) for rank in range(schedule.num_ranks)]
+
+    @property
+    def copies(self) -> tuple[tuple[TimedOp, ...], ...]:
+        """The copies on the host link of every rank."""
+        return tuple(tuple(link.copies) for link in self._links)
 
     def _slot(self, result: OpKind, stage: int) -> int:
         return (self._rows[result] * self._schedule.num_stages + stage) * self._width
@@ -184,7 +197,8 @@ class _Simulation:
         runnable: deque[int],
     ) -> float:
         """Run the operations of `rank` until one lacks a result; return when the rank is free then."""
-        ends, is_made, ops = self._ends, self._is_made, self._schedule.ops[rank]
+        ends, is_made, ops, in_pairs = self._ends, self._is_made, self._schedule.ops[rank], self._pairs[rank]
+        link = self._links[rank] if self._links else None
         for position in range(len(lane.ends), len(ops)):
             kind, microbatch, chunk = ops[position]
             step = steps.get((kind, chunk))
@@ -211,7 +225,14 @@ class _Simulation:
                         start = max(start, made) + transit
                     elif made + transit > start:
                         start = made + transit
+            if in_pairs and ops[position] in in_pairs:
+                free = self._run_in_pair(rank, position, start, lane, steps, blocked, runnable)
+                continue
+            if link is not None:
+                start = link.start_of(ops[position], start)
             end = start + time
+            if link is not None:
+                link.copy_after(ops[position], end)
             lane.starts.append(start)
             lane.ends.append(end)
             for slot in slots:
@@ -219,4 +240,30 @@ class _Simulation:
                 if slot + microbatch in blocked:
                     runnable.extend(blocked.pop(slot + microbatch))
             free = end + sending
+        return free
+
+    def _run_in_pair(
+        self,
+        rank: int,
+        position: int,
+        start: float,
+        lane: _Lane,
+        steps: dict[tuple[OpKind, int], _Step],
+        blocked: dict[int, list[int]],
+        runnable: deque[int],
+    ) -> float:
+        """Run an operation of a pair, whose results are both there when its backward ends; return as `_run_rank`."""
+        op = self._schedule.ops[rank][position]
+        end = start + self._pairs[rank][op]
+        lane.starts.append(start)
+        lane.ends.append(end)
+        if op.kind not in PAIRED:
+            return end
+        free = end
+        for kind, microbatch, chunk in self._schedule.ops[rank][position - 1 : position + 1]:
+            step = steps[kind, chunk]
+            for slot in step.slots:
+                self._ends[slot + microbatch] = end
+                runnable.extend(blocked.pop(slot + microbatch, ()))
+            free += step.sending
         return free

@@ -17,12 +17,14 @@ from megatron.zero_bubble.schedule.ir import Op, Schedule
 from megatron.zero_bubble.schedule.kinds import (
     COLLECTIVES,
     COMMUNICATION,
+    COPIES,
     FORWARDS,
     POST_VALIDATION,
     RECEIVES,
     SENDS,
     OpKind,
 )
+from megatron.zero_bubble.schedule.pairs import forwards_in_pairs
 from megatron.zero_bubble.schedule.simulate import simulate
 from megatron.zero_bubble.schedule.timeline import HardwareQueues
 
@@ -94,8 +96,11 @@ def with_post_validation(schedule: Schedule, costs: StageCosts) -> Schedule:
     known = max(lane[n - 1].end for lane, n in zip(lanes, lengths, strict=True)) + collective_time(costs)
     settled = known + max(costs.time_f)
     counts = []
-    for lane, n in zip(lanes, lengths, strict=True):
-        warmup = next(k for k, timed in enumerate(lane[n:]) if timed.op.kind not in FORWARDS)
+    for rank, (lane, n) in enumerate(zip(lanes, lengths, strict=True)):
+        in_pairs = forwards_in_pairs(schedule, rank)
+        warmup = next(
+            k for k, (op, *_) in enumerate(lane[n:]) if op.kind not in FORWARDS or schedule.ops[rank][k] in in_pairs
+        )
         counts.append(sum(timed.start < settled * (1 - 1e-9) for timed in lane[n : n + warmup]))
     counts = _closed(schedule, counts)
     return replace(
@@ -159,7 +164,7 @@ def _sent_before_validation(schedule: Schedule, rank: int) -> Iterator[Op]:
 def num_forwards_before_validation(schedule: Schedule) -> int:
     """How many forwards, recomputations among them, are run again on all ranks should the validation fail."""
     before = (op for rank in range(schedule.num_ranks) for op in before_validation(schedule, rank))
-    return sum(op.kind in FORWARDS for op in before)
+    return sum(op.kind in FORWARDS - COPIES for op in before)
 
 
 def check_post_validation(schedule: Schedule) -> None:

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import Deadlock
 from megatron.zero_bubble.schedule.graph import circle
+from megatron.zero_bubble.schedule.host_link import LinkTimes
 from megatron.zero_bubble.schedule.ir import Op, Schedule
 from megatron.zero_bubble.schedule.kinds import SENDS, OpKind
 from megatron.zero_bubble.schedule.launches import Host, Stream, StreamLaunch, Streams
@@ -47,6 +48,8 @@ class StreamReplay:
 
     def __init__(self, schedule: Schedule, costs: StageCosts | None = None) -> None:
         self._schedule, self._costs = schedule, costs
+        self.copies: tuple[tuple[TimedOp, ...], ...] = ()
+        """The copies on the host link of every rank in the last run."""
 
     def run(self, queues: HardwareQueues) -> tuple[tuple[TimedOp, ...], ...]:
         """For every rank, its computations and when they ran.
@@ -55,8 +58,9 @@ class StreamReplay:
         else `validate` checks is taken for granted.
         """
         streams = Streams(self._schedule.num_ranks)
+        links = LinkTimes.of_ranks(self._schedule, self._costs)
         devices = [
-            _Device(Host(self._schedule, self._costs, rank, streams), queues)
+            _Device(Host(self._schedule, self._costs, rank, streams), queues, links[rank] if links else None)
             for rank in range(self._schedule.num_ranks)
         ]
         runnable = deque(range(len(devices)))
@@ -68,6 +72,7 @@ class StreamReplay:
                 blocked_by.waiting.append(rank)
         if any(device.blocked_by is not None for device in devices):
             raise Deadlock(self._explain(devices, queues))
+        self.copies = tuple(tuple(link.copies) for link in links)
         return tuple(device.lane() for device in devices)
 
     def _explain(self, devices: Sequence[_Device], queues: HardwareQueues) -> str:
@@ -97,7 +102,8 @@ class StreamReplay:
 class _Device:
     """Simulates one rank's GPU, which runs its launches until one has to wait."""
 
-    def __init__(self, launches: Host, queues: HardwareQueues) -> None:
+    def __init__(self, launches: Host, queues: HardwareQueues, link: LinkTimes | None) -> None:
+        self._link = link
         self.blocked_by: Stream | None = None
         self._launches = launches
         self._by_kind: dict[tuple[OpKind, int], StreamLaunch] = {}
@@ -107,6 +113,7 @@ class _Device:
         if launches.schedule.has_post_validation:
             self._ops = [each for op in launches.ops for each in ((op, None) if op.kind is OpKind.STEP else (op,))]
         self._in_line = queues is HardwareQueues.ONE
+        self._in_pairs = launches.times_in_pairs()
         self._position = 0
         """The position of the launch that is to start next."""
         self._free: float = 0
@@ -153,7 +160,13 @@ class _Device:
             self._position = position + 1
             if computes:
                 indices.pop(microbatch, None)
+                if self._in_pairs:
+                    time = self._in_pairs.get(op, time)
+                if self._link is not None:
+                    start = self._link.start_of(op, start)
                 self._free = start + time
+                if self._link is not None:
+                    self._link.copy_after(op, self._free)
                 self._computed.append(op)
                 self._starts.append(start)
                 self._ends.append(self._free)

@@ -17,6 +17,7 @@ from itertools import groupby
 from megatron.zero_bubble.schedule.errors import ScheduleError
 from megatron.zero_bubble.schedule.ir import Op, Schedule
 from megatron.zero_bubble.schedule.kinds import COLLECTIVES, KINDS, OpKind
+from megatron.zero_bubble.schedule.pairs import computations
 from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline
 
 _GRADIENTS = frozenset(kind for kind, facts in KINDS.items() if facts.adds_gradient and OpKind.B not in facts.makes)
@@ -56,7 +57,7 @@ def _tail(ops: Sequence[Op]) -> tuple[int, int]:
 
 
 def run_together(ops: Sequence[Op]) -> list[tuple[Op, ...]]:
-    """The operations of a rank, those that can run as one taken together: neighbouring W's of one chunk in the tail."""
+    """The operations of a rank; those that run as one are together: pairs, and W's of one chunk at the end."""
     start, end = _tail(ops)
 
     def key(numbered: tuple[int, Op]) -> tuple[bool, int]:
@@ -64,7 +65,7 @@ def run_together(ops: Sequence[Op]) -> list[tuple[Op, ...]]:
         return (True, op.chunk) if op.kind is OpKind.W else (False, position)
 
     groups = (tuple(op for _, op in group) for _, group in groupby(enumerate(ops[start:end]), key=key))
-    return [*((op,) for op in ops[:start]), *groups, *((op,) for op in ops[end:])]
+    return [*computations(ops[:start]), *groups, *((op,) for op in ops[end:])]
 
 
 @dataclass(frozen=True)

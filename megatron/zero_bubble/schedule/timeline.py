@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from itertools import repeat
+from operator import itemgetter
 from typing import NamedTuple
 
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.ir import Op, Schedule
 from megatron.zero_bubble.schedule.kinds import KINDS, POST_VALIDATION
 from megatron.zero_bubble.schedule.memory import peak_memory
+from megatron.zero_bubble.schedule.pairs import forwards_in_pairs, times_in_pairs
 
 
 class HardwareQueues(Enum):
@@ -90,6 +92,17 @@ class Timeline:
     lanes: tuple[tuple[TimedOp, ...], ...]
     hardware_queues: HardwareQueues | None = None
     """The hardware queues of the simulated GPUs; None where messages do not wait for launches."""
+    copies: tuple[tuple[TimedOp, ...], ...] = ()
+    """For every rank, D and H with the times of their copies on its host link; empty if nothing is offloaded."""
+
+    @cached_property
+    def computations(self) -> tuple[Sequence[TimedOp], ...]:
+        """The lanes with one entry for each pair: that of its backward."""
+        in_pairs = [forwards_in_pairs(self.schedule, rank) for rank in range(len(self.lanes))]
+        return tuple(
+            [timed for timed in lane if timed.op not in forwards] if forwards else lane
+            for lane, forwards in zip(self.lanes, in_pairs, strict=True)
+        )
 
     @cached_property
     def spans(self) -> tuple[float, ...]:
@@ -122,11 +135,13 @@ class Timeline:
     @cached_property
     def work(self) -> tuple[float, ...]:
         """For every rank, the sum of the times of its operations."""
-        by_kind, work = self.costs.times(), []
+        by_kind, work = self.costs.in_groups(self.schedule.groups).times(), []
         for rank, lane in enumerate(self.lanes):
+            in_pairs = times_in_pairs(self.schedule, self.costs, rank)
             stages = self.schedule.placement.stages_of(rank)
             times = {(kind, chunk): by_kind[kind][stage] for kind in by_kind for chunk, stage in enumerate(stages)}
-            work.append(sum(times[kind, chunk] for (kind, _, chunk), _, _ in lane))
+            alone = (timed.op for timed in lane if timed.op not in in_pairs) if in_pairs else map(itemgetter(0), lane)
+            work.append(sum(times[kind, chunk] for kind, _, chunk in alone) + sum(in_pairs.values()))
         return tuple(work)
 
     @cached_property

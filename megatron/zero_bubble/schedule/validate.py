@@ -18,6 +18,7 @@ from megatron.zero_bubble.schedule.graph import (
     send_after,
     sources,
 )
+from megatron.zero_bubble.schedule.host_link import check_copies
 from megatron.zero_bubble.schedule.ir import Op, Schedule
 from megatron.zero_bubble.schedule.kinds import (
     COLLECTIVES,
@@ -30,6 +31,7 @@ from megatron.zero_bubble.schedule.kinds import (
     OpKind,
     Place,
 )
+from megatron.zero_bubble.schedule.pairs import PAIRED, check_pairs
 from megatron.zero_bubble.schedule.simulate import simulate
 from megatron.zero_bubble.schedule.step_ops import check_post_validation
 from megatron.zero_bubble.schedule.streams import check_streams
@@ -47,10 +49,11 @@ def validate(schedule: Schedule) -> None:
       E, S, T and EW, and the last one L.
     - In microbatch order on every stage: F; the gradients of inputs (B, BW); the gradients of weights
       (W, BW). Sums of gradients depend on the last, bit for bit.
-    - What an operation needs from its own rank stands before it.
+    - What an operation needs from its own rank stands before it, and before the forward with which it runs as a pair.
     - In a lowered schedule: every tensor that leaves a rank is sent, after it was made, and received
       before it is used; the k-th send of a channel and its k-th receive name the same message. The same holds for
       the collectives of vocabulary shards, each of which has an end on every rank.
+    - What is copied to the host comes back, and is neither recomputed nor run in a pair.
     - With post-validation: what `check_post_validation` says.
     - Replayed with ranks that run their operations in order, every rank reaches its end: in a lowered schedule
       on NCCL's streams, with one hardware queue and with many.
@@ -64,6 +67,8 @@ def validate(schedule: Schedule) -> None:
         _check_complete(schedule, rank, rows)
         _check_order(schedule, rank)
         _check_own_rank(schedule, rank, rows)
+        check_pairs(schedule, rank)
+        check_copies(schedule, rank)
         if schedule.is_lowered:
             _check_messages(schedule, rank, rows)
     if schedule.is_lowered:
@@ -182,7 +187,7 @@ def _check_own_rank(schedule: Schedule, rank: int, rows: _Rows) -> None:
             made = _merged([rows[maker] for maker in made_by if maker in rows], schedule.num_microbatches)
             for microbatch, position in enumerate(row):
                 needed = microbatch - need.num_before
-                if position < 0 or needed < 0 or 0 <= made[needed] < position:
+                if position < 0 or needed < 0 or 0 <= made[needed] < position - (kind in PAIRED):
                     continue
                 op = Op(kind, microbatch, chunk)
                 if made[needed] >= 0:

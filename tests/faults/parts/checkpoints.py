@@ -7,7 +7,7 @@ from tests.faults import Fault
 FAULTS = (
     Fault(
         name="validation-samples-not-restored",
-        file="training/checkpoint.py",
+        file="trainer/checkpoint.py",
         old="""            self._progress.consumed_train_samples = common["args"].consumed_train_samples
             self._progress.consumed_valid_samples = common["args"].consumed_valid_samples""",
         new="""            self._progress.consumed_train_samples = common["args"].consumed_train_samples""",
@@ -18,7 +18,7 @@ FAULTS = (
     ),
     Fault(
         name="override-of-learning-rate-lost",
-        file="training/checkpoint.py",
+        file="trainer/checkpoint.py",
         old="""        for group in self._optimizer.param_groups:
             # Loading the optimizer brought back the checkpoint's values, which the scheduler prefers to its own.
             group["max_lr"], group["min_lr"] = self._scheduler.max_lr, self._scheduler.min_lr
@@ -31,7 +31,7 @@ FAULTS = (
     ),
     Fault(
         name="tracker-before-the-folder",
-        file="training/checkpoint_files.py",
+        file="trainer/checkpoint_files.py",
         old="""    os.rename(folder, final)
     _sync(root)
     write_file(root / TRACKER, str(iteration))""",
@@ -55,7 +55,7 @@ FAULTS = (
     ),
     Fault(
         name="lock-names-an-old-job",
-        file="training/save_lock.py",
+        file="trainer/save_lock.py",
         old=r"""        file.truncate(0)
         file.write(f"{_this_job(environment)}\n".encode())""",
         new=r"""        file.write(f"{_this_job(environment)}\n".encode())""",

@@ -8,19 +8,13 @@ FAULTS = (
     Fault(
         name="backward-begins-before-its-message",
         file="runtime/executor.py",
-        old="""        stage.before_inputs(op)
-        output_grad = None
-        if self._stages[op.chunk] + 1 < self.schedule.num_stages:
-            output_grad = self._incoming.pop((False, op.chunk, op.microbatch)).wait()
-        input_tensor, output = self._activations.pop((op.chunk, op.microbatch))
+        old="""        inputs = self._inputs_of_backward(stage, op)
+        del self._activations[op.chunk, op.microbatch]
         self._begin(op)
 """,
-        new="""        stage.before_inputs(op)
-        self._begin(op)
-        output_grad = None
-        if self._stages[op.chunk] + 1 < self.schedule.num_stages:
-            output_grad = self._incoming.pop((False, op.chunk, op.microbatch)).wait()
-        input_tensor, output = self._activations.pop((op.chunk, op.microbatch))
+        new="""        self._begin(op)
+        inputs = self._inputs_of_backward(stage, op)
+        del self._activations[op.chunk, op.microbatch]
 """,
         effect=(
             "The measured time of a backward includes the wait for its message, so plans and idle shares are "
@@ -43,11 +37,9 @@ FAULTS = (
         name="token-count-of-last-forward-only",
         file="mcore/forward_backward.py",
         old="""        self.num_tokens += num_tokens
-        if not is_last:
-""",
+        stage =""",
         new="""        self.num_tokens = num_tokens
-        if not is_last:
-""",
+        stage =""",
         effect=(
             "With a loss per token, gradients are divided by the tokens of one microbatch and not by those of the "
             "whole step."

@@ -47,7 +47,7 @@ FAULTS = (
     ),
     Fault(
         name="saved-layout-overrides-given-flags",
-        file="job/layout_choice.py",
+        file="session/layout_choice.py",
         old="""    allowed = all(getattr(flags, name) in (None, False, "auto", value) for name, value in others.items())
     beyond_fsdp = chosen["zero_bubble_recompute"] is not None or chosen["zero_bubble_vocabulary_parallel"] == "on"
     if not same or not allowed or (flags.use_torch_fsdp2 and beyond_fsdp):""",

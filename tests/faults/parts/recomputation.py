@@ -54,7 +54,7 @@ FAULTS = (
     Fault(
         name="measuring-schedule-kept",
         file="runtime/replanner.py",
-        old="""        return plan if self._plan.adapts or self._plan.recompute is not Recompute.NONE else None
+        old="""        return plan if self._plan.adapts or measured_another else None
 """,
         new="""        return plan if self._plan.adapts else None
 """,

@@ -7,14 +7,14 @@ from tests.faults import Fault
 FAULTS = (
     Fault(
         name="cyclic-sampler-skips-in-every-epoch",
-        file="training/data_samplers.py",
+        file="trainer/data_samplers.py",
         old="            epoch, skipped_strides = epoch + 1, 0",
         new="            epoch += 1",
         effect="After a resume within an epoch of cyclic data, every later epoch leaves out its first samples.",
     ),
     Fault(
         name="pause-restarts-the-clock",
-        file="training/logging.py",
+        file="trainer/logging.py",
         old="        self._start += _now() - paused_at",
         new="        self._start = _now()",
         effect=(

@@ -8,9 +8,9 @@ FAULTS = (
     Fault(
         name="held-tensors-never-forgotten",
         file="runtime/weight_grad_store.py",
-        old="""        self._bundle, self._held = [], {}
+        old="""        self.flushed_bytes = self.bytes_since(0)
 """,
-        new="""        self._bundle = []
+        new="""        self.flushed_bytes += self.bytes_since(0)
 """,
         effect=(
             "The measured memory of deferred weight gradients grows from microbatch to microbatch, so that plans "

@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 from megatron.zero_bubble.cli.flag_values import at_least
 from megatron.zero_bubble.cli.invocation import FollowingFlags
 from megatron.zero_bubble.cli.shared_flags import SizeFlags, TableFlags
-from megatron.zero_bubble.job.flag_parser import flag
+from megatron.zero_bubble.session.flag_parser import flag
 
 DEFAULT_SCHEDULES = ("zb-h1", "zb-2p", "zb-v")
 PROG = "zero-bubble benchmark"
-TRAINER = ("-m", "megatron.zero_bubble.training")
+TRAINER = ("-m", "megatron.zero_bubble.trainer")
 """Words with which a launcher starts the installed pretrain_gpt.py."""
 _SET_HERE = ("--pipeline-model-parallel-size", "--global-batch-size", "--train-iters", "--log-interval")
 

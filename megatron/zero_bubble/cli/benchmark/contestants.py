@@ -13,7 +13,7 @@ from megatron.zero_bubble.cli.benchmark.script_arguments import ScriptArguments,
 from megatron.zero_bubble.cli.trainings import complete_arguments
 from megatron.zero_bubble.planner.registry import entry_of, placement_for
 from megatron.zero_bubble.schedule import Placement, ScheduleError
-from megatron.zero_bubble.training.arguments import Arguments
+from megatron.zero_bubble.trainer.arguments import Arguments
 
 BASELINE = "megatron-core 1F1B"
 CHOSEN = "chosen"

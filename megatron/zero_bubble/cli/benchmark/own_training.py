@@ -8,9 +8,9 @@ from dataclasses import fields, replace
 from megatron.zero_bubble.cli.benchmark.arguments import PROG, BenchmarkFlags
 from megatron.zero_bubble.cli.benchmark.contestants import Contestant, megatrons_interleaved
 from megatron.zero_bubble.cli.benchmark.script_arguments import ScriptArguments, read_script_arguments, split_script
-from megatron.zero_bubble.job.aliases import AliasFlags
-from megatron.zero_bubble.job.flags import ReplicaFlags, flag_name
-from megatron.zero_bubble.training.arguments import Arguments, parse_arguments
+from megatron.zero_bubble.session.aliases import AliasFlags
+from megatron.zero_bubble.session.flags import ReplicaFlags, flag_name
+from megatron.zero_bubble.trainer.arguments import Arguments, parse_arguments
 
 CHUNKS = (2, 4)
 """Model chunks a rank of megatron-core's interleaved schedule, beside the number that the flags ask for."""

@@ -19,8 +19,8 @@ from megatron.zero_bubble.cli.benchmark.training_turn import Turn, take_turn
 from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.schedule import Placement, ScheduleError, StageCosts, Timeline, simulate
 from megatron.zero_bubble.schedule.formats import profile_from_json
-from megatron.zero_bubble.training.arguments import Arguments
-from megatron.zero_bubble.training.model_count import flops_of_sequence
+from megatron.zero_bubble.trainer.arguments import Arguments
+from megatron.zero_bubble.trainer.model_count import flops_of_sequence
 
 _Costs = dict[tuple[Placement | None, bool], StageCosts]
 """Measured costs of the stages of a placement, without vocabulary shards and with them."""

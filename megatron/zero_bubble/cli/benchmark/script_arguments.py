@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron.zero_bubble.job.flag_parser import flag, take_flags
-from megatron.zero_bubble.job.flags import ParallelFlags
 from megatron.zero_bubble.launcher.command_line import complete_script_arguments, parse_command_line
 from megatron.zero_bubble.launcher.foresight import check_script_arguments
+from megatron.zero_bubble.session.flag_parser import flag, take_flags
+from megatron.zero_bubble.session.flags import ParallelFlags
 
 _REFUSED = {
     "--yaml-cfg": "Megatron-LM then ignores all other flags, those of the benchmark among them",

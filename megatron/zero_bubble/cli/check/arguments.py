@@ -12,7 +12,7 @@ from megatron.zero_bubble.cli.check.matrix import NAMES
 from megatron.zero_bubble.cli.check.models import SIZES
 from megatron.zero_bubble.cli.flag_values import at_least, positive
 from megatron.zero_bubble.cli.shared_flags import CommandFlags
-from megatron.zero_bubble.job.flag_parser import flag
+from megatron.zero_bubble.session.flag_parser import flag
 
 PARTS = ("numerics", "stages", "ranks")
 

@@ -14,7 +14,7 @@ from megatron.zero_bubble.cli.check.stage_run import NUM_RANKS, MemoryCheck, Sta
 from megatron.zero_bubble.cli.output import percent, table
 from megatron.zero_bubble.planner import generate, placement_for
 from megatron.zero_bubble.schedule import OpKind, simulate
-from megatron.zero_bubble.training.model_count import UnitCount, count_model
+from megatron.zero_bubble.trainer.model_count import UnitCount, count_model
 
 PRICE_LIMIT = 1.03
 """Largest ratio of B + W to the fused backward that passes."""

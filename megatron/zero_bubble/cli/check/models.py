@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from megatron.zero_bubble.cli.trainings import complete_arguments
 
 if TYPE_CHECKING:
-    from megatron.zero_bubble.training.arguments import Arguments
+    from megatron.zero_bubble.trainer.arguments import Arguments
 
 PROG = "zero-bubble check"
 REPEATABLE_ATTENTION = ("--attention-backend", "local")

@@ -20,9 +20,9 @@ from megatron.zero_bubble.runtime.communicator import Communicator
 from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Placement, Schedule, lower
-from megatron.zero_bubble.training.arguments import Arguments
-from megatron.zero_bubble.training.forward_step import make_forward_step
-from megatron.zero_bubble.training.pretrain import make_data_config
+from megatron.zero_bubble.trainer.arguments import Arguments
+from megatron.zero_bubble.trainer.forward_step import make_forward_step
+from megatron.zero_bubble.trainer.pretrain import make_data_config
 
 NUM_MICROBATCHES = 8
 CASES = (("zb-h1", 1), ("1f1b", 4), ("zb-h1", 4), ("zb-2p", 4), ("interleaved-zb", 2), ("zb-v", 2))

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.zero_bubble.job.start_up import quiet_start_up, run_program
 from megatron.zero_bubble.mcore.cpu import substitute_cuda
 from megatron.zero_bubble.runtime.processes import end_with_parent
+from megatron.zero_bubble.session.start_up import quiet_start_up, run_program
 
 BEGINS, ENDS = "begins", "ends"
 
@@ -58,9 +58,9 @@ def _meet() -> None:
 
 
 def _train(flags: Sequence[str]) -> None:
-    from megatron.zero_bubble.training.arguments import parse_arguments
-    from megatron.zero_bubble.training.checks import complete_and_check
-    from megatron.zero_bubble.training.pretrain import pretrain
+    from megatron.zero_bubble.trainer.arguments import parse_arguments
+    from megatron.zero_bubble.trainer.checks import complete_and_check
+    from megatron.zero_bubble.trainer.pretrain import pretrain
 
     pretrain(*complete_and_check(parse_arguments(flags), os.environ, torch.cuda.is_available()))
 

@@ -22,8 +22,8 @@ from megatron.zero_bubble.runtime.profiler import Profiler, memory_meter
 from megatron.zero_bubble.runtime.recorder import MeasuredOp, OpRecorder, device_clock
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import OpKind, Placement, Schedule, StageCosts, lower, simulate
-from megatron.zero_bubble.training.forward_step import make_forward_step
-from megatron.zero_bubble.training.pretrain import make_data_config
+from megatron.zero_bubble.trainer.forward_step import make_forward_step
+from megatron.zero_bubble.trainer.pretrain import make_data_config
 
 NUM_RANKS, RANK, NUM_MICROBATCHES = 4, 1, 8
 

@@ -11,7 +11,7 @@ from typing import Any
 from megatron.zero_bubble.cli.flag_values import at_least, positive
 from megatron.zero_bubble.cli.invocation import FollowingFlags
 from megatron.zero_bubble.cli.shared_flags import CommandFlags, TableFlags
-from megatron.zero_bubble.job.flag_parser import flag
+from megatron.zero_bubble.session.flag_parser import flag
 
 
 def _bytes(text: str) -> float:
@@ -46,6 +46,14 @@ class ClusterFlags(CommandFlags):
     mfu: float = _number("fraction of the peak speed that layers reach; --profile has measured times", 0.45)
     interconnect_bandwidth: float = _number(
         "speed of a message to another device, in GB/s (one 200 Gbit/s link: 25)", 25
+    )
+    expert_bandwidth: float | None = flag(
+        "speed at which a device exchanges tokens with the experts of others, in GB/s; their messages then add to the "
+        "time of layers (default: --interconnect-bandwidth with --overlap-moe-expert-parallel-comm, otherwise they "
+        "count as a part of --mfu)",
+        None,
+        parse=positive,
+        metavar="X",
     )
     interconnect_latency: float = _number("time of an empty message, in microseconds", 20)
 

@@ -30,6 +30,7 @@ def as_json(results: Results) -> dict[str, Any]:
         "device_memory_bytes": job.cluster.memory,
         "schedules": [estimate.as_json(baseline) for estimate in estimates],
         "layout": None if results.layout is None else results.layout.as_json(),
+        "freed_layout": None if results.freed is None else results.freed.as_json(),
         "refused": results.refused,
         "ways_out": [way.as_json() for way in results.ways_out],
         "notes": notes(results),

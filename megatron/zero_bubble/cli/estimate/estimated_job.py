@@ -11,18 +11,19 @@ from typing import Any
 
 from megatron.zero_bubble.cli.estimate.arguments import EstimateFlags
 from megatron.zero_bubble.cli.trainings import complete_training
-from megatron.zero_bubble.job.job_flags import RECOMPUTATION, JobFlags
-from megatron.zero_bubble.job.layers import layers_of_layout, partition_of_flags
-from megatron.zero_bubble.job.model_states import Parameters, States
-from megatron.zero_bubble.job.post_validation_flags import awaited_by_the_first_stage
-from megatron.zero_bubble.job.profiled_costs import fit_units
 from megatron.zero_bubble.mcore.cpu import substitute_cuda
+from megatron.zero_bubble.mcore.paired_stage import refuse_unpaired
 from megatron.zero_bubble.schedule import Placement, ScheduleError, StageCosts
 from megatron.zero_bubble.schedule.formats import Profile, profile_from_json
 from megatron.zero_bubble.schedule.model_costs import ModelCosts, Partition, UnitCosts, with_states
 from megatron.zero_bubble.schedule.recomputation import Recompute
-from megatron.zero_bubble.training.arguments import Arguments
-from megatron.zero_bubble.training.model_count import Flops, ModelCount, UnitCount, count_model, flops_of_sequence
+from megatron.zero_bubble.session.job_flags import RECOMPUTATION, JobFlags
+from megatron.zero_bubble.session.layers import layers_of_layout, partition_of_flags
+from megatron.zero_bubble.session.model_states import Parameters, States
+from megatron.zero_bubble.session.post_validation_flags import awaited_by_the_first_stage
+from megatron.zero_bubble.session.profiled_costs import fit_units
+from megatron.zero_bubble.trainer.arguments import Arguments
+from megatron.zero_bubble.trainer.model_count import Flops, ModelCount, UnitCount, count_model, flops_of_sequence
 
 PROG = "zero-bubble estimate"
 _SHORTEST = 1e-3
@@ -46,9 +47,11 @@ class Cluster:
     """Bytes a second of a message to another device."""
     latency: float
     """Seconds that an empty message takes."""
+    expert_bandwidth: float | None = None
+    """Bytes a second of the messages between experts; None where these are a part of the speed of layers."""
 
-    def message_ms(self, num_bytes: float) -> float:
-        return 1e3 * (self.latency + num_bytes / self.bandwidth)
+    def message_ms(self, num_bytes: float, bandwidth: float | None = None) -> float:
+        return 1e3 * (self.latency + num_bytes / (bandwidth or self.bandwidth))
 
 
 @dataclass(frozen=True)
@@ -150,7 +153,11 @@ class EstimatedJob:
         F and B are those without full recomputation.
         """
         embedding, *layers, output = (self._unit_costs(unit) for unit in self.count.units)
-        layers = [replace(one, time_r=one.time_f, memory_r=one.memory_f - self.count.input_bytes) for one in layers]
+        restored = [one.memory_f - self.count.input_bytes for one in layers]
+        layers = [
+            replace(one, time_r=one.time_f, memory_r=memory, num_blocks=1)
+            for one, memory in zip(layers, restored, strict=True)
+        ]
         message = self.cluster.message_ms(self.count.input_bytes)
         is_tied = not self.args.untie_embeddings_and_output_weights
         counted = ModelCosts(embedding, tuple(layers), output, message, ties_output=is_tied)
@@ -161,7 +168,23 @@ class EstimatedJob:
     def _unit_costs(self, unit: UnitCount) -> UnitCosts:
         f, b, w, _ = (operations / (self.cluster.flops / 1e3) for operations in unit.flops)
         kept, waiting = unit.activations
-        return UnitCosts(f, b, w, kept, waiting - kept, -waiting, state=self.bytes_of(unit.parameters))
+        exchanged = self._exchange_ms if unit.parameters.expert else 0.0
+        return UnitCosts(
+            *(f + exchanged, b + exchanged, w, kept, waiting - kept, -waiting),
+            state=self.bytes_of(unit.parameters),
+            all_to_all_f=exchanged,
+            all_to_all_b=exchanged,
+        )
+
+    @cached_property
+    def _exchange_ms(self) -> float:
+        """Milliseconds in which the tokens of a microbatch reach a layer's experts on other ranks and come back."""
+        args, cluster = self.args, self.cluster
+        if cluster.expert_bandwidth is None or args.expert_model_parallel_size == 1:
+            return 0.0
+        input_bytes = self.count.input_bytes * args.moe_router_topk
+        leaving = input_bytes * (1 - 1 / args.expert_model_parallel_size)
+        return 2 * cluster.message_ms(leaving, cluster.expert_bandwidth)
 
     def stage_costs(self, placement: Placement) -> StageCosts:
         """Return the costs of every stage in milliseconds and bytes, from the profile if there is one.
@@ -170,7 +193,7 @@ class EstimatedJob:
             ValueError: the layers cannot be cut into these stages.
         """
         if self.profile is not None:
-            measured = _from_profile(self.profile, placement)
+            measured = self._as_run(_from_profile(self.profile, placement))
             return measured if self.flags.vocabulary_parallel else measured.with_whole_vocabulary()
         partition, model = self.partition(placement), self.costs
         layers = zip(model.layers, self._recomputed(partition), strict=True)
@@ -179,7 +202,7 @@ class EstimatedJob:
         )
         if self.flags.vocabulary_parallel:
             model = model.vocabulary_parallel(placement.num_ranks)
-        costs = model.of_stages(partition, placement)
+        costs = self._as_run(model.of_stages(partition, placement))
         costs = replace(
             costs,
             **{
@@ -188,6 +211,12 @@ class EstimatedJob:
             },
         )
         return costs if self.flags.recompute is not Recompute.NONE else costs.recomputing_in_backward()
+
+    def _as_run(self, costs: StageCosts) -> StageCosts:
+        """The costs, without the exchanges between experts being told apart where nothing overlaps them."""
+        if self.flags.overlap_moe_expert_parallel_comm:
+            return costs
+        return replace(costs, all_to_all_f=(), all_to_all_b=())
 
     def _recomputed(self, partition: Partition) -> list[bool]:
         """Tell of every layer whether R computes it again, where a microbatch has an R."""
@@ -202,13 +231,13 @@ class EstimatedJob:
 
     def _restored(self, layer: UnitCosts) -> UnitCosts:
         """The costs of a layer with its part of what R restores; uniform recomputation keeps the input of a unit."""
-        layers_a_unit = self.args.recompute_num_layers or 1 if self.args.recompute_method == "uniform" else 1
-        shared = self.count.input_bytes * (1 - 1 / layers_a_unit)
-        return replace(layer, memory_r=layer.memory_r + shared)
+        together = self.flags.layers_of_block
+        shared = self.count.input_bytes * (1 - 1 / together)
+        return replace(layer, memory_r=layer.memory_r + shared, num_blocks=layer.num_blocks / together)
 
 
 def _kept(layer: UnitCosts) -> UnitCosts:
-    return replace(layer, time_r=0.0, memory_r=0.0)
+    return replace(layer, time_r=0.0, memory_r=0.0, num_blocks=0)
 
 
 def _from_profile(profile: Profile, placement: Placement) -> StageCosts:
@@ -237,12 +266,17 @@ def job_of(flags: EstimateFlags) -> EstimatedJob:
         count, of_sequence = count_model(args), flops_of_sequence(args)
     finally:
         substitution.restore()
+    overlaps = settings.flags.overlap_moe_expert_parallel_comm
+    if overlaps:
+        refuse_unpaired(args)
+    of_experts = flags.expert_bandwidth or (flags.interconnect_bandwidth if overlaps else None)
     cluster = Cluster(
         memory=flags.device_memory,
         reserved=flags.reserved_memory,
         flops=flags.device_tflops * 1e12 * flags.mfu,
         bandwidth=flags.interconnect_bandwidth * 1e9,
         latency=flags.interconnect_latency * 1e-6,
+        expert_bandwidth=None if of_experts is None else of_experts * 1e9,
     )
     states = States.of(args, flags.zero_stage)
     if profile is not None:

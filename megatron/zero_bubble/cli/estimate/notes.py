@@ -7,7 +7,10 @@ from collections.abc import Iterator, Sequence
 from megatron.zero_bubble.cli.estimate.estimated_job import EstimatedJob
 from megatron.zero_bubble.cli.estimate.results import Results
 from megatron.zero_bubble.cli.estimate.schedule_estimate import Estimate, gib
-from megatron.zero_bubble.job.flags import flags_text, limit_flag
+from megatron.zero_bubble.planner.layouts import SIMPLER
+from megatron.zero_bubble.session.flags import flags_text, limit_flag
+from megatron.zero_bubble.session.layout_choice import megatrons_layout_flags
+from megatron.zero_bubble.session.layout_words import gain_words
 
 _WHAT_IS_LEFT = "nine tenths of the free memory of the fullest rank"
 
@@ -16,9 +19,15 @@ def notes(results: Results) -> list[str]:
     job, estimates = results.job, results.estimates
     return [
         *_split(results),
+        *_freed(results),
         *_ways_out(results),
         *_limits(job, estimates),
-        *_effort(job),
+        *(
+            ["planned with little effort: --schedule NAME plans a large job as its training will"]
+            if job.is_quick
+            else []
+        ),
+        *_overlap(job, estimates),
         *_baseline(job, estimates),
         *_post_validation(job, estimates),
     ]
@@ -32,6 +41,22 @@ def _split(results: Results) -> Iterator[str]:
             f"{args.pipeline_model_parallel_size}: schedules on Megatron's split are estimated with "
             f"{flags_text(results.added_flags)}, with which Megatron runs it"
         )
+
+
+def _freed(results: Results) -> Iterator[str]:
+    """The layout that the training would choose if Megatron's flags did not fix one."""
+    if results.freed is None:
+        return
+    given = " ".join(megatrons_layout_flags(results.job.flags))
+    choice, own = results.freed.choice, results.freed.choice.megatrons
+    kept = None if results.layout is None else results.layout.choice.plan.time
+    if choice.is_megatrons_split or not own or (kept is not None and kept <= SIMPLER * choice.plan.time):
+        yield f"no layout is predicted to be 2% faster than with {given}"
+        return
+    yield (
+        f"without {given} --zero-bubble would choose another layout, {gain_words(choice.plan, own)}: "
+        f"{flags_text(results.freed.flags)}"
+    )
 
 
 def _ways_out(results: Results) -> Iterator[str]:
@@ -70,14 +95,19 @@ def _source(job: EstimatedJob) -> str:
     if limit.is_auto:
         return f"{_WHAT_IS_LEFT}, by {limit_flag(flags)}"
     if flags.zero_bubble_memory_limit is None:
-        baseline = "interleaved 1F1B" if limit.is_interleaved else "1F1B"
+        interleaved = "interleaved-pairs" if limit.pairs else "interleaved 1F1B"
+        baseline = interleaved if limit.is_interleaved else "1F1B"
         return f"{baseline}'s peak, by {limit_flag(flags)}; the limit auto would be {_WHAT_IS_LEFT}"
     return f"by {limit_flag(flags)}"
 
 
-def _effort(job: EstimatedJob) -> Iterator[str]:
-    if job.is_quick:
-        yield "planned with little effort: --schedule NAME plans a large job as its training will"
+def _overlap(job: EstimatedJob, estimates: Sequence[Estimate]) -> Iterator[str]:
+    for estimate in estimates:
+        if estimate.gain_of_pairs is not None:
+            yield (
+                f"{estimate.timeline.schedule.name}: --overlap-moe-expert-parallel-comm makes it "
+                f"{estimate.gain_of_pairs:.3f} times as fast"
+            )
 
 
 def _baseline(job: EstimatedJob, estimates: Sequence[Estimate]) -> Iterator[str]:

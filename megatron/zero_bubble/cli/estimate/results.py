@@ -8,20 +8,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from megatron.zero_bubble.cli.estimate.estimated_job import EstimatedJob
 from megatron.zero_bubble.cli.estimate.schedule_estimate import Estimate, LayoutEstimate, estimate, estimate_layout
-from megatron.zero_bubble.job.flags import flags_text
-from megatron.zero_bubble.job.layout_choice import is_layout_open
 from megatron.zero_bubble.planner.registry import ENTRIES, entry_of
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.schedule.recomputation import Recompute
+from megatron.zero_bubble.session.flags import flags_text
+from megatron.zero_bubble.session.layout_choice import is_layout_open, megatrons_layout_flags
 
 T = TypeVar("T")
 
 _LAYOUT = "layout"
 """Stands for the search of the layout beside names of schedules."""
+_FREED = "layout without Megatron's flags"
+"""Stands for the search of all layouts where Megatron's flags fix one."""
 
 SMALL_JOB = 1000
 """Fewer pipeline ranks times microbatches than these are planned in one process."""
@@ -70,14 +72,16 @@ class Results:
     """Where nothing fits, what another layout or recomputation does; otherwise empty."""
     layout: LayoutEstimate | None = None
     """The layout that the training would choose; None if its flags fix one, or none is possible."""
+    freed: LayoutEstimate | None = None
+    """The layout that it would choose without the flags of Megatron that fix one; None where there are none."""
     added_flags: Mapping[str, Any] = field(default_factory=dict)
     """Flags that Megatron needs to cut the layers into stages, and with which the schedules were estimated."""
 
     @property
     def shown(self) -> tuple[EstimatedJob, Placement]:
-        """The job whose parameters and operations are shown, and its placement: with Megatron's split if it has one."""
+        """The job whose parameters and operations are shown, and its placement: those of the first schedule."""
         if self.estimates:
-            return self.estimates[0].job, Placement("linear", self.job.args.pipeline_model_parallel_size)
+            return self.estimates[0].job, self.estimates[0].timeline.schedule.placement
         assert self.layout is not None
         return self.layout.estimate.job, self.layout.choice.plan.layout.placement
 
@@ -90,15 +94,15 @@ def results_of(job: EstimatedJob, chosen: Sequence[str] | None) -> Results:
     """
     names = chosen or [name for name, entry in ENTRIES.items() if not entry.is_slow]
     job = replace(job, is_quick=chosen is None and _size(job) >= LARGE_JOB)
-    estimates, refused, layout = _estimates(job, names)
+    estimates, refused, layout, freed = _estimates(job, names, frees_layout=bool(megatrons_layout_flags(job.flags)))
     added: Mapping[str, Any] = {}
     if not estimates and (chosen is None or "1f1b" in chosen):
         added = _even_ends(job)
-        split, reasons, _ = _estimates(job.with_flags({**added, "zero_bubble_keep_layout": True}), names)
+        split, reasons, _, _ = _estimates(job.with_flags({**added, "zero_bubble_keep_layout": True}), names)
         estimates, refused, added = (split, reasons, added) if split else (estimates, refused, {})
     if not estimates and layout is None:
         raise ValueError("; ".join(f"--schedule {names[0]}: {reason}" for reason, names in by_reason(refused).items()))
-    return Results(job, estimates, refused, list(_ways_out(job, estimates, layout)), layout, added)
+    return Results(job, estimates, refused, list(_ways_out(job, estimates, layout)), layout, freed, added)
 
 
 def by_reason(refused: Mapping[str, str]) -> dict[str, list[str]]:
@@ -115,25 +119,36 @@ def _even_ends(job: EstimatedJob) -> dict[str, Any]:
     return {"allow_padding_num_layers": True}
 
 
-def _estimates(job: EstimatedJob, names: Sequence[str]) -> tuple[list[Estimate], dict[str, str], LayoutEstimate | None]:
-    """Return the estimates of what is possible, the reasons by name of what is not, and the layout if it is open."""
+class _Answers(NamedTuple):
+    """The estimates of schedules, the reason by name for each schedule that is not possible, and the layouts found."""
+
+    estimates: list[Estimate]
+    refused: dict[str, str]
+    layout: LayoutEstimate | None
+    freed: LayoutEstimate | None
+
+
+def _estimates(job: EstimatedJob, names: Sequence[str], *, frees_layout: bool = False) -> _Answers:
+    """Estimate the schedules, the layout if it is open and, if asked, the one without Megatron's flags for it."""
     for name in names:
         entry_of(name)
-    # The layout comes first, because its search takes longer than any schedule.
-    tasks = [*([_LAYOUT] if is_layout_open(job.flags) else []), *names]
+    # Layouts come first, because their search takes longer than any schedule.
+    searches = [*[_FREED] * frees_layout, *[_LAYOUT] * is_layout_open(job.flags)]
+    tasks = [*searches, *names]
     answers = dict(zip(tasks, _in_processes(partial(_answer, job), tasks, _num_processes(job)), strict=True))
     estimates = [answer for answer in answers.values() if isinstance(answer, Estimate)]
     refused = {name: answer for name, answer in answers.items() if isinstance(answer, str)}
-    layout = answers.get(_LAYOUT)
-    return estimates, refused, layout if isinstance(layout, LayoutEstimate) else None
+    layouts = [answers.get(task) for task in (_LAYOUT, _FREED)]
+    layout, freed = (one if isinstance(one, LayoutEstimate) else None for one in layouts)
+    return _Answers(estimates, refused, layout, freed)
 
 
 def _answer(job: EstimatedJob, task: str) -> Estimate | LayoutEstimate | str:
     """Return the estimate of the schedule or of the layout, or the reason why it is not possible."""
-    if task != _LAYOUT:
+    if task not in (_LAYOUT, _FREED):
         return _estimate_or_reason(job, task)
     try:
-        return estimate_layout(job)
+        return estimate_layout(job, frees_layout=task == _FREED)
     except ValueError as error:
         return str(error)
 
@@ -191,7 +206,7 @@ def _way_out(
 ) -> Iterator[WayOut]:
     """Yield what `flags` bring in place of the job's own for recomputation, if any schedule is then possible."""
     other = job.with_flags({**_WITHOUT, **flags})
-    estimates, _, layout = _estimates(other, names)
+    estimates, _, layout, _ = _estimates(other, names)
     estimates += [] if layout is None else [layout.estimate]
     fitting = [candidate for candidate in estimates if candidate.fits]
     if fitting:

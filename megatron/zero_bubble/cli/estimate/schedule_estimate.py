@@ -8,10 +8,6 @@ from functools import cached_property
 from typing import Any, cast
 
 from megatron.zero_bubble.cli.estimate.estimated_job import EstimatedJob
-from megatron.zero_bubble.job.flags import flags_text
-from megatron.zero_bubble.job.layout_choice import LayoutChoice, choose_layout
-from megatron.zero_bubble.job.layout_table import layout_lines
-from megatron.zero_bubble.job.layout_words import flags_of_layout
 from megatron.zero_bubble.planner import PlanRequest, placement_for, schedule_of
 from megatron.zero_bubble.planner.memory_limit import MemoryLimit
 from megatron.zero_bubble.planner.prediction import as_megatron_recomputes
@@ -28,6 +24,11 @@ from megatron.zero_bubble.schedule import (
     with_post_validation,
 )
 from megatron.zero_bubble.schedule.ir import PlacementKind
+from megatron.zero_bubble.session.flags import flags_text
+from megatron.zero_bubble.session.layers import WITHOUT_PARTITION
+from megatron.zero_bubble.session.layout_choice import LayoutChoice, choose_layout
+from megatron.zero_bubble.session.layout_words import flags_of_layout
+from megatron.zero_bubble.session.reports import layout_lines
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class Estimate:
 
     A schedule takes more only if `auto` has less than its smallest plan needs.
     """
+    without_pairs: Timeline | None = None
+    """The same schedule planned without pairs, where it was planned with them."""
 
     @property
     def activation_bytes(self) -> tuple[float, ...]:
@@ -86,8 +89,15 @@ class Estimate:
     @cached_property
     def iteration_ms(self) -> float:
         """Time from one iteration to the next: forward, backward and the reduction, without the optimizer's step."""
-        schedule, costs = self.timeline.schedule, self.timeline.costs
-        time = self.timeline.makespan
+        return self._time_of(self.timeline)
+
+    @property
+    def gain_of_pairs(self) -> float | None:
+        """How many times as fast pairs make it; None for a schedule that is not planned with them."""
+        return None if self.without_pairs is None else self._time_of(self.without_pairs) / self.iteration_ms
+
+    def _time_of(self, timeline: Timeline) -> float:
+        schedule, costs, time = timeline.schedule, timeline.costs, timeline.makespan
         if self.job.args.zero_bubble_post_validation and self.job.awaited(schedule.placement) is None:
             time = iteration_time(with_post_validation(schedule, costs), costs)
         return float(time) + self.reduction_ms
@@ -121,6 +131,7 @@ class Estimate:
             "iteration_ms": self.iteration_ms,
             "tokens_per_second_per_gpu": self.tokens_per_second,
             "tflops_per_gpu": self.tflops,
+            "gain_of_overlapped_experts": self.gain_of_pairs,
             "ratio_to_1f1b": None if baseline is None else baseline.iteration_ms / self.iteration_ms,
         }
 
@@ -148,16 +159,22 @@ def estimate(job: EstimatedJob, name: str) -> Estimate:
         vocabulary_parallel=job.flags.vocabulary_parallel,
         post_validation=job.flags.interlocks_iterations,
         takes_makespan=name == "auto",
+        pairs=job.flags.overlap_moe_expert_parallel_comm,
         effort=QUICK_EFFORT if job.is_quick else EFFORT,
     )
+    allowed = limits
     try:
         schedule = schedule_of(request)
     except Infeasible as error:
         if job.flags.memory_limit is None or not job.flags.memory_limit.is_auto:
             raise
         # The device is too small for any plan: the one that needs the least says how much too small.
-        schedule = schedule_of(replace(request, memory_limit=error.smallest_limit))
-    return Estimate(job, simulate(schedule, costs), states, limit)
+        allowed = (error.smallest_limit,) * placement.num_ranks
+        schedule = schedule_of(replace(request, memory_limit=allowed))
+    without = None
+    if request.pairs and entry_of(name).plans_pairs:
+        without = simulate(schedule_of(replace(request, pairs=False, memory_limit=allowed)), costs)
+    return Estimate(job, simulate(schedule, costs), states, limit, without)
 
 
 def _placement_of(job: EstimatedJob, name: str) -> Placement:
@@ -187,7 +204,11 @@ def _activation_limit(job: EstimatedJob, costs: StageCosts, placement: Placement
 
     As in training, all ranks have the limit of the fullest, which holds `states` bytes of states.
     """
-    limit = job.flags.memory_limit or MemoryLimit(multiple=1.0, is_interleaved=placement.kind == "interleaved")
+    limit = job.flags.memory_limit or MemoryLimit(
+        multiple=1.0,
+        is_interleaved=placement.kind == "interleaved",
+        pairs=job.flags.overlap_moe_expert_parallel_comm,
+    )
     free = MARGIN * (job.cluster.memory - job.cluster.reserved - states)
     return limit.in_bytes(placement, costs, job.num_microbatches, int(free), _inside(job), job.flags.recompute)
 
@@ -224,14 +245,26 @@ class LayoutEstimate:
         }
 
 
-def estimate_layout(job: EstimatedJob) -> LayoutEstimate:
+def estimate_layout(job: EstimatedJob, *, frees_layout: bool = False) -> LayoutEstimate:
     """Search the layouts that the job's flags leave open, as its training would, with the costs of an estimate.
+
+    Args:
+        frees_layout: search all layouts, also where Megatron's flags fix one. Theirs is taken unless another one is at
+            least 2% faster.
 
     Raises:
         ValueError: no layout fits, or (as `ScheduleError`) there are fewer layers than ranks.
     """
-    free_bytes = job.cluster.memory - job.cluster.reserved
-    choice = choose_layout(job.flags, job.costs, free_bytes, job.args.padded_vocab_size, is_quick=job.is_quick)
+    choice = choose_layout(
+        job.flags,
+        job.costs,
+        job.cluster.memory - job.cluster.reserved,
+        job.args.padded_vocab_size,
+        is_quick=job.is_quick,
+        frees_layout=frees_layout,
+    )
     plan = choice.plan
-    flags = flags_of_layout(plan.layout, job.flags.mtp_num_layers)
-    return LayoutEstimate(choice, flags, Estimate(job.with_flags(flags), plan.timeline, plan.states))
+    pattern = job.flags.pattern
+    flags = flags_of_layout(plan.layout, job.flags.mtp_num_layers, None if pattern is None else pattern.whole())
+    fixed = job.with_flags({**WITHOUT_PARTITION, **flags})
+    return LayoutEstimate(choice, flags, Estimate(fixed, plan.timeline, plan.states))

@@ -20,7 +20,7 @@ from megatron.zero_bubble.planner.registry import entry_of
 
 _HERE = Path(__file__).parent
 _PACKAGE = _HERE.parents[1]
-_PACKED = ("schedule", "planner", "job", "cli")
+_PACKED = ("schedule", "planner", "session", "cli")
 """The subpackages that the browser imports."""
 RUNTIME = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json")
 """The files of the npm package pyodide that a browser loads."""

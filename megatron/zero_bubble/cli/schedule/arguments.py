@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from megatron.zero_bubble.cli.flag_values import at_least, positive
@@ -16,13 +17,13 @@ from megatron.zero_bubble.cli.shared_flags import (
     ScheduleFlags,
     TableFlags,
 )
-from megatron.zero_bubble.job.flag_parser import flag
-from megatron.zero_bubble.job.flags import flag_name
 from megatron.zero_bubble.planner import names
 from megatron.zero_bubble.schedule import HardwareQueues
 from megatron.zero_bubble.schedule.draw.drawing import MAX_WIDTH
 from megatron.zero_bubble.schedule.lower import RECEIVE_AHEAD
 from megatron.zero_bubble.schedule.recomputation import Recompute
+from megatron.zero_bubble.session.flag_parser import flag
+from megatron.zero_bubble.session.flags import flag_name
 
 _NOT_WITH_INPUT = (
     "pipeline_size",
@@ -32,7 +33,12 @@ _NOT_WITH_INPUT = (
     "microbatch_group_size",
     "memory_limit",
     "recompute",
+    "offload",
 )
+
+
+FORMATS = MappingProxyType({"": "grid", ".txt": "grid", ".json": "json", ".csv": "csv"})
+"""Suffix of a file -> the format in which `generate` writes a schedule to it."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +125,19 @@ class GenerateFlags(SourceFlags, PostValidationFlags, FileFlags):
         metavar="N",
     )
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.format is None and self.output is not None and self.output.suffix not in FORMATS:
+            raise ValueError(
+                f"argument --output: the suffix of {self.output} stands for no format: use .json, .csv or .txt, or "
+                "give --format"
+            )
+
+    @property
+    def chosen_format(self) -> str:
+        """The format that --format names, else that of the suffix of --output."""
+        return self.format or FORMATS["" if self.output is None else self.output.suffix]
+
 
 @dataclass(frozen=True)
 class SimulateFlags(SimulationFlags, ResultFlags):
@@ -176,6 +195,8 @@ class CurveFlags(ScheduleFlags, ResultFlags):
     output: Path | None = flag(
         "write to FILE instead of printing; with suffix .svg: plot there and print", None, parse=Path, metavar="FILE"
     )
+
+    draws = True
 
     @property
     def first(self) -> float:

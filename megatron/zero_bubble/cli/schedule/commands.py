@@ -53,15 +53,13 @@ def generate(flags: GenerateFlags) -> None:
     if flags.lower:
         schedule = lower(schedule, flags.receive_ahead, stage_costs(flags, schedule.placement))
     validate(schedule)
-    suffixes = {".json": "json", ".csv": "csv"}
-    suffix = flags.output.suffix if flags.output else ""
     writers: dict[str, Callable[[Schedule], str]] = {
         "grid": schedule_to_grid,
         "json": schedule_to_json,
         "csv": schedule_to_csv,
         "pytorch": schedule_to_pytorch_csv,
     }
-    deliver(writers[flags.format or suffixes.get(suffix, "grid")](schedule), flags.output)
+    deliver(writers[flags.chosen_format](schedule), flags.output)
 
 
 def simulate(flags: SimulateFlags) -> None:
@@ -105,6 +103,12 @@ def _summary(all_figures: list[ScheduleFigures], *, markdown: bool = False) -> s
     if any(figures.schedule.recomputes for figures in all_figures):
         heads += ("recomputed", "bubble and R", "cost with R in B", "gain of R apart")
         rows = [(*row, *_recomputation(figures)) for row, figures in zip(rows, all_figures, strict=True)]
+    if any(figures.schedule.offloads for figures in all_figures):
+        heads += ("offloaded", "host memory (M_B)")
+        rows = [
+            (*row, percent(figures.offloaded), f"{max(figures.host_memory):.4g}")
+            for row, figures in zip(rows, all_figures, strict=True)
+        ]
     if any(figures.schedule.has_post_validation for figures in all_figures):
         heads += ("iteration", "without", "gain")
         rows = [(*row, *_iteration_times(figures)) for row, figures in zip(rows, all_figures, strict=True)]

@@ -30,6 +30,7 @@ from megatron.zero_bubble.schedule import (
     with_post_validation,
 )
 from megatron.zero_bubble.schedule.formats import schedule_from_text
+from megatron.zero_bubble.schedule.host_link import host_memory, num_offloaded
 from megatron.zero_bubble.schedule.ir import check_size
 from megatron.zero_bubble.schedule.kinds import SENDS
 from megatron.zero_bubble.schedule.memory import peaks
@@ -78,6 +79,16 @@ class ScheduleFigures:
         return num_recomputed(self.schedule) / (self.schedule.num_stages * self.schedule.num_microbatches)
 
     @property
+    def offloaded(self) -> float:
+        """Fraction of the microbatches on all stages that are copied to the host and back."""
+        return num_offloaded(self.schedule) / (self.schedule.num_stages * self.schedule.num_microbatches)
+
+    @property
+    def host_memory(self) -> list[float]:
+        """Peak memory on the host of every rank, in M_B."""
+        return [float(peak) for peak in host_memory(self.schedule, self.timeline.costs)]
+
+    @property
     def above_bound(self) -> float:
         """Fraction by which the cost exceeds the lower bound."""
         return float(self.timeline.cost / self.lower_bound - 1) if self.lower_bound else 0.0
@@ -105,6 +116,8 @@ class ScheduleFigures:
             **timeline.idle.as_json(),
             "recomputed": self.recomputed,
             "lost": self.lost,
+            "offloaded": self.offloaded,
+            "host_memory": self.host_memory,
             "cost_in_backward": self.cost_in_backward,
             "lower_bound": self.lower_bound,
             "peak_memory": self.peak_memory,
@@ -143,6 +156,11 @@ def make_schedule(
     if flags.recomputation is not Recompute.NONE and not any(costs.memory_r):
         source = "--memory-r is 0" if flags.costs is None else f"{flags.costs} has no memory_r"
         raise ScheduleError(f"argument --recompute {flags.recompute}: {source}, so nothing can be dropped")
+    if flags.offloads and limit is None:
+        raise ScheduleError("argument --offload auto needs --memory-limit: without it nothing has to leave the device")
+    if flags.offloads and not any(costs.memory_d):
+        source = "--memory-d is 0" if flags.costs is None else f"{flags.costs} has no memory_d"
+        raise ScheduleError(f"argument --offload auto: {source}, so nothing can be copied to the host")
     begin = time.perf_counter()
     request = PlanRequest(
         name,
@@ -155,6 +173,8 @@ def make_schedule(
         post_validation=post_validation,
         recomputes=(flags.recomputation,),
         vocabulary_parallel=costs.has_vocabulary,
+        pairs=costs.has_all_to_all,
+        offloads=flags.offloads,
         effort=effort,
     )
     schedule = schedule_of(request)

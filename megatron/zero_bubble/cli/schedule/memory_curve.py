@@ -8,7 +8,7 @@ from megatron.zero_bubble.cli.output import deliver, percent, table
 from megatron.zero_bubble.cli.schedule.arguments import CurveFlags
 from megatron.zero_bubble.cli.schedule.figures import ScheduleFigures, make_schedule, simulated_figures
 from megatron.zero_bubble.cli.shared_flags import to_json
-from megatron.zero_bubble.planner.registry import entry_of
+from megatron.zero_bubble.planner.registry import ENTRIES, entry_of
 from megatron.zero_bubble.schedule import Infeasible, ScheduleError
 from megatron.zero_bubble.schedule.draw import Series, to_plot
 from megatron.zero_bubble.schedule.recomputation import Recompute
@@ -19,7 +19,9 @@ def memory_curve(flags: CurveFlags) -> None:
     each = limits_of(flags)
     chosen = flags.schedule or ["auto"]
     for name in chosen:
-        entry_of(name)
+        if not entry_of(name).takes_limit:
+            planned = ", ".join(entry.name for entry in ENTRIES.values() if entry.takes_limit)
+            raise ScheduleError(f"--schedule {name} has a memory of its own, whatever the limit: choose from {planned}")
     curves = {name: [_at(flags, name, limit * flags.pipeline_size) for limit in each] for name in chosen}
     words = _json(flags, each, curves) if flags.json else _table(each, curves)
     if flags.output is not None and flags.output.suffix == ".svg":

@@ -7,15 +7,31 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from megatron.zero_bubble.cli.shared_flags import COSTS_OF_FLAGS, CostFlags
-from megatron.zero_bubble.job.flags import flag_name
 from megatron.zero_bubble.schedule import Placement, ScheduleError, StageCosts
 from megatron.zero_bubble.schedule.costs import SMALLEST
 from megatron.zero_bubble.schedule.default_costs import DROPPED
 from megatron.zero_bubble.schedule.formats import costs_from_text
+from megatron.zero_bubble.session.flags import flag_name
 
-_DEFAULTS = {"time_comm": 0, "memory_f": 1, "memory_b": -0.5, "memory_w": -0.5}
-_PARTS_OF_F = {"time_r": ("time_f", 1), "memory_r": ("memory_f", DROPPED)}
-"""For a field, the field of F of which it is a part by default, and which part."""
+_DEFAULTS = {
+    "time_comm": 0,
+    "all_to_all_f": 0,
+    "all_to_all_b": 0,
+    "num_blocks": 0,
+    "time_d": 0,
+    "memory_f": 1,
+    "memory_b": -0.5,
+    "memory_w": -0.5,
+}
+_ROUNDING = 1e-6
+"""Largest share of M_B by which the releases of B and W may exceed the allocation of F."""
+_PARTS_OF_F = {
+    "time_r": ("time_f", 1),
+    "memory_r": ("memory_f", DROPPED),
+    "time_h": ("time_d", 1),
+    "memory_d": ("memory_f", DROPPED),
+}
+"""For a field, the field, in most cases of F, of which it is a part by default, and which part."""
 
 
 def stage_costs(flags: CostFlags, placement: Placement) -> StageCosts:
@@ -43,6 +59,13 @@ def stage_costs(flags: CostFlags, placement: Placement) -> StageCosts:
     memory_f = costs.whole_ranks(placement).memory_f
     if max(memory_f) < SMALLEST:
         raise ScheduleError(f"M_B, the memory of F on a whole rank, must be above zero, got {max(memory_f):g}")
+    changes = costs.whole_ranks(placement)
+    for rank, change in enumerate(zip(changes.memory_f, changes.memory_b, changes.memory_w, strict=True)):
+        if sum(change) < -_ROUNDING * max(memory_f):
+            raise ScheduleError(
+                f"B and W of rank {rank} release more memory than F allocates: memory_f {change[0]:g}, memory_b "
+                f"{change[1]:g} and memory_w {change[2]:g} must add up to 0 or more"
+            )
     memory = {
         name: tuple(value / max(memory_f) for value in getattr(costs, name))
         for name in (field.name for field in fields(StageCosts) if field.name.startswith("memory_"))

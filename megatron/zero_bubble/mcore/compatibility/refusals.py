@@ -10,6 +10,7 @@ from megatron.zero_bubble.mcore.compatibility.setting_rows import Feature, Refus
 _POST_VALIDATION = (Feature.POST_VALIDATION,)
 _HIERARCHICAL = (Feature.HIERARCHICAL_SGD,)
 _SHARDS = (Feature.VOCABULARY_SHARDS,)
+_OFFLOAD = (Feature.OFFLOAD,)
 
 
 def _is_given(value: Any, settings: object) -> bool:
@@ -37,7 +38,7 @@ def _has_local_attention(value: Any, settings: Any) -> bool:
 
 WITH_EVERY_SCHEDULE = (
     Refusal(
-        "overlap_moe_expert_parallel_comm hybrid_context_parallel dynamic_context_parallel sequence_packing_scheduler",
+        "hybrid_context_parallel dynamic_context_parallel sequence_packing_scheduler",
         "it brings its own pipeline schedule",
     ),
     Refusal("perform_rl_step", "its rollouts need megatron-core's own schedule"),
@@ -264,6 +265,22 @@ WITH_FEATURES = (
         "only Transformer Engine's backward can recompute",
         "give --recompute-granularity, and leave out --zero-bubble-recompute",
         (Feature.PLANNED_RECOMPUTATION,),
+    ),
+    Refusal("variable_seq_lengths", "the order of microbatches is planned anew in every step", "", _OFFLOAD),
+    Refusal(
+        "transformer_impl",
+        "offload is not tested with Transformer Engine",
+        "use local",
+        _OFFLOAD,
+        "`transformer_engine`",
+        lambda value, settings: value == "transformer_engine",
+    ),
+    Refusal("fp8 fp4", "tensors of these types are not copied to the host", "leave it out", _OFFLOAD),
+    Refusal(
+        "overlap_moe_expert_parallel_comm",
+        "a forward that runs in a pair is not copied to the host",
+        "leave one of them out",
+        _OFFLOAD,
     ),
     Refusal(
         "num_layers_per_virtual_pipeline_stage",

@@ -30,6 +30,7 @@ class Feature(Enum):
     HIERARCHICAL_SGD = "--hierarchical-sgd"
     VOCABULARY_SHARDS = "--zero-bubble-vocabulary-parallel on"
     PLANNED_RECOMPUTATION = "--zero-bubble-recompute planned"
+    OFFLOAD = "--zero-bubble-offload auto"
     LAYER_SEEDS = "--zero-bubble-seed-by-layer"
     V_PLACEMENT = "a V placement (zb-v, v-half, v-min)"
 

@@ -221,6 +221,12 @@ _HANDLED = (
     ),
     SettingGroup(
         Effect.HANDLED,
+        "messages between experts",
+        "A plan runs a forward and a backward as one, in which they are hidden ([experts](experts.md)).",
+        "overlap_moe_expert_parallel_comm",
+    ),
+    SettingGroup(
+        Effect.HANDLED,
         "streams between stages",
         "Messages are wider than the hidden size, so each tells its shape, as with `variable_seq_lengths`.",
         "enable_mhc_connections enable_hyper_connections",

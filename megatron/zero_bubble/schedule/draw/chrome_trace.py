@@ -17,8 +17,9 @@ from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline
 def to_chrome_trace(timeline: Timeline, *, microseconds: float = 1000, steps: int = 1) -> str:
     """The trace as text: a thread a rank, arrows for messages, a counter of memory a rank, and one of the idle ranks.
 
-    `microseconds` is how long the unit of the costs' times is: 1000 for milliseconds. `steps` is how many
-    iterations `repeat` made the schedule of.
+    Where activations are copied to the host, the host link of each rank is a thread as well. `microseconds` is how
+    long the unit of the costs' times is: 1000 for milliseconds. `steps` is how many iterations `repeat` made the
+    schedule of.
     """
     schedule = timeline.schedule
     events: list[dict[str, Any]] = [
@@ -27,6 +28,12 @@ def to_chrome_trace(timeline: Timeline, *, microseconds: float = 1000, steps: in
     for rank, lane in enumerate(timeline.lanes):
         events.append({"ph": "M", "pid": 0, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}})
         events += (_event(schedule, rank, timed, microseconds, steps) for timed in lane)
+        if timeline.copies:
+            link = len(timeline.lanes) + rank
+            name = {"name": f"host link of rank {rank}"}
+            events.append({"ph": "M", "pid": 0, "tid": link, "name": "thread_name", "args": name})
+            copies = (_event(schedule, rank, timed, microseconds, steps) for timed in timeline.copies[rank])
+            events += ({**event, "tid": link} for event in copies)
         events += _counter(f"memory of rank {rank}", memory_over_time(timeline, rank), microseconds)
     events += _flows(timeline, microseconds)
     events += _counter("idle ranks", idle_ranks_over_time(timeline), microseconds)

@@ -58,7 +58,7 @@ class Drawing:
 
     def label(self, op: Op) -> str:
         """The operation in the few letters that fit on it: colours tell chunks, marks iterations."""
-        return f"{op.kind.value}{op.microbatch % self.num_microbatches}"
+        return f"{op.kind.value.removeprefix('&')}{op.microbatch % self.num_microbatches}"
 
     @cached_property
     def begin(self) -> float:
@@ -148,6 +148,7 @@ class Drawing:
     def _labels(self) -> Iterator[tuple[OpKind, float, float]]:
         """Kind and time of an operation, width of its label."""
         timed = (one for lane in self.timeline.lanes for one in lane if one.op.kind not in POST_VALIDATION)
+        timed = (one for one in timed if one.end > one.start)
         return ((one.op.kind, float(one.end - one.start), _type_width(self.label(one.op))) for one in timed)
 
     def label_size(self, op: Op, width: float) -> float | None:

@@ -22,8 +22,9 @@ from megatron.zero_bubble.schedule.draw.canvas import (
 )
 from megatron.zero_bubble.schedule.draw.drawing import LEFT, Drawing
 from megatron.zero_bubble.schedule.ir import Op
-from megatron.zero_bubble.schedule.kinds import KINDS, POST_VALIDATION
+from megatron.zero_bubble.schedule.kinds import COPIES, KINDS, POST_VALIDATION
 from megatron.zero_bubble.schedule.memory import memory_held
+from megatron.zero_bubble.schedule.pairs import PAIRED, forwards_in_pairs
 
 _MARK_WIDTH = 3
 """Pixels of a mark: STEP, VALIDATE, or another operation that takes no time in a simulation."""
@@ -32,13 +33,15 @@ _ARROW_HEAD = 5
 
 def lanes(drawing: Drawing) -> Iterator[str]:
     """All lanes. Operations are grouped by microbatch: hovering over one shows all of its microbatch's messages."""
-    groups: dict[int, list[str]] = defaultdict(list)
     for rank, bubble in enumerate(bubbles(drawing.timeline)):
         yield from _frame(drawing, rank, bubble)
-        for microbatch, element in _operations(drawing, rank):
-            groups[microbatch].append(element)
-    for microbatch, elements in sorted(groups.items()):
-        yield f'<g class="m m{microbatch}">{"".join(elements)}</g>'
+    for elements_of_lane in (_operations, _copies):
+        groups: dict[int, list[str]] = defaultdict(list)
+        for rank in range(drawing.num_lanes):
+            for microbatch, element in elements_of_lane(drawing, rank):
+                groups[microbatch].append(element)
+        for microbatch, elements in sorted(groups.items()):
+            yield f'<g class="m m{microbatch}">{"".join(elements)}</g>'
     yield from _critical_path(drawing)
     for rank in range(drawing.num_lanes):
         yield from _marks(drawing, rank)
@@ -78,10 +81,15 @@ def _frame(drawing: Drawing, rank: int, bubble: Bubble) -> Iterator[str]:
 def _operations(drawing: Drawing, rank: int) -> Iterator[tuple[int, str]]:
     """(microbatch, element) of every operation of a lane that takes time."""
     timeline, schedule = drawing.timeline, drawing.timeline.schedule
-    top, height, unit = drawing.lane_top(rank), drawing.lane_height, drawing.time_unit
+    unit, lane, in_pairs = drawing.time_unit, timeline.lanes[rank], forwards_in_pairs(schedule, rank)
     held = memory_held(schedule, timeline.costs, rank)
-    for (op, start, stop), (_, during, _) in zip(timeline.lanes[rank], held, strict=True):
-        if _is_mark(op, start, stop):
+    for position, ((op, start, stop), (_, during, _)) in enumerate(zip(lane, held, strict=True)):
+        top, height = drawing.lane_top(rank), drawing.lane_height
+        if op in in_pairs or op.kind in PAIRED:
+            # The forward is drawn over the backward, in half of the lane each.
+            top += height / 2 * (op.kind in PAIRED)
+            start, stop, height = *lane[position + (op in in_pairs)][1:], height / 2
+        elif _is_mark(op, start, stop) or op.kind in COPIES:
             continue
         fill = palette.fill_of(op.kind, op.chunk, schedule.num_chunks)
         x, width = drawing.x(start), drawing.x(stop) - drawing.x(start)
@@ -94,9 +102,25 @@ def _operations(drawing: Drawing, rank: int) -> Iterator[tuple[int, str]]:
         yield op.microbatch, rect(x, top, max(width - min(0.8, width / 8), 0.1), height, fill, tip, "o")
         size = drawing.label_size(op, width)
         if size is not None:
-            y, ink = drawing.middle(rank) + size / 3, LABEL_INKS[palette.is_dark(fill)]
+            size = min(size, height - 2)
+            y, ink = top + height / 2 + size / 3, LABEL_INKS[palette.is_dark(fill)]
             words, squeezed = drawing.label(op), drawing.squeezed(op, width)
             yield op.microbatch, label(x + width / 2, y, words, size, ink, squeezed)
+
+
+def _copies(drawing: Drawing, rank: int) -> Iterator[tuple[int, str]]:
+    """(microbatch, element) of every copy on the host link of a rank, along the foot of its lane."""
+    timeline = drawing.timeline
+    height = max(2, drawing.lane_height / 6)
+    top = drawing.lane_top(rank) + drawing.lane_height - height
+    for op, start, stop in timeline.copies[rank] if timeline.copies else ():
+        fill = palette.fill_of(op.kind, op.chunk, timeline.schedule.num_chunks)
+        tip = (
+            f"{drawing.name(op)} on the host link of rank {rank}: {figure(start)} to {figure(stop)} "
+            f"{drawing.time_unit} (takes {figure(stop - start)})"
+        )
+        width = max(drawing.x(stop) - drawing.x(start), 0.5)
+        yield op.microbatch, rect(drawing.x(start), top, width, height, fill, tip, "o")
 
 
 def _is_mark(op: Op, start: float, stop: float) -> bool:
@@ -106,8 +130,9 @@ def _is_mark(op: Op, start: float, stop: float) -> bool:
 
 def _marks(drawing: Drawing, rank: int) -> Iterator[str]:
     """The marks of a lane, above the operations."""
+    in_pairs = forwards_in_pairs(drawing.timeline.schedule, rank)
     for op, start, stop in drawing.timeline.lanes[rank]:
-        if _is_mark(op, start, stop):
+        if op not in in_pairs and op.kind not in COPIES and _is_mark(op, start, stop):
             width = max(_MARK_WIDTH, drawing.x(stop) - drawing.x(start))
             x = (drawing.x(start) + drawing.x(stop) - width) / 2
             tip = f"{drawing.name(op)} on rank {rank}, at {figure(start)} {drawing.time_unit}"

@@ -1,8 +1,9 @@
 """Schedules as a grid: a row a rank, a column a time slot. For eyes and spreadsheets.
 
 The slots are those of a run in which F, B, W and R take one slot each, BW two, and communication none; a rank
-that waits leaves cells empty. STEP and VALIDATE take no time: where a rank has one, all have a column between two
-slots. Communication operations are left out: `lower` puts them back.
+that waits leaves cells empty. STEP, VALIDATE, D and H take no time: where a rank has one, all have a column between two
+slots. A schedule that restores activations in groups has their numbers, one a stage, in a further column of the first
+two lines. Communication operations are left out: `lower` puts them back.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import csv
 import io
 import re
 from bisect import bisect_left, bisect_right
+from dataclasses import replace
 
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import ScheduleError
@@ -18,6 +20,7 @@ from megatron.zero_bubble.schedule.ir import Op, Placement, Schedule
 from megatron.zero_bubble.schedule.simulate import simulate
 
 _HEADER = ("schedule", "placement", "ranks", "chunks", "microbatches")
+_GROUPS = "groups"
 
 
 def _cells(schedule: Schedule) -> tuple[list[list[str]], frozenset[int]]:
@@ -25,7 +28,8 @@ def _cells(schedule: Schedule) -> tuple[list[list[str]], frozenset[int]]:
 
     And the columns that are no slots: those of operations that take no time.
     """
-    timeline = simulate(schedule, StageCosts.uniform(schedule.num_stages, time_r=1))
+    # In groups operations would take parts of a slot.
+    timeline = simulate(replace(schedule, groups=()), StageCosts.uniform(schedule.num_stages, time_r=1))
     timed_ops = [timed for lane in timeline.lanes for timed in lane]
     instants = sorted({int(timed.start) for timed in timed_ops if timed.start == timed.end})
     num_slots = int(max((timed.end for timed in timed_ops), default=0))
@@ -61,10 +65,10 @@ def schedule_to_csv(schedule: Schedule) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     placement = schedule.placement
-    writer.writerow(_HEADER)
-    writer.writerow(
-        (schedule.name, placement.kind, placement.num_ranks, placement.num_chunks, schedule.num_microbatches)
-    )
+    sizes = (placement.num_ranks, placement.num_chunks, schedule.num_microbatches)
+    groups = " ".join(map(str, schedule.groups))
+    writer.writerow((*_HEADER, *(_GROUPS,) * bool(groups)))
+    writer.writerow((schedule.name, placement.kind, *sizes, *(groups,) * bool(groups)))
     writer.writerows(_cells(schedule)[0])
     return text.getvalue()
 
@@ -78,12 +82,16 @@ def schedule_from_csv(text: str) -> Schedule:
         rows = list(csv.reader(io.StringIO(text), strict=True))
     except csv.Error as error:
         raise ScheduleError(f"not CSV: {error}") from None
-    if len(rows) < 2 or tuple(rows[0]) != _HEADER or len(rows[1]) != len(_HEADER):
+    heads = tuple(rows[0]) if rows else ()
+    if len(rows) < 2 or heads not in (_HEADER, (*_HEADER, _GROUPS)) or len(rows[1]) != len(heads):
         raise ScheduleError(f"expected a first line {','.join(_HEADER)} and a second with their values")
-    name, kind, *sizes = rows[1]
+    name, kind, *sizes = rows[1][: len(_HEADER)]
+    groups = rows[1][len(_HEADER) :]
     if not all(re.fullmatch("[0-9]{1,9}", size) for size in sizes):
         raise ScheduleError(f"ranks, chunks and microbatches must be whole numbers, got {', '.join(sizes)}")
     num_ranks, num_chunks, num_microbatches = map(int, sizes)
     placement = Placement(kind, num_ranks, num_chunks)  # type: ignore[arg-type]  # it checks the kind
     ops = tuple(tuple(Op.parse(word) for cell in row for word in cell.split() if word.strip("-")) for row in rows[2:])
-    return Schedule(name, placement, num_microbatches, ops)
+    if groups and not re.fullmatch("[0-9]{1,9}( [0-9]{1,9})*", groups[0]):
+        raise ScheduleError(f"groups must be whole numbers, one a stage, got {groups[0]!r}")
+    return Schedule(name, placement, num_microbatches, ops, tuple(map(int, groups[0].split())) if groups else ())

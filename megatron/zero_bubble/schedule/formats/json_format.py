@@ -7,9 +7,10 @@
     {"format": "megatron-zero-bubble costs", "version": 1, "time_f": [1.5, 2], "time_b": [1.5, 2],
      "time_w": [1, 1], "time_comm": [0.1], "memory_f": [1, 1], "memory_b": [-0.5, -0.5], "memory_w": [-0.5, -0.5]}
 
-Costs of a model that recomputes have `time_r` and `memory_r` as well, those of one whose vocabulary is spread over the
-ranks `time_e`, `time_ew`, `time_s`, `time_t`, `memory_s` and `memory_t`. A reader refuses what it does not know:
-another format, a later version, a key too many or too few.
+A schedule that restores activations in groups has `groups` as well, one number a stage. Costs of a model that
+recomputes have `time_r`, `memory_r` and, if these are known, `num_blocks` and `memory_outside`, those of one whose
+vocabulary is spread over the ranks `time_e`, `time_ew`, `time_s`, `time_t`, `memory_s` and `memory_t`. A reader
+refuses what it does not know: another format, a later version, a key too many or too few.
 """
 
 from __future__ import annotations
@@ -41,13 +42,15 @@ def schedule_to_json(schedule: Schedule) -> str:
         },
         "num_microbatches": schedule.num_microbatches,
         "ops": [" ".join(map(str, ops)) for ops in schedule.ops],
+        **({"groups": list(schedule.groups)} if schedule.groups else {}),
     }
     return json.dumps(document, indent=1) + "\n"
 
 
 def schedule_from_json(text: str) -> Schedule:
     """What `schedule_to_json` wrote. It is not validated. Raises `ScheduleError` for anything else."""
-    document = _document(text, _SCHEDULE, {"name", "placement", "num_microbatches", "ops"})
+    keys = {"name", "placement", "num_microbatches", "ops"}
+    document = _document(text, _SCHEDULE, keys, frozenset({"groups"}))
     placement = document["placement"]
     if not isinstance(placement, dict) or set(placement) != {"kind", "num_ranks", "num_chunks"}:
         raise ScheduleError("the placement needs the keys kind, num_ranks and num_chunks")
@@ -57,6 +60,9 @@ def schedule_from_json(text: str) -> Schedule:
     ops = document["ops"]
     if not isinstance(ops, list) or not all(isinstance(line, str) for line in ops):
         raise ScheduleError("ops must be a list with one string a rank")
+    groups = document.get("groups", [])
+    if not isinstance(groups, list) or not all(type(number) is int for number in groups):
+        raise ScheduleError(f"groups must be a list of whole numbers, one a stage, got {json.dumps(groups)[:60]}")
     if not isinstance(document["name"], str):
         raise ScheduleError(f"the name must be a string, got {document['name']!r}")
     return Schedule(
@@ -64,6 +70,7 @@ def schedule_from_json(text: str) -> Schedule:
         Placement(**placement),
         document["num_microbatches"],
         tuple(tuple(Op.parse(word) for word in line.split()) for line in ops),
+        tuple(groups),
     )
 
 

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import ScheduleError
@@ -15,7 +16,7 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 
 _FORMAT = "megatron-zero-bubble profile"
 
-Setting = int | float | str | bool | None
+Setting = int | float | str | bool | list[Any] | None
 """A value that JSON knows."""
 
 
@@ -46,13 +47,16 @@ class Profile:
     def check_fits(
         self, placement: Placement, model: Mapping[str, Setting], recompute: Recompute = Recompute.NONE
     ) -> None:
-        """Raise `ScheduleError`, naming the first thing that differs, unless the profile is of such a run."""
+        """Raise `ScheduleError`, naming the first thing that differs, unless the profile is of such a run.
+
+        A setting that a program does not have counts as switched off.
+        """
         for name, ours in asdict(placement).items():
             theirs = getattr(self.placement, name)
             if theirs != ours:
                 raise ScheduleError(f"the profile was measured with {name} {theirs}, this run has {ours}")
         for name, value in model.items():
-            if self.model.get(name) != value:
+            if (self.model.get(name) or None) != (value or None):
                 raise ScheduleError(
                     f"the profile was measured with {name} {self.model.get(name)}, this run has {value}"
                 )

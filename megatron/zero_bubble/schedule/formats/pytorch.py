@@ -17,8 +17,10 @@ from typing import NamedTuple
 from megatron.zero_bubble.schedule.errors import ScheduleError
 from megatron.zero_bubble.schedule.ir import Op, Placement, PlacementKind, Schedule
 from megatron.zero_bubble.schedule.kinds import COMMUNICATION, KINDS, OpKind
+from megatron.zero_bubble.schedule.pairs import PAIRED
 
-_KINDS = {facts.pytorch: kind for kind, facts in KINDS.items() if facts.pytorch}
+_KINDS = {(facts.pytorch, facts.pairs_with is not None): kind for kind, facts in KINDS.items() if facts.pytorch}
+"""(letters, whether it runs in a pair) -> kind."""
 _LEFT_OUT = {"UNSHARD", "RESHARD", "REDUCE_GRAD"} | {KINDS[kind].pytorch for kind in COMMUNICATION}
 _ACTION = re.compile(r"(\d{1,9})([A-Z_]+?)(\d{0,9})", re.ASCII)
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
@@ -42,11 +44,19 @@ def schedule_to_pytorch_csv(schedule: Schedule) -> str:
         raise ScheduleError(
             f"schedule {schedule.name} has {words}, for which PyTorch's CSV has no word: write JSON or CSV"
         )
+    if schedule.groups:
+        raise ScheduleError(
+            f"schedule {schedule.name} restores activations in groups of layers, for which PyTorch's CSV has no word: "
+            "write JSON or CSV"
+        )
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\r\n")
     for rank, ops in enumerate(schedule.ops):
-        stages = schedule.placement.stages_of(rank)
-        writer.writerow(f"{stages[op.chunk]}{KINDS[op.kind].pytorch}{op.microbatch}" for op in ops)
+        stages, cells = schedule.placement.stages_of(rank), list[str]()
+        for op in ops:
+            cell = f"{stages[op.chunk]}{KINDS[op.kind].pytorch}{op.microbatch}"
+            cells.append(f"({cells.pop()};{cell})OVERLAP_F_B" if op.kind in PAIRED else cell)
+        writer.writerow(cells)
     return text.getvalue()
 
 
@@ -73,16 +83,17 @@ def schedule_from_pytorch_csv(text: str, name: str = "pytorch") -> Schedule:
 def _actions(cells: list[str]) -> Iterator[_Action]:
     for cell in cells:
         overlap = _OVERLAP.fullmatch(cell.strip())
-        for word in overlap[1].split(";") if overlap else [cell]:
+        for number, word in enumerate(overlap[1].split(";") if overlap else [cell]):
             word = word.strip()
             match = _ACTION.fullmatch(word)
             if not word or (match and match[2] in _LEFT_OUT):
                 continue
-            if not match or match[2] not in _KINDS or not match[3]:
+            kind = _KINDS.get((match[2], overlap is not None and number > 0)) if match else None
+            if not match or kind is None or not match[3]:
                 raise ScheduleError(
                     f"{word!r} is not an action: expected stage, F, I, W or B, and microbatch, as in 2F0"
                 )
-            yield _Action(int(match[1]), _KINDS[match[2]], int(match[3]))
+            yield _Action(int(match[1]), kind, int(match[3]))
 
 
 def placement_of(stages: list[list[int]]) -> Placement:

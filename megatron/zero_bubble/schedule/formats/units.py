@@ -31,7 +31,7 @@ def units_from_json(text: str) -> ModelCosts:
 
     U has `time_f`, `time_b` and `time_w`, and may have the other fields of `UnitCosts`, which are zeros by default. All
     times have one unit, and all memory. Memory is a change: `memory_f` is allocated by F, and `memory_b` and `memory_w`
-    are negative where B and W release.
+    are negative where B and W release. `all_to_all_f` and `all_to_all_b` are parts of `time_f` and `time_b`.
 
     Raises:
         ScheduleError: the text is something else; the message names the first wrong entry.
@@ -75,6 +75,9 @@ def _unit(where: str, entry: Any, *, is_layer: bool = False) -> UnitCosts:
         if name not in entry:
             raise ScheduleError(f"the costs of the {where} lack {name!r}")
     costs = {name: _number(f"{name} of the {where}", value, name in _MAY_BE_NEGATIVE) for name, value in entry.items()}
+    for part, whole in (("all_to_all_f", "time_f"), ("all_to_all_b", "time_b")):
+        if costs.get(part, 0) > costs[whole]:
+            raise ScheduleError(f"{part} of the {where} is a part of {whole}, got {costs[part]:g} of {costs[whole]:g}")
     if is_layer and not all(costs[name] > 0 for name in ("time_f", "time_b", "time_w")):
         raise ScheduleError(f"the times of the {where} must be above zero")
     return UnitCosts(**costs)

@@ -7,6 +7,7 @@ from megatron.zero_bubble.schedule.generators.one_f_one_b import alternate
 from megatron.zero_bubble.schedule.generators.zb_h1 import split_backward
 from megatron.zero_bubble.schedule.ir import Op, Placement, Schedule
 from megatron.zero_bubble.schedule.kinds import OpKind
+from megatron.zero_bubble.schedule.pairs import in_pairs
 
 
 def interleaved_1f1b(
@@ -25,6 +26,24 @@ def interleaved_1f1b(
     return _interleaved("interleaved-1f1b", num_ranks, num_microbatches, num_chunks, group_size)
 
 
+def interleaved_pairs(
+    num_ranks: int, num_microbatches: int, *, num_chunks: int, group_size: int | None = None
+) -> Schedule:
+    """megatron-core's interleaved schedule with `--overlap-moe-expert-parallel-comm`, operation by operation.
+
+    Every rank runs one forward more before its first backward. Then each forward and the backward after it are of
+    different microbatches or stages, and run as one (see `schedule.pairs`). Arguments and errors as of
+    `interleaved_1f1b`; all groups are whole.
+    """
+    size = group_size or num_ranks
+    if num_microbatches % size:
+        raise ScheduleError(
+            f"schedule interleaved-pairs needs whole groups of microbatches: {num_microbatches} are not a multiple of "
+            f"{size}"
+        )
+    return _interleaved("interleaved-pairs", num_ranks, num_microbatches, num_chunks, group_size, has_pairs=True)
+
+
 def interleaved_zb(
     num_ranks: int, num_microbatches: int, *, num_chunks: int, group_size: int | None = None
 ) -> Schedule:
@@ -39,7 +58,15 @@ def interleaved_zb(
     return Schedule(fused.name, fused.placement, num_microbatches, ops)
 
 
-def _interleaved(name: str, num_ranks: int, num_microbatches: int, num_chunks: int, group_size: int | None) -> Schedule:
+def _interleaved(
+    name: str,
+    num_ranks: int,
+    num_microbatches: int,
+    num_chunks: int,
+    group_size: int | None,
+    *,
+    has_pairs: bool = False,
+) -> Schedule:
     if group_size is None:
         group_size = num_ranks
     _check(name, num_ranks, num_microbatches, num_chunks, group_size)
@@ -49,9 +76,14 @@ def _interleaved(name: str, num_ranks: int, num_microbatches: int, num_chunks: i
         group = range(first, min(first + group_size, num_microbatches))
         forwards += [Op(OpKind.F, microbatch, chunk) for chunk in range(num_chunks) for microbatch in group]
         backwards += [Op(OpKind.BW, microbatch, chunk) for chunk in reversed(range(num_chunks)) for microbatch in group]
-    warmups = [2 * (num_ranks - 1 - rank) + (num_chunks - 1) * group_size for rank in range(num_ranks)]
+    least = (num_chunks - 1) * group_size + has_pairs
+    warmups = [2 * (num_ranks - 1 - rank) + least for rank in range(num_ranks)]
     ops = tuple(alternate(forwards, backwards, warmup) for warmup in warmups)
-    return Schedule(name, Placement("interleaved", num_ranks, num_chunks), num_microbatches, ops)
+    schedule = Schedule(name, Placement("interleaved", num_ranks, num_chunks), num_microbatches, ops)
+    if has_pairs:
+        in_turn = (max(0, len(forwards) - warmup) for warmup in warmups)
+        schedule = in_pairs(schedule, [frozenset(backwards[:number]) for number in in_turn])
+    return schedule
 
 
 def _check(name: str, num_ranks: int, num_microbatches: int, num_chunks: int, group_size: int) -> None:

@@ -2,6 +2,8 @@ import { h } from './dom.js';
 
 const MOST_SLIDERS = 16; // ranks that get a slider each
 
+export const UNIT = 'M_B is the memory that one microbatch holds on a whole rank between F and B.';
+
 export const SHARED = [
   { title: 'Pipeline', fields: [
     { flag: 'pipeline-size', label: 'Ranks', min: 2, max: 32 },
@@ -16,7 +18,7 @@ export const SHARED = [
     { flag: 'no-overlap-communication', label: 'Messages occupy both ranks', type: 'checkbox' },
     { flag: 'vocabulary-parallel', label: 'Output layer, spread over all ranks', kind: 'S', max: 30, step: 0.1, empty: 'off' },
   ] },
-  { title: 'Memory', note: 'change by one microbatch, in M_B', closed: true, fields: [
+  { title: 'Memory', note: 'change by one microbatch, in M_B', closed: true, hint: UNIT, fields: [
     { flag: 'memory-f', label: 'Forward', kind: 'F', max: 2, step: 0.01, each: 0, empty: '1', initial: 1 },
     { flag: 'memory-b', label: 'Input gradient', kind: 'B', min: -2, max: 0, step: 0.01, each: 0, empty: '-0.5', initial: -0.5 },
     { flag: 'memory-w', label: 'Weight gradient', kind: 'W', min: -2, max: 0, step: 0.01, each: 0, empty: '-0.5', initial: -0.5 },
@@ -49,7 +51,7 @@ export class Field {
     const chip = about.kind && h('i', { class: 'chip', style: { '--colour': `var(--kind-${about.kind})`, '--ink': `var(--ink-${about.kind})` }, 'aria-hidden': 'true' }, about.kind);
     const label = h('label', { for: id }, chip, about.label);
     this.element = h('div', { class: `field ${about.type ?? ''}`, 'data-flag': about.flag }, label, this.input);
-    if (about.unit) this.input.after(h('span', { class: 'unit' }, about.unit));
+    if (about.unit) this.input.after(h('span', { class: 'unit', title: UNIT }, about.unit));
     if (about.max && !about.type && !about.choices) this.#addSliders();
     this.element.append(this.message);
   }

@@ -17,11 +17,13 @@ const { facts, state: start, pictures: first, points } = await (await fetch('sta
 const [engine, background] = [new Engine(), new Engine()];
 let drew;
 // Python starts twice: in the background when something is drawn, which waits for the first.
-const ready = Promise.all([engine.warm(), new Promise((resolve) => { drew = resolve; })]);
+let hasPython = false;
+const loaded = engine.warm().then(() => { hasPython = true; });
+const ready = Promise.all([loaded, new Promise((resolve) => { drew = resolve; })]);
 const times = new Map(); // schedule -> milliseconds that planning it took, for each F
 const entryOf = (pane) => facts.schedules.find(({ name }) => name === pane.schedule);
 const startState = () => ({ ...copy(start), files: {} });
-let state = (await fromFragment(location.hash.slice(1)).catch(() => null)) ?? startState();
+let state = await stateOf(location.hash.slice(1));
 let pictures = [];
 let rounds = [0, 0]; // of each pane, how often its picture was asked for
 let errors = [];
@@ -94,7 +96,10 @@ async function ask(k) {
 /** Draw the answer, or show what is wrong; returns whether it is drawn. A draft is drawn until the whole plan is there. */
 async function receive(k, answering, isDraft = false) {
   const { element } = panes[k];
-  const busy = setTimeout(() => element.classList.add('busy'), 250);
+  const busy = setTimeout(() => {
+    panes[k]?.wait(waitsFor());
+    element.classList.add('busy');
+  }, 250);
   try {
     const answer = await answering();
     errors[k] = answer.error ? answer : null;
@@ -111,6 +116,9 @@ async function receive(k, answering, isDraft = false) {
   drew();
   return !errors[k];
 }
+
+/** What a reader waits for who sees no drawing yet. */
+const waitsFor = () => (hasPython ? 'Planning and drawing; with many ranks and microbatches this takes a while.' : 'Loading Python.');
 
 /** Whether planning takes so long that a draft is worth drawing. */
 function isSlow(pane) {
@@ -199,8 +207,15 @@ function notify(message) {
   $('notice').textContent = message;
 }
 
+/** The state that a link holds; of a damaged one what the page begins with, and a message. */
+async function stateOf(fragment) {
+  const held = await fromFragment(fragment).catch(() => null);
+  notify(fragment && !held ? 'This link is damaged, so the page shows what it begins with.' : '');
+  return held ?? startState();
+}
+
 async function follow(fragment) {
-  state = (await fromFragment(fragment).catch(() => null)) ?? startState();
+  state = await stateOf(fragment);
   panes = [];
   view.toEnd();
   update();
@@ -240,5 +255,6 @@ addEventListener('keydown', (event) => {
   event.preventDefault();
   keys[event.key]();
 });
+loaded.then(() => panes.forEach((pane) => pane.wait(waitsFor())));
 receiveFiles(open);
 update();

@@ -1,7 +1,9 @@
 import { figure, h, percent } from './dom.js';
 import { Drawing } from './drawing.js';
-import { Field, OWN } from './fields.js';
+import { Field, OWN, UNIT } from './fields.js';
 import { applies, words } from './state.js';
+
+const MOST_CURVES = 8; // ranks whose curves are all named
 
 /** The card of one schedule: its fields, its figures, the drawing, and why its ranks idle. */
 export class Pane {
@@ -21,7 +23,9 @@ export class Pane {
     this.fields = OWN.map((about) => new Field(about, changed));
     this.figures = h('dl', { class: 'figures' });
     this.draft = h('p', { class: 'drafted', role: 'status' }, 'first plan …');
+    this.busy = h('p', { class: 'waiting', role: 'status' });
     this.drawing = new Drawing(view);
+    this.curves = h('ul', { class: 'legend', 'aria-label': 'Curves of memory' });
     this.legend = h('ul', { class: 'legend', 'aria-label': 'Kinds of operations' });
     this.causes = h('div', { class: 'causes' });
     this.command = h('code');
@@ -42,8 +46,8 @@ export class Pane {
       h('header', {}, h('span', { class: 'letter', 'aria-hidden': 'true' }, letter.toUpperCase()), this.select, this.given, this.discard,
         h('div', { class: 'own' }, this.fields.filter(({ about }) => !about.rare).map(({ element }) => element)), h('span', { class: 'spacer' }), this.more, this.save, this.remove),
       this.rare,
-      this.message, this.summary, h('div', { class: 'facts' }, this.figures, this.draft, this.legend),
-      h('div', { class: 'drawn' }, this.drawing.canvas, this.causes));
+      this.message, this.summary, this.busy, h('div', { class: 'facts' }, this.figures, this.draft, this.legend),
+      h('div', { class: 'drawn' }, h('div', {}, this.drawing.canvas, this.curves), this.causes));
   }
 
   #unfold(isOpen) {
@@ -101,6 +105,12 @@ export class Pane {
     this.legend.replaceChildren(...Object.values(picture.kinds).map(({ meaning, fills }) => h('li', {},
       fills.map((fill) => h('i', { class: 'swatch', style: { '--colour': fill === '#000000' ? 'var(--strong)' : fill } })), meaning)),
     ...(picture.stages[0].length > 1 ? [h('li', {}, 'darker: later chunks')] : []));
+    this.curves.replaceChildren(...(picture.hasMemory ? curvesOf(picture) : []));
+  }
+
+  /** Say what the reader waits for; the words are shown while the pane is busy. */
+  wait(words) {
+    this.busy.textContent = words;
   }
 
   /** Show why ranks idle; `most` is the idle time that fills a bar, the same for both schedules. */
@@ -120,9 +130,16 @@ function figuresOf({ figures, unit, memoryUnit }) {
   if (figures.recomputed) rows.push(['Bubble and R', percent(figures.lost), 'Share of the longest span that is not F, B and W']);
   if (figures.speed_up) rows.push(['Speed', `${figures.speed_up.toFixed(3)}× 1F1B`, 'Cost of 1F1B with the same work a rank, over the cost of this schedule']);
   rows.push(['Iteration', `${figure(figures.iteration_time ?? figures.makespan)} ${unit}`, 'Time from one iteration to the next']);
-  if (figures.peak_memory) rows.push(['Peak memory', `${figure(Math.max(...figures.peak_memory))} ${memoryUnit}`, 'Of the rank that holds most']);
+  if (figures.peak_memory) rows.push(['Peak memory', `${figure(Math.max(...figures.peak_memory))} ${memoryUnit}`, `Of the rank that holds most. ${memoryUnit === 'M_B' ? UNIT : ''}`]);
   if (figures.num_messages !== undefined) rows.push(['Messages', figure(figures.num_messages), 'Tensors that cross ranks in one iteration']);
   return rows;
+}
+
+/** The colours of the ranks' curves; of many ranks those of the first and the last, between which the others are. */
+function curvesOf({ rankColours, lanes, memoryUnit }) {
+  const ranks = lanes.map((_, rank) => rank).filter((rank) => lanes.length <= MOST_CURVES || rank === 0 || rank === lanes.length - 1);
+  const entries = ranks.map((rank) => h('li', {}, h('i', { class: 'swatch line', style: { '--colour': rankColours[rank] } }), `rank ${rank}`));
+  return memoryUnit === 'M_B' ? [...entries, h('li', {}, UNIT)] : entries;
 }
 
 /** The idle time of every rank. */
@@ -146,6 +163,7 @@ function causesOf(picture, colours, most) {
   return [
     h('h3', {}, 'Idle time by cause'), h('div', {}, bars),
     h('ul', { class: 'legend' }, words.map((word) => h('li', {}, swatch(word), word))),
+    h('p', { class: 'hint' }, 'Share of the whole iteration, from the first operation of any rank to the last of any. The bubble above counts from a rank’s own first operation to its own last.'),
     h('details', {}, h('summary', {}, 'As numbers'), h('div', { class: 'scroll' }, table)),
   ];
 }

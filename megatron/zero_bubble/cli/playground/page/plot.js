@@ -1,5 +1,6 @@
 import { figure, h, percent, ticks } from './dom.js';
 import { Stale } from './engine.js';
+import { UNIT } from './fields.js';
 import { words } from './state.js';
 
 const [LEFT, RIGHT, TOP, BOTTOM, HEIGHT] = [52, 16, 14, 38, 250];
@@ -15,7 +16,7 @@ export class Plot {
     this.svg = h('svg', { height: HEIGHT, role: 'group', 'aria-label': 'Bubble over memory limit' });
     this.progress = h('small', { class: 'progress' });
     this.hint = h('p', { class: 'hint' });
-    host.append(h('h2', {}, 'Bubble over memory limit ', this.progress), this.svg, this.hint);
+    host.append(h('h2', {}, 'Bubble over memory limit, in M_B ', this.progress), this.svg, this.hint);
     new ResizeObserver(() => this.draw()).observe(this.svg);
   }
 
@@ -81,9 +82,9 @@ export class Plot {
     this.svg.replaceChildren(...this.#axes(width, widest, most), ...curves.flatMap((curve) => this.#curve(curve)),
       ...this.series.flatMap((one) => this.#mark(one, drawn[one.k], widest)));
     if (focused) this.svg.querySelector(`.handle[data-pane="${focused}"]`)?.focus();
-    this.hint.textContent = this.series.some(({ isPlanned }) => isPlanned)
+    this.hint.textContent = `${UNIT} ${this.series.some(({ isPlanned }) => isPlanned)
       ? 'Drag a handle, or press the arrow keys on it, to plan for another limit.'
-      : 'Choose auto, zb-v, v-half or v-min to plan for a memory limit.';
+      : 'Choose auto, zb-v, v-half or v-min to plan for a memory limit.'}`;
   }
 
   #axes(width, widest, most) {
@@ -98,7 +99,6 @@ export class Plot {
         h('text', { x: this.x(limit), y: bottom + 17, 'text-anchor': 'middle' }, figure(limit))]),
       h('line', { class: 'reference', x1: this.x(p), x2: this.x(p), y1: TOP, y2: bottom }),
       h('text', { x: this.x(p), y: HEIGHT - 4, 'text-anchor': 'middle' }, '1F1B’s memory'),
-      h('text', { x: width - RIGHT, y: HEIGHT - 4, 'text-anchor': 'end' }, 'memory limit (M_B)'),
     ];
   }
 

@@ -10,8 +10,8 @@ export class Settings {
     this.file = h('p', { class: 'file', hidden: true });
     this.ofRun = h('p', { class: 'hint', hidden: true }, 'A run has sizes and times of its own. Close its file to set others.');
     this.changed = changed;
-    const groups = SHARED.map(({ title, note, closed, fields }) => h('details', { class: 'card group', open: !closed && !NARROW.matches },
-      h('summary', {}, title, note && h('small', {}, note)),
+    const groups = SHARED.map(({ title, note, closed, hint, fields }) => h('details', { class: 'card group', open: !closed && !NARROW.matches },
+      h('summary', {}, title, note && h('small', {}, note)), hint && h('p', { class: 'hint' }, hint),
       fields.map((about) => {
         const field = new Field(about, changed);
         this.fields.set(about.flag, field);

@@ -1,0 +1,147 @@
+"""Measure what the order of microbatches of different lengths saves, in real runs with emulated compute.
+
+    python -m benchmarks.lengths --pipeline-size 4 --num-microbatches 8 --lengths lognormal --steps 20
+
+Each step has lengths of its own, drawn at random: `lognormal` with a sigma of 0.8, or `bimodal`, where each microbatch
+is ten times as long with a probability of one in eight. All operations of a microbatch take times in proportion to its
+length, F, B and W alike. Every step runs three times: under 1F1B in the order of the data, under the schedule that is
+planned for the mean length in the order of the data, and under the same schedule in the planned order of microbatches.
+The last lines have the mean ratios of their times over all steps, and the largest difference between measured and
+simulated times. Run it while nothing else uses the machine.
+
+A mistake in the flags ends with one line and exit status 2.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from random import Random
+from statistics import fmean, median
+
+from benchmarks.emulation.ranks import run_job
+from benchmarks.emulation.worker import EmulatedJob
+from megatron.zero_bubble.cli.flag_values import at_least, one_number
+from megatron.zero_bubble.cli.invocation import read_flags, run_command
+from megatron.zero_bubble.cli.output import table
+from megatron.zero_bubble.planner import generate
+from megatron.zero_bubble.planner.microbatch_order import order_microbatches
+from megatron.zero_bubble.schedule import Schedule, StageCosts, lower
+from megatron.zero_bubble.session.flag_parser import flag
+
+_PROG = "benchmarks.lengths"
+_SIGMA = 0.8
+_LONG, _ONE_IN = 10.0, 8
+_ONE_F_ONE_B, _MEAN, _PLANNED = "1f1b, order of the data", "planned for the mean", "planned order"
+
+
+@dataclass(frozen=True)
+class LengthsFlags:
+    """lengths"""
+
+    pipeline_size: int = flag("pipeline ranks", 4, parse=at_least(1))
+    num_microbatches: int = flag("microbatches of a step", 8, parse=at_least(1))
+    lengths: str = flag("how lengths are distributed", "lognormal", choices=("lognormal", "bimodal"))
+    schedule: str = flag("schedule that is planned for the mean length", "auto")
+    steps: int = flag("steps, each with lengths of its own", 20, parse=at_least(1))
+    rounds: int = flag("how often each step runs; the median counts", 3, parse=at_least(1))
+    time: float = flag(
+        "milliseconds of F, of B and of W of a microbatch of mean length", 6.0, parse=one_number(above=0)
+    )
+    time_comm: float = flag("milliseconds of a message", 0.3, parse=one_number(above=0))
+    seed: int = flag("of the lengths", 1)
+
+
+def lengths_of(flags: LengthsFlags, step: int) -> list[float]:
+    """Draw the lengths of a step's microbatches, over their mean in the distribution."""
+    generator = Random(f"{flags.seed} {step}")
+    if flags.lengths == "lognormal":
+        drawn = [generator.lognormvariate(0.0, _SIGMA) for _ in range(flags.num_microbatches)]
+    else:
+        drawn = [_LONG if generator.random() < 1 / _ONE_IN else 1.0 for _ in range(flags.num_microbatches)]
+    return [length / fmean(drawn) for length in drawn]
+
+
+@dataclass(frozen=True)
+class OrderedRun:
+    """A schedule with the costs of each microbatch, by place."""
+
+    name: str
+    step: int
+    schedule: Schedule
+    costs: tuple[StageCosts, ...]
+    simulated: float
+
+
+def contestants(flags: LengthsFlags) -> Iterator[OrderedRun]:
+    """Yield the three contestants of every step."""
+    p, m = flags.pipeline_size, flags.num_microbatches
+    usual = costs_of(flags, 1.0)
+    baseline, planned = (generate(name, p, m, costs=usual) for name in ("1f1b", flags.schedule))
+    for step in range(flags.steps):
+        costs = [costs_of(flags, length) for length in lengths_of(flags, step)]
+        order = order_microbatches(planned, costs)
+        in_order = tuple(costs[number] for number in order.places)
+        alone = order_microbatches(baseline, costs, num_tried=1).time
+        yield OrderedRun(_ONE_F_ONE_B, step, baseline, tuple(costs), alone)
+        yield OrderedRun(_MEAN, step, planned, tuple(costs), order.time_in_data_order)
+        yield OrderedRun(_PLANNED, step, planned, in_order, order.time)
+
+
+def costs_of(flags: LengthsFlags, length: float) -> StageCosts:
+    """The costs of a microbatch of this length, in milliseconds and M_B."""
+    time = flags.time * length
+    kept = {"memory_f": length, "memory_b": -length / 2, "memory_w": -length / 2}
+    return StageCosts.uniform(flags.pipeline_size, time, time, time, flags.time_comm, **kept)
+
+
+def main(argv: list[str] | None = None) -> int:
+    return run_command(_PROG, lambda: _measure(sys.argv[1:] if argv is None else argv))
+
+
+def _measure(argv: list[str]) -> None:
+    flags = read_flags(LengthsFlags, argv, _PROG, __doc__ or "")
+    runs = list(contestants(flags))
+    named = [replace(run.schedule, name=f"{run.name} {run.step}") for run in runs]
+    seconds = (1 + flags.rounds) * sum(run.simulated for run in runs) / 1e3
+    print(f"{len(runs)} runs of {flags.rounds} rounds: about {seconds:.0f} s", file=sys.stderr)
+    job = EmulatedJob(
+        flags.pipeline_size,
+        tuple((lower(schedule, costs=run.costs[0]), run.costs) for schedule, run in zip(named, runs, strict=True)),
+        peers=(),
+        steps=flags.rounds,
+        activation_bytes=1 << 16,
+        timeout=timedelta(seconds=60 + 10 * seconds),
+        directory=Path(),
+    )
+    records = run_job(job)
+    measured = {
+        (run.name, run.step): median(1e3 * (max(rank.returned for rank in ranks) - ranks[0].start) for ranks in steps)
+        for run in runs
+        for steps in (records.steps[f"{run.name} {run.step}"],)
+    }
+    simulated = {(run.name, run.step): run.simulated for run in runs}
+    steps = range(flags.steps)
+    heads = ("step", *(f"{name} (ms)" for name in (_ONE_F_ONE_B, _MEAN, _PLANNED)))
+    rows = [(str(step), *(f"{measured[name, step]:.1f}" for name in (_ONE_F_ONE_B, _MEAN, _PLANNED))) for step in steps]
+    print(table(heads, rows))
+    for name in (_ONE_F_ONE_B, _MEAN):
+        print(
+            f"{_PLANNED} beside {name}: {_ratios(measured, name, steps)} (simulated {_ratios(simulated, name, steps)})"
+        )
+    error = max((abs(measured[key] / simulated[key] - 1) for key in measured), default=0.0)
+    mean_error = fmean(abs(measured[key] / simulated[key] - 1) for key in measured)
+    print(f"measured beside simulated: {mean_error:.1%} in the mean, {error:.1%} at most")
+
+
+def _ratios(times: dict[tuple[str, int], float], name: str, steps: Sequence[int]) -> str:
+    """How many times as fast the planned order is: the mean over the steps, and the least."""
+    each = [times[name, step] / times[_PLANNED, step] for step in steps]
+    return f"{fmean(each):.3f} times, at least {min(each):.3f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,189 @@
+"""Choose layouts for random models, and compare each with the best that any fixed choice of the axes gives.
+
+    python -m benchmarks.random_models --models 200
+    python -m benchmarks.random_models --first-seed 8000 --models 20 --operations 20000
+
+A model has 2 to 16 ranks, up to six layers and four microbatches a rank, an output layer of 0.1 to 8 layers' time, tied
+to the embedding or not, light or heavy optimizer states, in one of four every second layer twice as expensive, and a
+memory limit of 1 to 2 times 1F1B's on Megatron's split. It depends on its seed alone. A fixed choice is a placement
+with a number of chunks, recomputation or none, and a whole vocabulary or one spread over all ranks; Megatron's split
+has no preference there. A fixed choice is searched with full effort if without any effort it comes within a tenth of
+the chosen layout.
+
+Exit status 1 if a model is refused though a fixed choice fits, or if 1F1B on Megatron's split is faster.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from math import ceil
+
+from megatron.zero_bubble.cli.flag_values import at_least
+from megatron.zero_bubble.cli.invocation import read_flags, run_command
+from megatron.zero_bubble.cli.output import percent, table
+from megatron.zero_bubble.cli.shared_flags import TableFlags
+from megatron.zero_bubble.planner import Plan, PlanRequest, all_placements, search_layouts
+from megatron.zero_bubble.planner.megatrons_split import as_megatron_runs, capacity_of_multiple, megatrons_layout
+from megatron.zero_bubble.schedule.errors import ScheduleError
+from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts
+from megatron.zero_bubble.schedule.recomputation import Recompute
+from megatron.zero_bubble.session.flag_parser import flag
+
+_PROG = "benchmarks.random_models"
+RECOMPUTES = (Recompute.NONE, Recompute.PLANNED)
+WORTH_EFFORT = 1.1
+HEADS = ("models", "at most 1.00", "at most 1.03", "at most 1.05", "largest", "refused", "beside 1F1B: least", "median")
+
+
+@dataclass(frozen=True)
+class RandomModelFlags(TableFlags):
+    """the models"""
+
+    first_seed: int = flag("seed of the first model", 7000, parse=at_least(0), metavar="N")
+    models: int = flag("number of models", 200, parse=at_least(1), metavar="N")
+    operations: int = flag(
+        "only models whose layers times microbatches are at most this many", 1_000_000, parse=at_least(10), metavar="N"
+    )
+
+
+@dataclass(frozen=True)
+class ComparedLayout:
+    """The chosen layout of one model beside the best fixed choice."""
+
+    seed: int
+    num_ranks: int
+    num_microbatches: int
+    num_layers: int
+    limit: float
+    """In multiples of 1F1B's memory on Megatron's split."""
+    chosen: str
+    best: str
+    above_best: float | None
+    """Time of the chosen layout over that of the best fixed choice, or 1 if that is longer; None if it is refused."""
+    beside_1f1b: float | None
+    """Time of 1F1B on Megatron's split over that of the chosen layout."""
+    seconds: float
+    """Processor time of the search."""
+
+
+def random_request(seed: int, most_operations: int = 1_000_000) -> tuple[PlanRequest, float]:
+    """The request for the model with this seed, and its limit in multiples of 1F1B's memory."""
+    generator, num_operations = random.Random(seed), most_operations + 1
+    while num_operations > most_operations:
+        num_ranks = generator.randint(2, 16)
+        num_layers = num_ranks * generator.randint(1, 6) + generator.choice((0, 0, generator.randrange(num_ranks)))
+        num_microbatches = generator.randint(ceil(num_ranks / 2), 4 * num_ranks)
+        num_operations = num_layers * num_microbatches
+    model = _random_model(generator, num_layers)
+    usual = megatrons_layout(num_layers, num_ranks)
+    request = PlanRequest(
+        "auto",
+        num_microbatches,
+        all_placements(num_ranks),
+        model,
+        usual=usual,
+        recomputes=RECOMPUTES,
+        vocabulary_parallel=None,
+    )
+    limit = generator.choice((1.0, generator.uniform(1, 2)))
+    return replace(request, capacity=capacity_of_multiple(request, usual, limit)), limit
+
+
+def _random_model(generator: random.Random, num_layers: int) -> ModelCosts:
+    share, state = generator.uniform(0.2, 0.8), generator.choice((0, 0.5, 3, 20))
+    layer = UnitCosts(
+        *(10.0, 10 * generator.uniform(0.8, 1.3), 10 * generator.uniform(0.5, 1)),
+        *(1.0, -share, share - 1),
+        *(10 * generator.uniform(0.9, 1), generator.uniform(0.6, 0.95), state),
+    )
+    larger = UnitCosts(*(2 * value for value in asdict(layer).values()))
+    second = generator.choice((layer, layer, layer, larger))
+    head, kept = generator.uniform(0.1, 8), generator.choice((0.1, 0.5, 1.5))
+    embedding = UnitCosts(0.2, 0, 0.3 * min(head, 2), 0.02, 0, -0.02, state=state * head / 2)
+    output = UnitCosts(*(10 * head,) * 3, kept, -0.3 * kept, -0.7 * kept, state=state * head / 2)
+    layers = tuple((layer, second)[number % 2] for number in range(num_layers))
+    ties_output = generator.random() < 0.5
+    return ModelCosts(embedding, layers, output, generator.choice((0, 0.5, 3)), ties_output)
+
+
+def chosen_layout(seed: int, most_operations: int = 1_000_000) -> ComparedLayout:
+    """Choose the layout of one model, and compare it with all fixed choices."""
+    request, limit = random_request(seed, most_operations)
+    begin = time.process_time()
+    chosen = _searched(request)
+    seconds = time.process_time() - begin
+    fixed = min(_fixed_choices(request, chosen), key=lambda plan: plan.time, default=chosen)
+    assert request.usual is not None
+    own = as_megatron_runs(request, request.usual)
+    return ComparedLayout(
+        seed=seed,
+        num_ranks=request.num_ranks,
+        num_microbatches=request.num_microbatches,
+        num_layers=len(request.model.layers),
+        limit=limit,
+        chosen=words_of(chosen),
+        best=words_of(fixed),
+        above_best=max(1.0, chosen.time / fixed.time) if chosen and fixed else None,
+        beside_1f1b=own.time / chosen.time if chosen else None,
+        seconds=seconds,
+    )
+
+
+def _searched(request: PlanRequest) -> Plan | None:
+    try:
+        return search_layouts(request)
+    except ScheduleError:
+        return None
+
+
+def _fixed_choices(request: PlanRequest, chosen: Plan | None) -> Iterator[Plan]:
+    """The plans of the fixed choices that fit and come near the chosen layout."""
+    for placement, recompute, shards in product(request.placements, RECOMPUTES, (False, True)):
+        fixed = replace(
+            request, usual=None, placements=(placement,), recomputes=(recompute,), vocabulary_parallel=shards
+        )
+        quick = _searched(replace(fixed, effort=0))
+        if quick and (chosen is None or quick.time < WORTH_EFFORT * chosen.time):
+            yield _searched(fixed) or quick
+
+
+def words_of(plan: Plan | None) -> str:
+    """The plan's layout in a few words, such as `v 2, planned, shards`."""
+    if plan is None:
+        return "-"
+    layout = plan.layout
+    placement, shards = layout.placement, ", shards" * layout.vocabulary_parallel
+    return f"{placement.kind} {placement.num_chunks}, {layout.recompute.value}{shards}"
+
+
+def _row(found: Sequence[ComparedLayout]) -> tuple[str, ...]:
+    above = [one.above_best for one in found if one.above_best is not None]
+    gains = sorted(one.beside_1f1b for one in found if one.beside_1f1b is not None)
+    refused = sum(one.chosen == "-" != one.best for one in found)
+    shares = (percent(sum(ratio <= most + 5e-4 for ratio in above) / len(found)) for most in (1, 1.03, 1.05))
+    ends = (f"{gains[0]:.3f}", f"{gains[len(gains) // 2]:.3f}") if gains else ("-", "-")
+    return str(len(found)), *shares, f"{max(above, default=1):.3f}", str(refused), *ends
+
+
+def main(argv: list[str] | None = None) -> int:
+    return run_command(_PROG, lambda: _choose_all(sys.argv[1:] if argv is None else argv))
+
+
+def _choose_all(argv: list[str]) -> bool:
+    """Choose layouts for the models that the flags ask for, print the table, and return whether none is worse."""
+    flags = read_flags(RandomModelFlags, argv, _PROG, __doc__ or "")
+    found = []
+    for seed in range(flags.first_seed, flags.first_seed + flags.models):
+        found.append(chosen_layout(seed, flags.operations))
+        print(found[-1], file=sys.stderr)
+    flags.deliver([asdict(one) for one in found], table(HEADS, [_row(found)], markdown=flags.markdown))
+    return not any(one.chosen == "-" != one.best or (one.beside_1f1b or 1) < 1 - 1e-9 for one in found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

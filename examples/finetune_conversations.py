@@ -1,0 +1,167 @@
+"""Fine-tune a small model on conversations of very different lengths, in a loop over megatron-core of your own.
+
+    torchrun --standalone --nproc-per-node 2 examples/finetune_conversations.py
+    torchrun --standalone --nproc-per-node 2 examples/finetune_conversations.py --schedule 1f1b --microbatch-order data
+
+Conversations are made up: questions about sums, with one turn or with dozens. A microbatch is one conversation, so that
+a long one takes twenty times as long as a short one. From the measured times of the first steps every later step takes
+its microbatches in the order with the least waiting. With `--microbatch-order data` they stay in the order of the data.
+With `--checkpoint FOLDER` the training saves each rank's state at the end, and goes on from there next time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import megatron.zero_bubble as zb
+
+LONGEST = 512
+
+
+def conversation(generator: random.Random) -> torch.Tensor:
+    """Bytes [1, length] of a conversation with a long-tailed number of turns."""
+    turns = []
+    for _ in range(1 + int(generator.lognormvariate(0.7, 1.0))):
+        first, second = generator.randrange(100), generator.randrange(100)
+        turns.append(f"Q: What is {first} + {second}?\nA: {first + second}.\n")
+    return torch.tensor([list("".join(turns).encode()[: LONGEST + 1])])
+
+
+def forward_step(data: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
+    tokens = next(data).to(next(model.parameters()).device)
+    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    length = inputs.shape[1]
+    mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=inputs.device).triu(1)
+    losses = model(inputs, torch.arange(length, device=inputs.device)[None], mask, labels=labels)
+
+    def loss_of(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        loss = losses.float().mean()
+        return loss, {"loss": loss.detach().clone()}  # megatron-core scales the loss in place
+
+    return losses, loss_of
+
+
+def forward_backward(function: Any, model: Any, batch: list[torch.Tensor]) -> list[Any]:
+    """Compute the gradients of a step with megatron-core's function or another one in its place."""
+    return function(
+        forward_step_func=forward_step,
+        data_iterator=iter(batch),
+        model=model,
+        num_microbatches=len(batch),
+        seq_length=LONGEST,
+        micro_batch_size=1,
+        forward_only=False,
+    )
+
+
+def build_stage() -> Any:
+    """Build this rank's stage of a GPT of 8 layers."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=8,
+        hidden_size=192,
+        num_attention_heads=4,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        pipeline_model_parallel_size=dist.get_world_size(),
+        pipeline_dtype=torch.float32,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # the default refuses varied lengths, with experts or without
+        use_cpu_initialization=not torch.cuda.is_available(),
+    )
+    return GPTModel(
+        config,
+        get_gpt_layer_local_spec(),
+        vocab_size=256,
+        max_sequence_length=LONGEST,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+    )
+
+
+def with_optimizer(stage: Any, **settings: bool) -> tuple[Any, Any]:
+    """Wrap a stage in megatron-core's data parallelism with these settings, and build its optimizer."""
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    model = DistributedDataParallel(stage.config, DistributedDataParallelConfig(**settings), stage)
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-3), [model])
+    stage.config.finalize_model_grads_func = finalize_model_grads
+    return model, optimizer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--schedule", default="auto", help="name of docs/schedules.md")
+    parser.add_argument("--microbatch-order", default="planned", choices=["planned", "data"])
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--num-microbatches", type=int, default=8)
+    parser.add_argument("--checkpoint", type=Path, help="folder to load from, if it has a checkpoint, and to save to")
+    args = parser.parse_args()
+    zb.enable(args.schedule, microbatch_order=args.microbatch_order, cpu=not torch.cuda.is_available())
+    if torch.cuda.is_available():
+        torch.cuda.set_device(dist.get_node_local_rank())
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    train(args)
+    zb.disable()
+    dist.destroy_process_group()
+
+
+def train(args: argparse.Namespace) -> None:
+    """Train, print each step, and save."""
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=dist.get_world_size())
+    torch.manual_seed(1)
+    model_parallel_cuda_manual_seed(1)
+    model, optimizer = with_optimizer(build_stage())
+    begin, file = 0, args.checkpoint and args.checkpoint / f"rank{dist.get_rank()}.pt"
+    if file and file.exists():
+        saved = torch.load(file, weights_only=False)
+        begin = saved["step"]
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+    seconds = []
+    for step in range(begin, begin + args.steps):
+        generator = random.Random(step)
+        batch = [conversation(generator) for _ in range(args.num_microbatches)]
+        start = time.perf_counter()
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        losses = forward_backward(get_forward_backward_func(), model, batch)
+        optimizer.step()
+        dist.barrier()
+        seconds.append(time.perf_counter() - start)
+        if losses:  # on the last stage
+            mean = sum(each["loss"].item() for each in losses) / len(losses)
+            lengths = " ".join(str(tokens.shape[1]) for tokens in batch)
+            print(f"step {step}: loss {mean:.4f}, {1000 * seconds[-1]:.0f} ms, lengths {lengths}")
+    if dist.get_rank() == dist.get_world_size() - 1 and seconds:
+        print(f"median step: {1000 * median(seconds[len(seconds) // 2 :]):.0f} ms in the second half")
+    if file:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        state = {"step": begin + args.steps, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save(state, file)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""Finds the size of a microbatch in its data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megatron.zero_bubble.schedule.sized_costs import MicrobatchSize
+
+_TOKENS = ("tokens", "input_ids", "text", "labels", "position_ids")
+
+
+def size_of(item: Any) -> MicrobatchSize | None:
+    """The size of a microbatch; None if its sequences cannot be found.
+
+    Lengths of packed sequences are read from `cu_seqlens`. Where an `attention_mask` of shape `[batch, sequence]` says
+    which tokens are not padding, only these count. Otherwise a microbatch is as large as the first tensor of token
+    numbers, of shape `[batch, sequence]`.
+
+    Args:
+        item: a mapping with Megatron's or Hugging Face's names, such as `tokens` or `input_ids`, or a sequence of
+            tensors.
+    """
+    if isinstance(item, torch.Tensor):
+        item = [item]
+    if hasattr(item, "keys"):
+        return _size_of_mapping({str(name): item[name] for name in item.keys()})  # noqa: SIM118 (a TensorDict)
+    if isinstance(item, Sequence) and not isinstance(item, str):
+        return next((_whole(each) for each in item if _is_tokens(each)), None)
+    return None
+
+
+def _size_of_mapping(item: Mapping[str, Any]) -> MicrobatchSize | None:
+    offsets = item.get("cu_seqlens")
+    if isinstance(offsets, torch.Tensor):
+        # Some data pads the offsets to a fixed number of entries.
+        lengths = offsets.flatten().diff()
+        return MicrobatchSize.of(lengths[lengths > 0].tolist())
+    mask = item.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+        return MicrobatchSize.of(mask.bool().sum(-1).tolist())
+    return next((_whole(item[name]) for name in _TOKENS if _is_tokens(item.get(name))), None)
+
+
+def _is_tokens(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 2 and not value.is_floating_point()
+
+
+def _whole(tokens: torch.Tensor) -> MicrobatchSize:
+    batch, length = tokens.shape
+    return MicrobatchSize.of([length] * batch)

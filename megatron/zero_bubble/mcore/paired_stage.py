@@ -1,0 +1,212 @@
+"""Runs a forward and a backward as one, layer by layer, with the schedule plans of megatron-core's models.
+
+megatron-core has these plans for `--overlap-moe-expert-parallel-comm`. A plan cuts a forward and its backward into
+nodes, such as the experts of a layer and the exchanges before and after them. `run` of two plans runs the nodes of a
+forward and of another microbatch's backward in turn, on one stream for computing and one for exchanges.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
+
+import torch
+from megatron.core.enums import Fp8Recipe
+from megatron.core.fp8_utils import get_fp8_context
+from megatron.core.pipeline_parallel import schedules as mcore
+from megatron.core.pipeline_parallel.utils import ScheduleNode, set_streams
+from megatron.core.utils import get_attr_wrapped_model
+
+from megatron.zero_bubble.mcore.forward_backward import MegatronStage
+from megatron.zero_bubble.mcore.plan_nodes import complete_plan
+from megatron.zero_bubble.mcore.recorded_call import record_call
+from megatron.zero_bubble.runtime.recorder import OpRecorder
+from megatron.zero_bubble.schedule import Op
+
+FLAG = "--overlap-moe-expert-parallel-comm"
+
+
+def refuse_unpaired(config: Any, model_class: type[Any] | None = None) -> None:
+    """Check that a model can run a forward and a backward as one.
+
+    Raises:
+        ValueError: the model has no schedule plans, or a setting that they do not support.
+    """
+    if model_class is not None and not hasattr(model_class, "build_schedule_plan"):
+        raise ValueError(
+            f"{FLAG} needs a model with build_schedule_plan, such as GPTModel, and not {model_class.__name__}"
+        )
+    refused = {
+        "--expert-model-parallel-size 1": config.expert_model_parallel_size == 1,
+        "--recompute-granularity full": config.recompute_granularity == "full",
+        "--moe-shared-expert-overlap": config.moe_shared_expert_overlap,
+        f"--mtp-num-layers {config.mtp_num_layers}": (config.mtp_num_layers or 0) > 1,
+        f"--moe-token-dispatcher-type {config.moe_token_dispatcher_type}": config.moe_token_dispatcher_type
+        not in ("alltoall", "flex"),
+    }
+    for given, is_on in refused.items():
+        if is_on:
+            raise ValueError(f"{FLAG} does not work with {given}: change one of them")
+
+
+class _KeptPlan(NamedTuple):
+    """The schedule plan of a forward, which its backward continues."""
+
+    plan: Any
+    loss: ScheduleNode | None
+    """The node of the loss, on the last stage."""
+
+
+class _Forward(NamedTuple):
+    microbatch: int
+    chunk: int
+    input_tensor: torch.Tensor | None
+
+
+class _Backward(NamedTuple):
+    microbatch: int
+    chunk: int
+    input_tensor: torch.Tensor | None
+    output_tensor: torch.Tensor
+    output_grad: torch.Tensor | None
+
+
+@dataclass
+class PairedStage(MegatronStage):
+    """A stage whose forwards and backwards run by schedule plans, alone or as one."""
+
+    recorder: OpRecorder | None = None
+    """Times the exchanges of tokens between experts, where operations are recorded."""
+    _kept: dict[tuple[int, int], _KeptPlan] = field(default_factory=dict)
+    """Chunk and microbatch -> the plan that its backward continues."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        set_streams()
+
+    def forward(self, microbatch: int, chunk: int, input_tensor: torch.Tensor | None) -> torch.Tensor:
+        if self.forward_only:
+            return super().forward(microbatch, chunk, input_tensor)
+        output, _ = self._run(_Forward(microbatch, chunk, input_tensor), None)
+        assert output is not None
+        return output
+
+    def backward(
+        self,
+        microbatch: int,
+        chunk: int,
+        input_tensor: torch.Tensor | None,
+        output_tensor: torch.Tensor,
+        output_grad: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        return self._run(None, _Backward(microbatch, chunk, input_tensor, output_tensor, output_grad))[1]
+
+    def forward_backward(
+        self,
+        forward: Op,
+        input_tensor: torch.Tensor | None,
+        backward: Op,
+        backward_input: torch.Tensor | None,
+        output_tensor: torch.Tensor,
+        output_grad: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        output, input_grad = self._run(
+            _Forward(forward.microbatch, forward.chunk, input_tensor),
+            _Backward(backward.microbatch, backward.chunk, backward_input, output_tensor, output_grad),
+        )
+        assert output is not None
+        return output, input_grad
+
+    def _run(
+        self, forward: _Forward | None, backward: _Backward | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Run a forward, a backward or both; return the output of the one and the input gradient of the other."""
+        config = self._config
+        if forward is not None and config.timers is not None:
+            config.timers("forward-compute", log_level=2).start()
+        kept, gradient = self._gradient_of_output(backward) if backward is not None else (None, None)
+        new, loss_function = self._new_plan(forward) if forward is not None else (None, None)
+        delays_scaling = config.fp8 and config.fp8_recipe == Fp8Recipe.delayed
+        with get_fp8_context(config) if delays_scaling else contextlib.nullcontext():
+            plan: Any = new if new is not None else kept
+            output = type(plan).run(new, kept, b_grad=gradient)
+        if forward is not None:
+            output = self._end_forward(forward, new, loss_function, output)
+        input_tensor = backward.input_tensor if backward is not None else None
+        return (output if forward is not None else None), (None if input_tensor is None else input_tensor.grad)
+
+    def _new_plan(self, forward: _Forward) -> tuple[Any, Any]:
+        """The schedule plan of a forward, and the loss function of the user's forward step."""
+        microbatch, chunk, input_tensor = forward
+        model = self.model_chunks[chunk]
+        if mcore.check_first_val_step(self.first_val_step, self.forward_only, microbatch == 0) and hasattr(
+            model, "set_is_first_microbatch"
+        ):
+            cast(Any, model).set_is_first_microbatch()
+        mcore.set_current_microbatch(model, microbatch)
+        get_attr_wrapped_model(model, "set_input_tensor")([input_tensor])
+        call = record_call(self.forward_step_func, self.data_iterators[chunk], model)
+        planned = get_attr_wrapped_model(model, "build_schedule_plan", return_model_obj=True)
+        # The store of this project, and not the plan, says when a deferred weight gradient is computed.
+        delays, self._config.delay_wgrad_compute = self._config.delay_wgrad_compute, False
+        try:
+            plan = planned.build_schedule_plan(*call.arguments, **call.keywords)
+        finally:
+            self._config.delay_wgrad_compute = delays
+        complete_plan(planned, plan)
+        if self.recorder is not None:
+            self._time_exchanges(plan, self.recorder)
+        return plan, call.loss_function
+
+    @staticmethod
+    def _time_exchanges(plan: Any, recorder: OpRecorder) -> None:
+        """Let the recorder time the nodes that exchange tokens between experts, forward and backward."""
+        for number in range(plan.num_layers()):
+            layer = plan.get_layer(number)
+            for node in (layer.moe_dispatch, layer.moe_combine):
+                if isinstance(node, ScheduleNode):
+                    node.forward_func = recorder.timed_exchange(node.forward_func)
+                    node.backward_func = recorder.timed_exchange(node.backward_func)
+
+    def _end_forward(self, forward: _Forward, plan: Any, loss_function: Any, output: torch.Tensor) -> torch.Tensor:
+        """Compute the loss on the last stage, and keep the plan for the backward."""
+        microbatch, chunk, _ = forward
+        stage = self.placement.stage_of(self.rank, chunk)
+        is_last = stage == self.placement.num_stages - 1
+        node = None
+        if is_last:
+            node = ScheduleNode(loss_function, torch.cuda.current_stream(), plan.event, name="loss_func")
+        result, num_tokens = mcore.forward_step_calc_loss(
+            self.model_chunks[chunk],
+            output,
+            None if node is None else node.forward,
+            self._config,
+            self._vp_stage(chunk),
+            self.collect_non_loss_data,
+            self.num_microbatches,
+            self.forward_data_store,
+            self.cp_group_size,
+            is_last,
+        )
+        self._note_output(microbatch, chunk, result, num_tokens)
+        self._kept[chunk, microbatch] = _KeptPlan(plan, node)
+        return result
+
+    def _gradient_of_output(self, backward: _Backward) -> tuple[Any, torch.Tensor]:
+        """The plan of a backward, and the gradient of the output of its model; the last stage begins with its loss."""
+        plan, loss = self._kept.pop((backward.chunk, backward.microbatch))
+        if backward.input_tensor is not None:
+            backward.input_tensor.retain_grad()
+        if backward.output_grad is not None:
+            return plan, backward.output_grad
+        assert loss is not None, "only the last stage has no gradient of its output"
+        output = backward.output_tensor
+        if self._config.grad_scale_func is not None:
+            output = self._config.grad_scale_func(output)
+        torch.autograd.backward(output)
+        return plan, loss.get_grad()
+
+    def restart(self) -> None:
+        super().restart()
+        self._kept.clear()

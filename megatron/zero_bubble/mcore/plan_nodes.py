@@ -1,0 +1,83 @@
+"""Completes megatron-core's schedule plans, so that they compute what the forwards of the model and its layers compute.
+
+A plan calls the parts of a layer and not the layer. So it leaves out the hooks of layers, the random state in which
+layers draw under sequence parallelism, and the final norm after a dense layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import megatron.core
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.pipeline_parallel.utils import ScheduleNode
+from megatron.core.transformer.transformer_layer import make_viewless_tensor
+
+
+def complete_plan(model: Any, plan: Any) -> None:
+    """Let the plan of a forward compute what the model's forward computes. The model's own hooks run at once.
+
+    Args:
+        model: the model whose `build_schedule_plan` made the plan.
+    """
+    config = model.config
+    run_hooks(model)
+    own = len(model.decoder.layers)
+    for number in range(plan.num_layers()):
+        planned = plan.get_layer(number)
+        first = _first_node(planned)
+        _wrap(first, partial(_after_hooks, planned.layer))
+        if number < own and config.sequence_parallel:
+            # Layers of multi-token prediction fork this state themselves.
+            for node in (first, planned.mlp, planned.moe_combine):
+                _wrap(node, _forked)
+        is_dense = not isinstance(planned.moe_combine, ScheduleNode)
+        if number == own - 1 and is_dense and model.decoder.final_layernorm is not None:
+            _wrap(planned.mlp, partial(_with_norm, model.decoder.final_layernorm))
+        if config.num_moe_experts == config.expert_model_parallel_size:
+            # A rank's only expert takes the tokens as they arrive, without a copy, and needs them in its backward.
+            # megatron-core frees them after the forward; from 0.18 on it knows this case.
+            planned.mlp.free_input = False
+
+
+def _first_node(planned: Any) -> Any:
+    """The node that a layer begins with, which megatron-core calls `attn` before 0.19."""
+    for name in ("attn", "pre_dispatch_computation"):
+        if hasattr(planned, name):
+            return getattr(planned, name)
+    raise ValueError(
+        f"--overlap-moe-expert-parallel-comm does not work with the schedule plans of megatron-core "
+        f"{megatron.core.__version__} under a zero-bubble schedule: use 0.16 to 0.20"
+    )
+
+
+def run_hooks(module: torch.nn.Module) -> None:
+    """Run the hooks that precede the forward of a module, without its inputs."""
+    for number, hook in module._forward_pre_hooks.items():
+        if number in module._forward_pre_hooks_with_kwargs:
+            hook(module, (), {})
+        else:
+            hook(module, ())
+
+
+def _wrap(node: Any, around: Callable[..., Any]) -> None:
+    """Run the forward of a node, if the layer has it, as `around` does."""
+    if isinstance(node, ScheduleNode):
+        node.forward_func = partial(around, node.forward_func)
+
+
+def _forked(forward: Callable[..., Any], *inputs: Any) -> Any:
+    with tensor_parallel.get_cuda_rng_tracker().fork():
+        return forward(*inputs)
+
+
+def _after_hooks(layer: torch.nn.Module, forward: Callable[..., Any], *inputs: Any) -> Any:
+    run_hooks(layer)
+    return forward(*inputs)
+
+
+def _with_norm(norm: torch.nn.Module, forward: Callable[..., Any], *inputs: Any) -> Any:
+    return make_viewless_tensor(inp=norm(forward(*inputs)), requires_grad=True, keep_graph=True)

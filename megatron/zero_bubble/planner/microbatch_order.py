@@ -1,0 +1,176 @@
+"""The order in which a schedule takes the microbatches of a step, where they differ in size.
+
+A schedule numbers microbatches by their place in the step. Which microbatch of the data has which place is free: a long
+one delays every rank where the pipeline is still filling, and only one where all ranks have work. The operations keep
+their order, so that ranks run the schedule that was lowered and validated.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from math import inf
+from random import Random
+from typing import NamedTuple
+
+from megatron.zero_bubble.planner.critical_paths import OrderGraph
+from megatron.zero_bubble.planner.problem import Problem, tolerance
+from megatron.zero_bubble.planner.request import Limits
+from megatron.zero_bubble.schedule.costs import StageCosts
+from megatron.zero_bubble.schedule.errors import Infeasible
+from megatron.zero_bubble.schedule.ir import Schedule
+from megatron.zero_bubble.schedule.kinds import KINDS
+from megatron.zero_bubble.schedule.pairs import PAIRED
+
+WORTHWHILE = 0.005
+"""An order other than the data's is taken if it is faster by this fraction."""
+_Places = tuple[int, ...]
+"""Place in the schedule -> number of the microbatch in the data."""
+
+
+class MicrobatchOrder(NamedTuple):
+    """An order of the microbatches of a step, and the times of the step that were simulated."""
+
+    places: _Places
+    """Place in the schedule -> number of the microbatch in the data."""
+    time: float
+    time_in_data_order: float
+
+
+def order_microbatches(
+    schedule: Schedule,
+    costs: Sequence[StageCosts],
+    *,
+    limits: Limits | None = None,
+    num_tried: int = 60,
+    interlocks: bool = False,
+    overlap_communication: bool = True,
+) -> MicrobatchOrder:
+    """Find the order of a step's microbatches with which the schedule takes the least time.
+
+    Sorted orders and those with the largest microbatches in the middle or at the ends are tried first, then random
+    changes of the best one. The result is the same for the same arguments.
+
+    Args:
+        schedule: lowered or not; without post-validation.
+        costs: of the stages, for each microbatch in the order of the data.
+        limits: memory of every rank. Without limits an order may need more memory than the order of the data; it needs
+            no more than the same schedule does for data that comes in that order.
+        num_tried: orders that are simulated.
+        interlocks: whether iterations interlock, so that the longest span of a rank counts, and not the makespan.
+
+    Raises:
+        Infeasible: in no order that was tried the microbatches fit into the limits.
+    """
+    step = _Step(schedule, costs, interlocks=interlocks, overlap_communication=overlap_communication)
+    in_data_order = tuple(range(len(costs)))
+    limits = limits or (inf,) * schedule.num_ranks
+    time = best_time = step.time(in_data_order)
+    best = in_data_order if step.fits(in_data_order, limits) else None
+    candidates, generator = deque(_sorted_orders(costs)), Random(0)
+    for _ in range(num_tried - 1 if len(costs) > 1 else 0):
+        places = candidates.popleft() if candidates else _changed(best or in_data_order, generator)
+        tried = step.time(places)
+        if (best is None or tried < best_time - tolerance(best_time)) and step.fits(places, limits):
+            best, best_time = places, tried
+    if best is None:
+        raise step.infeasible(in_data_order, limits)
+    if best_time > time * (1 - WORTHWHILE) and step.fits(in_data_order, limits):
+        best, best_time = in_data_order, time
+    return MicrobatchOrder(best, best_time, time)
+
+
+def _sorted_orders(costs: Sequence[StageCosts]) -> Iterator[_Places]:
+    """Orders by the work of the microbatches: rising, falling, and with the largest in the middle or at the ends."""
+    work = [sum(map(each.work, range(each.num_stages))) for each in costs]
+    rising = sorted(range(len(work)), key=work.__getitem__)
+    yield tuple(rising)
+    yield tuple(reversed(rising))
+    yield (*rising[::2], *reversed(rising[1::2]))
+    yield (*reversed(rising[::2]), *rising[1::2])
+
+
+def _changed(places: _Places, generator: Random) -> _Places:
+    """The order with one microbatch moved, or with two exchanged."""
+    changed = list(places)
+    source, target = generator.sample(range(len(places)), 2)
+    if generator.random() < 0.5:
+        changed[source], changed[target] = changed[target], changed[source]
+    else:
+        changed.insert(target, changed.pop(source))
+    return tuple(changed)
+
+
+class _Step:
+    """A step of one schedule, simulated for orders of its microbatches."""
+
+    def __init__(
+        self, schedule: Schedule, costs: Sequence[StageCosts], *, interlocks: bool, overlap_communication: bool
+    ) -> None:
+        assert schedule.num_microbatches == len(costs), "a microbatch has costs"
+        assert schedule.kinds.isdisjoint(PAIRED), "the time of a pair depends on both microbatches"
+        schedule = schedule.without_communication()
+        problem = Problem(
+            schedule.placement,
+            schedule.num_microbatches,
+            costs[0],
+            (0.0,) * schedule.num_ranks,
+            overlap_communication,
+            takes_makespan=not interlocks,
+        )
+        self._graph = graph = OrderGraph(problem, problem.orders(schedule))
+        self._problems = [replace(problem, costs=each) for each in costs]
+        codes = range(len(graph.duration) // len(costs))
+        self._durations = [[each.duration[code] for each in self._problems] for code in codes]
+        self._latencies = [[each.latency[code] for each in self._problems] for code in codes]
+        self._fused = [
+            (stage, op.microbatch)
+            for rank, ops in enumerate(schedule.ops)
+            for op in ops
+            if len(KINDS[op.kind].makes) > 1
+            for stage in (schedule.placement.stage_of(rank, op.chunk),)
+        ]
+        """Stage and place of every operation that makes both gradients: the input's is there when both are."""
+
+    def time(self, places: _Places) -> float:
+        """The time of the step."""
+        graph = self._graph
+        graph.duration = [times[number] for times in self._durations for number in places]
+        graph.latency = [times[number] for times in self._latencies for number in places]
+        b, w, m = graph.codes.b, graph.codes.w, len(places)
+        for stage, place in self._fused:
+            both, second = (b + stage) * m + place, (w + stage) * m + place
+            graph.latency[both] += graph.duration[second]
+            graph.duration[both] += graph.duration[second]
+            graph.duration[second] = graph.latency[second] = 0.0
+        runs = graph.find_times()
+        assert runs, "an order of microbatches changes no dependency"
+        return graph.cost
+
+    def fits(self, places: _Places, limits: Limits) -> bool:
+        """Whether every rank stays within its limit."""
+        return all(peak <= limit + tolerance(limit) for peak, limit in zip(self.peaks(places), limits, strict=True))
+
+    def peaks(self, places: _Places) -> list[float]:
+        """The most memory that each rank holds."""
+        graph, m = self._graph, len(places)
+
+        def change(op: int) -> float:
+            code, place = divmod(op, m)
+            return self._problems[places[place]].allocation[code + graph.codes.drop * (op in graph.dropped)]
+
+        return [max(accumulate(map(change, lane))) for lane in graph.lanes]
+
+    def infeasible(self, places: _Places, limits: Limits) -> Infeasible:
+        """The error for a step that does not fit, which names the largest microbatch of the fullest rank."""
+        peaks = self.peaks(places)
+        rank = max(range(len(peaks)), key=lambda rank: peaks[rank] / limits[rank])
+        kept = [sum(map(problem.costs.memory_f.__getitem__, problem.stages_of[rank])) for problem in self._problems]
+        largest = kept.index(max(kept))
+        return Infeasible(
+            f"the microbatches of this step need {peaks[rank]:.0f} of memory on rank {rank}, above the limit of "
+            f"{limits[rank]:.0f}; microbatch {largest} alone keeps {kept[largest]:.0f}",
+            max(peaks),
+        )

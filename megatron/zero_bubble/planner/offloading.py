@@ -1,0 +1,266 @@
+"""Inserts copies to the host and back into a planned schedule, so that it fits in a memory limit."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from math import ceil, inf
+from typing import NamedTuple
+
+from megatron.zero_bubble.planner.expected_time import slowdown
+from megatron.zero_bubble.planner.problem import Problem, tolerance
+from megatron.zero_bubble.planner.request import Limits
+from megatron.zero_bubble.schedule.errors import Infeasible
+from megatron.zero_bubble.schedule.host_link import without_copies
+from megatron.zero_bubble.schedule.ir import Op, Schedule
+from megatron.zero_bubble.schedule.kinds import BACKWARDS, COPIES, OpKind
+from megatron.zero_bubble.schedule.memory import memory_held, peak_memory
+from megatron.zero_bubble.schedule.simulate import simulate
+from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline
+
+_STEP = 2**0.5
+"""Factor between two memory limits under which schedules are planned that then get copies."""
+_MOST_LIMITS = 5
+_ROUNDS = 2
+"""How often copies are placed, each time at the times of the simulation before."""
+_NEAR = 1.05
+"""How close to the best time a plan has to be for another round."""
+
+_LEAST_RULES = 3
+"""Rules that are tried however large the schedule is."""
+_WEIGHT = 4
+"""How many operations are simulated in the time in which one is planned."""
+
+_Key = tuple[int, int]
+"""(microbatch, chunk)"""
+
+
+class CopyRule(NamedTuple):
+    """When copies are put in line; both are in times that the copy takes alone."""
+
+    lead: float
+    """How long before its backward a copy back is put in line."""
+    patience: float
+    """How long the line may be for a copy to the host that nothing needs yet."""
+    weights_first: bool = False
+    """Whether a W runs earlier to make room before a rank waits for a copy."""
+
+
+RULES = tuple(CopyRule(*each) for each in product((1.0, 1.5, 2.5), (0.25, 1.0, 2.0), (False, True)))
+
+
+def offloaded(plan: Callable[[Limits], Schedule], problem: Problem, shortest: float = inf) -> Schedule | None:
+    """The fastest schedule found that copies activations to the host and keeps the problem's memory limits.
+
+    Schedules are planned under larger limits, and each is brought below the limits by copies. A larger limit has more
+    copies, and fewer idle times and recomputations; the simulation decides.
+
+    Args:
+        plan: the schedule without copies under given limits.
+        problem: with the limits that hold.
+        shortest: time of a schedule without copies; only faster ones count.
+    """
+    if not any(problem.costs.memory_d):
+        return None
+    best, limits = None, problem.limits
+    for _ in range(_MOST_LIMITS):
+        limits = tuple(limit * _STEP for limit in limits)
+        try:
+            schedule = plan(limits)
+        except Infeasible:
+            continue
+        for timeline, time in _candidates(schedule, problem, shortest):
+            if time < shortest * (1 - 1e-9):
+                best, shortest = timeline.schedule, time
+        peaks = peak_memory(schedule, problem.costs)
+        if all(peak < limit / _STEP for peak, limit in zip(peaks, limits, strict=True)):
+            break  # a larger limit changes nothing
+    return best
+
+
+def _candidates(schedule: Schedule, problem: Problem, shortest: float) -> Iterator[tuple[Timeline, float]]:
+    """The schedule with copies by each of the rules, or by as many as the problem's budget allows, and its time.
+
+    Durations that vary are taken to lengthen it as they do the schedule without copies. What is far from `shortest`
+    gets no second round.
+    """
+    num_rules = max(_LEAST_RULES, _WEIGHT * problem.budget // (problem.num_ops * _ROUNDS * _MOST_LIMITS))
+    without = _simulated(schedule.without_communication(), problem)
+    factor = slowdown(without, problem.spread, problem.time_between)
+    for rule in RULES[:: ceil(len(RULES) / num_rules)]:
+        timed = without
+        for _ in range(_ROUNDS):
+            placed = with_copies(timed, problem, rule)
+            if placed is None:
+                break
+            timed = _simulated(placed, problem)
+            time, _ = problem.judged(factor * timed.cost, factor * timed.makespan)
+            yield timed, time
+            shortest = min(time, shortest)
+            if time > shortest * _NEAR:
+                break
+
+
+def _simulated(schedule: Schedule, problem: Problem) -> Timeline:
+    return simulate(schedule, problem.costs, overlap_communication=problem.overlap_communication)
+
+
+def with_copies(timed: Timeline, problem: Problem, rule: CopyRule) -> Schedule | None:
+    """A schedule with the copies that it needs to keep the limits; None if they do not do it.
+
+    Where a rank's memory is full, it releases the activations whose backward is farthest away among those whose copy to
+    the host has ended, as Belady's rule does for pages. They are brought back in time for the backward, or later if
+    there is no room before. Where copies do not make enough room, a W runs earlier.
+
+    Args:
+        timed: a simulation of the schedule, with or without copies, whose times count. Copies that it has are dropped.
+    """
+    schedule = without_copies(timed.schedule)
+    ranks = []
+    for rank, lane in enumerate(timed.lanes):
+        computed = [one for one in lane if one.op.kind not in COPIES]
+        ops = _RankCopies(schedule, problem, rank, computed, rule).ops()
+        if ops is None:
+            return None
+        ranks.append(ops)
+    return replace(schedule, ops=tuple(ranks))
+
+
+class _Kept(NamedTuple):
+    """Activations of a microbatch on the device, which can be released."""
+
+    backward: int
+    """Position of the operation that needs them."""
+    copied: float
+    """When their copy to the host ends, as far as the link is known to be busy."""
+    key: _Key
+
+
+class _RankCopies:
+    """Places the copies of one rank."""
+
+    def __init__(
+        self, schedule: Schedule, problem: Problem, rank: int, lane: Sequence[TimedOp], rule: CopyRule
+    ) -> None:
+        stages, costs = problem.placement.stages_of(rank), problem.costs
+        self._lane, self._limit = lane, problem.limits[rank] + tolerance(problem.limits[rank])
+        self._rule = rule
+        self._size = [costs.memory_d[stage] for stage in stages]
+        self._out = [costs.time_d[stage] for stage in stages]
+        self._back = [costs.time_h[stage] for stage in stages]
+        self._starts = [one.start for one in lane]
+        self._backward = {
+            (one.op.microbatch, one.op.chunk): k for k, one in enumerate(lane) if one.op.kind in BACKWARDS
+        }
+        fixed = {(one.op.microbatch, one.op.chunk) for one in lane if one.op.kind is OpKind.R}
+        self._movable = {key for key in self._backward if key not in fixed and self._size[key[1]] > 0}
+        held = [after for _, _, after in memory_held(schedule, costs, rank)]
+        self._changes = [after - before for before, after in zip([0, *held[:-1]], held, strict=True)]
+        self._weights = [k for k, one in enumerate(lane) if one.op.kind is OpKind.W]
+        """Positions of the W that have not run."""
+        self._early: set[int] = set()
+        """Positions of the W that have run before their turn."""
+        self._largest = max(self._changes, default=0)
+        self._kept: list[_Kept] = []
+        self._due: list[tuple[int, _Key]] = []
+        """Released activations, with the operation before which their copy back is put in line."""
+        self._link: float = 0
+        """When the link has copied all that is in line."""
+        self._held: float = 0
+        self._placed: list[Op] = []
+
+    def ops(self) -> tuple[Op, ...] | None:
+        """The operations of the rank with its copies; None if it does not keep its limit."""
+        for k, ((op, _, end), change) in enumerate(zip(self._lane, self._changes, strict=True)):
+            key = op.microbatch, op.chunk
+            if k in self._early:
+                continue
+            if not self._bring_back(k) or (change > 0 and not self._make_room(change, k)):
+                return None
+            self._placed.append(op)
+            if op.kind is OpKind.W:
+                self._weights.remove(k)
+            self._held += change
+            if op.kind is OpKind.F and key in self._movable:
+                self._keep(key, end)
+        return tuple(self._placed)
+
+    def _keep(self, key: _Key, end: float) -> None:
+        """Note activations that an F has made, and copy them if the link is free soon."""
+        time, copied = self._out[key[1]], inf
+        if self._link - end <= self._rule.patience * time:
+            copied = self._link = max(self._link, end) + time
+        self._kept.append(_Kept(self._backward[key], copied, key))
+
+    def _make_room(self, amount: float, at: int, last: int | None = None) -> bool:
+        """Release activations until so much fits; False if that does not do.
+
+        Args:
+            last: only activations whose backward comes later than this operation are released.
+        """
+        if self._held + amount <= self._limit:
+            return True
+        now, last = self._starts[at], at if last is None else last
+        self._kept = [one for one in self._kept if one.backward > at]
+        able = sorted((one for one in self._kept if one.backward > last), key=lambda one: one.backward)
+        weights = self._next_weights(at)
+        missing = self._held + amount - self._limit
+        possible = sum(self._size[one.key[1]] for one in able) - sum(self._changes[k] for k in weights)
+        if missing > possible:
+            return False
+        copied = [one for one in able if one.copied <= now]
+        others = sorted((one for one in able if one.copied > now), key=lambda one: -one.copied)
+        while self._held + amount > self._limit:
+            if copied:
+                self._release(copied.pop(), at)
+            elif weights and (self._rule.weights_first or not others):
+                self._run_early(weights.pop(0))
+            else:
+                self._release(others.pop(), at)
+        return True
+
+    def _next_weights(self, at: int) -> list[int]:
+        """Positions of the W that could run before the operation at `at` and release memory, in their order."""
+        able, blocked = [], set[int]()
+        for k in self._weights:
+            op = self._lane[k].op
+            if k <= at or self._backward[op[1:]] >= at or self._changes[k] >= 0:
+                blocked.add(op.chunk)
+                if len(blocked) == len(self._size):
+                    break
+            if op.chunk not in blocked:
+                able.append(k)
+        return able
+
+    def _run_early(self, position: int) -> None:
+        self._early.add(position)
+        self._weights.remove(position)
+        self._placed.append(self._lane[position].op)
+        self._held += self._changes[position]
+
+    def _release(self, one: _Kept, at: int) -> None:
+        self._kept.remove(one)
+        backward, copied, key = one
+        if copied == inf:
+            self._link = max(self._link, self._starts[at]) + self._out[key[1]]
+        self._placed.append(Op(OpKind.D, *key))
+        self._held -= self._size[key[1]]
+        start = self._starts[backward] - self._rule.lead * self._back[key[1]]
+        self._due.append((max(at + 1, bisect_right(self._starts, start) - 1), key))
+
+    def _bring_back(self, at: int) -> bool:
+        """Put the copies in line that are due before the operation at `at`; False if one has no room at the last."""
+        due = sorted((self._backward[key], key) for k, key in self._due if k <= at) if self._due else []
+        for backward, key in due:
+            size = self._size[key[1]]
+            # Activations cannot be released twice. Those that come back early leave room for a forward.
+            if self._make_room(size + self._largest * (backward > at), at, backward):
+                self._placed.append(Op(OpKind.H, *key))
+                self._held += size
+                self._link = max(self._link, self._starts[at]) + self._back[key[1]]
+                self._due = [each for each in self._due if each[1] != key]
+            elif backward <= at:
+                return False
+        return True

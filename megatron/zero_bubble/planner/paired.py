@@ -1,0 +1,260 @@
+"""Plans with pairs: ranks run a forward and a backward as one where both are ready, or soon will be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from heapq import heappush
+from itertools import islice, product
+from math import inf
+
+from megatron.zero_bubble.planner.event_loop import EventLoop, GapRule
+from megatron.zero_bubble.planner.portfolio import best_of, fits
+from megatron.zero_bubble.planner.problem import Problem
+from megatron.zero_bubble.schedule.errors import ScheduleError
+from megatron.zero_bubble.schedule.generators.dualpipe_v import dualpipe_v
+from megatron.zero_bubble.schedule.generators.interleaved import interleaved_pairs
+from megatron.zero_bubble.schedule.ir import Op, Schedule
+from megatron.zero_bubble.schedule.kinds import OpKind
+from megatron.zero_bubble.schedule.pairs import computations, in_pairs
+
+
+@dataclass(frozen=True)
+class PairPolicy:
+    """How a rank decides where pairs are possible. It runs a pair if a forward and a backward are ready."""
+
+    caps: tuple[int, ...]
+    """Rank -> microbatches, summed over its chunks, between F and B, up to which the rank runs an F alone."""
+    patience: float = 1.0
+    """How long a forward or backward waits for the other, if that is known to arrive, in times of a backward."""
+    weights: GapRule = GapRule.BALANCED
+    """Whether W fills a gap that is too short for it."""
+    fuses: bool = False
+    """Whether pairs compute the gradient of the weights, too."""
+
+
+FEW = 4
+"""Policies that are tried however long planning takes."""
+
+
+def with_pairs(name: str, problem: Problem, apart: Schedule) -> Schedule:
+    """The best of a plan without pairs, of plans with pairs and of the named schedules with pairs that fit.
+
+    Args:
+        apart: the plan without pairs, within the limits of the problem.
+    """
+    number = max(FEW, problem.budget // problem.num_ops)
+    planned = (_plan(_PairedRanks(problem, policy)) for policy in islice(_policies(problem), number))
+    named = list(_named(problem))
+    orders = [_computations(schedule) for schedule in named]
+    orders += [_neighbours_paired(_computations(apart), first) for first in (OpKind.F, OpKind.B)]
+    rules = product((GapRule.ALWAYS, GapRule.BALANCED), _may_fuse(problem))
+    policies = [PairPolicy((), weights=weights, fuses=fuses) for weights, fuses in rules]
+    ordered = (_plan(_OrderedRanks(problem, policy, order)) for order in orders for policy in policies)
+    candidates = [apart, *filter(None, planned), *filter(None, ordered), *named]
+    return replace(best_of([each for each in candidates if each is apart or fits(each, problem)], problem), name=name)
+
+
+def _policies(problem: Problem) -> Iterator[PairPolicy]:
+    """The policies to try, the most promising first: of ranks that begin with more and with fewer forwards."""
+    p, v = problem.num_ranks, problem.placement.num_chunks
+    before = p * (v - 1) if problem.placement.kind == "interleaved" else 0
+    unlimited = (problem.num_microbatches * v,) * p
+    caps = [tuple(before + slope * (p - 1 - r) + more for r in range(p)) for slope, more in ((2, 2), (1, 1), (0, p))]
+    for some, patience, weights, fused in product(
+        [unlimited, *caps], (1.0, 0.5, 0.0), (GapRule.BALANCED, GapRule.ALWAYS), _may_fuse(problem)
+    ):
+        yield PairPolicy(some, patience, weights, fused)
+
+
+def _may_fuse(problem: Problem) -> tuple[bool, ...]:
+    """Whether pairs without and with W are to be tried: with W if it has time in a pair that exchanges tokens."""
+    costs = problem.costs
+    added = (
+        costs.time_of_pair(stage, OpKind.PBW, stage) - costs.time_of_pair(stage, OpKind.PB, stage)
+        for stage in range(problem.num_stages)
+    )
+    hides = any(more < time * (1 - 1e-9) for more, time in zip(added, costs.time_w, strict=True))
+    return (False, True)[: 1 + hides]
+
+
+Computations = list[list[tuple[Op, ...]]]
+"""Rank -> its forwards and backwards in order; two that run as one are together, the forward first."""
+
+
+def _computations(schedule: Schedule) -> Computations:
+    """The forwards and backwards of a schedule, without W."""
+    return [
+        [
+            tuple(op if op.kind is OpKind.F else op._replace(kind=OpKind.B) for op in together)
+            for together in computations(lane)
+            if together[0].kind is not OpKind.W
+        ]
+        for lane in schedule.ops
+    ]
+
+
+def _neighbours_paired(lanes: Computations, first: OpKind) -> Computations:
+    """The same order with pairs of neighbours of different microbatches, of which the first is of the kind `first`."""
+    paired: Computations = []
+    for lane in lanes:
+        ops = [op for together in lane for op in together]
+        found: list[tuple[Op, ...]] = []
+        for op in ops:
+            before = found[-1] if found else ()
+            fits_before = len(before) == 1 and before[0].kind is first and before[0].microbatch != op.microbatch
+            if fits_before and op.kind is not first:
+                found[-1] = (op, *before) if op.kind is OpKind.F else (*before, op)
+            else:
+                found.append((op,))
+        paired.append(found)
+    return paired
+
+
+def _named(problem: Problem) -> Iterator[Schedule]:
+    """The published schedules with pairs of this placement."""
+    p, m, placement = problem.num_ranks, problem.num_microbatches, problem.placement
+    try:
+        if placement.kind == "v" and placement.num_chunks == 2:
+            yield dualpipe_v(p, m)
+        elif placement.kind == "interleaved":
+            yield interleaved_pairs(p, m, num_chunks=placement.num_chunks)
+    except ScheduleError:
+        return
+
+
+def _plan(loop: _PairedRanks) -> Schedule | None:
+    """The schedule of the ranks; None if they deadlock."""
+    plan = loop.run()
+    if plan is None:
+        return None
+    schedule = loop.problem.schedule("paired", plan.orders)
+    if loop.policy.fuses:
+        schedule = replace(schedule, ops=tuple(map(_fused, schedule.ops, loop.paired)))
+    kind = OpKind.BW if loop.policy.fuses else OpKind.B
+    return in_pairs(schedule, [frozenset(op._replace(kind=kind) for op in paired) for paired in loop.paired])
+
+
+def _fused(ops: Sequence[Op], paired: set[Op]) -> tuple[Op, ...]:
+    """The operations with BW in place of each B in a pair and its W."""
+    return tuple(
+        op._replace(kind=OpKind.BW) if op in paired else op
+        for op in ops
+        if op.kind is not OpKind.W or op._replace(kind=OpKind.B) not in paired
+    )
+
+
+class _PairedRanks(EventLoop):
+    """Ranks that run pairs. A pair has the code `codes.end + forward stage * number of stages + backward stage`."""
+
+    def __init__(self, problem: Problem, policy: PairPolicy) -> None:
+        super().__init__(problem)
+        self.policy = policy
+        self.paired: list[set[Op]] = [set() for _ in range(problem.num_ranks)]
+        """Rank -> the backwards that run in pairs."""
+
+    def choose(self, rank: int, now: float) -> tuple[int, float]:
+        codes, policy, weights = self.codes, self.policy, self.weights[rank]
+        stages = self.problem.stages_of[rank]
+        in_flight = sum(self.done[s] - self.done[codes.b + s] for s in stages)
+        f, f_ready = self._first(stages[::-1], now, codes.f)
+        b, b_ready = self._first(stages, now, codes.b)
+        if f >= 0 and self.held[rank] + self.allocation[f] > self.limits[rank]:
+            if f_ready <= now and weights:
+                return weights[0], now
+            f, f_ready = -1, inf
+        if f >= 0 and b >= 0 and f_ready <= now and b_ready <= now:
+            return codes.end + f * self.num_stages + b - codes.b, now
+        patience = policy.patience * self.duration[codes.b + stages[0]]
+        if b >= 0 and b_ready <= now and f_ready > now + patience:
+            return b, now
+        if f >= 0 and f_ready <= now and b_ready > now + patience and in_flight < policy.caps[rank]:
+            return f, now
+        if in_flight >= policy.caps[rank] and b_ready == inf:
+            f_ready = inf
+        ready = max(f_ready, b_ready) if max(f_ready, b_ready) < inf else min(f_ready, b_ready)
+        if weights and self.fills(rank, now, max(now, ready), self.duration[weights[0]], policy.weights):
+            return weights[0], now
+        return -1, ready if ready > now else inf
+
+    def _first(self, stages: tuple[int, ...], now: float, first: int) -> tuple[int, float]:
+        """The operation of these stages that can start first, and when; of equals that of the first stage.
+
+        Args:
+            first: the first code of its kind.
+        """
+        ready = [(self.next_arrival(first + s, now), place) for place, s in enumerate(stages)]
+        when, place = min(ready)
+        return (first + stages[place], when) if when < inf else (-1, inf)
+
+    def start(self, code: int, rank: int, now: float, events: list[tuple[float, int]]) -> None:
+        if code < self.codes.end:
+            super().start(code, rank, now, events)
+            return
+        codes, problem = self.codes, self.problem
+        forward, backward = divmod(code - codes.end, self.num_stages)
+        kind = OpKind.PBW if self.policy.fuses else OpKind.PB
+        time = problem.costs.time_of_pair(forward, kind, backward)
+        microbatch = self.done[codes.b + backward]
+        self.paired[rank].add(Op(OpKind.B, microbatch, problem.placement.chunk_of(backward)))
+        if not self.has_begun[rank]:
+            self.has_begun[rank], self.begin[rank] = True, now - self.worked[rank]
+        self.orders[rank] += [forward, codes.b + backward]
+        self.end[rank] = self.free[rank] = end = now + time
+        self.worked[rank] += time
+        self.held[rank] += self.allocation[forward] + self.allocation[codes.b + backward]
+        heappush(events, (end, rank))
+        self.done[forward] += 1
+        self.done[codes.b + backward] += 1
+        if forward + 1 < codes.b:
+            self.arrive(forward + 1, end + self.message[forward], rank, events)
+        else:
+            self.arrivals[codes.b + forward].append(end)
+        weight = codes.w + backward
+        self.offer_weight(weight, rank)
+        if backward > 0:
+            self.arrive(codes.b + backward - 1, end + self.message[backward - 1], rank, events)
+        if self.policy.fuses:
+            self.orders[rank].append(weight)
+            self.held[rank] += self.allocation[weight]
+            self.done[weight] += 1
+            self._ran(weight, rank)
+
+
+class _OrderedRanks(_PairedRanks):
+    """Ranks whose forwards, backwards and pairs have a given order; W fills gaps, and runs where memory is short."""
+
+    def __init__(self, problem: Problem, policy: PairPolicy, order: Computations) -> None:
+        super().__init__(problem, policy)
+        self._queues = [[self._code(rank, each) for each in reversed(lane)] for rank, lane in enumerate(order)]
+        """Rank -> the codes that are left, the next one last."""
+
+    def _code(self, rank: int, together: tuple[Op, ...]) -> int:
+        stages = self.problem.stages_of[rank]
+        first = self.codes.b if together[0].kind is OpKind.B else self.codes.f
+        if len(together) == 1:
+            return first + stages[together[0].chunk]
+        forward, backward = together
+        return self.codes.end + stages[forward.chunk] * self.num_stages + stages[backward.chunk]
+
+    def choose(self, rank: int, now: float) -> tuple[int, float]:
+        weights, queue = self.weights[rank], self._queues[rank]
+        if not queue:
+            return (weights[0], now) if weights else (-1, inf)
+        code = queue[-1]
+        codes, alone = self.codes, code < self.codes.end
+        forward, backward = (code, code) if alone else divmod(code - codes.end, self.num_stages)
+        parts = (code,) if alone else (forward, codes.b + backward)
+        ready = max(self.next_arrival(part, now) for part in parts)
+        is_full = forward < codes.b and self.held[rank] + self.allocation[forward] > self.limits[rank]
+        if weights and (is_full or (ready > now and self._fills(rank, now, ready))):
+            return weights[0], now
+        return (code, now) if ready <= now else (-1, ready)
+
+    def _fills(self, rank: int, now: float, ready: float) -> bool:
+        return self.fills(rank, now, ready, self.duration[self.weights[rank][0]], self.policy.weights)
+
+    def start(self, code: int, rank: int, now: float, events: list[tuple[float, int]]) -> None:
+        if self._queues[rank] and code == self._queues[rank][-1]:
+            self._queues[rank].pop()
+        super().start(code, rank, now, events)

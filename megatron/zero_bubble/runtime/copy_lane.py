@@ -1,0 +1,156 @@
+"""Copies between a device and its host in the background: the host link of a rank."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple, Protocol
+
+import torch
+
+
+class CopyPair(NamedTuple):
+    """A tensor and the tensor of the same size to which it is copied."""
+
+    source: torch.Tensor
+    target: torch.Tensor
+
+
+class PendingCopy(Protocol):
+    """Copies that have been put in line."""
+
+    def wait(self) -> None:
+        """Let what this process computes from now on wait until the copies have ended."""
+        ...
+
+    def seconds(self) -> float:
+        """Return the time that the copies took; waits until they have ended."""
+        ...
+
+
+class CopyLane(Protocol):
+    """Copies in the background, in the order in which the copies are put in line."""
+
+    def start(self, pairs: Sequence[CopyPair]) -> PendingCopy:
+        """Put copies in line that begin when all that has been computed so far is there."""
+        ...
+
+    def host_tensor(self, num_bytes: int) -> torch.Tensor:
+        """Allocate bytes of host memory."""
+        ...
+
+
+class ThreadLink:
+    """The host link of a device whose memory is the host's: one thread copies.
+
+    Args:
+        bytes_per_second: the rate of an emulated link; None for as fast as the thread copies.
+    """
+
+    def __init__(self, bytes_per_second: float | None = None) -> None:
+        self._bytes_per_second = bytes_per_second
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="host-link")
+
+    def start(self, pairs: Sequence[CopyPair]) -> PendingCopy:
+        return _ThreadCopy(self._thread.submit(self._copy, tuple(pairs)))
+
+    def host_tensor(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def _copy(self, pairs: Sequence[CopyPair]) -> float:
+        begin = time.perf_counter()
+        for source, target in pairs:
+            target.copy_(source)
+        if self._bytes_per_second is not None:
+            least = sum(source.nbytes for source, _ in pairs) / self._bytes_per_second
+            time.sleep(max(0.0, begin + least - time.perf_counter()))
+        return time.perf_counter() - begin
+
+
+class _ThreadCopy:
+    def __init__(self, future: Future[float]) -> None:
+        self._future = future
+
+    def wait(self) -> None:
+        self._future.result()
+
+    def seconds(self) -> float:
+        return self._future.result()
+
+
+class StreamLink:
+    """The host link of a CUDA device: a stream of its own, and pinned host memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def start(self, pairs: Sequence[CopyPair]) -> PendingCopy:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for source, target in pairs:
+                target.copy_(source, non_blocking=True)
+            end.record()
+        return _StreamCopy(begin, end)
+
+    def host_tensor(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+class _StreamCopy:
+    def __init__(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> None:
+        self._begin, self._end = begin, end
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self._end)
+
+    def seconds(self) -> float:
+        self._end.synchronize()
+        return self._begin.elapsed_time(self._end) / 1000.0
+
+
+def copy_lane(device: torch.device) -> CopyLane:
+    """Return the host link of `device`."""
+    return StreamLink(device) if device.type == "cuda" else ThreadLink()
+
+
+class HostBuffers:
+    """Host memory for copies, allocated once and used again for later copies of the same size.
+
+    A buffer that is given back may be taken at once: the copies of a lane keep their order.
+    """
+
+    def __init__(self, lane: CopyLane) -> None:
+        self._lane = lane
+        self._free: dict[int, list[torch.Tensor]] = defaultdict(list)
+        self.num_bytes = 0
+        """Host memory that has been allocated."""
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """Return a buffer of this size.
+
+        Raises:
+            HostMemoryError: the host has no room for it.
+        """
+        free = self._free[num_bytes]
+        if free:
+            return free.pop()
+        try:
+            buffer = self._lane.host_tensor(num_bytes)
+        except (RuntimeError, MemoryError) as error:
+            raise HostMemoryError(
+                f"--zero-bubble-offload auto: the host has no room for {num_bytes} more bytes of activations, beside "
+                f"{self.num_bytes} that it holds: raise --zero-bubble-memory-limit, or leave the flag out"
+            ) from error
+        self.num_bytes += num_bytes
+        return buffer
+
+    def give_back(self, buffer: torch.Tensor) -> None:
+        self._free[buffer.nbytes].append(buffer)
+
+
+class HostMemoryError(RuntimeError):
+    """Raised if the host has no memory for activations that a schedule copies to it."""

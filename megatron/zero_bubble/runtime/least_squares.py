@@ -1,0 +1,23 @@
+"""Least squares without negative entries, by which costs are found from measurements."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def nonnegative_least_squares(matrix: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """The solution without negative entries: those that would be negative are set to zero, the lowest first.
+
+    Args:
+        matrix: of shape [equations, unknowns].
+        values: of shape [equations].
+    """
+    used = list(np.flatnonzero(matrix.any(axis=0)))
+    solution = np.zeros(matrix.shape[1])
+    while used:
+        entries = np.linalg.lstsq(matrix[:, used], values, rcond=None)[0]
+        if min(entries) >= 0:
+            solution[used] = entries
+            break
+        used.pop(int(np.argmin(entries)))
+    return solution

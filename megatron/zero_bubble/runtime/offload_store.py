@@ -1,0 +1,220 @@
+"""Holds the activations that a schedule copies to the host after F (D), and back before the backward (H)."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megatron.zero_bubble.runtime.copy_lane import CopyLane, CopyPair, HostBuffers, PendingCopy
+from megatron.zero_bubble.schedule.kinds import OpKind
+
+SMALLEST = 4096
+"""Bytes of a storage below which it stays on the device."""
+_SAMPLES = 256
+"""Copies of a kind and chunk whose times are kept."""
+
+
+class OffloadStore:
+    """Activations of one pipeline rank that its schedule offloads, by model chunk and microbatch.
+
+    Within `forward`, autograd's saved tensors are replaced by entries of this store. Each storage is copied once,
+    however many views and tensors of it are saved. Parameters, other tensors that collect a gradient, those that the
+    caller keeps anyway, and small ones stay. `release` ends the life of the storages on the device, `bring_back` makes
+    new ones, and a backward that has waited with `wait_until_back` finds tensors of the same sizes and strides in them.
+
+    Args:
+        lane: the host link.
+    """
+
+    def __init__(self, lane: CopyLane) -> None:
+        self._lane = lane
+        self._buffers = HostBuffers(lane)
+        self._bundles: dict[tuple[int, int], _Bundle] = {}
+        self._copies: dict[tuple[OpKind, int], deque[PendingCopy]] = defaultdict(lambda: deque(maxlen=_SAMPLES))
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that has been allocated so far."""
+        return self._buffers.num_bytes
+
+    @contextmanager
+    def forward(self, chunk: int, microbatch: int, kept: Sequence[torch.Tensor | None] = ()) -> Iterator[None]:
+        """Collect what autograd saves inside the `with` block, which is one F, and put its copy in line after it.
+
+        Args:
+            kept: tensors that stay on the device anyway, such as the input.
+        """
+        bundle = self._bundles[chunk, microbatch] = _Bundle(kept)
+        with torch.autograd.graph.saved_tensors_hooks(bundle.pack, _unpack):
+            yield
+        bundle.close()
+        pairs = []
+        for storage in bundle.storages:
+            assert storage.device is not None
+            storage.host = self._buffers.take(storage.device.nbytes)
+            pairs.append(CopyPair(storage.device, storage.host))
+        bundle.copy = self._start(OpKind.D, chunk, pairs)
+
+    def wait_until_copied(self, chunk: int, microbatch: int) -> None:
+        """Wait until the activations of a microbatch are on the host."""
+        self._wait(self._bundles[chunk, microbatch])
+
+    def release(self, chunk: int, microbatch: int) -> None:
+        """Release the activations on the device. A storage that something else uses as well stays."""
+        for storage in self._bundles[chunk, microbatch].storages:
+            if not storage.release():
+                self._give_back(storage)
+
+    def bring_back(self, chunk: int, microbatch: int) -> None:
+        """Allocate what has been released, and put its copy in line."""
+        bundle, pairs = self._bundles[chunk, microbatch], []
+        for storage in bundle.storages:
+            if storage.device is None:
+                assert storage.host is not None
+                storage.device = torch.empty(storage.host.nbytes, dtype=torch.uint8, device=storage.place)
+                pairs.append(CopyPair(storage.host, storage.device))
+                # A later copy to this buffer is behind this one in line.
+                self._give_back(storage)
+        bundle.copy = self._start(OpKind.H, chunk, pairs)
+
+    def wait_until_back(self, chunk: int, microbatch: int) -> None:
+        """Wait until the activations of a microbatch are on the device, if they were offloaded."""
+        bundle = self._bundles.get((chunk, microbatch))
+        if bundle is not None:
+            self._wait(bundle)
+
+    def forget(self, chunk: int, microbatch: int) -> None:
+        """Forget the activations of a microbatch, whose backward has run."""
+        self._bundles.pop((chunk, microbatch), None)
+
+    def device_bytes(self, chunk: int, microbatch: int) -> int:
+        """Return the bytes on the device that the F of this microbatch has saved. Each storage counts once."""
+        bundle = self._bundles.get((chunk, microbatch))
+        return 0 if bundle is None else bundle.device_bytes()
+
+    def times(self, kind: OpKind, chunk: int) -> list[float]:
+        """Return the seconds of the last copies of D or H."""
+        return [copy.seconds() for copy in self._copies[kind, chunk]]
+
+    def left(self) -> list[tuple[int, int]]:
+        """Return (chunk, microbatch) of all activations that are still here."""
+        return list(self._bundles)
+
+    def clear(self) -> None:
+        """Forget all activations, for instance of a step that is run again."""
+        for bundle in self._bundles.values():
+            self._wait(bundle)
+            for storage in bundle.storages:
+                self._give_back(storage)
+        self._bundles.clear()
+
+    def _start(self, kind: OpKind, chunk: int, pairs: Sequence[CopyPair]) -> PendingCopy:
+        copy = self._lane.start(pairs)
+        self._copies[kind, chunk].append(copy)
+        return copy
+
+    def _give_back(self, storage: _Storage) -> None:
+        if storage.host is not None:
+            self._buffers.give_back(storage.host)
+            storage.host = None
+
+    @staticmethod
+    def _wait(bundle: _Bundle) -> None:
+        if bundle.copy is not None:
+            bundle.copy.wait()
+            bundle.copy = None
+
+
+class _Storage:
+    """A storage that autograd has saved tensors of: on the device, on the host, or while it is copied on both."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.place = tensor.device
+        self.device: torch.Tensor | None = _bytes_of(tensor.untyped_storage(), self.place)
+        self.host: torch.Tensor | None = None
+
+    def release(self) -> bool:
+        """Let go of the storage on the device; False if something else uses it, so that it stays."""
+        assert self.device is not None
+        reference = StorageWeakRef(self.device.untyped_storage())
+        self.device = None
+        if reference.expired():
+            return True
+        self.device = _bytes_of(torch.UntypedStorage._new_with_weak_ptr(reference.cdata), self.place)
+        return False
+
+
+class _Saved(NamedTuple):
+    """A tensor of a storage."""
+
+    storage: _Storage
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Bundle:
+    """The storages that the F of one microbatch has saved."""
+
+    def __init__(self, kept: Sequence[torch.Tensor | None]) -> None:
+        self.storages: list[_Storage] = []
+        """The storages that D releases; empty until F has ended."""
+        self.copy: PendingCopy | None = None
+        """The last copy, until it has been waited for."""
+        self._kept = frozenset(tensor.untyped_storage()._cdata for tensor in kept if tensor is not None)
+        self._collected: dict[int, weakref.ref[_Storage]] = {}
+        self._staying: dict[int, tuple[StorageWeakRef, int]] = {}
+        """Storages that stay on the device, with their bytes."""
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
+        """Return what autograd saves in the place of a tensor."""
+        # A transposed weight is a view whose base is the parameter.
+        base = tensor if tensor._base is None else tensor._base
+        if isinstance(base, torch.nn.Parameter):
+            return tensor
+        is_leaf = base.is_leaf and base.requires_grad  # a gradient is added to this very tensor
+        if not is_leaf:
+            # Detached, because a node that saves its own output would otherwise keep itself alive.
+            tensor = tensor.detach()
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+            return tensor
+        storage = tensor.untyped_storage()
+        stays = is_leaf or storage._cdata in self._kept or tensor.is_conj() or tensor.is_neg()
+        if stays or storage.nbytes() < SMALLEST:
+            self._staying[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+            return tensor
+        known = self._collected.get(storage._cdata)
+        entry = None if known is None else known()
+        if entry is None:
+            entry = _Storage(tensor)
+            self._collected[storage._cdata] = weakref.ref(entry)
+        return _Saved(entry, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+    def close(self) -> None:
+        """Find the storages that autograd still holds at the end of F: without a gradient nothing is."""
+        self.storages = [entry for known in self._collected.values() if (entry := known()) is not None]
+        self._collected.clear()
+
+    def device_bytes(self) -> int:
+        staying = sum(size for reference, size in self._staying.values() if not reference.expired())
+        return staying + sum(storage.device.nbytes for storage in self.storages if storage.device is not None)
+
+
+def _unpack(saved: torch.Tensor | _Saved) -> torch.Tensor:
+    if isinstance(saved, torch.Tensor):
+        return saved
+    storage, dtype, size, stride, offset = saved
+    assert storage.device is not None, "a backward before its activations are back from the host"
+    tensor = torch.empty(0, dtype=dtype, device=storage.place)
+    return tensor.set_(storage.device.untyped_storage(), offset, size, stride)
+
+
+def _bytes_of(storage: torch.UntypedStorage, place: torch.device) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=place).set_(storage)

@@ -1,0 +1,141 @@
+"""Fits the times and the memory of operations to the sizes of the microbatches that they were measured with."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from statistics import fmean
+from typing import NamedTuple
+
+import numpy as np
+import torch.distributed as dist
+
+from megatron.zero_bubble.runtime.least_squares import nonnegative_least_squares
+from megatron.zero_bubble.runtime.recorder import MeasuredOp
+from megatron.zero_bubble.schedule import OpKind, Placement, StageCosts
+from megatron.zero_bubble.schedule.costs import by_result
+from megatron.zero_bubble.schedule.kinds import KINDS, TIMES
+from megatron.zero_bubble.schedule.sized_costs import Curve, MicrobatchSize, SizedCosts
+
+_MEMORY = {OpKind.F: "memory_f", OpKind.B: "memory_b", OpKind.W: "memory_w", OpKind.R: "memory_r"}
+_BETTER = 0.98
+"""A curve with one more part must leave a residual smaller by this factor."""
+
+
+class _Sample(NamedTuple):
+    size: MicrobatchSize
+    milliseconds: float
+    held: float | None
+    """Change of memory in bytes; None if it was not measured."""
+
+
+_Samples = dict[tuple[int, OpKind], list[_Sample]]
+"""Stage and kind -> the measured operations."""
+
+
+class SizeProfile:
+    """The measured operations of a rank, with the sizes of their microbatches.
+
+    Args:
+        placement: of the schedule.
+        rank: this process's pipeline rank.
+    """
+
+    def __init__(self, placement: Placement, rank: int) -> None:
+        self._placement, self._rank = placement, rank
+        self._sizes: dict[int, Sequence[MicrobatchSize]] = {}
+        self._samples: _Samples = defaultdict(list)
+
+    def note(self, step: int, sizes: Sequence[MicrobatchSize]) -> None:
+        """Note the sizes of a step's microbatches, by their places in the schedule."""
+        self._sizes[step] = sizes
+
+    def collect(self, step: int, ops: Sequence[MeasuredOp]) -> None:
+        """Add the operations of a step whose sizes were noted."""
+        sizes = self._sizes.pop(step, None)
+        if sizes is None:
+            return
+        dropped = {(one.op.chunk, one.op.microbatch) for one in ops if one.op.kind is OpKind.R}
+        for measured in ops:
+            kind, microbatch, chunk = measured.op
+            if not KINDS[kind].time:
+                continue
+            drops = kind is OpKind.F and (chunk, microbatch) in dropped
+            held = None if drops else measured.held
+            stage = self._placement.stage_of(self._rank, chunk)
+            milliseconds = (measured.end - measured.start) * 1000.0
+            self._samples[stage, kind].append(_Sample(sizes[microbatch], milliseconds, held))
+
+    def fit(self, usual: StageCosts) -> SizedCosts | None:
+        """Fit curves to the samples of all ranks; a collective call of the whole job, with the same result everywhere.
+
+        Args:
+            usual: costs of the mean microbatch, for what the samples do not tell.
+
+        Returns:
+            The costs; None if no rank has samples.
+        """
+        everyone: list[_Samples] = [defaultdict(list)] * dist.get_world_size()
+        dist.all_gather_object(everyone, self._samples)
+        together: _Samples = defaultdict(list)
+        for samples in everyone:
+            for key, values in samples.items():
+                together[key] += values
+        return sized_costs(together, usual)
+
+
+def sized_costs(samples: Mapping[tuple[int, OpKind], Sequence[_Sample]], usual: StageCosts) -> SizedCosts | None:
+    """Fit curves to samples by stage and kind; a fused backward counts half as B and half as W.
+
+    Fields of which a stage has no sample are in proportion to the number of tokens.
+    """
+    if not samples:
+        return None
+    mean_tokens = fmean(sample.size.tokens for values in samples.values() for sample in values)
+    curves: dict[str, list[Curve]] = {
+        name: [Curve(0.0, value / mean_tokens, 0.0) for value in getattr(usual, name)]
+        for name in (*TIMES, *_MEMORY.values())
+    }
+    times = {kind: name for name, kind in TIMES.items()}
+    for stage in range(usual.num_stages):
+        measured = {kind: values for (of, kind), values in samples.items() if of == stage}
+        of_times = {kind: [(each.size, each.milliseconds) for each in values] for kind, values in measured.items()}
+        of_memory = {
+            kind: [(each.size, each.held) for each in values if each.held is not None]
+            for kind, values in measured.items()
+        }
+        for by_kind, names in ((of_times, times), (of_memory, _MEMORY)):
+            for kind, curve in _curves_by_result(by_kind).items():
+                if kind in names:
+                    curves[names[kind]][stage] = curve
+    return SizedCosts(usual, {name: tuple(values) for name, values in curves.items()})
+
+
+def _curves_by_result(samples: Mapping[OpKind, Sequence[tuple[MicrobatchSize, float]]]) -> dict[OpKind, Curve]:
+    """Curves of F, B, W and what else was measured; those of B and W from a fused backward if there is nothing else."""
+    fitted = {kind: _fit(values) for kind, values in samples.items() if values}
+    parts = [by_result({kind: curve[part] for kind, curve in fitted.items()}) for part in range(len(Curve._fields))]
+    return {kind: Curve(*(part[kind] for part in parts)) for kind in parts[0]}
+
+
+def _fit(samples: Sequence[tuple[MicrobatchSize, float]]) -> Curve:
+    """The curve of least squares, whose parts all have the sign of the mean.
+
+    Of curves that fit nearly as well the one with the fewest parts is taken.
+    """
+    sign = -1.0 if fmean(value for _, value in samples) < 0 else 1.0
+    features = np.array([(1.0, size.tokens, size.squares) for size, _ in samples])
+    values = np.array([sign * value for _, value in samples])
+    scale = np.maximum(features.mean(0), 1.0)
+    best, least = Curve(0.0, 0.0, 0.0), float(np.square(values).sum())
+    for count in (1, 2, 3):
+        for parts in map(list, combinations((1, 2, 0), count)):
+            columns = (features / scale)[:, parts]
+            found = nonnegative_least_squares(columns, values)
+            residual = float(np.square(columns @ found - values).sum())
+            if residual < least * _BETTER:
+                whole = np.zeros(3)
+                whole[parts] = found / scale[parts]
+                best, least = Curve(*(sign * whole).tolist()), residual
+    return best

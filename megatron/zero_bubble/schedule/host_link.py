@@ -1,0 +1,162 @@
+"""When the copies between a rank's device and its host pass, and what makes a schedule with such copies valid."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from megatron.zero_bubble.schedule.costs import StageCosts
+from megatron.zero_bubble.schedule.ir import Op, Schedule
+from megatron.zero_bubble.schedule.kinds import BACKWARDS, COPIES, KINDS, OpKind
+from megatron.zero_bubble.schedule.pairs import PAIRED, forwards_in_pairs
+from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline
+
+_Key = tuple[int, int]
+"""(microbatch, chunk)"""
+
+
+class LinkTimes:
+    """The host link of one rank, which copies in the order of the rank's operations, one copy at a time.
+
+    An F that has a D puts its copy in line when it ends, and an H when the rank reaches it. The rank waits for a copy
+    to the host at D, and for one from the host at the backward.
+    """
+
+    def __init__(self, schedule: Schedule, times: Mapping[tuple[OpKind, int], float], rank: int) -> None:
+        self.copies: list[TimedOp] = []
+        """D and H with the times of their copies, in their order on the link."""
+        self._times = times
+        self._free: float = 0
+        self._goes = frozenset((op.microbatch, op.chunk) for op in schedule.ops[rank] if op.kind is OpKind.D)
+        self._out: dict[_Key, float] = {}
+        """When the copy to the host of a microbatch and chunk ends."""
+        self._back: dict[_Key, float] = {}
+
+    @classmethod
+    def of_ranks(cls, schedule: Schedule, costs: StageCosts | None) -> list[LinkTimes]:
+        """The links of all ranks, without a copy yet; none if the schedule offloads nothing. Without costs copies take
+        no time."""
+        if not schedule.offloads:
+            return []
+        links = []
+        for rank in range(schedule.num_ranks):
+            stages = enumerate(schedule.placement.stages_of(rank))
+            each = {
+                (kind, chunk): 0 if costs is None else getattr(costs, KINDS[kind].link)[stage]
+                for chunk, stage in stages
+                for kind in COPIES
+            }
+            links.append(cls(schedule, each, rank))
+        return links
+
+    def start_of(self, op: Op, start: float) -> float:
+        """When an operation starts that could start at `start`, but for copies."""
+        key = op.microbatch, op.chunk
+        if op.kind is OpKind.D:
+            return max(start, self._out[key])
+        if op.kind in BACKWARDS:
+            return max(start, self._back.get(key, start))
+        return start
+
+    def copy_after(self, op: Op, end: float) -> None:
+        """Put the copy in line that an operation starts, if it starts one, when it ends."""
+        key = op.microbatch, op.chunk
+        if op.kind is OpKind.F and key in self._goes:
+            self._out[key] = self._copy(op._replace(kind=OpKind.D), end)
+        elif op.kind is OpKind.H:
+            self._back[key] = self._copy(op, end)
+
+    def _copy(self, op: Op, at: float) -> float:
+        start = max(self._free, at)
+        self._free = start + self._times[op.kind, op.chunk]
+        self.copies.append(TimedOp(op, start, self._free))
+        return self._free
+
+
+def times_of_return(timeline: Timeline, rank: int) -> dict[Op, float]:
+    """Backward -> when its activations are back, for the backwards of a rank that wait for a copy."""
+    if not timeline.copies:
+        return {}
+    back = {timed.op[1:]: timed.end for timed in timeline.copies[rank] if timed.op.kind is OpKind.H}
+    return {op: back[op[1:]] for op, *_ in timeline.lanes[rank] if op.kind in BACKWARDS and op[1:] in back}
+
+
+def check_copies(schedule: Schedule, rank: int) -> None:
+    """Raise `InvalidSchedule` unless every D of a rank has its H, and no other way to restore the activations."""
+    if not schedule.offloads:
+        return
+    ops, in_pairs = schedule.op_sets[rank], forwards_in_pairs(schedule, rank)
+    for op in schedule.ops[rank]:
+        if op.kind is not OpKind.D:
+            continue
+        if op._replace(kind=OpKind.H) not in ops:
+            raise schedule.invalid(f"rank {rank} lacks {op._replace(kind=OpKind.H)} for {op}")
+        others = (op._replace(kind=kind) for kind in (OpKind.R, *sorted(PAIRED)))
+        other = next((one for one in others if one in ops), None)
+        if op._replace(kind=OpKind.F) in in_pairs:
+            other = op._replace(kind=OpKind.F)
+        if other is not None:
+            what = "recomputed" if other.kind is OpKind.R else "in a pair"
+            raise schedule.invalid(f"rank {rank} runs {op} and also {other}: what is {what} cannot be offloaded")
+        if schedule.groups and schedule.groups[schedule.placement.stage_of(rank, op.chunk)] > 1:
+            raise schedule.invalid(f"rank {rank} runs {op}, but its stage restores activations in groups of layers")
+
+
+def without_copies(schedule: Schedule) -> Schedule:
+    """The same schedule, without communication, D and H: every F keeps its activations on the device."""
+    if not schedule.offloads:
+        return schedule
+    ranks = (schedule.compute_ops(rank) for rank in range(schedule.num_ranks))
+    return replace(schedule, ops=tuple(tuple(op for op in ops if op.kind not in COPIES) for ops in ranks))
+
+
+def with_copies_everywhere(schedule: Schedule) -> Schedule:
+    """The same schedule, without communication, with copies that measure their costs on every stage.
+
+    The first microbatch of a stage is copied to the host right after its F, and back right before its backward. If it
+    has an R, that is left out. A stage that restores activations in groups of layers keeps them.
+    """
+    schedule = without_copies(schedule.without_communication())
+    if not BACKWARDS & schedule.kinds:
+        return schedule
+    ranks = []
+    for rank, ops in enumerate(schedule.ops):
+        placed: list[Op] = []
+        for op in ops:
+            stage = schedule.placement.stage_of(rank, op.chunk)
+            is_measured = op.microbatch == 0 and not (schedule.groups and schedule.groups[stage] > 1)
+            if is_measured and op.kind is OpKind.R:
+                continue
+            if is_measured and op.kind in BACKWARDS:
+                placed.append(op._replace(kind=OpKind.H))
+            placed.append(op)
+            if is_measured and op.kind is OpKind.F:
+                placed.append(op._replace(kind=OpKind.D))
+        ranks.append(tuple(placed))
+    return replace(schedule, ops=tuple(ranks))
+
+
+def host_memory(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
+    """For every rank, the most memory that its activations hold on the host at once, in the unit of the costs.
+
+    A copy to the host needs its memory from the end of F, and gives it back when the copy back is put in line.
+    """
+    return tuple(_host_memory(schedule, costs, rank) for rank in range(schedule.num_ranks))
+
+
+def _host_memory(schedule: Schedule, costs: StageCosts, rank: int) -> float:
+    goes, sizes = schedule.op_sets[rank], [costs.memory_d[stage] for stage in schedule.placement.stages_of(rank)]
+    held: float = 0
+    most: float = 0
+    for op in schedule.ops[rank]:
+        if op.kind is OpKind.F and op._replace(kind=OpKind.D) in goes:
+            held += sizes[op.chunk]
+            most = max(most, held)
+        elif op.kind is OpKind.H:
+            held -= sizes[op.chunk]
+    return most
+
+
+def num_offloaded(schedule: Schedule) -> int:
+    """How many D the ranks of a schedule run together."""
+    return sum(op.kind is OpKind.D for ops in schedule.ops for op in ops)

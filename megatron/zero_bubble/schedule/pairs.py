@@ -1,0 +1,94 @@
+"""Pairs: an F and the `&B` right after it, which a rank runs as one operation.
+
+The layers of the forward of one microbatch and of the backward of another run in turn, so that each computes while the
+other exchanges tokens between experts (megatron-core's combined 1F1B). Both start when the inputs of both are there,
+and the results of both are there when the pair ends. In a timeline the backward has the time of the pair, and the
+forward, which only waits for its input, has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+
+from megatron.zero_bubble.schedule.costs import StageCosts
+from megatron.zero_bubble.schedule.ir import Op, Schedule
+from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
+
+PAIRED = frozenset(kind for kind, facts in KINDS.items() if facts.pairs_with is not None)
+"""The kinds of operations that run as one with the operation right before them."""
+
+
+def pairs(ops: Sequence[Op]) -> Iterator[tuple[Op, Op]]:
+    """The forward and the backward of each pair, in order."""
+    return ((before, op) for before, op in pairwise(ops) if op.kind in PAIRED)
+
+
+def computations(ops: Sequence[Op]) -> Iterable[tuple[Op, ...]]:
+    """The operations of a rank, lowered or not, with those of a pair taken together."""
+    if not any(op.kind in PAIRED for op in ops):
+        return zip(ops, strict=True)
+    first = {position - 1 for position, op in enumerate(ops) if op.kind in PAIRED}
+    return [
+        (op, ops[position + 1]) if position in first else (op,)
+        for position, op in enumerate(ops)
+        if position - 1 not in first
+    ]
+
+
+def numbered(ops: Sequence[Op]) -> Iterator[tuple[int, Op]]:
+    """The operations of a rank with the places of their computations; both of a pair have the same."""
+    return ((place, op) for place, together in enumerate(computations(ops)) for op in together)
+
+
+def forwards_in_pairs(schedule: Schedule, rank: int) -> frozenset[Op]:
+    """The forwards of `rank` that run in pairs."""
+    if schedule.kinds.isdisjoint(PAIRED):
+        return frozenset()
+    return frozenset(forward for forward, _ in pairs(schedule.ops[rank]))
+
+
+def times_in_pairs(schedule: Schedule, costs: StageCosts, rank: int) -> dict[Op, float]:
+    """The time of each operation of `rank` that runs in a pair: the backward has that of both, the forward none."""
+    times: dict[Op, float] = {}
+    if schedule.kinds.isdisjoint(PAIRED):
+        return times
+    stages = schedule.placement.stages_of(rank)
+    for forward, backward in pairs(schedule.ops[rank]):
+        times[forward] = 0
+        times[backward] = costs.time_of_pair(stages[forward.chunk], backward.kind, stages[backward.chunk])
+    return times
+
+
+def check_pairs(schedule: Schedule, rank: int) -> None:
+    """Raise `InvalidSchedule` if an operation that runs in a pair does not stand right after a forward."""
+    if schedule.kinds.isdisjoint(PAIRED):
+        return
+    before: Op | None = None
+    for op in schedule.ops[rank]:
+        if op.kind in PAIRED and (before is None or before.kind is not KINDS[op.kind].pairs_with):
+            raise schedule.invalid(f"rank {rank} runs {op} without {KINDS[op.kind].pairs_with} right before it")
+        before = op
+
+
+def in_pairs(schedule: Schedule, chosen: Sequence[frozenset[Op]]) -> Schedule:
+    """The schedule with the chosen backwards, each of which stands right after a forward, in pairs.
+
+    Args:
+        chosen: for every rank, operations B and BW.
+    """
+    assert not schedule.is_lowered
+    kinds = {OpKind.B: OpKind.PB, OpKind.BW: OpKind.PBW}
+    ops = tuple(
+        tuple(op._replace(kind=kinds[op.kind]) if op in here else op for op in lane)
+        for lane, here in zip(schedule.ops, chosen, strict=True)
+    )
+    return Schedule(schedule.name, schedule.placement, schedule.num_microbatches, ops)
+
+
+def apart(schedule: Schedule) -> Schedule:
+    """The same order without communication and without pairs: each forward and backward is an operation of its own."""
+    kinds = {OpKind.PB: OpKind.B, OpKind.PBW: OpKind.BW}
+    lanes = map(schedule.compute_ops, range(schedule.num_ranks))
+    ops = tuple(tuple(op._replace(kind=kinds.get(op.kind, op.kind)) for op in lane) for lane in lanes)
+    return Schedule(schedule.name, schedule.placement, schedule.num_microbatches, ops)

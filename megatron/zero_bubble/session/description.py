@@ -1,0 +1,88 @@
+"""Prints a job's start-up lines: parameters, deferred gradients, the schedule, and the host of each stage."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron.zero_bubble.mcore.unsplit import Gradients, count_gradients
+from megatron.zero_bubble.session.environment import describe_hosts, environment_warnings, host_name
+from megatron.zero_bubble.session.job_flags import JobFlags
+from megatron.zero_bubble.session.layers import layers_of_layout
+from megatron.zero_bubble.session.reports import ModelRank, deferred_line, parameter_line, print_rank_0, unsplit_line
+from megatron.zero_bubble.session.settings import JobSettings
+
+
+def describe(job: JobSettings, model: list[torch.nn.Module]) -> None:
+    """Print parameters, deferred gradients and the schedule, once in the job; a collective call of all ranks.
+
+    Raises:
+        ValueError: W of a linear layer is not deferred, or under `--zero-bubble-strict` of any weight; raised on all
+            ranks.
+    """
+    flags, plan = job.flags, job.plan
+    ranks = _gather(flags.world_size, count_gradients(model))
+    print_rank_0(parameter_line(ranks))
+    if plan is not None:
+        unsplit = unsplit_modules(ranks)
+        print_rank_0(deferred_line(ranks))
+        for name, share in unsplit.items():
+            print_rank_0(unsplit_line(name, share))
+        _refuse_unsplit(flags, ranks, unsplit)
+    if flags.pipeline_model_parallel_layout is not None:
+        layers = layers_of_layout(flags.pipeline_model_parallel_layout, flags.pipeline_model_parallel_size)
+        print_rank_0(f" > layers of each stage: {', '.join(map(str, layers))}")
+    if flags.pattern is not None and flags.pattern.is_divided:
+        print_rank_0(f" > layers of each stage: {' | '.join(flags.pattern.stages)}")
+    chunks = f", {len(model)} model chunks a rank" if len(model) > 1 else ""
+    megatrons = "megatron-core (interleaved 1F1B)" if len(model) > 1 else "megatron-core (1F1B)"
+    print_rank_0(f" > pipeline schedule: {plan.name if plan else megatrons}{chunks}")
+
+
+def describe_places(job: JobSettings, *, is_megatron_lm: bool = False) -> None:
+    """Print the stages of each host and warnings about the environment, once in the job; a collective call."""
+    has_cuda = torch.cuda.is_available()
+    for warning in environment_warnings(job.flags, os.environ, has_cuda, is_megatron_lm=is_megatron_lm):
+        print_rank_0(f" > WARNING: {warning}")
+    places: list[Any] = [None] * job.flags.world_size
+    dist.all_gather_object(places, (parallel_state.get_pipeline_model_parallel_rank(), host_name(os.environ)))
+    pipeline_ranks, hosts = zip(*places, strict=True)
+    if len(set(hosts)) > 1:
+        for line in describe_hosts(job.placement, pipeline_ranks, hosts):
+            print_rank_0(f" > {line}")
+
+
+def unsplit_modules(ranks: Mapping[ModelRank, Gradients]) -> dict[str, float]:
+    """Modules whose weight gradient stays in B, each with its largest share of any rank's parameters."""
+    shares: dict[str, float] = {}
+    for gradients in ranks.values():
+        for name, size in gradients.unsplit:
+            shares[name] = max(shares.get(name, 0.0), size / gradients.total)
+    return dict(sorted(shares.items()))
+
+
+def _refuse_unsplit(flags: JobFlags, ranks: Mapping[ModelRank, Gradients], unsplit: Mapping[str, float]) -> None:
+    if flags.zero_bubble_strict and unsplit:
+        raise ValueError(
+            f"--zero-bubble-strict: weight gradients of {', '.join(unsplit)} cannot be deferred to W: "
+            "train without that module, or without --zero-bubble-strict"
+        )
+    missed = sorted({name for gradients in ranks.values() for name in gradients.missed})
+    if missed and not flags.zero_bubble_no_strict:
+        raise ValueError(
+            f"W is not deferred for {', '.join(missed)}: train without that module, or with --zero-bubble-no-strict, "
+            "which leaves its W in B"
+        )
+
+
+def _gather(world_size: int, gradients: Gradients) -> dict[ModelRank, Gradients]:
+    """The gradients of every model-parallel rank, in order; replicas of a rank hold the same. A collective call."""
+    rank = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
+    ranks: list[Any] = [None] * world_size
+    dist.all_gather_object(ranks, (rank, gradients))
+    return dict(sorted(ranks, key=lambda entry: entry[0]))

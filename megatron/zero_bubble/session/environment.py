@@ -1,0 +1,166 @@
+"""Reads the environment of a rank: its host and device, and CUDA settings that stop or slow a pipeline."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from megatron.zero_bubble.schedule import Placement
+from megatron.zero_bubble.session.flags import ParallelFlags
+from megatron.zero_bubble.session.job_flags import JobFlags
+
+
+def host_name(environment: Mapping[str, str]) -> str:
+    """The name of this machine; under Slurm, Slurm's name of the node."""
+    return environment.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def device_of_rank(local_rank: int, num_devices: int) -> int:
+    """Index of this process's device among the visible ones; Slurm may show each task only its own device."""
+    return local_rank % num_devices
+
+
+def check_devices(flags: ParallelFlags, environment: Mapping[str, str], num_devices: int) -> None:
+    """Refuse more ranks on a host than it has devices.
+
+    Without torchrun's `LOCAL_WORLD_SIZE` nothing is refused, because each rank may see devices of its own.
+
+    Raises:
+        ValueError: torchrun started more ranks than there are devices, and no setting lets ranks share a device.
+    """
+    num_ranks = int(environment.get("LOCAL_WORLD_SIZE", "0"))
+    shares = flags.distributed_backend == "gloo" or environment.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") != "0"
+    if num_ranks > num_devices and not shares:
+        visible = environment.get("CUDA_VISIBLE_DEVICES")
+        source = f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
+        raise ValueError(
+            f"torchrun --nproc-per-node {num_ranks} starts more ranks than the {num_devices} CUDA devices that they "
+            f"see{source}: NCCL needs one device for each rank"
+        )
+
+
+def check_device_found(flags: ParallelFlags, environment: Mapping[str, str], nodes: Path) -> None:
+    """Refuse to train on the CPU of a host that should have a device, unless a flag asks for it.
+
+    A single rank without a device would fall back to another backend than the other ranks, and all would wait.
+
+    Args:
+        nodes: the folder of device nodes (`/dev`).
+
+    Raises:
+        ValueError: torch was built for CUDA and finds no device where one is expected.
+    """
+    if torch.cuda.is_available() or torch.version.cuda is None or flags.distributed_backend is not None:
+        return
+    reason = _sign_of_device(environment, nodes)
+    if reason is not None:
+        raise ValueError(
+            f"torch, built for CUDA {torch.version.cuda}, finds no CUDA device on host {host_name(environment)}, where "
+            f"{reason} says that there is one: see nvidia-smi; --distributed-backend gloo trains on the CPU"
+        )
+
+
+def _sign_of_device(environment: Mapping[str, str], nodes: Path) -> str | None:
+    """The setting or file that shows that this process should have a CUDA device; None if there is none."""
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        # Slurm writes NoDevFiles if it gives the task no device.
+        return None if visible.strip() in ("", "-1", "NoDevFiles") else f"CUDA_VISIBLE_DEVICES={visible}"
+    for name, value in environment.items():
+        if name.startswith("SLURM_GPUS") and value not in ("", "0"):
+            return f"{name}={value}"
+    return next((str(node) for node in sorted(nodes.glob("nvidia[0-9]*"))), None)
+
+
+def check_num_ranks(flags: ParallelFlags, world_size: int, source: str = "torchrun --nproc-per-node") -> None:
+    """Raise `ValueError` if the number of ranks, which `source` gives, is not a multiple of those of a replica."""
+    ranks = flags.ranks_of_replica
+    if world_size % ranks == 0:
+        return
+    tensor, pipeline = flags.tensor_model_parallel_size, flags.pipeline_model_parallel_size
+    context = flags.context_parallel_size
+    sizes = f"--tensor-model-parallel-size {tensor} x --pipeline-model-parallel-size {pipeline}"
+    sizes += f" x --context-parallel-size {context}" if context > 1 else ""
+    raise ValueError(
+        f"{sizes} = {ranks} ranks do not divide the {world_size} ranks of the job: "
+        f"{source} must give a multiple of {ranks}"
+    )
+
+
+def check_environment(flags: JobFlags, environment: Mapping[str, str], has_cuda: bool) -> None:
+    """Refuse CUDA settings that make messages on the device hang; messages through host memory work with all.
+
+    Raises:
+        ValueError: a zero-bubble schedule cannot run under a setting.
+    """
+    if not has_cuda or flags.schedule is None or flags.zero_bubble_communicator == "host":
+        return
+    if environment.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
+        raise ValueError(
+            "CUDA_LAUNCH_BLOCKING=1 makes a rank wait for every receive when it is posted, which can deadlock the "
+            "pipeline: unset it, or send messages through host memory with --zero-bubble-communicator host"
+        )
+    if flags.timing_log_level > 1:
+        raise ValueError(
+            f"--timing-log-level {flags.timing_log_level} waits for all work of the device around every "
+            "forward and backward, also for posted receives, which can deadlock the pipeline: use 1 with "
+            f"--zero-bubble-schedule {flags.schedule}"
+        )
+
+
+def environment_warnings(
+    flags: JobFlags, environment: Mapping[str, str], has_cuda: bool, *, is_megatron_lm: bool = False
+) -> list[str]:
+    """Warnings about settings that work but cost time, one line each.
+
+    `is_megatron_lm` adapts the advice to a Megatron-LM script, which demands some settings itself.
+    """
+    if not has_cuda or flags.schedule is None or flags.zero_bubble_communicator == "host":
+        return []
+    warnings = []
+    connections = environment.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    if connections.isdigit() and int(connections) < 8:
+        parallel = flags.tensor_model_parallel_size * flags.context_parallel_size > 1
+        if parallel and is_megatron_lm:
+            advice = "Megatron-LM demands 1 with tensor or context parallelism on GPUs before Blackwell"
+        else:
+            advice = "Unset it, or set 8 or more" + (", with tensor parallelism too" if parallel else "")
+        warnings.append(
+            f"CUDA_DEVICE_MAX_CONNECTIONS={connections}: kernels of all streams share {connections} queue(s) of the "
+            f"device, and messages between stages wait behind computation. {advice}"
+        )
+    if environment.get("TORCH_NCCL_BLOCKING_WAIT", "0") != "0":
+        warnings.append(
+            "TORCH_NCCL_BLOCKING_WAIT=1: the process waits for each message and launches nothing meanwhile. Unset it"
+        )
+    return warnings
+
+
+def describe_hosts(placement: Placement, pipeline_ranks: Sequence[int], hosts: Sequence[str]) -> list[str]:
+    """The stages and ranks of each host, one line a host, in the order of global ranks.
+
+    Args:
+        pipeline_ranks: the pipeline rank of each global rank.
+        hosts: the host name of each global rank.
+    """
+    lines = []
+    for host in dict.fromkeys(hosts):
+        ranks = [rank for rank, name in enumerate(hosts) if name == host]
+        hosted = {pipeline_ranks[rank] for rank in ranks}
+        stages = sorted(placement.stage_of(rank, chunk) for rank in hosted for chunk in range(placement.num_chunks))
+        lines.append(f"host {host} holds stages {_ranges(stages)} on ranks {_ranges(ranks)}")
+    return lines
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers as text, with runs shortened: `0-3, 7`."""
+    words: list[str] = []
+    first = numbers[0]
+    for number, following in zip(numbers, (*numbers[1:], None), strict=True):
+        if following != number + 1:
+            words.append(str(first) if first == number else f"{first}-{number}")
+            first = following if following is not None else first
+    return ", ".join(words)

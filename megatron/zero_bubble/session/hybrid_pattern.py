@@ -1,0 +1,60 @@
+"""Patterns of hybrid models: one symbol for each layer, `|` between stages, and `/` before multi-token prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+_STAGE, _FURTHER = "|", "/"
+
+
+@dataclass(frozen=True)
+class HybridPattern:
+    """A pattern, as megatron-core's `HybridModel` takes it.
+
+    Attributes:
+        stages: the symbols of every stage's layers, in model order; one entry if the pattern has no `|`.
+        further: the part for multi-token prediction, with its `/`; empty without.
+    """
+
+    stages: tuple[str, ...]
+    further: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> HybridPattern:
+        main, further, rest = text.partition(_FURTHER)
+        return cls(tuple(main.split(_STAGE)), further + rest)
+
+    def __str__(self) -> str:
+        return _STAGE.join(self.stages) + self.further
+
+    @property
+    def symbols(self) -> str:
+        """The symbol of every layer, without those of multi-token prediction."""
+        return "".join(self.stages)
+
+    @property
+    def num_further(self) -> int:
+        """The number of layers of multi-token prediction; each part of `further` is one."""
+        return len([part for part in self.further.split(_FURTHER) if part])
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether the pattern says which layers each stage has."""
+        return len(self.stages) > 1
+
+    @property
+    def partition(self) -> tuple[int, ...]:
+        """The number of layers of each stage, in model order."""
+        return tuple(map(len, self.stages))
+
+    def divided(self, partition: Sequence[int]) -> HybridPattern:
+        """The same layers with the numbers of `partition` in each stage."""
+        assert sum(partition) == len(self.symbols), "a partition of another number of layers"
+        ends = accumulate(partition, initial=0)
+        return HybridPattern(tuple(self.symbols[start:end] for start, end in pairwise(ends)), self.further)
+
+    def whole(self) -> HybridPattern:
+        """The same layers in one stage."""
+        return self.divided([len(self.symbols)])

@@ -1,0 +1,215 @@
+"""The flags that decide about a job's pipeline, from the trainer or from a Megatron-LM script."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from functools import cached_property
+from typing import Any
+
+from megatron.zero_bubble.planner.memory_limit import MemoryLimit
+from megatron.zero_bubble.planner.registry import ENTRIES
+from megatron.zero_bubble.schedule.formats import Setting
+from megatron.zero_bubble.schedule.recomputation import Recompute, recomputes_blocks
+from megatron.zero_bubble.session.aliases import pending_backwards
+from megatron.zero_bubble.session.flags import ParallelFlags, ReplicaFlags, ZeroBubbleFlags, limit_flag
+from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
+
+_PARTITION = (
+    "hybrid_layer_pattern",
+    *("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+)
+RECOMPUTATION = ("recompute_granularity", "recompute_method", "recompute_num_layers")
+"""Names of Megatron's flags that say what is recomputed."""
+_MODEL = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+    *("seq_length", "micro_batch_size", "bf16", "fp16", "fp8", "fp4", "swiglu", "num_experts", "mtp_num_layers"),
+    *("transformer_impl", "attention_backend", "multi_latent_attention"),
+    *("tensor_model_parallel_size", "expert_model_parallel_size", "context_parallel_size", "sequence_parallel"),
+    *(*_PARTITION, *RECOMPUTATION, "zero_bubble_recompute", "zero_bubble_vocabulary_parallel"),
+)
+"""Names of the flags on which the costs of a stage depend, whatever the model."""
+_FURTHER = {
+    "num_experts": re.compile(
+        r"moe_(?!.*(_coeff|_rate|_scaling_factor|_eps|upcycling|logging|inference)).*|expert_tensor_parallel_size"
+    ),
+    "multi_latent_attention": re.compile(r"(q|kv)_lora_rank|(qk|qk_pos_emb|v)_head_dim"),
+    "hybrid_layer_pattern": re.compile(r"mamba_(state_dim|head_dim|num_groups|num_heads)"),
+}
+"""Names of those on which they also depend in a model that has the key: whichever of them a program's flags have."""
+_IN_CONFIGURATION = {"num_experts": "num_moe_experts", "swiglu": "gated_linear_unit"}
+"""Names that megatron-core's `TransformerConfig` gives to flags."""
+LAYOUT_SETTINGS = (*_PARTITION, "zero_bubble_recompute", "zero_bubble_vocabulary_parallel")
+"""Those of them that the choice of a layout decides."""
+
+
+def keeping_everything(settings: object) -> dict[str, Any]:
+    """What to change in the flags of a job so that it keeps what full recomputation would drop; empty without it."""
+    return dict.fromkeys(RECOMPUTATION) if getattr(settings, "recompute_granularity", None) == "full" else {}
+
+
+@dataclass(frozen=True)
+class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
+    """The part of the trainer's flags, or of a Megatron-LM script's arguments, that decides about the pipeline."""
+
+    rank: int = 0
+    world_size: int = 1
+    data_parallel_size: int = 1
+    model_chunks: int | None = None
+    """Model chunks a rank if Megatron's flags ask for several; None leaves the number to the schedule."""
+    num_layers: int = 0
+    mtp_num_layers: int | None = None
+    hybrid_layer_pattern: str | None = None
+    """The layers of a `HybridModel`, with `|` between stages if the flags or the choice of a layout say where."""
+    micro_batch_size: int = 1
+    global_batch_size: int = 1
+    rampup_batch_size: list[int] | None = None
+    train_iters: int | None = None
+    """Iterations of the whole training; None if a script counts samples instead."""
+    exit_interval: int | None = None
+    seed: int = 1234
+    optimizer: str = "adam"
+    use_distributed_optimizer: bool = False
+    fp16: bool = False
+    transformer_impl: str = "local"
+    recompute_granularity: str | None = None
+    recompute_method: str | None = None
+    recompute_num_layers: int | None = None
+    fp8: str | None = None
+    fp8_recipe: str | None = "delayed"
+    fp4: str | None = None
+    attention_dropout: float = 0.0
+    hidden_dropout: float = 0.0
+    untie_embeddings_and_output_weights: bool = False
+    make_vocab_size_divisible_by: int = 128
+    calculate_per_token_loss: bool = False
+    log_num_zeros_in_grad: bool = False
+    timing_log_level: int = 0
+    given_model: Mapping[str, Setting] = field(default_factory=dict)
+    """The flags on which the costs of a stage depend, with their given values."""
+
+    @classmethod
+    def of(cls, source: object, **known: Any) -> JobFlags:
+        """Read the flags from the attributes of `source`. Values in `known` come first, defaults last."""
+        given = {entry.name: getattr(source, entry.name) for entry in fields(cls) if hasattr(source, entry.name)}
+        return cls(**{**given, "given_model": _model_of(source), **known})
+
+    @property
+    def schedule(self) -> str | None:
+        """Name of the zero-bubble schedule that the flags ask for, or None for megatron-core's own."""
+        if self.zero_bubble_schedule is None and self.zero_bubble:
+            return "auto"
+        return self.zero_bubble_schedule
+
+    @property
+    def recompute(self) -> Recompute:
+        """What the schedule recomputes."""
+        if self.zero_bubble_recompute == Recompute.PLANNED:
+            return Recompute.PLANNED
+        return Recompute.FULL if recomputes_blocks(self) else Recompute.NONE
+
+    @property
+    def layers_of_block(self) -> int:
+        """The layers that are recomputed together, as one block."""
+        return self.recompute_num_layers or 1 if self.recompute_method == "uniform" else 1
+
+    @property
+    def interlocks_iterations(self) -> bool:
+        """Whether ranks that have stepped begin the next iteration while others are still in this one."""
+        return self.zero_bubble_post_validation and self.untie_embeddings_and_output_weights
+
+    @property
+    def has_own_limit(self) -> bool:
+        """Whether the schedule fixes its own memory; other schedules use all that the memory limit allows."""
+        entry = ENTRIES.get(self.schedule or "")
+        return entry is None or entry.has_own_limit
+
+    @cached_property
+    def memory_limit(self) -> MemoryLimit | None:
+        """The memory limit that the flags set; None for the schedule's own.
+
+        Raises:
+            ValueError: the flag's value cannot be parsed.
+        """
+        text = self.zero_bubble_memory_limit
+        if text is None:
+            # By default a schedule without a limit of its own may take as much memory as megatron-core's own.
+            if self.has_own_limit:
+                return None
+            return MemoryLimit(
+                multiple=1.0,
+                is_interleaved=self.model_chunks is not None,
+                pairs=self.overlap_moe_expert_parallel_comm,
+            )
+        pending = pending_backwards(text)
+        if pending is None or pending == "auto":
+            try:
+                return MemoryLimit.parse(text if pending is None else pending)
+            except ValueError as error:
+                raise ValueError(f"--zero-bubble-memory-limit: {error}") from error
+        if not pending.isdigit() or pending == "0":
+            raise ValueError(f"{limit_flag(self)} is neither auto nor a number of forwards")
+        return MemoryLimit(multiple=int(pending) / self.pipeline_model_parallel_size)
+
+    @property
+    def model(self) -> Mapping[str, Setting]:
+        """The model as a profile describes it: a profile fits only jobs with the same values."""
+        layout = ("pipeline_model_parallel_layout", "hybrid_layer_pattern")
+        return {**self.given_model, **{name: getattr(self, name) for name in layout}}
+
+    @property
+    def pattern(self) -> HybridPattern | None:
+        """The layers of a `HybridModel`; None for another model."""
+        return None if self.hybrid_layer_pattern is None else HybridPattern.parse(self.hybrid_layer_pattern)
+
+    @property
+    def batch_sizes(self) -> range:
+        """All global batch sizes of the job's iterations: one unless `--rampup-batch-size` is given."""
+        start, increment, _ = self.rampup_batch_size or (self.global_batch_size, 1, 0)
+        return range(start, self.global_batch_size + 1, increment)
+
+    @property
+    def most_microbatches(self) -> int:
+        """Microbatches of the largest iteration, on one data-parallel rank."""
+        return self.num_microbatches(self.batch_sizes[-1])
+
+    def num_microbatches(self, batch_size: int) -> int:
+        """Microbatches of an iteration of `batch_size` sequences, on one data-parallel rank."""
+        return batch_size // (self.micro_batch_size * self.data_parallel_size)
+
+    def num_iterations(self, start: int) -> int | None:
+        """Most iterations of a job that begins after iteration `start`; None if the flags set no number."""
+        if self.train_iters is None:
+            return None
+        left = self.train_iters - start
+        if self.exit_interval:
+            left = min(left, self.exit_interval - start % self.exit_interval)
+        return max(0, left)
+
+
+def _model_of(source: object) -> dict[str, Setting]:
+    """The flags of `source` on which the costs of a stage depend, in one form for all programs."""
+    model = {name: getattr(source, name, getattr(source, _IN_CONFIGURATION.get(name, ""), None)) for name in _MODEL}
+    for owner, names in _FURTHER.items():
+        if model[owner]:
+            model.update((name, value) for name, value in vars(source).items() if names.fullmatch(name))
+    if model["num_experts"]:  # Megatron-LM fills these in
+        model["moe_ffn_hidden_size"] = model.get("moe_ffn_hidden_size") or model["ffn_hidden_size"]
+        shared_by = model.get("expert_tensor_parallel_size") or model["tensor_model_parallel_size"]
+        model["expert_tensor_parallel_size"] = shared_by
+    if not getattr(source, "group_query_attention", True):
+        model["num_query_groups"] = model["num_attention_heads"]  # Megatron-LM's arguments leave a 1 there
+    if isinstance(model["attention_backend"], Enum):  # Megatron-LM's, where local layers have but one attention
+        is_local = model["transformer_impl"] == "local"
+        model["attention_backend"] = "local" if is_local else model["attention_backend"].name
+    return {name: _as_in_json(value) for name, value in model.items()}
+
+
+def _as_in_json(value: Any) -> Setting:
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, (list, tuple)):
+        return _as_in_json(value[0]) if len(value) == 1 else [_as_in_json(item) for item in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

@@ -1,0 +1,209 @@
+"""Turns flags into a partition, the layers of every stage, and a partition into a layout of megatron-core."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.zero_bubble.schedule import Placement, ScheduleError, model_costs
+from megatron.zero_bubble.schedule.errors import one_line
+from megatron.zero_bubble.schedule.model_costs import Partition
+from megatron.zero_bubble.session.job_flags import JobFlags
+
+WITHOUT_PARTITION: dict[str, Any] = {
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+}
+"""Values of the flags that say how many layers the stages at the ends have, if they say nothing."""
+_MOST_REPEATS = 10_000
+"""Most repeats of a part of a layout: more than any model has layers."""
+
+
+def partition_of_flags(flags: JobFlags, placement: Placement) -> Partition:
+    """The layers of every stage, in model order, that the flags ask for.
+
+    Raises:
+        ValueError: flags contradict each other, or do not add up to `--num-layers`; the message names them.
+    """
+    sources = partition_sources(flags)
+    if len(sources) > 1:
+        raise ValueError(f"{sources[0]} and {sources[-1]} both say how many layers a stage has: give one of them")
+    if flags.pipeline_model_parallel_layout is not None:
+        layout = flags.pipeline_model_parallel_layout
+        layers = layers_of_layout(layout, placement.num_ranks)
+        return _checked(flags, layers, placement, f"--pipeline-model-parallel-layout {layout} has")
+    if flags.pattern is not None and flags.pattern.is_divided:
+        given = f"--hybrid-layer-pattern {flags.hybrid_layer_pattern} has"
+        return _checked(flags, flags.pattern.partition, placement, given)
+    return _of_ends(flags, placement) if _layers_of_ends(flags) else _spread(flags, placement)
+
+
+def needed_layout(flags: JobFlags, placement: Placement, partition: Partition) -> str | None:
+    """The layout that makes megatron-core build `partition`; None if it does so without one.
+
+    megatron-core looks for the layers of multi-token prediction on the last rank, which in a V holds other stages.
+    """
+    if flags.pipeline_model_parallel_layout is not None or flags.pattern is not None:
+        return flags.pipeline_model_parallel_layout
+    is_default = len(set(partition)) == 1 and (placement.kind != "v" or flags.mtp_num_layers is None)
+    return None if is_default else to_layout(partition, flags.mtp_num_layers)
+
+
+def partition_sources(flags: JobFlags) -> list[str]:
+    """The flags that say how many layers a stage has; of those that belong together, the first."""
+    layout = flags.pipeline_model_parallel_layout
+    sources = list(_layers_of_ends(flags))[:1]
+    if layout is not None:
+        sources.append(f"--pipeline-model-parallel-layout {layout}")
+    if flags.pattern is not None and flags.pattern.is_divided:
+        sources.append(f"--hybrid-layer-pattern {flags.hybrid_layer_pattern}")
+    if flags.account_for_embedding_in_pipeline_split or flags.account_for_loss_in_pipeline_split:
+        sources.append("--account-for-embedding-in-pipeline-split or --account-for-loss-in-pipeline-split")
+    return sources
+
+
+def _checked(flags: JobFlags, layers: Partition, placement: Placement, given: str) -> Partition:
+    """The layers that a flag gives to each stage, which must be all layers on all stages."""
+    if len(layers) != placement.num_stages:
+        raise ValueError(
+            f"{given} {len(layers)} stages, but {placement.num_ranks} pipeline ranks with {placement.num_chunks} model "
+            f"chunks each hold {placement.num_stages}"
+        )
+    if sum(layers) != flags.num_layers:
+        raise ValueError(f"{given} {sum(layers)} layers, but --num-layers is {flags.num_layers}")
+    return layers
+
+
+def _layers_of_ends(flags: JobFlags) -> dict[str, int]:
+    """The layers that flags give to the first and the last rank; each key is a flag with its value."""
+    first, last = flags.decoder_first_pipeline_num_layers, flags.decoder_last_pipeline_num_layers
+    ends = {"--decoder-first-pipeline-num-layers": first, "--decoder-last-pipeline-num-layers": last}
+    return {f"{flag} {value}": value for flag, value in ends.items() if value is not None}
+
+
+def _of_ends(flags: JobFlags, placement: Placement) -> Partition:
+    """The partition whose first and last rank have the numbers of the flags; in a V, whose first and last stage do.
+
+    A rank's layers are spread evenly over its chunks, as in megatron-core. In a V one rank holds both ends.
+    """
+    chunks, places, noun = placement.num_chunks, placement.num_ranks, "pipeline ranks"
+    if placement.kind == "v":
+        chunks, places, noun = 1, placement.num_stages, "stages"
+    ends = _layers_of_ends(flags)
+    given = " and ".join(ends)
+    rest, others = flags.num_layers - sum(ends.values()), places - len(ends)
+    fits = rest > 0 and rest % others == 0 if others > 0 else rest == others == 0
+    if not fits:
+        raise ValueError(
+            f"of --num-layers {flags.num_layers}, {given} leaves {rest} for {others} other {noun}: "
+            "each needs the same number of layers, at least one"
+        )
+    layers = [rest // others if others > 0 else 0] * places
+    if flags.decoder_first_pipeline_num_layers is not None:
+        layers[0] = flags.decoder_first_pipeline_num_layers
+    if flags.decoder_last_pipeline_num_layers is not None:
+        layers[-1] = flags.decoder_last_pipeline_num_layers
+    if any(number % chunks for number in layers):
+        numbers = ", ".join(map(str, dict.fromkeys(layers)))
+        raise ValueError(f"{given}: {noun} with {numbers} layers cannot be cut into {chunks} even model chunks each")
+    return tuple(number // chunks for number in layers) * chunks
+
+
+def _spread(flags: JobFlags, placement: Placement) -> Partition:
+    """The partition into stages as even as the flags allow."""
+    stages, layers = placement.num_stages, flags.num_layers
+    embedding, loss = flags.account_for_embedding_in_pipeline_split, flags.account_for_loss_in_pipeline_split
+    if (layers + embedding + loss) % stages and not flags.allow_padding_num_layers:
+        counted = f"--num-layers {layers} is"
+        if embedding or loss:
+            counted = (
+                f"--num-layers {layers} and, by --account-for-embedding-in-pipeline-split and "
+                f"--account-for-loss-in-pipeline-split, {embedding + loss} more are"
+            )
+        raise ValueError(
+            f"{counted} not a multiple of the {stages} stages that --pipeline-model-parallel-size "
+            f"{placement.num_ranks} and {placement.num_chunks} model chunks a rank give; --allow-padding-num-layers "
+            "spreads them unevenly"
+        )
+    return spread_layers(layers, stages, embedding=embedding, loss=loss)
+
+
+def spread_layers(num_layers: int, num_stages: int, *, embedding: bool = False, loss: bool = False) -> Partition:
+    """As `model_costs.spread_layers`, with an error that names the flag."""
+    try:
+        return model_costs.spread_layers(num_layers, num_stages, embedding=embedding, loss=loss)
+    except ScheduleError as error:
+        raise ValueError(f"--num-layers {num_layers}: {error}") from error
+
+
+def to_layout(layers: Sequence[int], num_further_tokens: int | None = None) -> str:
+    """The layers of each stage, in model order, in the notation of megatron-core's `--pipeline-model-parallel-layout`.
+
+    `num_further_tokens` multi-token prediction layers join the last stage.
+    """
+    further = "m" * (num_further_tokens or 0)
+    return f"E{'|'.join(f't*{count}' if count else '' for count in layers)}{further}L"
+
+
+def layers_of_layout(layout: str, num_ranks: int) -> Partition:
+    """The number of layers of each stage in a layout of megatron-core, in model order.
+
+    Raises:
+        ValueError: megatron-core cannot read the layout.
+    """
+    from megatron.core.transformer.enums import LayerType
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    for repeats in re.findall(r"\*(\d+)", layout):
+        # megatron-core expands repeats, so a huge number would fill the memory.
+        if len(repeats) > len(str(_MOST_REPEATS)) or int(repeats) > _MOST_REPEATS:
+            raise ValueError(
+                f"--pipeline-model-parallel-layout {layout} repeats something {repeats} times: at most {_MOST_REPEATS}"
+            )
+    try:
+        rows = PipelineParallelLayerLayout(layout, num_ranks).layout
+    except (AssertionError, ValueError, KeyError) as error:
+        reason = one_line(error)
+        raise ValueError(f"--pipeline-model-parallel-layout {layout}: megatron-core refuses it: {reason}") from error
+    return tuple(row[chunk].count(LayerType.decoder) for chunk in range(len(rows[0])) for row in rows)
+
+
+def chunks_of_flags(flags: JobFlags) -> int | None:
+    """Model chunks a rank if Megatron's flags ask for several, else None.
+
+    Raises:
+        ValueError: the flags contradict each other or do not divide the layers.
+    """
+    per_rank, per_chunk = flags.num_virtual_stages_per_pipeline_rank, flags.num_layers_per_virtual_pipeline_stage
+    if per_rank is not None and per_chunk is not None:
+        raise ValueError(
+            "give --num-virtual-stages-per-pipeline-rank or --num-layers-per-virtual-pipeline-stage, not both"
+        )
+    pipeline, layout = flags.pipeline_model_parallel_size, flags.pipeline_model_parallel_layout
+    if flags.pattern is not None and flags.pattern.is_divided:
+        per_rank = len(flags.pattern.stages) // pipeline
+        return per_rank if per_rank > 1 else None
+    if layout is not None:
+        per_rank = len(layers_of_layout(layout, pipeline)) // pipeline
+        return per_rank if per_rank > 1 else None
+    if per_chunk is not None:
+        ends = flags.account_for_embedding_in_pipeline_split + flags.account_for_loss_in_pipeline_split
+        if not flags.allow_padding_num_layers and (flags.num_layers + ends) % (pipeline * per_chunk) != 0:
+            counted = f", with {ends} for the embedding and the loss," if ends else ""
+            raise ValueError(
+                f"--num-layers {flags.num_layers}{counted} is not a multiple of --pipeline-model-parallel-size "
+                f"{pipeline} x --num-layers-per-virtual-pipeline-stage {per_chunk}"
+            )
+        per_rank = -(-(flags.num_layers + ends) // (pipeline * per_chunk))
+    if per_rank is not None and per_rank > 1 and pipeline < 2:
+        raise ValueError(f"several model chunks a rank need --pipeline-model-parallel-size above 1, got {pipeline}")
+    # The embedding and the loss may have a stage each to themselves.
+    if per_rank is not None and per_rank * pipeline > flags.num_layers + 2:
+        raise ValueError(
+            f"--num-virtual-stages-per-pipeline-rank {per_rank} x --pipeline-model-parallel-size {pipeline} are more "
+            f"stages than --num-layers {flags.num_layers}"
+        )
+    return per_rank if per_rank is not None and per_rank > 1 else None

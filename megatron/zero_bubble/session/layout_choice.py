@@ -1,0 +1,244 @@
+"""Chooses the layout that a job's flags leave open, from the costs of the model's units."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import Any, cast
+
+from megatron.zero_bubble.planner import Plan, all_placements, search_layouts
+from megatron.zero_bubble.planner.megatrons_split import capacity_of_multiple, megatrons_layout, on_megatrons_split
+from megatron.zero_bubble.planner.prediction import MegatronsTime, total_work
+from megatron.zero_bubble.planner.registry import placement_for
+from megatron.zero_bubble.planner.request import EFFORT, QUICK_EFFORT, Layout, PlanRequest
+from megatron.zero_bubble.runtime.replanner import MARGIN
+from megatron.zero_bubble.schedule import Infeasible, Placement, ScheduleError
+from megatron.zero_bubble.schedule.ir import PlacementKind
+from megatron.zero_bubble.schedule.model_costs import ModelCosts
+from megatron.zero_bubble.schedule.recomputation import Recompute
+from megatron.zero_bubble.session.flags import flag_name, limit_flag
+from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
+from megatron.zero_bubble.session.job_flags import RECOMPUTATION, JobFlags
+from megatron.zero_bubble.session.layers import WITHOUT_PARTITION, partition_of_flags, partition_sources
+from megatron.zero_bubble.session.sharding import may_spread
+
+_PATTERN = "hybrid_layer_pattern"
+_CHUNKS = ("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage")
+SAVED_NAMES = (
+    *("pipeline_model_parallel_layout", "zero_bubble_placement", "zero_bubble_recompute", "zero_bubble_seed_by_layer"),
+    *("zero_bubble_vocabulary_parallel", _PATTERN),
+)
+"""Arguments in a checkpoint that say which layout was chosen."""
+_KEPT_WITH = ("pipeline_model_parallel_size", "num_layers")
+"""Flags that must be the same for a saved layout to be kept."""
+
+
+@dataclass(frozen=True)
+class ChosenLayout:
+    """A layout as a job takes it over.
+
+    Attributes:
+        flags: the flags, by name, that fix it.
+        request: what its plan was made from; None for a layout that was not planned with costs.
+        megatrons: the time that megatron-core's own schedule was predicted to take on Megatron's split; None if the
+            layout is that split, or that is not known.
+        is_megatrons_split: whether the layout is the one that Megatron's flags give. Its memory limit follows from the
+            measured memory of 1F1B, so that 1F1B's order always fits.
+    """
+
+    flags: Mapping[str, Any]
+    request: PlanRequest | None = None
+    megatrons: MegatronsTime | None = None
+    is_megatrons_split: bool = False
+
+
+@dataclass(frozen=True)
+class LayoutChoice:
+    """The plan of the chosen layout, which has those of the others, and Megatron's split for comparison."""
+
+    plan: Plan
+    megatrons: tuple[Plan, ...]
+    """Megatron's split, with the job's schedule and with megatron-core's own; without what does not fit."""
+    model: ModelCosts
+
+    @property
+    def is_megatrons_split(self) -> bool:
+        """Whether the chosen layout is the one that Megatron's flags give."""
+        usual = self.plan.request.usual
+        return usual is not None and replace(self.plan.layout, recompute=usual.recompute) == usual
+
+    @property
+    def megatrons_time(self) -> MegatronsTime | None:
+        """The time of megatron-core's own schedule on Megatron's split; None if that does not fit, or is chosen."""
+        own = [plan for plan in self.megatrons if plan.request.schedule != self.plan.request.schedule]
+        if not own or self.is_megatrons_split:
+            return None
+        return MegatronsTime(own[0].time, total_work(self.plan.timeline.costs))
+
+
+def is_layout_open(flags: JobFlags) -> bool:
+    """Whether the flags leave partition, placement or chunks to the search; who names a schedule chooses these, too."""
+    if not flags.zero_bubble or flags.zero_bubble_schedule is not None or flags.zero_bubble_keep_layout:
+        return False
+    return not partition_sources(flags)
+
+
+def megatrons_layout_flags(flags: JobFlags) -> list[str]:
+    """The flags of Megatron that fix partition or chunks, which `--zero-bubble` would otherwise choose.
+
+    None if another flag of ours fixes the layout anyway.
+    """
+    if not flags.zero_bubble or flags.zero_bubble_schedule is not None or flags.zero_bubble_keep_layout:
+        return []
+    if flags.zero_bubble_placement is not None:
+        return []
+    chunks = {name: getattr(flags, name) for name in _CHUNKS}
+    sources = partition_sources(flags)
+    if len(sources) > 1:  # the layout was made from the other flags
+        sources = partition_sources(replace(flags, pipeline_model_parallel_layout=None))
+    return [*sources, *(f"{flag_name(name)} {value}" for name, value in chunks.items() if value)]
+
+
+def check_unit_costs_output(flags: JobFlags) -> None:
+    """Raise `ValueError` if a file of unit costs is asked for, and no layout is chosen, so that none are measured."""
+    if flags.zero_bubble_unit_costs_output is not None and not is_layout_open(flags):
+        given = f"--zero-bubble-unit-costs-output {flags.zero_bubble_unit_costs_output}"
+        raise ValueError(
+            f"{given}: layers are measured where --zero-bubble chooses the layout: leave out what fixes it, such as "
+            "--zero-bubble-schedule, --zero-bubble-keep-layout or --pipeline-model-parallel-layout"
+        )
+
+
+def choose_layout(
+    flags: JobFlags,
+    model: ModelCosts,
+    free_bytes: float | None,
+    padded_vocab_size: int,
+    *,
+    is_quick: bool = False,
+    frees_layout: bool = False,
+    report: Callable[[str], None] = lambda text: None,
+) -> LayoutChoice:
+    """Search the layouts that the flags leave open, for the job's largest number of microbatches.
+
+    Args:
+        free_bytes: what a device has free before the model is built; None if nothing limits it.
+        is_quick: plan with little effort.
+        frees_layout: search all layouts, also where Megatron's flags fix one, which is then the usual one.
+        report: called with how far the search is, often.
+
+    Raises:
+        ValueError: no layout fits, or (as `ScheduleError`) there are fewer layers than ranks.
+    """
+    model = replace(model, ties_output=not flags.untie_embeddings_and_output_weights)
+    layers = (replace(layer, num_blocks=layer.num_blocks / flags.layers_of_block) for layer in model.layers)
+    model = replace(model, layers=tuple(layers))
+    request = replace(
+        _request(flags, model, _megatrons_layout(flags), free_bytes, frees_layout=frees_layout),
+        vocabulary_parallel=may_spread(flags, padded_vocab_size),
+        effort=QUICK_EFFORT if is_quick else EFFORT,
+    )
+    try:
+        plan = search_layouts(request, report)
+    except Infeasible as error:
+        raise ValueError(
+            f"{limit_flag(flags)}: no layout of the layers fits: the fullest rank needs at least "
+            f"{ceil(error.smallest_limit)} bytes for activations"
+        ) from error
+    return LayoutChoice(plan, on_megatrons_split(request, plan), model)
+
+
+def saved_choice(saved: Namespace, flags: JobFlags) -> ChosenLayout | None:
+    """The layout that was chosen for the job which saved its arguments in a checkpoint.
+
+    None if no layout was chosen for it, if it had other pipeline ranks or layers than a job with `flags`, or if these
+    flags ask for another one, or do not allow what it recomputes or spreads.
+    """
+    chosen = {name: getattr(saved, name, None) for name in SAVED_NAMES}
+    same = all(getattr(saved, name, None) == getattr(flags, name) for name in _KEPT_WITH)
+    same = same and _undivided(chosen[_PATTERN]) == _undivided(flags.hybrid_layer_pattern)
+    others = {name: value for name, value in chosen.items() if name != _PATTERN}
+    allowed = all(getattr(flags, name) in (None, False, "auto", value) for name, value in others.items())
+    beyond_fsdp = chosen["zero_bubble_recompute"] is not None or chosen["zero_bubble_vocabulary_parallel"] == "on"
+    if not same or not allowed or (flags.use_torch_fsdp2 and beyond_fsdp):
+        return None
+    return ChosenLayout(chosen) if chosen["zero_bubble_placement"] is not None else None
+
+
+def _undivided(pattern: str | None) -> str | None:
+    return None if pattern is None else str(HybridPattern.parse(pattern).whole())
+
+
+def _request(
+    flags: JobFlags, model: ModelCosts, usual: Layout, free_bytes: float | None, *, frees_layout: bool
+) -> PlanRequest:
+    """The request for all that the flags leave open, within the memory limit that they set."""
+    name = flags.schedule
+    assert name is not None
+    capacity, activations = None if free_bytes is None else MARGIN * free_bytes, None
+    request = PlanRequest(
+        name,
+        flags.most_microbatches,
+        _placements(flags, name, frees_layout=frees_layout),
+        model,
+        usual=usual,
+        recomputes=_recomputes(flags),
+        group_size=flags.microbatch_group_size_per_virtual_pipeline_stage,
+        post_validation=flags.interlocks_iterations,
+        takes_makespan=True,
+        pairs=flags.overlap_moe_expert_parallel_comm,
+    )
+    limit, of_usual = flags.memory_limit, None
+    if limit is not None and limit.num_bytes is not None:
+        activations = float(limit.num_bytes)
+    elif limit is not None and limit.multiple is not None:
+        peak = capacity_of_multiple(request, usual, limit.multiple, is_interleaved=limit.is_interleaved)
+        # Without --zero-bubble the job takes its usual layout though it leaves less free.
+        of_usual = None if free_bytes is None else min(free_bytes, peak)
+        capacity = peak if capacity is None else min(capacity, peak)
+    return replace(request, capacity=capacity, usual_capacity=of_usual, memory_limit=activations)
+
+
+def _megatrons_layout(flags: JobFlags) -> Layout:
+    """The layout of Megatron's flags."""
+    num_ranks, chunks = flags.pipeline_model_parallel_size, flags.model_chunks or 1
+    if partition_sources(flags):
+        placement = Placement("linear" if chunks == 1 else "interleaved", num_ranks, chunks)
+        if flags.pipeline_model_parallel_layout is not None:  # perhaps made from the other flags
+            flags = replace(flags, **WITHOUT_PARTITION)
+        return Layout(placement, partition_of_flags(flags, placement), flags.recompute)
+    try:
+        return megatrons_layout(flags.num_layers, num_ranks, chunks, flags.recompute)
+    except ScheduleError as error:
+        raise ValueError(f"--num-layers {flags.num_layers}: {error}") from error
+
+
+def _placements(flags: JobFlags, name: str, *, frees_layout: bool) -> tuple[Placement, ...]:
+    """The placements that the flags leave to choose from, or all and that of the flags."""
+    num_ranks, kind = flags.pipeline_model_parallel_size, cast("PlacementKind | None", flags.zero_bubble_placement)
+    own = () if flags.model_chunks is None else (placement_for(name, num_ranks, flags.model_chunks, kind),)
+    if own and not frees_layout:
+        return own
+    every = all_placements(num_ranks, flags.num_layers)
+    return tuple(dict.fromkeys((*(one for one in every if kind in (None, one.kind)), *own)))
+
+
+def _can_recompute(flags: JobFlags) -> bool:
+    """Whether the model's class recomputes layers; hybrid models do from megatron-core 0.18 on."""
+    if flags.pattern is None:
+        return True
+    from megatron.zero_bubble.mcore.decoder_models import HYBRID_RECOMPUTES
+
+    return HYBRID_RECOMPUTES
+
+
+def _recomputes(flags: JobFlags) -> tuple[Recompute, ...]:
+    """What the flags allow to recompute; if no flag says it, what has no room in the memory limit as well."""
+    is_given = any(getattr(flags, name) is not None for name in (*RECOMPUTATION, "zero_bubble_recompute"))
+    # R would use parameters that FSDP2 has not gathered, and forwards in pairs cannot be recomputed.
+    cannot = flags.fp8 or flags.fp4 or flags.use_torch_fsdp2 or flags.overlap_moe_expert_parallel_comm
+    if is_given or cannot or not _can_recompute(flags):
+        return (flags.recompute,)
+    return (Recompute.NONE, Recompute.PLANNED)

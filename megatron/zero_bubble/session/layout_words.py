@@ -1,0 +1,75 @@
+"""A layout in words, and as the flags that fix it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from megatron.zero_bubble.planner import Layout, Plan
+from megatron.zero_bubble.schedule.recomputation import Recompute
+from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
+from megatron.zero_bubble.session.layers import to_layout
+
+
+def flags_of_layout(
+    layout: Layout, num_further_tokens: int | None = None, pattern: HybridPattern | None = None
+) -> Mapping[str, Any]:
+    """The flags, by name, that fix `layout` in a job.
+
+    Args:
+        num_further_tokens: the job's number of layers of multi-token prediction.
+        pattern: the layers, if the model is a `HybridModel`.
+    """
+    if pattern is None:
+        where = {"pipeline_model_parallel_layout": to_layout(layout.partition, num_further_tokens)}
+    else:
+        where = {"hybrid_layer_pattern": str(pattern.divided(layout.partition))}
+    chosen: dict[str, Any] = {
+        **where,
+        "num_layers_per_virtual_pipeline_stage": None,
+        "num_virtual_stages_per_pipeline_rank": None,
+        "zero_bubble_placement": layout.placement.kind,
+        "zero_bubble_seed_by_layer": True,
+        "zero_bubble_vocabulary_parallel": "on" if layout.vocabulary_parallel else "off",
+    }
+    if layout.recompute is Recompute.PLANNED:
+        chosen["zero_bubble_recompute"] = str(Recompute.PLANNED)
+    return chosen
+
+
+def named_plans(chosen: Plan, megatrons: Sequence[Plan]) -> list[tuple[str, Plan]]:
+    """The rows of a table of layouts, each with its name: the chosen one, the others, and Megatron's split."""
+    rows = [(f"chosen: {placement_words(chosen.layout)}", chosen)]
+    rows += [(placement_words(plan.layout), plan) for plan in chosen.others]
+    return rows + [(f"Megatron's split, {plan.request.schedule}", plan) for plan in megatrons]
+
+
+def gain_words(chosen: Plan, megatrons: Sequence[Plan]) -> str:
+    """How many times as fast the chosen layout is as Megatron's split under each schedule."""
+    return ", ".join(f"{plan.time / chosen.time:.3f} times {plan.request.schedule}" for plan in megatrons)
+
+
+def placement_words(layout: Layout) -> str:
+    """The placement and what is recomputed, in words."""
+    placement = layout.placement
+    words = {"linear": "linear", "v": "V", "interleaved": f"interleaved, {placement.num_chunks} chunks"}[placement.kind]
+    words += ", vocabulary shards" if layout.vocabulary_parallel else ""
+    return (
+        words
+        + {Recompute.NONE: "", Recompute.FULL: ", all recomputed", Recompute.PLANNED: ", R where needed"}[
+            layout.recompute
+        ]
+    )
+
+
+def layers_words(layout: Layout, pattern: HybridPattern | None = None) -> str:
+    """The layers of every stage in model order; `4x3` are three stages of four layers.
+
+    Args:
+        pattern: the layers of a `HybridModel`, whose symbols then name them.
+    """
+    if pattern is not None:
+        return " | ".join(pattern.divided(layout.partition).stages)
+    runs = ((count, len(list(stages))) for count, stages in groupby(layout.partition))
+    return " ".join(str(count) if times == 1 else f"{count}x{times}" for count, times in runs)

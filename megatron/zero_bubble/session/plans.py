@@ -1,0 +1,221 @@
+"""Chooses the plan of schedules and the placement of stages that the flags ask for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+from megatron.zero_bubble.planner.memory_limit import MemoryLimit
+from megatron.zero_bubble.planner.run_schedules import RunSchedules
+from megatron.zero_bubble.schedule import Infeasible, Placement, Schedule, ScheduleError, StageCosts, simulate
+from megatron.zero_bubble.schedule.default_costs import default_costs
+from megatron.zero_bubble.schedule.formats import schedule_from_text
+from megatron.zero_bubble.schedule.ir import MAX_OPERATIONS, PlacementKind
+from megatron.zero_bubble.schedule.recomputation import Recompute
+from megatron.zero_bubble.session.aliases import pending_backwards
+from megatron.zero_bubble.session.flags import flag_name, limit_flag
+from megatron.zero_bubble.session.job_flags import RECOMPUTATION, JobFlags
+from megatron.zero_bubble.session.offload_flags import check_offload, plans_offload
+from megatron.zero_bubble.session.pair_flags import check_pairs
+from megatron.zero_bubble.session.progress_lines import SILENT_SECONDS
+from megatron.zero_bubble.session.reports import print_line
+
+_FILE = "file:"
+_SECONDS_PER_OPERATION = 4e-5
+"""Seconds that planning takes for each operation of a schedule."""
+
+
+def choose_plan(flags: JobFlags) -> RunSchedules | None:
+    """The plan that the flags ask for; None for megatron-core's own schedule. `check_plan` checks its schedules.
+
+    Raises:
+        ValueError: there is no such schedule, or the number of ranks or chunks does not fit.
+    """
+    name = flags.schedule
+    if name is None:
+        return None
+    num_ranks, num_chunks = flags.pipeline_model_parallel_size, flags.model_chunks
+    if num_ranks < 2:
+        by = f"--zero-bubble-schedule {name}" if flags.zero_bubble_schedule else "--zero-bubble"
+        raise ValueError(f"{by} needs --pipeline-model-parallel-size of at least 2, got {num_ranks}")
+    _check_recomputation(flags, name)
+    check_offload(flags)
+    check_pairs(flags)
+    with _as_users_mistake(flags, name):
+        if not name.startswith(_FILE):
+            kind = cast("PlacementKind | None", flags.zero_bubble_placement)
+            plan = RunSchedules.named(name, num_ranks, num_chunks, kind)
+            limit = _limit_before_measuring(flags, plan.placement)
+            return plan.requesting(
+                costs=_costs_before_measuring(flags, plan.placement),
+                memory_limit=limit,
+                group_size=_group_size(flags, plan.placement),
+                post_validation=flags.interlocks_iterations,
+                takes_makespan=name == "auto",  # named schedules are as published
+                recomputes=(flags.recompute,),
+                vocabulary_parallel=flags.vocabulary_parallel,
+                pairs=flags.overlap_moe_expert_parallel_comm,
+                offloads=plans_offload(flags),
+            )
+        given = RunSchedules.of(_read(Path(name.removeprefix(_FILE))))
+        plan = given.requesting(recomputes=(flags.recompute,), vocabulary_parallel=flags.vocabulary_parallel)
+        if plan.given is not None and plan.given.recomputes and flags.recompute is Recompute.NONE:
+            raise ScheduleError(
+                "it has recomputations (R), which need --recompute-granularity full without fp8 and fp4"
+            )
+        if plan.placement.num_ranks != num_ranks:
+            raise ScheduleError(f"the schedule is for {plan.placement.num_ranks} ranks")
+        if num_chunks is not None and plan.placement.num_chunks != num_chunks:
+            raise ScheduleError(f"the schedule is for {plan.placement.num_chunks} chunks a rank, not {num_chunks}")
+        return plan
+
+
+def _group_size(flags: JobFlags, placement: Placement) -> int | None:
+    """The microbatches of a group that passes through a chunk before the next one; None if a planner may choose.
+
+    With dropout the order of the forwards of several chunks decides which random numbers they draw, unless layers have
+    seeds of their own: megatron-core's order stays, with groups of as many microbatches as there are ranks.
+    """
+    given = flags.microbatch_group_size_per_virtual_pipeline_stage
+    draws = (flags.attention_dropout or flags.hidden_dropout) and not flags.zero_bubble_seed_by_layer
+    if given is None and placement.kind == "interleaved" and draws:
+        return placement.num_ranks
+    return given
+
+
+def _check_recomputation(flags: JobFlags, name: str) -> None:
+    """Raise `ValueError` if something but the schedule is to decide what is recomputed."""
+    if flags.recompute is not Recompute.PLANNED:
+        return
+    given = f"{flag_name('zero_bubble_recompute')} {flags.zero_bubble_recompute}"
+    for field in RECOMPUTATION:
+        value = getattr(flags, field)
+        if value is not None:
+            raise ValueError(f"{given} leaves to the schedule what is recomputed: leave out {flag_name(field)} {value}")
+    if flags.fp8 or flags.fp4:
+        raise ValueError(f"{given}: with fp8 and fp4 only Transformer Engine's backward can recompute")
+    if name.startswith(_FILE):
+        raise ValueError(
+            f"{given} plans a schedule, but --zero-bubble-schedule {name} gives one: leave one of them out"
+        )
+
+
+def check_plan(flags: JobFlags, plan: RunSchedules | None) -> None:
+    """Make every schedule that the run needs, to check that each can be made. The plan keeps them.
+
+    Raises:
+        ValueError: there is no schedule for some number of microbatches, or under the memory limit.
+    """
+    if plan is None:
+        return
+    if plan.given is None:
+        _announce(flags, plan)
+    with _as_users_mistake(flags, str(flags.schedule)):
+        for size in flags.batch_sizes:
+            plan.schedule(flags.num_microbatches(size))
+        if plan.given is not None:
+            if plan.given.has_post_validation and not flags.zero_bubble_post_validation:
+                raise ScheduleError("its operations STEP and VALIDATE need --zero-bubble-post-validation")
+            _check_memory(flags, plan)
+
+
+def _announce(flags: JobFlags, plan: RunSchedules) -> None:
+    """Print a line if planning takes longer than a few seconds.
+
+    Raises:
+        ValueError: planning would take minutes.
+    """
+    sizes, stages = flags.batch_sizes, plan.placement.num_stages
+    # The sum of an arithmetic series, because the range may be too long to add up.
+    samples = len(sizes) * (sizes[0] + sizes[-1]) // 2
+    microbatches = samples // (flags.micro_batch_size * flags.data_parallel_size)
+    most = MAX_OPERATIONS // (3 * stages)
+    if microbatches > most:
+        given = f"--global-batch-size {flags.global_batch_size} --micro-batch-size {flags.micro_batch_size}"
+        many = f"{microbatches} microbatches"
+        if flags.rampup_batch_size:
+            given += f" --rampup-batch-size {' '.join(map(str, flags.rampup_batch_size))}"
+            many = f"iterations of every size, {many} in all,"
+        raise ValueError(f"{given}: {many} are too many to plan schedules for {stages} stages: at most {most}")
+    if microbatches * 3 * stages * _SECONDS_PER_OPERATION > SILENT_SECONDS and flags.rank == 0:
+        print_line(f" > planning schedule {plan.name} for up to {flags.most_microbatches} microbatches")
+
+
+@contextmanager
+def _as_users_mistake(flags: JobFlags, name: str) -> Iterator[None]:
+    """Turn a planning error into a `ValueError` that names the flag to change."""
+    try:
+        yield
+    except Infeasible as error:
+        raise ValueError(
+            f"{limit_flag(flags)}: schedule {name} needs {_multiple(flags, error.smallest_limit)}"
+        ) from error
+    except ScheduleError as error:
+        raise ValueError(f"--zero-bubble-schedule {name}: {error}") from error
+
+
+def _limit_before_measuring(flags: JobFlags, placement: Placement) -> float | None:
+    """The memory limit in M_B before costs are measured, with equal stages; None for the schedule's own limit."""
+    limit = flags.memory_limit
+    if limit is None:
+        return None
+    in_unit_costs = limit.in_unit_costs(placement, flags.most_microbatches, flags.recompute)
+    if in_unit_costs is None and not flags.has_own_limit:
+        # A limit in bytes cannot be used before memory is measured: begin with 1F1B's peak.
+        return MemoryLimit(multiple=1.0).in_unit_costs(placement, placement.num_ranks, flags.recompute)
+    return in_unit_costs
+
+
+def _costs_before_measuring(flags: JobFlags, placement: Placement) -> StageCosts | None:
+    """The default costs with the blocks of layers that can be recomputed one after the other; None where none can."""
+    if flags.recompute is Recompute.NONE:
+        return None
+    costs = default_costs(placement, flags.recompute, vocabulary_parallel=flags.vocabulary_parallel)
+    blocks = flags.num_layers // (placement.num_stages * flags.layers_of_block)
+    return replace(costs, num_blocks=(blocks,) * placement.num_stages)
+
+
+def _check_memory(flags: JobFlags, plan: RunSchedules) -> None:
+    """Raise `Infeasible` if the given schedule of a plan exceeds the memory limit, to which it cannot adapt.
+
+    A limit in bytes cannot be checked before memory is measured.
+    """
+    assert plan.given is not None
+    schedule = plan.schedule(plan.given.num_microbatches)
+    limit = flags.memory_limit
+    in_unit_costs = None
+    if limit is not None:
+        in_unit_costs = limit.in_unit_costs(schedule.placement, schedule.num_microbatches, plan.recompute)
+    peak = max(simulate(schedule, default_costs(schedule.placement, plan.recompute)).peak_memory)
+    if in_unit_costs is not None and peak > in_unit_costs * (1 + 1e-9):
+        raise Infeasible("it does not fit under the limit", peak)
+
+
+def _multiple(flags: JobFlags, smallest: float) -> str:
+    """The limit `smallest`, in M_B, in the unit of the flag that set the limit, rounded up."""
+    num_ranks = flags.pipeline_model_parallel_size
+    placement = Placement("linear", num_ranks)
+    peak = MemoryLimit(multiple=1.0).in_unit_costs(placement, flags.most_microbatches, flags.recompute)
+    assert peak is not None
+    if pending_backwards(flags.zero_bubble_memory_limit or "") is not None:
+        return f"at least {math.ceil(smallest / peak * num_ranks - 1e-9)}"
+    return f"at least {math.ceil(smallest / peak * 1000 - 1e-6) / 1000:g} times 1F1B's peak"
+
+
+def choose_placement(flags: JobFlags, plan: RunSchedules | None) -> Placement:
+    """The placement of stages: the plan's, or that of megatron-core's own schedule."""
+    if plan is not None:
+        return plan.placement
+    num_chunks = flags.model_chunks or 1
+    return Placement("interleaved" if num_chunks > 1 else "linear", flags.pipeline_model_parallel_size, num_chunks)
+
+
+def _read(path: Path) -> Schedule:
+    try:
+        return schedule_from_text(path.read_text(encoding="utf-8"), name=path.stem)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ScheduleError(f"cannot be read: {error}") from None

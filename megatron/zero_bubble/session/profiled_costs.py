@@ -1,0 +1,143 @@
+"""Derives the costs of a model's units from the profile of a run, whatever the partition that it had."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron.zero_bubble.runtime.least_squares import nonnegative_least_squares
+from megatron.zero_bubble.schedule import ScheduleError
+from megatron.zero_bubble.schedule.formats import Profile
+from megatron.zero_bubble.schedule.model_costs import ModelCosts, Partition, UnitCosts
+from megatron.zero_bubble.session.job_flags import JobFlags
+from megatron.zero_bubble.session.layers import partition_of_flags
+from megatron.zero_bubble.session.model_states import element_bytes
+
+
+def partition_of_profile(profile: Profile) -> Partition:
+    """The layers of every stage of the run that was profiled.
+
+    Raises:
+        ValueError: the settings that the profile names do not fit its placement.
+    """
+    flags = JobFlags.of(SimpleNamespace(**profile.model), pipeline_model_parallel_size=profile.placement.num_ranks)
+    if flags.pipeline_model_parallel_layout is not None:
+        # A job turns the numbers of the first and the last stage into a layout where megatron-core needs one.
+        flags = replace(flags, decoder_first_pipeline_num_layers=None, decoder_last_pipeline_num_layers=None)
+    return partition_of_flags(flags, profile.placement)
+
+
+def fit_units(profile: Profile, kinds: Sequence[int] | None = None) -> ModelCosts:
+    """The costs of units whose sums over stages come closest to the profile, by least squares.
+
+    Stages are sums of units: the embedding is in the first alone, the output in the last alone, so that layers cost
+    what other stages say. What stages do not determine is assumed: with two stages, that the embedding costs nothing;
+    where every stage has as many layers of one kind as of another, that both cost the same. No unit costs less than
+    nothing. `state` is zero, because a profile does not know it. What recomputation of a layer takes and restores is
+    the profile's, or else its forward and what that keeps beside its input.
+
+    Args:
+        kinds: the kind of each layer, as numbers from 0; by default all are alike.
+
+    Raises:
+        ScheduleError: the profile has one stage, or names no layers that fit its placement.
+    """
+    try:
+        partition = partition_of_profile(profile)
+    except ValueError as error:
+        raise ScheduleError(f"the profile's layers cannot be told: {error}") from error
+    fit = _Fit.of(partition, kinds or [0] * sum(partition))
+    costs = profile.costs
+    after_b = np.add(costs.memory_f, costs.memory_b)
+    after_w = np.add(after_b, costs.memory_w)
+    units = list(
+        map(
+            _unit_costs,
+            fit.solve(costs.time_f),
+            fit.solve(costs.time_b),
+            fit.solve(costs.time_w),
+            fit.solve(costs.memory_f),
+            fit.solve(after_b),
+            fit.solve(after_w),
+            fit.solve(costs.all_to_all_f),
+            fit.solve(costs.all_to_all_b),
+        )
+    )
+    embedding, *layers, output = units
+    if any(costs.time_r):
+        names = ("time_r", "memory_r", "num_blocks")
+        each = zip(*(fit.solve_layers(getattr(costs, name)) for name in names), strict=True)
+        of_layers = (dict(zip(names, values, strict=True)) for values in each)
+        layers = [replace(layer, **recomputed) for layer, recomputed in zip(layers, of_layers, strict=True)]
+    else:
+        kept = _layer_input_bytes(profile)
+        layers = [
+            replace(layer, time_r=layer.time_f, memory_r=max(0.0, layer.memory_f - kept), num_blocks=1)
+            for layer in layers
+        ]
+    return ModelCosts(embedding, tuple(layers), output, max(costs.time_comm, default=0.0))
+
+
+def _unit_costs(
+    f: float, b: float, w: float, after_f: float, after_b: float, after_w: float, exchange_f: float, exchange_b: float
+) -> UnitCosts:
+    return UnitCosts(
+        *(f, b, w, after_f, after_b - after_f, after_w - after_b),
+        all_to_all_f=min(f, exchange_f),
+        all_to_all_b=min(b, exchange_b),
+    )
+
+
+def _layer_input_bytes(profile: Profile) -> float:
+    model = SimpleNamespace(**profile.model)
+    elements = model.seq_length * model.micro_batch_size * model.hidden_size / model.context_parallel_size
+    divided = model.tensor_model_parallel_size if model.sequence_parallel else 1
+    return elements * element_bytes(model) / divided
+
+
+class _Fit(NamedTuple):
+    """A system of equations: the costs of stages as sums of the costs of units."""
+
+    kinds: tuple[int, ...]
+    """The kind of each layer, of those that the stages tell apart."""
+    embedding: np.ndarray
+    """Number of embeddings in each stage; zeros if the embedding's costs are assumed to be zero."""
+    layers: np.ndarray
+    """Number of layers of each stage (rows) and kind (columns)."""
+    output: np.ndarray
+
+    @classmethod
+    def of(cls, partition: Partition, kinds: Sequence[int]) -> _Fit:
+        """The system with the fewest assumptions that the stages determine."""
+        for fit in cls._candidates(partition, kinds):
+            columns = np.column_stack([*([fit.embedding] if fit.embedding.any() else []), fit.layers, fit.output])
+            if np.linalg.matrix_rank(columns) == columns.shape[1]:
+                return fit
+        raise ScheduleError(f"a profile of {len(partition)} stages does not tell what its layers cost")
+
+    @classmethod
+    def _candidates(cls, partition: Partition, kinds: Sequence[int]) -> Iterator[_Fit]:
+        stages = len(partition)
+        first, last = np.eye(stages)[0], np.eye(stages)[-1]
+        of_stage = np.repeat(range(stages), partition)
+        for told_apart in (tuple(kinds), (0,) * len(kinds)):
+            layers = np.zeros((stages, max(told_apart) + 1))
+            np.add.at(layers, (of_stage, np.array(told_apart)), 1)
+            yield cls(told_apart, first, layers, last)
+            yield cls(told_apart, 0 * first, layers, last)
+
+    def solve(self, costs: Sequence[float] | np.ndarray) -> list[float]:
+        """The costs of the embedding, of every layer and of the output."""
+        embedding, *of_kinds, output = nonnegative_least_squares(
+            np.column_stack([self.embedding, self.layers, self.output]), np.asarray(costs, dtype=float)
+        ).tolist()
+        return [embedding, *(of_kinds[kind] for kind in self.kinds), output]
+
+    def solve_layers(self, costs: Sequence[float]) -> list[float]:
+        """The costs of every layer, where no other unit has any."""
+        of_kinds = nonnegative_least_squares(self.layers, np.asarray(costs, dtype=float)).tolist()
+        return [of_kinds[kind] for kind in self.kinds]

@@ -1,0 +1,151 @@
+"""Decides how a job measures its costs and plans with them, and logs a block of lines about each plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron.zero_bubble.planner.memory_limit import MemoryLimit
+from megatron.zero_bubble.runtime.replanner import PlanningOptions, Report
+from megatron.zero_bubble.schedule import Placement, ScheduleError
+from megatron.zero_bubble.schedule.formats import Profile, profile_from_json, profile_to_json
+from megatron.zero_bubble.session.aliases import DEFAULT_WINDOW
+from megatron.zero_bubble.session.files import write_file
+from megatron.zero_bubble.session.flags import limit_flag
+from megatron.zero_bubble.session.job_flags import LAYOUT_SETTINGS, JobFlags
+from megatron.zero_bubble.session.reports import describe_plan
+
+
+def check_memory_limit(flags: JobFlags, has_cuda: bool) -> None:
+    """Raise `ValueError` if the limit is the free memory of a CUDA device and the job has no device."""
+    limit = flags.memory_limit
+    if limit is not None and limit.is_auto and not has_cuda:
+        raise ValueError(
+            f"{limit_flag(flags)} needs a CUDA device, and there is none: give a multiple (1.5) or bytes (40GiB)"
+        )
+
+
+def profile_window(flags: JobFlags) -> tuple[int, int] | None:
+    """First and last profiled iteration, counted from the start of this job; None for no profiling."""
+    first, last = flags.zero_bubble_profile_iters or DEFAULT_WINDOW
+    return (first, last) if last > 0 else None
+
+
+def planning_options(
+    flags: JobFlags, placement: Placement, *, knows_costs: bool = False, profile: Profile | None = None
+) -> PlanningOptions | None:
+    """How this job profiles and plans; None if it does neither.
+
+    Args:
+        knows_costs: whether the layout is chosen by costs of layers, which also make the first plan.
+        profile: in that case the given profile, if it is of the chosen layout.
+
+    Raises:
+        ValueError: a flag needs measured costs and there are none, or the given profile does not fit the job.
+    """
+    window, limit = profile_window(flags), flags.memory_limit
+    if not knows_costs:
+        profile = _profile_of_layout(flags, placement)
+    if profile is None:
+        _check_measured(flags, window, None if knows_costs else limit)
+        if window is None:
+            return None
+    first, last = window or (0, 0)
+    return PlanningOptions(
+        first_step=first,
+        last_step=last,
+        model=flags.model,
+        memory_limit=limit,
+        profile=profile,
+        threshold=flags.zero_bubble_replan_threshold,
+    )
+
+
+def _check_measured(flags: JobFlags, window: tuple[int, int] | None, limit: MemoryLimit | None) -> None:
+    """Raise `ValueError` for flags that need measured costs if other flags prevent that costs are measured.
+
+    Args:
+        limit: the memory limit, if it needs them.
+    """
+    output, threshold = flags.zero_bubble_profile_output, flags.zero_bubble_replan_threshold
+    output_flag = f"--zero-bubble-profile-output {output}"
+    if window is not None:
+        steps = flags.num_iterations(0)
+        if output is not None and steps is not None and steps < window[1]:
+            raise ValueError(
+                f"{output_flag} is written after iteration {window[1]} of a job, the last that it profiles, but this "
+                f"one has {steps}: give --zero-bubble-profile-iters START END with an END of at most {steps}"
+            )
+        return
+    idle = {output_flag: output is not None, f"--zero-bubble-replan-threshold {threshold}": threshold > 0}
+    if limit is not None and limit.multiple is None:
+        # A multiple of 1F1B's peak needs no measured costs.
+        idle[limit_flag(flags)] = True
+    if given := [flag for flag, is_given in idle.items() if is_given]:
+        raise ValueError(
+            f"{given[0]} needs measured costs, and --zero-bubble-profile-iters 0 0 measures none: "
+            "give another START END, or --zero-bubble-profile-input FILE"
+        )
+
+
+def too_short_to_profile(flags: JobFlags, iteration: int) -> str | None:
+    """A warning if a job that begins after `iteration` ends before its profile is complete, else None."""
+    window, steps = profile_window(flags), flags.num_iterations(iteration)
+    if window is None or flags.zero_bubble_profile_input is not None or not steps or window[1] <= steps:
+        return None
+    draws_after_it = flags.zero_bubble_timeline is not None and flags.zero_bubble_timeline_iters is None
+    missing = ["no plan from measured times"]
+    missing += ["no --zero-bubble-profile-output"] if flags.zero_bubble_profile_output is not None else []
+    missing += ["no --zero-bubble-timeline"] if draws_after_it else []
+    return (
+        f" > {', '.join(missing)}: this job ends after {steps} iterations, but profiling after {window[1]}; "
+        "give --zero-bubble-profile-iters START END with an earlier END, or 0 0 for no profile"
+    )
+
+
+def _profile_of_layout(flags: JobFlags, placement: Placement) -> Profile | None:
+    """The given profile, which must be of the job's model and layout; None if none is given."""
+    profile = given_profile(flags)
+    if profile is not None:
+        with _as_mistake_in_profile(flags):
+            profile.check_fits(placement, flags.model, flags.recompute)
+    return profile
+
+
+def given_profile(flags: JobFlags) -> Profile | None:
+    """The profile of `--zero-bubble-profile-input`, which may be of another layout; None if none is given.
+
+    Raises:
+        ValueError: it cannot be read, or is of another model.
+    """
+    if flags.zero_bubble_profile_input is None:
+        return None
+    with _as_mistake_in_profile(flags):
+        profile = profile_from_json(Path(flags.zero_bubble_profile_input).read_text(encoding="utf-8"))
+        model = {name: value for name, value in flags.model.items() if name not in LAYOUT_SETTINGS}
+        profile.check_fits(profile.placement, model)
+    return profile
+
+
+@contextmanager
+def _as_mistake_in_profile(flags: JobFlags) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, UnicodeDecodeError, ScheduleError) as error:
+        raise ValueError(f"--zero-bubble-profile-input {flags.zero_bubble_profile_input}: {error}") from error
+
+
+def reporter(flags: JobFlags, say: Callable[[str], None]) -> Callable[[Report], None]:
+    """A function that logs the block about a plan with `say`, and saves the profile if the flags ask for that."""
+
+    def report(decision: Report) -> None:
+        say(describe_plan(decision))
+        if flags.zero_bubble_profile_output is not None and flags.rank == 0:
+            output = flags.zero_bubble_profile_output
+            try:
+                write_file(output, profile_to_json(decision.prediction.profile))
+            except OSError as error:
+                raise OSError(f"--zero-bubble-profile-output {output}: cannot be written: {error.strerror}") from error
+
+    return report

@@ -1,0 +1,248 @@
+"""What a run prints: its parameters, layout, plan, idle time and waits. No other module of a run prints."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from megatron.zero_bubble.planner import Plan
+from megatron.zero_bubble.runtime.channel_memory import ChannelMemory
+from megatron.zero_bubble.runtime.replanner import Report
+from megatron.zero_bubble.runtime.replica_waits import Waits
+from megatron.zero_bubble.schedule import Idle, Placement, StageCosts
+from megatron.zero_bubble.schedule.hierarchy import Hierarchy
+from megatron.zero_bubble.schedule.host_link import host_memory, num_offloaded
+from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts
+from megatron.zero_bubble.session.flags import flags_text
+from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
+from megatron.zero_bubble.session.layout_words import gain_words, layers_words, named_plans
+
+if TYPE_CHECKING:
+    from megatron.zero_bubble.mcore.microbatch_orders import OrderTimes
+    from megatron.zero_bubble.mcore.unsplit import Gradients
+    from megatron.zero_bubble.session.layout_choice import LayoutChoice
+
+ModelRank = tuple[int, int]
+"""(tensor, pipeline) model parallel rank."""
+LOUD = 0.01
+"""Share of a rank's parameters from which the line about a module that is not split is a warning."""
+_MOST_NAMED = 16
+"""Most replicas whose waits are all in a log line."""
+
+
+def print_line(message: str) -> None:
+    """Print `message` on this rank at once."""
+    print(message, flush=True)
+
+
+def print_rank_0(message: str) -> None:
+    """Print `message` on global rank 0 only."""
+    if dist.get_rank() == 0:
+        print_line(message)
+
+
+def print_error(program: str, message: object) -> None:
+    """Print why `program` ends, on this rank at once."""
+    print(f"{program}: error: {message}", file=sys.stderr, flush=True)
+
+
+def parameter_line(ranks: Mapping[ModelRank, Gradients]) -> str:
+    """The number of parameters of every pipeline rank, with tensor parallelism of its first tensor-parallel rank."""
+    sizes = ", ".join(str(gradients.total) for (tensor, _), gradients in ranks.items() if tensor == 0)
+    part = "" if all(tensor == 0 for tensor, _ in ranks) else "first tensor-parallel rank of each "
+    return f" > number of parameters on {part or 'each '}pipeline rank: {sizes}"
+
+
+def deferred_line(ranks: Mapping[ModelRank, Gradients]) -> str:
+    """The share of the model's weights, of those that are multiplied with, whose gradient W computes."""
+    deferred = sum(gradients.in_w for gradients in ranks.values())
+    weights = deferred + sum(size for gradients in ranks.values() for _, size in gradients.unsplit)
+    share = deferred / weights if weights else 1.0
+    return f" > W is deferred for {share:.1%} of the weights, without embeddings, norms and biases"
+
+
+def unsplit_line(name: str, share: float) -> str:
+    loud = "WARNING: " if share >= LOUD else ""
+    return f" > {loud}not split, its weight's gradient is computed in B: {name}, {share:.2%} of a rank's parameters"
+
+
+def layout_lines(choice: LayoutChoice, flags: Mapping[str, Any]) -> Iterator[str]:
+    """The lines of a table of the chosen layout, the runners-up and Megatron's split.
+
+    Args:
+        flags: the flags, by name, that fix the chosen layout.
+    """
+    given = flags.get("hybrid_layer_pattern")
+    pattern = None if given is None else HybridPattern.parse(given)
+    chosen = choice.plan
+    schedule = chosen.timeline.schedule
+    yield f" > layout chosen for {schedule.num_ranks} ranks and {schedule.num_microbatches} microbatches"
+    yield f"     F + B + W of a microbatch (ms): {'; '.join(_unit_words(choice.model, pattern))}"
+    described = [(name, *_cells(plan, pattern)) for name, plan in named_plans(chosen, choice.megatrons)]
+    heads = ("", "layers of each stage", "time (ms)", "bubble", "idle", "fullest rank (MiB)")
+    widths = [max(map(len, column)) for column in zip(heads, *described, strict=True)]
+    for cells in (heads, *described):
+        names = (cell.ljust(width) for cell, width in zip(cells[:2], widths[:2], strict=True))
+        figures = (cell.rjust(width) for cell, width in zip(cells[2:], widths[2:], strict=True))
+        yield f"     {'  '.join((*names, *figures))}"
+    if choice.megatrons:
+        yield f"     as fast as, with Megatron's split: {gain_words(chosen, choice.megatrons)}"
+    yield f"     the same layout in another run: {flags_text(flags)}"
+
+
+def _unit_words(model: ModelCosts, pattern: HybridPattern | None) -> Iterator[str]:
+    """What each kind of unit takes; layers that cost the same, or have the same symbol, are one kind."""
+    symbols = [""] * len(model.layers) if pattern is None else [f"{symbol}: " for symbol in pattern.symbols]
+    for (symbol, layer), count in Counter(zip(symbols, model.layers, strict=True)).items():
+        yield f"{count} layers {symbol}{_times(layer)} each"
+    yield f"embedding {_times(model.embedding)}"
+    yield f"output {_times(model.output)}"
+    yield f"a message {model.time_comm:.2f}"
+
+
+def _times(unit: UnitCosts) -> str:
+    words = " + ".join(f"{time:.2f}" for time in (unit.time_f, unit.time_b, unit.time_w))
+    if not unit.all_to_all_f and not unit.all_to_all_b:
+        return words
+    return f"{words} (all-to-all {unit.all_to_all_f:.2f} + {unit.all_to_all_b:.2f})"
+
+
+def _cells(plan: Plan, pattern: HybridPattern | None) -> tuple[str, ...]:
+    """The columns after the name."""
+    timeline = plan.timeline
+    return (
+        layers_words(plan.layout, pattern),
+        f"{plan.time:.1f}",
+        f"{timeline.bubble_rate:.2%}",
+        f"{timeline.idle.total:.2%}",
+        f"{plan.memory / 2**20:.1f}",
+    )
+
+
+def describe_plan(report: Report) -> str:
+    """The block of lines about a plan: costs of each stage, the schedule, and its predicted time and memory."""
+    prediction = report.prediction
+    profile, schedule = prediction.profile, prediction.schedule
+    costs, placement = profile.costs, profile.placement
+    source = f"measured up to step {report.step}, spread {profile.noise:.1%}" if report.step else "from a profile"
+    lines = [f" > zero-bubble plan; times {source}"]
+    if report.differences:
+        lines.append(f"     compared with the plan before: {'; '.join(map(str, report.differences))}")
+    lines += _costs_table(costs, placement)
+    origin = "planned" if report.is_new_plan else "kept"
+    limits = report.memory_limit or ()
+    of_ranks = limits[:1] if len(set(limits)) == 1 else limits
+    limit = f", memory limit {' '.join(f'{_mib(most):.1f}' for most in of_ranks)} MiB" if limits else ""
+    lines.append(f"     schedule {schedule.name} ({origin}) for {schedule.num_microbatches} microbatches{limit}")
+    lines.append(f"     predicted: {prediction.idle}, {prediction.milliseconds:.1f} ms, {prediction.gain}")
+    peaks = ", ".join(f"{_mib(peak):.1f}" for peak in prediction.peak_bytes)
+    lines.append(f"     peak activations of each rank (MiB): {peaks}")
+    if any(profile.inside):
+        inside = ", ".join(f"{_mib(needed):.1f}" for needed in profile.inside_ranks)
+        lines.append(f"     temporary memory of operations on each rank, not in these peaks (MiB): {inside}")
+    if max(prediction.schedule.groups, default=1) > 1:
+        groups = ", ".join(map(str, prediction.schedule.groups))
+        lines.append(f"     groups of layers in which each stage restores activations: {groups}")
+    offloaded, forwards = num_offloaded(schedule), schedule.num_stages * schedule.num_microbatches
+    if offloaded:
+        held = ", ".join(f"{_mib(most):.1f}" for most in host_memory(schedule, costs))
+        lines.append(
+            f"     copied to the host and back: {offloaded} of {forwards} forwards; "
+            f"host memory of each rank (MiB): {held}"
+        )
+    if limits and any(peak > most * (1 + 1e-9) for peak, most in zip(prediction.peak_bytes, limits, strict=True)):
+        lines.append("     a peak is above the memory limit, to which this schedule does not adapt")
+    return "\n".join(lines)
+
+
+def _costs_table(costs: StageCosts, placement: Placement) -> Iterator[str]:
+    """The lines of a table of each stage's costs; what R takes and restores is in it where anything is recomputed."""
+    recomputes = any(costs.time_r)
+    in_ms = {"F": costs.time_f, "B": costs.time_b, "W": costs.time_w} | ({"R": costs.time_r} if recomputes else {})
+    offloads = any(costs.memory_d)
+    in_ms |= {"D": costs.time_d, "H": costs.time_h} if offloads else {}
+    heads = "".join(f"{kind:>5} (ms)" for kind in in_ms)
+    restored = "  restored by R (MiB)" if recomputes else ""
+    copied = "  copied by D (MiB)" if offloads else ""
+    yield f"     stage  rank{heads}  to next (ms)  kept by F (MiB){restored}{copied}  for W (MiB)"
+    for stage in range(costs.num_stages):
+        times = "".join(f"{values[stage]:10.2f}" for values in in_ms.values())
+        to_next = f"{costs.time_comm[stage]:12.2f}" if stage + 1 < costs.num_stages else " " * 12
+        restored = f"{_mib(costs.memory_r[stage]):21.1f}" if recomputes else ""
+        copied = f"{_mib(costs.memory_d[stage]):19.1f}" if offloads else ""
+        yield (
+            f"     {stage:5d} {placement.rank_of(stage):5d}{times}  {to_next} {_mib(costs.memory_f[stage]):16.1f}"
+            f"{restored}{copied} {_mib(-costs.memory_w[stage]):12.1f}"
+        )
+
+
+def _mib(num_bytes: float) -> float:
+    return num_bytes / 2**20
+
+
+def channels_line(memory: ChannelMemory) -> str:
+    """The device memory of the channels on a rank of one pipeline; other pipelines take as much."""
+    each = memory.num_bytes / max(1, memory.num_channels)
+    return (
+        f" > channels between stages: {memory.num_channels} communicators on a rank take "
+        f"{memory.num_bytes / 2**20:.0f} MiB of its device, {each / 2**20:.0f} MiB each"
+    )
+
+
+def describe_hierarchy(hierarchy: Hierarchy) -> str:
+    """A line that says when replicas average."""
+    levels = ", ".join(
+        f"{level.group_size} every {level.period} iteration{'s' * (level.period > 1)}" for level in hierarchy.levels
+    )
+    after = f" after {hierarchy.warmup} synchronous iterations" if hierarchy.warmup else ""
+    return f" > hierarchical SGD{after}: replicas step alone and average their parameters in groups of {levels}"
+
+
+def wait_fields(waits: Waits | None) -> str:
+    """Return the waits of the replicas as text that follows Megatron's fields of a log line; nothing for None."""
+    if waits is None:
+        return ""
+    each = [1000.0 * seconds for seconds in waits.seconds]
+    if len(each) <= _MOST_NAMED:
+        text = " ".join(f"{milliseconds:.1f}" for milliseconds in each)
+    else:
+        text = f"{min(each):.1f} to {max(each):.1f}, mean {sum(each) / len(each):.1f}"
+    return f" waits of replicas (ms): {text} | slowest replica: {waits.slowest} |"
+
+
+def idle_fields(measured: Idle | None, predicted: Idle | None) -> str:
+    """Return the idle share of a pipeline as text that follows Megatron's fields of a log line; None is left out.
+
+    Of the prediction only the bubble rate is there.
+    """
+    line = ""
+    if measured is not None:
+        line += f" idle: {measured.total:.2%} | imbalance: {measured.imbalance:.2%} |"
+        line += f" bubble rate: {measured.bubble:.2%} |"
+    return line + (f" predicted: {predicted.bubble:.2%} |" if predicted is not None else "")
+
+
+def order_fields(times: OrderTimes | None) -> str:
+    """Return the gain of planned orders of microbatches as text that follows Megatron's fields of a log line.
+
+    It is the simulated time in the order of the data over that in the planned order. Without planned orders there is no
+    text.
+    """
+    if times is None or times.num_steps == 0:
+        return ""
+    gain, planning = times.predicted_in_data_order / times.predicted, times.planning / times.num_steps
+    return f" microbatch order: {gain:.2f} times as fast, planned in {planning:.1f} ms |"
+
+
+def idle_scalars(measured: Idle | None, predicted: Idle | None) -> dict[str, float]:
+    """Return the idle share of a pipeline under the tags of TensorBoard and Weights & Biases; None is left out."""
+    scalars: dict[str, float] = {}
+    if measured is not None:
+        scalars |= {"idle": measured.total, "imbalance": measured.imbalance, "bubble-rate": measured.bubble}
+    if predicted is not None:
+        scalars |= {"predicted-idle": predicted.total, "predicted-bubble-rate": predicted.bubble}
+    return scalars

@@ -1,0 +1,301 @@
+"""`Session`: one training run with zero bubble, as methods that whoever trains calls at Megatron's seams."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import schedules as mcore
+from megatron.core.transformer import TransformerConfig
+
+from megatron.zero_bubble.mcore.checkpointed_blocks import checkpoint_every_layer
+from megatron.zero_bubble.mcore.linear import split_weight_gradients
+from megatron.zero_bubble.mcore.paired_stage import refuse_unpaired
+from megatron.zero_bubble.mcore.placement import check_layers_built
+from megatron.zero_bubble.mcore.post_validation import PostValidation
+from megatron.zero_bubble.mcore.recorded_call import ForwardStepError
+from megatron.zero_bubble.mcore.schedule_runner import ForwardBackward
+from megatron.zero_bubble.mcore.step_settings import refuse_unsplit_recomputation, refuse_unsupported
+from megatron.zero_bubble.mcore.unit_seeds import drawn_by_unit, initialized_by_unit
+from megatron.zero_bubble.mcore.vocabulary_model import shard_vocabulary
+from megatron.zero_bubble.runtime.replanner import Report
+from megatron.zero_bubble.runtime.watchdog import Watchdog
+from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
+from megatron.zero_bubble.schedule import Infeasible, Placement
+from megatron.zero_bubble.schedule.formats import Profile
+from megatron.zero_bubble.schedule.model_costs import ModelCosts
+from megatron.zero_bubble.schedule.recomputation import Recompute
+from megatron.zero_bubble.session import hierarchy_flags, post_validation_flags
+from megatron.zero_bubble.session.description import describe, describe_places
+from megatron.zero_bubble.session.flags import limit_flag
+from megatron.zero_bubble.session.job_flags import JobFlags
+from megatron.zero_bubble.session.layout_choice import ChosenLayout
+from megatron.zero_bubble.session.layout_search import new_choice
+from megatron.zero_bubble.session.optimizer_step import build_post_validation
+from megatron.zero_bubble.session.profiling import given_profile
+from megatron.zero_bubble.session.replicas import Replicas
+from megatron.zero_bubble.session.reports import print_rank_0
+from megatron.zero_bubble.session.running import open_timeline, run_plan
+from megatron.zero_bubble.session.settings import JobSettings, job_settings, with_layout
+from megatron.zero_bubble.session.sharding import check_shards
+from megatron.zero_bubble.session.stalls import open_watchdog
+from megatron.zero_bubble.session.start_up import SessionError
+from megatron.zero_bubble.session.timeline_writer import TimelineWriter
+
+
+class Session:
+    """One training run with zero bubble, or with megatron-core's own schedule if the settings name no other.
+
+    Whoever trains calls the methods at Megatron's seams: `choose_layout` when the process groups exist, `configure`,
+    `initializing`, `shard` and `split` while the model is built, `start` when everything is built and loaded,
+    `forward_backward` and `after_iteration` in every iteration, `settle` before anything but a training step reads
+    parameters, and `close` at the end. As a context manager it undoes what it has changed, also after an error.
+
+    Args:
+        job: the checked settings. If they leave the layout open, `choose_layout` or `keep_megatrons_layout` is called
+            before anything is built.
+        program: name of the program, with which the lines of its watchdog begin.
+
+    Attributes:
+        has_started: whether `start` was called.
+        iteration: training iterations that are done, with those before the run.
+        num_steps: those that this run has done.
+        num_microbatches: microbatches of the last of them.
+        store: takes the weight gradients that B defers; None under megatron-core's own schedule.
+        post_validation: takes the optimizer's steps within the schedule; None if whoever trains takes them.
+        replicas: averages the replicas if the settings say so, and measures their waits; set by `start`.
+        run: runs a step or an evaluation, without a schedule megatron-core's own function; set by `start`.
+        forward_backward_func: the same if it runs a schedule of the settings, else None.
+    """
+
+    replicas: Replicas
+    run: Callable[..., list[Any]]
+
+    def __init__(self, job: JobSettings, program: str) -> None:
+        self._program = program
+        self._resources = ExitStack()
+        self._timeline: TimelineWriter | None = None
+        self._watchdog: Watchdog | None = None
+        self.has_started = False
+        self.iteration = self.num_steps = self.num_microbatches = 0
+        self.post_validation: PostValidation | None = None
+        self.forward_backward_func: ForwardBackward | None = None
+        self._take(job)
+
+    def _take(self, job: JobSettings) -> None:
+        self.job = job
+        self.store = WeightGradStore(job.placement.num_chunks) if job.plan is not None else None
+
+    @classmethod
+    def to_build(cls, flags: JobFlags, placement: Placement, store: WeightGradStore | None = None) -> Session:
+        """A session that builds models and runs no schedule; with a `store` their linear layers are split."""
+        session = cls(JobSettings(flags, None, placement, (), None), "")
+        session.store = store
+        return session
+
+    # The layout.
+
+    def restrict(self, **flags: Any) -> None:
+        """Replace flags of the settings before the layout is chosen, by name."""
+        self._take(replace(self.job, flags=replace(self.job.flags, **flags)))
+
+    def complete(self, flags: JobFlags) -> None:
+        """Take over flags that were not known before the model was built, of the same layout.
+
+        Raises:
+            ValueError: a flag does not work, or no schedule fits.
+        """
+        self.job = job_settings(flags, os.environ, torch.cuda.is_available())
+
+    def choose_layout(
+        self, saved: ChosenLayout | None, costs: Callable[[Profile | None], ModelCosts], padded_vocab_size: int
+    ) -> Mapping[str, Any]:
+        """Choose what the settings leave open of the layout, before anything is built; a collective call.
+
+        Args:
+            saved: the layout of the checkpoint from which the run goes on, whose numbers depend on it; None if the
+                run is new.
+            costs: the costs of the model's units, by the profile of an earlier run, or measured if there is none.
+
+        Returns:
+            The flags, by name, that fix the layout.
+
+        Raises:
+            ValueError: no layout fits in the memory, or a flag does not work with the chosen one.
+        """
+        if saved is None:
+            measured = costs(given_profile(self.job.flags))  # which may restrict the settings
+            saved = new_choice(self.job, measured, padded_vocab_size)
+        self._take(with_layout(self.job, saved, os.environ, torch.cuda.is_available()))
+        return saved.flags
+
+    def keep_megatrons_layout(self, reason: str) -> None:
+        """Keep Megatron's layout where another could be chosen, for a reason that is printed; a collective call.
+
+        Raises:
+            ValueError: a flag does not work with Megatron's layout.
+        """
+        print_rank_0(f" > layout: Megatron's, because {reason}")
+        flags = replace(self.job.flags, zero_bubble_keep_layout=True)
+        self._take(job_settings(flags, os.environ, torch.cuda.is_available()))
+
+    # The model.
+
+    def configure(self, config: TransformerConfig, model_class: type[Any] | None = None) -> None:
+        """Prepare the configuration of the model's chunks, before they are built.
+
+        Args:
+            model_class: the class of the model, if it is not known to recompute.
+
+        Raises:
+            ValueError: it has a setting that zero-bubble schedules cannot honour.
+        """
+        if self.store is None:
+            return
+        flags = self.job.flags
+        if flags.zero_bubble_recompute is not None:
+            checkpoint_every_layer(config)
+        refuse_unsupported(config, [], None)
+        if flags.recompute is not Recompute.NONE:
+            refuse_unsplit_recomputation(config, model_class)
+        if flags.overlap_moe_expert_parallel_comm:
+            refuse_unpaired(config, model_class)
+
+    @contextmanager
+    def initializing(self, *, is_first_stage: bool, first_layer: int = 0) -> Iterator[None]:
+        """A context in which a chunk is built: layers with seeds of their own draw their weights from these.
+
+        Args:
+            first_layer: number of layers before the chunk's, if it is built as a whole model.
+        """
+        flags = self.job.flags
+        by_unit = initialized_by_unit(flags.seed, is_first_stage=is_first_stage, first_layer=first_layer)
+        with by_unit if flags.zero_bubble_seed_by_layer else nullcontext():
+            yield
+
+    def shard(self, chunks: Sequence[torch.nn.Module], padded_vocab_size: int) -> None:
+        """Spread the vocabulary over the ranks if the layout says so, once all chunks of this rank are built.
+
+        Raises:
+            ValueError: the vocabulary does not divide into as many shards.
+        """
+        if self.job.flags.vocabulary_parallel:
+            check_shards(self.job.flags, padded_vocab_size)
+            shard_vocabulary(chunks, self.job.placement)
+
+    def split(self, chunks: Sequence[torch.nn.Module]) -> None:
+        """Split the linear layers of chunks, before they are wrapped for data parallelism.
+
+        DDP's configuration then needs `delay_wgrad_compute`, with which DDP gives each layer its hook that accumulates
+        and reduces a gradient; W calls the hook.
+
+        Raises:
+            ValueError: a layer has a setting with which its backward cannot be split.
+        """
+        if self.store is not None:
+            split_weight_gradients(chunks, self.store)
+
+    # The run.
+
+    def start(
+        self,
+        model: list[torch.nn.Module],
+        optimizer: Any,
+        iteration: int,
+        write_plan: Callable[[Report], None] = lambda report: None,
+        *,
+        is_megatron_lm: bool = False,
+    ) -> None:
+        """Make what runs the schedule, when everything is built and a checkpoint is loaded; a collective call.
+
+        Args:
+            model: this rank's chunks, wrapped for data parallelism.
+            optimizer: megatron-core's; None only where neither post-validation nor averaging replicas needs it.
+            iteration: number of iterations that were done before the run.
+            write_plan: called on every rank with each plan from measured costs, beside what is printed of it.
+
+        Raises:
+            ValueError: model or optimizer do not fit the settings.
+        """
+        job, flags = self.job, self.job.flags
+        if optimizer is None and (flags.zero_bubble_post_validation or job.hierarchy is not None):
+            flag = hierarchy_flags.FLAG if job.hierarchy is not None else post_validation_flags.FLAG
+            raise ValueError(f"{flag} needs an optimizer made by megatron-core's get_megatron_optimizer")
+        self.has_started, self.iteration = True, iteration
+        check_layers_built(flags.num_layers, job.placement, model)
+        describe(job, model)
+        describe_places(job, is_megatron_lm=is_megatron_lm)
+        if flags.zero_bubble_seed_by_layer:
+            self._resources.enter_context(drawn_by_unit(flags.seed, model, lambda: self.iteration))
+        self.post_validation = build_post_validation(flags, job.plan, optimizer, model)
+        changed = self.post_validation.parameters_changed if self.post_validation is not None else lambda: None
+        self.replicas = Replicas(job, optimizer, model, iteration, changed)
+        if self.store is None:
+            self.run = mcore.get_forward_backward_func()
+        else:
+            self.run = self.forward_backward_func = run = self.open_run(iteration, write_plan)
+            self._timeline = open_timeline(job, run, iteration)
+            self._watchdog = open_watchdog(flags, run, self._program)
+
+    def open_run(self, iteration: int, write_plan: Callable[[Report], None]) -> ForwardBackward:
+        """What runs the schedules of a run that begins after `iteration`."""
+        assert self.store is not None
+        return run_plan(self.job, self.store, iteration, self.post_validation, write_plan)
+
+    def forward_backward(self, **arguments: Any) -> list[Any]:
+        """Run one step or evaluation, with the arguments and the result of megatron-core's own function.
+
+        Raises:
+            SessionError: no schedule for this number of microbatches fits the memory limit, or the forward step does
+                what the layout does not support.
+        """
+        try:
+            losses = self.run(**arguments)
+        except Infeasible as error:
+            raise SessionError(f"{limit_flag(self.job.flags)}: {error}") from error
+        except ForwardStepError as error:
+            raise SessionError(str(error)) from error
+        if not arguments.get("forward_only", False):
+            self.iteration += 1
+            self.num_steps += 1
+            self.num_microbatches = arguments["num_microbatches"]
+        return losses
+
+    def after_iteration(self) -> None:
+        """Draw the timeline of an iteration if that is asked for; a collective call of the pipelines that are drawn."""
+        if self._timeline is not None:
+            self._timeline.after_iteration(self.iteration, self.num_microbatches)
+
+    def settle(self) -> None:
+        """Validate the last step if it is pending, before anything but a training step reads the parameters."""
+        if self.post_validation is not None:
+            self.post_validation.validate()
+
+    def average_all(self, iteration: int, *, with_states: bool = False) -> None:
+        """Give all replicas the same valid parameters before they are evaluated; a collective call of the replicas.
+
+        Args:
+            with_states: also the same states of the optimizer, before they are saved.
+        """
+        self.settle()
+        self.replicas.average_all(iteration, with_states=with_states)
+
+    def close(self) -> None:
+        """Close watchdog and channels, which use the process groups, and undo changes. A second call does nothing."""
+        if self._watchdog is not None:
+            self._watchdog.close()
+            self._watchdog = None
+        if self.forward_backward_func is not None:
+            self.forward_backward_func.close()
+            self.forward_backward_func = None
+        self._resources.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._resources.close()

@@ -1,0 +1,147 @@
+"""The settings of a job's pipeline, made once from the flags of the trainer or of a Megatron-LM script."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from megatron.zero_bubble.mcore.transformer_engine import check_transformer_engine
+from megatron.zero_bubble.planner.run_schedules import RunSchedules
+from megatron.zero_bubble.runtime.replanner import PlanningOptions
+from megatron.zero_bubble.schedule import Placement
+from megatron.zero_bubble.schedule.formats import Profile
+from megatron.zero_bubble.schedule.hierarchy import Hierarchy
+from megatron.zero_bubble.schedule.model_costs import Partition
+from megatron.zero_bubble.schedule.recomputation import Recompute
+from megatron.zero_bubble.session.environment import check_environment
+from megatron.zero_bubble.session.flags import check_zero_bubble_flags
+from megatron.zero_bubble.session.hierarchy_flags import hierarchy_of
+from megatron.zero_bubble.session.job_flags import JobFlags
+from megatron.zero_bubble.session.layers import chunks_of_flags, needed_layout, partition_of_flags, spread_layers
+from megatron.zero_bubble.session.layout_choice import ChosenLayout, check_unit_costs_output, is_layout_open
+from megatron.zero_bubble.session.plans import check_plan, choose_placement, choose_plan
+from megatron.zero_bubble.session.post_validation_flags import check_post_validation
+from megatron.zero_bubble.session.profiled_costs import partition_of_profile
+from megatron.zero_bubble.session.profiling import check_memory_limit, given_profile, planning_options
+from megatron.zero_bubble.session.sharding import check_sharding
+from megatron.zero_bubble.session.stalls import check_stall_timeout
+
+
+@dataclass(frozen=True)
+class JobSettings:
+    """The checked settings of a job's pipeline.
+
+    Attributes:
+        flags: the given flags, with the layout that megatron-core needs for the partition.
+        plan: makes the schedules; None for megatron-core's own schedule.
+        placement: which rank holds which stages.
+        partition: the layers of every stage, in model order.
+        planning: how costs are measured and used for planning; None if neither is done.
+        is_layout_open: whether partition, placement or chunks are still to be chosen, by `with_layout`.
+        hierarchy: how replicas average their parameters; None if they reduce gradients.
+    """
+
+    flags: JobFlags
+    plan: RunSchedules | None
+    placement: Placement
+    partition: Partition
+    planning: PlanningOptions | None
+    is_layout_open: bool = False
+    hierarchy: Hierarchy | None = None
+
+    @property
+    def first_placement(self) -> Placement:
+        """The placement for which the process groups are made; one chunk a rank as long as the layout is open."""
+        return Placement("linear", self.placement.num_ranks) if self.is_layout_open else self.placement
+
+    @property
+    def log_rank(self) -> int:
+        """The global rank that prints the log line: the last of those that compute the loss.
+
+        In megatron-core's order of ranks the pipeline is outermost.
+        """
+        ranks_per_stage = self.flags.world_size // self.placement.num_ranks
+        return (self.placement.rank_of(self.placement.num_stages - 1) + 1) * ranks_per_stage - 1
+
+
+def job_settings(
+    flags: JobFlags,
+    environment: Mapping[str, str],
+    has_cuda: bool,
+    *,
+    chooses_layout: bool = False,
+    knows_costs: bool = False,
+) -> JobSettings:
+    """Choose the plan and the placement of stages, and check the flags.
+
+    Every rank gets the same result without communication.
+
+    Args:
+        chooses_layout: whether the caller chooses what the flags leave open of the layout, before a model is built.
+        knows_costs: whether the layout of the flags was chosen by costs, with which the caller plans.
+
+    Raises:
+        ValueError: the first flag or setting that cannot work, in one line.
+    """
+    check_zero_bubble_flags(flags)
+    plan = choose_plan(flags)
+    placement = choose_placement(flags, plan)
+    is_open = chooses_layout and is_layout_open(flags)
+    if chooses_layout:
+        check_unit_costs_output(flags)
+    if is_open:
+        partition = spread_layers(flags.num_layers, placement.num_stages)
+    else:
+        partition = partition_of_flags(flags, placement)
+        flags = replace(flags, pipeline_model_parallel_layout=needed_layout(flags, placement, partition))
+    if not knows_costs:
+        check_plan(flags, plan)
+    check_sharding(flags, is_layout_open=is_open)
+    check_memory_limit(flags, has_cuda)
+    check_post_validation(flags)
+    hierarchy = hierarchy_of(flags)
+    planning = None
+    if plan is not None:
+        profile = given_profile(flags) if is_open else None
+        planning = planning_options(flags, placement, knows_costs=is_open or knows_costs, profile=profile)
+    check_stall_timeout(flags)
+    check_environment(flags, environment, has_cuda)
+    return JobSettings(flags, plan, placement, partition, planning, is_open, hierarchy)
+
+
+def with_layout(job: JobSettings, choice: ChosenLayout, environment: Mapping[str, str], has_cuda: bool) -> JobSettings:
+    """The settings of a job whose layout was open, with the chosen one and a plan from the costs that it has.
+
+    Raises:
+        ValueError: a flag does not work with that layout.
+    """
+    flags = replace(job.flags, **choice.flags)
+    flags = replace(flags, model_chunks=chunks_of_flags(flags))
+    settings = job_settings(flags, environment, has_cuda, knows_costs=choice.request is not None)
+    if choice.request is None or settings.plan is None:
+        return settings
+    profile = given_profile(flags)
+    if profile is not None and not _is_of_layout(profile, settings):
+        profile = None
+    planning = planning_options(settings.flags, settings.placement, knows_costs=True, profile=profile)
+    if planning is not None:
+        limits = None if choice.is_megatrons_split else choice.request.limits
+        planning = replace(planning, limits=limits, megatrons=choice.megatrons)
+    known = {name: getattr(choice.request, name) for name in ("costs", "memory_limit", "spread", "time_between")}
+    plan = settings.plan.requesting(**known)
+    return replace(settings, plan=plan, planning=planning)
+
+
+def _is_of_layout(profile: Profile, settings: JobSettings) -> bool:
+    """Whether a profile was measured with the job's placement, partition and recomputation."""
+    same_places = (profile.placement, partition_of_profile(profile)) == (settings.placement, settings.partition)
+    return same_places and any(profile.costs.time_r) == (settings.flags.recompute is not Recompute.NONE)
+
+
+def check_implementation(flags: JobFlags) -> None:
+    """Raise `ValueError` if the package of `--transformer-impl` is missing or too old to defer weight gradients."""
+    if flags.transformer_impl == "transformer_engine":
+        try:
+            check_transformer_engine()
+        except ValueError as error:
+            raise ValueError(f"--transformer-impl transformer_engine: {error}: use local") from error

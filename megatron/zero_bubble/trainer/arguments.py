@@ -1,0 +1,264 @@
+"""The flags of `pretrain_gpt.py`. Names and meanings are Megatron-LM's; ours begin with `--zero-bubble`.
+
+Flags that are fields of megatron-core's configurations come from there (`core_flags.py`); all others are listed here
+and, where the launcher has them too, in `session/flags.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, make_dataclass, replace
+from typing import Any
+
+from megatron.zero_bubble.session.aliases import AliasFlags, translated
+from megatron.zero_bubble.session.flag_parser import flag, parse_flags, take_flags
+from megatron.zero_bubble.session.flags import ParallelFlags, ReplicaFlags, ZeroBubbleFlags
+from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
+from megatron.zero_bubble.trainer.core_flags import flag_groups
+
+TORCH_BACKENDS = ("flash", "fused")
+"""Values of --attention-backend with which local layers compute attention with torch's kernels."""
+
+
+@dataclass(frozen=True)
+class ModelFlags:
+    """Model."""
+
+    seq_length: int = flag("tokens in a sequence")
+    hybrid_layer_pattern: str | None = flag(
+        "layers of a hybrid model, one symbol each: * attention, - MLP, E experts, M Mamba, from megatron-core 0.17 on "
+        "G gated delta net, from 0.19 on + latent attention; | between stages, or the layout is chosen or even; from "
+        "0.17 on / before each layer of multi-token prediction",
+        None,
+    )
+    hybrid_override_pattern: str | None = flag("the older name of --hybrid-layer-pattern", None)
+    max_position_embeddings: int | None = flag("largest position that is embedded (default: --seq-length)", None)
+    group_query_attention: bool = flag("share keys and values among groups of heads", False)
+    use_rope_scaling: bool = flag("scale rotary frequencies as Llama 3.1 does", False)
+    rope_scaling_factor: float = flag("factor of --use-rope-scaling", 8.0)
+    rotary_seq_len_interpolation_factor: int | None = flag("divide rotary positions by this", None)
+    position_embedding_type: str = flag("kind of positions", "learned_absolute", choices=("learned_absolute", "rope"))
+    no_position_embedding: bool = flag("no learned positions: what rope implies", False)
+    swiglu: bool = flag("gated SiLU in the MLP instead of GeLU", False)
+    untie_embeddings_and_output_weights: bool = flag("give the output layer weights of its own", False)
+    make_vocab_size_divisible_by: int = flag("pad the vocabulary to a multiple of this times the tensor size", 128)
+    no_masked_softmax_fusion: bool = flag("accepted without effect: scores are never masked by a fused kernel", False)
+    attention_softmax_in_fp32: bool = flag("accepted without effect: always so", False)
+    no_persist_layer_norm: bool = flag("accepted without effect: always so", False)
+    no_rope_fusion: bool = flag("accepted without effect: always so", False)
+    no_bias_gelu_fusion: bool = flag("compute bias and GeLU apart, as local layers always do", False)
+    no_bias_swiglu_fusion: bool = flag("compute bias and SwiGLU apart, as local layers always do", False)
+    use_mcore_models: bool = flag("accepted without effect: all models are megatron-core's", False)
+    no_gradient_accumulation_fusion: bool = flag(
+        "compute and accumulate weight gradients in two kernels, even if apex's fused kernel is installed", False
+    )
+
+
+@dataclass(frozen=True)
+class TrainingFlags:
+    """Training."""
+
+    micro_batch_size: int = flag("sequences in a microbatch, on one data-parallel rank")
+    global_batch_size: int | None = flag("sequences in an iteration (default: one microbatch on each replica)", None)
+    rampup_batch_size: list[int] | None = flag(
+        "START INCREMENT SAMPLES: grow the global batch from START by INCREMENT over SAMPLES", None, nargs=3
+    )
+    train_iters: int | None = flag("number of iterations", None)
+    train_samples: int | None = flag("number of sequences, instead of --train-iters", None)
+    lr_decay_style: str = flag(
+        "shape of the decay", "linear", choices=("constant", "linear", "cosine", "inverse-square-root")
+    )
+    lr_decay_iters: int | None = flag("iterations of decay (default: --train-iters)", None)
+    lr_decay_samples: int | None = flag("sequences of decay, with --train-samples (default: all)", None)
+    lr_warmup_iters: int = flag("iterations of linear warm-up", 0)
+    lr_warmup_samples: int = flag("sequences of linear warm-up, with --train-samples", 0)
+    lr_warmup_fraction: float | None = flag("warm-up as a fraction of the decay, instead of iterations", None)
+    recompute_activations: bool = flag("the same as --recompute-granularity selective", False)
+    accumulate_allreduce_grads_in_fp32: bool = flag(
+        "accumulate and reduce gradients in fp32 (always with --bf16)", False
+    )
+    zero_bubble_reduce_every_microbatch: bool = flag(
+        "reduce the gradients of --use-torch-fsdp2 after every W of a layer, not after its last: no rank then holds "
+        "whole gradients",
+        False,
+    )
+    grad_reduce_in_bf16: bool = flag("accumulate and reduce gradients in bfloat16, with --bf16", False)
+    no_check_for_nan_in_loss_and_grad: bool = flag(
+        "continue if a loss, gradient or weight is not finite, instead of ending before the step; with an adaptive "
+        "loss scale training always continues and skips such steps",
+        False,
+    )
+    seed: int = flag("seed of initialisation, dropout and the order of data", 1234)
+    exit_interval: int | None = flag("exit after an iteration whose number is a multiple of this", None)
+    exit_duration_in_mins: float | None = flag("save and exit after this many minutes", None)
+    exit_signal_handler: bool = flag("save and exit on SIGTERM", False)
+    manual_gc: bool = flag("accepted without effect: Python decides when it collects garbage", False)
+    manual_gc_interval: int = flag("accepted without effect, as --manual-gc", 0)
+    no_manual_gc_eval: bool = flag("accepted without effect, as --manual-gc", False)
+    empty_unused_memory_level: int = flag(
+        "give the GPU memory that the allocator holds unused back after every backward (1), and every step (2)", 0
+    )
+
+
+@dataclass(frozen=True)
+class DataFlags:
+    """Data."""
+
+    data_path: list[str] | None = flag(
+        "prefix of a .bin/.idx pair, or weight prefix weight prefix ...", None, nargs="*"
+    )
+    split: str = flag("parts of --data-path for training, validation and test", "969,30,1")
+    train_data_path: list[str] | None = flag("as --data-path, for training only", None, nargs="*")
+    valid_data_path: list[str] | None = flag("as --data-path, for validation only", None, nargs="*")
+    test_data_path: list[str] | None = flag("as --data-path, for test only", None, nargs="*")
+    data_cache_path: str | None = flag("folder for index caches", None)
+    mock_data: bool = flag("train on megatron-core's synthetic data", False)
+    tokenizer_type: str | None = flag(
+        "kind of tokenizer (default: GPT2BPETokenizer with --vocab-file and --merge-file, NullTokenizer with "
+        "--mock-data)",
+        None,
+        choices=("HuggingFaceTokenizer", "GPT2BPETokenizer", "Llama2Tokenizer", "NullTokenizer"),
+    )
+    tokenizer_model: str | None = flag(
+        "tokenizer.json, or a folder that holds it; with Llama2Tokenizer SentencePiece's tokenizer.model", None
+    )
+    tiktoken_pattern: str | None = flag(
+        "accepted without effect: only TikTokenizer reads it", None, choices=("v1", "v2")
+    )
+    vocab_file: str | None = flag("vocabulary of GPT2BPETokenizer", None)
+    merge_file: str | None = flag("merges of GPT2BPETokenizer", None)
+    vocab_size: int | None = flag("vocabulary of NullTokenizer", None)
+    num_workers: int = flag("processes that load data", 2)
+    dataloader_type: str = flag("order of samples", "single", choices=("single", "cyclic"))
+    reset_position_ids: bool = flag("count positions anew after an end of document", False)
+    reset_attention_mask: bool = flag("attend only within a document", False)
+    no_create_attention_mask_in_dataloader: bool = flag(
+        "accepted without effect: masks are made only for --reset-attention-mask", False
+    )
+    no_mmap_bin_files: bool = flag("read tokens from files without mapping these into memory", False)
+    eod_mask_loss: bool = flag("no loss at the end of a document", False)
+
+
+@dataclass(frozen=True)
+class OutputFlags:
+    """Output, evaluation, checkpoints."""
+
+    log_interval: int = flag("iterations between log lines", 100)
+    log_throughput: bool = flag("log TFLOP/s per GPU", False)
+    log_memory_interval: int | None = flag(
+        "iterations between log lines with the memory of every rank (CUDA only)", None
+    )
+    timing_log_level: int = flag("detail of megatron-core's timers, 0 to 2", 0)
+    tensorboard_dir: str | None = flag("folder for TensorBoard", None)
+    tensorboard_log_interval: int = flag("iterations between TensorBoard entries", 1)
+    wandb_project: str | None = flag("Weights & Biases project", None)
+    wandb_exp_name: str | None = flag("Weights & Biases run name", None)
+    profile: bool = flag("profile some iterations with torch's profiler, which writes to --tensorboard-dir", False)
+    use_pytorch_profiler: bool = flag("accepted without effect: --profile always means torch's profiler", False)
+    profile_step_start: int = flag("iteration after which --profile begins", 10)
+    profile_step_end: int = flag("iteration with which --profile ends", 12)
+    profile_ranks: list[int] | None = flag("ranks that --profile profiles (default: 0)", None, nargs="+")
+    log_numerics: str | None = flag("file for one JSON line an iteration: exact loss, gradient norm, parameters", None)
+    eval_interval: int = flag("iterations between evaluations", 1000)
+    eval_iters: int = flag("iterations of an evaluation; 0: no evaluation", 100)
+    save: str | None = flag("folder for checkpoints", None)
+    load: str | None = flag("folder to resume from", None)
+    save_interval: int | None = flag("iterations between checkpoints", None, names=("--persistent-save-interval",))
+    ckpt_format: str = flag("format of checkpoints", "torch_dist", choices=("torch_dist",))
+    override_opt_param_scheduler: bool = flag(
+        "take the learning rate's schedule from the flags, if the checkpoint has another one",
+        False,
+        names=("--override-opt_param-scheduler",),
+    )
+    use_checkpoint_opt_param_scheduler: bool = flag(
+        "take the learning rate's schedule from the checkpoint, if it differs from the flags",
+        False,
+        names=("--use-checkpoint-opt_param-scheduler",),
+    )
+    finetune: bool = flag("load only the model and begin at iteration 0", False)
+    no_load_optim: bool = flag("do not load the optimizer", False)
+    no_load_rng: bool = flag("do not load the random state", False)
+    zero_bubble_no_checksums: bool = flag("neither save checksums of a checkpoint's files nor check them", False)
+
+
+_LISTED = (ModelFlags, ParallelFlags, ReplicaFlags, TrainingFlags, DataFlags, OutputFlags, ZeroBubbleFlags, AliasFlags)
+_OF_CORE = flag_groups({entry.name for group in _LISTED for entry in fields(group)})
+FLAG_GROUPS = (*_OF_CORE, *_LISTED)
+"""The groups of flags in the order in which `--help` shows them."""
+_CoreFlags: Any = make_dataclass("_CoreFlags", (), bases=_OF_CORE, frozen=True)
+
+
+@dataclass(frozen=True)
+class Arguments(
+    ModelFlags,
+    ParallelFlags,
+    ReplicaFlags,
+    TrainingFlags,
+    DataFlags,
+    OutputFlags,
+    ZeroBubbleFlags,
+    AliasFlags,
+    _CoreFlags,
+):
+    """All flags of the trainer, with this process's ranks and the size of the vocabulary."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    padded_vocab_size: int = 0
+    """Rows of the embedding; 0 until the tokenizer is known."""
+
+    def changed(self, values: Mapping[str, Any]) -> Arguments:
+        """The flags with other values of these, by name."""
+        return replace(self, **values)
+
+    @property
+    def checks_finite(self) -> bool:
+        """Whether training ends at a loss, gradient or weight that is not finite; never with an adaptive loss scale."""
+        return not self.no_check_for_nan_in_loss_and_grad and (not self.fp16 or self.loss_scale is not None)
+
+    @property
+    def fp8(self) -> str | None:
+        """Megatron-LM's name of the value of `--fp8-format`."""
+        value: str | None = self.fp8_format
+        return value
+
+    @property
+    def fp4(self) -> str | None:
+        """Megatron-LM's name of the value of `--fp4-format`."""
+        value: str | None = self.fp4_format
+        return value
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.world_size // self.ranks_of_replica
+
+
+def parse_arguments(argv: Sequence[str], prog: str = "pretrain_gpt.py") -> Arguments:
+    """Parse the trainer's command line; aliases are replaced by our flags.
+
+    Raises:
+        ValueError: a flag is unknown, missing or malformed, or an alias contradicts another flag.
+    """
+    patterns, _ = take_flags(_PatternFlags, (_PatternFlags,), argv)
+    given = [name for name, value in vars(patterns).items() if value is not None]
+    if len(given) > 1:
+        raise ValueError(
+            f"--{given[0].replace('_', '-')} and --{given[1].replace('_', '-')} are one flag: give the first"
+        )
+    if given:
+        pattern = HybridPattern.parse(getattr(patterns, given[0]))
+        said = {argument.split("=")[0] for argument in argv}
+        numbers = {"--num-layers": len(pattern.symbols), "--mtp-num-layers": pattern.num_further or None}
+        for name, number in numbers.items():
+            argv = [*argv, *([] if number is None or name in said else [name, str(number)])]
+    args = translated(parse_flags(Arguments, FLAG_GROUPS, argv, prog))
+    return replace(args, hybrid_layer_pattern=getattr(patterns, given[0])) if given else args
+
+
+@dataclass(frozen=True)
+class _PatternFlags:
+    """Patterns."""
+
+    hybrid_layer_pattern: str | None = flag("the layers", None)
+    hybrid_override_pattern: str | None = flag("the layers", None)

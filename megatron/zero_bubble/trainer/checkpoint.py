@@ -1,0 +1,273 @@
+"""Saves and loads checkpoints in Megatron-LM's layout: `iter_0000100/` in torch_dist format, and a tracker file."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.utils import unwrap_model
+from torch.distributed.checkpoint.metadata import Metadata
+
+from megatron.zero_bubble.mcore.checkpoint_reading import COMMON_FILE, CheckpointError, load, read_common, read_metadata
+from megatron.zero_bubble.mcore.checkpoint_writers import write_in_threads
+from megatron.zero_bubble.mcore.checkpoint_writing import save
+from megatron.zero_bubble.mcore.optimizer import allocate_states, loadable
+from megatron.zero_bubble.mcore.shard_checkpoints import sharded_state, shards_matched, shards_of
+from megatron.zero_bubble.runtime.joint import jointly, on_rank
+from megatron.zero_bubble.session.reports import print_rank_0
+from megatron.zero_bubble.session.start_up import SessionError
+from megatron.zero_bubble.trainer.arguments import Arguments
+from megatron.zero_bubble.trainer.checkpoint_files import (
+    CHECKSUMS,
+    Checksum,
+    begin_folder,
+    check_checksums,
+    check_complete,
+    check_config,
+    checkpoint_folder,
+    checksum,
+    files_of_rank,
+    incomplete_folder,
+    latest_iteration,
+    name_latest,
+    read_checksums,
+    share,
+    tracked,
+    write_checksums,
+)
+from megatron.zero_bubble.trainer.checkpoint_flags import check_model_shape, check_optimizer, check_schedule
+from megatron.zero_bubble.trainer.progress import Progress
+
+_OF_ONE_RANK = ("rank", "local_rank")
+
+
+class Checkpointer:
+    """Saves and loads one run's state.
+
+    Args:
+        args: the run's flags.
+        progress: the run's progress, which `save` reads and `load` sets.
+        model: this rank's model chunks, wrapped or not.
+    """
+
+    def __init__(
+        self,
+        args: Arguments,
+        progress: Progress,
+        model: list[torch.nn.Module],
+        optimizer: MegatronOptimizer,
+        scheduler: OptimizerParamScheduler,
+    ) -> None:
+        self._args = args
+        self._progress = progress
+        self._chunks = [unwrap_model(chunk) for chunk in model]
+        self._optimizer = optimizer
+        self._scheduler = scheduler
+        write_in_threads(keep_results=True)
+
+    def save(self) -> None:
+        """Write the checkpoint of the last iteration under `args.save`; a collective call.
+
+        Raises:
+            SessionError: on every rank, if any rank cannot write. The previous checkpoint then stays the latest.
+        """
+        assert self._args.save is not None
+        root, iteration = Path(self._args.save), self._progress.iteration
+        print_rank_0(f"saving checkpoint at iteration {iteration} to {root} in torch_dist format")
+        try:
+            folder = on_rank(0, lambda: begin_folder(root, iteration))
+            self._write(folder)
+            on_rank(0, lambda: name_latest(root, iteration))
+        except (CheckpointError, OSError) as error:
+            reason = getattr(error, "strerror", None) or error
+            if dist.get_rank() == 0:
+                shutil.rmtree(incomplete_folder(root, iteration), ignore_errors=True)
+            raise SessionError(
+                f"--save {root}: iteration {iteration} cannot be saved: {reason} (latest there: {tracked(root)})"
+            ) from error
+        print_rank_0(f"  successfully saved checkpoint from iteration {iteration} to {root}")
+
+    def _write(self, folder: Path) -> None:
+        """Write the state of all ranks and its checksums to `folder`, and check that every file is complete."""
+        metadata = self._new_metadata()
+        allocate_states(self._optimizer)
+        state = self._sharded_state(metadata, is_loading=False)
+        state.update(
+            args=self._saved_args(),
+            checkpoint_version=3.0,
+            iteration=self._progress.iteration,
+            opt_param_scheduler=self._scheduler.state_dict(),
+            num_floating_point_operations_so_far=0,
+        )
+        save(state, folder, {key: value for key, value in metadata.items() if key != "dp_cp_group"})
+        checksums = None
+        if not self._args.zero_bubble_no_checksums:
+            names = files_of_rank(folder, dist.get_rank())
+            own = jointly(lambda: {name: checksum(folder / name) for name in names})
+            gathered: list[dict[str, Checksum]] = [{}] * dist.get_world_size()
+            dist.all_gather_object(gathered, own)
+            checksums = {name: found for part in gathered for name, found in part.items()}
+            on_rank(0, lambda: write_checksums(folder, checksums))
+        on_rank(0, lambda: check_complete(folder, read_metadata(folder), checksums))
+
+    def load(self) -> None:
+        """Load the newest checkpoint under `args.load`; a collective call.
+
+        Raises:
+            ValueError: on every rank, if there is no checkpoint, or it is damaged or of another model.
+        """
+        args = self._args
+        assert args.load is not None
+        # Another job may be saving there, so rank 0 alone decides which checkpoint is the latest.
+        iteration = on_rank(0, lambda: latest_iteration(str(args.load)))
+        folder = checkpoint_folder(args.load, iteration)
+        try:
+            common = self._load(folder)
+        except CheckpointError as error:
+            raise CheckpointError(f"--load {args.load}: {folder.name}: {error}") from error
+        if not args.finetune:
+            self._progress.iteration = iteration
+            self._progress.consumed_train_samples = common["args"].consumed_train_samples
+            self._progress.consumed_valid_samples = common["args"].consumed_valid_samples
+        print_rank_0(f"  successfully loaded checkpoint from {args.load} at iteration {iteration}")
+
+    def _load(self, folder: Path) -> dict[str, Any]:
+        """Load the model and the other state that the flags ask for, and return the state common to all ranks."""
+        args = self._args
+        description, common = self._read_checked(folder)
+        check_model_shape(args, common["args"])
+        if not args.finetune:
+            check_schedule(args, self._scheduler.state_dict(), common["opt_param_scheduler"])
+        with_optimizer = not (args.finetune or args.no_load_optim)
+        if with_optimizer:
+            check_optimizer(args, common["args"])
+        metadata = {**self._new_metadata(), **common.get("content_metadata", {})}
+        with_rng = not (args.finetune or args.no_load_rng) and self._same_layout(common["args"])
+        with loadable(self._optimizer):
+            request = self._sharded_state(metadata, is_loading=True, with_optimizer=with_optimizer, with_rng=with_rng)
+            state = load(request, folder, description)
+            self._restore(state, with_optimizer=with_optimizer, with_rng=with_rng)
+        return common
+
+    def _read_checked(self, folder: Path) -> tuple[Metadata, dict[str, Any]]:
+        """Check a checkpoint's files, each rank a share of them; return its metadata and the state common to all ranks.
+
+        Raises:
+            CheckpointError: on every rank, if a file differs from the saved one.
+        """
+        checksums = None
+        if not self._args.zero_bubble_no_checksums:
+            checksums = on_rank(0, lambda: read_checksums(folder))
+            if checksums is None:
+                print_rank_0(f"  {folder.name} has no {CHECKSUMS}: its files cannot be compared with what was saved")
+            else:
+                names = share(checksums, dist.get_rank(), dist.get_world_size())
+                jointly(lambda: check_checksums(folder, {name: checksums[name] for name in names}))
+        on_rank(0, lambda: check_config(folder))
+        description = jointly(lambda: read_metadata(folder))
+        on_rank(0, lambda: check_complete(folder, description, checksums))
+        common = jointly(lambda: read_common(folder))
+        for name in ("args",) if self._args.finetune else ("args", "opt_param_scheduler"):
+            if name not in common:
+                raise CheckpointError(f"{COMMON_FILE} has no {name!r}")
+        return description, common
+
+    def _sharded_state(
+        self, metadata: dict[str, Any], *, is_loading: bool, with_optimizer: bool = True, with_rng: bool = True
+    ) -> dict[str, Any]:
+        """The sharded state dictionary of this rank in the form that megatron-core saves and loads."""
+        state: dict[str, Any] = {}
+        for index, chunk in enumerate(self._chunks):
+            key = "model" if len(self._chunks) == 1 else f"model{index}"
+            state[key] = sharded_state(chunk, metadata)
+        if with_optimizer:
+            with shards_matched():
+                state["optimizer"] = self._optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
+        if with_rng:
+            state["rng_state"] = _rng_state()
+        return state
+
+    def _restore(self, state: dict[str, Any], *, with_optimizer: bool, with_rng: bool) -> None:
+        for index, chunk in enumerate(self._chunks):
+            key = "model" if len(self._chunks) == 1 else f"model{index}"
+            chunk.load_state_dict(shards_of(chunk, state[key]))
+        if with_optimizer:
+            self._optimizer.load_state_dict(state["optimizer"])
+        else:
+            self._optimizer.reload_model_params()
+        if not self._args.finetune:
+            self._restore_scheduler(state["opt_param_scheduler"])
+        if with_rng:
+            _set_rng_state(state["rng_state"][0])
+
+    def _restore_scheduler(self, state: dict[str, Any]) -> None:
+        self._scheduler.load_state_dict(state)
+        for group in self._optimizer.param_groups:
+            # Loading the optimizer brought back the checkpoint's values, which the scheduler prefers to its own.
+            group["max_lr"], group["min_lr"] = self._scheduler.max_lr, self._scheduler.min_lr
+        self._scheduler.step(0)
+
+    def _new_metadata(self) -> dict[str, Any]:
+        return {
+            # This kind loads under any layout of ranks; the other kind needs the same data-parallel size.
+            "distrib_optim_sharding_type": "fully_reshardable",
+            "distrib_optim_fully_reshardable_mem_efficient": False,
+            "singleton_local_shards": False,
+            "chained_optim_avoid_prefix": True,
+            "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        }
+
+    def _saved_args(self) -> argparse.Namespace:
+        """The flags under Megatron-LM's names, without what differs between ranks."""
+        values = {**asdict(self._args), **asdict(self._progress)}
+        return argparse.Namespace(**{name: value for name, value in values.items() if name not in _OF_ONE_RANK})
+
+    def _same_layout(self, saved: argparse.Namespace) -> bool:
+        names = ["tensor_model_parallel_size", "pipeline_model_parallel_size"]
+        if self._args.expert_model_parallel_size > 1:
+            names += ["expert_model_parallel_size", "world_size"]
+        same = all(getattr(saved, name, None) == getattr(self._args, name) for name in names)
+        if not same:
+            print_rank_0("  the checkpoint has another layout of ranks: its random state is not loaded")
+        return same
+
+
+def _rng_state() -> ShardedObject:
+    """The state of all random generators of this rank, as a sharded object."""
+    state = {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": np.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+        "cuda_rng_state": torch.cuda.get_rng_state(),
+        "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+    place = [
+        (parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_world_size()),
+        (parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()),
+    ]
+    replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    if parallel_state.get_expert_model_parallel_world_size() > 1:
+        # Experts draw from a generator that differs between the replicas.
+        place.append((replica, parallel_state.get_data_parallel_world_size(with_context_parallel=True)))
+        replica = 0
+    ranks, sizes = zip(*place, strict=True)
+    return ShardedObject("rng_state", [state], sizes, ranks, replica_id=replica)
+
+
+def _set_rng_state(state: dict[str, Any]) -> None:
+    random.setstate(state["random_rng_state"])
+    np.random.set_state(state["np_rng_state"])
+    torch.set_rng_state(state["torch_rng_state"])
+    torch.cuda.set_rng_state(state["cuda_rng_state"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["rng_tracker_states"])

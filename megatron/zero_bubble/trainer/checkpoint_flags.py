@@ -1,0 +1,102 @@
+"""Checks that the model, optimizer and learning-rate schedule of a checkpoint match the flags."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.zero_bubble.session.flags import flag_name
+from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
+from megatron.zero_bubble.trainer.arguments import Arguments
+
+_MODEL_SHAPE = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
+    *("max_position_embeddings", "position_embedding_type", "padded_vocab_size", "normalization", "swiglu"),
+    *("untie_embeddings_and_output_weights", "disable_bias_linear", "num_experts", "mtp_num_layers"),
+    *("apply_layernorm_1p", "multi_latent_attention", "q_lora_rank", "kv_lora_rank"),
+    *("moe_layer_freq", "moe_shared_expert_intermediate_size"),
+)
+_OPTIMIZER_SETTINGS = {"adam": ("adam_beta1", "adam_beta2", "adam_eps"), "sgd": ("sgd_momentum",)}
+"""Settings that an optimizer takes over from a checkpoint."""
+_SCHEDULE_FLAGS = {
+    "max_lr": "--lr",
+    "min_lr": "--min-lr",
+    "lr_decay_style": "--lr-decay-style",
+    "lr_warmup_steps": "--lr-warmup-iters",
+    "lr_decay_steps": "--lr-decay-iters",
+    "start_wd": "--weight-decay",
+    "end_wd": "--weight-decay",
+    "wd_incr_steps": "--train-iters",
+}
+"""The flag behind each value of a scheduler's state; the scheduler counts steps in samples."""
+
+
+def check_model_shape(args: Arguments, saved: argparse.Namespace) -> None:
+    """Raise `ValueError` if a checkpoint is of another model; `saved` are its flags, our trainer's or Megatron-LM's."""
+    pairs = {name: (getattr(args, name), getattr(saved, name, None)) for name in _MODEL_SHAPE}
+    pairs["hybrid_layer_pattern"] = (_layers(args), _layers(saved))
+    pairs["num_query_groups"] = (args.num_query_groups, _saved_query_groups(saved))
+    for name, (ours, theirs) in pairs.items():
+        if theirs is not None and theirs != ours:
+            raise ValueError(f"{flag_name(name)} {ours}: the checkpoint in --load {args.load} was saved with {theirs}")
+
+
+def _layers(args: Any) -> str | None:
+    """The symbols of a hybrid model's layers, wherever they are; None for another model."""
+    pattern = getattr(args, "hybrid_layer_pattern", None)
+    return None if pattern is None else HybridPattern.parse(pattern).symbols
+
+
+def _saved_query_groups(saved: argparse.Namespace) -> int | None:
+    """The query groups of a saved model: without `--group-query-attention` all heads, though Megatron-LM saves a 1."""
+    grouped = getattr(saved, "group_query_attention", True)
+    return getattr(saved, "num_query_groups" if grouped else "num_attention_heads", None)
+
+
+def check_optimizer(args: Arguments, saved: argparse.Namespace) -> None:
+    """Raise `ValueError` if the saved optimizer state is of another optimizer than the flags ask for."""
+    ours, theirs = _optimizer_form(args), _optimizer_form(saved)
+    if ours != theirs:
+        raise ValueError(
+            f"--load {args.load}: the optimizer's state was saved with {theirs}, and cannot be loaded with {ours}: "
+            "give the flags of that run, or --no-load-optim"
+        )
+    for name in _OPTIMIZER_SETTINGS[args.optimizer]:
+        value, was = getattr(args, name), getattr(saved, name, None)
+        if was is not None and was != value:
+            flag = flag_name(name)
+            raise ValueError(
+                f"{flag} {value}: the optimizer's state in --load {args.load} was saved with {was} and keeps "
+                f"that: give {flag} {was}, or --no-load-optim"
+            )
+
+
+def _optimizer_form(flags: Arguments | argparse.Namespace) -> str:
+    """The flags that decide which tensors an optimizer's state consists of.
+
+    A distributed optimizer has the same tensors in every precision, other optimizers the same in bf16 and fp16.
+    """
+    name = f"--optimizer {getattr(flags, 'optimizer', 'adam')}"  # checkpoints of version 0.1.0 have only adam
+    if getattr(flags, "use_distributed_optimizer", False):
+        return f"{name} --use-distributed-optimizer"
+    is_mixed = getattr(flags, "bf16", False) or getattr(flags, "fp16", False)
+    return f"{name} in {'bf16 or fp16' if is_mixed else 'fp32'}"
+
+
+def check_schedule(args: Arguments, ours: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Raise `ValueError` if the learning rate's schedule differs from the saved one and no flag says which to use."""
+    if args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler:
+        return
+    for name, flag in _SCHEDULE_FLAGS.items():
+        if name in saved and saved[name] != ours[name]:
+            if flag == "--lr-decay-iters" and args.lr_decay_iters is None and args.lr_decay_samples is None:
+                flag = "--train-iters"
+            if args.train_samples is not None:
+                flag = flag.replace("-iters", "-samples")
+            unit = " samples" if name.endswith("_steps") else ""
+            raise ValueError(
+                f"--load {args.load}: the learning rate's schedule differs: {flag} gives {ours[name]}{unit}, "
+                f"the checkpoint has {saved[name]}{unit}: give the flags of that run, --override-opt-param-scheduler "
+                "to take the flags', or --use-checkpoint-opt-param-scheduler to take the checkpoint's"
+            )

@@ -1,0 +1,293 @@
+"""Makes the trainer's flags from the fields of megatron-core's configurations, and the configurations from the flags.
+
+Whatever field the installed megatron-core has is a flag, with the name that Megatron-LM gives it: the one in the
+field's metadata, `--no-NAME` for a switch that is on by default, and otherwise `--NAME`. Fields that a command line
+cannot give, such as functions, and those that `_WITHOUT_FLAG` lists, have none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import MISSING, Field, fields, make_dataclass
+from enum import Enum
+from functools import cache
+from itertools import pairwise
+from types import MappingProxyType, UnionType
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+import torch
+
+from megatron.zero_bubble.mcore.cpu import substitute_cuda
+from megatron.zero_bubble.session.flag_parser import flag
+
+# On a CPU megatron-core must not be imported before: it would compile, which takes minutes.
+substitute_cuda().restore()
+
+from megatron.core.distributed import DistributedDataParallelConfig  # noqa: E402
+from megatron.core.optimizer import OptimizerConfig  # noqa: E402
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # noqa: E402
+
+_TITLES = {
+    TransformerConfig: "Model and parallelism, of megatron-core's TransformerConfig.",
+    MLATransformerConfig: "Multi-latent attention, of megatron-core's MLATransformerConfig.",
+    OptimizerConfig: "Optimizer, of megatron-core's OptimizerConfig.",
+    DistributedDataParallelConfig: "Data parallelism, of megatron-core's DistributedDataParallelConfig.",
+}
+_DTYPES = MappingProxyType({"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.uint8})
+"""Data types by the names that Megatron-LM's flags give them."""
+_NAMES = {
+    "num_moe_experts": "--num-experts",
+    "fp8_param": "--fp8-param-gather",
+    "bucket_size": "--ddp-bucket-size",
+    "pad_buckets_for_high_nccl_busbw": "--ddp-pad-buckets-for-high-nccl-busbw",
+    "reduce_scatter_with_fp32_accumulation": "--ddp-reduce-scatter-with-fp32-accumulation",
+    "average_in_collective": "--ddp-average-in-collective",
+}
+"""Names in Megatron-LM of fields whose metadata does not say them."""
+_REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "lr")
+_DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {
+        "min_lr": 0.0,
+        "attention_backend": "auto",
+        "transformer_impl": "local",
+        "q_lora_rank": None,
+        "kv_lora_rank": 32,
+        "rotary_scaling_factor": 1.0,
+        "rope_type": None,
+        "optimizer_offload_fraction": 1.0,
+    }
+)
+"""Defaults that are not the field's: Megatron-LM's own, and local layers, which need nothing but megatron-core."""
+_CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "normalization": ("LayerNorm", "RMSNorm"),
+        "transformer_impl": ("local", "transformer_engine"),
+        "attention_backend": ("flash", "fused", "unfused", "local", "auto"),
+        "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"),
+        "optimizer": ("adam", "sgd"),
+        "rope_type": ("rope", "yarn"),
+    }
+)
+_WITHOUT_FLAG = re.compile(
+    "|".join(
+        (
+            # The trainer sets them, some by flags of other names.
+            r"is_hybrid_model|virtual_pipeline_model_parallel_size|params_dtype|pipeline_dtype|autocast_dtype|enable_autocast|_.*",
+            r"num_layers_in_.*|account_for_.*|gradient_accumulation_fusion|use_cpu_initialization|.*p2p.*",
+            r"(masked_softmax|bias_dropout|bias_activation|apply_rope)_fusion|persist_layer_norm|gated_linear_unit",
+            r"attention_softmax_in_fp32|deallocate_pipeline_outputs|variable_seq_lengths|barrier_with_L1_time",
+            r"grad_reduce_in_fp32|check_for_nan_in_grad|align_param_gather|mtp_standalone|decoupled_weight_decay",
+            # Zero bubble does their work, or its schedules have no place for it.
+            r"delay_wgrad_compute|defer_embedding_wgrad_compute|wgrad_deferral_limit|overlap_moe_.*|ep_overlap_.*",
+            r"num_microbatches_with_partial_activation_checkpoints|overlap_param_gather_with_optimizer_step",
+            # They belong to other models, kinds of replicas and programs than the trainer's.
+            r"hete.*|linear_attention_.*|dsa_.*|experimental_attention_variant|mrope_section",
+            r".*fsdp.*|.*sharding_strategy|nccl_ub|.*symmetric.*|suggested_communication_unit_size|preserve_fp32_weights",
+            r"keep_fp8_transpose_cache|h.*_context_parallel.*|max_seqlen_per_dp_cp_rank|muon_.*|.*kitchen.*|.*inference.*",
+            r"flash_decode|mlp_chunks_for_prefill|cache_mla_latents|.*cuda_graph.*|test_mode|init_model_with_meta_device",
+            r"cpu_offloading.*|qk_clip.*|log_max_attention_logit|moe_per_layer_logging|moe_enable_routing_replay",
+            r"use_te_rng_tracker|batch_invariant_mode|pipeline_model_parallel_comm_backend|config_logger_dir",
+        )
+    )
+)
+"""Names of fields that have no flag."""
+
+
+_FORMS: Mapping[str, tuple[Any, dict[str, Any]]] = MappingProxyType({"rotary_base": (int, {})})
+"""Types that are not the field's: `GPTModel` takes an integer."""
+
+
+class CoreFlag(NamedTuple):
+    """A flag that is a field of a configuration."""
+
+    name: str
+    """Name of the attribute that holds its value: `--disable-bias-linear` is `disable_bias_linear`."""
+    field: str
+    is_negated: bool
+    """Whether the flag switches a field off."""
+    entry: tuple[Any, Any]
+    """Type and definition of the attribute, as a field of a dataclass of flags."""
+
+
+def flag_groups(listed: Collection[str]) -> tuple[type, ...]:
+    """Dataclasses of flags, one for each of megatron-core's configurations.
+
+    Args:
+        listed: names of flags that other dataclasses have.
+    """
+    seen, groups = set(listed), []
+    for config_class, title in _TITLES.items():
+        new = [one for one in core_flags(config_class) if one.name not in seen]
+        seen.update(one.name for one in new)
+        entries = [(one.name, *one.entry) for one in new]
+        group = make_dataclass(f"{config_class.__name__}Flags", entries, frozen=True, kw_only=True)
+        group.__doc__ = title
+        groups.append(group)
+    return tuple(groups)
+
+
+def config_values(args: Any, config_class: type) -> dict[str, Any]:
+    """The values that the flags give to the fields of a configuration."""
+    values = {}
+    for one in core_flags(config_class):
+        value = getattr(args, one.name)
+        if value is None and one.field in ("rope_type", "offload_modules"):
+            continue  # the configuration has a default that no flag gives
+        values[one.field] = not value if one.is_negated else _of_field(value, _hints(config_class)[one.field])
+    return values
+
+
+@cache
+def core_flags(config_class: type) -> tuple[CoreFlag, ...]:
+    """The flags of the fields of `config_class`."""
+    return tuple(_flags_of(config_class))
+
+
+def _flags_of(config_class: type) -> Iterator[CoreFlag]:
+    hints, explanations = _hints(config_class), _explanations(config_class)
+    for entry in fields(config_class):
+        kind = _without_none(hints[entry.name])
+        form = _form(kind)
+        if form is None or _WITHOUT_FLAG.fullmatch(entry.name):
+            continue
+        is_negated = kind is bool and entry.default is True and entry.name != "multi_latent_attention"
+        names = _names(entry, is_negated=is_negated)
+        hint, options = _FORMS.get(entry.name, form)
+        options = {**options, "choices": _CHOICES.get(entry.name, options.get("choices")), "names": names[1:]}
+        default = _default(config_class, entry, hint)
+        text = explanations.get(entry.name, entry.name.replace("_", " "))
+        name = names[0].removeprefix("--").replace("-", "_")
+        yield CoreFlag(name, entry.name, is_negated, (hint, flag(text, default, **options)))
+
+
+def _names(entry: Field[Any], *, is_negated: bool) -> list[str]:
+    meta = entry.metadata.get("argparse_meta", {})
+    plain = entry.name.replace("_", "-")
+    if "arg_names" in meta:
+        return list(meta["arg_names"])
+    if entry.name in _NAMES:
+        return [_NAMES[entry.name]]
+    return [f"--no-{plain}", f"--disable-{plain}"] if is_negated else [f"--{plain}"]
+
+
+def _default(config_class: type, entry: Field[Any], hint: Any) -> Any:
+    if entry.name in _REQUIRED:
+        return MISSING
+    if hint is bool:
+        return False
+    if entry.name in _DEFAULTS:
+        return _DEFAULTS[entry.name]
+    if "default" in entry.metadata.get("argparse_meta", {}):
+        return entry.metadata["argparse_meta"]["default"]
+    if config_class is MLATransformerConfig and entry.name in _hints(TransformerConfig):
+        [entry] = [general for general in fields(TransformerConfig) if general.name == entry.name]
+    default = None if entry.default is MISSING else entry.default
+    return next((name for name, dtype in _DTYPES.items() if dtype is default), default)
+
+
+def _form(kind: Any) -> tuple[Any, dict[str, Any]] | None:
+    """The type of a flag's attribute and the options of `flag` for a field of type `kind`; None if there is no flag."""
+    arguments = [one for one in get_args(kind) if one is not type(None)]
+    if kind is bool:
+        return bool, {}
+    if kind in (int, float, str):
+        return kind | None, {}
+    if kind is torch.dtype:
+        return str, {"choices": tuple(_DTYPES)}
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return str, {"choices": tuple(kind.__members__)}
+    if get_origin(kind) is Literal:
+        return str | None, {"choices": tuple(arguments)}
+    if get_origin(kind) is tuple:
+        return Any, {"parse": _pair, "metavar": "N,N"}
+    if get_origin(kind) is list and arguments[0] in (int, float, str):
+        return kind, {"nargs": "+"}
+    if get_origin(kind) in (Union, UnionType) and get_origin(arguments[-1]) is list and len(arguments) == 2:
+        if arguments[0] is int:
+            return Any, {"parse": _pattern, "metavar": "N|LIST"}
+        return Any, {"parse": arguments[0], "nargs": "+"}
+    return None
+
+
+def _of_field(value: Any, hint: Any) -> Any:
+    """The value of a field of type `hint` for the value of its flag."""
+    kind = _without_none(hint)
+    if value is None:
+        return None
+    if kind is torch.dtype:
+        return _DTYPES[value]
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return kind[value]
+    if isinstance(value, list) and get_origin(kind) is not list and len(value) == 1:
+        return value[0]
+    return value
+
+
+def _pattern(text: str) -> int | list[int]:
+    """A frequency of layers, or a list of one number a layer such as `([0]*3+[1]*58)`.
+
+    Raises:
+        argparse.ArgumentTypeError: it is neither.
+    """
+    try:
+        value = _evaluated(ast.parse(text, mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError):
+        value = None
+    if isinstance(value, int) or (isinstance(value, list) and value):
+        return value
+    raise argparse.ArgumentTypeError(f"expected a number, or a list such as ([0]*3+[1]*58), got {text!r}")
+
+
+def _evaluated(node: ast.expr) -> Any:
+    match node:
+        case ast.Constant(value=int() as value) if not isinstance(value, bool):
+            return value
+        case ast.List(elts=elements):
+            return [_evaluated(element) for element in elements]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            first, second = _evaluated(left), _evaluated(right)
+            if isinstance(first, list) and isinstance(second, list):
+                return first + second
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            first, second = _evaluated(left), _evaluated(right)
+            if isinstance(first, list) and isinstance(second, int) and len(first) * second <= 10000:
+                return first * second
+    raise ValueError
+
+
+def _pair(text: str) -> tuple[int, ...]:
+    try:
+        first, second = (int(word) for word in text.strip("()").split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected two numbers such as 128,0, got {text!r}") from None
+    return first, second
+
+
+def _without_none(hint: Any) -> Any:
+    if get_origin(hint) in (Union, UnionType):
+        rest = tuple(one for one in get_args(hint) if one is not type(None))
+        return Union[rest]  # noqa: UP007
+    return hint
+
+
+@cache
+def _hints(config_class: type) -> dict[str, Any]:
+    return get_type_hints(config_class)
+
+
+def _explanations(config_class: type) -> dict[str, str]:
+    """For each field the first sentence of the string below it in the source."""
+    found: dict[str, str] = {}
+    for owner in reversed(config_class.__mro__[:-1]):
+        [definition] = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
+        assert isinstance(definition, ast.ClassDef)
+        for field, text in pairwise(definition.body):
+            match field, text:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str() as words)):
+                    found[name] = re.split(r"(?<=[a-z\)])\.\s", " ".join(words.split()))[0].rstrip(".")
+    return found

@@ -1,0 +1,227 @@
+"""Provides training data: megatron-core's GPT datasets, loaders over them, and the batch of one microbatch.
+
+config = DataConfig(...)                                   # every rank
+config.validate(tokenizer.vocab_size)                      # every rank, no communication
+datasets = build_datasets(config, tokenizer, needs_data)   # every rank, collective
+iterator = build_data_iterator(datasets.train, config, consumed_samples, dp_rank, dp_size)  # one a model chunk
+batch = get_batch(iterator, config, embeds=..., is_last=...)                              # one a microbatch
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.datasets import gpt_dataset
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.utils import Split
+from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
+
+from megatron.zero_bubble.mcore.context_parallel import cut_batch
+from megatron.zero_bubble.runtime.device import own_device
+from megatron.zero_bubble.schedule.errors import one_line
+from megatron.zero_bubble.trainer.data_config import DataConfig
+from megatron.zero_bubble.trainer.data_files import fingerprint
+from megatron.zero_bubble.trainer.data_loader import MicrobatchIterator, build_data_iterator
+
+__all__ = [
+    "Batch",
+    "DataConfig",
+    "Datasets",
+    "MicrobatchIterator",
+    "build_data_iterator",
+    "build_datasets",
+    "get_batch",
+]
+
+
+_LARGE_INDEX = 2**27
+"""Bytes of sample indices from which the long time of building them is announced."""
+
+
+class ContentKeyedGPTDataset(GPTDataset):
+    """A GPTDataset whose cached sample index is named after the lengths of its documents, not after the path alone.
+
+    megatron-core names a cache after the path. Data that is tokenised again under the same prefix would then use the
+    index of the old data, and samples would be out of range or silently wrong.
+    """
+
+    def __init__(self, indexed_dataset: IndexedDataset, dataset_path: str, *args: Any) -> None:
+        # dataset_path is used only for the name of the cache (MegatronDataset.unique_identifiers).
+        key = f"{dataset_path}@{fingerprint(indexed_dataset.sequence_lengths)}"
+        super().__init__(indexed_dataset, key, *args)
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """The three splits of the data; None on a rank that needs no data. Every rank knows `num_samples`."""
+
+    train: torch.utils.data.Dataset | None
+    valid: torch.utils.data.Dataset | None
+    test: torch.utils.data.Dataset | None
+    num_samples: tuple[int, int, int]
+    """Samples of each split; 0 if the split does not exist, so that its evaluation is skipped."""
+
+
+def build_datasets(
+    config: DataConfig,
+    tokenizer: MegatronTokenizerBase,
+    needs_data: bool,
+    log: Callable[[str], None] = lambda line: None,
+) -> Datasets:
+    """Build or load the datasets and their sample indices; a collective call of all ranks.
+
+    Args:
+        needs_data: whether `reads_data` holds for a chunk of this rank. Only rank 0 of a tensor-parallel group
+            reads. Global rank 0 must read, because it writes the index cache that the other ranks load.
+        log: called with one line a step; pass it on rank 0 only.
+
+    Raises:
+        ValueError: on one rank, the cache cannot be written or read; on every rank, a split is shorter than the run.
+    """
+    is_built = needs_data and parallel_state.get_tensor_model_parallel_rank() == 0
+    assert is_built or torch.distributed.get_rank() != 0, "rank 0 builds the index cache, so it must hold stage 0"
+    requested = config.num_samples
+    where = config.data_cache_path or ("memory" if config.mock_data else "PREFIX/cache beside the data")
+    log(f"> building datasets for at least {_by_split(requested)} samples; sample indices in {where}")
+    index_bytes = sum(map(config.index_bytes, requested))
+    if index_bytes > _LARGE_INDEX:
+        log(f"> these indices are of {index_bytes / 2**30:.1f} GiB or more, and are built once: it takes minutes")
+    start = time.perf_counter()
+    cls = MockGPTDataset if config.mock_data else ContentKeyedGPTDataset
+    try:
+        builder = BlendedMegatronDatasetBuilder(
+            cls, list(requested), lambda: is_built, config.dataset_config(tokenizer)
+        )
+        with _without_cache_warnings():
+            splits = builder.build()
+    except Exception as error:  # megatron-core wraps an OSError into a bare Exception
+        cause = error.__cause__ or error
+        if not isinstance(cause, (OSError, EOFError, ValueError, IndexError)):
+            raise
+        raise ValueError(f"--data-cache-path: no dataset index in {where}: {one_line(cause)}") from error
+    num_samples = _agree_on_lengths([0 if split is None else len(split) for split in splits])
+    log(f"> finished building datasets in {time.perf_counter() - start:.1f} s: {_by_split(num_samples)} samples")
+    _check_lengths(config, num_samples)
+    train, valid, test = splits
+    return Datasets(train, valid, test, num_samples)
+
+
+@contextmanager
+def _without_cache_warnings() -> Iterator[None]:
+    """Drop megatron-core's warning, one a split, that indices of mock data stay in memory: a line says it already."""
+    logger = logging.getLogger(gpt_dataset.__name__)
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return "because path_to_cache is None" not in record.getMessage()
+
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)
+
+
+def _by_split(num_samples: tuple[int, int, int]) -> str:
+    return ", ".join(f"{split.name} {num_samples[split.value]}" for split in Split)
+
+
+def _agree_on_lengths(lengths: list[int]) -> tuple[int, int, int]:
+    """Broadcast the lengths of the splits from global rank 0 to every rank."""
+    tensor = torch.tensor(lengths, dtype=torch.int64, device=own_device())
+    torch.distributed.broadcast(tensor, src=0)
+    train, valid, test = tensor.tolist()
+    return train, valid, test
+
+
+def _check_lengths(config: DataConfig, num_samples: tuple[int, int, int]) -> None:
+    """Raise `ValueError` if a split is too short for the run.
+
+    A blend without weights is one epoch long; megatron-core repeats other data as often as needed.
+    """
+    if config.dataloader_type == "cyclic":
+        return
+    for split in Split:
+        have, need = num_samples[split.value], config.num_samples[split.value]
+        if have < need and (have > 0 or split is Split.train):
+            raise ValueError(
+                f"--data-path: the {split.name} data has {have} samples of {config.seq_length} tokens, the run needs "
+                f"{need}; give weights (the data is then repeated), more data, or fewer iterations"
+            )
+
+
+class Batch(NamedTuple):
+    """One microbatch on this rank's device; s is seq_length / context-parallel size. Tensors not needed are None."""
+
+    tokens: torch.Tensor | None
+    """int64 [b, s], for the first stage."""
+    labels: torch.Tensor | None
+    """int64 [b, s], for the last stage."""
+    loss_mask: torch.Tensor | None
+    """float32 [b, s], for the last stage."""
+    attention_mask: torch.Tensor | None
+    """bool [b, 1, s, seq_length], True where attention is forbidden; for every stage, if the data has masks."""
+    position_ids: torch.Tensor | None
+    """int64 [b, s], for the first stage."""
+
+
+def reads_data(config: DataConfig, *, embeds: bool, is_last: bool) -> bool:
+    """Whether `get_batch` returns any tensor for a chunk that embeds tokens, is the last stage, both or neither."""
+    return embeds or is_last or config.create_attention_mask
+
+
+def get_batch(
+    data_iterator: Iterator[dict[str, torch.Tensor]] | None, config: DataConfig, *, embeds: bool, is_last: bool
+) -> Batch:
+    """The next microbatch for a chunk that embeds tokens, is the last stage, both or neither (at most a mask).
+
+    Tensor-parallel rank 0 reads and broadcasts; a collective call of the tensor-parallel group. Shapes are known in
+    advance, so no rank waits for a size from the device (tensor_parallel.broadcast_data waits twice a call).
+
+    Raises:
+        RuntimeError: the data is used up.
+    """
+    keys = ["tokens", "position_ids"] * embeds + ["labels", "loss_mask"] * is_last
+    if config.create_attention_mask:
+        keys.append("attention_mask")
+    if not keys:
+        return Batch(None, None, None, None, None)
+    reads = parallel_state.get_tensor_model_parallel_rank() == 0
+    batch = _read(data_iterator, keys) if reads else _empty(config, keys)
+    if parallel_state.get_tensor_model_parallel_world_size() > 1:
+        source, group = (
+            parallel_state.get_tensor_model_parallel_src_rank(),
+            parallel_state.get_tensor_model_parallel_group(),
+        )
+        for tensor in batch.values():
+            torch.distributed.broadcast(tensor, source, group=group)
+    batch = cut_batch(batch)
+    return Batch(**{name: batch.get(name) for name in Batch._fields})
+
+
+def _read(data_iterator: Iterator[dict[str, torch.Tensor]] | None, keys: list[str]) -> dict[str, torch.Tensor]:
+    assert data_iterator is not None, "this chunk needs data: pass needs_data=True and build an iterator for it"
+    try:
+        sample = next(data_iterator)
+    except StopIteration:
+        raise RuntimeError("the data ended, although the check at the start found enough for the whole run") from None
+    return {key: sample[key].to(own_device(), non_blocking=True) for key in keys}
+
+
+def _empty(config: DataConfig, keys: list[str]) -> dict[str, torch.Tensor]:
+    """Buffers for the tensors that tensor-parallel rank 0 broadcasts."""
+    shapes = {"attention_mask": (config.micro_batch_size, 1, config.seq_length, config.seq_length)}
+    dtypes = {"attention_mask": torch.bool, "loss_mask": torch.float32}
+    plain = (config.micro_batch_size, config.seq_length)
+    return {
+        key: torch.empty(shapes.get(key, plain), dtype=dtypes.get(key, torch.int64), device=own_device())
+        for key in keys
+    }

@@ -1,0 +1,83 @@
+"""Ends a training before its last iteration at an interval, a time limit or a signal."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.zero_bubble.trainer.arguments import Arguments
+
+
+class ExitReasons:
+    """Decides after each iteration whether training stops, the same way on all ranks.
+
+    Args:
+        waits: whether the decision waits for the votes of all ranks on this iteration; otherwise it uses their votes
+            on the previous iteration.
+    """
+
+    def __init__(self, args: Arguments, *, waits: bool) -> None:
+        self._args = args
+        self._waits = waits
+        self._started = time.monotonic()
+        self._signal: signal.Signals | None = None
+        self._votes: tuple[torch.Tensor, Any] | None = None
+        """For each reason to stop whether any rank has it, once the reduction in progress has ended."""
+
+    @contextmanager
+    def signals_handled(self) -> Iterator[None]:
+        """With `--exit-signal-handler`, treat SIGTERM and Ctrl-C as requests to save and exit.
+
+        SIGTERM may come more than once, from a cluster's scheduler and from torchrun. A second Ctrl-C ends the process
+        at once.
+        """
+        if not self._args.exit_signal_handler:
+            yield
+            return
+
+        def request_stop(number: int, frame: object) -> None:
+            self._signal = signal.Signals(number)
+            if number == signal.SIGINT:
+                signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+        before = {number: signal.signal(number, request_stop) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def reason(self, iteration: int) -> str | None:
+        """The reason to stop after this iteration, or None; a collective call with the same result on every rank."""
+        args = self._args
+        if args.exit_interval and iteration % args.exit_interval == 0:
+            return f"--exit-interval {args.exit_interval}"
+        if not args.exit_signal_handler and args.exit_duration_in_mins is None:
+            return None
+        cast = self._vote()
+        votes, self._votes = (cast, None) if self._waits else (self._votes, cast)
+        if votes is None:
+            return None
+        counts, work = votes
+        work.wait()
+        return next((reason for reason, count in zip(self._reasons(), counts.tolist(), strict=True) if count), None)
+
+    def _reasons(self) -> dict[str, bool]:
+        """All possible reasons to stop, each with whether it holds on this rank."""
+        limit, minutes = self._args.exit_duration_in_mins, (time.monotonic() - self._started) / 60.0
+        return {
+            "SIGTERM": self._signal == signal.SIGTERM,
+            "SIGINT": self._signal == signal.SIGINT,
+            f"--exit-duration-in-mins {limit}": limit is not None and minutes > limit,
+        }
+
+    def _vote(self) -> tuple[torch.Tensor, Any]:
+        """Begin a reduction of all ranks' reasons to stop."""
+        counts = torch.tensor([*self._reasons().values()], dtype=torch.int, device=torch.cuda.current_device())
+        return counts, dist.all_reduce(counts, op=dist.ReduceOp.MAX, async_op=True)

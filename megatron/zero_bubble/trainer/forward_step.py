@@ -1,0 +1,77 @@
+"""The forward step that megatron-core's schedules call, and the loss of its output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.utils import get_attr_wrapped_model
+
+from megatron.zero_bubble.mcore.finite import spoil_if_infinite
+from megatron.zero_bubble.trainer.data import DataConfig, get_batch
+
+DataIterator = Iterator[dict[str, torch.Tensor]] | None
+
+
+def loss_func(
+    loss_mask: torch.Tensor | None, output: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the summed loss of the tokens that count, the number of these tokens, and both as a report for the log.
+
+    Args:
+        loss_mask: [batch, sequence], 1.0 where a token counts.
+        output: [batch, sequence], the loss of each token.
+    """
+    assert loss_mask is not None, "only the last stage computes a loss, and there the data has a mask"
+    mask = loss_mask.view(-1).float()
+    loss = torch.sum(output.view(-1).float() * mask)
+    num_tokens = mask.sum().detach().to(torch.int)
+    report = torch.cat([loss.detach().view(1), num_tokens.view(1)])
+    return loss, num_tokens, {"lm loss": report}
+
+
+def checked_loss_func(
+    loss_mask: torch.Tensor | None, output: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Like `loss_func`, but an infinite loss has a NaN gradient, which all ranks notice."""
+    loss, num_tokens, report = loss_func(loss_mask, output)
+    return spoil_if_infinite(loss), num_tokens, report
+
+
+def make_forward_step(data_config: DataConfig, *, checks_finite: bool = False) -> Callable[..., Any]:
+    """Make the forward step that megatron-core's schedules call for each microbatch and model chunk.
+
+    Args:
+        checks_finite: whether an infinite loss makes the gradients NaN, which are checked on all ranks.
+    """
+
+    def forward_step(data_iterator: DataIterator, model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
+        predicts_further = get_attr_wrapped_model(model, "mtp_process")
+        batch = get_batch(
+            data_iterator,
+            data_config,
+            embeds=get_attr_wrapped_model(model, "pre_process") or predicts_further,
+            is_last=get_attr_wrapped_model(model, "post_process"),
+        )
+        further = {"loss_mask": batch.loss_mask} if predicts_further else {}
+        output = model(batch.tokens, batch.position_ids, batch.attention_mask, labels=batch.labels, **further)
+        return output, partial(checked_loss_func if checks_finite else loss_func, batch.loss_mask)
+
+    return forward_step
+
+
+def losses_of(reports: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
+    """The summed loss of each microbatch; empty on a rank without the last stage."""
+    return [report["lm loss"][0] for report in reports]
+
+
+def mean_loss(reports: list[dict[str, torch.Tensor]], group: dist.ProcessGroup) -> float | None:
+    """Mean loss of a token over all microbatches and the ranks of `group`; None on a rank without the last stage."""
+    if not reports:
+        return None
+    total = torch.stack([report["lm loss"] for report in reports]).sum(dim=0)
+    dist.all_reduce(total, group=group)
+    return (total[0] / total[1]).item()

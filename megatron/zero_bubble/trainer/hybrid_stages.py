@@ -1,0 +1,191 @@
+"""Stages of a hybrid model, whose layers `--hybrid-layer-pattern` describes with one symbol each."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from megatron.core import __version__ as core_version
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+
+from megatron.zero_bubble.mcore.attention import core_attention
+from megatron.zero_bubble.mcore.decoder_models import (
+    ALLOCATION_MODULE,
+    HYBRID,
+    HYBRID_RECOMPUTES,
+    HYBRID_TAKES_STAGES,
+    STACK_MODULE,
+)
+from megatron.zero_bubble.mcore.hybrid_spec import (
+    HAS_FURTHER,
+    LOCAL_LAYERS,
+    local_layers,
+    local_spec,
+    transformer_engine_spec,
+)
+from megatron.zero_bubble.mcore.placement import StagePosition
+from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
+from megatron.zero_bubble.trainer.arguments import TORCH_BACKENDS, Arguments
+
+
+def check_pattern(args: Arguments) -> None:
+    """Check the pattern of a hybrid model, if the flags have one, and the flags that do not go with it.
+
+    Raises:
+        ValueError: the first part of it, or flag, that cannot work.
+    """
+    if args.hybrid_layer_pattern is None:
+        return
+    given = f"--hybrid-layer-pattern {args.hybrid_layer_pattern}"
+    pattern = HybridPattern.parse(args.hybrid_layer_pattern)
+    _check_symbols(given, pattern)
+    if args.num_layers != len(pattern.symbols):
+        raise ValueError(f"{given} has {len(pattern.symbols)} layers, but --num-layers is {args.num_layers}")
+    if ("E" in pattern.symbols + pattern.further) is (args.num_experts is None):
+        raise ValueError(f"{given}: give --num-experts if it has a layer E, and only then")
+    if ("+" in pattern.symbols + pattern.further) is not bool(args.multi_latent_attention):
+        raise ValueError(f"{given}: give --multi-latent-attention if it has a layer +, and only then")
+    if (args.mtp_num_layers or 0) != pattern.num_further:
+        raise ValueError(
+            f"{given} has {pattern.num_further} layers of multi-token prediction, but --mtp-num-layers is "
+            f"{args.mtp_num_layers}: leave it out, the parts of the pattern that follow a / are these layers"
+        )
+    for name in ("use_rope_scaling", "apply_query_key_layer_scaling"):
+        if getattr(args, name, None):
+            raise ValueError(f"{given} does not work with --{name.replace('_', '-')} in this trainer")
+    if args.context_parallel_size > 1:
+        raise ValueError(f"{given} does not work with --context-parallel-size {args.context_parallel_size}")
+    if (args.recompute_granularity == "full" or args.zero_bubble_recompute) and not HYBRID_RECOMPUTES:
+        raise ValueError(
+            f"{given}: {HYBRID.__name__} of this megatron-core does not recompute its layers: leave out "
+            "--recompute-granularity full and --zero-bubble-recompute"
+        )
+
+
+def _check_symbols(given: str, pattern: HybridPattern) -> None:
+    """Refuse layers that this megatron-core or this trainer does not have."""
+    known = local_layers()
+    for symbol in pattern.symbols + pattern.further.replace("/", ""):
+        if symbol not in known:
+            words = LOCAL_LAYERS.get(symbol, ("", ""))[1]
+            reason = f"megatron-core {core_version} has no layer {symbol} ({words})" if words else f"no layer {symbol}"
+            raise ValueError(f"{given}: {reason}; there are {', '.join(f'{s} ({name})' for s, name in known.items())}")
+    if pattern.further and not HAS_FURTHER:
+        raise ValueError(
+            f"{given}: hybrid models of megatron-core {core_version} have no multi-token prediction, those of 0.17 and "
+            "later have: leave out what follows /"
+        )
+    further = pattern.further.split("/")[1:]
+    if pattern.further and (not all(further) or len(set(further)) > 1):
+        raise ValueError(f"{given}: the parts that follow a / must be the same symbols, at least one")
+
+
+def build_hybrid_stage(
+    args: Arguments,
+    config: TransformerConfig,
+    groups: ProcessGroupCollection,
+    vp_stage: int | None,
+    symbols: str,
+    first_layer: int,
+    **ends: bool,
+) -> Any:
+    """One stage of the model, wherever it is.
+
+    Args:
+        symbols: those of the stage's layers.
+        first_layer: number of layers before them.
+        ends: `pre_process` and `post_process`.
+    """
+    if config.transformer_impl == "local":
+        spec = local_spec(core_attention(config, uses_torch=args.attention_backend in TORCH_BACKENDS))
+    else:
+        spec = transformer_engine_spec()
+    described = {("hybrid" if HYBRID_RECOMPUTES else "mamba") + "_stack_spec": spec}
+    further = HybridPattern.parse(str(args.hybrid_layer_pattern)).further if ends["post_process"] else ""
+    build = HYBRID
+    if HYBRID_TAKES_STAGES:
+        described |= {"hybrid_layer_pattern": symbols + further, "vp_stage": vp_stage}
+    else:
+        stack = ModuleSpec(module=_stage_stack(), params={"first_layer": first_layer}, submodules=spec.submodules)
+        described = {"mamba_stack_spec": stack, "hybrid_override_pattern": symbols}
+        build = _chunk_class(vp_stage)
+    with _placed(symbols, first_layer):
+        model = build(
+            config=config,
+            vocab_size=args.padded_vocab_size,
+            max_sequence_length=args.max_position_embeddings,
+            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+            position_embedding_type=args.position_embedding_type,
+            rotary_percent=args.rotary_percent,
+            rotary_base=args.rotary_base,
+            seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+            pg_collection=groups,
+            **described,
+            **ends,
+        )
+    model.vp_stage, model.mtp_process = vp_stage, bool(further)
+    return model
+
+
+@contextmanager
+def _placed(symbols: str, first_layer: int) -> Iterator[None]:
+    """Let the one model that is built inside the `with` block have these layers, whichever stage megatron-core sees.
+
+    Multi-token prediction is where the pattern of the stage has it.
+    """
+    if not HYBRID_TAKES_STAGES:
+        yield
+        return
+    replacements = {
+        (ALLOCATION_MODULE, "select_pipeline_segment"): lambda *args, **kwargs: (list(symbols), first_layer),
+        (HYBRID.__module__, "mtp_on_this_rank"): lambda *args, **kwargs: True,
+    }
+    owners = {key: importlib.import_module(key[0]) for key in replacements}
+    originals = {key: getattr(owner, key[1]) for key, owner in owners.items()}
+    for key, replacement in replacements.items():
+        setattr(owners[key], key[1], replacement)
+    try:
+        yield
+    finally:
+        for key, original in originals.items():
+            setattr(owners[key], key[1], original)
+
+
+def _chunk_class(vp_stage: int | None) -> Any:
+    """Return the class of models that know which chunk of their rank they are, for megatron-core before 0.17."""
+
+    class ModelChunk(HYBRID):
+        def setup_embeddings_and_output_layer(self) -> None:
+            self.vp_stage = vp_stage
+            super().setup_embeddings_and_output_layer()
+
+    return ModelChunk
+
+
+def _stage_stack() -> Any:
+    """Return a class of stacks that are built as those of a pipeline of one rank, for megatron-core before 0.17.
+
+    Its own class builds even stages of one chunk a rank only.
+    """
+    base: Any = importlib.import_module(STACK_MODULE).MambaStack
+
+    class StageStack(base):
+        def __init__(
+            self, config: TransformerConfig, *args: Any, pg_collection: Any, first_layer: int, **kwargs: Any
+        ) -> None:
+            own, groups = copy.copy(config), copy.copy(pg_collection)
+            own.num_layers, own.pipeline_model_parallel_size = len(kwargs["hybrid_override_pattern"]), 1
+            own.virtual_pipeline_model_parallel_size = own.pipeline_model_parallel_layout = None
+            groups.pp = StagePosition(0, 1)
+            super().__init__(own, *args, pg_collection=groups, **kwargs)
+            for module in self.modules():
+                if getattr(module, "config", None) is own:
+                    module.config = config
+                if isinstance(getattr(module, "layer_number", None), int):
+                    module.layer_number += first_layer
+
+    return StageStack

@@ -1,0 +1,89 @@
+"""Sets up a rank for training: process groups, random state and the microbatch counter."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.num_microbatches_calculator import (
+    init_num_microbatches_calculator,
+    unset_num_microbatches_calculator,
+)
+
+from megatron.zero_bubble.mcore.placement import embedding_ranks
+from megatron.zero_bubble.mcore.unit_costs import forget_losses
+from megatron.zero_bubble.schedule import Placement
+from megatron.zero_bubble.schedule.errors import one_line
+from megatron.zero_bubble.session.environment import device_of_rank
+from megatron.zero_bubble.trainer.arguments import Arguments
+
+
+@contextmanager
+def initialized(args: Arguments, placement: Placement) -> Iterator[None]:
+    """A context with the global state of a run: process groups, seeds and the microbatch counter.
+
+    A default process group that the caller has made is used and not destroyed.
+
+    Raises:
+        ValueError: the ranks cannot connect, for example because the port is in use.
+    """
+    if torch.cuda.is_available():
+        torch.cuda.set_device(device_of_rank(args.local_rank, torch.cuda.device_count()))
+    owns_process_group = not dist.is_initialized()
+    if owns_process_group:
+        timeout = timedelta(minutes=args.distributed_timeout_minutes)
+        try:
+            dist.init_process_group(args.distributed_backend, timeout=timeout)
+        except dist.DistNetworkError as error:
+            address, port = (os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
+            raise ValueError(
+                f"MASTER_ADDR={address} MASTER_PORT={port}: ranks cannot meet: {one_line(error)}"
+            ) from error
+    _initialize_megatron_core(args, placement)
+    yield
+    # Skipped after an error: the other ranks may wait in a collective until torchrun ends them.
+    dist.barrier()
+    unset_num_microbatches_calculator()
+    # megatron-core leaves these: they hold process groups, and one value for each layer of this model.
+    forget_losses()
+    parallel_state.destroy_model_parallel()
+    if owns_process_group:
+        dist.destroy_process_group()
+
+
+def _initialize_megatron_core(args: Arguments, placement: Placement) -> None:
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=placement.num_chunks if placement.num_chunks > 1 else None,
+        context_parallel_size=args.context_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+        num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
+        get_embedding_ranks=embedding_ranks(placement),
+        distributed_timeout_minutes=args.distributed_timeout_minutes,
+    )
+    seed_everything(args.seed)
+    init_num_microbatches_calculator(
+        args.rank,
+        args.rampup_batch_size,
+        args.global_batch_size,
+        args.micro_batch_size,
+        args.data_parallel_size,
+    )
+
+
+def seed_everything(seed: int) -> None:
+    """Seed all generators as Megatron-LM does, with a different seed for each pipeline rank."""
+    stage_seed = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    random.seed(stage_seed)
+    np.random.seed(stage_seed)
+    torch.manual_seed(stage_seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(stage_seed)

@@ -1,0 +1,267 @@
+"""Logs a training: Megatron's log line to the letter, and scalars for TensorBoard and Weights & Biases."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron.zero_bubble.planner.prediction import Gain
+from megatron.zero_bubble.runtime.replanner import Report
+from megatron.zero_bubble.runtime.replica_waits import Waits
+from megatron.zero_bubble.schedule import Idle
+from megatron.zero_bubble.session.plan_metrics import write_plan
+from megatron.zero_bubble.session.reports import idle_fields, idle_scalars, print_line, wait_fields
+from megatron.zero_bubble.trainer.arguments import Arguments
+from megatron.zero_bubble.trainer.progress import Progress
+from megatron.zero_bubble.trainer.summary import RunSummary
+from megatron.zero_bubble.trainer.writers import WandbWriter, Writer
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The results of one iteration. `lm_loss` is known on the rank that holds the loss, the others on every rank.
+
+    The losses, the size of the batch and the prediction are known before the step is settled.
+    """
+
+    lm_loss: float | None
+    batch_size: int
+    """Sequences in the iteration."""
+    grad_norm: float | None = None
+    """None if the optimizer did not compute the norm: in a skipped iteration, and in fp32 without clipping."""
+    num_zeros: float | None = None
+    learning_rate: float = 0.0
+    loss_scale: float = 1.0
+    idle: Idle | None = None
+    """Measured since the last log line, in iterations that print one; None with megatron-core's own schedule."""
+    predicted_idle: Idle | None = None
+    predicted_gain: Gain | None = None
+    """How much faster than 1F1B the schedule was predicted to be, where `predicted_idle` is known."""
+    was_rolled_back: bool = False
+    """Whether post-validation amended the step."""
+    num_redone_forwards: int = 0
+    """Forwards that all ranks of a pipeline ran again because the step was amended."""
+    further_losses: tuple[float, ...] = ()
+    """Losses of the tokens after the next one, where `lm_loss` is known; empty without multi-token prediction."""
+    was_skipped: bool = False
+    """Whether the optimizer left the parameters unchanged, because a gradient was not finite."""
+    is_local: bool = False
+    """Whether losses and norm are those of this replica alone, which took the step without the others."""
+    waits: Waits | None = None
+    """Waits of replicas since the last log line, in iterations that print one; None with a single replica."""
+    finished_at: float | None = None
+    """Time when the step was settled, in seconds of `time.perf_counter`; None for the time when it is recorded."""
+
+
+class TrainingLog:
+    """Collects the results of iterations and prints one line every `--log-interval`.
+
+    Args:
+        log_rank: the global rank that holds the loss and prints.
+        flops_of_sequence: floating-point operations of a training with one sequence, for --log-throughput.
+    """
+
+    def __init__(
+        self,
+        args: Arguments,
+        progress: Progress,
+        writers: list[Writer],
+        log_rank: int,
+        flops_of_sequence: float = 0.0,
+    ) -> None:
+        self._flops_of_sequence = flops_of_sequence
+        self._args = args
+        self.progress = progress
+        self._log_rank = log_rank
+        self._writers = writers
+        self._summary = RunSummary()
+        self._reset(_now())
+
+    def _reset(self, start: float) -> None:
+        self._all_losses: list[tuple[float, ...]] = []
+        """For each iteration since the previous line the loss, then the further losses."""
+        self._iterations = 0
+        self._skipped = 0
+        self._nans = 0
+        self._rollbacks = 0
+        self._redone = 0
+        self._start = start
+
+    def pause(self) -> float:
+        """Return the time at which something other than training begins (evaluation, a checkpoint)."""
+        return _now()
+
+    def resume(self, paused_at: float) -> None:
+        """Leave the time since `paused_at` out of the time of the iterations."""
+        self._start += _now() - paused_at
+
+    def record(self, result: StepResult) -> None:
+        """Record one iteration, and print the lines that are due."""
+        args = self._args
+        self._iterations += 1
+        self._skipped += result.was_skipped
+        self._rollbacks += result.was_rolled_back
+        self._redone += result.num_redone_forwards
+        if result.lm_loss is not None:
+            is_nan = not math.isfinite(result.lm_loss)
+            self._nans += is_nan
+            if not is_nan and not result.was_skipped:
+                self._all_losses.append((result.lm_loss, *result.further_losses))
+        if self.progress.iteration % args.tensorboard_log_interval == 0:
+            self._write_scalars(result)
+        if self.progress.iteration % args.log_interval == 0:
+            finished_at = _now() if result.finished_at is None else result.finished_at
+            self._print(result, (finished_at - self._start) / self._iterations)
+            self._reset(finished_at)
+        if args.log_memory_interval is not None and self.progress.iteration % args.log_memory_interval == 0:
+            for line in memory_lines(self.progress.iteration):
+                print_line(line)
+
+    def _say(self, text: str) -> None:
+        """Print on the rank that holds the loss, which is the last rank unless stages are placed in a V."""
+        if dist.get_rank() == self._log_rank:
+            print_line(text)
+
+    def _print(self, result: StepResult, seconds: float) -> None:
+        """Print the log line of the iterations since the previous line; `seconds` is their mean time."""
+        args = self._args
+        throughput = self._flops_of_sequence * result.batch_size / (seconds * 1e12 * args.world_size)
+        stamp = datetime.now().strftime("%Y-%m-%d %H:%M:%S.%f")
+        line = f" [{stamp}] iteration {self.progress.iteration:8d}/{args.train_iters:8d} |"
+        line += f" consumed samples: {self.progress.consumed_train_samples:12d} |"
+        line += f" elapsed time per iteration (ms): {seconds * 1000.0:.1f} |"
+        if args.log_throughput:
+            line += f" throughput per GPU (TFLOP/s/GPU): {throughput:.1f} |"
+        line += f" learning rate: {result.learning_rate:.6E} |"
+        line += f" global batch size: {result.batch_size:5d} |"
+        for number, loss in enumerate(self._mean_losses(result)):
+            line += f" {f'mtp_{number}' if number else 'lm'} loss: {loss:.6E} |"
+        line += f" loss scale: {result.loss_scale:.1f} |"
+        if result.grad_norm is not None:
+            line += f" grad norm: {result.grad_norm:.3f} |"
+        if args.log_num_zeros_in_grad and result.num_zeros is not None:
+            line += f" num zeros: {result.num_zeros} |"
+        line += f" number of skipped iterations: {self._skipped:3d} |"
+        line += f" number of nan iterations: {self._nans:3d} |"
+        line += idle_fields(result.idle, result.predicted_idle)
+        line += wait_fields(result.waits)
+        if self._rollbacks:
+            line += f" rollbacks: {self._rollbacks} | redone forwards: {self._redone} |"
+        self._say(line)
+        self._summary.record(
+            self.progress.iteration,
+            self._iterations,
+            seconds,
+            result.idle,
+            result.predicted_idle,
+            result.predicted_gain,
+        )
+        for writer in self._writers:
+            writer.add_scalar("iteration-time", seconds, self.progress.iteration)
+            if args.log_throughput:
+                writer.add_scalar("throughput", throughput, self.progress.iteration)
+            for tag, value in idle_scalars(result.idle, result.predicted_idle).items():
+                writer.add_scalar(tag, value, self.progress.iteration)
+
+    def _mean_losses(self, result: StepResult) -> list[float]:
+        """The mean loss of the iterations since the previous line, then the means of the further losses.
+
+        If the iterations were local, a collective call of the replicas of the ranks that hold the loss.
+        """
+        sums = [sum(losses) for losses in zip(*self._all_losses, strict=True)]
+        if not result.is_local or result.lm_loss is None:
+            return [total / len(self._all_losses) for total in sums]
+        sums = sums or [0.0] * (1 + len(result.further_losses))
+        totals = torch.tensor([*sums, len(self._all_losses)], dtype=torch.float64, device=torch.cuda.current_device())
+        dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
+        *sums, count = totals.tolist()
+        return [total / count for total in sums] if count else []
+
+    def write_plan(self, report: Report) -> None:
+        """Write a plan to TensorBoard and Weights & Biases, with the number of iterations done."""
+        for writer in self._writers:
+            tensorboard, run = (None, writer.run) if isinstance(writer, WandbWriter) else (writer, None)
+            write_plan(report, self.progress.iteration, tensorboard, run)
+
+    def print_summary(self) -> None:
+        """Print one line about the iterations since the last plan, if there are any."""
+        if self._summary.line is not None:
+            self._say(self._summary.line)
+
+    def _write_scalars(self, result: StepResult) -> None:
+        if not self._writers:
+            return
+        scalars: dict[str, float | None] = {
+            "learning-rate": result.learning_rate,
+            "batch-size": result.batch_size,
+            "lm loss": result.lm_loss,
+            "loss-scale": result.loss_scale,
+            "grad-norm": result.grad_norm,
+            "num-zeros": result.num_zeros if self._args.log_num_zeros_in_grad else None,
+        }
+        for number, loss in enumerate(result.further_losses, 1):
+            scalars[f"mtp_{number} loss"] = loss
+        for tag, value in scalars.items():
+            if value is not None:
+                self._write_scalar(tag, value)
+        for writer in self._writers:
+            for tag, value in _memory().items():
+                writer.add_scalar(tag, value, self.progress.iteration)
+
+    def _write_scalar(self, tag: str, value: float) -> None:
+        """Write a scalar over iterations; for TensorBoard, which has one axis a curve, over samples too."""
+        for writer in self._writers:
+            writer.add_scalar(tag, value, self.progress.iteration)
+            if not isinstance(writer, WandbWriter):
+                writer.add_scalar(f"{tag} vs samples", value, self.progress.consumed_train_samples)
+
+    def record_validation(self, lm_loss: float | None) -> None:
+        """Print the result of an evaluation in Megatron's words, for which users grep; None prints nothing."""
+        if lm_loss is None:
+            return
+        perplexity = math.exp(min(20.0, lm_loss)) if math.isfinite(lm_loss) else lm_loss
+        line = f" validation loss at iteration {self.progress.iteration} | lm loss value: {lm_loss:.6E} |"
+        line += f" lm loss PPL: {perplexity:.6E} | "
+        rule = "-" * (len(line) + 1)
+        self._say(f"{rule}\n{line}\n{rule}")
+        for tag, value in (("lm loss validation", lm_loss), ("lm loss validation ppl", perplexity)):
+            self._write_scalar(tag, value)
+
+
+def memory_lines(iteration: int) -> list[str]:
+    """A line with the CUDA memory that this rank has allocated and reserved, in Megatron's words; none without CUDA."""
+    if not torch.cuda.is_available():
+        return []
+    figures = {
+        "allocated": torch.cuda.memory_allocated(),
+        "max allocated": torch.cuda.max_memory_allocated(),
+        "reserved": torch.cuda.memory_reserved(),
+        "max reserved": torch.cuda.max_memory_reserved(),
+    }
+    words = " | ".join(f"{name}: {value / 2**20:.2f}" for name, value in figures.items())
+    return [f"[Rank {dist.get_rank()}] (after {iteration} iterations) memory (MB) | {words}"]
+
+
+def _memory() -> dict[str, Any]:
+    if not torch.cuda.is_available():
+        return {}
+    stats = torch.cuda.memory_stats()
+    return {
+        "mem-reserved-bytes": stats["reserved_bytes.all.current"],
+        "mem-allocated-bytes": stats["allocated_bytes.all.current"],
+        "mem-max-allocated-bytes": stats["allocated_bytes.all.peak"],
+    }
+
+
+def _now() -> float:
+    """The time in seconds; on a GPU, after all launched work has finished."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()

@@ -1,0 +1,306 @@
+"""The training loop: steps, evaluation, checkpoints and exits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import (
+    get_current_global_batch_size,
+    get_num_microbatches,
+    update_num_microbatches,
+)
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
+
+from megatron.zero_bubble.mcore.finite import FiniteCheck
+from megatron.zero_bubble.mcore.multi_token import take_losses
+from megatron.zero_bubble.mcore.post_validation import StepOutcome
+from megatron.zero_bubble.planner.prediction import Prediction
+from megatron.zero_bubble.runtime.recorder import StepTime
+from megatron.zero_bubble.session.optimizer_step import RollbackWatch
+from megatron.zero_bubble.session.reports import print_rank_0
+from megatron.zero_bubble.session.session import Session
+from megatron.zero_bubble.session.start_up import SessionError
+from megatron.zero_bubble.trainer.arguments import Arguments
+from megatron.zero_bubble.trainer.checkpoint import Checkpointer
+from megatron.zero_bubble.trainer.data import DataConfig
+from megatron.zero_bubble.trainer.exit_reasons import ExitReasons
+from megatron.zero_bubble.trainer.forward_step import DataIterator, losses_of, make_forward_step, mean_loss
+from megatron.zero_bubble.trainer.iteration_profile import profiled
+from megatron.zero_bubble.trainer.logging import StepResult, TrainingLog
+from megatron.zero_bubble.trainer.numerics import NumericsLog, parameter_digest
+from megatron.zero_bubble.trainer.progress import Progress
+
+
+class UnloggedIteration(NamedTuple):
+    """This rank's results of an iteration whose step is settled and which is not logged yet."""
+
+    result: StepResult
+    mean_step: StepTime | None
+    """Mean time of the steps since the last line, in iterations that print one; None with megatron-core's schedule."""
+    parameter_digest: str | None
+    """Digest of this rank's parameters; None without `--log-numerics`."""
+
+
+class Trainer:
+    """Trains until the last iteration, an exit interval, a time limit or a signal.
+
+    With post-validation the outcome of an iteration is known, and logged, in the next one.
+
+    Args:
+        session: runs the steps; it is started.
+        train_data: iterators over microbatches, one for each model chunk; None for a chunk that needs no data.
+        valid_data: the same for evaluation; None for no evaluation.
+    """
+
+    def __init__(
+        self,
+        args: Arguments,
+        progress: Progress,
+        session: Session,
+        model: list[Any],
+        optimizer: MegatronOptimizer,
+        scheduler: OptimizerParamScheduler,
+        checkpointer: Checkpointer,
+        log: TrainingLog,
+        data_config: DataConfig,
+        train_data: list[DataIterator],
+        valid_data: list[DataIterator] | None,
+    ) -> None:
+        self._args = args
+        self._progress = progress
+        self._session = session
+        self._model = model
+        self._optimizer = optimizer
+        self._scheduler = scheduler
+        self._forward_backward = partial(
+            session.forward_backward,
+            forward_step_func=make_forward_step(data_config, checks_finite=args.checks_finite),
+            model=model,
+            seq_length=args.seq_length,
+            micro_batch_size=args.micro_batch_size,
+            decoder_seq_length=args.seq_length,
+        )
+        self._zero_bubble = session.forward_backward_func
+        self._unsettled: StepResult | None = None
+        self._unlogged: UnloggedIteration | None = None
+        self._watch = RollbackWatch()
+        self._finite: FiniteCheck | None = None
+        if args.checks_finite:
+            self._finite = FiniteCheck(model, session.job.placement, SessionError, lambda: progress.iteration)
+        if session.post_validation is not None:
+            session.post_validation.settled = self._complete_unsettled
+            if self._finite is not None:
+                session.post_validation.check_norm = self._finite.check_norm
+        elif self._finite is not None:
+            self._finite.watch(optimizer)
+        self._train_data = train_data
+        self._valid_data = valid_data
+        self._checkpointer = checkpointer
+        self._log = log
+        self._numerics: NumericsLog | None = None
+        if args.log_numerics:
+            self._numerics = NumericsLog(args.log_numerics, progress.iteration, session.job.log_rank)
+        # With post-validation no rank waits for other ranks at an iteration's end.
+        self._exit_reasons = ExitReasons(args, waits=session.post_validation is None)
+
+    def train(self) -> None:
+        """Train until an exit, and save at the end if `--save` was given."""
+        with self._exit_reasons.signals_handled(), profiled(self._args) as end_of_iteration:
+            self._train(end_of_iteration)
+        self._log.print_summary()
+
+    def _train(self, end_of_iteration: Callable[[], None]) -> None:
+        args = self._args
+        for chunk in self._model:
+            chunk.train()
+        saved_at = self._progress.iteration
+        assert args.train_iters is not None
+        if saved_at >= args.train_iters:
+            print_rank_0(
+                f" > nothing to train: the checkpoint in --load {args.load} is of iteration {saved_at}, "
+                f"--train-iters is {args.train_iters}"
+            )
+        while self._progress.iteration < args.train_iters:
+            update_num_microbatches(self._progress.consumed_train_samples, consistency_check=True)
+            self._train_step()
+            if self._session.replicas.changes_after(self._progress.iteration):
+                self._settle()
+            end_of_iteration()
+            if self._valid_data is not None and self._progress.iteration % args.eval_interval == 0:
+                self._pausing(self.evaluate)
+            reason = self._exit_reasons.reason(self._progress.iteration)
+            if args.save and (reason or (args.save_interval and self._progress.iteration % args.save_interval == 0)):
+                self._pausing(self._save)
+                saved_at = self._progress.iteration
+            if reason:
+                self._settle()
+                print_rank_0(f"exiting at iteration {self._progress.iteration}: {reason}")
+                return
+        self._settle()
+        if args.save and saved_at != self._progress.iteration:
+            self._save()
+
+    def _train_step(self) -> None:
+        if self._unsettled is None:
+            self._zero_gradients()
+        is_local = self._session.replicas.is_local
+        if self._finite is not None and is_local:
+            self._finite.steps_with = parallel_state.get_model_parallel_group()
+        batch_size = get_current_global_batch_size()
+        num_microbatches = get_num_microbatches()
+        reports = self._forward_backward(
+            data_iterator=self._train_data, num_microbatches=num_microbatches, forward_only=False
+        )
+        self._free_unused_memory(level=1)
+        self._log_unlogged()
+        if self._finite is not None:
+            self._finite.losses = losses_of(reports)
+        self._progress.iteration += 1
+        self._progress.consumed_train_samples += batch_size
+        sharing = parallel_state.get_context_parallel_group() if is_local else _all_replicas()
+        prediction = self._prediction(num_microbatches)
+        result = StepResult(
+            lm_loss=mean_loss(reports, sharing),
+            further_losses=take_losses(num_microbatches, sharing),
+            batch_size=batch_size,
+            predicted_idle=prediction.idle if prediction else None,
+            predicted_gain=prediction.gain if prediction else None,
+            is_local=is_local,
+        )
+        if self._session.post_validation is None:
+            self._unlogged = self._complete(result, StepOutcome(*self._optimizer.step()))
+            self._log_unlogged()
+        else:
+            self._unsettled = result
+        self._session.after_iteration()
+        self._free_unused_memory(level=2)
+
+    def _free_unused_memory(self, level: int) -> None:
+        if self._args.empty_unused_memory_level >= level:
+            torch.cuda.empty_cache()
+
+    def _zero_gradients(self) -> None:
+        for chunk in self._model:
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+
+    def _complete_unsettled(self, outcome: StepOutcome) -> None:
+        """Complete the last iteration once its step is settled, and zero its gradients.
+
+        This runs inside the schedule, while messages of neighbouring ranks may be under way that are received only
+        later. It must not wait for another rank or for the whole device, so the log line follows after the schedule.
+        """
+        assert self._unsettled is not None
+        result, self._unsettled = self._unsettled, None
+        self._unlogged = self._complete(result, outcome, finished_at=time.perf_counter())
+        self._zero_gradients()
+
+    def _complete(
+        self, result: StepResult, outcome: StepOutcome, finished_at: float | None = None
+    ) -> UnloggedIteration:
+        """Step the scheduler after an iteration's step, and collect this rank's values for the log line."""
+        if outcome.was_updated:
+            self._scheduler.step(increment=result.batch_size)
+        self._session.replicas.after_step(self._progress.iteration)
+        result = replace(
+            result,
+            grad_norm=outcome.grad_norm,
+            num_zeros=outcome.num_zeros,
+            # Megatron-LM logs the rate after the scheduler's step.
+            learning_rate=get_canonical_lr_for_logging(self._optimizer.param_groups) or 0.0,
+            loss_scale=self._optimizer.get_loss_scale().item(),
+            was_skipped=not outcome.was_updated,
+            was_rolled_back=outcome.was_amended,
+            num_redone_forwards=outcome.num_redone_forwards,
+            finished_at=finished_at,
+        )
+        mean_step = self._zero_bubble.observer.take_mean() if self._zero_bubble and self._prints_a_line() else None
+        digest = None
+        if self._numerics is not None:
+            self._gather_parameters()
+            digest = parameter_digest(self._model)
+        return UnloggedIteration(result, mean_step, digest)
+
+    def _log_unlogged(self) -> None:
+        """Log the last iteration whose step is settled, if it is not logged yet; a collective call."""
+        if self._unlogged is None:
+            return
+        unlogged, self._unlogged = self._unlogged, None
+        result = unlogged.result
+        if unlogged.mean_step is not None:
+            assert self._zero_bubble is not None
+            result = replace(result, idle=self._zero_bubble.measured_idle(unlogged.mean_step))
+        if self._progress.iteration % self._args.log_interval == 0:
+            result = replace(result, waits=self._session.replicas.take_waits())
+        self._log.record(result)
+        if warning := self._watch.warning(result.was_rolled_back):
+            print_rank_0(warning)
+        if self._numerics is not None:
+            assert unlogged.parameter_digest is not None
+            self._numerics.write(self._progress.iteration, result.lm_loss, result.grad_norm, unlogged.parameter_digest)
+
+    def _gather_parameters(self) -> None:
+        """Gather the parameters that arrive only during the next forward with `--overlap-param-gather`."""
+        if self._args.overlap_param_gather:
+            for chunk in self._model:
+                chunk.start_param_sync(force_sync=True)
+
+    def _save(self) -> None:
+        self._session.replicas.average_all(self._progress.iteration, with_states=True)
+        if self._finite is not None:
+            self._finite.check_weights()
+        self._gather_parameters()
+        self._checkpointer.save()
+
+    def _settle(self) -> None:
+        """Validate and log the last step if it is pending, before anything but training reads the parameters."""
+        self._session.settle()
+        self._log_unlogged()
+
+    def _prints_a_line(self) -> bool:
+        return self._zero_bubble is not None and self._progress.iteration % self._args.log_interval == 0
+
+    def _prediction(self, num_microbatches: int) -> Prediction | None:
+        """The present schedule at measured costs in iterations that print a line, else None."""
+        if self._zero_bubble is None or not self._prints_a_line():
+            return None
+        return self._zero_bubble.prediction(num_microbatches)
+
+    def evaluate(self) -> None:
+        """Print the mean loss over `--eval-iters` iterations of validation data."""
+        args = self._args
+        self._session.replicas.average_all(self._progress.iteration)
+        for chunk in self._model:
+            chunk.eval()
+        num_microbatches = get_num_microbatches()
+        reports = []
+        with torch.no_grad():
+            for _ in range(args.eval_iters):
+                reports += self._forward_backward(
+                    data_iterator=self._valid_data, num_microbatches=num_microbatches, forward_only=True
+                )
+        self._progress.consumed_valid_samples += args.eval_iters * get_current_global_batch_size()
+        for chunk in self._model:
+            chunk.train()
+        if self._finite is not None:
+            self._finite.check_losses(losses_of(reports))
+        self._log.record_validation(mean_loss(reports, _all_replicas()))
+
+    def _pausing(self, action: Callable[[], None]) -> None:
+        self._settle()
+        paused_at = self._log.pause()
+        action()
+        self._log.resume(paused_at)
+
+
+def _all_replicas() -> dist.ProcessGroup:
+    """The ranks that hold the same part of the model, with the parts of their sequences."""
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)

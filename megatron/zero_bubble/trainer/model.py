@@ -1,0 +1,211 @@
+"""Builds megatron-core's GPTModel, or a hybrid model, from the flags."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+from megatron.zero_bubble.mcore.decoder_models import HYBRID_TAKES_STAGES
+from megatron.zero_bubble.mcore.layer_spec import block_spec, layer_specs, multi_token_spec
+from megatron.zero_bubble.mcore.linear import fuses_accumulation
+from megatron.zero_bubble.mcore.placed_layout import place_layout
+from megatron.zero_bubble.mcore.placement import chunk_groups, copy_tied_embedding
+from megatron.zero_bubble.mcore.transformer_engine import defer_weight_gradients
+from megatron.zero_bubble.schedule import Placement
+from megatron.zero_bubble.schedule.errors import one_line
+from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
+from megatron.zero_bubble.session.session import Session
+from megatron.zero_bubble.trainer.arguments import TORCH_BACKENDS, Arguments
+from megatron.zero_bubble.trainer.core_flags import config_values
+from megatron.zero_bubble.trainer.hybrid_stages import build_hybrid_stage
+from megatron.zero_bubble.trainer.replication import in_mixed_precision, parameter_dtype, wrap_in_ddp
+
+
+@contextmanager
+def _as_users_mistake(*refusals: type[Exception]) -> Iterator[None]:
+    """Turn megatron-core's refusal into a `ValueError` with its reason in one line, or else the failed line of code."""
+    try:
+        yield
+    except refusals as error:
+        reason = one_line(error) or traceback.extract_tb(error.__traceback__)[-1].line
+        raise ValueError(f"megatron-core refuses this model: {reason}") from error
+
+
+@_as_users_mistake(AssertionError, ValueError)
+def transformer_config(args: Arguments, num_chunks: int, timers: Any) -> TransformerConfig:
+    """megatron-core's model configuration, of the flags and of what the trainer decides.
+
+    Raises:
+        ValueError: megatron-core refuses the configuration.
+    """
+    config_class = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
+    values = config_values(args, config_class)
+    if args.transformer_impl == "local":
+        del values["attention_backend"]  # only Transformer Engine's attention reads it
+    if args.swiglu:
+        values.update(gated_linear_unit=True, activation_func=torch.nn.functional.silu)
+    dtype = parameter_dtype(args)
+    values.update(
+        virtual_pipeline_model_parallel_size=num_chunks if num_chunks > 1 else None,
+        pipeline_model_parallel_layout=args.pipeline_model_parallel_layout,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        attention_softmax_in_fp32=True,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        # This fusion is a CUDA kernel; on a CPU it compiles for minutes and gains nothing.
+        bias_dropout_fusion=torch.cuda.is_available(),
+        masked_softmax_fusion=False,
+        bias_activation_fusion=fuses_activation(args),
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=fuses_accumulation()
+        and not (args.no_gradient_accumulation_fusion or args.use_torch_fsdp2),
+        deallocate_pipeline_outputs=True,
+        batch_p2p_comm=False,
+        overlap_p2p_comm=False,
+        timers=timers,
+        is_hybrid_model=args.hybrid_layer_pattern is not None,  # of which the initialization of weights depends
+    )
+    return config_class(**values)
+
+
+def fuses_activation(args: Arguments) -> bool:
+    """Whether one kernel computes an MLP's bias and activation, as in Megatron-LM; local layers would compile it."""
+    if args.transformer_impl == "local":
+        return False
+    return not args.no_bias_swiglu_fusion if args.swiglu else not (args.no_bias_gelu_fusion or args.disable_bias_linear)
+
+
+def build_model(
+    args: Arguments, config: TransformerConfig, session: Session, rank: int | None = None
+) -> list[torch.nn.Module]:
+    """A pipeline rank's model chunks, wrapped in megatron-core's DDP.
+
+    Args:
+        rank: the pipeline rank, by default this process's; another one if the process stands in for that rank.
+
+    Raises:
+        ValueError: megatron-core refuses the model, or its vocabulary cannot be cut into shards.
+    """
+    if rank is None:
+        rank = parallel_state.get_pipeline_model_parallel_rank()
+    placement = session.job.placement
+    session.configure(config)
+    if session.store is not None and args.transformer_impl == "transformer_engine":
+        defer_weight_gradients(config)
+    place_layout(config, placement, rank)
+    chunks: list[torch.nn.Module] = []
+    pattern = None if args.hybrid_layer_pattern is None else HybridPattern.parse(args.hybrid_layer_pattern)
+    stages = None if pattern is None else pattern.divided(session.job.partition)
+    for chunk, stage in enumerate(placement.stages_of(rank)):
+        # Newer hybrid models number their layers themselves.
+        first_layer = 0 if stages is None or HYBRID_TAKES_STAGES else sum(stages.partition[:stage])
+        with session.initializing(is_first_stage=stage == 0, first_layer=first_layer):
+            chunks.append(_build_chunk(args, config, placement, rank, chunk, stages))
+    copy_tied_embedding(chunks)
+    session.shard(chunks, args.padded_vocab_size)
+    chunks = in_mixed_precision(args, config, chunks)
+    session.split(chunks)
+    wrapped = wrap_in_ddp(args, config, chunks, defers_weights=session.store is not None)
+    for chunk in wrapped:
+        chunk.broadcast_params()
+    no_sync_funcs = [chunk.no_sync for chunk in wrapped]
+    config.no_sync_func = no_sync_funcs if len(wrapped) > 1 else no_sync_funcs[0]
+    config.finalize_model_grads_func = finalize_model_grads
+    return wrapped
+
+
+def _build_chunk(
+    args: Arguments,
+    config: TransformerConfig,
+    placement: Placement,
+    rank: int,
+    chunk: int,
+    stages: HybridPattern | None,
+) -> torch.nn.Module:
+    stage, vp_stage = placement.stage_of(rank, chunk), chunk if placement.num_chunks > 1 else None
+    groups, is_last = chunk_groups(placement, rank, chunk), stage == placement.num_stages - 1
+    if stages is not None:
+        part = stages.stages[stage], sum(stages.partition[:stage])
+        return build_hybrid(args, config, groups, vp_stage, *part, embeds=stage == 0, is_last=is_last)
+    return build_gpt(args, config, groups, vp_stage, embeds=stage == 0, is_last=is_last)
+
+
+@_as_users_mistake(AssertionError, ValueError, ImportError, NotImplementedError)
+def build_gpt(
+    args: Arguments,
+    config: TransformerConfig,
+    groups: ProcessGroupCollection,
+    vp_stage: int | None,
+    *,
+    embeds: bool,
+    is_last: bool,
+) -> GPTModel:
+    """One stage of the model, neither split nor wrapped; it may begin with the embedding, and be the last.
+
+    Raises:
+        ValueError: megatron-core refuses the model.
+    """
+    layers = layer_specs(config, uses_torch_attention=args.attention_backend in TORCH_BACKENDS)
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=block_spec(config, layers, vp_stage, groups.pp.rank()),
+        mtp_block_spec=multi_token_spec(config, layers[-1], vp_stage, is_last_stage=is_last),
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=embeds,
+        post_process=is_last,
+        parallel_output=True,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+        rope_scaling=args.use_rope_scaling,
+        rope_scaling_factor=args.rope_scaling_factor,
+        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+        pg_collection=groups,
+        vp_stage=vp_stage,
+    )
+    return _finished(model)
+
+
+@_as_users_mistake(AssertionError, ValueError, ImportError, NotImplementedError)
+def build_hybrid(
+    args: Arguments,
+    config: TransformerConfig,
+    groups: ProcessGroupCollection,
+    vp_stage: int | None,
+    symbols: str,
+    first_layer: int,
+    *,
+    embeds: bool,
+    is_last: bool,
+) -> Any:
+    """One stage of a hybrid model, like `build_gpt`; see `build_hybrid_stage`.
+
+    Raises:
+        ValueError: megatron-core refuses the model.
+    """
+    ends = {"pre_process": embeds, "post_process": is_last}
+    return _finished(build_hybrid_stage(args, config, groups, vp_stage, symbols, first_layer, **ends))
+
+
+def _finished(model: Any) -> Any:
+    """The built model on its device, with the attributes of parameters that megatron-core's optimizer reads.
+
+    With multi-token prediction and tied embeddings, the last stage uses its copy of the embedding in the output layer,
+    too. megatron-core then neither uses the output layer's own weight nor saves it, but allocates one.
+    """
+    if model.mtp_process and not model.pre_process and model.share_embeddings_and_output_weights:
+        model.output_layer.weight = None
+    for parameter in model.parameters():
+        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    return model.cuda(torch.cuda.current_device())

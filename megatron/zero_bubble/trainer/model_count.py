@@ -1,0 +1,268 @@
+"""Counts the parameters, operations and activations of the model that the flags describe.
+
+The model is built on the meta device unit by unit, as one tensor-parallel rank has it, and one microbatch passes
+through it. Parameters, the products of matrices and the tensors that autograd saves are those of megatron-core's
+modules; `mcore/counted_layers.py` says where kernels of a GPU stand in for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron.zero_bubble.mcore.counted_layers import AttentionKernel, Tally, count_as_kernels, expert_parameters
+from megatron.zero_bubble.mcore.linear import split_weight_gradients
+from megatron.zero_bubble.mcore.meta_device import on_meta_device
+from megatron.zero_bubble.mcore.model_units import Unit
+from megatron.zero_bubble.mcore.unit_costs import forget_losses
+from megatron.zero_bubble.runtime.profiler import SavedTensorMeter
+from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
+from megatron.zero_bubble.schedule import Op, OpKind
+from megatron.zero_bubble.session.model_states import Parameters, element_bytes
+from megatron.zero_bubble.trainer.arguments import TORCH_BACKENDS, Arguments
+from megatron.zero_bubble.trainer.model import fuses_activation, transformer_config
+from megatron.zero_bubble.trainer.unit_config import build_unit, layer_kinds, unit_config
+
+_PLAIN: dict[str, Any] = {
+    "transformer_impl": "local",
+    "moe_use_legacy_grouped_gemm": False,
+    "moe_token_dispatcher_type": "allgather",
+    "moe_shared_expert_overlap": False,
+    "moe_permute_fusion": False,
+    "moe_router_fusion": False,
+    "tp_comm_overlap": False,
+    "fine_grained_activation_offloading": False,
+    "use_te_activation_func": False,
+    "cross_entropy_fusion_impl": "native",
+    "fp8_format": None,
+    "fp4_format": None,
+    "deterministic_mode": False,
+}
+"""Flags of kernels that are not here and neither add to nor take from what is counted."""
+
+
+_ALONE: dict[str, Any] = {
+    "tensor_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": None,
+    "sequence_parallel": False,
+    "pipeline_model_parallel_size": 1,
+    "pipeline_model_parallel_layout": None,
+    "micro_batch_size": 1,
+    "recompute_granularity": None,
+    "fp16": False,
+}
+"""Flags of a model that one rank holds whole."""
+
+
+class Flops(NamedTuple):
+    """Floating-point operations of one microbatch; a multiply and an add are two."""
+
+    f: float
+    b: float
+    """With what selective recomputation computes again."""
+    w: float
+    r: float = 0.0
+    """What full recomputation computes again."""
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+
+class Activations(NamedTuple):
+    """Bytes of one microbatch."""
+
+    after_f: float
+    """Bytes held from F to B where nothing is recomputed in full."""
+    after_b: float
+    """Bytes held from B to W: the inputs of the linear layers and the gradients of their outputs."""
+
+
+@dataclass(frozen=True)
+class UnitCount:
+    """What one tensor-parallel rank holds and computes of a unit of the model."""
+
+    parameters: Parameters
+    flops: Flops
+    activations: Activations
+    whole: int
+    """Parameters of all tensor- and expert-parallel ranks, each counted once, without those of `further` and copies."""
+    further: int
+    """Of multi-token prediction, counted in the same way."""
+
+
+@dataclass(frozen=True)
+class ModelCount:
+    """What one rank holds and computes of every unit of a model, were the unit on that rank."""
+
+    embedding: UnitCount
+    layers: tuple[UnitCount, ...]
+    output: UnitCount
+    """All that follows the layers: multi-token prediction, final norm, output layer and loss."""
+    input_bytes: float
+    """Bytes of a layer's input, which is also the message between stages."""
+
+    @property
+    def units(self) -> tuple[UnitCount, ...]:
+        return self.embedding, *self.layers, self.output
+
+
+def count_model(args: Arguments) -> ModelCount:
+    """Count the model of completed flags with a known vocabulary.
+
+    It needs no device and no other process, and must not be called while there is a default process group.
+
+    Raises:
+        ValueError: megatron-core refuses the model.
+    """
+    transformer_config(_plain(args).changed(_ALONE), 1, None)
+    kinds = layer_kinds(args)
+    units = [Unit(embeds=True), *(Unit(layer=kind) for kind in range(max(kinds) + 1)), Unit(is_last=True)]
+    with _place(args):
+        embedding, *layers, output = (_count(args, unit) for unit in units)
+    return ModelCount(embedding, tuple(layers[kind] for kind in kinds), output, _input_bytes(args))
+
+
+def flops_of_sequence(args: Arguments) -> float:
+    """Count the floating-point operations of a training with one sequence, as Megatron-LM does.
+
+    Each product counts three times: for F, B and W. Half of attention's products are counted, as a causal mask leaves
+    them. Recomputation is not counted.
+    """
+    fused = args.changed(
+        {"transformer_impl": "transformer_engine", "attention_backend": "auto", "bf16": True, **_ALONE}
+    )
+    return 3 * sum(unit.flops.f for unit in count_model(fused).units)
+
+
+def attention_kernel(args: Arguments) -> AttentionKernel:
+    """The kernel that a training with these completed flags runs.
+
+    Transformer Engine has no fused kernel in fp32. Torch has none for an explicit mask or fp32 with grouped queries.
+    """
+    half = element_bytes(args) == 2
+    if args.transformer_impl == "transformer_engine":
+        if not half or args.attention_backend == "unfused":
+            return AttentionKernel.TE_UNFUSED
+        return AttentionKernel.TE_FLASH if args.attention_backend == "flash" else AttentionKernel.TE_FUSED
+    if args.attention_backend not in TORCH_BACKENDS:
+        return AttentionKernel.LOCAL
+    has_mask = args.reset_attention_mask or args.context_parallel_size > 1
+    fits = args.num_query_groups == args.num_attention_heads or (half and not has_mask)
+    return AttentionKernel.TORCH if fits else AttentionKernel.TORCH_MATH
+
+
+def rank_tokens(args: Arguments) -> int:
+    """Tokens of a microbatch on one context-parallel rank."""
+    return args.micro_batch_size * args.seq_length // args.context_parallel_size
+
+
+def _place(args: Arguments) -> Any:
+    tensor = args.tensor_model_parallel_size
+    return on_meta_device(
+        tensor=tensor,
+        context=args.context_parallel_size,
+        expert=args.expert_model_parallel_size,
+        expert_tensor=args.expert_tensor_parallel_size or tensor,
+    )
+
+
+def _plain(args: Arguments) -> Arguments:
+    """The flags of the local model that is counted."""
+    is_engine = args.transformer_impl == "transformer_engine"
+    return args.changed({**_PLAIN, **({"attention_backend": "local"} if is_engine else {})})
+
+
+def _build(args: Arguments, unit: Unit) -> Any:
+    plain = _plain(args)
+    config = unit_config(plain, unit)
+    config.use_cpu_initialization = config.gradient_accumulation_fusion = False
+    config.bias_activation_fusion = fuses_activation(args)
+    model = build_unit(plain, config, unit)
+    return model.to(config.params_dtype)  # as Float16Module does
+
+
+def _count(args: Arguments, unit: Unit) -> UnitCount:
+    model, tally, store = _build(args, unit), Tally(), WeightGradStore()
+    count_as_kernels(model, attention_kernel(args), tally)
+    parameters = _parameters(model)
+    whole, further = _whole_parameters(args, model)
+    split_weight_gradients([model], store)
+    meter, operations = SavedTensorMeter(store), list[float]()
+    f, b, inputs = Op(OpKind.F, 0, 0), Op(OpKind.B, 0, 0), _microbatch(args, model)
+    with _counted(tally, operations):
+        meter.begin(f)
+        output = model(**inputs)
+        after_f = meter.end(f)
+    with _counted(tally, operations), store.deferring():
+        torch.autograd.backward(output, torch.empty_like(output))
+    store.flush(0, 0)
+    after_b = after_f + meter.end(b)
+    with _counted(tally, operations):
+        store.pop(0, 0)
+    forget_losses()
+    return UnitCount(parameters, Flops(*operations), Activations(after_f, after_b), whole, further)
+
+
+@contextmanager
+def _counted(tally: Tally, operations: list[float]) -> Iterator[None]:
+    """Append to `operations` the floating-point operations of the `with` block."""
+    before, counter = tally.flops, FlopCounterMode(display=False)
+    with counter:
+        yield
+    operations.append(counter.get_total_flops() + tally.flops - before)
+
+
+def _microbatch(args: Arguments, model: Any) -> dict[str, Any]:
+    """The model's inputs as one microbatch gives them; a stage after the first also gets the hidden states."""
+    batch, tokens = args.micro_batch_size, rank_tokens(args) // args.micro_batch_size
+    numbers = torch.zeros(batch, tokens, dtype=torch.long)
+    if not model.pre_process:
+        rows = tokens // (args.tensor_model_parallel_size if args.sequence_parallel else 1)
+        hidden = torch.empty(rows, batch, args.hidden_size, dtype=model.config.params_dtype, requires_grad=True)
+        model.set_input_tensor(hidden)
+    mask = torch.ones(batch, 1, tokens, args.seq_length, dtype=torch.bool) if args.reset_attention_mask else None
+    inputs = {"input_ids": numbers, "position_ids": numbers, "attention_mask": mask}
+    if model.post_process:
+        inputs["labels"] = numbers
+    if model.post_process and args.mtp_num_layers is not None:
+        inputs["loss_mask"] = torch.ones(batch, tokens)
+    return inputs
+
+
+def _parameters(model: torch.nn.Module) -> Parameters:
+    experts = expert_parameters(model)
+    dense = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in experts)
+    return Parameters(dense, sum(parameter.numel() * experts.get(id(parameter), 0) for parameter in model.parameters()))
+
+
+def _whole_parameters(args: Arguments, model: Any) -> tuple[int, int]:
+    """Parameters of all tensor- and expert-parallel ranks: those of the model, and of multi-token prediction."""
+    experts, tensor = expert_parameters(model), args.tensor_model_parallel_size
+    whole = further = 0
+    for name, parameter in model.named_parameters():
+        is_copy = not model.pre_process and (
+            name.startswith("embedding.")
+            or (name == "output_layer.weight" and model.share_embeddings_and_output_weights)
+        )
+        held = experts.get(id(parameter))
+        split = tensor if held is None else args.expert_tensor_parallel_size or tensor
+        count = parameter.numel() * (split if parameter.tensor_model_parallel else 1)
+        count *= 1 if held is None else held * args.expert_model_parallel_size
+        if name.startswith("mtp."):
+            further += count
+        elif not is_copy:
+            whole += count
+    return whole, further
+
+
+def _input_bytes(args: Arguments) -> float:
+    split = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    return element_bytes(args) * rank_tokens(args) * args.hidden_size / split

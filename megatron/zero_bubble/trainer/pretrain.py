@@ -1,0 +1,179 @@
+"""Builds the tokenizer, model, optimizer and data of `pretrain_gpt.py`, and trains."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.timers import Timers
+from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
+from megatron.core.utils import get_attr_wrapped_model
+
+from megatron.zero_bubble.runtime.joint import on_rank
+from megatron.zero_bubble.session.reports import print_line, print_rank_0
+from megatron.zero_bubble.session.session import Session
+from megatron.zero_bubble.session.settings import JobSettings
+from megatron.zero_bubble.session.sharding import check_shards
+from megatron.zero_bubble.session.start_up import SessionError
+from megatron.zero_bubble.trainer.arguments import Arguments
+from megatron.zero_bubble.trainer.checkpoint import Checkpointer
+from megatron.zero_bubble.trainer.checkpoint_files import latest_iteration, tracked
+from megatron.zero_bubble.trainer.data import DataConfig, build_data_iterator, build_datasets, reads_data
+from megatron.zero_bubble.trainer.defaults import with_vocabulary
+from megatron.zero_bubble.trainer.forward_step import DataIterator
+from megatron.zero_bubble.trainer.initialize import initialized
+from megatron.zero_bubble.trainer.layout import settle_layout
+from megatron.zero_bubble.trainer.logging import TrainingLog
+from megatron.zero_bubble.trainer.loop import Trainer
+from megatron.zero_bubble.trainer.model import build_model, transformer_config
+from megatron.zero_bubble.trainer.model_count import flops_of_sequence
+from megatron.zero_bubble.trainer.optimization import build_lr_scheduler, build_optimizer
+from megatron.zero_bubble.trainer.progress import Progress
+from megatron.zero_bubble.trainer.save_lock import lock_folder
+from megatron.zero_bubble.trainer.size_checks import check_memory
+from megatron.zero_bubble.trainer.tokenizer import load_tokenizer
+from megatron.zero_bubble.trainer.writers import open_writers
+
+
+def pretrain(args: Arguments, job: JobSettings) -> None:
+    """Train a GPT as the flags say, which `complete_and_check` has completed and checked.
+
+    Raises:
+        ValueError: the data, the tokenizer or the checkpoint does not fit, or a checkpoint cannot be written.
+    """
+    data_config = make_data_config(args)
+    tokenizer = load_tokenizer(args)
+    args = with_vocabulary(args, tokenizer.vocab_size)
+    check_shards(job.flags, args.padded_vocab_size)
+    check_memory(args)
+    data_config.validate(tokenizer.vocab_size)
+    args = without_first_load(args)
+    if args.load:
+        latest_iteration(args.load)
+    flops = flops_of_sequence(args) if args.log_throughput else 0.0
+    with initialized(args, job.first_placement), ExitStack() as resources:
+        if args.save:
+            on_rank(0, lambda: _hold_folder(str(args.save), resources))
+        session = resources.enter_context(Session(job, "pretrain_gpt.py"))
+        args = settle_layout(args, session, data_config)
+        trainer = build_trainer(args, session, data_config, tokenizer, resources, flops)
+        try:
+            trainer.train()
+        except SessionError:
+            raise
+        except ValueError as error:
+            raise RuntimeError("an internal error, not a mistake in the flags") from error
+        session.close()
+
+
+def without_first_load(args: Arguments) -> Arguments:
+    """The flags without `--load` where a job that resumes itself from its own `--save` runs for the first time."""
+    if args.load is None or args.load != args.save or tracked(args.load) != "none":
+        return args
+    if args.rank == 0:
+        print_line(f" > no checkpoint in --load {args.load} yet, which --save writes: training begins at iteration 0")
+    return replace(args, load=None)
+
+
+def _hold_folder(save: str, resources: ExitStack) -> None:
+    """Keep other jobs from saving to the folder `save` until `resources` are closed."""
+    resources.enter_context(lock_folder(save, os.environ, print_rank_0))
+
+
+def build_trainer(
+    args: Arguments,
+    session: Session,
+    data_config: DataConfig,
+    tokenizer: MegatronTokenizerBase,
+    resources: ExitStack,
+    flops_of_sequence: float = 0.0,
+) -> Trainer:
+    """Build model, optimizer and data, load the checkpoint, and start the session; `resources` closes them.
+
+    Raises:
+        ValueError: megatron-core refuses the model, or a checkpoint or the data does not fit.
+    """
+    progress = Progress()
+    timers = Timers(args.timing_log_level, "minmax") if args.timing_log_level else None
+    config = transformer_config(args, session.job.placement.num_chunks, timers)
+    model = build_model(args, config, session)
+    optimizer = build_optimizer(args, model, config)
+    # The hooks of DDP hold the configuration. Where the optimizer's shards are views of parameters, Python's collector
+    # does not see the cycle, and with it a later training in this process would keep this model and its groups.
+    resources.callback(setattr, config, "grad_scale_func", None)
+    scheduler = build_lr_scheduler(args, optimizer)
+    checkpointer = Checkpointer(args, progress, model, optimizer, scheduler)
+    if args.load:
+        checkpointer.load()
+    log_rank = session.job.log_rank
+    log = TrainingLog(args, progress, open_writers(args, log_rank), log_rank, flops_of_sequence)
+    session.start(model, optimizer, progress.iteration, log.write_plan)
+    return Trainer(
+        args,
+        progress,
+        session,
+        model,
+        optimizer,
+        scheduler,
+        checkpointer,
+        log,
+        data_config,
+        *open_data(args, progress, data_config, tokenizer, model, resources),
+    )
+
+
+def open_data(
+    args: Arguments,
+    progress: Progress,
+    data_config: DataConfig,
+    tokenizer: MegatronTokenizerBase,
+    model: list[torch.nn.Module],
+    resources: ExitStack,
+) -> tuple[list[DataIterator], list[DataIterator] | None]:
+    """Open training and validation data, with an iterator or None for each model chunk; `resources` closes them.
+
+    The list for validation is None if there is no validation data.
+
+    Raises:
+        ValueError: the data cannot be read, or the run of the checkpoint has left too little of it.
+    """
+    reads = [
+        reads_data(
+            data_config,
+            embeds=get_attr_wrapped_model(chunk, "pre_process"),
+            is_last=get_attr_wrapped_model(chunk, "post_process"),
+        )
+        for chunk in model
+    ]
+    datasets = build_datasets(data_config, tokenizer, any(reads), print_rank_0)
+    used = (progress.consumed_train_samples, progress.consumed_valid_samples)
+    data_config.check_rest(datasets.num_samples, progress.iteration, used)
+    has_validation = args.eval_iters > 0 and datasets.num_samples[1] > 0
+    if args.eval_iters > 0 and not has_validation:
+        print_rank_0(" > no validation data: --eval-interval and --eval-iters have no effect")
+    place = (parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size())
+
+    def open_split(split: Any, consumed_samples: int) -> list[DataIterator]:
+        iterators: list[DataIterator] = []
+        for read in reads:
+            iterator = build_data_iterator(split, data_config, consumed_samples, *place) if read else None
+            if iterator is not None:
+                resources.callback(iterator.close)
+            iterators.append(iterator)
+        return iterators
+
+    return (
+        open_split(datasets.train, progress.consumed_train_samples),
+        open_split(datasets.valid, progress.consumed_valid_samples) if has_validation else None,
+    )
+
+
+def make_data_config(args: Arguments) -> DataConfig:
+    """The settings of the data from the flags."""
+    names = DataConfig.__dataclass_fields__
+    values = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    return DataConfig(**values, create_attention_mask=args.reset_attention_mask)

@@ -1,0 +1,264 @@
+"""Loads tokenizers from local files, with the interface of megatron-core's datasets.
+
+megatron-core's own Hugging Face tokenizers need the `transformers` package and look names up on a hub. Here only
+the `tokenizers` library is used and only local files are read, so that every rank of an offline cluster gets the
+same tokenizer. None of megatron-core's is imported, because they import `transformers`, which takes seconds on every
+rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
+
+from megatron.zero_bubble.schedule.errors import one_line
+
+if TYPE_CHECKING:
+    from sentencepiece import SentencePieceProcessor
+    from tokenizers import Tokenizer
+
+    from megatron.zero_bubble.trainer.arguments import Arguments
+
+TOKENIZER_TYPES = ("HuggingFaceTokenizer", "GPT2BPETokenizer", "Llama2Tokenizer", "NullTokenizer")
+
+END_OF_DOCUMENT_TOKENS = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|endofdocument|>",
+    "</s>",
+    "<eos>",
+    "<EOD>",
+    "<eod>",
+    "[EOS]",
+)
+"""End-of-document tokens to try, in order, if the tokenizer's configuration names no end-of-sequence token."""
+
+
+class LocalTokenizer(MegatronTokenizerBase):
+    """The part of megatron-core's interface of tokenizers that its datasets use, without `tokenize` and `detokenize`.
+
+    There is no padding token, so that GPTDataset marks padding with -1, which no document can contain.
+
+    Args:
+        vocab: the id of every token.
+        eod: the id that ends a document.
+        content: bytes that tell this tokenizer from others of its class, wherever its file is.
+    """
+
+    def __init__(self, path: str, library: str, vocab: dict[str, int], eod: int, content: bytes) -> None:
+        super().__init__(path, {"library": library})
+        self._vocab, self._eod = vocab, eod
+        # Ids may have gaps, and the embedding needs a row for the largest id.
+        self._vocab_size = max(vocab.values()) + 1
+        self._digest = hashlib.sha256(content).hexdigest()
+
+    def apply_chat_template(self, *args: object, **kwargs: object) -> str:
+        raise NotImplementedError("pretraining needs no chat template")
+
+    @property
+    def vocab(self) -> dict[str, int]:
+        return self._vocab
+
+    @property
+    def vocab_size(self) -> int:
+        """Largest token id + 1."""
+        return self._vocab_size
+
+    @property
+    def eod(self) -> int:
+        """The id that ends a document."""
+        return self._eod
+
+    @property
+    def unique_identifiers(self) -> OrderedDict[str, Any]:
+        """The key of this tokenizer in a dataset's cache."""
+        return OrderedDict({"class": type(self).__name__, "sha256": self._digest})
+
+
+class HuggingFaceTokenizer(LocalTokenizer):
+    """A `tokenizers.Tokenizer`; no template adds a beginning of the sequence, as in megatron-core."""
+
+    def __init__(self, tokenizer: Tokenizer, eod_token: str, path: str) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        vocab = tokenizer.get_vocab(with_added_tokens=True)
+        super().__init__(path, "tokenizers", vocab, vocab[eod_token], tokenizer.to_str().encode())
+        self._tokenizer = tokenizer
+
+    def tokenize(self, text: str) -> list[int]:
+        # The batch call is a third faster, because only it can leave out the offsets.
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+class Llama2Tokenizer(LocalTokenizer):
+    """A SentencePiece model, used as Megatron-LM's tokenizer of this name: a text begins with the token `<s>`."""
+
+    def __init__(self, model: SentencePieceProcessor, path: str) -> None:
+        vocab = {model.id_to_piece(token): token for token in range(model.get_piece_size())}
+        super().__init__(path, "sentencepiece", vocab, model.eos_id(), model.serialized_model_proto())
+        self._model = model
+
+    def tokenize(self, text: str) -> list[int]:
+        return [self._model.bos_id(), *self._model.encode(text)]
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return self._model.decode(list(ids))
+
+
+class NullTokenizer(LocalTokenizer):
+    """The numbers below a vocabulary size are tokens, one space separates them, and the next number ends a document."""
+
+    def __init__(self, num_tokens: int) -> None:
+        # The last token is enough to know the size, which may be too large to list all.
+        super().__init__("null", "null", {str(num_tokens): num_tokens}, num_tokens, str(num_tokens).encode())
+
+    @property
+    def vocab(self) -> dict[str, int]:
+        return {str(token): token for token in range(self.vocab_size)}
+
+    def tokenize(self, text: str) -> list[int]:
+        return [int(number) for number in text.split(" ")]
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+def load_tokenizer(args: Arguments) -> MegatronTokenizerBase:
+    """The tokenizer that the flags name. Raises `ValueError` if it cannot be read."""
+    assert args.tokenizer_type is not None
+    return build_tokenizer(args.tokenizer_type, args.tokenizer_model, args.vocab_size, args.vocab_file, args.merge_file)
+
+
+def build_tokenizer(
+    tokenizer_type: str,
+    tokenizer_model: str | None = None,
+    vocab_size: int | None = None,
+    vocab_file: str | None = None,
+    merge_file: str | None = None,
+) -> MegatronTokenizerBase:
+    """The tokenizer that Megatron's flags of the same names describe.
+
+    - `HuggingFaceTokenizer`: `tokenizer_model` is a tokenizer.json, or a folder that holds one (the end-of-document
+      token is then the `eos_token` of its tokenizer_config.json).
+    - `GPT2BPETokenizer`: `vocab_file` (vocab.json) and `merge_file` (merges.txt).
+    - `Llama2Tokenizer`: `tokenizer_model` is a model of SentencePiece.
+    - `NullTokenizer`: text is integers separated by one space; `vocab_size` of them and, after them, end of document.
+
+    Raises ValueError, in one line that names the flag, if a flag is missing or a file cannot be used.
+    """
+    if tokenizer_type == "NullTokenizer":
+        if vocab_size is None or vocab_size < 1:
+            raise ValueError(f"--tokenizer-type NullTokenizer needs --vocab-size of at least 1 (got {vocab_size})")
+        return NullTokenizer(vocab_size)
+    tokenizer: LocalTokenizer
+    if tokenizer_type == "HuggingFaceTokenizer":
+        tokenizer = _from_tokenizer_json(tokenizer_model)
+    elif tokenizer_type == "Llama2Tokenizer":
+        tokenizer = _from_sentencepiece(tokenizer_model)
+    elif tokenizer_type == "GPT2BPETokenizer":
+        tokenizer = _from_gpt2_files(vocab_file, merge_file)
+    else:
+        raise ValueError(f"--tokenizer-type {tokenizer_type} is not one of {', '.join(TOKENIZER_TYPES)}")
+    if vocab_size is not None and vocab_size < tokenizer.vocab_size:
+        raise ValueError(f"--vocab-size {vocab_size} is less than the tokenizer's {tokenizer.vocab_size} tokens")
+    if vocab_size is not None and vocab_size != tokenizer.vocab_size:
+        warnings.warn(
+            f"--vocab-size {vocab_size} is ignored: the tokenizer has {tokenizer.vocab_size} tokens", stacklevel=2
+        )
+    return tokenizer
+
+
+def _from_tokenizer_json(tokenizer_model: str | None) -> HuggingFaceTokenizer:
+    if not tokenizer_model:
+        raise ValueError(
+            "--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model: a tokenizer.json or its folder"
+        )
+    given = Path(tokenizer_model)
+    file = given / "tokenizer.json" if given.is_dir() else given
+    if not file.is_file():
+        what = "this folder holds no tokenizer.json" if given.is_dir() else "no such file (nothing is downloaded)"
+        raise ValueError(f"--tokenizer-model {tokenizer_model}: {what}")
+    # Imported here, because a run with megatron-core's NullTokenizer does not need the package.
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exception
+        raise ValueError(f"--tokenizer-model {file}: not a readable tokenizer.json: {_one_line(error)}") from error
+    vocab = tokenizer.get_vocab(with_added_tokens=True)
+    configured = _configured_eos(file.parent) if given.is_dir() else None
+    candidates = (configured,) if configured else END_OF_DOCUMENT_TOKENS
+    eod = next((token for token in candidates if token in vocab), None)
+    if eod is None:
+        raise ValueError(
+            f"--tokenizer-model {tokenizer_model}: no end-of-document token; the vocabulary holds none of "
+            f"{' '.join(candidates)}"
+        )
+    return HuggingFaceTokenizer(tokenizer, eod, str(file))
+
+
+def _configured_eos(folder: Path) -> str | None:
+    """The `eos_token` of the folder's tokenizer_config.json: a string, or an object with the string as `content`."""
+    file = folder / "tokenizer_config.json"
+    if not file.is_file():
+        return None
+    try:
+        eos = json.loads(file.read_text(encoding="utf-8")).get("eos_token")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ValueError(f"--tokenizer-model {file}: not a readable JSON object: {_one_line(error)}") from error
+    return eos.get("content") if isinstance(eos, dict) else eos
+
+
+def _from_sentencepiece(tokenizer_model: str | None) -> Llama2Tokenizer:
+    if not tokenizer_model or not Path(tokenizer_model).is_file():
+        raise ValueError(f"--tokenizer-type Llama2Tokenizer --tokenizer-model {tokenizer_model}: no such file")
+    try:
+        from sentencepiece import SentencePieceProcessor
+    except ImportError:
+        raise ValueError(
+            "--tokenizer-type Llama2Tokenizer needs sentencepiece: pip install 'megatron-zero-bubble[sentencepiece]'"
+        ) from None
+    try:
+        model = SentencePieceProcessor(model_file=tokenizer_model)
+    except Exception as error:  # the library raises RuntimeError and OSError
+        raise ValueError(
+            f"--tokenizer-model {tokenizer_model}: not a SentencePiece model: {_one_line(error)}"
+        ) from error
+    if min(model.bos_id(), model.eos_id()) < 0:
+        raise ValueError(f"--tokenizer-model {tokenizer_model}: the model has no <s> or no </s>")
+    return Llama2Tokenizer(model, tokenizer_model)
+
+
+def _from_gpt2_files(vocab_file: str | None, merge_file: str | None) -> HuggingFaceTokenizer:
+    if not vocab_file or not merge_file:
+        raise ValueError("--tokenizer-type GPT2BPETokenizer needs --vocab-file and --merge-file")
+    for flag, file in (("--vocab-file", vocab_file), ("--merge-file", merge_file)):
+        if not Path(file).is_file():
+            raise ValueError(f"{flag} {file}: no such file")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers import decoders as tokenizer_decoders
+
+    try:
+        tokenizer = Tokenizer(models.BPE.from_file(vocab_file, merge_file))
+    except Exception as error:  # the library raises bare Exception
+        raise ValueError(f"--vocab-file {vocab_file} --merge-file {merge_file}: {_one_line(error)}") from error
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizer_decoders.ByteLevel()
+    eod = END_OF_DOCUMENT_TOKENS[0]
+    if eod not in tokenizer.get_vocab():
+        raise ValueError(f"--vocab-file {vocab_file}: the vocabulary does not hold {eod}")
+    return HuggingFaceTokenizer(tokenizer, eod, vocab_file)
+
+
+def _one_line(error: Exception) -> str:
+    return one_line(error) or type(error).__name__

@@ -1,0 +1,114 @@
+"""Under a memory limit, plans copy activations to the host where that is faster: the rates decide."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.zero_bubble.planner import generate
+from megatron.zero_bubble.planner.offloading import RULES, with_copies
+from megatron.zero_bubble.planner.problem import Problem
+from megatron.zero_bubble.planner.registry import placement_for
+from megatron.zero_bubble.schedule import Infeasible, ScheduleError, StageCosts, lower, simulate, validate
+from megatron.zero_bubble.schedule.default_costs import default_costs
+from megatron.zero_bubble.schedule.host_link import num_offloaded, without_copies
+from megatron.zero_bubble.schedule.recomputation import Recompute, num_recomputed
+
+NUM_RANKS, NUM_MICROBATCHES = 4, 12
+
+
+def costs_of(name: str, copy: float, recompute: Recompute = Recompute.NONE) -> StageCosts:
+    """Costs of equal stages; a copy of all that a microbatch holds on a rank takes `copy` of its F."""
+    costs = default_costs(placement_for(name, NUM_RANKS), recompute)
+    times = tuple(copy * time for time in costs.time_f)
+    return replace(costs, time_d=times, time_h=times, memory_d=tuple(15 / 16 * held for held in costs.memory_f))
+
+
+def planned(name: str, limit: float, copy: float, **options):
+    costs = costs_of(name, copy, options.get("recompute", Recompute.NONE))
+    options = {"costs": costs, "memory_limit": limit, "effort": 30_000, **options}
+    schedule = generate(name, NUM_RANKS, NUM_MICROBATCHES, **options)
+    validate(lower(schedule))
+    timeline = simulate(schedule, costs)
+    assert max(timeline.peak_memory) <= limit * (1 + 1e-9)
+    return timeline
+
+
+@pytest.mark.parametrize(("name", "limit"), [("auto", 2), ("zb-v", 2), ("zb-v", 1.5), ("v-half", 1.5)])
+def test_a_fast_link_makes_plans_under_a_limit_faster(name, limit):
+    kept, copied = planned(name, limit, 0.5), planned(name, limit, 0.5, offloads=True)
+    assert num_offloaded(copied.schedule) > 0
+    assert copied.makespan < kept.makespan
+
+
+def test_half_of_the_memory_of_a_v_costs_little_where_the_link_is_fast():
+    whole = planned("zb-v", NUM_RANKS, 0.5)
+    half = planned("zb-v", NUM_RANKS / 2, 0.5, offloads=True)
+    kept = planned("zb-v", NUM_RANKS / 2, 0.5)
+    assert half.makespan - whole.makespan <= 0.5 * (kept.makespan - whole.makespan)
+
+
+def test_a_slow_link_copies_nothing():
+    copied = planned("auto", 2, 100, offloads=True)
+    assert num_offloaded(copied.schedule) == 0
+    assert copied.schedule == planned("auto", 2, 100).schedule
+
+
+def test_nothing_is_copied_where_there_is_room_or_nothing_to_copy():
+    assert num_offloaded(planned("auto", 2 * NUM_RANKS, 0.1, offloads=True).schedule) == 0
+    costs = default_costs(placement_for("auto", NUM_RANKS))
+    schedule = generate("auto", NUM_RANKS, NUM_MICROBATCHES, costs=costs, memory_limit=2, offloads=True)
+    assert num_offloaded(schedule) == 0
+    unlimited = generate("auto", NUM_RANKS, NUM_MICROBATCHES, costs=costs_of("auto", 0.1), offloads=True)
+    assert num_offloaded(unlimited) == 0
+
+
+def test_the_planner_chooses_between_copies_and_recomputation_by_their_times():
+    recompute = {"recompute": Recompute.PLANNED, "takes_makespan": True}
+    slow = planned("auto", 2, 100, offloads=True, **recompute)
+    fast = planned("auto", 2, 0.25, offloads=True, **recompute)
+    assert num_recomputed(slow.schedule) > 0
+    assert num_offloaded(slow.schedule) == 0
+    assert num_offloaded(fast.schedule) > 0
+    assert fast.makespan < slow.makespan
+
+
+def test_with_copies_a_v_fits_where_it_does_not_without():
+    placement = placement_for("zb-v", NUM_RANKS)
+    costs = costs_of("zb-v", 0.5)
+    problem = Problem(placement, NUM_MICROBATCHES, costs, (0.9,) * NUM_RANKS)
+    with pytest.raises(Infeasible):
+        problem.check_feasible()
+    with pytest.raises(Infeasible):
+        planned("zb-v", 0.9, 0.5)
+    assert num_offloaded(planned("zb-v", 0.9, 0.5, offloads=True).schedule) > 0
+
+
+def test_what_cannot_be_planned_is_refused():
+    with pytest.raises(ScheduleError, match=r"schedule 1f1b does not plan offload: choose one of zb-1p, .*v-min"):
+        planned("1f1b", 4, 0.5, offloads=True)
+    with pytest.raises(ScheduleError, match="pairs of a forward and a backward do not work with offload"):
+        planned("auto", 4, 0.5, offloads=True, pairs=True)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    name=st.sampled_from(["1f1b", "zb-h1", "zb-h2", "zb-v", "interleaved-zb", "gpipe"]),
+    share=st.floats(0.3, 1.0),
+    copy=st.floats(0.05, 3.0),
+    rule=st.sampled_from(RULES),
+)
+def test_any_schedule_keeps_its_operations_and_its_limit(name, share, copy, rule):
+    plain, costs = generate(name, NUM_RANKS, NUM_MICROBATCHES), costs_of(name, copy)
+    limits = tuple(max(1.5, share * peak) for peak in simulate(plain, costs).peak_memory)
+    found = with_copies(simulate(plain, costs), Problem(plain.placement, NUM_MICROBATCHES, costs, limits), rule)
+    if found is None:
+        return
+    validate(lower(found))
+    peaks = simulate(found, costs).peak_memory
+    assert all(peak <= limit * (1 + 1e-6) for peak, limit in zip(peaks, limits, strict=True))
+    for kept, before in zip(without_copies(found).ops, plain.ops, strict=True):
+        assert sorted(kept) == sorted(before)

@@ -1,0 +1,107 @@
+"""Plans with pairs, for models whose layers exchange tokens between experts."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.zero_bubble.planner import generate
+from megatron.zero_bubble.schedule import ScheduleError, lower, simulate, validate
+from megatron.zero_bubble.schedule.costs import StageCosts
+from megatron.zero_bubble.schedule.generators.dualpipe_v import dualpipe_v
+from megatron.zero_bubble.schedule.generators.interleaved import interleaved_pairs
+from megatron.zero_bubble.schedule.kinds import OpKind
+from megatron.zero_bubble.schedule.pairs import PAIRED
+from megatron.zero_bubble.schedule.recomputation import Recompute
+
+
+def costs_of(num_ranks, num_chunks, share=0.3):
+    """F, B and W of a whole rank take 1 each; tokens are exchanged for a share of F and of B."""
+    part = 1 / num_chunks
+    return StageCosts.uniform(
+        num_ranks * num_chunks,
+        part,
+        part,
+        part,
+        memory_f=part,
+        memory_b=-part / 2,
+        memory_w=-part / 2,
+        all_to_all_f=share * part,
+        all_to_all_b=share * part,
+    )
+
+
+def planned(num_ranks, num_microbatches, num_chunks, kind, limit, costs=None, pairs=True):
+    return generate(
+        "auto",
+        num_ranks,
+        num_microbatches,
+        num_chunks=num_chunks,
+        placement_kind=kind,
+        costs=costs or costs_of(num_ranks, num_chunks),
+        memory_limit=limit,
+        pairs=pairs,
+        takes_makespan=True,
+    )
+
+
+@pytest.mark.parametrize("num_chunks", [2, 4])
+@pytest.mark.parametrize(("per_rank", "gain"), [(2, 1.05), (4, 1.0)])
+@pytest.mark.parametrize("num_ranks", [4, 8])
+def test_a_plan_beats_megatrons_combined_order_in_its_memory(num_ranks, per_rank, gain, num_chunks):
+    costs, num_microbatches = costs_of(num_ranks, num_chunks), per_rank * num_ranks
+    megatrons = simulate(interleaved_pairs(num_ranks, num_microbatches, num_chunks=num_chunks), costs)
+    limit = max(megatrons.peak_memory)
+    plan = planned(num_ranks, num_microbatches, num_chunks, "interleaved", limit)
+    validate(lower(plan))
+    timeline = simulate(plan, costs)
+    assert max(timeline.peak_memory) <= limit * (1 + 1e-9)
+    assert megatrons.makespan >= gain * timeline.makespan
+
+
+@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(2, 5), (4, 8), (4, 16), (8, 16)])
+def test_a_v_is_not_longer_than_dualpipe_v_in_its_memory(num_ranks, num_microbatches):
+    costs = costs_of(num_ranks, 2)
+    published = simulate(dualpipe_v(num_ranks, num_microbatches), costs)
+    plan = simulate(planned(num_ranks, num_microbatches, 2, "v", max(published.peak_memory)), costs)
+    assert plan.makespan <= published.makespan * (1 + 1e-9)
+
+
+def test_pairs_gain_what_they_hide():
+    limit = 8.0
+    alone = simulate(planned(4, 16, 2, "interleaved", limit, pairs=False), costs_of(4, 2)).makespan
+    assert alone >= 1.15 * simulate(planned(4, 16, 2, "interleaved", limit), costs_of(4, 2)).makespan
+
+
+def test_without_exchanges_a_plan_has_no_pairs_and_is_as_it_was():
+    costs = costs_of(4, 2, share=0)
+    assert planned(4, 8, 2, "v", 4.0, costs) == planned(4, 8, 2, "v", 4.0, costs, pairs=False)
+
+
+def test_weight_gradients_are_in_pairs_if_exchanges_leave_time_for_them():
+    plan = planned(4, 16, 2, "v", 8.0, costs_of(4, 2, share=0.8))
+    assert OpKind.PBW in plan.kinds
+
+
+def test_uneven_stages_and_slow_messages_work_too():
+    costs = StageCosts(
+        time_f=(4, 6, 5, 9),
+        time_b=(5, 7, 5, 10),
+        time_w=(3, 5, 4, 6),
+        time_comm=(0.5, 1, 0.25),
+        memory_f=(1, 2, 1.5, 2),
+        memory_b=(-0.5, -1, -0.5, -1),
+        memory_w=(-0.5, -1, -1, -1),
+        all_to_all_f=(0, 2, 1, 3),
+        all_to_all_b=(0, 2, 1, 3),
+    )
+    for num_chunks, kind, ranks in ((1, "linear", 4), (2, "v", 2), (2, "interleaved", 2)):
+        plan = planned(ranks, 6, num_chunks, kind, 16.0, costs)
+        validate(lower(plan, costs=costs))
+        apart = simulate(planned(ranks, 6, num_chunks, kind, 16.0, costs, pairs=False), costs)
+        assert simulate(plan, costs).makespan <= apart.makespan
+        assert not plan.kinds.isdisjoint(PAIRED)
+
+
+def test_recomputation_and_pairs_are_refused_together():
+    with pytest.raises(ScheduleError, match="do not work with recomputation"):
+        generate("auto", 2, 4, costs=costs_of(2, 1), pairs=True, recompute=Recompute.FULL)

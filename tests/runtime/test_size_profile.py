@@ -1,0 +1,82 @@
+"""Times and memory of operations are fitted to the sizes of their microbatches."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.zero_bubble.runtime.recorder import MeasuredOp
+from megatron.zero_bubble.runtime.size_profile import SizeProfile, sized_costs
+from megatron.zero_bubble.schedule import Op, OpKind, Placement, StageCosts
+from megatron.zero_bubble.schedule.sized_costs import MicrobatchSize, SizedCosts
+
+SIZES = [MicrobatchSize.of([length]) for length in (3, 8, 20, 5)]
+USUAL = StageCosts.uniform(2, time_comm=0.5)
+
+
+def measured(kind: OpKind, microbatch: int, milliseconds: float, held: float | None = None) -> MeasuredOp:
+    return MeasuredOp(Op(kind, microbatch), 1.0, 1.0 + milliseconds / 1000, held)
+
+
+def fitted(ops: list[MeasuredOp], sizes: list[MicrobatchSize] | None = None) -> SizedCosts:
+    """The costs that rank 0 of two finds alone."""
+    profile = SizeProfile(Placement("linear", 2), 0)
+    profile.note(1, sizes or SIZES)
+    profile.collect(1, ops)
+    costs = sized_costs(profile._samples, USUAL)
+    assert costs is not None
+    return costs
+
+
+def test_times_with_a_constant_a_linear_and_a_quadratic_part_are_found():
+    def time(size: MicrobatchSize) -> float:
+        return 2 + 0.3 * size.tokens + 0.05 * size.squares
+
+    costs = fitted([measured(OpKind.F, k, time(size)) for k, size in enumerate(SIZES)])
+    for size in (*SIZES, MicrobatchSize.of([10, 10])):
+        assert costs.of(size).time_f[0] == pytest.approx(time(size), rel=1e-6)
+
+
+def test_no_part_is_below_zero():
+    """Noise must not make a long microbatch shorter."""
+    costs = fitted([measured(OpKind.F, k, 10 - k) for k in range(4)])
+    short, long = (costs.of(MicrobatchSize.of([length])).time_f[0] for length in (1, 1000))
+    assert 0 < short <= long
+
+
+def test_memory_that_is_released_is_below_zero():
+    ops = [measured(OpKind.B, k, 1.0, -4.0 * size.tokens) for k, size in enumerate(SIZES)]
+    assert fitted(ops).of(MicrobatchSize.of([10])).memory_b[0] == pytest.approx(-40)
+
+
+def test_a_fused_backward_counts_half_as_b_and_half_as_w():
+    costs = fitted([measured(OpKind.BW, k, 2.0 * size.tokens) for k, size in enumerate(SIZES)])
+    of_ten = costs.of(MicrobatchSize.of([10]))
+    assert (of_ten.time_b[0], of_ten.time_w[0]) == (pytest.approx(10), pytest.approx(10))
+
+
+def test_a_stage_without_samples_is_in_proportion_to_tokens():
+    costs = fitted([measured(OpKind.F, k, 1.0) for k in range(4)])
+    mean = sum(size.tokens for size in SIZES) / 4
+    assert costs.of(MicrobatchSize(round(2 * mean), 0)).time_f[1] == pytest.approx(2 * USUAL.time_f[1], rel=0.03)
+    assert costs.of(SIZES[0]).time_comm == USUAL.time_comm
+
+
+def test_sizes_that_are_all_alike_fit():
+    sizes = [MicrobatchSize.of([6])] * 4
+    costs = fitted([measured(OpKind.F, k, 3.0) for k in range(4)], sizes)
+    assert costs.of(sizes[0]).time_f[0] == pytest.approx(3.0)
+
+
+def test_what_a_forward_keeps_is_not_known_where_it_drops_activations():
+    ops = [measured(OpKind.F, 0, 1.0, 5.0), measured(OpKind.R, 0, 1.0, 7.0)]
+    profile = SizeProfile(Placement("linear", 2), 0)
+    profile.note(1, SIZES)
+    profile.collect(1, ops)
+    assert [sample.held for sample in profile._samples[0, OpKind.F]] == [None]
+    assert [sample.held for sample in profile._samples[0, OpKind.R]] == [7.0]
+
+
+def test_steps_whose_sizes_are_not_known_are_left_out():
+    profile = SizeProfile(Placement("linear", 2), 0)
+    profile.collect(1, [measured(OpKind.F, 0, 1.0)])
+    assert sized_costs(profile._samples, USUAL) is None

@@ -1,0 +1,58 @@
+"""`--zero-bubble-offload auto` needs a limit and measured copies, and refuses what it does not support in one line."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.zero_bubble.session.flags import check_zero_bubble_flags
+from megatron.zero_bubble.session.job_flags import JobFlags
+from megatron.zero_bubble.session.plans import choose_plan
+
+GIVEN = {
+    "pipeline_model_parallel_size": 2,
+    "global_batch_size": 8,
+    "num_layers": 4,
+    "zero_bubble_schedule": "auto",
+    "zero_bubble_offload": "auto",
+    "zero_bubble_memory_limit": "0.8",
+}
+
+
+def job(**flags) -> JobFlags:
+    return JobFlags(**{**GIVEN, **flags})
+
+
+@pytest.mark.parametrize("name", ["auto", "zb-1p", "zb-2p", "zb-v", "v-half", "v-min"])
+def test_planned_schedules_may_offload(name):
+    limit = {"zero_bubble_schedule": name, "zero_bubble_memory_limit": "2"}
+    plan = choose_plan(job(**limit))
+    assert plan is not None
+    assert plan.offloads
+    for off in ("off", None):
+        kept = choose_plan(job(zero_bubble_offload=off, **limit))
+        assert kept is not None
+        assert not kept.offloads
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"zero_bubble_memory_limit": None}, "needs --zero-bubble-memory-limit"),
+        ({"zero_bubble_schedule": "file:plan.json"}, "plans a schedule, but --zero-bubble-schedule file:plan.json"),
+        ({"zero_bubble_profile_iters": [0, 0]}, "needs measured copies, and --zero-bubble-profile-iters 0 0"),
+        ({"use_torch_fsdp2": True}, "would copy the parameters that --use-torch-fsdp2 gathers"),
+        ({"fp8": "e4m3"}, "tensors of these types are not copied"),
+        ({"transformer_impl": "transformer_engine"}, "is not tested with Transformer Engine"),
+        ({"overlap_moe_expert_parallel_comm": True}, "a forward that runs in a pair is not copied"),
+    ],
+)
+def test_what_cannot_work_is_one_line_with_the_flag(flags, words):
+    with pytest.raises(ValueError, match="--zero-bubble-offload auto") as caught:
+        choose_plan(job(**flags))
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_it_needs_a_zero_bubble_schedule():
+    with pytest.raises(ValueError, match="--zero-bubble-offload needs --zero-bubble or --zero-bubble-schedule"):
+        check_zero_bubble_flags(job(zero_bubble_schedule=None, zero_bubble_memory_limit=None))

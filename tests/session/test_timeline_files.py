@@ -1,0 +1,112 @@
+"""The files of a measured timeline."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron.zero_bubble.planner import generate
+from megatron.zero_bubble.schedule import OpKind, StageCosts, TimedOp, Timeline, simulate, with_post_validation
+from megatron.zero_bubble.schedule.draw import to_svg
+from megatron.zero_bubble.schedule.recomputation import Recompute
+from megatron.zero_bubble.session.timeline_files import idle_table, measured_timeline, write_timeline
+
+PROFILED = StageCosts.uniform(3, 9, 9, 9, time_comm=0.5, memory_f=6, memory_b=-2, memory_w=-4)
+LATE = 1000.0
+"""The time at which the drawn step began on the ranks' clock."""
+
+
+def ran(name: str, slowness: float = 1.25) -> Timeline:
+    """A step that ran as planned with F, B, W of 2, 3, 1 ms, but slower, measured on a clock that ran before."""
+    schedule = generate(name, 3, 4)
+    planned = simulate(schedule, StageCosts.uniform(3, 2, 3, 1))
+    lanes = [
+        [TimedOp(op, LATE + slowness * start, LATE + slowness * end) for op, start, end in lane]
+        for lane in planned.lanes
+    ]
+    return measured_timeline(schedule, lanes, PROFILED)
+
+
+def test_time_begins_with_the_first_operation():
+    timeline = ran("zb-h1")
+    assert timeline.lanes[0][0].start == 0
+    assert timeline.makespan == pytest.approx(
+        1.25 * simulate(timeline.schedule, StageCosts.uniform(3, 2, 3, 1)).makespan
+    )
+
+
+def test_the_plan_beside_it_has_the_times_of_that_step_and_the_messages_and_memory_of_the_profile():
+    costs = ran("zb-h1").costs
+    assert costs.time_f == pytest.approx((2.5,) * 3)
+    assert costs.time_b == pytest.approx((3.75,) * 3)
+    assert costs.time_w == pytest.approx((1.25,) * 3)
+    assert (costs.time_comm, costs.memory_f, costs.memory_b) == ((0.5, 0.5), (6, 6, 6), (-2, -2, -2))
+
+
+def test_a_fused_backward_counts_half_and_half():
+    costs = ran("1f1b").costs
+    assert costs.time_b == costs.time_w == pytest.approx((2.5,) * 3)
+
+
+def test_a_recomputation_is_drawn_and_the_plan_beside_it_has_its_time():
+    schedule = generate("zb-h1", 3, 4, recompute=Recompute.FULL)
+    planned = simulate(schedule, StageCosts.uniform(3, 2, 3, 1, time_r=5))
+    timeline = measured_timeline(schedule, planned.lanes, replace(PROFILED, memory_r=(3, 3, 3), time_comm=(0, 0)))
+    assert timeline.costs.time_r == (5, 5, 0), "the last stage keeps its activations"
+    assert timeline.makespan == simulate(schedule, timeline.costs).makespan
+    assert "R recomputation" in to_svg(timeline)
+
+
+def test_without_a_profile_messages_and_memory_cost_nothing():
+    timeline = ran("zb-h1")
+    costs = measured_timeline(timeline.schedule, timeline.lanes, None).costs
+    assert costs.time_f == timeline.costs.time_f
+    assert (costs.time_comm, costs.memory_f, costs.memory_w) == ((0, 0), (0, 0, 0), (0, 0, 0))
+
+
+def test_idle_time_is_told_by_rank_and_cause():
+    head, *rows = idle_table(ran("zb-h1")).splitlines()
+    assert head.split() == ["rank", "warmup", "waiting", "for", "F", "waiting", "for", "B", "tail"]
+    assert [row.split()[:2] for row in rows] == [["0", "0.00"], ["1", "2.50"], ["2", "5.00"]]
+
+
+def test_the_files_show_what_ran_beside_the_plan_in_one_scale(tmp_path: Path):
+    measured = ran("zb-h1")
+    write_timeline(tmp_path / "new" / "folder", "step", measured, "MiB")
+    folder = tmp_path / "new" / "folder"
+    assert {path.name for path in folder.iterdir()} == {
+        *("step.html", "step.trace.json", "step.measured.svg", "step.measured.html"),
+        *("step.planned.svg", "step.planned.html"),
+    }
+    page = (folder / "step.html").read_text()
+    widths = set()
+    for kind in ("measured", "planned"):
+        svg = (folder / f"step.{kind}.svg").read_text()
+        assert svg in page
+        assert "MiB" in svg
+        # The first F takes as many pixels in both.
+        widths.add(re.search(r'<rect[^>]* width="([\d.]+)"[^>]*><title>F0 on rank 0', svg)[1])
+    assert len(widths) == 1
+    assert idle_table(measured) in page
+    events = json.loads((folder / "step.trace.json").read_text())["traceEvents"]
+    assert sum(event["ph"] == "X" for event in events) == sum(len(lane) for lane in measured.lanes)
+    assert {op.kind for op, _, _ in measured.lanes[0]} == {OpKind.F, OpKind.B, OpKind.W}
+
+
+def test_forwards_that_were_run_again_stand_where_they_ran_last(tmp_path: Path):
+    """Rank 0 runs F0 and F1, learns in VALIDATE that its step was wrong, and runs both again."""
+    costs = StageCosts.uniform(3, 2, 3, 1)
+    schedule = with_post_validation(generate("zb-2p", 3, 4), costs)
+    lanes = [list(lane) for lane in simulate(schedule, costs).lanes]
+    early = [timed for timed in lanes[0] if timed.op.kind is OpKind.F][:2]
+    again = [TimedOp(op, start + 100, end + 100) for op, start, end in early]
+    rest = [TimedOp(op, start + 200, end + 200) for op, start, end in lanes[0] if op not in {e.op for e in early}]
+    lanes[0] = [*early, *again, *rest]
+    timeline = measured_timeline(schedule, lanes, PROFILED)
+    assert [timed.op for timed in timeline.lanes[0]] == [timed.op for timed in lanes[0][2:]]
+    write_timeline(tmp_path, "amended", timeline, "MiB")
+    assert (tmp_path / "amended.html").exists()

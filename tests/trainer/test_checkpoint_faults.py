@@ -1,0 +1,112 @@
+"""A checkpoint that is damaged, malicious or cannot be written: one line, the same on every rank, and no rank waits."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron.zero_bubble.trainer.checkpoint_files import tracked
+from tests.damaged_checkpoints import DAMAGES, FILES, marker_of
+from tests.launch import ROOT, TINY_GPT, run
+
+FLAGS = [*TINY_GPT, "--pipeline-model-parallel-size", "2", "--global-batch-size", "4"]
+CODE = "it names posix.mkdir, which does not belong in a checkpoint and could run code"
+LINES = {
+    "none": None,
+    "no checksums": None,
+    "2,000 random bytes": "__1_0.distcp is damaged: its CRC-32 is CRC, that of what was saved CRC",
+    "missing metadata.json": ", which latest_checkpointed_iteration.txt names, is incomplete: metadata.json is missing",
+    "half of checksums.json": "checksums.json cannot be read: .*",
+    "checksums.json overwritten": "checksums.json cannot be read: .*",
+    "missing __1_0.distcp, no checksums": "__1_0.distcp is missing, expected N bytes",
+    "half of __1_0.distcp, no checksums": "__1_0.distcp has N bytes, expected at least N",
+    "another model's part": "lacks decoder.final_layernorm.weight of the model or optimizer that the flags ask for",
+    "no flags": "common.pt has no 'args'",
+    "no schedule": "common.pt has no 'opt_param_scheduler'",
+    "evil .metadata": f".metadata cannot be read: {CODE}",
+    "evil common.pt": f"common.pt cannot be read: {CODE}",
+    "evil object": f"__1_0.distcp cannot be read: {CODE}",
+    "evil tensor": f"__1_0.distcp cannot be read: {CODE}",
+    "evil older extra state": f"__0_0.distcp cannot be read: {CODE}",
+    "evil extra state": (
+        "__0_0.distcp cannot be read: decoder.layers.mlp.linear_fc1._extra_state/shard_0_4 is FP8 state, "
+        "which Transformer Engine would unpickle without protection"
+    ),
+}
+"""What is said of each damage, as a regular expression; CRC and N stand for numbers."""
+for name in FILES[:4]:
+    LINES.setdefault(f"missing {name}", f"{name} is missing, expected N bytes")
+    LINES.setdefault(f"half of {name}", f"{name} has N bytes, expected N")
+    LINES.setdefault(f"{name} overwritten", f"{name} is damaged: its CRC-32 is CRC, that of what was saved CRC")
+    LINES.setdefault(f"missing {name}, no checksums", f"{name} is missing")
+    LINES.setdefault(f"half of {name}, no checksums", f"{name} cannot be read: .*")
+    LINES.setdefault(f"{name} overwritten, no checksums", f"{name} cannot be read: .*")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("damaged")
+
+
+@pytest.fixture(scope="module")
+def output(root: Path) -> str:
+    """The output of a job of two ranks that tries every damage and every fault."""
+    result = run(2, ROOT / "tests" / "damaged_checkpoints.py", str(root), *FLAGS, timeout=240)
+    assert result.returncode == 0, result.stderr[-6000:]
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def outcomes(output: str) -> dict[str, list]:
+    return dict(json.loads(line) for line in output.splitlines() if line.startswith("["))
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_checkpoint_is_one_line_on_all_ranks(root: Path, outcomes: dict[str, list], name: str) -> None:
+    first, second = outcomes[name]
+    assert first == second
+    expected = LINES[name]
+    if expected is None:
+        assert first is None
+        return
+    pattern = expected.replace("CRC,", "[0-9a-f]{8},").replace("saved CRC", "saved [0-9a-f]{8}")
+    pattern = re.sub(r"\bN\b", r"[0-9]+", pattern)
+    place = re.escape(f"--load {root / name}: iter_0000001")
+    assert re.fullmatch(place + (pattern if expected[0] == "," else f": {pattern}"), first), first
+
+
+def test_nothing_in_a_checkpoint_runs_code(root: Path, outcomes: dict[str, list]) -> None:
+    evil = [name for name in DAMAGES if name.startswith("evil")]
+    assert len(evil) == 6
+    assert not [name for name in evil if marker_of(root / name / "iter_0000001").exists()]
+
+
+def test_a_checkpoint_without_checksums_is_loaded_and_said_to_be(output: str) -> None:
+    before, _, _ = output.partition('["no checksums"')
+    assert before.endswith(
+        "  iter_0000001 has no checksums.json: its files cannot be compared with what was saved\n"
+        f"  successfully loaded checkpoint from {before.rpartition('checkpoint from ')[2]}"
+    )
+
+
+DISK_FAULTS = ("long files", "long files on rank 1", "common.pt", ".metadata", "metadata.json", "checksums.json")
+
+
+@pytest.mark.parametrize("name", [*DISK_FAULTS, "folder", "fsync"])
+def test_a_full_disk_is_one_line_and_leaves_the_latest(root: Path, outcomes: dict[str, list], name: str) -> None:
+    reason = "a write failed, as on a full disk" if name.startswith("long") else "No space left on device"
+    line = f"--save {root / 'good'}: iteration 2 cannot be saved: {reason} (latest there: 1)"
+    assert outcomes[f"disk: {name}"] == [line, line]
+    assert outcomes[f"left by {name}"] == ["iter_0000001", "latest_checkpointed_iteration.txt"]
+
+
+def test_the_job_could_go_on_saving(outcomes: dict[str, list]) -> None:
+    assert outcomes["save again"] == [None, None]
+
+
+def test_where_nothing_was_saved_before_there_is_no_latest(tmp_path: Path) -> None:
+    """`test_endings.py` ends a training by such a line."""
+    assert tracked(tmp_path) == "none"

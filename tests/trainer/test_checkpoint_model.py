@@ -1,0 +1,128 @@
+"""A checkpoint of another model, optimizer or schedule is refused by its flags, ours or Megatron-LM's."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import asdict
+
+import pytest
+
+from megatron.zero_bubble.trainer.arguments import Arguments
+from megatron.zero_bubble.trainer.checkpoint_flags import check_model_shape, check_optimizer, check_schedule
+from tests.checked_flags import checked
+
+PLAIN: dict[str, str | None] = {"--load": "folder"}
+GROUPED = {**PLAIN, "--group-query-attention": None, "--num-query-groups": "2"}
+
+
+def saved_by_us(args: Arguments) -> Namespace:
+    return Namespace(**asdict(args))
+
+
+def saved_by_megatron(args: Arguments) -> Namespace:
+    """The arguments in a checkpoint of Megatron-LM: without shared heads its number of groups is 1."""
+    groups = args.num_query_groups if args.group_query_attention else 1
+    return Namespace(**{**asdict(args), "num_query_groups": groups})
+
+
+@pytest.mark.parametrize("saved_by", [saved_by_us, saved_by_megatron])
+@pytest.mark.parametrize("changes", [PLAIN, GROUPED])
+def test_a_checkpoint_of_the_same_model_loads(changes, saved_by):
+    args = checked(changes)
+    check_model_shape(args, saved_by(args))
+
+
+@pytest.mark.parametrize("saved_by", [saved_by_us, saved_by_megatron])
+@pytest.mark.parametrize(("ours", "theirs", "groups"), [(PLAIN, GROUPED, (4, 2)), (GROUPED, PLAIN, (2, 4))])
+def test_heads_that_share_otherwise_are_another_model(ours, theirs, groups, saved_by):
+    with pytest.raises(ValueError, match=r"^[^\n]+$") as error:
+        check_model_shape(checked(ours), saved_by(checked(theirs)))
+    was, is_now = groups[1], groups[0]
+    assert str(error.value) == f"--num-query-groups {is_now}: the checkpoint in --load folder was saved with {was}"
+
+
+def test_what_an_older_checkpoint_does_not_say_is_not_compared():
+    check_model_shape(checked(PLAIN), Namespace(num_layers=8))
+    with pytest.raises(ValueError, match=r"^--num-query-groups 4: .* was saved with 2"):
+        check_model_shape(checked(PLAIN), Namespace(num_query_groups=2))
+
+
+def refusal(check, *arguments) -> str:
+    with pytest.raises(ValueError, match=r"^[^\n]+$") as error:
+        check(*arguments)
+    return str(error.value)
+
+
+DISTRIBUTED = {"--use-distributed-optimizer": None}
+FORMS = {
+    "--optimizer adam in fp32": ({}, {"--clip-grad": "0"}),
+    "--optimizer adam in bf16 or fp16": ({"--bf16": None}, {"--fp16": None}),
+    "--optimizer adam --use-distributed-optimizer": (DISTRIBUTED, {**DISTRIBUTED, "--bf16": None}),
+    "--optimizer sgd in fp32": ({"--optimizer": "sgd"}, {"--optimizer": "sgd", "--adam-eps": "1e-7"}),
+}
+"""Flags whose optimizers consist of the same tensors."""
+
+
+@pytest.mark.parametrize("saved_by", [saved_by_us, saved_by_megatron])
+def test_the_state_of_an_optimizer_needs_one_of_its_form(saved_by):
+    for ours, ours_flags in FORMS.items():
+        for theirs, theirs_flags in FORMS.items():
+            for mine in ours_flags:
+                for saved in theirs_flags:
+                    arguments = checked({**PLAIN, **mine}), saved_by(checked({**PLAIN, **saved}))
+                    if ours == theirs:
+                        check_optimizer(*arguments)
+                    else:
+                        assert refusal(check_optimizer, *arguments) == (
+                            f"--load folder: the optimizer's state was saved with {theirs}, and cannot be loaded with "
+                            f"{ours}: give the flags of that run, or --no-load-optim"
+                        )
+
+
+def test_the_first_version_had_adam_only():
+    saved = saved_by_us(checked(PLAIN))
+    del saved.optimizer, saved.sgd_momentum
+    check_optimizer(checked(PLAIN), saved)
+    assert "--optimizer adam in fp32" in refusal(check_optimizer, checked({**PLAIN, "--optimizer": "sgd"}), saved)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "flag", "was"),
+    [("adam", "--adam-beta2 0.95", 0.999), ("adam", "--adam-eps 1e-05", 1e-8), ("sgd", "--sgd-momentum 0.5", 0.9)],
+)
+def test_what_the_state_brings_with_it_is_not_what_a_flag_says(optimizer, flag, was):
+    name, value = flag.split()
+    args = checked({**PLAIN, "--optimizer": optimizer, name: value})
+    saved = saved_by_us(checked({**PLAIN, "--optimizer": optimizer}))
+    assert refusal(check_optimizer, args, saved) == (
+        f"{flag}: the optimizer's state in --load folder was saved with {was} and keeps that: "
+        f"give {name} {was}, or --no-load-optim"
+    )
+
+
+SCHEDULE = {"max_lr": 0.01, "min_lr": 0.0, "lr_decay_style": "linear", "lr_warmup_steps": 0, "lr_decay_steps": 64}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"max_lr": 0.005}, "--lr gives 0.01, the checkpoint has 0.005"),
+        ({"lr_decay_style": "cosine"}, "--lr-decay-style gives linear, the checkpoint has cosine"),
+        ({"lr_warmup_steps": 8}, "--lr-warmup-iters gives 0 samples, the checkpoint has 8 samples"),
+        ({"lr_decay_steps": 32}, "--train-iters gives 64 samples, the checkpoint has 32 samples"),
+    ],
+)
+def test_another_learning_rate_schedule(change, said):
+    check_schedule(checked(PLAIN), SCHEDULE, {**SCHEDULE, "num_steps": 8})
+    assert refusal(check_schedule, checked(PLAIN), SCHEDULE, {**SCHEDULE, **change}) == (
+        f"--load folder: the learning rate's schedule differs: {said}: give the flags of that run, "
+        "--override-opt-param-scheduler to take the flags', or --use-checkpoint-opt-param-scheduler to take the "
+        "checkpoint's"
+    )
+    for flag in ("--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler"):
+        check_schedule(checked({**PLAIN, flag: None}), SCHEDULE, {**SCHEDULE, **change})
+
+
+def test_the_flag_of_the_decay_is_named_where_it_was_given():
+    line = refusal(check_schedule, checked({**PLAIN, "--lr-decay-iters": "4"}), SCHEDULE, {"lr_decay_steps": 32})
+    assert "--lr-decay-iters gives 64 samples" in line
