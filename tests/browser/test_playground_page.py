@@ -221,6 +221,16 @@ def test_a_mistake_gives_one_message_beside_its_field(playground: Playground, fl
     page.wait_for_selector(".message:visible", state="hidden")
 
 
+def test_a_mistake_that_was_taken_back_is_not_answered(playground: Playground):
+    page, field = playground.page, playground.field("num-microbatches")
+    right = field.input_value()
+    field.fill("0")
+    field.fill(right)
+    with page.expect_download():
+        page.locator("[data-pane=a] .save").select_option("json")
+    assert page.locator(".message:visible").count() == 0, "Python answers in order: the file came after the mistake"
+
+
 def test_only_the_newest_of_many_changes_is_drawn(playground: Playground):
     for number in range(8, 25):
         playground.field("num-microbatches").fill(str(number))

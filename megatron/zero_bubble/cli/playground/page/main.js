@@ -86,7 +86,10 @@ async function ask(k) {
   const pane = state.panes[k];
   const question = pane.run ? { what: 'run', file: pane.run, planned: Boolean(pane.planned) } : { what: 'picture', words: flagsOf(pane) };
   const round = rounds[k] += 1;
-  if (isStart()) return receive(k, async () => first[k]);
+  if (isStart()) {
+    engine.forget(`picture ${k}`);
+    return receive(k, async () => first[k]);
+  }
   if (!isSlow(pane)) return receive(k, () => engine.ask(`picture ${k}`, question, state.files));
   const isDrawn = await receive(k, () => engine.ask(`picture ${k}`, { ...question, is_draft: true }, state.files), true);
   await new Promise((resolve) => { setTimeout(resolve, PAUSE); });
