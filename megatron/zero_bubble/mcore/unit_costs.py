@@ -81,11 +81,8 @@ def measure_model(
     Raises:
         ValueError: the model is to have pairs, and cannot.
     """
-    units, measured, end = _units(kinds), [], time.perf_counter() + seconds
     with _undisturbed():
-        for index in range(len(units)):
-            share = (end - time.perf_counter()) / (len(units) - index)
-            measured.append(_measure_unit(_UnitRun(models, units, index, pairs=pairs), share))
+        measured = _measure_units(models, _units(kinds), seconds, pairs=pairs)
     everyone: list[list[MeasuredUnit]] = [measured] * dist.get_world_size()
     dist.all_gather_object(everyone, measured)
     embedding, *of_layers, output = (
@@ -175,21 +172,26 @@ class MeasuredUnit(NamedTuple):
     """Median milliseconds from the end of an operation to the start of the next one."""
 
 
-def _measure_unit(unit_run: _UnitRun, seconds: float) -> MeasuredUnit:
-    """Measure one unit on this rank; a collective call, because ranks that share a unit must pass it equally often."""
+def _measure_units(models: UnitModels, units: Sequence[Unit], seconds: float, *, pairs: bool) -> list[MeasuredUnit]:
+    """Measure all units on this rank; a collective call, because ranks that share a unit must pass it equally often.
+
+    Each round passes every unit once, so that a device which is slower for a while is so for all units.
+    """
     end = time.perf_counter() + seconds
-    unit_run.run()
+    unit_runs = [_UnitRun(models, units, index, pairs=pairs) for index in range(len(units))]
+    for unit_run in unit_runs:
+        unit_run.run()
     start = time.perf_counter()
-    unit_run.run_measured(with_memory=True)
+    for unit_run in unit_runs:
+        unit_run.run_measured(with_memory=True)
     now = time.perf_counter()
     for _ in range(_agreed_passes((end - now) / (now - start))):
-        unit_run.run_measured()
-    costs = unit_run.costs()
-    unit_run.close()
-    forget_losses()
-    if torch.cuda.is_available():  # without, memory is not measured, and a collection takes longer than a pass
-        _free()
-    return costs
+        for unit_run in unit_runs:
+            unit_run.run_measured()
+    measured = [unit_run.costs() for unit_run in unit_runs]
+    for unit_run in unit_runs:
+        unit_run.close()
+    return measured
 
 
 def _agreed_passes(fitting: float) -> int:
@@ -248,6 +250,7 @@ class _UnitRun:
         )
         self._executor.run(stage, recorder)
         stage.finish()
+        forget_losses()
         if self._device.type == "cuda":
             torch.cuda.synchronize()
 
