@@ -3,35 +3,75 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator
+from contextlib import suppress
+from types import TracebackType
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from megatron.zero_bubble.session.start_up import SessionError
 from megatron.zero_bubble.trainer.data_config import DataConfig
 from megatron.zero_bubble.trainer.data_samplers import CyclicSampler, SequentialSampler
 
+_SECONDS_TO_DIE = 1.0
+"""Time from the first error of a loader to the end of the worker that caused it."""
+
 
 class MicrobatchIterator(Iterator[dict[str, torch.Tensor]]):
-    """Iterates over the microbatches of a loader, until `close()`.
+    """Iterates over the microbatches of a loader, inside a `with` block or until `close()`.
 
     The owner must close the iterator. Otherwise the workers live on while a traceback, a cycle or a signal handler
     refers to the iterator, and Python waits for them at its exit.
+
+    Where a worker has ended by itself, because the system killed it for example, an error inside the `with` block
+    becomes a `SessionError` about that worker: torch raises an error wherever the training is when the worker ends.
     """
 
     def __init__(self, loader: DataLoader) -> None:
         self._batches = iter(loader)
+        self._workers = getattr(self._batches, "_workers", [])  # with num_workers 0 this process loads
 
     def __next__(self) -> dict[str, torch.Tensor]:
-        return next(self._batches)
+        try:
+            return next(self._batches)
+        except (OSError, EOFError, RuntimeError) as error:
+            self._raise_if_worker_ended(error, _SECONDS_TO_DIE)
+            raise
+
+    def __enter__(self) -> MicrobatchIterator:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: TracebackType | None) -> None:
+        try:
+            if error is not None and not isinstance(error, SessionError):
+                self._raise_if_worker_ended(error, 0)
+        finally:
+            self.close()
+
+    def _raise_if_worker_ended(self, error: BaseException, seconds: float) -> None:
+        """Raise `SessionError` if a worker has ended, or does so within this time."""
+        end = time.monotonic() + seconds
+        while not (lost := [worker for worker in self._workers if worker.exitcode]):
+            if time.monotonic() >= end:
+                return
+            with suppress(RuntimeError):  # raised by torch's handler of SIGCHLD
+                time.sleep(0.01)
+        code = lost[0].exitcode
+        how = signal.Signals(-code).name if code < 0 else f"status {code}"
+        raise SessionError(
+            f"--num-workers {len(self._workers)}: a worker that loads data (process {lost[0].pid}) ended with {how}; "
+            "if memory ran out, which the system's log tells, give fewer workers or 0"
+        ) from error
 
     def close(self) -> None:
         """End the worker processes, by force if needed. A second call does nothing."""
-        shut_down = getattr(self._batches, "_shutdown_workers", None)
-        if shut_down is None:
-            return  # with num_workers 0 this process loads
-        shut_down()
-        for worker in self._batches._workers:  # type: ignore[attr-defined]
+        if not self._workers:
+            return
+        with suppress(RuntimeError):  # raised by torch's handler of SIGCHLD where a worker has ended before
+            self._batches._shutdown_workers()  # type: ignore[attr-defined]
+        for worker in self._workers:
             worker.kill()  # workers ignore SIGTERM, with which torch asked them to end
             worker.join()
 

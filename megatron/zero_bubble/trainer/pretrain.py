@@ -161,9 +161,7 @@ def open_data(
         iterators: list[DataIterator] = []
         for read in reads:
             iterator = build_data_iterator(split, data_config, consumed_samples, *place) if read else None
-            if iterator is not None:
-                resources.callback(iterator.close)
-            iterators.append(iterator)
+            iterators.append(None if iterator is None else resources.enter_context(iterator))
         return iterators
 
     return (
