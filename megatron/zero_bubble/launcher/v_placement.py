@@ -58,7 +58,7 @@ class VPlacement:
         return self._is_stage(call, self._placement.num_stages - 1)
 
     def _is_stage(self, call: Call, wanted: int) -> bool:
-        """Whether the running stage is `wanted`; outside of forward steps, the answer for the call's chunk or rank."""
+        """Whether the running stage is `wanted`; or, if none runs, whether that of the call's chunk is."""
         if self._running is not None:
             return self._running == wanted
         if call["ignore_virtual"] or call["vp_stage"] is None:

@@ -135,7 +135,7 @@ def _median(measured: Sequence[UnitCosts]) -> UnitCosts:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Let units be built and run inside the `with` block as stages of a pipeline of one rank, and undo the traces."""
+    """Let units run as stages of a pipeline of one rank inside the `with` block; restore the global state after it."""
     random_states = Restart([])
     virtual_size = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     parallel_state.set_pipeline_model_parallel_rank(0)

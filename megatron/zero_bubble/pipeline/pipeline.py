@@ -72,7 +72,7 @@ class Pipeline(PartialModel):
             layers whose class matches, "profile" their measured times; a list has the first layer of every stage but
             the first.
         memory_limit: most activations of a rank, in microbatches of a whole rank; for all ranks or one a rank. By
-            default what the schedule stands for.
+            default as much as the schedule of that name needs.
         num_chunks: stages of a rank, by default those of the schedule.
         checkpoint: whether all layers drop their activations in F and run again in R. A spec says so of one layer.
         split_layers: further classes of layers whose W is split off (see `weight_split.split_modules`).

@@ -88,7 +88,7 @@ class LayoutRequest:
         return measure_layers(self.layers, self.loss_fn, self.example, self.device, self.split_layers)
 
     def _weights(self, times: list[LayerTimes] | None) -> tuple[Sequence[float], str]:
-        """Return the weight of every layer and what it counts."""
+        """Return the weight of every layer, and the unit of these weights."""
         if times is not None:
             return [sum(of_layer) for of_layer in times], "s a microbatch"
         if self.partition == "parameters":

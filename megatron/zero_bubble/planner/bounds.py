@@ -193,8 +193,8 @@ class _Rank:
     def window_of_last_f(self) -> float:
         """Least time from the start of the first F to the end of the last B, by way of the last F.
 
-        That F needs all B and W before it without which memory has no room for it; then its microbatch goes through the
-        last stage and back. Nothing is claimed with recomputation.
+        Before that F, enough B and W run that memory has room for it; after it, its microbatch goes through the last
+        stage and back. With recomputation the bound is zero.
         """
         costs, last = self.path.costs, self.stages[-1]
         if self.path.recompute is not Recompute.NONE:
@@ -255,7 +255,7 @@ class _Rank:
         """Least span by the memory times time that the microbatches need, over the limit.
 
         The limit is not reached while memory fills, no faster than F runs, and drains, no faster than B and W run.
-        Nothing is claimed with recomputation, where memory fills and drains in other ways too.
+        With recomputation, where memory fills and drains in other ways too, the bound is zero.
         """
         costs, limit = self.path.costs, self.available
         if limit == inf or limit <= 0 or self.path.recompute is not Recompute.NONE:

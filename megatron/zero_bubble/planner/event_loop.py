@@ -41,7 +41,7 @@ class Keeping:
 
     @classmethod
     def choices(cls, problem: Problem) -> tuple[Keeping, ...]:
-        """The rules that drop only what does not fit: one where nothing is recomputed, two elsewhere."""
+        """The rules that drop no more than memory requires: one for a problem without recomputation, else two."""
         return (cls(), cls(defers_weights=True))[: 1 + problem.recomputes]
 
 

@@ -120,8 +120,8 @@ class _InGroups(EventLoop):
     def has_room(self, rank: int, f: int) -> bool:
         """Whether the F `f` fits, and leaves room for all that the oldest microbatch still needs.
 
-        The oldest is the first that has not passed all chunks of the rank. It can then always go on, and what is
-        younger cannot keep it from its backward. All that is older only releases memory.
+        The oldest is the first that has not passed all chunks of the rank. Room for it is kept, so that no younger
+        microbatch takes the memory that its forwards need. Older microbatches only release memory.
         """
         if self.held[rank] + self.allocation[f] > self.limits[rank]:
             return False

@@ -64,9 +64,9 @@ def search_layouts(request: PlanRequest, report: Callable[[str], None] = lambda 
     """The plan of the layout to choose, with the best plans of the others.
 
     Every combination of placement, recomputation and vocabulary is planned with little effort, in the order of lower
-    bounds, until no bound is below the best plan; more than four chunks a rank only while more are faster. Then single
-    layers are moved in the best of them while that helps, and rounds with growing effort plan ever fewer layouts, the
-    best ones of the round before.
+    bounds, until no bound is below the best plan. More than four chunks a rank are planned one number after the other,
+    until one is no faster than the number before. Then single layers are moved in the best layouts while that helps,
+    and rounds with growing effort plan ever fewer layouts, the best ones of the round before.
 
     Args:
         request: with the costs of a model's units. Its usual layout is chosen unless another one is faster by the
@@ -271,7 +271,7 @@ class _Search:
             self.try_plan(layout, self.request.effort)
 
     def expected(self) -> list[Plan]:
-        """All plans; where durations vary the best of each combination and the usual one, with their expected times."""
+        """All plans. Where durations vary, only the best of each combination and the usual one, with expected times."""
         model, usual = self.request.model, self.request.usual
         if model.spread <= 0 and model.time_between <= 0:
             return list(self.plans.values())

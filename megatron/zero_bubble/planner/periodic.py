@@ -110,7 +110,7 @@ class _Part(NamedTuple):
 
 
 def _repeated(schedule: Schedule, period: _Period, count: int) -> Schedule:
-    """The schedule with the period `count` times more."""
+    """The schedule in which the period occurs `count` more times."""
     length, num_microbatches = period.length, schedule.num_microbatches + count * period.length
     every = {
         (kind, chunk): [Op(kind, microbatch, chunk) for microbatch in range(num_microbatches)]
@@ -173,7 +173,8 @@ class _Rank:
     def part(self, time: float, length: int) -> _Part | None:
         """The operations around a period that begins at `time`; None if too few are left for it.
 
-        Not every microbatch has an R. Those in the period are of as many microbatches as there are of another kind.
+        Not every microbatch has an R, so a period may have fewer R than F. They belong to the microbatches of one
+        period.
         """
         begin = end = bisect_left(self.starts, time)
         size, behind = 0, {}

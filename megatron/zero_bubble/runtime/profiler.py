@@ -213,8 +213,8 @@ class Profiler:
         Recomputations and weight gradients that ran within B count as R and W.
 
         Args:
-            center: of the samples. An outlier such as the first step does not move their median; of microbatches that
-                differ in length, a schedule is planned for the mean.
+            center: makes one time of the samples. The median, unlike the mean, is not moved by an outlier such as the
+                first step; a schedule for microbatches that differ in length is planned with the mean.
             recomputation: has counted the blocks of layers that are recomputed.
             offload: has measured the copies to and from the host.
         """

@@ -97,7 +97,10 @@ class RecomputationStore:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Let blocks inside a block, which runs inside the `with` block, do what they do without a schedule of ours."""
+        """Inside the `with` block, let checkpointed blocks run as torch runs them, without this store.
+
+        A block that is recomputed as a whole may contain further checkpointed blocks.
+        """
         before, self._is_suspended = self._is_suspended, True
         try:
             yield

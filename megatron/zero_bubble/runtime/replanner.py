@@ -313,8 +313,8 @@ class Replanner:
     def _mean_span(self) -> float:
         """Profile the checked steps, and return the mean milliseconds of one on the slowest rank; a collective call.
 
-        The mean counts, because a step takes as long as all its operations, but without the slowest step of a rank,
-        which something else may have interrupted.
+        A step takes as long as all its operations, so the mean of the steps counts, not the median. The slowest step of
+        each rank is left out, because another process may have interrupted it.
         """
         self._observer.flush()
         self._profiler = Profiler(self._plan.placement, self._rank)

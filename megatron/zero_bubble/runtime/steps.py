@@ -23,7 +23,7 @@ def no_range(name: str) -> contextlib.AbstractContextManager[Any]:
 def new_range() -> Range:
     """Choose the kind of profiler range: torch's while its profiler runs, else NVTX on a GPU, for Nsight Systems.
 
-    While no profiler runs, a range of torch's costs as much as all the rest of the executor, and an NVTX range nothing.
+    torch's range takes as much time as the rest of the executor, whether or not its profiler runs. NVTX's takes none.
     """
     if torch.autograd._profiler_enabled():
         return torch.profiler.record_function

@@ -1,4 +1,4 @@
-"""What a timeline shows: its bubbles by cause, its critical path, idle ranks and memory over time."""
+"""Analyses a timeline: bubbles by cause, the critical path, idle ranks, and memory over time."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ _NEIGHBOURS = {Place.SAME_STAGE: 0, Place.STAGE_BEFORE: -1, Place.STAGE_AFTER: 1
 
 
 def _stages_at(placement: Placement, stage: int, place: Place) -> list[int]:
-    """The stages at `place`, seen from `stage`. A rank is named by the stage of its first chunk."""
+    """The stages at `place`, relative to `stage`. A rank is given as the stage of its first chunk."""
     if place in _NEIGHBOURS:
         source = stage + _NEIGHBOURS[place]
         return [source] if 0 <= source < placement.num_stages else []

@@ -231,7 +231,7 @@ class Schedule:
         return replace(self, ops=tuple(tuple(self.compute_ops(rank)) for rank in range(self.num_ranks)))
 
     def forward_only(self) -> Schedule:
-        """The forwards alone, in the same order: what evaluation runs."""
+        """The schedule of an evaluation: the forwards alone, in the same order."""
         runs = FORWARDS - RESTORING
         forwards = tuple(tuple(op for op in ops if op.kind in runs) for ops in self.ops)
         return replace(self, name=f"{self.name} (forward only)", ops=forwards)

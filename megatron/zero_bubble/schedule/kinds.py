@@ -1,7 +1,7 @@
 """The kinds of operations, and `KINDS`, the one table of all that follows from a kind.
 
-Whoever wants to know what an operation waits for, costs or looks like reads the table. So a new kind is a row here,
-a handler in the executor, and what plans it; CONTRIBUTING.md shows one.
+All code reads from the table what an operation waits for, costs and looks like. So a new kind needs a row here, a
+handler in the executor, and a planner that places it; CONTRIBUTING.md shows one.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def _best_place(starts: Sequence[float], ends: Sequence[float], begin: float, co
 
 
 class _Collective(NamedTuple):
-    """What bounds the places of a collective."""
+    """A collective, with the bounds on its place in the order of each rank."""
 
     op: Op
     last_maker: int
@@ -87,7 +87,7 @@ class _Collective(NamedTuple):
     deadline: int
     """The place in the serial order of the first computation that comes after the collective everywhere."""
     earliest: tuple[int, ...]
-    """For every rank, the first computation after what the rank makes for it."""
+    """For every rank, the first computation after the rank's last contribution to the collective."""
 
 
 def _collectives(schedule: Schedule, order: SerialOrder) -> list[_Collective]:

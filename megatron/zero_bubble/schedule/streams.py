@@ -1,4 +1,4 @@
-"""When messages pass on NCCL's streams, and whether they all do: what a GPU makes of a lowered schedule.
+"""Simulates the messages of a lowered schedule on NCCL's streams: when each passes, and whether any never does.
 
 Every channel, an ordered pair of ranks, is a communicator with a stream of its own. A send or receive starts when
 its rank's compute stream has reached the point where it was posted and the previous message of its channel is

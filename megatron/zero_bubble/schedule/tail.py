@@ -87,7 +87,7 @@ def simulate_reduction(
     A chunk's parameters fill `num_buckets` buckets of equal size, whose gradients are ready in equal steps of the
     chunk's last gradients: those of the last microbatch, or of the whole tail if it runs parameter by parameter. A link
     carries one bucket after the other, in the order in which they are ready, and takes no time from compute. The
-    gradient of a vocabulary shard is not counted: times are of what W computes.
+    gradient of a vocabulary shard is not reduced with them.
 
     Args:
         time_reduce: for each stage, the time to reduce all its gradients.

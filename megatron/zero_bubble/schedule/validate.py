@@ -200,7 +200,10 @@ def _check_own_rank(schedule: Schedule, rank: int, rows: _Rows) -> None:
 
 
 def _merged(rows: Sequence[Sequence[int]], num_microbatches: int) -> Sequence[int]:
-    """For every microbatch, where the first of these operations stands that the rank has; -1 where it has none."""
+    """For every microbatch, the first position in these rows that is not -1; -1 where all are.
+
+    A row has the position of one kind of operation for each microbatch, or -1 if the rank does not run it.
+    """
     if len(rows) == 1:
         return rows[0]
     return [next((row[k] for row in rows if row[k] >= 0), -1) for k in range(num_microbatches)]

@@ -190,7 +190,7 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
 
 
 def _model_of(source: object) -> dict[str, Setting]:
-    """The flags of `source` on which the costs of a stage depend, in one form for all programs."""
+    """The flags of `source` on which the costs of a stage depend, named and completed as Megatron-LM does it."""
     model = {name: getattr(source, name, getattr(source, _IN_CONFIGURATION.get(name, ""), None)) for name in _MODEL}
     for owner, names in _FURTHER.items():
         if model[owner]:

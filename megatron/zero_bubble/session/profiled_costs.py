@@ -112,7 +112,7 @@ class _Fit(NamedTuple):
 
     @classmethod
     def of(cls, partition: Partition, kinds: Sequence[int]) -> _Fit:
-        """The system with the fewest assumptions that the stages determine."""
+        """Of the systems that have one solution, the one with the fewest assumptions."""
         for fit in cls._candidates(partition, kinds):
             columns = np.column_stack([*([fit.embedding] if fit.embedding.any() else []), fit.layers, fit.output])
             if np.linalg.matrix_rank(columns) == columns.shape[1]:

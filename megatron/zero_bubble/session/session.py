@@ -242,7 +242,7 @@ class Session:
             self._watchdog = open_watchdog(flags, run, self._program)
 
     def open_run(self, iteration: int, write_plan: Callable[[Report], None]) -> ForwardBackward:
-        """What runs the schedules of a run that begins after `iteration`."""
+        """Return the function that runs the schedules of a run which begins after `iteration`."""
         assert self.store is not None
         return run_plan(self.job, self.store, iteration, self.post_validation, write_plan)
 

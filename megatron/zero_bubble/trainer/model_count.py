@@ -221,7 +221,7 @@ def _counted(tally: Tally, operations: list[float]) -> Iterator[None]:
 
 
 def _microbatch(args: Arguments, model: Any) -> dict[str, Any]:
-    """The model's inputs as one microbatch gives them; a stage after the first also gets the hidden states."""
+    """The inputs of the model for one microbatch; a stage after the first also gets the hidden states."""
     batch, tokens = args.micro_batch_size, rank_tokens(args) // args.micro_batch_size
     numbers = torch.zeros(batch, tokens, dtype=torch.long)
     if not model.pre_process:

@@ -30,7 +30,7 @@ def reduces_in_fp32(args: Arguments) -> bool:
 def in_mixed_precision(
     args: Arguments, config: TransformerConfig, chunks: Sequence[torch.nn.Module]
 ) -> list[torch.nn.Module]:
-    """The chunks as they compute in the data type of the flags."""
+    """The chunks, wrapped so that they compute in the data type that the flags name."""
     return [Float16Module(config, chunk) if args.bf16 or args.fp16 else chunk for chunk in chunks]
 
 

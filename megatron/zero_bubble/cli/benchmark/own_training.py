@@ -40,8 +40,8 @@ def of_own_training(flags: BenchmarkFlags, num_devices: int) -> tuple[BenchmarkF
     alone where no schedule is asked for.
 
     Args:
-        num_devices: GPUs of this machine, which as many replicas share as fit; 0 without CUDA, where there is one
-            replica.
+        num_devices: GPUs of this machine; the training has as many replicas as fit on them. 0 without CUDA, with
+            one replica.
 
     Raises:
         ValueError: the training would refuse its flags, has one pipeline rank, or its script is not a file.

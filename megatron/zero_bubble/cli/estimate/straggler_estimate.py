@@ -5,8 +5,8 @@
     zero-bubble estimate stragglers --plot time.svg --timeline steps.svg
 
 In each step at most one replica straggles. Replicas of synchronous SGD wait for it in every step. With local SGD all
-replicas average every N steps, and between that none waits; with hierarchical SGD the groups of --hierarchical-sgd
-average, with periods in the same proportions that end with N. The table shows the mean time of a step for each N. It
+replicas average every N steps, and none waits in between. With hierarchical SGD the groups of --hierarchical-sgd
+average; their periods are scaled so that the longest is N. The table shows the mean time of a step for each N. It
 says nothing about convergence: the longer replicas step alone, the more their parameters differ.
 
 A mistake ends with one line and exit status 2.
