@@ -24,8 +24,6 @@ import torch
 import torch.distributed as dist
 
 from megatron.zero_bubble.mcore.cpu import substitute_cuda
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.evil_pickle import Evil
 
 TENSOR = "decoder.final_layernorm.weight"

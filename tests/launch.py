@@ -1,11 +1,16 @@
-"""Starts programs on real ranks by torchrun."""
+"""Starts programs on real ranks: by torchrun, as a user does, or in the ranks of a module of tests."""
 
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+
+import torch.distributed as dist
+
+from tests.ranks import append_output, be_rank, run_on_ranks
 
 ROOT = Path(__file__).parents[1]
 PRETRAIN = ROOT / "pretrain_gpt.py"
@@ -48,3 +53,37 @@ def run(num_ranks: int, script: str | Path, *flags: str, timeout: float = 600) -
     """Run to the end; stdout and stderr are captured."""
     command = torchrun(num_ranks, script, *flags)
     return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def run_script(num_ranks: int, script: Path, folder: Path, *flags: str, timeout: float = 600) -> str:
+    """Run a script in the ranks of this module of tests, as torchrun would; all must end with status 0.
+
+    Args:
+        folder: for what the ranks print.
+
+    Returns:
+        What they printed to stdout.
+    """
+    outputs = folder / "stdout.txt", folder / "stderr.txt"
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    status = run_on_ranks(num_ranks, _be_script, (script, flags, outputs, store.port), timeout)
+    assert status == 0, f"status {status}: {outputs[1].read_text()[-6000:]}"
+    return outputs[0].read_text()
+
+
+def _be_script(
+    rank: int, num_ranks: int, script: Path, flags: tuple[str, ...], outputs: tuple[Path, Path], port: int
+) -> None:
+    be_rank(rank, num_ranks)
+    append_output(outputs)
+    # The master's store is the test's, as it is torchrun's agent's.
+    os.environ.update({"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"})
+    sys.argv = [str(script), *flags]
+    sys.path.insert(0, str(script.parent))
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise
+    finally:
+        sys.path.remove(str(script.parent))

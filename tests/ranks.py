@@ -9,9 +9,12 @@ import atexit
 import contextlib
 import multiprocessing
 import multiprocessing.connection
+import os
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from megatron.zero_bubble.runtime.processes import tie_children
@@ -111,6 +114,21 @@ def run_on_ranks(num_ranks: int, body: Body, arguments: tuple[object, ...], time
     if ranks is None or not ranks.are_alive:
         ranks = _started[num_ranks] = Ranks(num_ranks)
     return ranks.run(body, arguments, timeout)
+
+
+def be_rank(rank: int, num_ranks: int) -> None:
+    """Give this process the environment in which torchrun would start it."""
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+    os.environ.update({name: str(value) for name, value in places.items()})
+
+
+def append_output(files: Sequence[Path]) -> None:
+    """Append this process's output to the first file, and its errors to the second."""
+    for stream, path in zip((sys.stdout, sys.stderr), files, strict=True):
+        stream.flush()
+        with path.open("a") as file:
+            os.dup2(file.fileno(), stream.fileno())
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
 @atexit.register

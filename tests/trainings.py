@@ -6,7 +6,6 @@ import contextlib
 import gc
 import os
 import re
-import sys
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch.distributed as dist
 
 from megatron.zero_bubble.cli.check.matrix import write_corpus
 from tests.changes import Change, Run
-from tests.ranks import run_on_ranks
+from tests.ranks import append_output, be_rank, run_on_ranks
 
 Words = Sequence[str | Change]
 """The flags of a training, and the changes that it runs with."""
@@ -85,21 +84,6 @@ class Trainings:
     def printed(self, name: str) -> str:
         self.run(name)
         return self._printed[name]
-
-
-def be_rank(rank: int, num_ranks: int) -> None:
-    """Give this process the environment in which torchrun would start it."""
-    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
-    os.environ.update({name: str(value) for name, value in places.items()})
-
-
-def append_output(files: Sequence[Path]) -> None:
-    """Append this process's output to the first file, and its errors to the second."""
-    for stream, path in zip((sys.stdout, sys.stderr), files, strict=True):
-        stream.flush()
-        with path.open("a") as file:
-            os.dup2(file.fileno(), stream.fileno())
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
 @contextlib.contextmanager

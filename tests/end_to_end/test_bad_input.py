@@ -25,8 +25,8 @@ from megatron.zero_bubble.trainer.checks import complete_and_check
 from megatron.zero_bubble.trainer.save_lock import lock_folder
 from tests.changes import Change, Run, tell_and_clear_up
 from tests.launch import PRETRAIN, TINY_GPT, run
-from tests.ranks import run_on_ranks
-from tests.trainings import be_rank, run_trainings
+from tests.ranks import be_rank, run_on_ranks
+from tests.trainings import run_trainings
 
 pytestmark = pytest.mark.exhaustive
 

@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from tests.ranks import close_ranks, run_on_ranks
-from tests.trainings import append_output, be_rank
+from tests.ranks import append_output, be_rank, close_ranks, run_on_ranks
 
 
 class Ended(NamedTuple):

@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 import megatron.zero_bubble as zb
 from megatron.zero_bubble.planner.microbatch_order import MicrobatchOrder
-from tests.trainings import be_rank, process_group
+from tests.ranks import be_rank
+from tests.trainings import process_group
 
 Numbers = list[str]
 """Exact values, as hexadecimal digits."""

@@ -22,8 +22,8 @@ from megatron.zero_bubble.launcher.launch import Launch
 from megatron.zero_bubble.launcher.launch import _current as current_launch
 from tests.changes import Change, Run
 from tests.launch import ROOT
-from tests.ranks import run_on_ranks
-from tests.trainings import be_rank, process_group
+from tests.ranks import be_rank, run_on_ranks
+from tests.trainings import process_group
 from tests.undone import counted_undos
 
 CHECKOUT = ROOT / "tests" / "launcher" / "checkout"

@@ -1,7 +1,7 @@
 """However a job under the launcher ends, all of its processes are gone soon, with a status that tells how it went.
 
-`make test` runs a signal. Of the other ways to end, which `tests/end_to_end/test_endings.py` tests as well, through the
-same code, one of a kind is exhaustive here; `test_launch.py` starts the job that is done.
+`make test` sends a signal to ranks that are there. The ways to end that `tests/end_to_end/test_endings.py` tests too,
+through the same code, are exhaustive here, one of a kind; `test_launch.py` starts the job that is done.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import pytest
 
 from tests.jobs import Job
 from tests.launch import torchrun
+from tests.launcher.launched import launch
 from tests.launcher.script_trainings import CHECKOUT
 
 SECONDS = 60.0
 """Time for a job to be gone: see tests/end_to_end/test_endings.py."""
 SCRIPT = CHECKOUT / "pretrain_small.py"
+FLAGS = ("--zero-bubble-cpu", "--zero-bubble", "--pipeline-model-parallel-size", "2")
 FOR_EVER = ("--train-iters", "1000000")
 HANDLER = ("--exit-signal-handler",)
 POST_VALIDATION = ("--zero-bubble-post-validation", "--log-interval", "1")
@@ -31,8 +33,7 @@ def start(tmp_path: Path) -> Iterator:
     jobs: list[Job] = []
 
     def start_job(*more: str, script: Path = SCRIPT) -> Job:
-        flags = ("--zero-bubble-cpu", "--zero-bubble", "--pipeline-model-parallel-size", "2", "--save", str(tmp_path))
-        command = torchrun(2, "-m", "megatron.zero_bubble", str(script), *flags, *more)
+        command = torchrun(2, "-m", "megatron.zero_bubble", str(script), *FLAGS, "--save", str(tmp_path), *more)
         jobs.append(Job(command, tmp_path))
         return jobs[-1]
 
@@ -41,21 +42,34 @@ def start(tmp_path: Path) -> Iterator:
         job.end(0.0)
 
 
+def script_with(fault: str, folder: Path) -> Path:
+    """A copy of the script that runs this statement after it has read a microbatch."""
+    shutil.copytree(SCRIPT.parent, folder / "checkout")
+    script = folder / "checkout" / SCRIPT.name
+    reads = "batch = next(data_iterator)"
+    script.write_text(SCRIPT.read_text().replace(reads, f"{reads}\n        {fault}"))
+    return script
+
+
 @pytest.mark.exhaustive
 def test_an_error_in_the_script(start, tmp_path: Path) -> None:
     """The loader's workers end too, although the traceback keeps the loader and SIGTERM does not end them."""
-    checkout = tmp_path / "checkout"
-    shutil.copytree(SCRIPT.parent, checkout)
-    fault = 'batch = next(data_iterator)\n        assert get_args().rank == 0, "a planted error"'
-    script = checkout / SCRIPT.name
-    script.write_text(SCRIPT.read_text().replace("batch = next(data_iterator)", fault))
-    job = start(*HANDLER, *FOR_EVER, script=script)
+    job = start(*HANDLER, *FOR_EVER, script=script_with('assert get_args().rank == 0, "a planted error"', tmp_path))
     job.wait_until(lambda: "a planted error" in job.errors)
     assert job.end(SECONDS)[:2] == (1, []), job.errors
     assert "a planted error" in job.errors[job.errors.index("FAILED\n") :], "torchrun's summary"
 
 
-def test_a_signal_saves_where_the_script_does(start, tmp_path: Path) -> None:
+def test_a_signal_saves_where_the_script_does(tmp_path: Path) -> None:
+    script = script_with("signal.raise_signal(signal.SIGTERM)", tmp_path)
+    job = launch(2, script, *FLAGS, "--save", str(tmp_path), *HANDLER, *FOR_EVER, *POST_VALIDATION)
+    assert job.status == 0, job.errors
+    assert "exiting program at iteration" in job.output
+    assert (tmp_path / "rank_1.pt").exists()
+
+
+@pytest.mark.exhaustive
+def test_a_signal_to_torchrun_saves_where_the_script_does(start, tmp_path: Path) -> None:
     job = start(*HANDLER, *FOR_EVER, *POST_VALIDATION)
     job.wait_for_iteration(3)
     job.launcher.terminate()

@@ -35,8 +35,8 @@ from megatron.zero_bubble.trainer.optimization import build_lr_scheduler, build_
 from megatron.zero_bubble.trainer.pretrain import make_data_config
 from megatron.zero_bubble.trainer.progress import Progress
 from tests.launch import TINY_GPT
-from tests.ranks import run_on_ranks
-from tests.trainings import be_rank, process_group
+from tests.ranks import be_rank, run_on_ranks
+from tests.trainings import process_group
 
 MICROBATCHES, VOCABULARY = 4, 128
 FLAGS = (

@@ -10,7 +10,7 @@ import pytest
 
 from megatron.zero_bubble.trainer.checkpoint_files import tracked
 from tests.damaged_checkpoints import DAMAGES, FILES, marker_of
-from tests.launch import ROOT, TINY_GPT, run
+from tests.launch import ROOT, TINY_GPT, run_script
 
 FLAGS = [*TINY_GPT, "--pipeline-model-parallel-size", "2", "--global-batch-size", "4"]
 CODE = "it names posix.mkdir, which does not belong in a checkpoint and could run code"
@@ -54,9 +54,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def output(root: Path) -> str:
     """The output of a job of two ranks that tries every damage and every fault."""
-    result = run(2, ROOT / "tests" / "damaged_checkpoints.py", str(root), *FLAGS, timeout=240)
-    assert result.returncode == 0, result.stderr[-6000:]
-    return result.stdout
+    return run_script(2, ROOT / "tests" / "damaged_checkpoints.py", root, str(root), *FLAGS)
 
 
 @pytest.fixture(scope="module")

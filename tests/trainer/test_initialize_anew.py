@@ -16,8 +16,7 @@ from megatron.zero_bubble.trainer.initialize import initialized, seed_everything
 from megatron.zero_bubble.trainer.pretrain import make_data_config
 from megatron.zero_bubble.trainer.unit_models import measured_costs
 from tests.launch import TINY_GPT
-from tests.ranks import run_on_ranks
-from tests.trainings import be_rank
+from tests.ranks import be_rank, run_on_ranks
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the CPU, for which megatron-core is adapted")
 
