@@ -27,17 +27,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     source, target = folder / "source", folder / "installed"
     tracked = subprocess.run(
-        [
-            "git",
-            "ls-files",
-            "-co",
-            "--exclude-standard",
-            "megatron",
-            "pyproject.toml",
-            "setup.py",
-            "README.md",
-            "LICENSE",
-        ],
+        ["git", "ls-files", "-co", "--exclude-standard", "megatron", *METADATA],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -81,6 +71,7 @@ def entry_point(installed: Path) -> tuple[str, ...]:
     return "-c", f"import sys; from {module} import {function} as main; sys.exit(main())"
 
 
+@pytest.mark.exhaustive  # test_main_help.py and the launcher's tests run the same commands from the checkout
 def test_the_wheel_alone_has_the_commands_and_the_launcher(installed, tmp_path):
     command = entry_point(installed)
     help_page = run(installed, *command, "--help", cwd=tmp_path)

@@ -24,7 +24,10 @@ OVERLAP = "--overlap-moe-expert-parallel-comm"
 PROFILED = ("--zero-bubble", "--zero-bubble-profile-iters", "2", "3")
 
 
-@pytest.mark.parametrize("overlap", [(), (OVERLAP,)], ids=["alone", "in pairs"])
+# test_numerics.py trains such a model without pairs on a given layout.
+@pytest.mark.parametrize(
+    "overlap", [pytest.param((), id="alone", marks=pytest.mark.exhaustive), pytest.param((OVERLAP,), id="in pairs")]
+)
 @pytest.mark.parametrize("placement", ["linear", pytest.param("v", marks=pytest.mark.exhaustive)])
 def test_the_chosen_layout_computes_what_megatron_core_computes_on_it(
     tmp_path: Path, placement: str, overlap: tuple[str, ...]

@@ -1,7 +1,7 @@
 """Pairs of a forward and a backward, experts on two ranks each: the numbers are those of the schedule without pairs.
 
-Dropout is on, the loss of the experts' balance too. Exhaustive are precision, shared experts, optimizers whose messages
-overlap and tensor parallelism.
+Dropout is on, the loss of the experts' balance too. Exhaustive are precision, shared experts, one expert a rank,
+optimizers whose messages overlap and tensor parallelism, and a prediction layer, which `test_deepseek_v3.py` has too.
 """
 
 from __future__ import annotations
@@ -87,9 +87,11 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
         ("dualpipe-v", "zb-v"),
         pytest.param("no pairs", "megatron-core", marks=pytest.mark.exhaustive),
         pytest.param("post-validated", "megatron-core", marks=pytest.mark.exhaustive),
-        ("pairs, an expert a rank", "megatron-core, an expert a rank"),
+        pytest.param("pairs, an expert a rank", "megatron-core, an expert a rank", marks=pytest.mark.exhaustive),
         pytest.param("pairs, shared", "megatron-core, shared", marks=pytest.mark.exhaustive),
-        ("pairs, seeds and prediction", "megatron-core, seeds and prediction"),
+        pytest.param(
+            "pairs, seeds and prediction", "megatron-core, seeds and prediction", marks=pytest.mark.exhaustive
+        ),
         ("pairs, dense last", "megatron-core, dense last"),
         pytest.param("pairs, overlapped", "megatron-core, overlapped", marks=pytest.mark.exhaustive),
     ],

@@ -22,7 +22,7 @@ def fits(timeline, limits):
     return all(peak <= limit * (1 + 1e-9) for peak, limit in zip(timeline.peak_memory, limits, strict=True))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data(), st.integers(1, 5), st.integers(1, 9), st.sampled_from(sorted(FACTORS)), st.booleans())
 def test_no_simple_schedule_that_fits_is_better(data, p, m, name, overlap):
     costs = data.draw(wild_costs(p))
@@ -48,7 +48,7 @@ def test_no_simple_schedule_that_fits_is_better(data, p, m, name, overlap):
 
 
 @settings(max_examples=15, deadline=None)
-@given(st.data(), st.integers(1, 4), st.integers(1, 9), st.booleans())
+@given(st.data(), st.integers(1, 4), st.integers(1, 6), st.booleans())
 def test_a_v_with_more_memory_is_no_worse(data, p, m, overlap):
     costs = data.draw(wild_costs(2 * p))
     try:
