@@ -98,5 +98,5 @@ class JobPeers:
         if self._firsts is None:
             return level
         highest = torch.tensor([level])
-        self._firsts.allreduce([highest], dist.AllreduceOptions(reduceOp=dist.ReduceOp.MAX)).wait()
+        self._firsts.allreduce([highest], dist.ReduceOp.MAX).wait()
         return int(highest)

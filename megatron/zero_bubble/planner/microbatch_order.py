@@ -37,6 +37,11 @@ class MicrobatchOrder(NamedTuple):
     time: float
     time_in_data_order: float
 
+    @property
+    def gain(self) -> float:
+        """How many times as fast the order is as that of the data."""
+        return self.time_in_data_order / self.time
+
 
 def order_microbatches(
     schedule: Schedule,

@@ -105,6 +105,10 @@ class StepPlanner:
         self._times = OrderTimes()
         observer.sinks.append(self._profile.collect)
 
+    def measures(self, step: int) -> bool:
+        """Whether a step is measured."""
+        return self._first <= step <= max(self._fits_after)
+
     def take_times(self) -> OrderTimes:
         """Return the sums since the last call."""
         times, self._times = self._times, OrderTimes()
@@ -137,7 +141,7 @@ class StepPlanner:
         decision = self._peers.on_first(
             lambda: self._decide(read_sizes(), plan, num_microbatches, limits, reorders, interlocks)
         )
-        if decision.sizes is not None and self._first <= step <= max(self._fits_after):
+        if decision.sizes is not None and self.measures(step):
             self._profile.note(step, [decision.sizes[number] for number in decision.places])
         if decision.order is not None:
             self._times.num_steps += 1
@@ -163,14 +167,15 @@ class StepPlanner:
         if self._costs is None or not plan.schedule(count).kinds.isdisjoint(PAIRED):
             return as_it_comes
         begin, planned, problem = time.perf_counter(), None, None
+        costs = [self._costs.of(size) for size in known]
         plan_at = partial(
             plan_step,
             plan,
-            [self._costs.of(size) for size in known],
+            costs,
             limits=None if limits is None else tuple(limits),
             inside=[[curve.at(size) for curve in self._costs.inside] for size in known],
             names=[f"microbatch {number} ({size.tokens} tokens)" for number, size in enumerate(known)],
-            num_tried=_num_tried(self._costs.usual, count) if reorders else 1,
+            num_tried=_num_tried(costs) if reorders else 1,
             interlocks=interlocks,
         )
         if is_known and not is_alike:
@@ -202,11 +207,11 @@ class StepPlanner:
             self._costs = self._profile.fit(usual(), self._peers.gather)
 
 
-def _num_tried(usual: StageCosts, num_microbatches: int) -> int:
-    """The number of orders that are tried for a step of microbatches of these costs in the mean."""
-    stages = range(usual.num_stages)
-    seconds = PLANNING_SHARE * num_microbatches * max(map(usual.work, stages)) / 1000.0
-    each = 3 * len(stages) * num_microbatches * _SECONDS_PER_OPERATION
+def _num_tried(costs: Sequence[StageCosts]) -> int:
+    """The number of orders that are tried for a step of microbatches of these costs."""
+    num_stages = costs[0].num_stages
+    longest = max(sum(each.work(stage) for each in costs) for stage in range(num_stages))
+    seconds, each = PLANNING_SHARE * longest / 1000.0, 3 * num_stages * len(costs) * _SECONDS_PER_OPERATION
     return min(max(_FEWEST, round(min(seconds, MOST_SECONDS) / each)), _MOST)
 
 
