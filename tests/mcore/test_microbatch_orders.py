@@ -13,22 +13,22 @@ from tests.ranks import run_on_ranks
 from tests.trainings import be_rank, process_group
 
 
-def test_chunks_that_share_an_iterator_share_its_microbatches():
+def test_every_chunk_has_its_data_in_the_order_of_the_decision():
     from megatron.zero_bubble.mcore.microbatch_orders import StepData
 
     first, second = iter("abcd"), iter("ABCD")
-    data = StepData.read([first, second, None, first], 3)
-    of_first, of_second, nothing, again = data.ordered(StepDecision(None, (2, 0, 1)))
+    data = StepData([None, first, second], 3)
+    nothing, of_first, of_second = data.ordered(StepDecision(None, (2, 0, 1)))
     assert nothing is None
-    assert of_first is again
     assert ("".join(of_first), "".join(of_second)) == ("cab", "CAB")
     assert next(first) == "d"
+    assert data.sizes() == [None] * 3
 
 
 def test_data_that_ends_early_stays_in_its_order():
     from megatron.zero_bubble.mcore.microbatch_orders import StepData
 
-    (given,) = StepData.read([iter("ab")], 3).ordered(StepDecision(None, (2, 0, 1)))
+    (given,) = StepData([iter("ab")], 3).ordered(StepDecision(None, (2, 0, 1)))
     assert "".join(given) == "ab"
 
 

@@ -6,7 +6,7 @@ import pickle
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,35 +16,31 @@ from megatron.zero_bubble.runtime.microbatch_sizes import size_of
 from megatron.zero_bubble.runtime.process_group import Membership, connect
 from megatron.zero_bubble.runtime.step_planner import StepDecision
 from megatron.zero_bubble.schedule import Infeasible
+from megatron.zero_bubble.schedule.sized_costs import MicrobatchSize
 
 Iterators = Sequence[Iterator[Any] | None]
 T = TypeVar("T")
 
 
-class StepData(NamedTuple):
-    """The microbatches of a step, read from the iterators of this rank's chunks."""
+class StepData:
+    """The microbatches of a step, read from the iterators of this rank's chunks, None where a chunk needs no data."""
 
-    sources: Iterators
-    items: dict[int, list[Any]]
-    """By identity of the iterator, because chunks may share one."""
+    def __init__(self, iterators: Iterators, count: int) -> None:
+        self._count = count
+        self._read = [None if source is None else list(islice(source, count)) for source in iterators]
 
-    @classmethod
-    def read(cls, iterators: Iterators, count: int) -> StepData:
-        """Read a step's microbatches; an iterator is None where a chunk needs no data."""
-        return cls(iterators, {id(source): list(islice(source, count)) for source in iterators if source is not None})
-
-    def sizes(self) -> list[Any]:
+    def sizes(self) -> list[MicrobatchSize | None]:
         """The size of every microbatch, None where it cannot be told."""
-        return [size_of(item) for item in next(iter(self.items.values()), [])]
+        return [size_of(item) for item in next((items for items in self._read if items is not None), [])]
 
-    def ordered(self, decision: StepDecision) -> Iterators:
-        """Iterators over the microbatches in the order of a decision."""
-        count = len(decision.places)
-        ordered = {
-            key: iter([read[number] for number in decision.places] if len(read) == count else read)
-            for key, read in self.items.items()
-        }
-        return [None if source is None else ordered[id(source)] for source in self.sources]
+    def ordered(self, decision: StepDecision) -> list[Iterator[Any] | None]:
+        """Iterators over the microbatches in the order of a decision; data that ended too early stays in its order."""
+        return [
+            None
+            if items is None
+            else iter([items[number] for number in decision.places] if len(items) == self._count else items)
+            for items in self._read
+        ]
 
 
 class JobPeers:

@@ -219,9 +219,9 @@ class ForwardBackward:
             self._running.let_microbatches_differ()
         decision = None
         if not forward_only and self._plans_steps(config):
-            data = StepData.read(iterators, num_microbatches)
+            data = StepData(iterators, num_microbatches)
             decision = self._decide(data, num_microbatches, reorders=self._reorders(config))
-            iterators = list(data.ordered(decision))
+            iterators = data.ordered(decision)
         executor = self._running.executor(
             groups.pp,
             num_microbatches,
