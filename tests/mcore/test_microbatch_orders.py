@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from megatron.zero_bubble.runtime.step_planner import StepDecision
 from megatron.zero_bubble.schedule import Infeasible
-from tests.ranks import run_on_ranks
-from tests.trainings import be_rank, process_group
+from tests.ranks import be_rank, run_on_ranks
+from tests.trainings import process_group
 
 
 def test_every_chunk_has_its_data_in_the_order_of_the_decision():

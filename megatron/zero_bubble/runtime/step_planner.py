@@ -175,7 +175,7 @@ class StepPlanner:
             limits=None if limits is None else tuple(limits),
             inside=[[curve.at(size) for curve in self._costs.inside] for size in known],
             names=[f"microbatch {number} ({size.tokens} tokens)" for number, size in enumerate(known)],
-            num_tried=_num_tried(costs) if reorders else 1,
+            num_tried=_num_tried(costs) if reorders and is_known else 1,
             interlocks=interlocks,
         )
         if is_known and not is_alike:
