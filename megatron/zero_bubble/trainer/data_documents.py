@@ -34,7 +34,7 @@ class DocumentDataset(GPTDataset):
     def __getitem__(self, index: int | None) -> dict[str, torch.Tensor]:
         document = self.document_index[index or 0]
         length = min(self.dataset.sequence_lengths[document], self.config.sequence_length + 1)
-        text = torch.from_numpy(self.dataset.get(document, 0, length)).long()
+        text = torch.from_numpy(self.dataset.get(document, 0, length).astype(np.int64))
         tokens, loss_mask = text[:-1], torch.ones(length - 1)
         if self.config.eod_mask_loss:
             loss_mask[tokens == self.config.tokenizer.eod] = 0.0
