@@ -170,6 +170,11 @@ class ForwardBackward:
         prediction = self.prediction(num_microbatches)
         return None if prediction is None else prediction.idle
 
+    @property
+    def shapes_vary(self) -> bool:
+        """Whether microbatches may differ in shape; known once a step has begun."""
+        return self._connections.shapes_vary
+
     def take_order_times(self) -> OrderTimes | None:
         """Return the predicted times of the steps since the last call whose order of microbatches was planned."""
         return None if self._step_planner is None else self._step_planner.take_times()
