@@ -80,7 +80,7 @@ _SOURCE, _DESTINATION = 0, 1
 
 @dataclass(frozen=True)
 class ChannelEnd:
-    """All that is needed to create the process group of a channel at one of its two ends."""
+    """The settings with which both ends of a channel create its process group."""
 
     source: int
     """Global rank of the sender."""

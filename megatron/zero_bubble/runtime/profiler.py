@@ -30,7 +30,7 @@ _PINGS = 7
 
 
 _SAVES = frozenset({OpKind.F, OpKind.R})
-"""The operations in which autograd saves what a backward needs."""
+"""The operations in which autograd saves tensors for a backward."""
 
 
 class SavedTensorMeter:
@@ -91,7 +91,7 @@ class SavedTensorMeter:
 
 
 def _note(saved: list[weakref.ref[torch.Tensor]], tensor: torch.Tensor) -> torch.Tensor:
-    """Note a tensor that autograd saves, unless it is a parameter, and return what is saved in its place."""
+    """Record a tensor that autograd saves, unless it is a parameter, and return the object to save in its place."""
     # A transposed weight is a view whose base is the parameter.
     if isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter):
         return tensor
@@ -103,14 +103,14 @@ def _note(saved: list[weakref.ref[torch.Tensor]], tensor: torch.Tensor) -> torch
 
 
 def _held_bytes(saved: Sequence[weakref.ref[torch.Tensor]]) -> int:
-    """Return the bytes of these tensors' storages; what dropout saves without a gradient is gone by then."""
+    """Return the bytes of these tensors' storages; masks that dropout saves without a gradient are freed by then."""
     tensors = [tensor for reference in saved if (tensor := reference()) is not None]
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 class CudaMeter:
-    """Measures memory on a GPU by what torch's allocator has given out, message buffers included."""
+    """Measures memory on a GPU as the bytes that torch's allocator has given out, message buffers included."""
 
     def __init__(self) -> None:
         self._before = self._inside = 0
@@ -134,7 +134,7 @@ def memory_meter(
     kept_by_shard: Callable[[int], int] | None = None,
     offload: OffloadStore | None = None,
 ) -> MemoryMeter:
-    """Return what measures memory on `device`; the arguments are those of `SavedTensorMeter`."""
+    """Return the memory meter for `device`; the arguments are those of `SavedTensorMeter`."""
     return CudaMeter() if device.type == "cuda" else SavedTensorMeter(store, kept_by_shard, offload)
 
 
@@ -151,11 +151,11 @@ class ChunkCosts:
     noise: float
     """Largest relative spread of the times that matter: half the interquartile range over the median."""
     inside: int = 0
-    """Most memory that an operation needed while it ran, beyond what was held before and after it."""
+    """Largest temporary memory of an operation: its peak beyond the memory in use before and after it."""
     exchanged: Mapping[OpKind, float] = field(default_factory=dict)
     """Usual time of F and of B or BW in which they exchange tokens between experts."""
     num_blocks: int = 0
-    """Blocks of layers that are recomputed; 0 if that is not known."""
+    """Number of recomputed blocks of layers; 0 if unknown."""
     copied: Mapping[OpKind, float] = field(default_factory=dict)
     """Usual time of the copies of D and H, if anything was offloaded."""
     released: float = 0

@@ -29,7 +29,7 @@ class ReplicaWaits:
     """Measures the time that this rank spends in reductions with its replicas.
 
     The rank of a group that comes last spends only the time of the communication, which is the same for all of them.
-    What another rank spends beyond that, it waits.
+    Every other rank waits for the difference to its own time.
 
     Args:
         group: the same place in all replicas of the pipeline.

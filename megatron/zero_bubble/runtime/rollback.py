@@ -23,7 +23,7 @@ class Rollback(Protocol):
         ...
 
     def undo(self) -> None:
-        """Restore parameters, their states and the groups' settings to what they were at `before_step`.
+        """Restore parameters, optimizer states and settings of parameter groups to their values at `before_step`.
 
         The gradients must still be those of the step.
         """
@@ -56,7 +56,7 @@ def _parameters(optimizer: Any) -> Iterator[tuple[dict[str, Any], torch.Tensor]]
 
 
 class _Tensor(NamedTuple):
-    """A tensor that a step may change or replace, and a copy of what it held."""
+    """A tensor that a step may change or replace, and a copy of its previous values."""
 
     tensor: torch.Tensor
     contents: torch.Tensor

@@ -32,7 +32,7 @@ class AnnouncedSpec:
 
 @dataclass(frozen=True)
 class AnswerSpec:
-    """A message whose shape is known once this rank has sent what the message answers."""
+    """A message whose shape is known as soon as this rank has sent the message that it answers."""
 
     find: Callable[[], TensorSpec | None]
     """Returns None as long as the shape is not known."""
@@ -92,7 +92,7 @@ class VariableCommunicator:
         return receive
 
     def post(self, receive: _Receive) -> PendingReceive:
-        """Post `receive` and all before it on its channel, waiting for their headers."""
+        """Post `receive` and all earlier receives of its channel; wait for their headers first."""
         channel = self._channels[receive.source]
         while receive.posted is None:
             first = channel.popleft()

@@ -245,7 +245,7 @@ def idle_ranks_over_time(timeline: Timeline) -> Steps:
 
 
 def memory_over_time(timeline: Timeline, rank: int) -> Steps:
-    """What the operations of `rank` hold, over time, in the unit of the costs."""
+    """Memory in use by the operations of `rank` over time, in the unit of the costs."""
     steps: Steps = [(0, 0)]
     held = memory_held(timeline.schedule, timeline.costs, rank)
     for timed, (_, during, after) in zip(timeline.lanes[rank], held, strict=True):

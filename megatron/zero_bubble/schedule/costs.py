@@ -38,7 +38,7 @@ class StageCosts:
     release at their end, so `memory_b` and `memory_w` are negative or zero as a rule. BW costs B and
     W together.
 
-    `memory_f` is what F holds if it keeps everything. Where a schedule has an R for a microbatch, its F holds
+    `memory_f` is the memory of an F that keeps all activations. Where a schedule has an R for a microbatch, its F holds
     `memory_r` less, and R allocates that; R takes `time_r`. Both are zeros by default: nothing can be recomputed.
     `num_blocks` are the blocks of layers, each with a forward of its own, into which a stage can divide its
     recomputation (see `in_groups`); 0 if that is not known. `memory_outside` is the part of what a microbatch holds
@@ -194,7 +194,7 @@ class StageCosts:
         )
 
     def recomputing_in_backward(self) -> StageCosts:
-        """The costs of a schedule without R whose every backward recomputes what its F did not keep."""
+        """The costs of a schedule without R in which every backward recomputes the activations that its F dropped."""
         return replace(
             self.keeping_everything(),
             time_b=tuple(map(add, self.time_b, self.time_r)),
@@ -203,9 +203,9 @@ class StageCosts:
         )
 
     def in_groups(self, groups: Sequence[int]) -> StageCosts:
-        """The costs of a schedule whose stages restore their activations in so many groups of blocks.
+        """The costs of a schedule whose stages restore their activations in `groups` groups of blocks.
 
-        Of a stage with several groups F keeps the last group, or R restores it. B restores each of the others right
+        In a stage with several groups, F keeps the last group, or R restores it. B restores each of the others right
         before it runs through it, and runs the weight gradients of all groups but the first, which is its last, so that
         at no time more than one group is there.
 
@@ -294,7 +294,7 @@ class StageCosts:
         return int(self.num_blocks[stage] + 1e-6)
 
     def keeping_everything(self) -> StageCosts:
-        """The costs of a schedule without R: every F keeps what its backward needs."""
+        """The costs of a schedule without R: every F keeps the activations for its backward."""
         return replace(self.at_once(), time_r=(), memory_r=())
 
     def at_once(self) -> StageCosts:

@@ -1,4 +1,4 @@
-"""When the copies between a rank's device and its host pass, and what makes a schedule with such copies valid."""
+"""Times of the copies between a rank's device and its host, and the rules for schedules with such copies."""
 
 from __future__ import annotations
 

@@ -14,14 +14,14 @@ from typing import NamedTuple
 
 
 class OpKind(str, Enum):
-    """What an operation does. The value is the word that is printed; `KINDS` says all else."""
+    """The kind of an operation. The value is the word that is printed; `KINDS` says all else."""
 
     F = "F"
     """Forward of one microbatch through one stage."""
     B = "B"
-    """Backward, gradient of the input only: what the previous stage waits for."""
+    """Backward, gradient of the input only: the previous stage waits for it."""
     W = "W"
-    """Backward, gradient of the weights only: what nobody waits for."""
+    """Backward, gradient of the weights only: no operation waits for it."""
     BW = "BW"
     """Backward, both gradients in one operation, as autograd computes them."""
     PB = "&B"
@@ -45,7 +45,7 @@ class OpKind(str, Enum):
     L = "L"
     """Loss of one microbatch, from the softmax of all ranks. Only the last rank has it."""
     T = "T"
-    """Weight gradient of the output layer's rows in this rank's vocabulary shard: what nobody waits for."""
+    """Weight gradient of the output layer's rows in this rank's vocabulary shard: no operation waits for it."""
     SEND_FORWARD = "SEND_FORWARD"
     RECV_FORWARD = "RECV_FORWARD"
     SEND_BACKWARD = "SEND_BACKWARD"
@@ -73,7 +73,7 @@ class OpKind(str, Enum):
 
 
 class Place(Enum):
-    """Where a result that an operation needs is made, seen from the operation's own stage."""
+    """The stage or rank that produces a needed result, relative to the operation's own stage."""
 
     SAME_STAGE = "same stage"
     STAGE_BEFORE = "stage before"
@@ -111,7 +111,7 @@ class Message(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """What all ranks exchange at once: one rank gives to all, or all give to one.
+    """A collective of all ranks: a broadcast from one rank, or a sum on one rank.
 
     Every rank has the operation, and all ranks have their collectives in one order.
     """
@@ -124,7 +124,7 @@ class Collective(NamedTuple):
 
 @dataclass(frozen=True)
 class KindFacts:
-    """What follows from the kind of an operation: a row of `KINDS`."""
+    """Properties of one kind of operation: a row of `KINDS`."""
 
     makes: tuple[OpKind, ...] = ()
     """The results that other operations can need, named by the kind that makes this result alone."""
@@ -182,7 +182,7 @@ _BACKWARD = KindFacts(
     adds_gradient=True,
     waiting="waiting_for_backward",
 )
-"""What the operations that make the gradient of a stage's input have in common."""
+"""Facts common to all operations that compute the gradient of a stage's input."""
 
 KINDS: Mapping[OpKind, KindFacts] = MappingProxyType(
     {
@@ -375,7 +375,7 @@ KINDS: Mapping[OpKind, KindFacts] = MappingProxyType(
         ),
     }
 )
-"""The one place that says what each kind needs, costs and looks like."""
+"""The single table of the needs, costs and looks of each kind of operation."""
 
 MESSAGES: Mapping[OpKind, Message] = MappingProxyType(
     {kind: facts.message for kind, facts in KINDS.items() if facts.message is not None}

@@ -32,7 +32,7 @@ class UnitCosts:
     num_blocks: float = 0
     """1 for a layer that can be recomputed alone."""
     state: float = 0
-    """Memory of the unit's parameters, gradients and optimizer states, which is held all the time."""
+    """Memory of the unit's parameters, gradients and optimizer states, which is in use all the time."""
     all_to_all_f: float = 0
     all_to_all_b: float = 0
 
@@ -81,7 +81,7 @@ class ModelCosts:
         """The costs of the same model with embedding and output layer in equal parts on all ranks.
 
         An S computes the forward of its rows and their part of the input's gradient, a T the gradient of their weight.
-        What the output keeps for its backward S keeps for T.
+        With vocabulary shards, S keeps for T the memory that the output layer keeps for its backward.
         """
         embedding, output = self.embedding, self.output
         shard = {

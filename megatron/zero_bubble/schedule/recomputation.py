@@ -12,7 +12,7 @@ from megatron.zero_bubble.schedule.kinds import BACKWARDS, OpKind
 
 
 class Recompute(str, Enum):
-    """What a schedule recomputes: where it has an R for a microbatch, F drops that microbatch's activations."""
+    """Recomputation in schedules: F drops the activations of every microbatch that has an R."""
 
     NONE = "none"
     """Nothing: every F keeps its activations."""

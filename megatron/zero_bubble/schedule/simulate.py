@@ -1,4 +1,4 @@
-"""(Schedule, StageCosts) -> Timeline: when every operation runs, and what that costs."""
+"""Simulates schedules: (Schedule, StageCosts) -> Timeline, the start and end of every operation."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class _Wait(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """What all operations of one kind in one stage have in common."""
+    """Facts common to all operations of one kind in one stage."""
 
     time: float
     plain_waits: tuple[tuple[int, float | None], ...]

@@ -132,7 +132,7 @@ def _closed(schedule: Schedule, counts: list[int]) -> list[int]:
 
 
 def _results(schedule: Schedule, ops: Sequence[Iterable[Op]]) -> set[Node]:
-    """What these compute operations of every rank make."""
+    """Results of these compute operations, of every rank."""
     return {node for rank, own in enumerate(ops) for op in own for node in nodes_of(schedule.placement, rank, op)}
 
 

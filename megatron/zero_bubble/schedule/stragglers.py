@@ -1,4 +1,4 @@
-"""What stragglers among replicas cost: simulates steps of replicas that wait for the others of their group."""
+"""Simulates stragglers: steps of replicas that wait for the other replicas of their group."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Stragglers:
         random = Random(self.seed)
         steps = []
         for _ in range(num_steps):
-            # Both are drawn in every step, so that other probabilities leave the replicas as they are.
+            # Both are drawn in every step, so that the slow replicas do not depend on the probability.
             replica, draw = random.randrange(self.num_replicas), random.random()
             times = [1.0] * self.num_replicas
             if draw < self.probability:
@@ -55,7 +55,7 @@ class ReplicaStep:
 def simulate_replicas(
     times: Sequence[Sequence[float]], hierarchy: Hierarchy | None, time_average: float = 0.0
 ) -> list[list[ReplicaStep]]:
-    """Simulate steps of replicas and return, for each step, that of every replica.
+    """Simulate steps of replicas; return the step of every replica, for each step.
 
     Args:
         times: for each step the time that each replica computes.

@@ -25,8 +25,8 @@ th, td { padding: 2px 10px; text-align: right; border-bottom: 1px solid #8888; }
 button { font-size: 14px; min-width: 2em; }
 """
 
-# The titles of the SVG become one tooltip that appears at once; zooming scales the image as a whole, and what is too
-# small to read is hidden.
+# The titles of the SVG become one tooltip that appears at once; zooming scales the image as a whole, and text that is
+# too small to read is hidden.
 _SCRIPT = """
 const svg = document.querySelector('#drawing svg'), tip = document.getElementById('tip');
 const tips = new Map();
