@@ -20,7 +20,7 @@ class FollowingFlags:
     """Flags of `pretrain_gpt.py` that follow `--` on the command line; the training itself parses them."""
 
     following: ClassVar[str] = "<pretrain_gpt.py's flags>"
-    """What the usage of the command shows after `--`."""
+    """The part of the command's usage after `--`."""
     training_flags: tuple[str, ...] = ()
 
 

@@ -153,7 +153,7 @@ def request_of(flags: PlanFlags) -> PlanRequest:
 
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
-    """Return a layout and what its plan takes; memory is of each rank, states included."""
+    """Return a layout with the time and memory of its plan; memory is of each rank, states included."""
     layout, timeline = plan.layout, plan.timeline
     return {
         "placement": layout.placement.kind,

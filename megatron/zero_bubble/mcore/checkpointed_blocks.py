@@ -5,7 +5,7 @@ forward again. It does so with `CheckpointFunction`, which `split_checkpoints` r
 In its place a block drops its activations and hands its recomputation to the `RecomputationStore`, so that backward
 finds the graph that R has made, or keeps them. Forward, random states and gradients are megatron-core's, bit for bit.
 
-Checkpoints inside of a block, and those of Transformer Engine (fp8 and fp4), stay as they are.
+Checkpoints inside of a block and checkpoints of Transformer Engine (fp8 and fp4) do not change.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron.zero_bubble.runtime.recomputation_store import ForwardMode, Recomp
 
 
 def checkpoint_every_layer(config: Any) -> None:
-    """Let a model with this megatron-core config recompute any of its layers, each as a block of its own.
+    """Let a model with this megatron-core config recompute any of its layers, each as a separate block.
 
     It is set after the config's construction, because the schedule decides what is recomputed and not the user's flags.
     """

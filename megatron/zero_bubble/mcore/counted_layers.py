@@ -56,7 +56,7 @@ class Tally:
 
 
 def count_as_kernels(model: torch.nn.Module, kernel: AttentionKernel, tally: Tally) -> None:
-    """Let the layers of a local model, but for its projections, keep and compute what those of a GPU do."""
+    """Let the layers of a local model, except its projections, keep the tensors and do the work of layers on a GPU."""
     for module in list(model.modules()):
         if isinstance(module, (torch.nn.LayerNorm, torch.nn.RMSNorm, GatedRMSNorm)):
             vars(module)["forward"] = _norm_of(module)
@@ -80,7 +80,7 @@ def expert_parameters(model: torch.nn.Module) -> dict[int, int]:
 
 
 class OneExpert(SequentialMLP):
-    """A rank's experts, of which one is built, for the tokens of all."""
+    """A rank's experts: only one expert is built, for the tokens of all."""
 
     def __init__(self, num_local_experts: int, *args: Any, **kwargs: Any) -> None:
         super().__init__(1, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Finds what a rank holds of a model's states: parameters, gradients, and the optimizer's copies and moments."""
+"""Lists a rank's states of a model: parameters, gradients, and the optimizer's copies and moments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Specs of megatron-core's layers; local layers get what megatron-core has only with Transformer Engine or apex."""
+"""Specs of megatron-core's layers; local layers also get features that megatron-core has only with Transformer Engine
+or apex."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ _NORMS_IN_ATTENTION = {"q_layernorm", "k_layernorm", "kv_layernorm"}
 
 
 class LocalNorm:
-    """One of torch's norms with the settings that megatron-core's own wrapper of them refuses.
+    """A norm of torch with the settings that megatron-core's own wrapper refuses.
 
     These are weights around zero (`--apply-layernorm-1p`) and sequence parallelism, where each tensor-parallel rank
     normalises its slice of the sequence: the parameters are marked `sequence_parallel`, because their gradients are

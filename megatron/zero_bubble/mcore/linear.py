@@ -185,7 +185,7 @@ def _input_grad(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, torc
     elif ctx.sequence_parallel:
         full_grad_input, grad_input = grad_input, torch.empty_like(saved_input)
         handle = dist.reduce_scatter_tensor(grad_input, full_grad_input, group=ctx.tp_group, async_op=True)
-    # What follows needs no other rank and runs while the tensor-parallel ranks exchange the input's gradient.
+    # The rest needs no other rank and runs while the tensor-parallel ranks exchange the input's gradient.
     grad_bias = grad_output.reshape(-1, grad_output.shape[-1]).sum(dim=0) if ctx.use_bias else None
     # Detached, because they would otherwise keep the graph of other layers alive until W, and W would be recorded. A
     # gradient has a graph where a backward returns a tensor of its forward, as that of the loss does in fp32.

@@ -13,7 +13,7 @@ _TOKENS = ("tokens", "input_ids", "text", "labels", "position_ids")
 
 
 def size_of(item: Any) -> MicrobatchSize | None:
-    """The size of a microbatch; None if its sequences cannot be found.
+    """The size of a microbatch; None if its data has no known field.
 
     Lengths of packed sequences are read from `cu_seqlens`. Where an `attention_mask` of shape `[batch, sequence]` says
     which tokens are not padding, only these count. Otherwise a microbatch is as large as the first tensor of token

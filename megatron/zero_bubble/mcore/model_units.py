@@ -13,7 +13,7 @@ from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 
 
 class Unit(NamedTuple):
-    """A part of a model that is built as a stage of its own."""
+    """A part of a model that is built as a separate stage."""
 
     layer: int | None = None
     """The one layer that it keeps of a model that has one layer of every kind; None for a unit without layers."""

@@ -109,7 +109,7 @@ class ShardSoftmax:
 def softmax(
     weight: torch.Tensor, rows: Rows, hidden: torch.Tensor, labels: torch.Tensor, *, with_gradients: bool = True
 ) -> ShardSoftmax:
-    """Compute the softmax of a shard, and what the gradients need of it.
+    """Compute the softmax of a shard, and the values that its gradients need.
 
     The logits are made in the type of the weights and used in `statistics_type`, as megatron-core does.
 

@@ -1,4 +1,4 @@
-"""Turns what a user gives a pipeline for one step into microbatches."""
+"""Divides the batch of a user into microbatches."""
 
 from __future__ import annotations
 

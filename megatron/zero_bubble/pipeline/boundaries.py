@@ -37,7 +37,7 @@ def _bottleneck(before: Sequence[float], num_parts: int) -> float:
 
 
 def _num_parts(before: Sequence[float], limit: float) -> float:
-    """Count the parts that are needed if none may be larger than `limit`: each takes what fits into it.
+    """Count the parts that are needed if none may be larger than `limit`: each is filled as far as possible.
 
     Any larger number of parts up to the number of layers is possible, too, because a part can be cut.
     """
@@ -91,7 +91,7 @@ def matching(pattern: str, class_names: Sequence[str]) -> list[int]:
     """Return 1 for each class that the regular expression is found in, case ignored, and 0 for the others.
 
     Raises:
-        ValueError: it is not a regular expression, or is found in none.
+        ValueError: it is not a regular expression, or matches no class.
     """
     try:
         weights = [int(re.search(pattern, name, re.IGNORECASE) is not None) for name in class_names]

@@ -40,7 +40,7 @@ class StepMessages:
         self._discovered: dict[tuple[object, ...], dict[int, MessageSpec]] = {}
         self.communicator = MessageCommunicator(interconnect.communicator(placement))
         self._trained_form: tuple[str, bool] | None = None
-        """What this rank's messages depend on, if the last step was one of training."""
+        """Facts about this rank on which its messages depend, if the last step was a training step."""
         self.shapes_vary = False
         if shapes_vary:
             self._open_headers()
@@ -86,7 +86,7 @@ class StepMessages:
 
     @property
     def can_begin_as_before(self) -> bool:
-        """Whether the last step was one of training, the same on all ranks."""
+        """Whether the last step was a training step, the same on all ranks."""
         return self._trained_form is not None
 
     def _describe(self, load: Callable[[], Microbatches], autocast: Autocast) -> tuple[str, bool]:

@@ -70,7 +70,7 @@ class SteppingLayerStage(LayerStage):
 
 
 class StepReport(NamedTuple):
-    """What a rank tells the others at the end of a training step."""
+    """The values that a rank sends to all others at the end of a training step."""
 
     norms: list[LayerNorm]
     loss: torch.Tensor | None
@@ -123,7 +123,7 @@ class LateSteps:
         return outcome
 
     def run(self, load: Callable[[], Microbatches]) -> None:
-        """Run forward and backward of a step, and validate the last one in between.
+        """Run forward and backward of a step, and in between validate the previous step.
 
         Args:
             load: returns the step's microbatches; called on the ranks of the first and the last stage.

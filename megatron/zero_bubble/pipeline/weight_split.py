@@ -1,10 +1,10 @@
 """Splits the backward of torch's own layers into B and W.
 
-A split layer runs its own forward and records the graph of that call apart from the model's. In B the gradient of the
-input goes through that graph, and in W the gradients of the parameters: each operation computes in each only what is
-asked for. So both are computed, and added up, by autograd itself, to the same bits as in one backward.
+A split layer runs its own forward and records the graph of that call apart from the model's. B runs that graph's
+backward for the input alone, and W runs it for the parameters alone. Autograd itself computes and adds up both, so they
+have the bits of one backward.
 
-A module that defers its weight gradients in a way of its own has the method of `DefersWeightGradients`.
+A module may also defer its weight gradients by itself, with the method of `DefersWeightGradients`.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class _SplitLayer:
         return self._store.is_deferring
 
     def defer(self, parameters: tuple[nn.Parameter, ...], edge: GradientEdge, grad: torch.Tensor) -> None:
-        """Put one call's W into the store; that of several calls in one forward is one W, as in one backward."""
+        """Put one call's W into the store; several calls in one forward have a common W, as in one backward."""
         if self._deferred is None or self._of_bundle != self._store.num_flushed:
             self._of_bundle, self._deferred = self._store.num_flushed, _DeferredCalls(parameters)
             self._store.put(self._deferred.run, held=(grad,), parameter=self._module)
@@ -253,7 +253,7 @@ class _SplitCall(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         layer, parameters, edge = ctx.layer, ctx.parameters, ctx.edge
         inputs = () if ctx.input is None else (ctx.input,)
-        # Freed as the backward goes on, as autograd frees what it has saved: the next layer takes the memory.
+        # Freed at once, as autograd frees saved tensors, so that the next layer can use the memory.
         del ctx.edge, ctx.input
         if layer.is_deferring:
             grads = run_backward((edge,), (grad,), inputs, keeps_graph=True) if inputs else (None,)

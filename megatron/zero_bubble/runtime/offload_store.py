@@ -45,8 +45,7 @@ class OffloadStore:
 
     @contextmanager
     def forward(self, chunk: int, microbatch: int, kept: Sequence[torch.Tensor | None] = ()) -> Iterator[None]:
-        """Collect the tensors that autograd saves inside the `with` block, which is one F, and queue their copy after
-        it.
+        """Collect the tensors that autograd saves in the `with` block, which is one F, and queue their copy.
 
         Args:
             kept: tensors that stay on the device anyway, such as the input.

@@ -55,7 +55,7 @@ class Source(NamedTuple):
 
 @lru_cache(maxsize=MAX_STAGES)
 def sources(placement: Placement, kind: OpKind, stage: int) -> tuple[Source, ...]:
-    """Stages on which the operations of `kind` in `stage` depend; they are the same for every microbatch."""
+    """The sources on which the operations of `kind` in `stage` depend; they are the same for every microbatch."""
     rank = placement.rank_of(stage)
     return tuple(
         Source(

@@ -189,8 +189,7 @@ def _with_communication(
 
 
 def _turns(channel: _Channel, order: SerialOrder) -> list[int]:
-    """Return, for each message, the position in the serial order at which the previous message is computed; -1 for the
-    first."""
+    """Return, for each message, where the serial order computes the message before it; -1 for the first."""
     return [-1, *(order.numbers[channel.source][message.maker] for message in channel.messages[:-1])]
 
 

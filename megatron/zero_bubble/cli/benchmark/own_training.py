@@ -40,8 +40,8 @@ def of_own_training(flags: BenchmarkFlags, num_devices: int) -> tuple[BenchmarkF
     alone where no schedule is asked for.
 
     Args:
-        num_devices: GPUs of this machine; the training has as many replicas as fit on them. 0 without CUDA, with
-            one replica.
+        num_devices: number of GPUs of this machine, 0 without CUDA. The training has as many replicas as fit, at least
+            one.
 
     Raises:
         ValueError: the training would refuse its flags, has one pipeline rank, or its script is not a file.

@@ -23,7 +23,7 @@ SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-1p", "zb-2p", "zb
 
 @dataclass(frozen=True)
 class StageCheck:
-    """What was measured on one stage of one model."""
+    """The measurements of one stage of one model."""
 
     model: Model
     profile: StageProfile
@@ -46,7 +46,7 @@ class StageCheck:
 
     @cached_property
     def _layer(self) -> UnitCount:
-        """What a layer holds and computes, by the count of zero-bubble estimate."""
+        """Memory and work of a layer, as counted by `zero-bubble estimate`."""
         return count_model(self.model.arguments(NUM_RANKS)).layers[0]
 
     @property

@@ -35,7 +35,8 @@ class Cell:
     name: str
     flags: tuple[str, ...]
     compares: str = "everything"
-    """What must equal the layout's reference: `everything` that `--log-numerics` writes, `the losses` or `nothing`."""
+    """The values that must equal the layout's reference: `everything` that `--log-numerics` writes, `the losses` or
+    `nothing`."""
 
     @property
     def title(self) -> str:

@@ -1,4 +1,4 @@
-"""Answers the questions of the playground's page: what it draws, plots, saves and opens.
+"""Answers the requests of the playground's page: to draw, plot, save and open.
 
 A question holds flags of `zero-bubble schedule`, and the same code reads them as on the command line, so that the page
 shows the same numbers and the same messages. The browser calls `answer`; tests call it without a browser.

@@ -32,7 +32,7 @@ _CAUSES = {
 
 
 def facts() -> dict[str, Any]:
-    """Return what the page knows before any question: the schedules, and the colours of causes."""
+    """Return the constants of the page: the schedules, and the colours of causes."""
     return {
         "schedules": [
             {
@@ -65,7 +65,7 @@ def _limits(recompute: Recompute) -> list[float]:
 
 
 def picture_of(figures: ScheduleFigures, recompute: Recompute, unit: str) -> dict[str, Any]:
-    """Return the simulation of a schedule: the figures of the command line, and what the page draws."""
+    """Return the simulation of a schedule: the figures of the command line, and the drawing of the page."""
     timeline = figures.timeline
     baseline = Prediction(Profile(timeline.schedule.placement, timeline.costs, 0, {}), timeline.schedule, recompute)
     drawn = _drawn(timeline, figures.steps)
