@@ -84,7 +84,7 @@ class PlanFlags(TableFlags):
                 raise ValueError(f"argument --{name.replace('_', '-')} is required")
 
     def placements(self, num_layers: int) -> tuple[Placement, ...]:
-        """The placements that the flags leave to choose from for so many layers."""
+        """The placements that the flags allow for this number of layers."""
         chunks, size = self.num_chunks, self.pipeline_size
         possible = all_placements(size, num_layers)
         if chunks is not None and chunks > 1:

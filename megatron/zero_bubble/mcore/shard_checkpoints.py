@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 def shards_matched() -> Iterator[None]:
     """Let megatron-core find the parameter of each shard of the optimizer's state inside the `with` block.
 
-    It compares the ids of local tensors, but torch's `to_local` makes a new one at each call for a parameter.
+    It compares the ids of local tensors, but torch's `to_local` creates a new tensor for a parameter in each call.
     """
     original = matching.to_local_if_dtensor
     matching.to_local_if_dtensor = _local

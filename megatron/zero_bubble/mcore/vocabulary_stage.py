@@ -177,7 +177,7 @@ class VocabularyStep:
                 "with labels"
             )
         (hidden, labels), layer.loss_inputs = layer.loss_inputs, None
-        # A stage of the loss alone puts out its input, whose memory B needs.
+        # A last stage without layers returns its input, whose memory B needs.
         output = hidden.clone() if hidden.is_leaf and hidden.requires_grad else hidden
         state.hidden, state.labels = output.detach(), labels.long().contiguous()
         return output

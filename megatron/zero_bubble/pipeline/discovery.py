@@ -100,7 +100,7 @@ class StepMessages:
         return f"{form!r} {autocast} {self._stage.trained_parameters()}", vary
 
     def _discover(self) -> dict[int, MessageSpec]:
-        """Return the spec of what each stage but the last one sends to the next; a collective call of all ranks.
+        """Return the message spec of each stage except the last; a collective call of all ranks.
 
         Raises:
             ValueError: a layer fails, on all ranks.

@@ -51,7 +51,7 @@ class ThreadLane:
     for a rank that waits for the collective, and then learns of the error only when that rank has ended.
 
     Args:
-        leave: ends this rank's part in the groups that the exchanges run over, such as `Collectives.close`.
+        leave: leaves the process groups of the exchanges, such as `Collectives.close`.
     """
 
     def __init__(self, leave: Callable[[], None]) -> None:

@@ -245,7 +245,8 @@ class Profiler:
         return chunk_costs
 
     def _memory_of(self, chunk: int, kind: OpKind, center: Callable[[Sequence[float]], float]) -> float:
-        """Return the usual change of memory; for F of one that keeps everything, or of one that drops and its R."""
+        """Return the usual change of memory; for F either of an F that keeps everything, or of an F that drops plus its
+        R."""
         kept = self._memory.get((chunk, kind))
         if kept:
             return center(kept)
@@ -351,7 +352,7 @@ def combine_costs(
         return tuple(max(replica.get(kind, 0.0) for replica in replicas) for replicas in values)
 
     def held_after(*kinds: OpKind) -> tuple[float, ...]:
-        # Summed for each replica, because the one that keeps most in F releases most in B.
+        # Summed for each replica, because the replica that keeps most in F releases most in B.
         return tuple(max(sum(replica.get(kind, 0.0) for kind in kinds) for replica in replicas) for replicas in memory)
 
     kept = held_after(OpKind.F)

@@ -144,8 +144,8 @@ class OpRecorder:
         self._ops: list[tuple[tuple[Op, ...], _MemoryUse]] = []
         self._marks: list[Any] = []
         self._parts: list[tuple[int, OpKind | None, Any, Any]] = []
-        """Number of an operation, and the marks at begin and end of work of a kind in it, or of an exchange of tokens
-        (None)."""
+        """Number of an operation, a kind of work in it or None for an exchange of tokens, and the marks at its start
+        and end."""
 
     def begin(self, op: Op) -> None:
         """Note that the inputs of `op` are there and it starts to compute."""

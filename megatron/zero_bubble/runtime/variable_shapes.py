@@ -1,9 +1,9 @@
 """Sends messages whose shape the receiver does not know before they arrive.
 
 The sender announces such a message: a header with its shape goes from process to process, over channels of its own and
-in the order of the messages. The receiver posts the message once it has the header. Two kinds of messages need none:
-those whose shape is fixed, and answers, such as the gradient of an activation, whose shape this rank knows from what it
-sent.
+in the order of the messages. The receiver posts the message once it has the header. Two kinds of messages need no
+header: messages of fixed shape, and answers, such as the gradient of an activation, whose shape this rank knows from
+the message that it sent.
 """
 
 from __future__ import annotations

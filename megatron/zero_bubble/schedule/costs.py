@@ -332,7 +332,7 @@ class StageCosts:
         return replace(self, **per_rank, time_comm=self.time_comm[: placement.num_ranks - 1])
 
     def _sum(self, names: Sequence[str]) -> tuple[float, ...]:
-        """The sum of these fields for every stage; zeros if there are none."""
+        """The sum of the given fields for every stage; zeros without fields."""
         columns = [getattr(self, name) for name in names]
         return tuple(map(sum, zip(*columns, strict=True))) if columns else (0,) * self.num_stages
 

@@ -146,7 +146,8 @@ class KindFacts:
     link: str = ""
     """The field of `StageCosts` that is the time for which its copy occupies the rank's host link, if it copies."""
     undoes_memory_of: OpKind | None = None
-    """Where a schedule has this operation, the one of that kind and the same microbatch allocates so much less."""
+    """The operation of that kind for the same microbatch allocates less by the memory of this operation, where a
+    schedule has it."""
     waiting: str = ""
     """The field of `Bubble` that counts the time a rank waits for its inputs."""
     in_order: str = ""

@@ -41,7 +41,7 @@ def place_collectives(schedule: Schedule, order: SerialOrder, costs: StageCosts)
     part in the next one before that. So when a computation starts, its own inputs and the inputs of all earlier
     launches are complete. All ranks take part on the same side of VALIDATE.
 
-    Raises `InvalidSchedule` if an operation that makes what a collective carries is missing.
+    Raises `InvalidSchedule` if an operation that contributes to a collective is missing.
     """
     collectives = _collectives(schedule, order)
     time = collective_time(costs)

@@ -83,7 +83,7 @@ class _Step(NamedTuple):
     waits: tuple[_Wait, ...]
     """The waits, where any is not as plain as that."""
     slots: tuple[int, ...]
-    """Where the ends of microbatch 0's results are noted."""
+    """Index at which the ends of microbatch 0's results are stored."""
     sending: float
     """How long the message with the result occupies the sender."""
 

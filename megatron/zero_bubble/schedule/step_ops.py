@@ -118,7 +118,8 @@ def without_post_validation(schedule: Schedule) -> Schedule:
 
 
 def _closed(schedule: Schedule, counts: list[int]) -> list[int]:
-    """For every rank, the most forwards before VALIDATE, up to `counts`, whose inputs are made by such forwards."""
+    """For every rank, the largest number of forwards before VALIDATE, up to `counts`, whose inputs come from forwards
+    before VALIDATE."""
     while True:
         early = [ops[:count] for ops, count in zip(schedule.ops, counts, strict=True)]
         results = _results(schedule, early)

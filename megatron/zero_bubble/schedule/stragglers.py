@@ -86,7 +86,7 @@ def time_per_step(times: Sequence[Sequence[float]], hierarchy: Hierarchy | None,
 def scaled(hierarchy: Hierarchy, period: int) -> Hierarchy | None:
     """Return the levels with other periods, in the same proportions, so that all replicas average every `period` steps.
 
-    None if a period would not be whole, or not at least 1.
+    None if a period would not be a whole number of at least 1.
     """
     last = hierarchy.levels[-1].period
     if any(level.period * period % last for level in hierarchy.levels):

@@ -53,7 +53,7 @@ def stage_collectives(device_type: str) -> Callable[[], None]:
 
     With `cpu` all tensors are copied, which tests the staging without a GPU.
     """
-    # Taken from the class's dictionary: what `getattr` returns no longer binds to a group once it is put back.
+    # Taken from the class's dictionary, because the result of `getattr` no longer binds to a group when it is put back.
     originals = {name: vars(dist.ProcessGroup)[name] for name in _METHODS if name in vars(dist.ProcessGroup)}
     for name in originals:
         setattr(dist.ProcessGroup, name, _staged(name, getattr(dist.ProcessGroup, name), device_type))

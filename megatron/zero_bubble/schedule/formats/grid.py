@@ -28,7 +28,7 @@ def _cells(schedule: Schedule) -> tuple[list[list[str]], frozenset[int]]:
 
     And the columns that are no slots: those of operations that take no time.
     """
-    # In groups operations would take parts of a slot.
+    # With several groups, operations would take fractions of a slot.
     timeline = simulate(replace(schedule, groups=()), StageCosts.uniform(schedule.num_stages, time_r=1))
     timed_ops = [timed for lane in timeline.lanes for timed in lane]
     instants = sorted({int(timed.start) for timed in timed_ops if timed.start == timed.end})
