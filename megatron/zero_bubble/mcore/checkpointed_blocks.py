@@ -41,7 +41,7 @@ def split_checkpoints(store: RecomputationStore | None) -> Iterator[None]:
     if store is None or store.mode is None:
         yield
         return
-    with _in_place_of_checkpoint_function(_Blocks(store, random.CheckpointFunction)):
+    with _in_place_of_checkpoint_function(_BlockRunner(store, random.CheckpointFunction)):
         yield
 
 
@@ -56,7 +56,7 @@ def _in_place_of_checkpoint_function(function: Any) -> Iterator[None]:
         random.CheckpointFunction = before
 
 
-class _Blocks:
+class _BlockRunner:
     """Runs the checkpointed blocks of an F; takes the place of megatron-core's `CheckpointFunction`."""
 
     def __init__(self, store: RecomputationStore, checkpoint_function: Any) -> None:

@@ -64,14 +64,14 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
         self._num_ready: Counter[int] = Counter()
         modules: list[Any] = [part for part in module.modules() if isinstance(part, FSDPModule)]
         self._root, *layers = modules
-        self._layers = [layer for layer in layers if _group(layer) is not None]
-        self._groups = [group for part in modules if (group := _group(part)) is not None]
+        self._layers = [layer for layer in layers if _fsdp_group(layer) is not None]
+        self._groups = [group for part in modules if (group := _fsdp_group(part)) is not None]
         self._set_up_reduction()
         self._set_up_gathering()
         for group in self._groups:
-            weights = [parameter for parameter in group.fsdp_params if _place(parameter) in hooks]
+            weights = [parameter for parameter in group.fsdp_params if _owner_and_name(parameter) in hooks]
             for parameter in weights:
-                hooks[_place(parameter)](partial(self._add_weight_gradient, group, parameter, len(weights)))
+                hooks[_owner_and_name(parameter)](partial(self._add_weight_gradient, group, parameter, len(weights)))
 
     def _set_up_reduction(self) -> None:
         replicas = self.process_group.size()
@@ -109,7 +109,7 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
         """Start to gather the first parameters of an F or B, while it waits for its message."""
         first = self._layers[:1] if is_forward else self._layers[-1:]
         for part in (self._root, *first):
-            if (group := _group(part)) is not None:
+            if (group := _fsdp_group(part)) is not None:
                 group.unshard(async_op=True)
 
     def before_gradients(self, *, is_fused: bool) -> None:
@@ -190,11 +190,11 @@ def fully_sharded(chunks: Sequence[torch.nn.Module]) -> list[FullyShardedChunk]:
     return [chunk for chunk in chunks if isinstance(chunk, FullyShardedChunk)]
 
 
-def _group(module: Any) -> Any:
+def _fsdp_group(module: Any) -> Any:
     return module._get_fsdp_state()._fsdp_param_group
 
 
-def _place(parameter: Any) -> tuple[int, str]:
+def _owner_and_name(parameter: Any) -> tuple[int, str]:
     """Return the module that holds the parameter, by its id, and the parameter's name there."""
     return id(parameter._module_info.module), parameter._module_info.param_name
 

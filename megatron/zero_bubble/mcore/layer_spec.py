@@ -91,11 +91,13 @@ def layer_specs(config: TransformerConfig, *, uses_torch_attention: bool) -> lis
         # megatron-core asks whether its adapter of Transformer Engine can be imported, which needs no such package.
         multi_latent_attention.HAVE_TE = False
     attention = core_attention(config, uses_torch=uses_torch_attention)
-    distinct = {id(layer): _local(config, layer, attention) for layer in layers}
+    distinct = {id(layer): _completed_local_layer(config, layer, attention) for layer in layers}
     return [distinct[id(layer)] for layer in layers]
 
 
-def _local(config: TransformerConfig, layer: ModuleSpec, attention: type[torch.nn.Module]) -> ModuleSpec:
+def _completed_local_layer(
+    config: TransformerConfig, layer: ModuleSpec, attention: type[torch.nn.Module]
+) -> ModuleSpec:
     """Return a copy of a local layer's spec with our attention and, where megatron-core's do not fit, our norms."""
     layer = copy.deepcopy(layer)
     inside = layer.submodules.self_attention.submodules

@@ -59,7 +59,7 @@ def split_weight_gradients(model_chunks: Iterable[torch.nn.Module], store: Weigh
         tied = tied_output_layer(chunk)
         for name, module in chunk.named_modules():
             if isinstance(module, _SPLIT_LAYERS) and module is not tied:
-                split += [f"{name}.weight"] if _split(module, store) else []
+                split += [f"{name}.weight"] if _split_layer(module, store) else []
             elif defers_by_itself(module):
                 put_into_store(module, store)
                 split += [f"{name}.{parameter}" for parameter in deferred_parameters(module)]
@@ -79,7 +79,7 @@ def tied_output_layer(chunk: torch.nn.Module) -> torch.nn.Module | None:
     return layer if model.shared_embedding_or_output_weight() is not layer.weight else None
 
 
-def _split(layer: Any, store: WeightGradStore) -> bool:
+def _split_layer(layer: Any, store: WeightGradStore) -> bool:
     if layer.weight is None:
         # The output layer of a stage that also holds the embedding uses the embedding's weight.
         return False

@@ -52,7 +52,7 @@ class ReplicaAveraging:
         self._optimizer = optimizer
         self._chunks = chunks
         self._changed = changed
-        self._averager = GroupAverager(hierarchy, _groups(hierarchy, timeout))
+        self._averager = GroupAverager(hierarchy, _averaging_groups(hierarchy, timeout))
         self._averaged_at = iteration
         """The last iteration after which all replicas had the same parameters."""
         self._is_local = False
@@ -124,7 +124,7 @@ class ReplicaAveraging:
         self._changed()
 
 
-def _groups(hierarchy: Hierarchy, timeout: timedelta) -> dict[int, dist.ProcessGroup]:
+def _averaging_groups(hierarchy: Hierarchy, timeout: timedelta) -> dict[int, dist.ProcessGroup]:
     replicas = parallel_state.get_data_parallel_group()
     places: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(places, dist.get_process_group_ranks(replicas))

@@ -26,14 +26,14 @@ def shards_matched() -> Iterator[None]:
     It compares the ids of local tensors, but torch's `to_local` creates a new tensor for a parameter in each call.
     """
     original = matching.to_local_if_dtensor
-    matching.to_local_if_dtensor = _local
+    matching.to_local_if_dtensor = _local_tensor
     try:
         yield
     finally:
         matching.to_local_if_dtensor = original
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def _local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 

@@ -179,14 +179,14 @@ def _begin(microbatch: int, unit: _UnitKind, number: int, current: str) -> None:
         microbatch: the microbatch's seed.
         current: name of the state that the device's generator has while the unit runs.
     """
-    states = _states(_mixed(microbatch, unit, number))
+    states = _generator_states(_mixed(microbatch, unit, number))
     random._set_cuda_rng_state(states[current])
     del states[_DEFAULT]
     tracker = random.get_cuda_rng_tracker()
     tracker.set_states({**tracker.get_states(), **states, _MICROBATCH: torch.tensor(microbatch)})
 
 
-def _states(seed: int) -> dict[str, torch.Tensor]:
+def _generator_states(seed: int) -> dict[str, torch.Tensor]:
     """The states, by name, that `model_parallel_cuda_manual_seed(seed)` gives this rank's generators."""
     seeds = {
         _DEFAULT: seed,

@@ -166,7 +166,7 @@ def shard_vocabulary(chunks: Sequence[torch.nn.Module], placement: Placement | N
     group = parallel_state.get_pipeline_model_parallel_group()
     placement = placement or Placement("linear" if len(chunks) == 1 else "interleaved", group.size(), len(chunks))
     models: list[Any] = [unwrap_model(chunk) for chunk in chunks]
-    first, last = _model_of(models, placement, 0), _model_of(models, placement, placement.num_stages - 1)
+    first, last = _model_of_stage(models, placement, 0), _model_of_stage(models, placement, placement.num_stages - 1)
     refusals: list[str | None] = [None] * group.size()
     dist.all_gather_object(refusals, _refusal(models, placement, first, last), group=group)
     for refusal in filter(None, refusals):
@@ -211,7 +211,7 @@ def _only(kind: type[Any], chunks: Sequence[torch.nn.Module]) -> Any:
     return next((module for chunk in chunks for module in chunk.modules() if isinstance(module, kind)), None)
 
 
-def _model_of(models: Sequence[Any], placement: Placement, stage: int) -> Any:
+def _model_of_stage(models: Sequence[Any], placement: Placement, stage: int) -> Any:
     """Return the model of a stage, None if it is on another rank."""
     rank = parallel_state.get_pipeline_model_parallel_rank()
     return models[placement.chunk_of(stage)] if placement.rank_of(stage) == rank else None

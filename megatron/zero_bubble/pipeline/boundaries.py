@@ -17,7 +17,7 @@ def balanced(weights: Sequence[float], num_parts: int) -> Boundaries:
     then of their lengths.
     """
     before = list(accumulate(weights, initial=0))
-    return _most_even(before, num_parts, _bottleneck(before, num_parts))
+    return _even_boundaries(before, num_parts, _bottleneck(before, num_parts))
 
 
 def _bottleneck(before: Sequence[float], num_parts: int) -> float:
@@ -50,7 +50,7 @@ def _num_parts(before: Sequence[float], limit: float) -> float:
     return parts
 
 
-def _most_even(before: Sequence[float], num_parts: int, limit: float) -> Boundaries:
+def _even_boundaries(before: Sequence[float], num_parts: int, limit: float) -> Boundaries:
     """Return the most even partition without a part above `limit`, by dynamic programming over the ends of parts."""
     num_layers = len(before) - 1
     best: list[dict[int, tuple[float, float, int]]] = [{0: (0, 0, 0)}]

@@ -211,7 +211,7 @@ class LayerStage:
         try:
             loss = self._loss_fn(output, self._microbatches.targets[microbatch])
         except Exception as error:
-            raise ValueError(f"loss_fn failed: {_words(error)}") from error
+            raise ValueError(f"loss_fn failed: {_error_text(error)}") from error
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise ValueError(f"loss_fn must return a tensor with one number, got {got}")
@@ -235,11 +235,11 @@ def _checked_call(layer: HeldLayer, value: Any) -> Any:
     try:
         result = layer.call(value)
     except Exception as error:
-        raise ValueError(f"layer {layer.index} ({layer.class_name}) failed: {_words(error)}") from error
+        raise ValueError(f"layer {layer.index} ({layer.class_name}) failed: {_error_text(error)}") from error
     if result is None:
         raise ValueError(f"layer {layer.index} ({layer.class_name}) returned None, not the input of the next layer")
     return result
 
 
-def _words(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {one_line(error)}".rstrip()

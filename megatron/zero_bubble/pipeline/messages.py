@@ -85,7 +85,7 @@ class MessageSpec:
 
     def __str__(self) -> str:
         leaves, structure = self._flat
-        return str(pytree.tree_unflatten(map(_Words, map(_words, leaves)), structure))
+        return str(pytree.tree_unflatten(map(_Words, map(_leaf_text, leaves)), structure))
 
 
 class StageMessage:
@@ -169,7 +169,7 @@ class _Words(str):
     __repr__ = str.__str__
 
 
-def _words(leaf: AnySpec | Constant) -> str:
+def _leaf_text(leaf: AnySpec | Constant) -> str:
     if not isinstance(leaf, TensorSpec | AnnouncedSpec):
         return repr(leaf)
     shape = list(leaf.shape) if isinstance(leaf, TensorSpec) else "[any]"

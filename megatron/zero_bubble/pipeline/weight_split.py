@@ -70,7 +70,7 @@ def split_modules(
     Returns:
         The parameters whose gradient is now computed in W.
     """
-    inside = list(_layers(modules))
+    inside = list(_callable_modules(modules))
     uses = Counter(
         id(parameter)
         for module in inside
@@ -93,7 +93,7 @@ def split_modules(
     return split
 
 
-def _layers(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+def _callable_modules(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
     """Yield every module once, without those inside a module that does not call them or defers W by itself."""
     seen: set[nn.Module] = set()
     pending = list(modules)[::-1]

@@ -136,7 +136,7 @@ class _Storage:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.place = tensor.device
-        self.device: torch.Tensor | None = _bytes_of(tensor.untyped_storage(), self.place)
+        self.device: torch.Tensor | None = _as_byte_tensor(tensor.untyped_storage(), self.place)
         self.host: torch.Tensor | None = None
 
     def release(self) -> bool:
@@ -146,7 +146,7 @@ class _Storage:
         self.device = None
         if reference.expired():
             return True
-        self.device = _bytes_of(torch.UntypedStorage._new_with_weak_ptr(reference.cdata), self.place)
+        self.device = _as_byte_tensor(torch.UntypedStorage._new_with_weak_ptr(reference.cdata), self.place)
         return False
 
 
@@ -216,5 +216,5 @@ def _unpack(saved: torch.Tensor | _Saved) -> torch.Tensor:
     return tensor.set_(storage.device.untyped_storage(), offset, size, stride)
 
 
-def _bytes_of(storage: torch.UntypedStorage, place: torch.device) -> torch.Tensor:
+def _as_byte_tensor(storage: torch.UntypedStorage, place: torch.device) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=place).set_(storage)

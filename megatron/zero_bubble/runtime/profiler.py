@@ -65,7 +65,7 @@ class SavedTensorMeter:
         if op.kind is OpKind.F:
             self._saved[key], self._held[key] = [], 0
         saved = self._saved[key]
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(partial(_note, saved), lambda tensor: tensor)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(partial(_record_saved, saved), lambda tensor: tensor)
         self._hooks.__enter__()
 
     def end(self, op: Op) -> int:
@@ -90,7 +90,7 @@ class SavedTensorMeter:
         return 0
 
 
-def _note(saved: list[weakref.ref[torch.Tensor]], tensor: torch.Tensor) -> torch.Tensor:
+def _record_saved(saved: list[weakref.ref[torch.Tensor]], tensor: torch.Tensor) -> torch.Tensor:
     """Record a tensor that autograd saves, unless it is a parameter, and return the object to save in its place."""
     # A transposed weight is a view whose base is the parameter.
     if isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter):
@@ -231,7 +231,7 @@ class Profiler:
                     stage=self._placement.stage_of(self._rank, chunk),
                     times=times,
                     memory={kind: self._memory_of(chunk, kind, center) for kind in kinds},
-                    noise=max(_spread(samples[kind]) for kind in matter),
+                    noise=max(_relative_spread(samples[kind]) for kind in matter),
                     inside=self._inside[chunk],
                     exchanged={
                         kind: center(self._exchanged[chunk, kind]) for kind in kinds if (chunk, kind) in self._exchanged
@@ -263,7 +263,7 @@ def _times_of_copies(
     return {kind: 1000.0 * center(times) for kind, times in seconds.items() if times}
 
 
-def _spread(values: Sequence[float]) -> float:
+def _relative_spread(values: Sequence[float]) -> float:
     if len(values) < 2:
         return 0.0
     low, middle, high = statistics.quantiles(values, n=4)
@@ -325,7 +325,7 @@ def gather_costs(placement: Placement, chunks: Sequence[ChunkCosts], edges: Mapp
     return combine_costs(placement, gathered)
 
 
-def _exchanged(stages: Sequence[Sequence[ChunkCosts]], *kinds: OpKind) -> tuple[float, ...]:
+def _exchange_times(stages: Sequence[Sequence[ChunkCosts]], *kinds: OpKind) -> tuple[float, ...]:
     """Stage -> time in which its fastest replica exchanges tokens: others wait for late ones in it, too."""
     return tuple(
         min(sum(replica.exchanged.get(kind, 0.0) for kind in kinds) for replica in replicas) for replicas in stages
@@ -363,8 +363,8 @@ def combine_costs(
     by_name = {name: most(times, kind) for name, kind in TIMES.items()}
     costs = StageCosts(
         **by_name,
-        all_to_all_f=tuple(map(min, _exchanged(stages, OpKind.F), by_name["time_f"])),
-        all_to_all_b=tuple(map(min, _exchanged(stages, OpKind.B, OpKind.BW), by_name["time_b"])),
+        all_to_all_f=tuple(map(min, _exchange_times(stages, OpKind.F), by_name["time_f"])),
+        all_to_all_b=tuple(map(min, _exchange_times(stages, OpKind.B, OpKind.BW), by_name["time_b"])),
         time_comm=tuple(max(by_edge.get(edge, [0.0])) for edge in range(placement.num_stages - 1)),
         memory_f=kept,
         memory_b=tuple(map(operator.sub, waiting, kept)),

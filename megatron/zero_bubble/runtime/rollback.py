@@ -48,7 +48,7 @@ def make_rollback(kind: RollbackKind, optimizers: Sequence[Any], *, on_host: boo
     return Inverse(optimizers)
 
 
-def _parameters(optimizer: Any) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
+def _grouped_parameters(optimizer: Any) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
     """Yield the group and the parameter, for every parameter of an optimizer."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -115,7 +115,7 @@ class Snapshot:
         self._parameters = [
             self._copy((o, parameter), parameter.data)
             for o, optimizer in enumerate(self._optimizers)
-            for _, parameter in _parameters(optimizer)
+            for _, parameter in _grouped_parameters(optimizer)
         ]
         self._states = [
             {key: self._copies((o, key), state) for key, state in optimizer.state.items()}
@@ -183,7 +183,7 @@ class Inverse:
     @torch.no_grad()
     def undo(self) -> None:
         for optimizer in self._optimizers:
-            for group, parameter in _parameters(optimizer):
+            for group, parameter in _grouped_parameters(optimizer):
                 if parameter.grad is None:
                     continue
                 state = optimizer.state[parameter]

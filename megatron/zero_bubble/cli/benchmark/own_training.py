@@ -48,7 +48,7 @@ def of_own_training(flags: BenchmarkFlags, num_devices: int) -> tuple[BenchmarkF
     """
     script, given = split_script(flags.training_flags)
     words = tuple(_apart(given))
-    args = _script_arguments(words, flags, num_devices) if script is not None else _trainers_arguments(words)
+    args = _script_training(words, flags, num_devices) if script is not None else _trainers_arguments(words)
     pipeline_size = args.pipeline_model_parallel_size
     if pipeline_size < 2:
         raise ValueError(
@@ -79,7 +79,7 @@ def _trainers_arguments(words: Sequence[str]) -> Arguments:
     return parse_arguments([*words, *(("--lr", "0") if "--lr" not in words else ())], PROG)
 
 
-def _script_arguments(words: Sequence[str], flags: BenchmarkFlags, num_devices: int) -> ScriptArguments:
+def _script_training(words: Sequence[str], flags: BenchmarkFlags, num_devices: int) -> ScriptArguments:
     if flags.losses:
         raise ValueError(
             "argument --losses: not allowed with a script after --, which draws other initial weights in each layout"

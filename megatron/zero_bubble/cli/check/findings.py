@@ -163,13 +163,13 @@ class Findings:
         heads = ("activations (MiB)", "a microbatch", "counted", "schedule", "peak", "simulated", "off by")
         rows: list[tuple[str, ...]] = []
         for stage in self.stages:
-            held = (_mib(stage.profile.memory[OpKind.F]), _mib(stage.expected_memory[0]))
+            held = (_as_mib(stage.profile.memory[OpKind.F]), _as_mib(stage.expected_memory[0]))
             for check in stage.memory:
                 off = f"{100 * (check.measured / check.simulated - 1):+.1f}%"
-                figures = (_mib(check.measured), _mib(check.simulated), off)
+                figures = (_as_mib(check.measured), _as_mib(check.simulated), off)
                 rows.append((stage.model.name, *held, check.schedule, *figures))
         return heads, rows
 
 
-def _mib(num_bytes: float) -> str:
+def _as_mib(num_bytes: float) -> str:
     return f"{num_bytes / 2**20:.4g}"

@@ -65,7 +65,7 @@ def generate(flags: GenerateFlags) -> None:
 def simulate(flags: SimulateFlags) -> None:
     """Print the costs of one schedule, and the causes of each rank's bubble."""
     figures = figures_of_source(flags)
-    flags.deliver(figures.as_json(), _summary([figures]) + "\n" + _ranks(figures))
+    flags.deliver(figures.as_json(), _summary([figures]) + "\n" + _rank_table(figures))
 
 
 def compare(flags: CompareFlags) -> None:
@@ -131,7 +131,7 @@ def _iteration_times(figures: ScheduleFigures) -> tuple[str, str, str]:
     )
 
 
-def _ranks(figures: ScheduleFigures) -> str:
+def _rank_table(figures: ScheduleFigures) -> str:
     """Return a table of every rank's span, bubble by cause, and peak memory."""
     idle = causes(figures.timeline)
     rows = []

@@ -23,7 +23,7 @@ _HEADER = ("schedule", "placement", "ranks", "chunks", "microbatches")
 _GROUPS = "groups"
 
 
-def _cells(schedule: Schedule) -> tuple[list[list[str]], frozenset[int]]:
+def _grid_cells(schedule: Schedule) -> tuple[list[list[str]], frozenset[int]]:
     """For every rank and column, the operation that starts there, `-` where one goes on, or nothing.
 
     And the columns that are no slots: those of operations that take no time.
@@ -49,7 +49,7 @@ def _cells(schedule: Schedule) -> tuple[list[list[str]], frozenset[int]]:
 
 def schedule_to_grid(schedule: Schedule) -> str:
     """The grid as text for a terminal, a line a rank. Raises `Deadlock` if the schedule cannot run."""
-    rows, narrow = _cells(schedule)
+    rows, narrow = _grid_cells(schedule)
     longest = [max(map(len, column)) for column in zip(*rows, strict=True)]
     width = max((length for k, length in enumerate(longest) if k not in narrow), default=0)
     widths = [length if k in narrow else width for k, length in enumerate(longest)]
@@ -69,7 +69,7 @@ def schedule_to_csv(schedule: Schedule) -> str:
     groups = " ".join(map(str, schedule.groups))
     writer.writerow((*_HEADER, *(_GROUPS,) * bool(groups)))
     writer.writerow((schedule.name, placement.kind, *sizes, *(groups,) * bool(groups)))
-    writer.writerows(_cells(schedule)[0])
+    writer.writerows(_grid_cells(schedule)[0])
     return text.getvalue()
 
 
