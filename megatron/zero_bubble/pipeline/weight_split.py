@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FunctionType, SimpleNamespace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import nn
@@ -115,7 +115,7 @@ def _can_be_split(module: nn.Module, others: Sequence[type[nn.Module]]) -> bool:
     return "weight" in own and any(_has_forward_of(kind, module) for kind in SPLIT_LAYERS)
 
 
-def _is_split_attention(module: nn.Module) -> bool:
+def _is_split_attention(module: nn.Module) -> TypeGuard[nn.MultiheadAttention]:
     # A weight that is computed from others has parameters of other names.
     return _has_forward_of(nn.MultiheadAttention, module) and _ATTENTION_PARAMETERS.issuperset(
         name for name, _ in module.named_parameters()
