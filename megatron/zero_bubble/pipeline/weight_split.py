@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FunctionType, SimpleNamespace
-from typing import Any, Protocol, TypeGuard, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import nn
@@ -83,7 +83,7 @@ def split_modules(
         elif any(uses[id(own)] != 1 for own in module.parameters()):
             continue
         elif _is_split_attention(module):
-            attention = _SplitAttention(module, store)
+            attention = _SplitAttention(cast(nn.MultiheadAttention, module), store)
             module.forward = attention.forward
             split += attention.parameters
         elif _can_be_split(module, others):
@@ -115,7 +115,7 @@ def _can_be_split(module: nn.Module, others: Sequence[type[nn.Module]]) -> bool:
     return "weight" in own and any(_has_forward_of(kind, module) for kind in SPLIT_LAYERS)
 
 
-def _is_split_attention(module: nn.Module) -> TypeGuard[nn.MultiheadAttention]:
+def _is_split_attention(module: nn.Module) -> bool:
     # A weight that is computed from others has parameters of other names.
     return _has_forward_of(nn.MultiheadAttention, module) and _ATTENTION_PARAMETERS.issuperset(
         name for name, _ in module.named_parameters()
