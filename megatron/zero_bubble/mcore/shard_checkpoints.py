@@ -38,7 +38,8 @@ def _local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sharded_state(chunk: Any, metadata: dict[str, Any]) -> dict[str, Any]:
-    """Return the chunk's `sharded_state_dict`, in which rows of gated layers are where they are without sharding."""
+    """Return the chunk's `sharded_state_dict`, in which gated layers have their rows in the same places as without
+    sharding."""
     state: dict[str, Any] = chunk.sharded_state_dict(metadata=metadata)
     for name, parameter in chunk.named_parameters():
         part = state.get(name)

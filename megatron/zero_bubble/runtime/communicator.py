@@ -127,7 +127,7 @@ class RunAhead:
 
     Args:
         new_mark: makes a mark at the last launched work.
-        limit: number of messages; a GPU that is so far behind still has operations to compute.
+        limit: largest number of messages in flight; a GPU with so many still has operations to compute.
     """
 
     def __init__(self, new_mark: Callable[[], Mark], limit: int = 8) -> None:

@@ -48,7 +48,7 @@ class StageCosts:
     releases `memory_d`, and H, whose copy occupies the link for `time_h`, allocates that again.
 
     `all_to_all_f` and `all_to_all_b` are the parts of `time_f` and `time_b` in which a stage exchanges tokens between
-    experts and computes nothing. In a pair they pass while the other operation computes.
+    experts and computes nothing. In a pair these messages pass while the other operation computes.
 
     The operations E, EW, S and T on the vocabulary shard of a rank take `time_e`, `time_ew`, `time_s` and `time_t` of
     the rank's first chunk; those of its other chunks are zeros. S allocates `memory_s`, and T changes it by `memory_t`.

@@ -20,7 +20,7 @@ class Stragglers:
 
     num_replicas: int
     kind: StragglerKind = "random"
-    """`random`: in each step another replica may straggle. `fixed`: it is always replica 0."""
+    """`random`: a randomly drawn replica straggles in each step. `fixed`: it is always replica 0."""
     slowdown: float = 5.0
     """How many times as long as the others a straggler takes."""
     probability: float = 1.0

@@ -23,7 +23,7 @@ from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline
 _GRADIENTS = frozenset(kind for kind, facts in KINDS.items() if facts.adds_gradient and OpKind.B not in facts.makes)
 """The operations that compute gradients of weights alone."""
 _LAST_COLLECTIVES = frozenset(kind for kind, collective in COLLECTIVES.items() if collective.maker is OpKind.B)
-"""The collectives that only a backward makes, so that they stand between the last gradients, too."""
+"""The collectives to which only a backward contributes; they also occur among the last gradients."""
 
 
 def reorder_tail(schedule: Schedule) -> Schedule:

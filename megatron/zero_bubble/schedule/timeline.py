@@ -60,7 +60,7 @@ class Idle:
 
     @property
     def total(self) -> float:
-        """Both parts together: 1 - sum of the work / (number of ranks x longest span)."""
+        """Imbalance and bubble rate together: 1 - sum of the work / (number of ranks x longest span)."""
         return self.imbalance + self.bubble
 
     def __str__(self) -> str:

@@ -41,7 +41,7 @@ class Estimate:
     limit: float | None = None
     """Bytes of activations a rank that the schedule may take; None if it was planned without a limit.
 
-    A schedule takes more only if `auto` has less than its smallest plan needs.
+    A schedule gets more memory only if its smallest plan needs more than `auto` has.
     """
     without_pairs: Timeline | None = None
     """The same schedule planned without pairs, where it was planned with them."""
