@@ -126,5 +126,6 @@ def _recompute(ctx: Any) -> None:
 
 
 def _gradient_edge(output: Any) -> GradientEdge | None:
-    """Return where the backward of a block's output begins: unlike the output itself it holds no activations."""
+    """Return the gradient edge at which the backward of a block's output starts. Unlike the output itself, it holds no
+    activations."""
     return get_gradient_edge(output) if isinstance(output, torch.Tensor) and output.requires_grad else None

@@ -1,9 +1,9 @@
 """Draws a model's initial weights and its dropout from seeds of its units, so that they do not depend on their places.
 
 megatron-core seeds each pipeline rank once. The random numbers of a layer then depend on the rank, and on all previous
-draws of the rank. Here each unit, which is the embedding, one layer, one layer of multi-token prediction or the output
-layer, has a seed of its own: for its weights, and for the dropout of each microbatch. From that seed tensor-parallel
-and expert-parallel ranks draw the same or different numbers as they do in megatron-core.
+draws of the rank. Here each unit has its own seeds for its weights and for the dropout of each microbatch. A unit is
+the embedding, a layer, a layer of multi-token prediction, or the output layer. From that seed tensor-parallel and
+expert-parallel ranks draw the same or different numbers as they do in megatron-core.
 """
 
 from __future__ import annotations

@@ -205,7 +205,8 @@ class Pipeline(PartialModel):
 
         Args:
             batch: a pair (inputs, targets), split into microbatches along the first dimension of all tensors, or an
-                iterator of the pairs of single microbatches. Ranks without the first and the last stage ignore it.
+                iterator of the pairs of single microbatches. Ranks without the first and the last stage ignore the
+                batch.
 
         Raises:
             ValueError: on all ranks, if the batch cannot be used.

@@ -82,7 +82,7 @@ def times_of_return(timeline: Timeline, rank: int) -> dict[Op, float]:
 
 
 def check_copies(schedule: Schedule, rank: int) -> None:
-    """Raise `InvalidSchedule` unless every D of a rank has its H, and no other way to restore the activations."""
+    """Raise `InvalidSchedule` unless every D of a rank has an H, and no other operation restores its activations."""
     if not schedule.offloads:
         return
     ops, in_pairs = schedule.op_sets[rank], forwards_in_pairs(schedule, rank)

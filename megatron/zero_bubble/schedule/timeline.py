@@ -99,7 +99,7 @@ class Timeline:
 
     @cached_property
     def computations(self) -> tuple[Sequence[TimedOp], ...]:
-        """The lanes with one entry for each pair, at its backward."""
+        """The lanes, in which a pair of operations is one entry, in the place of its backward."""
         in_pairs = [forwards_in_pairs(self.schedule, rank) for rank in range(len(self.lanes))]
         return tuple(
             [timed for timed in lane if timed.op not in forwards] if forwards else lane
