@@ -243,7 +243,7 @@ def _norm_of(norm: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
 def _scan_of(mixer: Any, tally: Tally) -> Callable[..., torch.Tensor]:
     """The convolution, the scan and the gate of Mamba in one kernel of `mamba_ssm`, and the norm after it.
 
-    The kernel keeps its input and its output before the gate. Its operations are those that Megatron-LM counts.
+    The kernel keeps its input and its output before the gate. Its operations are counted as Megatron-LM counts them.
     """
 
     def scan(projected: torch.Tensor, packed_seq_params: Any = None) -> torch.Tensor:

@@ -84,7 +84,7 @@ def places_of_gated_rows(replica: int, num_replicas: int, rank: int, num_ranks: 
     The whole has all rows of the gate and then all of the input. A tensor-parallel rank has its part of the gate's rows
     and then of the input's, and its replicas divide these rows.
     """
-    # With an odd number of replicas the middle one has rows of both.
+    # With an odd number of replicas, the middle replica has rows of the gate and of the input.
     num_pieces = 1 if num_replicas % 2 == 0 else 2
     in_half = num_replicas * num_pieces // 2
     halves = [divmod(replica * num_pieces + piece, in_half) for piece in range(num_pieces)]

@@ -3,10 +3,10 @@
 `VocabularyStep` keeps the intermediate results between operations, by microbatch. `MegatronStage` runs it between the
 forwards and backwards of megatron-core.
 
-Tensors pass between the computation and the lane of collectives. On a GPU those are two streams, and memory that one
-frees must not be reused while the other still reads it. What the lane makes is safe, because each of its collectives
-waits for all computation before it. What computation makes for the lane is kept until this rank has waited for a later
-collective, or is marked by `record_stream`.
+Tensors pass between the computation and the lane of collectives. On a GPU computation and collectives are two streams,
+and memory that one frees must not be reused while the other still reads it. What the lane makes is safe, because each
+of its collectives waits for all computation before it. What computation makes for the lane is kept until this rank has
+waited for a later collective, or is marked by `record_stream`.
 """
 
 from __future__ import annotations

@@ -70,7 +70,8 @@ class StepMessages:
         self._trained_form = described[self._interconnect.rank] if trains else None
 
     def begin_as_before(self, load: Callable[[], Microbatches], autocast: Autocast) -> None:
-        """Give the stage the data of a training step without asking other ranks: after `begin` of another one.
+        """Give the stage the data of a training step without asking other ranks; `begin` must have run in an earlier
+        step.
 
         Data that cannot be used fail the step as a forward that fails does.
         """

@@ -169,8 +169,8 @@ class StageCosts:
     def time_of_pair(self, forward: int, backward_kind: OpKind, backward: int) -> float:
         """Time of a pair: a forward and a backward of these stages, which exchange tokens while the other computes.
 
-        A rank has one link and computes one operation at a time: the longer of all that it computes and all that it
-        exchanges.
+        A rank has one link and computes one operation at a time, so the pair takes the longer of its whole computation
+        and its whole exchange.
         """
         exchanged = self.all_to_all_f[forward] + self.all_to_all_b[backward]
         whole = self.time_f[forward] + self.times()[backward_kind][backward]

@@ -157,7 +157,7 @@ class KindFacts:
     runs_on: Place = Place.SAME_STAGE
     """Where it runs: in every stage, or once on each rank or on the last one, as an operation of chunk 0."""
     adds_gradient: bool = False
-    """Whether it computes gradients. What does not can be run again."""
+    """Whether it computes gradients. Other operations can run again."""
     runs_ahead: bool = False
     """Whether a rank runs it, where there is time, long before its first forward arrives: its span begins later."""
     is_per_iteration: bool = False

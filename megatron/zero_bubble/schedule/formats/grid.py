@@ -1,4 +1,4 @@
-"""Schedules as a grid: a row a rank, a column a time slot. For eyes and spreadsheets.
+"""Schedules as a grid: a row a rank, a column a time slot. It is meant for reading and for spreadsheets.
 
 The slots are those of a run in which F, B, W and R take one slot each, BW two, and communication none; a rank
 that waits leaves cells empty. STEP, VALIDATE, D and H take no time: where a rank has one, all have a column between two
