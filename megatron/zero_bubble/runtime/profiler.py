@@ -147,7 +147,7 @@ class ChunkCosts:
     """Usual time of F, B and W, or of F and BW if the backward is fused; of R if anything was recomputed, and of the
     operations on the rank's vocabulary shard, which are those of its first chunk."""
     memory: Mapping[OpKind, float]
-    """Usual change of memory of the same kinds; of F as `StageCosts.memory_f`, which keeps everything."""
+    """Usual change of memory of the same kinds; for F as in `StageCosts.memory_f`, if it keeps all activations."""
     noise: float
     """Largest relative spread of the times that matter: half the interquartile range over the median."""
     inside: int = 0

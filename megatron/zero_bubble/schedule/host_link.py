@@ -29,7 +29,7 @@ class LinkTimes:
         self._free: float = 0
         self._goes = frozenset((op.microbatch, op.chunk) for op in schedule.ops[rank] if op.kind is OpKind.D)
         self._out: dict[_Key, float] = {}
-        """When the copy to the host of a microbatch and chunk ends."""
+        """(microbatch, chunk) -> end of the copy to the host."""
         self._back: dict[_Key, float] = {}
 
     @classmethod
@@ -113,8 +113,8 @@ def without_copies(schedule: Schedule) -> Schedule:
 def with_copies_everywhere(schedule: Schedule) -> Schedule:
     """The same schedule, without communication, with copies that measure their costs on every stage.
 
-    The first microbatch of a stage is copied to the host right after its F, and back right before its backward. If it
-    has an R, that is left out. A stage that restores activations in groups of layers keeps them.
+    The first microbatch of a stage is copied to the host right after its F, and back right before its backward. An
+    existing R is left out. A stage that restores activations in groups of layers keeps them.
     """
     schedule = without_copies(schedule.without_communication())
     if not BACKWARDS & schedule.kinds:

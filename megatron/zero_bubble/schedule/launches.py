@@ -91,7 +91,7 @@ class Host:
         self._indices: dict[tuple[OpKind, int], dict[int, int]] = {}
         """Kind and chunk of messages -> their numbers."""
         self.time_of_reduction = collective_time(costs) if costs is not None else 0
-        """How long the reduction takes that a STEP starts."""
+        """Duration of the reduction that a STEP starts."""
 
     def of(self, kind: OpKind, chunk: int) -> StreamLaunch:
         """Return the launch for the operations of a kind and chunk."""

@@ -11,7 +11,8 @@ from megatron.zero_bubble.schedule.errors import ScheduleError
 from megatron.zero_bubble.schedule.ir import Placement
 
 COLLECTIVES_OF = {"time_e": 1.5, "time_s": 2, "time_t": 0.5, "time_ew": 1}
-"""Collectives around each operation on a vocabulary shard; one with a number a token, or none at all, counts half."""
+"""Number of collectives around each operation on a vocabulary shard. A collective with at most one number a token
+counts half."""
 
 Partition = tuple[int, ...]
 """Layers of every stage, in model order. The embedding is in the first stage, the output in the last."""
