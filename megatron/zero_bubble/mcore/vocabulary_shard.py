@@ -163,7 +163,8 @@ def look_up(weight: torch.Tensor, rows: Rows, tokens: torch.Tensor) -> torch.Ten
 
 
 def add_embedding_gradient(total: torch.Tensor, rows: Rows, tokens: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Add the gradient of every token's embedding to its row, if this shard has it; equal on every run.
+    """Add the gradient of every token's embedding to the token's row, if this shard has it; every run gives the same
+    bits.
 
     Args:
         total: [rows of the shard, hidden], any floating type.

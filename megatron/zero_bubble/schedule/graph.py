@@ -164,7 +164,7 @@ def exchanges_after(schedule: Schedule, rank: int, op: Op) -> tuple[Op, ...]:
 
 
 def collective_kinds(schedule: Schedule) -> tuple[OpKind, ...]:
-    """The kinds of collectives that `schedule` needs: those whose result it uses. Every microbatch has each once."""
+    """The kinds of collectives whose results `schedule` uses. Every microbatch has each once."""
     if not schedule.is_vocabulary_parallel:
         return ()
     return tuple(kind for kind, collective in COLLECTIVES.items() if collective.user in schedule.kinds)
