@@ -122,7 +122,7 @@ class RunningPlan:
         return self._executors[num_microbatches, False, self._levels[num_microbatches]].schedule
 
     def prediction(self, num_microbatches: int) -> Prediction | None:
-        """Return what the present schedule takes, simulated at measured costs; None before there are any."""
+        """Return the simulated timeline of the current schedule at measured costs; None before costs are measured."""
         if self._replanner is None or self.profile is None:
             return None
         key = num_microbatches, self._levels[num_microbatches]
