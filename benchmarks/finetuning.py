@@ -28,8 +28,8 @@ from megatron.zero_bubble.cli.benchmark.training_results import bootstrap_interv
 from megatron.zero_bubble.cli.flag_values import at_least
 from megatron.zero_bubble.cli.invocation import read_flags, run_command
 from megatron.zero_bubble.mcore.cpu import substitute_cuda
-from megatron.zero_bubble.mcore.microbatch_orders import FIRST_STEPS, REFITTED_AFTER
 from megatron.zero_bubble.mcore.schedule_runner import ForwardBackward
+from megatron.zero_bubble.runtime.step_planner import FIRST_STEPS, REFITTED_AFTER
 from megatron.zero_bubble.session.flag_parser import flag
 
 _PROG = "benchmarks.finetuning"

@@ -31,6 +31,21 @@ def test_the_list_as_json_has_every_schedule_in_order(ok):
     assert [row["schedule"] for row in rows] == list(names())
 
 
+def test_lengths_of_microbatches_are_relative(ok):
+    """A step with a long first microbatch takes longer; lengths that are alike change nothing."""
+    words = ("simulate", "--schedule", "1f1b", *SIZE, "--json", "--lengths")
+    long, alike = (json.loads(ok(*words, lengths)) for lengths in ("8" + ",1" * 7, "3" + ",3" * 7))
+    assert long["makespan"] > alike["makespan"] == pytest.approx(33)
+    assert sum(alike["peak_memory"]) == pytest.approx(4 + 3 + 2 + 1)
+
+
+def test_lengths_do_not_go_with_iterations_that_interlock(run):
+    status, _, errors = run(
+        "simulate", "--schedule", "zb-h1", *SIZE, "--lengths", "1,2,1,1,1,1,1,1", "--post-validation"
+    )
+    assert (status, "argument --lengths: not allowed with --post-validation" in errors) == (2, True)
+
+
 def test_simulate_as_json_has_every_figure(ok):
     figures = json.loads(ok("simulate", "--schedule", "zb-h1", *SIZE, "--json"))
     seconds = figures.pop("generation_seconds")

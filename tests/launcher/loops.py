@@ -18,6 +18,8 @@ import torch.distributed as dist
 
 import megatron.zero_bubble as zb
 from megatron.zero_bubble.planner.microbatch_order import MicrobatchOrder
+from megatron.zero_bubble.planner.run_schedules import RunSchedules
+from megatron.zero_bubble.planner.step_plan import StepPlan
 from tests.ranks import be_rank
 from tests.trainings import process_group
 
@@ -157,6 +159,50 @@ def lengths_loop(*, rotates: bool = False) -> Numbers:
     Args:
         rotates: whether the data already comes in that order.
     """
+    from megatron.zero_bubble.runtime import step_planner
+
+    count = 5
+
+    def given(plan: RunSchedules, costs: Any, **rest: Any) -> StepPlan:
+        return StepPlan(0, plan.schedule(count), MicrobatchOrder(rotated(count), 1.0, 2.0))
+
+    def steps() -> Iterator[tuple[list[torch.Tensor], tuple[int, ...]]]:
+        for step in range(5):
+            batches, order = microbatches(step, count, varied=True), tuple(range(count))
+            if rotates and step >= MEASURED:
+                order = rotated(count)
+            yield [batches[number] for number in order], order
+
+    with mock.patch.object(step_planner, "plan_step", given):
+        return train_steps(steps())
+
+
+def long_loop() -> Numbers:
+    """Once costs are measured, microbatches are longer, so that not as many fit into memory at once."""
+    from megatron.zero_bubble.runtime.step_planner import StepPlanner
+
+    levels = []
+    decide = StepPlanner.decide
+
+    def decided(*arguments: Any, **options: Any) -> Any:
+        decision = decide(*arguments, **options)
+        levels.append(decision.level)
+        return decision
+
+    def steps() -> Iterator[tuple[list[torch.Tensor], tuple[int, ...]]]:
+        for step in range(5):
+            generator = torch.Generator().manual_seed(step)
+            lengths = [4, 5, 4, 6] if step < MEASURED else [16, 8, 16, 15]
+            yield [torch.randint(VOCABULARY, (1, length + 1), generator=generator) for length in lengths], (0, 1, 2, 3)
+
+    with mock.patch.object(StepPlanner, "decide", decided):
+        numbers = train_steps(steps())
+    assert not levels or (max(levels[:MEASURED]) == 0 and min(levels[MEASURED:]) > 0), levels
+    return numbers
+
+
+def train_steps(steps: Iterator[tuple[list[torch.Tensor], tuple[int, ...]]]) -> Numbers:
+    """Train on steps, each with its microbatches and their numbers, in whose order the losses are noted."""
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -166,35 +212,24 @@ def lengths_loop(*, rotates: bool = False) -> Numbers:
     model = in_ddp(config, [chunk_of(config, None)])
     optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-2), model)
     config.finalize_model_grads_func = finalize_model_grads
-    numbers, count = [], 5
-
-    from megatron.zero_bubble.mcore import microbatch_orders
-
-    def given(schedule: Any, costs: Any, **rest: Any) -> MicrobatchOrder:
-        return MicrobatchOrder(rotated(len(costs)), 1.0, 2.0)
-
-    with mock.patch.object(microbatch_orders, "order_microbatches", given):
-        for step in range(5):
-            batches = microbatches(step, count, varied=True)
-            is_ordered = rotates and step >= MEASURED
-            if is_ordered:
-                batches = [batches[number] for number in rotated(count)]
-            optimizer.zero_grad()
-            model[0].zero_grad_buffer()
-            reports = get_forward_backward_func()(
-                forward_step_func=forward_step,
-                data_iterator=iter(batches),
-                model=model,
-                num_microbatches=count,
-                seq_length=1,
-                micro_batch_size=1,
-                forward_only=False,
-            )
-            if is_ordered and reports:
-                reports = [reports[rotated(count).index(number)] for number in range(count)]
-            numbers += losses_of(reports)
-            _, norm, _ = optimizer.step()
-            numbers.append(float(norm).hex())
+    numbers = []
+    for batches, order in steps:
+        optimizer.zero_grad()
+        model[0].zero_grad_buffer()
+        reports = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(batches),
+            model=model,
+            num_microbatches=len(batches),
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        if reports:
+            reports = [reports[order.index(number)] for number in range(len(order))]
+        numbers += losses_of(reports)
+        _, norm, _ = optimizer.step()
+        numbers.append(float(norm).hex())
     return [*numbers, digest_of(model)]
 
 
@@ -210,6 +245,7 @@ LOOPS: dict[str, Callable[[], Numbers]] = {
     "hybrid": hybrid_loop,
     "lengths": lengths_loop,
     "lengths, rotated": partial(lengths_loop, rotates=True),
+    "long": long_loop,
 }
 
 

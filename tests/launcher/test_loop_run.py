@@ -56,6 +56,15 @@ def test_microbatches_of_varied_lengths_run_in_a_planned_order(folder: Path) -> 
     assert numbers_of(folder, "lengths", {**settings, "microbatch_order": "data"}) == in_order
 
 
+@pytest.mark.parametrize("more", [{}, {"recompute": "planned"}], ids=["keeps", "recomputes"])
+def test_microbatches_that_are_too_long_for_the_plan_run_in_less_memory(folder: Path, more: dict[str, Any]) -> None:
+    settings = {"profile_iters": [1, 2], "microbatch_order": "data", "memory_limit": "100KiB", **more}
+    assert numbers_of(folder, "long", settings) == numbers_of(folder, "long", None)
+    for rank in range(2):
+        line = numbers_of(folder, "long", {**settings, "memory_limit": "40KiB"})[rank][0]
+        assert "microbatch 0 (17 tokens), keeps" in line
+
+
 @pytest.mark.parametrize(
     ("loop", "settings", "line"),
     [

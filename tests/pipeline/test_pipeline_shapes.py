@@ -72,7 +72,7 @@ def assert_like_one_process(num_ranks: int, random: Random, num_steps: int, **ar
             found.append({name: grad.clone() for name, grad in gradients_of(pipeline).items()})
         return found
 
-    arguments = {"num_microbatches": NUM_MICROBATCHES, "partition": "uniform", **arguments}
+    arguments = {"num_microbatches": NUM_MICROBATCHES, "partition": "uniform", "microbatch_order": "data", **arguments}
     of_ranks = pipelines(num_ranks, layers(), mse_loss, train, **arguments)
     for step, expected in enumerate(gradients):
         assert_equal(merged([found[step] for found in of_ranks]), expected)

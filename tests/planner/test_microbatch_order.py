@@ -92,8 +92,18 @@ class TestLimits:
         assert second is not third or third is not last
 
     def test_a_step_that_fits_in_no_order_names_its_largest_microbatch(self):
-        with pytest.raises(Infeasible, match=r"need 8 of memory on rank 0, above the limit of 4; microbatch 0 .* 4$"):
+        with pytest.raises(
+            Infeasible,
+            match=r"need 8 of memory on rank 0, above the limit of 4; the largest, microbatch 0, keeps 4 alone$",
+        ):
             order_microbatches(self.schedule, self.costs, limits=(4.0, 4.0))
+
+    def test_what_operations_need_while_they_run_counts(self):
+        """A long microbatch and a short one have room for 1 more, two short ones for 4 more."""
+        inside = [[1.0] * 2] * 2 + [[4.0] * 2] * 2
+        order_microbatches(self.schedule, self.costs, limits=(9.0, 9.0), inside=inside)
+        with pytest.raises(Infeasible, match="need 9 of memory on rank 0, above the limit of 6"):
+            order_microbatches(self.schedule, self.costs, limits=(6.0, 6.0), inside=inside)
 
     def test_without_limits_any_order_may_be_taken(self):
         assert (

@@ -13,8 +13,10 @@ SIZES = [MicrobatchSize.of([length]) for length in (3, 8, 20, 5)]
 USUAL = StageCosts.uniform(2, time_comm=0.5)
 
 
-def measured(kind: OpKind, microbatch: int, milliseconds: float, held: float | None = None) -> MeasuredOp:
-    return MeasuredOp(Op(kind, microbatch), 1.0, 1.0 + milliseconds / 1000, held)
+def measured(
+    kind: OpKind, microbatch: int, milliseconds: float, held: float | None = None, inside: int = 0
+) -> MeasuredOp:
+    return MeasuredOp(Op(kind, microbatch), 1.0, 1.0 + milliseconds / 1000, held, inside)
 
 
 def fitted(ops: list[MeasuredOp], sizes: list[MicrobatchSize] | None = None) -> SizedCosts:
@@ -67,13 +69,21 @@ def test_sizes_that_are_all_alike_fit():
     assert costs.of(sizes[0]).time_f[0] == pytest.approx(3.0)
 
 
-def test_what_a_forward_keeps_is_not_known_where_it_drops_activations():
+def test_what_a_forward_drops_counts_as_kept():
     ops = [measured(OpKind.F, 0, 1.0, 5.0), measured(OpKind.R, 0, 1.0, 7.0)]
     profile = SizeProfile(Placement("linear", 2), 0)
     profile.note(1, SIZES)
     profile.collect(1, ops)
-    assert [sample.held for sample in profile._samples[0, OpKind.F]] == [None]
+    assert [sample.held for sample in profile._samples[0, OpKind.F]] == [12.0]
     assert [sample.held for sample in profile._samples[0, OpKind.R]] == [7.0]
+
+
+def test_memory_inside_is_that_of_the_operation_that_needs_the_most():
+    ops = [measured(OpKind.F, k, 1.0, 0.0, inside=3 * size.squares) for k, size in enumerate(SIZES)]
+    ops += [measured(OpKind.B, k, 1.0, 0.0, inside=size.tokens) for k, size in enumerate(SIZES)]
+    first, second = fitted(ops).inside
+    assert first.at(MicrobatchSize.of([100])) == pytest.approx(30_000)
+    assert second.at(MicrobatchSize.of([100])) == 0
 
 
 def test_steps_whose_sizes_are_not_known_are_left_out():

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields, replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.zero_bubble.planner import generate
+from megatron.zero_bubble.planner.microbatch_order import _Step
 from megatron.zero_bubble.schedule import Deadlock, Idle, ScheduleError, StageCosts, lower, simulate
 from tests.schedule.random_schedules import schedules
 from tests.schedule.test_lower import made_of
@@ -180,3 +182,38 @@ def test_a_forward_only_schedule_has_a_bubble():
     timeline = simulate(generate("1f1b", 4, 8).forward_only(), StageCosts.uniform(4))
     assert (timeline.cost, timeline.makespan) == (8, 11)
     assert timeline.bubble_rate == 0
+
+
+LENGTHS = (0.5, 2.0, 0.25, 1.25)
+
+
+@pytest.mark.parametrize(
+    ("name", "recompute"), [("1f1b", "none"), ("zb-2p", "none"), ("auto", "planned"), ("1f1b", "full")]
+)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_lengths_of_microbatches_scale_their_times_and_memory(name: str, recompute: str, overlap: bool):
+    """As costs of their own for every microbatch do."""
+    costs = replace(StageCosts.uniform(3, 2.0, 3.0, 1.0, 0.1, 4.0, -1.0, -3.0), time_r=(1.5,) * 3, memory_r=(3.0,) * 3)
+    schedule = generate(
+        name, 3, 4, costs=costs, recompute=recompute, memory_limit=7.0 if recompute == "planned" else None
+    )
+    times = [
+        field.name for field in fields(costs) if field.name[:5] in ("time_", "memor") and field.name != "time_comm"
+    ]
+    each = [
+        replace(costs, **{name: tuple(value * length for value in getattr(costs, name)) for name in times})
+        for length in LENGTHS
+    ]
+    timeline = simulate(schedule, costs, overlap_communication=overlap, lengths=LENGTHS)
+    step = _Step(schedule, each, (), interlocks=False, overlap_communication=overlap)
+    assert timeline.makespan == pytest.approx(step.time((0, 1, 2, 3)))
+    assert timeline.peak_memory == pytest.approx(step.peaks((0, 1, 2, 3)))
+    assert [peak.amount for peak in timeline.peaks] == pytest.approx(timeline.peak_memory)
+    widths = {timed.op.microbatch: timed.end - timed.start for timed in timeline.lanes[0] if timed.op.kind == "F"}
+    assert widths == pytest.approx({k: 2.0 * length for k, length in enumerate(LENGTHS)})
+    assert timeline.work[1] == pytest.approx(sum(t.end - t.start for t in timeline.lanes[1]))
+
+
+def test_lengths_are_those_of_all_microbatches():
+    with pytest.raises(ScheduleError, match=r"^schedule 1f1b has 4 microbatches, but 3 have a length$"):
+        simulate(generate("1f1b", 3, 4), StageCosts.uniform(3), lengths=(1.0, 1.0, 1.0))

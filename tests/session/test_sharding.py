@@ -6,7 +6,7 @@ import pytest
 
 from megatron.zero_bubble.session.job_flags import JobFlags
 from megatron.zero_bubble.session.settings import job_settings
-from megatron.zero_bubble.session.sharding import check_shards
+from megatron.zero_bubble.session.sharding import check_shards, may_spread
 
 
 def flags(**given: object) -> JobFlags:
@@ -19,6 +19,11 @@ def test_the_plan_spreads_the_vocabulary_if_the_flag_says_so() -> None:
         plan = job_settings(flags(zero_bubble_vocabulary_parallel=value), {}, has_cuda=False).plan
         assert plan is not None
         assert plan.schedule(6).is_vocabulary_parallel is spreads
+
+
+def test_a_layout_is_not_searched_with_shards_that_would_need_one_length() -> None:
+    assert may_spread(flags(), 384) is None
+    assert may_spread(flags(variable_seq_lengths=True), 384) is False
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,16 @@ def test_the_plan_beside_it_has_the_times_of_that_step_and_the_messages_and_memo
     assert (costs.time_comm, costs.memory_f, costs.memory_b) == ((0.5, 0.5), (6, 6, 6), (-2, -2, -2))
 
 
+def test_the_plan_beside_a_step_of_different_lengths_has_the_widths_that_were_measured():
+    schedule, lengths = generate("zb-h1", 3, 4), (0.5, 2.0, 0.75, 0.75)
+    ran = simulate(schedule, StageCosts.uniform(3, 2, 3, 1), lengths=lengths)
+    timeline = measured_timeline(schedule, ran.lanes, replace(PROFILED, time_comm=(0, 0)), shapes_vary=True)
+    assert timeline.lengths == pytest.approx(lengths)
+    planned = simulate(timeline.schedule, timeline.costs, lengths=timeline.lengths)
+    assert planned.makespan == pytest.approx(ran.makespan)
+    assert timeline.peak_memory == pytest.approx(simulate(schedule, PROFILED, lengths=lengths).peak_memory)
+
+
 def test_a_fused_backward_counts_half_and_half():
     costs = ran("1f1b").costs
     assert costs.time_b == costs.time_w == pytest.approx((2.5,) * 3)

@@ -262,6 +262,14 @@ MISTAKES = {
         {"--no-position-embedding": None},
         "--no-position-embedding needs --position-embedding-type rope: a model without any positions is not supported",
     ),
+    "masks within one document": (
+        {"--variable-seq-lengths": None, "--reset-attention-mask": None},
+        "--reset-attention-mask does not go with --variable-seq-lengths: a sample is one document",
+    ),
+    "throughput of an unknown length": (
+        {"--variable-seq-lengths": None, "--log-throughput": None},
+        "--log-throughput does not go with --variable-seq-lengths: it counts --seq-length tokens a sample",
+    ),
     "masks that nobody makes": (
         {"--reset-attention-mask": None, "--no-create-attention-mask-in-dataloader": None},
         "--no-create-attention-mask-in-dataloader and --reset-attention-mask, which needs masks: give one of them",

@@ -3,213 +3,96 @@
 from __future__ import annotations
 
 import pickle
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron.zero_bubble.mcore.microbatch_sizes import size_of
-from megatron.zero_bubble.planner.microbatch_order import MicrobatchOrder, order_microbatches
-from megatron.zero_bubble.planner.request import Limits
-from megatron.zero_bubble.runtime.observer import StepObserver
+from megatron.zero_bubble.runtime.microbatch_sizes import size_of
 from megatron.zero_bubble.runtime.process_group import Membership, connect
-from megatron.zero_bubble.runtime.replanner import PlanningOptions
-from megatron.zero_bubble.runtime.size_profile import SizeProfile
-from megatron.zero_bubble.schedule import Infeasible, Placement, Schedule, StageCosts
-from megatron.zero_bubble.schedule.pairs import PAIRED
-from megatron.zero_bubble.schedule.sized_costs import MicrobatchSize, SizedCosts
-
-FIRST_STEPS = (1, 3)
-"""Steps that are measured where none are profiled."""
-REFITTED_AFTER = 8
-"""Steps between the first fit of costs to sizes and the second, which has more samples."""
-PLANNING_SHARE = 0.02
-"""Planning may take about this share of a step."""
-_SECONDS_PER_OPERATION = 0.5e-6
-"""Time to simulate one operation; the number of orders that are tried follows from it."""
-_FEWEST, _MOST = 12, 200
-"""Number of orders that are tried."""
+from megatron.zero_bubble.runtime.step_planner import StepDecision
+from megatron.zero_bubble.schedule import Infeasible
+from megatron.zero_bubble.schedule.sized_costs import MicrobatchSize
 
 Iterators = Sequence[Iterator[Any] | None]
+T = TypeVar("T")
 
 
-@dataclass
-class OrderTimes:
-    """Sums over the steps since the last report whose order was planned; times in milliseconds."""
+class StepData:
+    """The microbatches of a step, read from the iterators of this rank's chunks, None where a chunk needs no data."""
 
-    num_steps: int = 0
-    predicted: float = 0.0
-    predicted_in_data_order: float = 0.0
-    planning: float = 0.0
+    def __init__(self, iterators: Iterators, count: int) -> None:
+        self._count = count
+        self._read = [None if source is None else list(islice(source, count)) for source in iterators]
 
-    def add(self, answer: _Answer) -> None:
-        """Add a step whose order was planned."""
-        assert answer.order is not None
-        self.num_steps += 1
-        self.predicted += answer.order.time
-        self.predicted_in_data_order += answer.order.time_in_data_order
-        self.planning += answer.milliseconds
+    def sizes(self) -> list[MicrobatchSize | None]:
+        """The size of every microbatch, None where it cannot be told."""
+        return [size_of(item) for item in next((items for items in self._read if items is not None), [])]
 
-
-class _Answer(NamedTuple):
-    """The first rank's decision about a step."""
-
-    sizes: list[MicrobatchSize] | None
-    """In the order of the data; None if they cannot be told."""
-    places: tuple[int, ...]
-    order: MicrobatchOrder | None = None
-    """The plan, if there is one."""
-    milliseconds: float = 0.0
-    """Time of planning."""
+    def ordered(self, decision: StepDecision) -> list[Iterator[Any] | None]:
+        """Iterators over the microbatches in the order of a decision; data that ended too early stays in its order."""
+        return [
+            None
+            if items is None
+            else iter([items[number] for number in decision.places] if len(items) == self._count else items)
+            for items in self._read
+        ]
 
 
-class Ordered(NamedTuple):
-    """The microbatches of a step in the order in which the schedule takes them."""
-
-    iterators: Iterators
-    places: tuple[int, ...] | None
-    """Place in the schedule -> number of the microbatch in the data; None for the order of the data."""
-
-    def in_data_order(self, results: list[Any]) -> list[Any]:
-        """Results by place in the schedule, brought into the order of the data."""
-        if self.places is None or len(results) != len(self.places):
-            return results
-        return [result for _, result in sorted(zip(self.places, results, strict=True), key=lambda pair: pair[0])]
-
-
-class MicrobatchOrders:
-    """Chooses the order of each step's microbatches, once the costs of their sizes are measured.
-
-    The first rank of a replica reads the sizes and plans; all ranks that read data follow it. Until costs are measured,
-    and where sizes cannot be told, the order is the data's.
+class JobPeers:
+    """All ranks of a megatron-core job, as the `Peers` of a `StepPlanner`; making it is a collective call of the job.
 
     Args:
-        placement: of the schedule.
-        rank: this process's pipeline rank.
-        observer: provides the measured operations of each step.
-        planning: tells the steps that are measured; None for the first ones.
-        timeout: for the message with the order.
+        timeout: for one message.
     """
 
-    def __init__(
-        self,
-        placement: Placement,
-        rank: int,
-        observer: StepObserver,
-        planning: PlanningOptions | None,
-        timeout: timedelta,
-    ) -> None:
-        self._profile = SizeProfile(placement, rank)
-        self._observer, self._timeout = observer, timeout
-        self._first, last = FIRST_STEPS
-        if planning is not None and planning.last_step > 0:
-            self._first, last = planning.first_step, planning.last_step
-        self._fits_after = {last, last + REFITTED_AFTER}
-        self._costs: SizedCosts | None = None
-        self._group: Any = None
-        self._is_first = False
-        self._times = OrderTimes()
-        observer.sinks.append(self._profile.collect)
-
-    def take_times(self) -> OrderTimes:
-        """Return the sums since the last call."""
-        times, self._times = self._times, OrderTimes()
-        return times
-
-    def order(
-        self, step: int, iterators: Iterators, schedule: Schedule, limits: Limits | None, *, interlocks: bool
-    ) -> Ordered:
-        """Read a step's microbatches and order them; a collective call of the ranks of a replica.
-
-        Args:
-            step: number of the step.
-            iterators: one a model chunk; None where a chunk needs no data.
-            schedule: the step's schedule, without post-validation.
-            limits: memory of every rank, in bytes; None for no limit.
-            interlocks: whether iterations interlock.
-
-        Raises:
-            Infeasible: the microbatches do not fit into the limits in any order.
-        """
-        count = schedule.num_microbatches
-        items = {id(source): list(islice(source, count)) for source in iterators if source is not None}
-        self._join()
-        answer: _Answer | Infeasible | None = None
-        if self._is_first:
-            sizes = [size_of(item) for item in next(iter(items.values()), [])]
-            try:
-                answer = self._plan(sizes, schedule, limits, interlocks=interlocks)
-            except Infeasible as error:
-                answer = error
-        answer = self._share(answer)
-        if isinstance(answer, Infeasible):
-            raise answer
-        places = answer.places
-        if answer.sizes is not None and self._first <= step <= max(self._fits_after):
-            self._profile.note(step, [answer.sizes[number] for number in places])
-        if answer.order is not None:
-            self._times.add(answer)
-        ordered = {
-            key: iter([read[number] for number in places] if len(read) == count else read)
-            for key, read in items.items()
-        }
-        given = [None if source is None else ordered[id(source)] for source in iterators]
-        return Ordered(given, None if places == tuple(range(count)) else places)
-
-    def _plan(
-        self, sizes: list[MicrobatchSize | None], schedule: Schedule, limits: Limits | None, *, interlocks: bool
-    ) -> _Answer:
-        """Plan the order of microbatches of these sizes."""
-        count = schedule.num_microbatches
-        known = [size for size in sizes if size is not None]
-        if len(known) < count:
-            return _Answer(None, tuple(range(count)))
-        if self._costs is None or len(set(known)) == 1 or not schedule.kinds.isdisjoint(PAIRED):
-            return _Answer(known, tuple(range(count)))
-        begin = time.perf_counter()
-        costs = [self._costs.of(size) for size in known]
-        num_ops = 3 * schedule.num_stages * count
-        usual = count * max(map(self._costs.usual.work, range(schedule.num_stages)))
-        share = PLANNING_SHARE * usual / 1000.0 / (num_ops * _SECONDS_PER_OPERATION)
-        num_tried = min(max(_FEWEST, round(share)), _MOST)
-        order = order_microbatches(schedule, costs, limits=limits, num_tried=num_tried, interlocks=interlocks)
-        return _Answer(known, order.places, order, 1000.0 * (time.perf_counter() - begin))
-
-    def _join(self) -> None:
-        """Connect the ranks of this replica, at the first call, which is a collective call of the whole job."""
-        if self._group is not None:
-            return
+    def __init__(self, timeout: timedelta) -> None:
         replicas = [0] * dist.get_world_size()
         dist.all_gather_object(replicas, parallel_state.get_data_parallel_rank())
         own = replicas[dist.get_rank()]
+        self._timeout = timeout
         members = tuple(rank for rank, replica in enumerate(replicas) if replica == own)
-        member = members.index(dist.get_rank())
-        name = f"orders of microbatches in replica {own}"
-        self._group = connect(Membership(name, members, member, torch.device("cpu"), self._timeout))
-        self._is_first = member == 0
+        self._replica = self._connect(f"plans of steps in replica {own}", members)
+        self._is_first = members[0] == dist.get_rank()
+        firsts = tuple(replicas.index(replica) for replica in sorted(set(replicas)))
+        self._firsts = self._connect("plans of steps", firsts) if self._is_first and len(firsts) > 1 else None
 
-    def _share(self, answer: Any) -> Any:
-        """Return the first rank's answer on all ranks of the replica."""
+    def _connect(self, name: str, members: tuple[int, ...]) -> Any:
+        return connect(Membership(name, members, members.index(dist.get_rank()), torch.device("cpu"), self._timeout))
+
+    def on_first(self, action: Callable[[], T]) -> T:
+        """Run `action` on the replica's first rank; return its result, or raise its `Infeasible`, on all of them."""
+        answer: T | Infeasible | None = None
+        if self._is_first:
+            try:
+                answer = action()
+            except Infeasible as error:
+                answer = error
         content = torch.frombuffer(bytearray(pickle.dumps(answer)), dtype=torch.uint8)
         length = torch.tensor([len(content)])
-        self._group.broadcast(length, 0).wait()
+        self._replica.broadcast(length, 0).wait()
         if not self._is_first:
             content = torch.empty(int(length), dtype=torch.uint8)
-        self._group.broadcast(content, 0).wait()
-        return pickle.loads(content.numpy().tobytes())
+        self._replica.broadcast(content, 0).wait()
+        shared = pickle.loads(content.numpy().tobytes())
+        if isinstance(shared, Infeasible):
+            raise shared
+        return shared
 
-    def after_step(self, step: int, usual: StageCosts) -> None:
-        """Fit costs to sizes after the steps that measure them; a collective call of the whole job.
+    def gather(self, value: T) -> list[T]:
+        """Return the value of every rank of the job."""
+        values = [value] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+        return values
 
-        Args:
-            usual: costs of the mean microbatch.
-        """
-        if step in self._fits_after:
-            self._observer.flush()
-            self._costs = self._profile.fit(usual)
+    def highest(self, level: int) -> int:
+        """Return the highest level of all replicas; called on their first ranks."""
+        if self._firsts is None:
+            return level
+        highest = torch.tensor([level])
+        self._firsts.allreduce([highest], dist.ReduceOp.MAX).wait()
+        return int(highest)

@@ -16,7 +16,7 @@ from megatron.core.utils import get_model_config
 
 from megatron.zero_bubble.mcore.connections import Connections
 from megatron.zero_bubble.mcore.forward_backward import MegatronStage
-from megatron.zero_bubble.mcore.microbatch_orders import Iterators, MicrobatchOrders, Ordered, OrderTimes
+from megatron.zero_bubble.mcore.microbatch_orders import JobPeers, StepData
 from megatron.zero_bubble.mcore.paired_stage import PairedStage
 from megatron.zero_bubble.mcore.placement import finalize_gradients
 from megatron.zero_bubble.mcore.post_validation import PostValidation
@@ -42,9 +42,16 @@ from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
 from megatron.zero_bubble.runtime.recorder import OpRecorder, StepTime, device_clock, idle_share
 from megatron.zero_bubble.runtime.replanner import PlanningOptions, Replanner, Report
 from megatron.zero_bubble.runtime.running_plan import RunningPlan
+from megatron.zero_bubble.runtime.step_planner import (
+    FIRST_STEPS,
+    OrderTimes,
+    StepDecision,
+    StepPlanner,
+    whole_limits,
+)
 from megatron.zero_bubble.runtime.watchdog import Position
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
-from megatron.zero_bubble.schedule import Idle, Schedule, ScheduleError
+from megatron.zero_bubble.schedule import Idle, Schedule, ScheduleError, StageCosts
 from megatron.zero_bubble.schedule.default_costs import default_costs
 from megatron.zero_bubble.schedule.formats import Profile
 from megatron.zero_bubble.schedule.recomputation import Recompute
@@ -68,7 +75,7 @@ class ForwardBackward:
         report_channels: called with the channels' memory once they are open.
         pairs: whether a forward and a backward may run as one (see `PairedStage`).
         orders_microbatches: whether the microbatches of a step that differ in size run in an order that is planned for
-            their sizes (see `MicrobatchOrders`); by default they do where the model's configuration says
+            their sizes (see `StepPlanner`); by default they do where the model's configuration says
             `variable_seq_lengths`.
         warms_up: whether each stage computes once before the first training step (see `mcore/warm_up.py`); by default
             it does on a GPU only.
@@ -116,7 +123,7 @@ class ForwardBackward:
                 offload=self._offload_store,
             )
         self._orders_microbatches, self._planning, self._timeout = orders_microbatches, planning, timeout
-        self._orders: MicrobatchOrders | None = None
+        self._step_planner: StepPlanner | None = None
         self._running = RunningPlan(plan, replanner, self._make_executor, post_validation=post_validation is not None)
 
     @property
@@ -163,9 +170,14 @@ class ForwardBackward:
         prediction = self.prediction(num_microbatches)
         return None if prediction is None else prediction.idle
 
+    @property
+    def shapes_vary(self) -> bool:
+        """Whether microbatches may differ in shape; known once a step has begun."""
+        return self._connections.shapes_vary
+
     def take_order_times(self) -> OrderTimes | None:
         """Return the predicted times of the steps since the last call whose order of microbatches was planned."""
-        return None if self._orders is None else self._orders.take_times()
+        return None if self._step_planner is None else self._step_planner.take_times()
 
     def __call__(
         self,
@@ -209,14 +221,17 @@ class ForwardBackward:
         self._connections.prepare(chunks, self.plan.placement, groups)
         if self._connections.shapes_vary:
             self._running.let_microbatches_differ()
-        ordered = Ordered(iterators, None)
-        if not forward_only and self._orders_step(config):
-            ordered = self._order(iterators, num_microbatches)
+        decision = None
+        if not forward_only and self._plans_steps(config):
+            data = StepData(iterators, num_microbatches)
+            decision = self._decide(data, num_microbatches, reorders=self._reorders(config))
+            iterators = data.ordered(decision)
         executor = self._running.executor(
             groups.pp,
             num_microbatches,
             forward_only=forward_only,
             overlaps_reduction=overlaps_reduction(chunks, groups),
+            less_memory=(decision.level, decision.schedule) if decision and decision.schedule else None,
         )
         shapes = mcore.get_tensor_shapes(
             seq_length=seq_length,
@@ -228,7 +243,7 @@ class ForwardBackward:
         )
         stage = self._stage_class(
             forward_step_func=forward_step_func,
-            data_iterators=ordered.iterators,
+            data_iterators=iterators,
             model_chunks=chunks,
             placement=executor.schedule.placement,
             rank=executor.rank,
@@ -252,28 +267,44 @@ class ForwardBackward:
         self._run(executor, stage)
         if not forward_only:
             self._running.after_step(self._num_steps, num_microbatches)
-            if self._orders is not None:
-                plan = self._running.plan
-                planned_with = plan.costs if self._running.profile is None else self._running.profile.costs
-                usual = planned_with or default_costs(plan.placement, plan.recompute)
-                self._orders.after_step(self._num_steps, usual)
-        return ordered.in_data_order(stage.forward_data_store)
+            if self._step_planner is not None:
+                self._step_planner.after_step(self._num_steps, self._usual_costs)
+        return stage.forward_data_store if decision is None else decision.in_data_order(stage.forward_data_store)
 
-    def _orders_step(self, config: Any) -> bool:
-        """Whether the microbatches of a step are read before it, to order them."""
+    def _usual_costs(self) -> StageCosts:
+        plan, profile = self._running.plan, self._running.profile
+        return (plan.costs if profile is None else profile.costs) or default_costs(plan.placement, plan.recompute)
+
+    def _reorders(self, config: Any) -> bool:
+        """Whether the microbatches of a step may run in another order."""
         return config.variable_seq_lengths if self._orders_microbatches is None else self._orders_microbatches
 
-    def _order(self, iterators: Iterators, num_microbatches: int) -> Ordered:
-        """Read the microbatches of a training step, and order them."""
-        plan, planning = self._running.plan, self._planning
-        if self._orders is None:
-            self._orders = MicrobatchOrders(plan.placement, self._rank, self.observer, planning, self._timeout)
-        has_limit = planning is not None and planning.has_absolute_limit and self._running.profile is not None
-        return self._orders.order(
+    def _plans_steps(self, config: Any) -> bool:
+        """Whether the microbatches of a step are read before it, to plan it."""
+        return self._reorders(config) or (config.variable_seq_lengths and self._has_limit)
+
+    @property
+    def _has_limit(self) -> bool:
+        return self._planning is not None and self._planning.has_absolute_limit
+
+    def _decide(self, data: StepData, num_microbatches: int, *, reorders: bool) -> StepDecision:
+        """Plan a training step for the sizes of its microbatches."""
+        plan, planning, profile = self._running.plan, self._planning, self._running.profile
+        if self._step_planner is None:
+            is_profiled = planning is not None and planning.last_step > 0
+            measured = (planning.first_step, planning.last_step) if planning and is_profiled else FIRST_STEPS
+            peers = JobPeers(self._timeout)
+            self._step_planner = StepPlanner(plan.placement, self._rank, self.observer, measured, peers)
+        limits = None
+        if self._has_limit and profile is not None and plan.request.limits:
+            limits = whole_limits(plan.request.limits, profile.inside_ranks)
+        return self._step_planner.decide(
             self._num_steps + 1,
-            iterators,
-            plan.schedule(num_microbatches),
-            plan.request.limits if has_limit else None,
+            data.sizes,
+            plan,
+            num_microbatches,
+            limits,
+            reorders=reorders,
             interlocks=self._post_validation is not None,
         )
 

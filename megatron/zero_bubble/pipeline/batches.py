@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
 
 from megatron.zero_bubble.pipeline.messages import MessageSpec, StageMessage
+from megatron.zero_bubble.runtime.microbatch_sizes import size_of
+from megatron.zero_bubble.schedule.sized_costs import MicrobatchSize
 
 
 class Microbatches(NamedTuple):
@@ -56,6 +58,20 @@ def _split_tensors(value: Any, count: int) -> list[Any]:
         else:
             columns.append(list(leaf.chunk(count)))
     return [pytree.tree_unflatten([column[k] for column in columns], structure) for k in range(count)]
+
+
+def sizes_of(inputs: list[Any]) -> list[MicrobatchSize]:
+    """The sizes of microbatches: the lengths in `cu_seqlens` of a mapping, or the elements of the largest tensor.
+
+    The first dimension of that tensor counts its sequences.
+    """
+    sizes = []
+    for value in inputs:
+        packed = size_of(value) if isinstance(value, Mapping) and "cu_seqlens" in value else None
+        largest = max(StageMessage.of(value).tensors, key=torch.numel)
+        number = len(largest) if largest.dim() > 1 else 1
+        sizes.append(packed or MicrobatchSize.of([largest.numel() // max(1, number)] * number))
+    return sizes
 
 
 def common_form(inputs: list[Any]) -> tuple[MessageSpec, bool]:

@@ -67,6 +67,7 @@ class LayerStage:
         self._last = placement.num_stages - 1
         self._loss_fn, self.device = loss_fn, device
         self._microbatches = Microbatches([], [])
+        self._places: Sequence[int] = ()
         self._sent: Mapping[int, MessageSpec] = {}
         self._announced: Mapping[int, MessageSpec] = {}
         self._gradients: dict[tuple[int, int], list[TensorSpec]] = {}
@@ -74,8 +75,20 @@ class LayerStage:
 
     def begin(self, microbatches: Microbatches, autocast: Autocast) -> None:
         """Take the data of a step, whose messages are not known yet."""
-        self._microbatches, self.autocast = microbatches, autocast
+        self._microbatches, self.autocast, self._places = microbatches, autocast, ()
         self.losses, self.failures, self.cause = {}, [], None
+
+    @property
+    def inputs(self) -> list[Any]:
+        """The inputs of the step's microbatches, where the rank has them."""
+        return self._microbatches.inputs
+
+    def reorder(self, places: Sequence[int]) -> None:
+        """Take the step's microbatches in another order: place -> number in the data."""
+        self._places = places
+        if self._microbatches.targets:
+            inputs, targets = self._microbatches
+            self._microbatches = Microbatches([inputs[n] for n in places], [targets[n] for n in places])
 
     def expect(self, sent: Mapping[int, MessageSpec], *, shapes_vary: bool) -> None:
         """Set the spec of the message that each stage sends to the next one, with example shapes if shapes vary."""
@@ -102,7 +115,8 @@ class LayerStage:
         try:
             output = self._forward(microbatch, chunk, message)
         except Exception as error:
-            self.failures.append(Failure(microbatch, stage, f"microbatch {microbatch}: {one_line(error)}"))
+            number = self._places[microbatch] if self._places else microbatch
+            self.failures.append(Failure(microbatch, stage, f"microbatch {number}: {one_line(error)}"))
             self.cause = self.cause or error
             output = self._zeros(stage)
         if stage == self._last:

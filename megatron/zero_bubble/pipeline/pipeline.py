@@ -14,6 +14,7 @@ import logging
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, cast
@@ -42,6 +43,7 @@ from megatron.zero_bubble.pipeline.partial_model import PartialModel, layer_of
 from megatron.zero_bubble.pipeline.same_arguments import check_same_arguments
 from megatron.zero_bubble.pipeline.stage_layout import LayoutRequest, Partition, StageLayout, plan_for
 from megatron.zero_bubble.pipeline.stage_times import stage_times
+from megatron.zero_bubble.pipeline.step_orders import StepOrders
 from megatron.zero_bubble.planner.run_schedules import prepare
 from megatron.zero_bubble.runtime.communicator import Communicator
 from megatron.zero_bubble.runtime.executor import Executor
@@ -79,6 +81,8 @@ class Pipeline(PartialModel):
         example: inputs and targets of one microbatch, for the partition "profile".
         variable_shapes: whether layers return other shapes for a microbatch than for another one with the same shapes
             of inputs, as one that drops padding does. Microbatches whose inputs differ are noticed without it.
+        microbatch_order: "planned" for the order in which microbatches that differ in shape take the least time, from
+            the times of the first steps that have such; "data" for the order in which they come.
         post_validation: whether `train_step` steps before the norm of all gradients is known.
         group: the ranks of the pipeline, by default all of the job.
         replicas: the ranks that hold the same stages of other pipelines; gradients are averaged over them.
@@ -104,6 +108,7 @@ class Pipeline(PartialModel):
         split_layers: Sequence[type[nn.Module]] = (),
         example: tuple[Any, Any] | None = None,
         variable_shapes: bool = False,
+        microbatch_order: str = "planned",
         post_validation: bool = False,
         group: dist.ProcessGroup | None = None,
         replicas: dist.ProcessGroup | None = None,
@@ -114,6 +119,8 @@ class Pipeline(PartialModel):
         super().__init__()
         if variable_shapes and post_validation:
             raise ValueError("variable_shapes=True and post_validation=True do not go together")
+        if microbatch_order not in ("planned", "data"):
+            raise ValueError(f"microbatch_order={microbatch_order!r} is neither 'planned' nor 'data'")
         self.device = default_device(group) if device is None else torch.device(device)
         self.num_microbatches = num_microbatches
         self._interconnect = interconnect or connect_ranks(group, self.device, timeout)
@@ -133,6 +140,7 @@ class Pipeline(PartialModel):
                 "num_chunks": num_chunks,
                 "checkpoint": checkpoint,
                 "variable_shapes": variable_shapes,
+                "microbatch_order": microbatch_order,
                 "post_validation": post_validation,
             },
         )
@@ -163,6 +171,8 @@ class Pipeline(PartialModel):
             self.device,
             shapes_vary=variable_shapes,
         )
+        self._orders = StepOrders(self.schedule, self._rank, self._agreement, self.device)
+        self._plans_order = microbatch_order == "planned"
         self._executors: dict[bool, Executor] = {}
         self._late = self._make_late_steps() if post_validation else None
         own = sum(parameter.numel() for parameter in self.own_parameters())
@@ -288,8 +298,10 @@ class Pipeline(PartialModel):
             if trains:
                 for tied in self._tied:
                     tied.begin_step()
-            # The executor only hands messages on, so they need not be tensors.
-            self._executor(trains=trains).run(cast(Stage, self._stage), recorder)
+            orders = trains and self._plans_order and self._messages.shapes_vary
+            with self._orders.step(self._stage, recorder) if orders else nullcontext(recorder) as recorder:
+                # The executor only hands messages on, so they need not be tensors.
+                self._executor(trains=trains).run(cast(Stage, self._stage), recorder)
         return self._finish()
 
     def _finish(self) -> torch.Tensor:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate
 from math import inf
 from random import Random
 from typing import NamedTuple
@@ -38,12 +37,19 @@ class MicrobatchOrder(NamedTuple):
     time: float
     time_in_data_order: float
 
+    @property
+    def gain(self) -> float:
+        """How many times as fast the order is as that of the data."""
+        return self.time_in_data_order / self.time
+
 
 def order_microbatches(
     schedule: Schedule,
     costs: Sequence[StageCosts],
     *,
     limits: Limits | None = None,
+    inside: Sequence[Sequence[float]] = (),
+    names: Sequence[str] = (),
     num_tried: int = 60,
     interlocks: bool = False,
     overlap_communication: bool = True,
@@ -58,13 +64,15 @@ def order_microbatches(
         costs: of the stages, for each microbatch in the order of the data.
         limits: memory of every rank. Without limits an order may need more memory than the order of the data; it needs
             no more than the same schedule does for data that comes in that order.
+        inside: for each microbatch and stage, the memory that an operation needs while it runs; by default none.
+        names: of the microbatches, for the error; by default they are numbered.
         num_tried: orders that are simulated.
         interlocks: whether iterations interlock, so that the longest span of a rank counts, and not the makespan.
 
     Raises:
         Infeasible: in no order that was tried the microbatches fit into the limits.
     """
-    step = _Step(schedule, costs, interlocks=interlocks, overlap_communication=overlap_communication)
+    step = _Step(schedule, costs, inside, interlocks=interlocks, overlap_communication=overlap_communication)
     in_data_order = tuple(range(len(costs)))
     limits = limits or (inf,) * schedule.num_ranks
     time = best_time = step.time(in_data_order)
@@ -76,7 +84,7 @@ def order_microbatches(
         if (best is None or tried < best_time - tolerance(best_time)) and step.fits(places, limits):
             best, best_time = places, tried
     if best is None:
-        raise step.infeasible(in_data_order, limits)
+        raise step.infeasible(in_data_order, limits, names or [f"microbatch {number}" for number in in_data_order])
     if best_time > time * (1 - WORTHWHILE) and step.fits(in_data_order, limits):
         best, best_time = in_data_order, time
     return MicrobatchOrder(best, best_time, time)
@@ -107,11 +115,19 @@ class _Step:
     """A step of one schedule, simulated for orders of its microbatches."""
 
     def __init__(
-        self, schedule: Schedule, costs: Sequence[StageCosts], *, interlocks: bool, overlap_communication: bool
+        self,
+        schedule: Schedule,
+        costs: Sequence[StageCosts],
+        inside: Sequence[Sequence[float]],
+        *,
+        interlocks: bool,
+        overlap_communication: bool,
     ) -> None:
         assert schedule.num_microbatches == len(costs), "a microbatch has costs"
         assert schedule.kinds.isdisjoint(PAIRED), "the time of a pair depends on both microbatches"
         schedule = schedule.without_communication()
+        costs = [each.in_groups(schedule.groups) for each in costs]
+        self._inside = inside or [(0.0,) * schedule.num_stages] * len(costs)
         problem = Problem(
             schedule.placement,
             schedule.num_microbatches,
@@ -154,16 +170,21 @@ class _Step:
         return all(peak <= limit + tolerance(limit) for peak, limit in zip(self.peaks(places), limits, strict=True))
 
     def peaks(self, places: _Places) -> list[float]:
-        """The most memory that each rank holds."""
+        """The most memory that each rank needs."""
         graph, m = self._graph, len(places)
 
-        def change(op: int) -> float:
-            code, place = divmod(op, m)
-            return self._problems[places[place]].allocation[code + graph.codes.drop * (op in graph.dropped)]
+        def needed(lane: Sequence[int]) -> Iterator[float]:
+            held = 0.0
+            for op in lane:
+                code, place = divmod(op, m)
+                number = places[place]
+                change = self._problems[number].allocation[code + graph.codes.drop * (op in graph.dropped)]
+                held += change
+                yield held - min(change, 0.0) + self._inside[number][code % graph.codes.b]
 
-        return [max(accumulate(map(change, lane))) for lane in graph.lanes]
+        return [max(needed(lane)) for lane in graph.lanes]
 
-    def infeasible(self, places: _Places, limits: Limits) -> Infeasible:
+    def infeasible(self, places: _Places, limits: Limits, names: Sequence[str]) -> Infeasible:
         """The error for a step that does not fit, which names the largest microbatch of the fullest rank."""
         peaks = self.peaks(places)
         rank = max(range(len(peaks)), key=lambda rank: peaks[rank] / limits[rank])
@@ -171,6 +192,6 @@ class _Step:
         largest = kept.index(max(kept))
         return Infeasible(
             f"the microbatches of this step need {peaks[rank]:.0f} of memory on rank {rank}, above the limit of "
-            f"{limits[rank]:.0f}; microbatch {largest} alone keeps {kept[largest]:.0f}",
+            f"{limits[rank]:.0f}; the largest, {names[largest]}, keeps {kept[largest]:.0f} alone",
             max(peaks),
         )

@@ -66,11 +66,13 @@ class Prediction:
     """How the run recomputes: 1F1B is compared as it would run then."""
     megatrons: MegatronsTime | None = None
     """Time on Megatron's split, where another layout was chosen in its place."""
+    lengths: tuple[float, ...] = ()
+    """Relative lengths of the microbatches, as in `simulate`."""
 
     @cached_property
     def timeline(self) -> Timeline:
         """The simulation of the schedule."""
-        return simulate(self.schedule, self.profile.costs)
+        return simulate(self.schedule, self.profile.costs, lengths=self.lengths)
 
     @property
     def idle(self) -> Idle:
@@ -100,7 +102,8 @@ class Prediction:
         costs = self.profile.costs.whole_ranks(self.schedule.placement).with_vocabulary_in_weight_gradients()
         if self.recompute is Recompute.FULL:
             costs = costs.recomputing_in_backward()
-        baseline = simulate(generate("1f1b", self.schedule.num_ranks, self.schedule.num_microbatches), costs)
+        one_f_one_b = generate("1f1b", self.schedule.num_ranks, self.schedule.num_microbatches)
+        baseline = simulate(one_f_one_b, costs, lengths=self.lengths)
         return Gain(baseline.cost / self.timeline.cost, _KEEPS[self.recompute])
 
 

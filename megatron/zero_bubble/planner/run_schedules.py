@@ -7,17 +7,23 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron.zero_bubble.planner.generate import request_for, schedule_of
+from megatron.zero_bubble.planner.problem import Problem
 from megatron.zero_bubble.planner.registry import entry_of
 from megatron.zero_bubble.planner.request import PlanRequest
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.default_costs import default_costs
-from megatron.zero_bubble.schedule.errors import ScheduleError
+from megatron.zero_bubble.schedule.errors import Infeasible, ScheduleError
 from megatron.zero_bubble.schedule.ir import Placement, PlacementKind, Schedule
 from megatron.zero_bubble.schedule.lower import lower
 from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation
 from megatron.zero_bubble.schedule.step_ops import with_post_validation, without_post_validation
 from megatron.zero_bubble.schedule.tail import reorder_tail
 from megatron.zero_bubble.schedule.validate import validate
+
+_ONE_BY_ONE = "one-by-one"
+"""Name of the schedule of the last level of memory."""
+_CANDIDATES = 20
+"""Candidates among which a schedule for less memory is chosen, while a step waits for it."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +39,8 @@ class RunSchedules:
     request: PlanRequest
     given: Schedule | None = None
     shared: Mapping[int, Schedule] = field(default_factory=dict, repr=False, compare=False)
-    _made: dict[int, Schedule] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Schedules that this process has made: it may take long."""
+    _made: dict[tuple[int, int], Schedule] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Schedules that this process has made, which may take long, by number of microbatches and level of memory."""
 
     @classmethod
     def named(
@@ -100,9 +106,42 @@ class RunSchedules:
         """
         if num_microbatches in self.shared:
             return self.shared[num_microbatches]
-        if num_microbatches not in self._made:
-            self._made[num_microbatches] = prepare(self._make(num_microbatches), self.costs)
-        return self._made[num_microbatches]
+        key = num_microbatches, 0
+        if key not in self._made:
+            self._made[key] = prepare(self._make(num_microbatches), self.costs)
+        return self._made[key]
+
+    def in_less_memory(self, num_microbatches: int, level: int) -> Schedule | None:
+        """A schedule that needs less memory than `schedule`, for steps whose microbatches are larger than usual.
+
+        It keeps the memory limit over the square root of 2, `level` times. What the request allows to recompute is
+        recomputed for it. The last level runs one microbatch after the other.
+
+        Returns:
+            The schedule; None beyond the last level, or without a limit to lower.
+        """
+        limits, key = self.request.limits, (num_microbatches, level)
+        if not self.adapts or limits is None:
+            return None
+        if key not in self._made:
+            before = self._made.get((num_microbatches, level - 1))
+            if before is not None and before.name == _ONE_BY_ONE:
+                return None
+            request = replace(
+                self.request,
+                num_microbatches=num_microbatches,
+                memory_limit=tuple(limit / 2 ** (level / 2) for limit in limits),
+                effort=min(self.request.effort, _CANDIDATES * 3 * self.placement.num_stages * num_microbatches),
+                spread=0.0,
+                time_between=0.0,
+            )
+            try:
+                schedule = schedule_of(request)
+            except Infeasible:
+                problem = Problem.of(request.checked(), limits)
+                schedule = problem.schedule(_ONE_BY_ONE, problem.one_by_one())
+            self._made[key] = prepare(schedule, self.costs)
+        return self._made[key]
 
     def _make(self, num_microbatches: int) -> Schedule:
         if self.given is None:

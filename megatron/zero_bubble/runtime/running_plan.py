@@ -38,8 +38,11 @@ class RunningPlan:
         self._make_executor = make_executor
         self._post_validation = post_validation
         self._next_plan: RunSchedules | None = None
-        self._executors: dict[tuple[int, bool], Executor] = {}
-        self._predictions: dict[int, Prediction] = {}
+        self._executors: dict[tuple[int, bool, int], Executor] = {}
+        """By number of microbatches, whether forwards run alone, and level of memory."""
+        self._levels: dict[int, int] = {}
+        """Number of microbatches -> level of memory of the last training step."""
+        self._predictions: dict[tuple[int, int], Prediction] = {}
 
     @property
     def profile(self) -> Profile | None:
@@ -74,16 +77,32 @@ class RunningPlan:
         return self._replanner is not None and self._replanner.measures_memory(step)
 
     def executor(
-        self, group: dist.ProcessGroup, num_microbatches: int, *, forward_only: bool, overlaps_reduction: bool
+        self,
+        group: dist.ProcessGroup,
+        num_microbatches: int,
+        *,
+        forward_only: bool,
+        overlaps_reduction: bool,
+        less_memory: tuple[int, Schedule] | None = None,
     ) -> Executor:
-        """Return the executor of a training step or an evaluation; a collective call where it is not made yet."""
-        key = (num_microbatches, forward_only)
+        """Return the executor of a training step or an evaluation; a collective call where it is not made yet.
+
+        Args:
+            less_memory: level and schedule of a step that needs less memory than the run's own schedule takes.
+        """
+        level = less_memory[0] if less_memory else 0
+        key = (num_microbatches, forward_only, level)
+        if not forward_only:
+            self._levels[num_microbatches] = level
         if key not in self._executors:
-            if not self.plan.is_shared(num_microbatches):
-                self.plan = plan_on_first_rank(self.plan, num_microbatches)
-            planned = self.plan.schedule(num_microbatches)
-            if self._replanner is not None:
-                planned = self._replanner.to_measure(planned)
+            if less_memory:
+                planned = less_memory[1]
+            else:
+                if not self.plan.is_shared(num_microbatches):
+                    self.plan = plan_on_first_rank(self.plan, num_microbatches)
+                planned = self.plan.schedule(num_microbatches)
+                if self._replanner is not None:
+                    planned = self._replanner.to_measure(planned)
             schedule = prepare(
                 planned,
                 self.profile.costs if self.profile is not None else self.plan.costs,
@@ -99,15 +118,15 @@ class RunningPlan:
         self._executors = {}
 
     def schedule(self, num_microbatches: int) -> Schedule:
-        """Return the schedule of a training step, as it runs at present."""
-        return self._executors[num_microbatches, False].schedule
+        """Return the schedule of the last training step with this many microbatches."""
+        return self._executors[num_microbatches, False, self._levels[num_microbatches]].schedule
 
     def prediction(self, num_microbatches: int) -> Prediction | None:
         """Return the simulated timeline of the current schedule at measured costs; None before costs are measured."""
         if self._replanner is None or self.profile is None:
             return None
-        prediction = self._predictions.get(num_microbatches)
+        key = num_microbatches, self._levels[num_microbatches]
+        prediction = self._predictions.get(key)
         if prediction is None or prediction.profile is not self.profile:
-            prediction = self._replanner.predict(self.schedule(num_microbatches))
-            self._predictions[num_microbatches] = prediction
+            prediction = self._predictions[key] = self._replanner.predict(self.schedule(num_microbatches))
         return prediction

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
-import torch.distributed as dist
 
 from megatron.zero_bubble.runtime.least_squares import nonnegative_least_squares
 from megatron.zero_bubble.runtime.recorder import MeasuredOp
@@ -28,6 +27,8 @@ class _Sample(NamedTuple):
     milliseconds: float
     held: float | None
     """Change of memory in bytes; None if it was not measured."""
+    inside: float | None
+    """Memory in bytes that the operation needed while it ran; None if it was not measured."""
 
 
 _Samples = dict[tuple[int, OpKind], list[_Sample]]
@@ -56,30 +57,32 @@ class SizeProfile:
         sizes = self._sizes.pop(step, None)
         if sizes is None:
             return
-        dropped = {(one.op.chunk, one.op.microbatch) for one in ops if one.op.kind is OpKind.R}
+        restored = {(one.op.chunk, one.op.microbatch): one.held for one in ops if one.op.kind is OpKind.R}
         for measured in ops:
             kind, microbatch, chunk = measured.op
             if not KINDS[kind].time:
                 continue
-            drops = kind is OpKind.F and (chunk, microbatch) in dropped
-            held = None if drops else measured.held
+            held: float | None = measured.held
+            inside = None if held is None else measured.inside
+            if kind is OpKind.F and held is not None:
+                # As much as an F that keeps everything.
+                held += restored.get((chunk, microbatch)) or 0
             stage = self._placement.stage_of(self._rank, chunk)
             milliseconds = (measured.end - measured.start) * 1000.0
-            self._samples[stage, kind].append(_Sample(sizes[microbatch], milliseconds, held))
+            self._samples[stage, kind].append(_Sample(sizes[microbatch], milliseconds, held, inside))
 
-    def fit(self, usual: StageCosts) -> SizedCosts | None:
-        """Fit curves to the samples of all ranks; a collective call of the whole job, with the same result everywhere.
+    def fit(self, usual: StageCosts, gather: Callable[[_Samples], list[_Samples]]) -> SizedCosts | None:
+        """Fit curves to the samples of all ranks; a collective call of them, with the same result everywhere.
 
         Args:
             usual: costs of the mean microbatch, for what the samples do not tell.
+            gather: returns the samples of all ranks.
 
         Returns:
             The costs; None if no rank has samples.
         """
-        everyone: list[_Samples] = [defaultdict(list)] * dist.get_world_size()
-        dist.all_gather_object(everyone, self._samples)
         together: _Samples = defaultdict(list)
-        for samples in everyone:
+        for samples in gather(self._samples):
             for key, values in samples.items():
                 together[key] += values
         return sized_costs(together, usual)
@@ -109,7 +112,20 @@ def sized_costs(samples: Mapping[tuple[int, OpKind], Sequence[_Sample]], usual: 
             for kind, curve in _curves_by_result(by_kind).items():
                 if kind in names:
                     curves[names[kind]][stage] = curve
-    return SizedCosts(usual, {name: tuple(values) for name, values in curves.items()})
+    return SizedCosts(
+        usual, {name: tuple(values) for name, values in curves.items()}, _inside(samples, usual.num_stages)
+    )
+
+
+def _inside(samples: Mapping[tuple[int, OpKind], Sequence[_Sample]], num_stages: int) -> tuple[Curve, ...]:
+    """For every stage the curve of the operation that needs the most memory while it runs."""
+    curves = [Curve(0.0, 0.0, 0.0)] * num_stages
+    most = [0.0] * num_stages
+    for (stage, _), values in samples.items():
+        measured = [(each.size, each.inside) for each in values if each.inside is not None]
+        if measured and (largest := max(inside for _, inside in measured)) > most[stage]:
+            curves[stage], most[stage] = _fit(measured), largest
+    return tuple(curves)
 
 
 def _curves_by_result(samples: Mapping[OpKind, Sequence[tuple[MicrobatchSize, float]]]) -> dict[OpKind, Curve]:

@@ -20,7 +20,6 @@ from megatron.zero_bubble.schedule.graph import (
 from megatron.zero_bubble.schedule.host_link import times_of_return
 from megatron.zero_bubble.schedule.ir import Op
 from megatron.zero_bubble.schedule.kinds import KINDS
-from megatron.zero_bubble.schedule.memory import memory_held
 from megatron.zero_bubble.schedule.pairs import forwards_in_pairs
 from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline, num_ahead
 
@@ -247,7 +246,7 @@ def idle_ranks_over_time(timeline: Timeline) -> Steps:
 def memory_over_time(timeline: Timeline, rank: int) -> Steps:
     """Memory in use by the operations of `rank` over time, in the unit of the costs."""
     steps: Steps = [(0, 0)]
-    held = memory_held(timeline.schedule, timeline.costs, rank)
+    held = timeline.memory_held(rank)
     for timed, (_, during, after) in zip(timeline.lanes[rank], held, strict=True):
         if steps[-1][0] == timed.start:
             steps.pop()  # released and allocated at the same moment

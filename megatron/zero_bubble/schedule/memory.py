@@ -19,33 +19,43 @@ _ALLOCATES_LATER: dict[OpKind, tuple[OpKind, ...]] = {
 """For a kind, the kinds that allocate a part of its memory in its place, where a schedule has them."""
 
 
-def memory_held(schedule: Schedule, costs: StageCosts, rank: int) -> Iterator[tuple[Op, float, float]]:
+def memory_held(
+    schedule: Schedule, costs: StageCosts, rank: int, lengths: Sequence[float] = ()
+) -> Iterator[tuple[Op, float, float]]:
     """Yield every compute operation of `rank` with the rank's memory during and after it.
 
     An operation allocates memory at its start, and releases memory at its end. The unit is that of the costs' memory.
+    `lengths` are as in `simulate`.
     """
     held: float = 0
     ops = tuple(schedule.compute_ops(rank))
     by_kind = costs.in_groups(schedule.groups).memory()
-    for op, change in zip(ops, _changes(schedule, by_kind, rank, ops), strict=True):
+    for op, change in zip(ops, _changes(schedule, by_kind, rank, ops, lengths), strict=True):
         yield op, held + change if change > 0 else held, held + change
         held += change
 
 
 def _changes(
-    schedule: Schedule, by_kind: Mapping[OpKind, Sequence[float]], rank: int, ops: Sequence[Op]
+    schedule: Schedule,
+    by_kind: Mapping[OpKind, Sequence[float]],
+    rank: int,
+    ops: Sequence[Op],
+    lengths: Sequence[float],
 ) -> Iterable[float]:
     """The change of memory of these operations of `rank`; `by_kind` has that of every kind and stage."""
     stages = schedule.placement.stages_of(rank)
     changes = {(kind, chunk): by_kind[kind][stage] for kind in by_kind for chunk, stage in enumerate(stages)}
-    alone = map(changes.__getitem__, map(itemgetter(0, 2), ops))
+    alone: Iterable[float] = map(changes.__getitem__, map(itemgetter(0, 2), ops))
+    if lengths:
+        alone = (change * lengths[op.microbatch] for change, op in zip(alone, ops, strict=True))
     allocates_later = [
         (kind, later) for kind, kinds in _ALLOCATES_LATER.items() for later in kinds if later in schedule.kinds
     ]
     if not allocates_later:
         return alone
     different = {
-        (kind, microbatch, chunk): changes[kind, chunk] - changes[later, chunk]
+        (kind, microbatch, chunk): (changes[kind, chunk] - changes[later, chunk])
+        * (lengths[microbatch] if lengths else 1)
         for kind, later in allocates_later
         for other, microbatch, chunk in ops
         if other is later
@@ -61,21 +71,23 @@ class PeakMemory(NamedTuple):
     """None on a rank without operations."""
 
 
-def peaks(schedule: Schedule, costs: StageCosts) -> tuple[PeakMemory, ...]:
+def peaks(schedule: Schedule, costs: StageCosts, lengths: Sequence[float] = ()) -> tuple[PeakMemory, ...]:
     """For every rank, the most that its operations hold at once, and the first operation that reaches it."""
-    return tuple(_peak(schedule, costs, rank) for rank in range(schedule.num_ranks))
+    return tuple(_peak(schedule, costs, rank, lengths) for rank in range(schedule.num_ranks))
 
 
-def _peak(schedule: Schedule, costs: StageCosts, rank: int) -> PeakMemory:
-    held = [(op, during) for op, during, _ in memory_held(schedule, costs, rank)]
+def _peak(schedule: Schedule, costs: StageCosts, rank: int, lengths: Sequence[float]) -> PeakMemory:
+    held = [(op, during) for op, during, _ in memory_held(schedule, costs, rank, lengths)]
     amount = max((during for _, during in held), default=0)
     # Sums that should be equal differ in the last digits, so the first operation is found with a tolerance.
     return PeakMemory(amount, next((op for op, during in held if during >= amount * (1 - 1e-9)), None))
 
 
-def peak_memory(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
+def peak_memory(schedule: Schedule, costs: StageCosts, lengths: Sequence[float] = ()) -> tuple[float, ...]:
     """For every rank, the most that its operations hold at once."""
     by_kind = costs.in_groups(schedule.groups).memory()
     lanes = schedule.without_communication().ops
     # An operation that releases memory needs no more while it runs than the memory in use before it.
-    return tuple(max(accumulate(_changes(schedule, by_kind, rank, ops), initial=0)) for rank, ops in enumerate(lanes))
+    return tuple(
+        max(accumulate(_changes(schedule, by_kind, rank, ops, lengths), initial=0)) for rank, ops in enumerate(lanes)
+    )

@@ -27,6 +27,7 @@ def simulate(
     *,
     overlap_communication: bool = True,
     hardware_queues: HardwareQueues | None = None,
+    lengths: Sequence[float] = (),
 ) -> Timeline:
     """Run the compute operations of `schedule`, lowered or not, with the times of `costs`.
 
@@ -40,6 +41,8 @@ def simulate(
     With `hardware_queues` a lowered schedule runs on NCCL's streams: a message also waits for its receive to be posted
     and for the one before it on its channel, and with one queue a computation for what was launched before it.
 
+    With `lengths` the operations of microbatch k take `lengths[k]` times the time and the memory of `costs`.
+
     Nothing but sums and maxima of the given numbers is computed, so that integers and fractions give
     exact results. Raises `ScheduleError` if the costs are for another number of stages, `InvalidSchedule` if a
     schedule that is to run on streams lacks a message, and `Deadlock`.
@@ -50,14 +53,27 @@ def simulate(
         )
     if hardware_queues is not None:
         assert overlap_communication, "on streams messages overlap with computations"
+        assert not lengths, "on streams microbatches are alike"
         replay = StreamReplay(schedule, costs.in_groups(schedule.groups))
         lanes_on_streams = replay.run(hardware_queues)
         return Timeline(schedule.without_communication(), costs, True, lanes_on_streams, hardware_queues, replay.copies)
     schedule = schedule.without_communication()
+    if lengths:
+        _check_lengths(schedule, lengths)
     in_groups = costs.in_groups(schedule.groups)
-    simulation = _Simulation(schedule, in_groups, overlap_communication=overlap_communication)
+    simulation = _Simulation(schedule, in_groups, lengths, overlap_communication=overlap_communication)
     lanes = simulation.run()
-    return Timeline(schedule, costs, overlap_communication, lanes, copies=simulation.copies)
+    return Timeline(schedule, costs, overlap_communication, lanes, copies=simulation.copies, lengths=tuple(lengths))
+
+
+def _check_lengths(schedule: Schedule, lengths: Sequence[float]) -> None:
+    if len(lengths) != schedule.num_microbatches:
+        raise ScheduleError(
+            f"schedule {schedule.name} has {schedule.num_microbatches} microbatches, but {len(lengths)} have a length"
+        )
+    if schedule.offloads or not schedule.kinds.isdisjoint(PAIRED):
+        what = "offload" if schedule.offloads else "pairs of a forward and a backward"
+        raise ScheduleError(f"schedule {schedule.name}: {what} and lengths of microbatches are not simulated together")
 
 
 class _Wait(NamedTuple):
@@ -103,8 +119,11 @@ class _Simulation:
     the results are in one flat list.
     """
 
-    def __init__(self, schedule: Schedule, costs: StageCosts, *, overlap_communication: bool) -> None:
+    def __init__(
+        self, schedule: Schedule, costs: StageCosts, lengths: Sequence[float], *, overlap_communication: bool
+    ) -> None:
         self._schedule = schedule
+        self._lengths = lengths
         self._costs = costs
         self._overlaps = overlap_communication
         self._times = costs.times()
@@ -198,7 +217,7 @@ class _Simulation:
     ) -> float:
         """Run the operations of `rank` until one lacks a result; return when the rank is free then."""
         ends, is_made, ops, in_pairs = self._ends, self._is_made, self._schedule.ops[rank], self._pairs[rank]
-        link = self._links[rank] if self._links else None
+        link, lengths = self._links[rank] if self._links else None, self._lengths
         for position in range(len(lane.ends), len(ops)):
             kind, microbatch, chunk = ops[position]
             step = steps.get((kind, chunk))
@@ -230,7 +249,7 @@ class _Simulation:
                 continue
             if link is not None:
                 start = link.start_of(ops[position], start)
-            end = start + time
+            end = start + (time * lengths[microbatch] if lengths else time)
             if link is not None:
                 link.copy_after(ops[position], end)
             lane.starts.append(start)

@@ -42,10 +42,12 @@ class SizedCosts:
     Attributes:
         usual: costs of a usual microbatch; those without curves do not depend on the size.
         curves: by name, fields of `StageCosts` that do, each with the curve of every stage.
+        inside: for every stage, the most memory that an operation needs while it runs; empty for none.
     """
 
     usual: StageCosts
     curves: Mapping[str, tuple[Curve, ...]]
+    inside: tuple[Curve, ...] = ()
 
     def of(self, size: MicrobatchSize) -> StageCosts:
         """The costs of a microbatch of this size."""

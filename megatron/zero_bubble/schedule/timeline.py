@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.ir import Op, Schedule
 from megatron.zero_bubble.schedule.kinds import KINDS, POST_VALIDATION
-from megatron.zero_bubble.schedule.memory import peak_memory
+from megatron.zero_bubble.schedule.memory import PeakMemory, memory_held, peak_memory, peaks
 from megatron.zero_bubble.schedule.pairs import forwards_in_pairs, times_in_pairs
 
 
@@ -96,6 +96,8 @@ class Timeline:
     """The hardware queues of the simulated GPUs; None where messages do not wait for launches."""
     copies: tuple[tuple[TimedOp, ...], ...] = ()
     """For every rank, D and H with the times of their copies on its host link; empty if nothing is offloaded."""
+    lengths: tuple[float, ...] = ()
+    """For every microbatch, the factor of the costs' times and memory; empty if all are alike."""
 
     @cached_property
     def computations(self) -> tuple[Sequence[TimedOp], ...]:
@@ -137,6 +139,8 @@ class Timeline:
     @cached_property
     def work(self) -> tuple[float, ...]:
         """For every rank, the sum of the times of its operations."""
+        if self.lengths:
+            return tuple(sum(timed.end - timed.start for timed in lane) for lane in self.lanes)
         by_kind, work = self.costs.in_groups(self.schedule.groups).times(), []
         for rank, lane in enumerate(self.lanes):
             in_pairs = times_in_pairs(self.schedule, self.costs, rank)
@@ -164,4 +168,13 @@ class Timeline:
     @cached_property
     def peak_memory(self) -> tuple[float, ...]:
         """For every rank, the most memory that its operations hold at once, in the unit of the costs."""
-        return peak_memory(self.schedule, self.costs)
+        return peak_memory(self.schedule, self.costs, self.lengths)
+
+    def memory_held(self, rank: int) -> Iterator[tuple[Op, float, float]]:
+        """For every operation of `rank`: the operation, what the rank holds while it runs, and after it."""
+        return memory_held(self.schedule, self.costs, rank, self.lengths)
+
+    @cached_property
+    def peaks(self) -> tuple[PeakMemory, ...]:
+        """For every rank, the most that its operations hold at once, and the first operation that reaches it."""
+        return peaks(self.schedule, self.costs, self.lengths)

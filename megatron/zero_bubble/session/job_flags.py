@@ -85,6 +85,7 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
     untie_embeddings_and_output_weights: bool = False
     make_vocab_size_divisible_by: int = 128
     calculate_per_token_loss: bool = False
+    variable_seq_lengths: bool = False
     log_num_zeros_in_grad: bool = False
     timing_log_level: int = 0
     given_model: Mapping[str, Setting] = field(default_factory=dict)

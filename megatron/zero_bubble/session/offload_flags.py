@@ -33,6 +33,11 @@ def check_offload(flags: JobFlags) -> None:
             f"{OFFLOAD_FLAG} needs measured copies, and --zero-bubble-profile-iters 0 0 measures none: give another "
             "START END, or --zero-bubble-profile-input FILE"
         )
+    if flags.zero_bubble_microbatch_order == "planned":
+        raise ValueError(
+            f"{OFFLOAD_FLAG} and --zero-bubble-microbatch-order planned: leave one out, because orders are not planned "
+            "for copies"
+        )
     if flags.use_torch_fsdp2:
         raise ValueError(f"{OFFLOAD_FLAG}: it would copy the parameters that --use-torch-fsdp2 gathers: leave one out")
     refuse_with_features(flags, [Feature.OFFLOAD])

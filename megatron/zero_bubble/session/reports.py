@@ -22,8 +22,8 @@ from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
 from megatron.zero_bubble.session.layout_words import gain_words, layers_words, named_plans
 
 if TYPE_CHECKING:
-    from megatron.zero_bubble.mcore.microbatch_orders import OrderTimes
     from megatron.zero_bubble.mcore.unsplit import Gradients
+    from megatron.zero_bubble.runtime.step_planner import OrderTimes
     from megatron.zero_bubble.session.layout_choice import LayoutChoice
 
 ModelRank = tuple[int, int]
@@ -227,15 +227,17 @@ def idle_fields(measured: Idle | None, predicted: Idle | None) -> str:
 
 
 def order_fields(times: OrderTimes | None) -> str:
-    """Return the gain of planned orders of microbatches as text that follows Megatron's fields of a log line.
+    """Return the gain of planned steps as text that follows Megatron's fields of a log line; nothing without any.
 
-    It is the simulated time in the order of the data over that in the planned order. Without planned orders there is no
-    text.
+    It is the simulated time in the order of the data over that in the planned order. Ranks wait for the plan of a step.
     """
     if times is None or times.num_steps == 0:
         return ""
     gain, planning = times.predicted_in_data_order / times.predicted, times.planning / times.num_steps
-    return f" microbatch order: {gain:.2f} times as fast, planned in {planning:.1f} ms |"
+    line = f" microbatch order: {gain:.2f} times as fast, planned in {planning:.1f} ms, not hidden |"
+    if times.num_in_less_memory:
+        line += f" steps in less memory: {times.num_in_less_memory} of {times.num_steps} |"
+    return line
 
 
 def idle_scalars(measured: Idle | None, predicted: Idle | None) -> dict[str, float]:

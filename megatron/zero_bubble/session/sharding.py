@@ -41,4 +41,5 @@ def may_spread(flags: JobFlags, padded_vocab_size: int) -> bool | None:
     if flags.use_torch_fsdp2 or flags.overlap_moe_expert_parallel_comm:
         return False
     ranks = flags.pipeline_model_parallel_size, flags.tensor_model_parallel_size
-    return None if divides(padded_vocab_size, *ranks) and not flags.mtp_num_layers else False
+    has_shards = divides(padded_vocab_size, *ranks) and not flags.mtp_num_layers and not flags.variable_seq_lengths
+    return None if has_shards else False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 from megatron.zero_bubble.schedule import OpKind, Schedule, StageCosts, TimedOp, Timeline, simulate
@@ -28,7 +29,7 @@ def write_timeline(folder: Path, name: str, measured: Timeline, memory_unit: str
     in the costs.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    planned = simulate(measured.schedule, measured.costs)
+    planned = simulate(measured.schedule, measured.costs, lengths=measured.lengths)
     duration = float(max(measured.makespan, planned.makespan))
     width = min(_MARGINS + _OP_WIDTH * max(len(lane) for lane in measured.lanes), _WIDEST)
     schedule = measured.schedule.name
@@ -48,17 +49,34 @@ def write_timeline(folder: Path, name: str, measured: Timeline, memory_unit: str
     write_file(folder / f"{name}.html", html_document(name, body, _STYLE))
 
 
-def measured_timeline(schedule: Schedule, lanes: Sequence[Sequence[TimedOp]], profiled: StageCosts | None) -> Timeline:
+def measured_timeline(
+    schedule: Schedule,
+    lanes: Sequence[Sequence[TimedOp]],
+    profiled: StageCosts | None,
+    *,
+    shapes_vary: bool = False,
+) -> Timeline:
     """The measured operations as a `Timeline`, from time 0, with this step's mean times as its costs.
 
     Forwards that were run again, after a step was amended, appear only where they ran last.
-    The costs of messages and memory come from `profiled`; without it they are zero.
+    The costs of messages and memory come from `profiled`; without it they are zero. If shapes vary, each microbatch has
+    its own share of the times.
     """
     lanes = [_last_runs(lane) for lane in lanes]
     begin = min(lane[0].start for lane in lanes if lane)
     moved = tuple(tuple(TimedOp(op, start - begin, end - begin) for op, start, end in lane) for lane in lanes)
     ran = replace(schedule, ops=tuple(tuple(timed.op for timed in lane) for lane in moved))
-    return Timeline(ran, _costs_of(ran, moved, profiled), True, moved)
+    costs = _costs_of(ran, moved, profiled)
+    return Timeline(ran, costs, True, moved, lengths=_lengths_of(ran, moved) if shapes_vary else ())
+
+
+def _lengths_of(schedule: Schedule, lanes: Sequence[Sequence[TimedOp]]) -> tuple[float, ...]:
+    """The time of every microbatch over that of the mean one."""
+    times = [0.0] * schedule.num_microbatches
+    for op, start, end in chain.from_iterable(lanes):
+        times[op.microbatch] += end - start
+    mean = statistics.fmean(times)
+    return tuple(time / mean for time in times)
 
 
 def _last_runs(lane: Sequence[TimedOp]) -> list[TimedOp]:

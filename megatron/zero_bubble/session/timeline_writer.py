@@ -55,7 +55,8 @@ class TimelineWriter:
         if dist.get_rank() == 0:
             schedule = self._source.schedule(num_microbatches).without_communication()
             profile = self._source.profile
-            timeline = measured_timeline(schedule, lanes, _in_mebibytes(profile.costs) if profile else None)
+            costs = _in_mebibytes(profile.costs) if profile else None
+            timeline = measured_timeline(schedule, lanes, costs, shapes_vary=self._source.shapes_vary)
             write_timeline(self._folder, f"iteration_{iteration:07d}", timeline, "MiB")
 
 

@@ -130,6 +130,9 @@ class DataFlags:
     vocab_size: int | None = flag("vocabulary of NullTokenizer", None)
     num_workers: int = flag("processes that load data", 2)
     dataloader_type: str = flag("order of samples", "single", choices=("single", "cyclic"))
+    variable_seq_lengths: bool = flag(
+        "take each document as a sample, up to --seq-length tokens, and pad a microbatch to its longest one", False
+    )
     reset_position_ids: bool = flag("count positions anew after an end of document", False)
     reset_attention_mask: bool = flag("attend only within a document", False)
     no_create_attention_mask_in_dataloader: bool = flag(

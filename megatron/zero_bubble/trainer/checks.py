@@ -289,6 +289,14 @@ def _check_training(args: Arguments) -> None:
     check_profile(args)
 
 
+_NOT_OF_ONE_LENGTH = {
+    "reset_attention_mask": "a sample is one document",
+    "reset_position_ids": "a sample is one document",
+    "log_throughput": "it counts --seq-length tokens a sample",
+}
+"""Flags that are refused where samples differ in length, and why."""
+
+
 def _check_data(args: Arguments) -> None:
     per_split = [args.train_data_path, args.valid_data_path, args.test_data_path]
     given = [args.mock_data, bool(args.data_path), any(per_split)]
@@ -296,6 +304,11 @@ def _check_data(args: Arguments) -> None:
         sum(given) == 1,
         "give the data once: --data-path PREFIX, or --train-data-path PREFIX (and --valid-data-path), or --mock-data",
     )
+    for name, problem in _NOT_OF_ONE_LENGTH.items():
+        _require(
+            not (args.variable_seq_lengths and getattr(args, name)),
+            f"{flag_name(name)} does not go with --variable-seq-lengths: {problem}",
+        )
     needs_model = args.tokenizer_type in ("HuggingFaceTokenizer", "Llama2Tokenizer")
     _require(
         not needs_model or bool(args.tokenizer_model), f"--tokenizer-type {args.tokenizer_type} needs --tokenizer-model"

@@ -80,7 +80,7 @@ _WITHOUT_FLAG = re.compile(
             r"is_hybrid_model|virtual_pipeline_model_parallel_size|params_dtype|pipeline_dtype|autocast_dtype|enable_autocast|_.*",
             r"num_layers_in_.*|account_for_.*|gradient_accumulation_fusion|use_cpu_initialization|.*p2p.*",
             r"(masked_softmax|bias_dropout|bias_activation|apply_rope)_fusion|persist_layer_norm|gated_linear_unit",
-            r"attention_softmax_in_fp32|deallocate_pipeline_outputs|variable_seq_lengths|barrier_with_L1_time",
+            r"attention_softmax_in_fp32|deallocate_pipeline_outputs|barrier_with_L1_time",
             r"grad_reduce_in_fp32|check_for_nan_in_grad|align_param_gather|mtp_standalone|decoupled_weight_decay",
             # Zero bubble does their work, or its schedules have no place for it.
             r"delay_wgrad_compute|defer_embedding_wgrad_compute|wgrad_deferral_limit|overlap_moe_.*|ep_overlap_.*",

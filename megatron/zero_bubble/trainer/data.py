@@ -29,6 +29,7 @@ from megatron.zero_bubble.mcore.context_parallel import cut_batch
 from megatron.zero_bubble.runtime.device import own_device
 from megatron.zero_bubble.schedule.errors import one_line
 from megatron.zero_bubble.trainer.data_config import DataConfig
+from megatron.zero_bubble.trainer.data_documents import DocumentDataset, MockDocumentDataset
 from megatron.zero_bubble.trainer.data_files import fingerprint
 from megatron.zero_bubble.trainer.data_loader import MicrobatchIterator, build_data_iterator
 
@@ -58,6 +59,10 @@ class ContentKeyedGPTDataset(GPTDataset):
         # dataset_path is used only for the name of the cache (MegatronDataset.unique_identifiers).
         key = f"{dataset_path}@{fingerprint(indexed_dataset.sequence_lengths)}"
         super().__init__(indexed_dataset, key, *args)
+
+
+_OF_ONE_LENGTH = (ContentKeyedGPTDataset, MockGPTDataset)
+"""Datasets whose samples are of the sequence length: of files, and without."""
 
 
 @dataclass(frozen=True)
@@ -96,10 +101,10 @@ def build_datasets(
     if index_bytes > _LARGE_INDEX:
         log(f"> these indices are of {index_bytes / 2**30:.1f} GiB or more, and are built once: it takes minutes")
     start = time.perf_counter()
-    cls = MockGPTDataset if config.mock_data else ContentKeyedGPTDataset
+    kinds = (DocumentDataset, MockDocumentDataset) if config.variable_seq_lengths else _OF_ONE_LENGTH
     try:
         builder = BlendedMegatronDatasetBuilder(
-            cls, list(requested), lambda: is_built, config.dataset_config(tokenizer)
+            kinds[config.mock_data], list(requested), lambda: is_built, config.dataset_config(tokenizer)
         )
         with _without_cache_warnings():
             splits = builder.build()
@@ -183,8 +188,9 @@ def get_batch(
 ) -> Batch:
     """The next microbatch for a chunk that embeds tokens, is the last stage, both or neither (at most a mask).
 
-    Tensor-parallel rank 0 reads and broadcasts; a collective call of the tensor-parallel group. Shapes are known in
-    advance, so no rank waits for a size from the device (tensor_parallel.broadcast_data waits twice a call).
+    Tensor-parallel rank 0 reads and broadcasts; a collective call of the tensor-parallel group. Shapes that do not vary
+    are known in advance, so no rank waits for a size from the device (tensor_parallel.broadcast_data waits twice a
+    call).
 
     Raises:
         RuntimeError: the data is used up.
@@ -195,12 +201,19 @@ def get_batch(
     if not keys:
         return Batch(None, None, None, None, None)
     reads = parallel_state.get_tensor_model_parallel_rank() == 0
-    batch = _read(data_iterator, keys) if reads else _empty(config, keys)
+    batch = _read(data_iterator, keys) if reads else {}
     if parallel_state.get_tensor_model_parallel_world_size() > 1:
         source, group = (
             parallel_state.get_tensor_model_parallel_src_rank(),
             parallel_state.get_tensor_model_parallel_group(),
         )
+        length = config.seq_length
+        if config.variable_seq_lengths:
+            told = torch.tensor([batch[keys[0]].shape[1] if reads else 0], device=own_device())
+            torch.distributed.broadcast(told, source, group=group)
+            length = int(told)
+        if not reads:
+            batch = _empty(config, keys, length)
         for tensor in batch.values():
             torch.distributed.broadcast(tensor, source, group=group)
     batch = cut_batch(batch)
@@ -216,11 +229,11 @@ def _read(data_iterator: Iterator[dict[str, torch.Tensor]] | None, keys: list[st
     return {key: sample[key].to(own_device(), non_blocking=True) for key in keys}
 
 
-def _empty(config: DataConfig, keys: list[str]) -> dict[str, torch.Tensor]:
+def _empty(config: DataConfig, keys: list[str], length: int) -> dict[str, torch.Tensor]:
     """Buffers for the tensors that tensor-parallel rank 0 broadcasts."""
-    shapes = {"attention_mask": (config.micro_batch_size, 1, config.seq_length, config.seq_length)}
+    shapes = {"attention_mask": (config.micro_batch_size, 1, length, length)}
     dtypes = {"attention_mask": torch.bool, "loss_mask": torch.float32}
-    plain = (config.micro_batch_size, config.seq_length)
+    plain = (config.micro_batch_size, length)
     return {
         key: torch.empty(shapes.get(key, plain), dtype=dtypes.get(key, torch.int64), device=own_device())
         for key in keys

@@ -34,6 +34,8 @@ class DataConfig(DataFlags):
     eval_iters: int = 0
     """Iterations of one evaluation; 0 builds no validation and test data beyond what --split demands."""
     seed: int = 1234
+    length_multiple: int = 1
+    """With `variable_seq_lengths`, microbatches have a multiple of so many tokens a sequence."""
     create_attention_mask: bool = False
     """Send attention masks [b, 1, s, s] with the data: `reset_attention_mask` needs them, causal attention does not."""
 
@@ -52,7 +54,8 @@ class DataConfig(DataFlags):
             check_split(split)
         for flag, (prefixes, weights) in self._blends().items():
             # Each dataset of a blend without weights is one epoch long, so it must hold a whole sample.
-            min_tokens = self.seq_length + 1 if weights is None and len(prefixes) > 1 else 1
+            holds_samples = weights is None and len(prefixes) > 1 and not self.variable_seq_lengths
+            min_tokens = self.seq_length + 1 if holds_samples else 1
             for prefix in prefixes:
                 file = open_token_file(prefix, flag)
                 if vocab_size is not None:

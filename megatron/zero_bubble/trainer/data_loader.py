@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from types import TracebackType
 
 import torch
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from megatron.zero_bubble.session.start_up import SessionError
 from megatron.zero_bubble.trainer.data_config import DataConfig
+from megatron.zero_bubble.trainer.data_documents import padded
 from megatron.zero_bubble.trainer.data_samplers import CyclicSampler, SequentialSampler
 
 _SECONDS_TO_DIE = 1.0
@@ -85,7 +87,8 @@ def build_data_iterator(
 ) -> MicrobatchIterator | None:
     """An iterator over the microbatches after `consumed_samples` samples; None if there is no dataset.
 
-    Each model chunk that reads needs an iterator of its own. It yields CPU tensors [micro_batch_size, seq_length].
+    Each model chunk that reads needs an iterator of its own. It yields CPU tensors [micro_batch_size, seq_length], or
+    shorter ones with `variable_seq_lengths`.
     """
     if dataset is None or len(dataset) == 0:  # type: ignore[arg-type]  # Dataset declares no __len__
         return None
@@ -101,6 +104,7 @@ def build_data_iterator(
         dataset,
         batch_sampler=sampler,
         num_workers=config.num_workers,
+        collate_fn=partial(padded, multiple=config.length_multiple) if config.variable_seq_lengths else None,
         pin_memory=torch.cuda.is_available(),
         worker_init_fn=_ignore_stop_signals,
         # The loader draws its workers' seed from this generator; drawing from the global one would change the run.

@@ -15,9 +15,10 @@ from megatron.core import parallel_state
 from megatron.zero_bubble.planner.prediction import Gain
 from megatron.zero_bubble.runtime.replanner import Report
 from megatron.zero_bubble.runtime.replica_waits import Waits
+from megatron.zero_bubble.runtime.step_planner import OrderTimes
 from megatron.zero_bubble.schedule import Idle
 from megatron.zero_bubble.session.plan_metrics import write_plan
-from megatron.zero_bubble.session.reports import idle_fields, idle_scalars, print_line, wait_fields
+from megatron.zero_bubble.session.reports import idle_fields, idle_scalars, order_fields, print_line, wait_fields
 from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.progress import Progress
 from megatron.zero_bubble.trainer.summary import RunSummary
@@ -55,6 +56,8 @@ class StepResult:
     is_local: bool = False
     """Whether losses and norm are those of this replica alone, which took the step without the others."""
     waits: Waits | None = None
+    orders: OrderTimes | None = None
+    """The steps since the last line whose microbatches ran in a planned order."""
     """Waits of replicas since the last log line, in iterations that print one; None with a single replica."""
     finished_at: float | None = None
     """Time when the step was settled, in seconds of `time.perf_counter`; None for the time when it is recorded."""
@@ -151,6 +154,7 @@ class TrainingLog:
         line += f" number of skipped iterations: {self._skipped:3d} |"
         line += f" number of nan iterations: {self._nans:3d} |"
         line += idle_fields(result.idle, result.predicted_idle)
+        line += order_fields(result.orders)
         line += wait_fields(result.waits)
         if self._rollbacks:
             line += f" rollbacks: {self._rollbacks} | redone forwards: {self._redone} |"

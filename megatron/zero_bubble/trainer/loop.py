@@ -237,7 +237,8 @@ class Trainer:
         result = unlogged.result
         if unlogged.mean_step is not None:
             assert self._zero_bubble is not None
-            result = replace(result, idle=self._zero_bubble.measured_idle(unlogged.mean_step))
+            idle = self._zero_bubble.measured_idle(unlogged.mean_step)
+            result = replace(result, idle=idle, orders=self._zero_bubble.take_order_times())
         if self._progress.iteration % self._args.log_interval == 0:
             result = replace(result, waits=self._session.replicas.take_waits())
         self._log.record(result)

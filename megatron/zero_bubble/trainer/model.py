@@ -53,6 +53,8 @@ def transformer_config(args: Arguments, num_chunks: int, timers: Any) -> Transfo
         del values["attention_backend"]  # only Transformer Engine's attention reads it
     if args.swiglu:
         values.update(gated_linear_unit=True, activation_func=torch.nn.functional.silu)
+    if args.variable_seq_lengths and not args.num_experts:
+        values.update(moe_token_dispatcher_type="alltoall")  # the default refuses varied lengths, even without experts
     dtype = parameter_dtype(args)
     values.update(
         virtual_pipeline_model_parallel_size=num_chunks if num_chunks > 1 else None,

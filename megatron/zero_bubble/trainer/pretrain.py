@@ -174,4 +174,6 @@ def make_data_config(args: Arguments) -> DataConfig:
     """The settings of the data from the flags."""
     names = DataConfig.__dataclass_fields__
     values = {name: getattr(args, name) for name in names if hasattr(args, name)}
-    return DataConfig(**values, create_attention_mask=args.reset_attention_mask)
+    multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    multiple *= 2 * args.context_parallel_size if args.context_parallel_size > 1 else 1
+    return DataConfig(**values, length_multiple=multiple, create_attention_mask=args.reset_attention_mask)

@@ -48,7 +48,7 @@ def run(file: str, planned: bool) -> dict[str, Any]:
     """Return the timeline of a run, as it ran, or as the schedule would run with the times measured there."""
     measured, memory = recorded_run(_file_text(file))
     if planned:
-        return picture_of_run(simulate(measured.schedule, measured.costs), {})
+        return picture_of_run(simulate(measured.schedule, measured.costs, lengths=measured.lengths), {})
     return picture_of_run(measured, memory)
 
 

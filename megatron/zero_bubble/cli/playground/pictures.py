@@ -15,7 +15,6 @@ from megatron.zero_bubble.schedule.analysis import BUBBLE_WORDS, Steps, causes, 
 from megatron.zero_bubble.schedule.draw.palette import colour_of_rank, fill_of, is_dark
 from megatron.zero_bubble.schedule.formats import Profile
 from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
-from megatron.zero_bubble.schedule.memory import memory_held
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.schedule.step_ops import operation_name
 
@@ -67,7 +66,8 @@ def _curve_limits(recompute: Recompute) -> list[float]:
 def picture_of(figures: ScheduleFigures, recompute: Recompute, unit: str) -> dict[str, Any]:
     """Return the simulation of a schedule: the figures of the command line, and the drawing of the page."""
     timeline = figures.timeline
-    baseline = Prediction(Profile(timeline.schedule.placement, timeline.costs, 0, {}), timeline.schedule, recompute)
+    profile = Profile(timeline.schedule.placement, timeline.costs, 0, {})
+    baseline = Prediction(profile, timeline.schedule, recompute, lengths=timeline.lengths)
     drawn = _drawn(timeline, figures.steps)
     return {**drawn, "unit": unit, "figures": {**figures.as_json(), "speed_up": baseline.gain.times}}
 
@@ -121,7 +121,7 @@ def _drawn(timeline: Timeline, steps: int) -> dict[str, Any]:
                     "inputs": waits[rank][position],
                 }
                 for position, (timed, (_, holds, _)) in enumerate(
-                    zip(timeline.lanes[rank], memory_held(schedule, timeline.costs, rank), strict=True)
+                    zip(timeline.lanes[rank], timeline.memory_held(rank), strict=True)
                 )
             ]
             for rank in ranks

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megatron.zero_bubble.cli.flag_values import at_least, positive
+from megatron.zero_bubble.cli.flag_values import at_least, numbers, positive
 from megatron.zero_bubble.cli.shared_flags import (
     CommandFlags,
     FileFlags,
@@ -101,6 +101,24 @@ class SimulationFlags(SourceFlags, QueueFlags, PostValidationFlags):
         parse=at_least(1),
         metavar="N",
     )
+    lengths: tuple[float, ...] = flag(
+        "relative length of every microbatch, 1,4,1,1 for example, to which its times and memory are proportional; "
+        "the costs are those of the mean (default: all alike)",
+        (),
+        parse=numbers(above=0),
+        metavar="L,L,...",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("post_validation", "hardware_queues"):
+            if self.lengths and getattr(self, name):
+                raise ValueError(f"argument --lengths: not allowed with {flag_name(name)}")
+
+    @property
+    def relative_lengths(self) -> tuple[float, ...]:
+        """The lengths over their mean."""
+        return tuple(length * len(self.lengths) / sum(self.lengths) for length in self.lengths)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,6 @@ from megatron.zero_bubble.schedule.formats import (
     schedule_to_json,
     schedule_to_pytorch_csv,
 )
-from megatron.zero_bubble.schedule.memory import peaks
 from megatron.zero_bubble.schedule.step_ops import operation_name
 
 
@@ -135,7 +134,7 @@ def _rank_table(figures: ScheduleFigures) -> str:
     """Return a table of every rank's span, bubble by cause, and peak memory."""
     idle = causes(figures.timeline)
     rows = []
-    for rank, peak in enumerate(peaks(figures.timeline.schedule, figures.timeline.costs)):
+    for rank, peak in enumerate(figures.timeline.peaks):
         values = (figures.timeline.spans[rank], *(cause[rank] for cause in idle.values()), peak.amount)
         op = operation_name(peak.op, figures.schedule.num_microbatches, figures.steps) if peak.op else ""
         rows.append((str(rank), *(f"{float(value):.6g}" for value in values), op))

@@ -33,7 +33,6 @@ from megatron.zero_bubble.schedule.formats import schedule_from_text
 from megatron.zero_bubble.schedule.host_link import host_memory, num_offloaded
 from megatron.zero_bubble.schedule.ir import check_size
 from megatron.zero_bubble.schedule.kinds import SENDS
-from megatron.zero_bubble.schedule.memory import peaks
 from megatron.zero_bubble.schedule.recomputation import (
     Recompute,
     num_recomputed,
@@ -121,7 +120,7 @@ class ScheduleFigures:
             "cost_in_backward": self.cost_in_backward,
             "lower_bound": self.lower_bound,
             "peak_memory": self.peak_memory,
-            "peak_memory_op": [self._name(peak.op) for peak in peaks(timeline.schedule, timeline.costs)],
+            "peak_memory_op": [self._name(peak.op) for peak in timeline.peaks],
             "span": list(timeline.spans),
             "bubble": [asdict(bubble) for bubble in bubbles(timeline)],
             "critical_path": [f"{rank}:{self._name(timed.op)}" for rank, timed in critical_path(timeline)],
@@ -193,7 +192,13 @@ def figures_of_source(flags: SimulationFlags, effort: int = EFFORT) -> ScheduleF
     """Return the figures of the schedule that --schedule or --input names; `effort` is as in `generate`."""
     schedule, seconds = source(flags, effort)
     return simulated_figures(
-        flags, schedule, seconds, post_validation=flags.post_validation, steps=flags.steps, queues=flags.queues
+        flags,
+        schedule,
+        seconds,
+        post_validation=flags.post_validation,
+        steps=flags.steps,
+        queues=flags.queues,
+        lengths=flags.relative_lengths,
     )
 
 
@@ -259,6 +264,7 @@ def simulated_figures(
     post_validation: bool = False,
     steps: int = 1,
     queues: HardwareQueues | None = None,
+    lengths: Sequence[float] = (),
 ) -> ScheduleFigures:
     """Validate `schedule`, with post-validation if asked for, and simulate `steps` successive iterations of it.
 
@@ -279,9 +285,13 @@ def simulated_figures(
     if queues is not None:
         schedules = [one if one.is_lowered else lower(one, costs=costs) for one in schedules]
     overlap = flags.overlap_communication
-    timeline = simulate(repeat(schedules[0], steps), costs, overlap_communication=overlap, hardware_queues=queues)
+    repeated = repeat(schedules[0], steps)
+    timeline = simulate(repeated, costs, overlap_communication=overlap, hardware_queues=queues, lengths=lengths)
     with_it, without = (
-        iteration_time(one, costs, overlap_communication=overlap, hardware_queues=queues) for one in schedules
+        timeline.makespan
+        if lengths
+        else iteration_time(one, costs, overlap_communication=overlap, hardware_queues=queues)
+        for one in schedules
     )
     return ScheduleFigures(
         schedule,
@@ -305,4 +315,5 @@ def _cost_in_backward(schedule: Schedule, timeline: Timeline) -> float | None:
         timeline.costs.recomputing_in_backward(),
         overlap_communication=timeline.overlap_communication,
         hardware_queues=timeline.hardware_queues,
+        lengths=timeline.lengths,
     ).cost

@@ -8,7 +8,6 @@ from megatron.zero_bubble.schedule.analysis import causes
 from megatron.zero_bubble.schedule.draw.canvas import clean, figure
 from megatron.zero_bubble.schedule.draw.drawing import MAX_WIDTH, Drawing, Options, drawing
 from megatron.zero_bubble.schedule.draw.svg import svg_of
-from megatron.zero_bubble.schedule.memory import peaks
 from megatron.zero_bubble.schedule.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -90,7 +89,7 @@ def _rank_rows(what: Drawing) -> str:
     if what.has_memory:
         heads += [f"peak memory ({clean(what.memory_unit)})", "reached by"]
     rows = ["".join(f"<th>{head}</th>" for head in heads)]
-    for rank, peak in enumerate(peaks(timeline.schedule, timeline.costs)):
+    for rank, peak in enumerate(timeline.peaks):
         times = (timeline.spans[rank], timeline.work[rank], *(cause[rank] for cause in idle.values()))
         cells = [str(rank), *map(figure, times)]
         if what.has_memory:

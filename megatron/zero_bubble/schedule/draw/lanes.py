@@ -23,7 +23,6 @@ from megatron.zero_bubble.schedule.draw.canvas import (
 from megatron.zero_bubble.schedule.draw.drawing import LEFT, Drawing
 from megatron.zero_bubble.schedule.ir import Op
 from megatron.zero_bubble.schedule.kinds import COPIES, KINDS, POST_VALIDATION
-from megatron.zero_bubble.schedule.memory import memory_held
 from megatron.zero_bubble.schedule.pairs import PAIRED, forwards_in_pairs
 
 _MARK_WIDTH = 3
@@ -82,7 +81,7 @@ def _operations(drawing: Drawing, rank: int) -> Iterator[tuple[int, str]]:
     """(microbatch, element) of every operation of a lane that takes time."""
     timeline, schedule = drawing.timeline, drawing.timeline.schedule
     unit, lane, in_pairs = drawing.time_unit, timeline.lanes[rank], forwards_in_pairs(schedule, rank)
-    held = memory_held(schedule, timeline.costs, rank)
+    held = timeline.memory_held(rank)
     for position, ((op, start, stop), (_, during, _)) in enumerate(zip(lane, held, strict=True)):
         top, height = drawing.lane_top(rank), drawing.lane_height
         if op in in_pairs or op.kind in PAIRED:

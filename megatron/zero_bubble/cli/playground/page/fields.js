@@ -34,6 +34,7 @@ export const OWN = [
   { flag: 'microbatch-group-size', rare: true, label: 'Group size', type: 'number', min: 1, empty: 'default' },
   { flag: 'hardware-queues', rare: true, label: 'Hardware queues', choices: [['', 'no matter'], ['many', 'many'], ['1', 'one']] },
   { flag: 'post-validation', rare: true, label: 'Post-validation', type: 'checkbox' },
+  { flag: 'lengths', rare: true, label: 'Lengths of microbatches', empty: 'alike' },
   { flag: 'steps', rare: true, label: 'Iterations', type: 'number', min: 1, max: 8, empty: '1' },
 ];
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.zero_bubble.mcore.microbatch_sizes import size_of
+from megatron.zero_bubble.runtime.microbatch_sizes import size_of
 
 TOKENS = torch.zeros(2, 5, dtype=torch.long)
 

@@ -1,0 +1,58 @@
+"""Microbatches are read once and given in the planned order, and the replicas of a job agree on a level of memory."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from megatron.zero_bubble.runtime.step_planner import StepDecision
+from megatron.zero_bubble.schedule import Infeasible
+from tests.ranks import be_rank, run_on_ranks
+from tests.trainings import process_group
+
+
+def test_every_chunk_has_its_data_in_the_order_of_the_decision():
+    from megatron.zero_bubble.mcore.microbatch_orders import StepData
+
+    first, second = iter("abcd"), iter("ABCD")
+    data = StepData([None, first, second], 3)
+    nothing, of_first, of_second = data.ordered(StepDecision(None, (2, 0, 1)))
+    assert nothing is None
+    assert ("".join(of_first), "".join(of_second)) == ("cab", "CAB")
+    assert next(first) == "d"
+    assert data.sizes() == [None] * 3
+
+
+def test_data_that_ends_early_stays_in_its_order():
+    from megatron.zero_bubble.mcore.microbatch_orders import StepData
+
+    (given,) = StepData([iter("ab")], 3).ordered(StepDecision(None, (2, 0, 1)))
+    assert "".join(given) == "ab"
+
+
+def as_replica(rank: int, num_ranks: int, port: int) -> None:
+    """Be one of the replicas of a pipeline of one rank."""
+    be_rank(rank, num_ranks)
+    with process_group(rank, num_ranks, dist.TCPStore("localhost", port)):
+        from megatron.core import parallel_state
+
+        from megatron.zero_bubble.mcore.microbatch_orders import JobPeers
+
+        parallel_state.initialize_model_parallel(1, 1)
+        peers = JobPeers(timedelta(seconds=60))
+        assert peers.on_first(lambda: peers.highest(3 * rank)) == 3 * (num_ranks - 1)
+        assert peers.gather(rank) == list(range(num_ranks))
+        with pytest.raises(Infeasible, match=f"too long on {rank}"):
+            peers.on_first(lambda: refuse(rank))
+        parallel_state.destroy_model_parallel()
+
+
+def refuse(rank: int) -> None:
+    raise Infeasible(f"too long on {rank}", 1)
+
+
+def test_replicas_agree_on_the_highest_level():
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    assert run_on_ranks(2, as_replica, (store.port,), timeout=120) == 0
