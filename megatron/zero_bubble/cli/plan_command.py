@@ -66,7 +66,8 @@ class PlanFlags(TableFlags):
     num_microbatches: int = flag("microbatches of an iteration; required", None, parse=at_least(1), metavar="M")
     memory_limit: MemoryLimit = flag(
         "memory of a rank: a multiple of the activations of 1F1B (or interleaved 1F1B) on Megatron's split or your own "
-        "layout, beside the states of its fullest rank (1.5), or bytes for states and activations (40GiB), or auto for no limit (default: 1)",
+        "layout, beside the states of its fullest rank (1.5), or bytes for states and activations (40GiB), or auto for "
+        "no limit (default: 1)",
         MemoryLimit(multiple=1.0),
         parse=_memory_limit,
         metavar="L",
@@ -132,7 +133,7 @@ class PlanFlags(TableFlags):
         return "Megatron's split" if self.own_layers is None else "your own layout"
 
     def placements(self, num_layers: int, usual: Placement) -> tuple[Placement, ...]:
-        """The placements that the flags allow for this number of layers, that of the usual layout among them."""
+        """The placements that the flags allow for this number of layers, with that of the usual layout."""
         chunks, size = self.num_chunks, self.pipeline_size
         possible = tuple(dict.fromkeys((*all_placements(size, num_layers), usual)))
         if chunks is not None and chunks > 1:
