@@ -91,6 +91,33 @@ def test_a_limit_is_a_multiple_beside_the_states_or_bytes_or_none(costs, capsys)
     assert planned(capsys, "--costs", costs, *SIZE, "--memory-limit", "auto")["memory_limit"] is None
 
 
+@pytest.mark.parametrize(
+    ("own", "placement"),
+    [
+        (["--own-layers", "3,2,2,1"], "linear"),
+        (["--own-layers", "2,1,1,1,1,1,1,0"], "interleaved"),
+        (["--own-layers", "2,1,1,1,1,1,1,0", "--own-placement", "v"], "v"),
+    ],
+)
+def test_the_choice_is_compared_with_the_own_layout(costs, capsys, own, placement):
+    found = planned(capsys, "--costs", costs, *SIZE, *own)
+    partition = [int(number) for number in own[1].split(",")]
+    assert "megatrons_split" not in found
+    for plan in found["your_own_layout"]:
+        assert (plan["placement"], plan["partition"]) == (placement, partition)
+        assert found["layouts"][0]["time"] <= plan["time"] * (1 + 1e-9)
+    megatrons = {"linear": ["1f1b"], "interleaved": ["interleaved-1f1b"], "v": []}[placement]
+    assert [plan["schedule"] for plan in found["your_own_layout"]] == ["auto", *megatrons]
+
+
+def test_an_own_layout_as_good_as_any_stays(costs, capsys):
+    chosen = planned(capsys, "--costs", costs, *SIZE, "--placement", "linear", "--vocabulary-parallel", "off")
+    partition = chosen["layouts"][0]["partition"]
+    own = ["--own-layers", ",".join(map(str, partition))]
+    found = planned(capsys, "--costs", costs, *SIZE, "--placement", "linear", "--vocabulary-parallel", "off", *own)
+    assert found["layouts"][0]["partition"] == partition
+
+
 def test_the_table_ends_with_the_flags(costs, capsys):
     assert main(["--costs", costs, *SIZE, "--placement", "linear", "--vocabulary-parallel", "off"]) == 0
     head, chosen, *_, limit, gain, flags = capsys.readouterr().out.splitlines()
@@ -136,6 +163,10 @@ def test_a_wrong_file_is_one_line_that_names_the_entry(tmp_path, capsys, changed
         (["--num-chunks", "3", "--placement", "v"], "argument --num-chunks 3: --placement v has 2 chunks a rank"),
         (["--num-chunks", "1000"], "argument --num-chunks: must be at most 64, got 1000"),
         (["--pipeline-size", "9"], "8 layers are not enough for 9 stages of at least one layer"),
+        (["--own-layers", "4,4"], "argument --own-layers 4,4 has 2 stages, which 4 ranks cannot hold"),
+        (["--own-layers", "4,4,4,4"], "argument --own-layers 4,4,4,4 has 16 layers, but --costs"),
+        (["--own-layers", "4,x"], "argument --own-layers: must be the layers of each stage, such as 9,8,8,7, got 4,x"),
+        (["--own-placement", "v"], "argument --own-placement v needs --own-layers"),
         (["--memory-limit", "much"], "'much' is not a memory limit"),
         (["--memory-limit", "1B"], "optimizer states need 4 of the 1 of a rank"),
     ],

@@ -3,9 +3,12 @@
     zero-bubble plan --costs units.json --pipeline-size 4 --num-microbatches 16
     zero-bubble plan --costs units.json --pipeline-size 4 --num-microbatches 16 --memory-limit 1.5 --json
 
+    zero-bubble plan --costs units.json --pipeline-size 4 --num-microbatches 16 --own-layers 9,8,8,7
+
 The file has the costs of the embedding, of every layer and of the output (docs/commands.md); a training writes it
 with --zero-bubble-unit-costs-output. The table shows the best plan of every placement, recomputation and place of the
 vocabulary, the chosen one first, then Megatron's split with the same planner and with megatron-core's own schedule.
+With --own-layers your own layout takes the place of Megatron's split: it is chosen unless another one is 2% faster.
 Times and memory have the units of the file. Nothing is trained, and torch is not needed.
 
 A mistake ends with one line and exit status 2.
@@ -24,7 +27,7 @@ from megatron.zero_bubble.cli.flag_values import at_least
 from megatron.zero_bubble.cli.invocation import read_flags, run_command
 from megatron.zero_bubble.cli.output import percent, table
 from megatron.zero_bubble.cli.shared_flags import TableFlags
-from megatron.zero_bubble.planner import Plan, PlanRequest, all_placements, search_layouts
+from megatron.zero_bubble.planner import Layout, Plan, PlanRequest, all_placements, search_layouts
 from megatron.zero_bubble.planner.megatrons_split import capacity_of_multiple, megatrons_layout, on_megatrons_split
 from megatron.zero_bubble.planner.memory_limit import MemoryLimit
 from megatron.zero_bubble.planner.request import MOST_CHUNKS
@@ -47,6 +50,13 @@ def _memory_limit(text: str) -> MemoryLimit:
         raise ArgumentTypeError(str(error)) from None
 
 
+def _layers(text: str) -> tuple[int, ...]:
+    numbers = text.split(",")
+    if not all(number.isdecimal() and len(number) < 7 for number in numbers):
+        raise ArgumentTypeError(f"must be the layers of each stage, such as 9,8,8,7, got {text}")
+    return tuple(map(int, numbers))
+
+
 @dataclass(frozen=True)
 class PlanFlags(TableFlags):
     """the model and the pipeline"""
@@ -55,8 +65,9 @@ class PlanFlags(TableFlags):
     pipeline_size: int = flag("pipeline ranks; required", None, parse=at_least(2), metavar="P")
     num_microbatches: int = flag("microbatches of an iteration; required", None, parse=at_least(1), metavar="M")
     memory_limit: MemoryLimit = flag(
-        "memory of a rank: a multiple of 1F1B's activations on Megatron's split, beside the states of its fullest rank "
-        "(1.5), or bytes for states and activations (40GiB), or auto for no limit (default: 1)",
+        "memory of a rank: a multiple of the activations of 1F1B (or interleaved 1F1B) on Megatron's split or your own "
+        "layout, beside the states of its fullest rank (1.5), or bytes for states and activations (40GiB), or auto for "
+        "no limit (default: 1)",
         MemoryLimit(multiple=1.0),
         parse=_memory_limit,
         metavar="L",
@@ -77,16 +88,54 @@ class PlanFlags(TableFlags):
         "whether embedding and output layer are spread over all ranks", "auto", choices=["on", "off", "auto"]
     )
 
+    own_layers: tuple[int, ...] | None = flag(
+        "layers of each stage of your own layout, in model order, such as 9,8,8,7; with several stages a rank they are "
+        "interleaved, unless --own-placement says v",
+        None,
+        parse=_layers,
+        metavar="N,...",
+    )
+    own_placement: PlacementKind | None = flag(
+        "where the stages of your own layout are (default: as Megatron has them)",
+        None,
+        parse=str,
+        choices=get_args(PlacementKind),
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("costs", "pipeline_size", "num_microbatches"):
             if getattr(self, name) is None:
                 raise ValueError(f"argument --{name.replace('_', '-')} is required")
+        if self.own_placement is not None and self.own_layers is None:
+            raise ValueError(f"argument --own-placement {self.own_placement} needs --own-layers")
 
-    def placements(self, num_layers: int) -> tuple[Placement, ...]:
-        """The placements that the flags allow for this number of layers."""
+    def usual_layout(self, num_layers: int, recompute: Recompute) -> Layout:
+        """The layout of --own-layers, or Megatron's."""
+        if self.own_layers is None:
+            return megatrons_layout(num_layers, self.pipeline_size, recompute=recompute)
+        given = f"argument --own-layers {','.join(map(str, self.own_layers))}"
+        chunks, rest = divmod(len(self.own_layers), self.pipeline_size)
+        kind = self.own_placement or ("linear" if chunks == 1 else "interleaved")
+        if (
+            rest
+            or not 1 <= chunks <= MOST_CHUNKS
+            or (kind == "linear") != (chunks == 1)
+            or (kind == "v" and chunks > 2)
+        ):
+            raise ValueError(f"{given} has {len(self.own_layers)} stages, which {self.pipeline_size} ranks cannot hold")
+        if sum(self.own_layers) != num_layers:
+            raise ValueError(f"{given} has {sum(self.own_layers)} layers, but --costs {self.costs} has {num_layers}")
+        return Layout(Placement(kind, self.pipeline_size, chunks), self.own_layers, recompute)
+
+    @property
+    def usual_name(self) -> str:
+        return "Megatron's split" if self.own_layers is None else "your own layout"
+
+    def placements(self, num_layers: int, usual: Placement) -> tuple[Placement, ...]:
+        """The placements that the flags allow for this number of layers, with that of the usual layout."""
         chunks, size = self.num_chunks, self.pipeline_size
-        possible = all_placements(size, num_layers)
+        possible = tuple(dict.fromkeys((*all_placements(size, num_layers), usual)))
         if chunks is not None and chunks > 1:
             possible = (Placement("interleaved", size, chunks), Placement("v", size, 2))
         found = tuple(
@@ -109,21 +158,21 @@ def _run(argv: list[str]) -> None:
     request = request_of(flags)
     progress = ProgressLines(lambda text: print(f"{_PROG}: {text}", file=sys.stderr, flush=True))
     chosen = search_layouts(request, progress)
-    megatrons = on_megatrons_split(request, chosen)
+    usual = on_megatrons_split(request, chosen)
     document = {
         "flags": flags_text(flags_of_layout(chosen.layout)),
         "memory_limit": request.capacity,
         "layouts": [plan_as_json(plan) for plan in (chosen, *chosen.others)],
-        "megatrons_split": [plan_as_json(plan) for plan in megatrons],
+        flags.usual_name.replace("'", "").replace(" ", "_").lower(): [plan_as_json(plan) for plan in usual],
     }
-    flags.deliver(document, _as_text(request, chosen, megatrons, markdown=flags.markdown))
+    flags.deliver(document, _as_text(request, chosen, usual, flags))
 
 
 def request_of(flags: PlanFlags) -> PlanRequest:
-    """Return the request of the flags, whose usual layout is Megatron's.
+    """Return the request of the flags, whose usual layout is the user's own or Megatron's.
 
     Raises:
-        ValueError: the file of costs cannot be read, or there are fewer layers than ranks.
+        ValueError: the file of costs cannot be read, or layers, ranks and flags do not fit together.
     """
     try:
         model = units_from_json(flags.costs.read_text(encoding="utf-8"))
@@ -134,11 +183,11 @@ def request_of(flags: PlanFlags) -> PlanRequest:
     by_default = (Recompute.NONE,) if pairs else (Recompute.NONE, Recompute.PLANNED)
     recompute = by_default if flags.recompute is None else (Recompute(flags.recompute),)
     usual_recompute = Recompute.FULL if recompute == (Recompute.FULL,) else Recompute.NONE
-    usual = megatrons_layout(len(model.layers), flags.pipeline_size, recompute=usual_recompute)
+    usual = flags.usual_layout(len(model.layers), usual_recompute)
     request = PlanRequest(
         "auto",
         flags.num_microbatches,
-        flags.placements(len(model.layers)),
+        flags.placements(len(model.layers), usual.placement),
         model,
         usual=usual,
         recomputes=recompute,
@@ -148,7 +197,9 @@ def request_of(flags: PlanFlags) -> PlanRequest:
     )
     limit = flags.memory_limit
     if limit.multiple is not None:
-        return replace(request, capacity=capacity_of_multiple(request, usual, limit.multiple))
+        is_interleaved = usual.placement.kind == "interleaved"
+        capacity = capacity_of_multiple(request, usual, limit.multiple, is_interleaved=is_interleaved)
+        return replace(request, capacity=capacity)
     return request if limit.num_bytes is None else replace(request, capacity=float(limit.num_bytes))
 
 
@@ -169,7 +220,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _as_text(request: PlanRequest, chosen: Plan, megatrons: Sequence[Plan], *, markdown: bool) -> str:
+def _as_text(request: PlanRequest, chosen: Plan, usual: Sequence[Plan], flags: PlanFlags) -> str:
     heads = ("layout", "layers of each stage", "time", "bubble", "idle", "fullest rank")
     cells = [
         (
@@ -180,11 +231,11 @@ def _as_text(request: PlanRequest, chosen: Plan, megatrons: Sequence[Plan], *, m
             percent(plan.timeline.idle.total),
             f"{plan.memory:.6g}",
         )
-        for name, plan in named_plans(chosen, megatrons)
+        for name, plan in named_plans(chosen, usual, flags.usual_name)
     ]
     limit = "no limit" if request.capacity is None else f"{request.capacity:.6g}"
     lines = [f"memory limit of a rank, states included: {limit}"]
-    if megatrons:
-        lines.append(f"as fast as, on Megatron's split: {gain_words(chosen, megatrons)}")
+    if usual:
+        lines.append(f"as fast as, on {flags.usual_name}: {gain_words(chosen, usual)}")
     lines.append(f"flags: {flags_text(flags_of_layout(chosen.layout))}")
-    return table(heads, cells, markdown=markdown) + "\n".join(lines) + "\n"
+    return table(heads, cells, markdown=flags.markdown) + "\n".join(lines) + "\n"

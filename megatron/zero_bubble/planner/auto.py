@@ -105,8 +105,8 @@ def _best(name: str, problem: Problem) -> Schedule:
         portfolio = plan_linear(problem)
         candidates, shortest = portfolio.schedules(name, problem), portfolio.cost
         is_best = not problem.varies and portfolio.cost <= problem.bound_if_fused * (1 + 1e-9)
-        if problem.is_quick_with_shards or is_best:
-            return candidates[0]
+        if problem.leaves_out_named or is_best:
+            return best_of(candidates, problem)
     simple = [generator(problem.num_ranks, problem.num_microbatches) for generator in SIMPLE]
     if problem.recompute is Recompute.FULL:
         simple = [with_recomputation(schedule) for schedule in simple]

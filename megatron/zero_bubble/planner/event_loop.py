@@ -74,6 +74,7 @@ class EventLoop(ABC):
         self.recomputes = problem.recomputes
         self.codes = codes
         self.num_stages = codes.b
+        self.has_shards = problem.has_shards
         self.num_microbatches = problem.num_microbatches
         self.rank_of = problem.rank_of
         self.duration = problem.duration
@@ -108,7 +109,9 @@ class EventLoop(ABC):
         self.worked = [0.0] * ranks
         self.held = [0.0] * ranks
         self.orders: list[Order] = [[] for _ in range(ranks)]
-        if problem.has_shards:
+        self._due = [0] * ranks
+        """Rank -> operations of its shard with known inputs that have neither run nor joined `weights`."""
+        if self.has_shards:
             self.limits = [limit - problem.allocation[codes.s + r] for r, limit in enumerate(self.full_limits)]
             self.arrivals[codes.f] = []
             self.arrivals[codes.e] = [0.0] * min(LEAD, self.num_microbatches)
@@ -124,8 +127,6 @@ class EventLoop(ABC):
             """Rank -> what it runs as soon as it can: loss, softmax and embedding."""
             last = problem.rank_of[-1]
             self._first_of_all[last] = (codes.loss, *self._first_of_all[last])
-            self._due = [0] * ranks
-            """Rank -> operations of its shard with known inputs that have neither run nor joined `weights`."""
             self._due[problem.rank_of[0]] = len(self.arrivals[codes.e])
 
     @abstractmethod
@@ -135,13 +136,13 @@ class EventLoop(ABC):
     def run(self) -> PlannedOrders | None:
         """The plan; None if the ranks deadlock."""
         free, epsilon, choose, start = self.free, self.epsilon, self.choose, self.start
-        has_shards = self.problem.has_shards
+        due = self._due
         events = [(0.0, self.problem.rank_of[0])]
         while events:
             now, rank = heappop(events)
             if now < free[rank]:
                 continue  # still busy: asked again at the end of the operation
-            code, when = self.shard_op(rank, now + epsilon) if has_shards else -1, inf
+            code, when = self.shard_op(rank, now + epsilon) if due[rank] else -1, inf
             if code < 0:
                 code, when = choose(rank, now + epsilon)
             if code >= 0:
@@ -151,13 +152,13 @@ class EventLoop(ABC):
         if sum(map(len, self.orders)) - sum(map(len, self.dropped)) < self.problem.num_ops:
             return None
         span = max(end - begin for begin, end in zip(self.begin, self.end, strict=True))
-        begin = 0.0 if has_shards else min(self.begin)
+        begin = 0.0 if self.has_shards else min(self.begin)
         cost, tie = self.problem.judged(span, max(self.end) - begin)
         return PlannedOrders(cost, self.orders, tie)
 
     def start(self, code: int, rank: int, now: float, events: list[tuple[float, int]]) -> None:
         """Run the operation `code` on `rank`, from `now`."""
-        codes = self.codes
+        codes, size = self.codes, self.num_stages
         if self.has_begun[rank]:
             span = now - self.begin[rank] + self.work[rank] - self.worked[rank]
             if span > self.target:
@@ -178,18 +179,18 @@ class EventLoop(ABC):
             self.drop(code, rank)
         microbatch = self.done[code]
         self.done[code] += 1
-        if code < codes.b:
-            if code + 1 < codes.b:
+        if code < size:
+            if code + 1 < size:
                 self.arrive(code + 1, end + self.message[code], rank, events)
-            elif not self.problem.has_shards:
-                self.arrivals[codes.b + code].append(end)
-            if self.problem.has_shards:
+            elif not self.has_shards:
+                self.arrivals[size + code].append(end)
+            if self.has_shards:
                 self._continue_after_f(code, rank, now, end, events)
         elif code < codes.w:
-            self.offer_weight(codes.w + code - codes.b, rank)
-            if code > codes.b:
-                self.arrive(code - 1, end + self.message[code - codes.b - 1], rank, events)
-            elif self.problem.has_shards:
+            self.offer_weight(code + size, rank)
+            if code > size:
+                self.arrive(code - 1, end + self.message[code - size - 1], rank, events)
+            elif self.has_shards:
                 self._tell_all(codes.ew, rank, end, events)
         elif code < codes.r or code >= codes.e:
             if code < codes.r or codes.is_weight_gradient(code):
@@ -256,9 +257,10 @@ class EventLoop(ABC):
             heappush(events, (latest[microbatch], rank))
 
     def shard_op(self, rank: int, now: float) -> int:
-        """The loss, softmax or embedding that `rank` runs next, or a W that makes room for it; -1 if none is ready."""
-        if not self._due[rank]:
-            return -1
+        """The loss, softmax or embedding that `rank` runs next, or a W that makes room for it; -1 if none is ready.
+
+        It is asked where one is due.
+        """
         arrivals, done, moved = self.arrivals, self.done, self._moved
         for code in self._of_weights[rank]:
             there = arrivals[code]

@@ -36,6 +36,13 @@ SMALL = 3000
 """Up to so many operations of a schedule with two chunks a rank, more layouts are planned in each round."""
 ROUNDS_OF_SMALL = ((12, 10), (3, 2))
 """The same as `ROUNDS` for small problems."""
+LARGE = 5000
+"""From so many operations of a schedule with two chunks a rank on there is one round, because a plan with little effort
+takes about as long as one with much."""
+ROUNDS_OF_LARGE = ((3, 3),)
+"""The same as `ROUNDS` for large problems."""
+WITHOUT_GAIN = 3
+"""Recomputation is tried until it makes so many placements in a row no faster than the same without it."""
 GAIN = 1.003
 """A layout is planned with more effort if it can become this many times as fast as the best."""
 COMPARED = 1.5
@@ -114,14 +121,21 @@ class _Search:
     @property
     def is_small(self) -> bool:
         """Whether planning takes so little time that more layouts are planned."""
-        return 6 * self.request.num_ranks * self.request.num_microbatches <= SMALL
+        return self._num_operations <= SMALL
+
+    @property
+    def _num_operations(self) -> int:
+        """The F, B and W of a schedule with two chunks a rank."""
+        return 6 * self.request.num_ranks * self.request.num_microbatches
 
     @property
     def rounds(self) -> tuple[tuple[int, int], ...]:
         """How many layouts are planned in each round, and the part of the full effort."""
         if self.is_small:
             return ROUNDS_OF_SMALL
-        return ROUNDS if self.request.effort > QUICK_EFFORT else QUICK_ROUNDS
+        if self.request.effort <= QUICK_EFFORT:
+            return QUICK_ROUNDS
+        return ROUNDS if self._num_operations < LARGE else ROUNDS_OF_LARGE
 
     @property
     def best_time(self) -> float:
@@ -184,12 +198,21 @@ class _Search:
                 self.try_plan(layout, 0)
         for vocabulary in vocabularies if few else ():
             planned.update(self._plan_more_chunks([Layout(one, (), first, vocabulary) for one in more]))
-        if further:
-            promising = [(self._time_with_memory(layouts), layouts) for layouts in planned.values()]
-            for time, layouts in sorted(promising, key=itemgetter(0)):
-                for recompute in further if time < self.best_time else ():
-                    for layout in self._to_begin_with(replace(layouts[0], partition=(), recompute=recompute)):
-                        self.try_plan(layout, 0)
+        for recompute in further:
+            self._plan_recomputing(recompute, list(planned.values()))
+
+    def _plan_recomputing(self, recompute: Recompute, combinations: Sequence[Sequence[Layout]]) -> None:
+        """Plan these combinations with recomputation, first those that would gain most from more memory."""
+        num_without_gain = 0
+        promising = [(self._time_with_memory(layouts), layouts) for layouts in combinations]
+        for time, layouts in sorted(promising, key=itemgetter(0)):
+            if time >= self.best_time or num_without_gain >= WITHOUT_GAIN:
+                return
+            tried = self._to_begin_with(replace(layouts[0], partition=(), recompute=recompute))
+            recomputing = [plan.time for layout in tried if (plan := self.try_plan(layout, 0)) is not None]
+            keeping = [self.plans[layout].time for layout in layouts if layout in self.plans]
+            gains = min(recomputing, default=inf) < min(keeping, default=inf) * (1 - 1e-9)
+            num_without_gain = 0 if gains else num_without_gain + 1
 
     def _plan_more_chunks(self, combinations: Sequence[Layout]) -> dict[Layout, list[Layout]]:
         """Plan these combinations, of ever more chunks a rank, while each is faster than the one before."""

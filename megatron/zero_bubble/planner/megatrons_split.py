@@ -48,8 +48,10 @@ def as_megatron_runs(request: PlanRequest, layout: Layout) -> Plan:
     Activations that are recomputed only because of the memory limit are kept, because megatron-core would keep them.
 
     Raises:
-        ScheduleError: it has none for so many microbatches, or (as `Infeasible`) it does not fit.
+        ScheduleError: it has none for so many microbatches or for a V, or (as `Infeasible`) it does not fit.
     """
+    if layout.placement.kind == "v":
+        raise ScheduleError("megatron-core has no schedule for a V")
     plan = _own(request, layout)
     return with_slowdown(replace(plan, timeline=as_megatron_recomputes(plan.timeline)))
 

@@ -42,6 +42,8 @@ class Balance:
         self.num_microbatches = num_microbatches
         self.room = room
         self.stages_of = [placement.stages_of(rank) for rank in range(placement.num_ranks)]
+        self.rank_of = [placement.rank_of(stage) for stage in range(placement.num_stages)]
+        self._shard_work = model.shard_work
         full, any_r = recompute is Recompute.FULL, recompute is not Recompute.NONE
         self._work = _Sums(model, lambda unit: unit.time_f + unit.time_b + unit.time_w + full * unit.time_r)
         self._forward = _Sums(model, lambda unit: unit.time_f)
@@ -63,7 +65,7 @@ class Balance:
 
         A rank starts when the first microbatch has come through the stages before its first one.
         """
-        return max(self._ends(partition))
+        return max(self._ends(partition, self._work.of_stages(partition)))
 
     def order(self, partition: Sequence[int]) -> tuple[float, float, float]:
         """Key by which better partitions come first: memory beyond the room, time, and unevenness of the ranks.
@@ -71,24 +73,25 @@ class Balance:
         The time is the estimate with two surcharges that measured runs show: for stages of unequal work, because ranks
         then pass microbatches on less regularly, and for ranks that hold unequal memory.
         """
-        ends = self._ends(partition)
-        lost = STAGES_WEIGHT * _unevenness(self._work.of_stages(partition))
+        works = self._work.of_stages(partition)
+        ends = self._ends(partition, works)
+        lost = STAGES_WEIGHT * _unevenness(works)
         lost += HOLDING_WEIGHT * _unevenness(self._holdings(partition))
         return sum(self._excess(partition)), max(ends) * (1 + lost), _unevenness(ends)
 
     def busiest(self, partition: Sequence[int]) -> int:
         """The rank that lacks most memory; where none does, the rank that ends last."""
         excess = self._excess(partition)
-        load = excess if max(excess) > 0 else self._ends(partition)
+        load = excess if max(excess) > 0 else self._ends(partition, self._work.of_stages(partition))
         return load.index(max(load))
 
-    def _ends(self, partition: Sequence[int]) -> list[float]:
-        works = self._work.of_stages(partition)
+    def _ends(self, partition: Sequence[int], works: Sequence[float]) -> list[float]:
+        """Rank -> when it ends if it never waits; `works` are those of its stages."""
         starts = list(accumulate(self._forward.of_stages(partition), initial=0.0))
         return [
             starts[stages[0]]
             + stages[0] * self.model.time_comm
-            + self.num_microbatches * (self.model.shard_work + sum(works[stage] for stage in stages))
+            + self.num_microbatches * (self._shard_work + sum(map(works.__getitem__, stages)))
             for stages in self.stages_of
         ]
 
@@ -164,6 +167,8 @@ def _improved(
     while improved:
         improved = False
         for changed in moves_from(balance, partition, givers(partition), within_rank=within_rank):
+            if best[0] == 0 and balance.estimate(changed) > best[1]:
+                continue  # the time that decides is at least the estimate
             order = balance.order(changed)
             if _is_less(order, best):
                 partition, best, improved = changed, order, True
@@ -174,24 +179,31 @@ def moves_from(
     balance: Balance, partition: Partition, givers: Sequence[int], *, within_rank: bool = False
 ) -> Iterator[Partition]:
     """Partitions in which one of `givers` has a layer less, and another stage, if asked of the same rank, one more."""
-    least, rank_of = balance.least_layers, balance.placement.rank_of
+    least, rank_of = balance.least_layers, balance.rank_of
     for giver in givers:
         if partition[giver] > least[giver]:
             for taker in range(len(partition)):
-                if taker != giver and (not within_rank or rank_of(taker) == rank_of(giver)):
+                if taker != giver and (not within_rank or rank_of[taker] == rank_of[giver]):
                     yield moved(partition, giver, taker)
 
 
 def moved(partition: Partition, giver: int, taker: int) -> Partition:
     """The partition in which stage `giver` has a layer less and stage `taker` one more."""
-    return tuple(count - (stage == giver) + (stage == taker) for stage, count in enumerate(partition))
+    changed = list(partition)
+    changed[giver] -= 1
+    changed[taker] += 1
+    return tuple(changed)
 
 
 def neighbours(balance: Balance, partition: Partition, tolerance: float) -> list[Partition]:
-    """Partitions one moved layer away whose estimate is at most `tolerance` times this one's, the best first."""
-    excess, estimate, _ = balance.order(partition)
-    orders = {changed: balance.order(changed) for changed in moves_from(balance, partition, range(len(partition)))}
-    found = [each for each, order in orders.items() if order[0] <= excess and order[1] <= estimate * tolerance]
+    """Partitions one moved layer away whose time is at most `tolerance` times this one's, the best first."""
+    excess, time, _ = balance.order(partition)
+    orders = {
+        changed: balance.order(changed)
+        for changed in moves_from(balance, partition, range(len(partition)))
+        if balance.estimate(changed) <= time * tolerance
+    }
+    found = [each for each, order in orders.items() if order[0] <= excess and order[1] <= time * tolerance]
     return sorted(found, key=orders.__getitem__)
 
 

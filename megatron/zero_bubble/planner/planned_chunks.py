@@ -44,7 +44,7 @@ def _candidates(name: str, problem: Problem, group_size: int | None) -> list[Sch
         portfolio = plan_chunks(problem, group_size)
         candidates, shortest = portfolio.schedules(name, problem), portfolio.cost
         is_best = not problem.varies and portfolio.cost <= problem.bound * (1 + 1e-9)
-        if candidates and (problem.is_quick_with_shards or is_best):
+        if candidates and (problem.leaves_out_named or is_best):
             return candidates
     others = list(_named(problem, group_size))
     if problem.has_shards:

@@ -200,8 +200,9 @@ def recomputed_where_needed(problem: Problem, best: Callable[[Problem], Schedule
             return candidates[0]
     problem.check_feasible()
     for every in (problem, full)[: 1 if is_quick else 2]:
-        candidates.append(best(every))
-        costs.append(_cost(candidates[-1], problem))
+        if not costs or every.bound_if_fused < min(costs):
+            candidates.append(best(every))
+            costs.append(_cost(candidates[-1], problem))
     longest = min(costs) + tolerance(min(costs))
     equals = [schedule for schedule, cost in zip(candidates, costs, strict=True) if cost <= longest]
     return min(equals, key=num_recomputed)
@@ -211,8 +212,8 @@ def _lacks_memory(keeping: Problem, cost: float, best: Callable[[Problem], Sched
     """Whether more memory would make a plan without R shorter than `cost`."""
     held = keeping.placement.sums([footprint.whole for footprint in keeping.footprints])
     everything = tuple(map(max, keeping.limits, (keeping.num_microbatches * whole for whole in held)))
-    unlimited = replace(keeping, limits=everything)
-    return keeping != unlimited and cost > unlimited.aim and cost > _cost(best(unlimited), unlimited)
+    unlimited = replace(keeping, limits=everything, budget=0 if keeping.is_long else keeping.budget)
+    return keeping.limits != everything and cost > unlimited.aim and cost > _cost(best(unlimited), unlimited)
 
 
 def _cost(schedule: Schedule, problem: Problem) -> float:

@@ -140,9 +140,14 @@ class Problem:
         return self.costs.has_vocabulary
 
     @property
-    def is_quick_with_shards(self) -> bool:
-        """Whether shards are not inserted into the order of named schedules, which takes longer than a quick plan."""
-        return self.has_shards and self.budget == 0
+    def leaves_out_named(self) -> bool:
+        """Whether named schedules are no candidates.
+
+        To insert shards into their order takes longer than a quick plan. Where the planner chooses what to recompute,
+        they are candidates of the plan that keeps everything, if one fits.
+        """
+        has_tried_them = self.recompute is Recompute.PLANNED and self.keeping_everything().is_feasible
+        return has_tried_them or (self.has_shards and self.budget == 0)
 
     @cached_property
     def codes(self) -> Codes:

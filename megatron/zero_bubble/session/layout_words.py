@@ -38,11 +38,11 @@ def flags_of_layout(
     return chosen
 
 
-def named_plans(chosen: Plan, megatrons: Sequence[Plan]) -> list[tuple[str, Plan]]:
-    """The rows of a table of layouts, each with its name: the chosen one, the others, and Megatron's split."""
+def named_plans(chosen: Plan, megatrons: Sequence[Plan], usual: str = "Megatron's split") -> list[tuple[str, Plan]]:
+    """The rows of a table of layouts, each with its name: the chosen one, the others, and the usual one."""
     rows = [(f"chosen: {placement_words(chosen.layout)}", chosen)]
     rows += [(placement_words(plan.layout), plan) for plan in chosen.others]
-    return rows + [(f"Megatron's split, {plan.request.schedule}", plan) for plan in megatrons]
+    return rows + [(f"{usual}, {plan.request.schedule}", plan) for plan in megatrons]
 
 
 def gain_words(chosen: Plan, megatrons: Sequence[Plan]) -> str:
