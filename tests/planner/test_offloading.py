@@ -52,6 +52,14 @@ def test_half_of_the_memory_of_a_v_costs_little_where_the_link_is_fast():
     assert half.makespan - whole.makespan <= 0.5 * (kept.makespan - whole.makespan)
 
 
+def test_a_poor_plan_under_one_limit_does_not_end_the_search_of_larger_ones():
+    costs = replace(default_costs(placement_for("zb-v", 8)), time_d=(0.375,) * 16, time_h=(0.375,) * 16)
+    costs = replace(costs, memory_d=tuple(15 / 16 * held for held in costs.memory_f))
+    options = {"costs": costs, "memory_limit": 2, "effort": 30_000}
+    kept, copied = (generate("zb-v", 8, 64, **options, offloads=offloads) for offloads in (False, True))
+    assert simulate(copied, costs).cost < 0.6 * simulate(kept, costs).cost
+
+
 def test_a_slow_link_copies_nothing():
     copied = planned("auto", 2, 100, offloads=True)
     assert num_offloaded(copied.schedule) == 0

@@ -77,8 +77,10 @@ def offloaded(
                     if time < shortest * (1 - 1e-9):
                         best, shortest = timeline.schedule, time
                 peaks = peak_memory(schedule, problem.costs)
-                # A larger limit changes nothing.
-                is_last = all(peak < limit / _STEP for peak, limit in zip(peaks, limits, strict=True))
+                # A larger limit changes nothing, unless the plan is a poor one that even keeps the limits that hold.
+                is_last = all(peak < limit / _STEP for peak, limit in zip(peaks, limits, strict=True)) and any(
+                    peak > limit for peak, limit in zip(peaks, problem.limits, strict=True)
+                )
         if is_last:
             break
     return best
