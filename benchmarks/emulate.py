@@ -18,6 +18,9 @@ With --recompute full every schedule runs twice: with recomputation as an operat
 --memory-r, and with R inside B. With --recompute planned and --memory-limit a schedule also runs recomputing nothing,
 and everything, where that fits. The peak is the most activations that a rank held at once, counted.
 
+With --offload auto and --memory-limit real tensors are copied to the host and back, by a thread at the rate that
+--time-d says, and a schedule also runs without a limit.
+
 With --data-parallel-size and --time-reduce the pipeline runs in replicas, whose gradients are reduced over an emulated
 link while they compute. Every schedule that splits the backward runs twice: with the W's of its tail in microbatch
 order, and parameter by parameter.

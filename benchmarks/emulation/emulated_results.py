@@ -251,7 +251,7 @@ def emulation_table(results: list[Result], *, markdown: bool = False) -> str:
         )
         for one in results
     ]
-    if any(one.timeline.schedule.recomputes for one in results):
+    if any(one.timeline.schedule.recomputes or one.timeline.schedule.offloads for one in results):
         heads = (*heads, "peak (M_B)", "simulated")
         rows = [(*row, *_peaks(one)) for row, one in zip(rows, results, strict=True)]
     if results[0].reduction is None:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from benchmarks.emulation.link import EmulatedLink
 from benchmarks.emulation.reduction import ReductionCosts, ReductionLink
+from benchmarks.emulation.saved_activations import CountedOffloadStore
 from benchmarks.emulation.shard import EmulatedLane, EmulatedShard
 from benchmarks.emulation.sleeping import EmulatedStage, Emulation
 from megatron.zero_bubble.runtime.collectives import Collectives
@@ -53,6 +54,10 @@ class OwnRun:
             assert isinstance(costs, StageCosts)
             shard = EmulatedShard(emulation, costs, schedule, rank, group)
             self._lane = EmulatedLane(shard, group.close)
+        offload = None
+        if schedule.offloads:
+            assert isinstance(costs, StageCosts)
+            offload = CountedOffloadStore(costs, schedule, rank, emulation.memory)
         self._executor = Executor(
             schedule,
             rank,
@@ -60,6 +65,7 @@ class OwnRun:
             store,
             recomputation,
             tail_by_parameter=tail_by_parameter,
+            offload_store=offload,
             exchange_lane=self._lane,
         )
         stage = partial(EmulatedStage, emulation, costs, schedule, rank, store, recomputation, shard=shard)

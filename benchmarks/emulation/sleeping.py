@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.emulation.counted_memory import EmulatedMemory, Held
+from benchmarks.emulation.saved_activations import SavedActivation
 from megatron.zero_bubble.runtime.communicator import TensorSpec
 from megatron.zero_bubble.runtime.recomputation_store import ForwardMode, RecomputationStore
 from megatron.zero_bubble.runtime.stage import PairingStage, SteppingStage, VocabularyStage
@@ -118,6 +119,8 @@ class StageTimes:
         self.exchanged_f, self.exchanged_b = costs.all_to_all_f[stage], costs.all_to_all_b[stage]
         self.kept, self.restored, self.for_w = costs.memory_f[stage], costs.memory_r[stage], -costs.memory_w[stage]
         """What F keeps if it drops nothing, what R restores of it, and what W needs."""
+        self.offloaded = costs.memory_d[stage]
+        """The part of what F keeps that can be copied to the host."""
         self.to_next = 0.0 if self.is_last else _message_time(costs, placement, stage)
         """Duration of a message with an activation."""
         self.to_previous = 0.0 if self.is_first else _message_time(costs, placement, stage - 1)
@@ -190,6 +193,8 @@ class EmulatedStage(SteppingStage, VocabularyStage, PairingStage):
         self._emulation, self._store, self._recomputation = emulation, store, recomputation
         self._activations: dict[tuple[int, int], list[Held]] = {}
         self._num_parameters, self._reduce = num_parameters, reduce
+        self._saved: dict[tuple[int, int], SavedActivation] = {}
+        self._offloads = schedule.offloads
         self._last_microbatch = schedule.num_microbatches - 1
         placement = schedule.placement
         stages = [placement.stage_of(rank, chunk) for chunk in range(placement.num_chunks)]
@@ -210,6 +215,8 @@ class EmulatedStage(SteppingStage, VocabularyStage, PairingStage):
         drops = self._recomputation.mode is ForwardMode.DROP
         held = self._emulation.memory.hold(times.kept - times.restored if drops else times.kept)
         self._activations[chunk, microbatch] = [held]
+        if self._offloads:
+            self._saved[chunk, microbatch] = SavedActivation(times.offloaded, float(microbatch))
         if drops:
             self._recomputation.put(partial(self._recompute, chunk, microbatch))
 
@@ -264,6 +271,8 @@ class EmulatedStage(SteppingStage, VocabularyStage, PairingStage):
         """Emulate B, or what is left of it."""
         times, memory = self._times[chunk][microbatch], self._emulation.memory
         activations = self._activations.pop((chunk, microbatch))
+        if self._offloads:
+            self._saved.pop((chunk, microbatch)).check()
         if self._store.is_deferring:
             # What W needs beyond the activations is there when B begins, and the rest is released at its end.
             activations.append(memory.hold(max(0.0, times.for_w - sum(held.amount for held in activations))))

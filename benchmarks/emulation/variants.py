@@ -21,7 +21,8 @@ def contestants(flags: EmulationFlags) -> list[Timeline]:
     """Return the simulated plans of all schedules that run.
 
     After a schedule that recomputes everything comes the one whose B does so. After one with planned recomputations
-    come those that recompute nothing and everything under the same limit, where that is possible.
+    come those that recompute nothing and everything under the same limit, where that is possible. After one that copies
+    activations to the host comes the one without a limit.
 
     Raises:
         ScheduleError: a schedule is unknown or not possible at these sizes.
@@ -29,8 +30,10 @@ def contestants(flags: EmulationFlags) -> list[Timeline]:
     plans = _plans(flags, flags.schedule)
     if flags.recomputation is Recompute.FULL:
         return [variant for plan in plans for variant in (plan, _recomputing_in_backward(flags, plan))]
-    if flags.recomputation is Recompute.PLANNED:
+    if flags.recomputation is Recompute.PLANNED and not flags.offloads:
         return [variant for plan in plans for variant in (plan, *_unplanned(flags, plan))]
+    if flags.offloads:
+        return [variant for plan in plans for variant in (plan, _without_limit(flags, plan))]
     return plans
 
 
@@ -52,6 +55,12 @@ def _recomputing_in_backward(flags: EmulationFlags, plan: Timeline) -> Timeline:
         group_size=flags.microbatch_group_size if schedule.placement.kind == "interleaved" else None,
     )
     return simulate(replace(without, name=f"{schedule.name}, R in B"), costs)
+
+
+def _without_limit(flags: EmulationFlags, plan: Timeline) -> Timeline:
+    """Return the schedule of the same name that keeps everything, in the memory that it takes by default."""
+    [variant] = _plans(replace(flags, offload=None, recompute=None, memory_limit=None), [plan.schedule.name])
+    return replace(variant, schedule=replace(variant.schedule, name=f"{plan.schedule.name}, no limit"))
 
 
 def _unplanned(flags: EmulationFlags, plan: Timeline) -> Iterator[Timeline]:

@@ -69,6 +69,16 @@ def test_so_it_is_where_b_recomputes_and_where_some_microbatches_are_recomputed(
     assert counted(some, COSTS) == pytest.approx(peaks)
 
 
+def test_what_is_on_the_host_is_not_counted_and_comes_back_as_it_was():
+    costs = replace(COSTS, time_d=(0.1,) * 3, time_h=(0.1,) * 3, memory_d=(0.9,) * 3)
+    schedule = generate("auto", 3, 6, costs=costs.keeping_everything(), memory_limit=1.5, offloads=True)
+    assert schedule.offloads
+    assert counted(schedule, costs) == pytest.approx(peak_memory(schedule, costs))
+    other = replace(costs, time_h=(0.2,) * 3)
+    with pytest.raises(ValueError, match="copies at one rate: give the same --time-h as --time-d"):
+        counted(schedule, other)
+
+
 def planned(*flags: str) -> dict[str, Timeline]:
     size = ("--pipeline-size", "4", "--num-microbatches", "8", "--memory-r", "0.9")
     return {plan.schedule.name: plan for plan in contestants(read_flags(EmulationFlags, [*size, *flags], "", ""))}

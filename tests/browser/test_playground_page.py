@@ -174,6 +174,21 @@ def test_the_plot_has_the_points_of_memory_curve(playground: Playground):
         assert f"auto: {percent(row['lost'])} under {row['memory_limit']:g} M_B" in titles
 
 
+def test_the_dial_has_the_times_of_memory_curve(playground: Playground):
+    page = playground.page
+    playground.set("time-d", "5")
+    page.get_by_label("Time, by what may leave the device").check()
+    limits = ("--from=0.625", "--to=2.125", "--step=0.5")  # among those that are computed first
+    rows = printed("memory-curve", "--dial", "--schedule=auto", "--time-d=5", *limits, *SIZE, *TIMES)
+    shortest = min(row["iteration_time"] for row in rows if row["iteration_time"])
+    for way, words in {"offload": "copy to the host", "both": "both"}.items():
+        for row in rows:
+            if row["way"] == way:
+                time, limit = row["iteration_time"] / shortest, row["memory_limit"]
+                title = f"{words}: {time:.3f} times as long under {limit:g} M_B"
+                page.locator(f"#plot .point.{way} title", has_text=title).wait_for(state="attached")
+
+
 def test_one_schedule_can_be_removed_and_another_compared(playground: Playground):
     page = playground.page
     page.get_by_role("button", name="Remove schedule B").click()

@@ -26,6 +26,8 @@ SMALL = ["--num-layers", "8", "--hidden-size", "48", "--num-attention-heads", "4
 SMALL += ["--micro-batch-size", "2", "--vocab-size", "300", "--pipeline-model-parallel-size", "2"]
 LLAMA = ["--position-embedding-type", "rope", "--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear"]
 LLAMA += ["--group-query-attention", "--num-query-groups", "2", "--untie-embeddings-and-output-weights"]
+OFFLOADED = ["--zero-bubble-schedule", "auto", "--zero-bubble-memory-limit", "0.5", "--zero-bubble-offload", "auto"]
+OFFLOADED += ["--transformer-impl", "local", "--pipeline-model-parallel-size", "4"]
 MODELS = {
     "gpt": [],
     "untied": ["--untie-embeddings-and-output-weights"],
@@ -334,6 +336,11 @@ def test_the_table_names_every_schedule_and_the_refused_ones(capsys):
             "megatron-core refuses this model: no_rope_freq=3",
         ),
         (["--", *SMALL], "--world-size"),
+        (["--world-size", "2", "--host-bandwidth", "25", "--", *SMALL], "needs --zero-bubble-offload auto"),
+        (
+            ["--world-size", "4", "--", *SMALL, "--global-batch-size", "16", *OFFLOADED],
+            "--zero-bubble-offload auto needs --host-bandwidth",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(flags, words, capsys):
@@ -367,6 +374,25 @@ def test_planned_recomputation_keeps_everything_unless_the_limit_leaves_no_room(
     assert max(tight.activation_bytes) <= 0.6 * max(roomy.activation_bytes) * (1 + 1e-9)
     with pytest.raises(ScheduleError, match="does not plan recomputation"):
         estimate(job(*planned, "1"), "gpipe")
+
+
+def test_the_table_says_what_is_offloaded_and_how_much_host_memory_that_takes(capsys):
+    flags = ["--world-size", "4", "--schedule", "auto", "--schedule", "1f1b"]
+    training = [*SMALL, "--global-batch-size", "16", *OFFLOADED]
+    fast, slow = (["--host-bandwidth", speed, "--", *training] for speed in ("100000", "1e-6"))
+    assert main([*flags, *fast]) == 0
+    heads, auto, baseline = capsys.readouterr().out.split("\n\n")[1].splitlines()
+    assert heads.endswith("offloaded  host (GiB)")
+    assert (auto.split()[0], baseline.split()[-2]) == ("auto", "0.00%")
+    by_link = []
+    for link in (fast, slow):
+        assert main([*flags, "--json", *link]) == 0
+        by_link.append(json.loads(capsys.readouterr().out)["schedules"][0])
+    one, other = by_link
+    assert one["schedule"] == other["schedule"] == "auto"
+    assert one["offloaded"] > 0 == other["offloaded"]
+    assert max(one["host_bytes"]) > 0 == max(other["host_bytes"])
+    assert one["iteration_ms"] < other["iteration_ms"]
 
 
 BF16 = "--bf16 --swiglu --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights "

@@ -91,7 +91,13 @@ def test_a_point_of_the_plot_is_that_of_memory_curve(capsys):
     found = [ask("point", words=words, limit=limit) for limit in (0.5, 4.0)]
     assert found[0]["smallest"] > 0.5
     assert expected[0]["lost"] is None
-    assert (found[1]["lost"], found[1]["bubble_rate"]) == (expected[1]["lost"], expected[1]["bubble_rate"])
+    assert all(found[1][name] == expected[1][name] for name in ("lost", "bubble_rate"))
+    assert found[1]["time"] == expected[1]["iteration_time"]
+    tight = {"schedule": "auto", "memory_limit": 2, "way": "both"}
+    dial = printed(capsys, "memory-curve", "--dial", "--json", "--from=0.5", "--to=0.5", "--time-d=5", *words)
+    both = ask("point", words=[*words, "--time-d=5", "--recompute=planned", "--offload=auto"], limit=2, of_dial=True)
+    [time] = [one["iteration_time"] for one in dial if one.items() >= tight.items()]
+    assert both["time"] == time
 
 
 @pytest.mark.parametrize(

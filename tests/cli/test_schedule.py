@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 
 from megatron.zero_bubble.planner import generate, names
-from megatron.zero_bubble.schedule import StageCosts, lower, simulate
+from megatron.zero_bubble.schedule import Placement, StageCosts, lower, simulate
 from megatron.zero_bubble.schedule.formats import (
+    Profile,
     costs_to_json,
+    profile_to_json,
     schedule_from_json,
     schedule_from_pytorch_csv,
     schedule_to_csv,
@@ -304,6 +306,41 @@ def test_planned_recomputation_goes_from_everything_recomputed_to_everything_kep
     assert lost == sorted(lost, reverse=True)
     ok("memory-curve", *flags, "--output", tmp_path / "curve.svg")
     assert "bubble and recomputation (%)" in (tmp_path / "curve.svg").read_text()
+
+
+def test_the_dial_shows_times_by_what_a_plan_may_do(ok, tmp_path):
+    flags = ["--dial", "--time-d", "0.5", "--from", "0.25", "--to", "1", "--step", "0.25", *SIZE]
+    path = tmp_path / "dial.svg"
+    lines = ok("memory-curve", *flags, "--output", path).splitlines()
+    assert lines[0].split() == ["limit", "(p", "M_B)", "keep", "drop", "offload", "both"]
+    keep, drop, offload, both = lines[2].split()[1:]
+    assert float(both) <= min(map(float, (keep, drop, offload)))
+    assert float(offload) < float(keep)
+    assert lines[5].startswith("1 is ")
+    assert (
+        f"50% less memory, times as long: {keep} (keep), {drop} (drop), {offload} (offload), {both} (both)" in lines[7]
+    )
+    assert "time over the fastest plan" in path.read_text()
+    points = json.loads(ok("memory-curve", *flags, "--json"))
+    assert [point["way"] for point in points[::4]] == ["keep", "drop", "offload", "both"]
+    halves = {point["way"]: point for point in points if point["memory_limit"] == 2}
+    assert halves["offload"]["host_memory"] > 0 == halves["keep"]["host_memory"]
+    assert halves["keep"]["offloaded"] == 0 < halves["offload"]["offloaded"]
+
+
+def test_the_dial_of_a_profile_is_in_its_bytes_and_takes_the_links_speed(ok, tmp_path):
+    path = tmp_path / "profile.json"
+    costs = StageCosts.uniform(4, 10, 10, 10, 0, 2**30, -(2**29), -(2**29))
+    path.write_text(profile_to_json(Profile(Placement("linear", 4), costs, 0.0, {})))
+    flags = ["memory-curve", "--dial", "--costs", path, "--from", "0.5", "--to", "1", "--step", "0.5", *SIZE]
+    unknown = ok(*flags).splitlines()
+    assert unknown[0].split()[3:] == ["MiB", "keep"]
+    assert unknown[1].split()[1] == "2048"
+    assert unknown[-1].startswith("left out: drop, offload, both, which ")
+    slow, fast = (ok(*flags, "--host-bandwidth", speed).splitlines() for speed in ("0.001", "400"))
+    assert slow[0].split()[3:] == ["MiB", "keep", "offload"]
+    assert slow[1].split()[2:] == [unknown[1].split()[2]] * 2, "copies that take minutes gain nothing"
+    assert float(fast[1].split()[3]) < float(fast[1].split()[2])
 
 
 def test_a_file_with_recomputation_is_read_simulated_and_drawn(ok, tmp_path):

@@ -12,6 +12,7 @@ from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.planner.offloading import RULES, with_copies
 from megatron.zero_bubble.planner.problem import Problem
 from megatron.zero_bubble.planner.registry import placement_for
+from megatron.zero_bubble.planner.request import EFFORT
 from megatron.zero_bubble.schedule import Infeasible, ScheduleError, StageCosts, lower, simulate, validate
 from megatron.zero_bubble.schedule.default_costs import default_costs
 from megatron.zero_bubble.schedule.host_link import num_offloaded, without_copies
@@ -51,6 +52,14 @@ def test_half_of_the_memory_of_a_v_costs_little_where_the_link_is_fast():
     assert half.makespan - whole.makespan <= 0.5 * (kept.makespan - whole.makespan)
 
 
+def test_a_poor_plan_under_one_limit_does_not_end_the_search_of_larger_ones():
+    costs = replace(default_costs(placement_for("zb-v", 8)), time_d=(0.375,) * 16, time_h=(0.375,) * 16)
+    costs = replace(costs, memory_d=tuple(15 / 16 * held for held in costs.memory_f))
+    options = {"costs": costs, "memory_limit": 2, "effort": 30_000}
+    kept, copied = (generate("zb-v", 8, 64, **options, offloads=offloads) for offloads in (False, True))
+    assert simulate(copied, costs).cost < 0.6 * simulate(kept, costs).cost
+
+
 def test_a_slow_link_copies_nothing():
     copied = planned("auto", 2, 100, offloads=True)
     assert num_offloaded(copied.schedule) == 0
@@ -74,6 +83,13 @@ def test_the_planner_chooses_between_copies_and_recomputation_by_their_times():
     assert num_offloaded(slow.schedule) == 0
     assert num_offloaded(fast.schedule) > 0
     assert fast.makespan < slow.makespan
+
+
+def test_a_plan_that_may_recompute_and_copy_is_not_slower_than_one_that_may_do_either():
+    ways = ({"recompute": Recompute.PLANNED}, {"offloads": True})
+    options = {"takes_makespan": True, "effort": EFFORT}
+    both = planned("auto", 2, 0.75, **ways[0], **ways[1], **options).makespan
+    assert both <= min(planned("auto", 2, 0.75, **way, **options).makespan for way in ways)
 
 
 def test_with_copies_a_v_fits_where_it_does_not_without():

@@ -22,6 +22,10 @@ takes the makespan and the reduction of gradients; with --zero-bubble-post-valid
 schedule allows it. The optimizer's own time is not counted, and tensor- and expert-parallel communication only as far
 as --mfu or the profile contains it.
 
+With --host-bandwidth, and --zero-bubble-offload auto among the training's flags, planned schedules may copy activations
+to the host; the table shows the part of the microbatches' activations that leaves, and the memory that it takes on the
+host of the rank where that is most.
+
 `zero-bubble estimate stragglers --help` is about what a slow replica costs.
 
 A mistake ends with one line and exit status 2.

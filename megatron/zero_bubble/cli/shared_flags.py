@@ -85,6 +85,17 @@ def time_flag(what: str, default: str = "1") -> Any:
     return flag(f"time of {what} of a microbatch (default: {default})", None, parse=numbers(above=0), metavar="T")
 
 
+def host_bandwidth_flag(of: str) -> Any:
+    """Return the flag for the speed of the host link; `of` names the costs that it completes."""
+    return flag(
+        f"speed of a device's link to its host in each direction, in GB/s: with {of}, copies take what it says, in "
+        "place of what was measured",
+        None,
+        parse=positive,
+        metavar="X",
+    )
+
+
 def _memory_flag(letter: str, default: str) -> Any:
     text = f"change of memory by {letter} (default: {default})"
     return flag(text, None, parse=numbers(), metavar="D")
@@ -154,6 +165,7 @@ class CostFlags(CommandFlags):
         metavar="T",
     )
     costs: Path | None = flag("read all costs from a JSON file (docs/commands.md)", None, parse=Path, metavar="FILE")
+    host_bandwidth: float | None = host_bandwidth_flag("--costs FILE, a profile of a run")
     no_overlap_communication: bool = flag("sender and receiver compute nothing while a message is on its way", False)
 
     default_time: ClassVar[float] = 1
@@ -164,6 +176,8 @@ class CostFlags(CommandFlags):
         for name in (*COSTS_OF_FLAGS, "vocabulary_parallel"):
             if self.costs is not None and getattr(self, name) is not None:
                 raise ValueError(f"argument {flag_name(name)}: not allowed with --costs")
+        if self.host_bandwidth is not None and self.costs is None:
+            raise ValueError("argument --host-bandwidth needs --costs FILE, a profile of a run; else give --time-d")
 
     @property
     def overlap_communication(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -94,7 +94,13 @@ def schedule_of(request: PlanRequest) -> Schedule:
         refusal = error
     at_once = request.stage_costs.at_once()
     relaxed = replace(request, costs=at_once, effort=request.effort // OFFLOAD_PARTS)
-    faster = offloaded(lambda limits: _in_one_group(replace(relaxed, memory_limit=limits)), problem, shortest)
+
+    def plans(limits: Limits) -> Iterator[Schedule]:
+        yield _in_one_group(replace(relaxed, memory_limit=limits))
+        if request.recompute is Recompute.PLANNED:  # never slower than without recomputation
+            yield _in_one_group(replace(relaxed, memory_limit=limits, recomputes=(Recompute.NONE,)).checked())
+
+    faster = offloaded(plans, problem, shortest)
     if faster is not None:
         return faster
     if best is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from math import ceil, inf
@@ -51,14 +52,16 @@ class CopyRule(NamedTuple):
 RULES = tuple(CopyRule(*each) for each in product((1.0, 1.5, 2.5), (0.25, 1.0, 2.0), (False, True)))
 
 
-def offloaded(plan: Callable[[Limits], Schedule], problem: Problem, shortest: float = inf) -> Schedule | None:
+def offloaded(
+    plans: Callable[[Limits], Iterator[Schedule]], problem: Problem, shortest: float = inf
+) -> Schedule | None:
     """The fastest schedule found that copies activations to the host and keeps the problem's memory limits.
 
     Schedules are planned under larger limits, and each is brought below the limits by copies. A larger limit has more
     copies, and fewer idle times and recomputations; the simulation decides.
 
     Args:
-        plan: the schedule without copies under given limits.
+        plans: schedules without copies under given limits; `Infeasible` ends them.
         problem: with the limits that hold.
         shortest: time of a schedule without copies; only faster ones count.
     """
@@ -67,16 +70,19 @@ def offloaded(plan: Callable[[Limits], Schedule], problem: Problem, shortest: fl
     best, limits = None, problem.limits
     for _ in range(_MOST_LIMITS):
         limits = tuple(limit * _STEP for limit in limits)
-        try:
-            schedule = plan(limits)
-        except Infeasible:
-            continue
-        for timeline, time in _candidates(schedule, problem, shortest):
-            if time < shortest * (1 - 1e-9):
-                best, shortest = timeline.schedule, time
-        peaks = peak_memory(schedule, problem.costs)
-        if all(peak < limit / _STEP for peak, limit in zip(peaks, limits, strict=True)):
-            break  # a larger limit changes nothing
+        is_last = False
+        with suppress(Infeasible):
+            for schedule in plans(limits):
+                for timeline, time in _candidates(schedule, problem, shortest):
+                    if time < shortest * (1 - 1e-9):
+                        best, shortest = timeline.schedule, time
+                peaks = peak_memory(schedule, problem.costs)
+                # A larger limit changes nothing, unless the plan is a poor one that even keeps the limits that hold.
+                is_last = all(peak < limit / _STEP for peak, limit in zip(peaks, limits, strict=True)) and any(
+                    peak > limit for peak, limit in zip(peaks, problem.limits, strict=True)
+                )
+        if is_last:
+            break
     return best
 
 

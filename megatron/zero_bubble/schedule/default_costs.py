@@ -33,3 +33,18 @@ def default_costs(
         restored = tuple(DROPPED * memory for memory in costs.memory_f)
         costs = replace(costs, time_r=costs.time_f, memory_r=restored)
     return costs.with_shards(placement, DEFAULT_SHARD) if vocabulary_parallel else costs
+
+
+def with_host_link(costs: StageCosts, rate: float, stays: float | None = None) -> StageCosts:
+    """The costs with copies to the host and back, each at `rate` memory a time unit, where none are measured.
+
+    Args:
+        costs: of the stages; those that have `memory_d` keep it.
+        rate: of the host link, in the units of the costs.
+        stays: memory of a microbatch that a stage never copies, its input; by default all but `DROPPED` of F's.
+    """
+    copied = costs.memory_d
+    if not any(copied):
+        copied = tuple(max(0.0, each * DROPPED if stays is None else each - stays) for each in costs.memory_f)
+    times = tuple(each / rate for each in copied)
+    return replace(costs, memory_d=copied, time_d=times, time_h=times)

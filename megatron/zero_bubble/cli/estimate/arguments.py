@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.zero_bubble.cli.flag_values import at_least, positive
 from megatron.zero_bubble.cli.invocation import FollowingFlags
-from megatron.zero_bubble.cli.shared_flags import CommandFlags, TableFlags
+from megatron.zero_bubble.cli.shared_flags import CommandFlags, TableFlags, host_bandwidth_flag
 from megatron.zero_bubble.session.flag_parser import flag
 
 
@@ -55,6 +55,7 @@ class ClusterFlags(CommandFlags):
         parse=positive,
         metavar="X",
     )
+    host_bandwidth: float | None = host_bandwidth_flag("--zero-bubble-offload auto among the training's flags")
     interconnect_latency: float = _number("time of an empty message, in microseconds", 20)
 
     def __post_init__(self) -> None:

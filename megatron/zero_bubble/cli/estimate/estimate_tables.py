@@ -8,7 +8,7 @@ from megatron.zero_bubble.cli.estimate.estimated_job import EstimatedJob
 from megatron.zero_bubble.cli.estimate.notes import notes
 from megatron.zero_bubble.cli.estimate.results import Results, by_reason
 from megatron.zero_bubble.cli.estimate.schedule_estimate import Estimate, as_megatron_runs, gib
-from megatron.zero_bubble.cli.output import IDLE_HEADS, idle_cells, table
+from megatron.zero_bubble.cli.output import IDLE_HEADS, idle_cells, percent, table
 from megatron.zero_bubble.schedule import Placement
 
 
@@ -93,12 +93,12 @@ def _exchanged(job: EstimatedJob, placement: Placement) -> list[str]:
 
 
 def _schedules(estimates: list[Estimate], *, markdown: bool) -> str:
-    heads = (
+    heads: tuple[str, ...] = (
         *("schedule", "chunks", "states (GiB)", "activations", "in all", "fits"),
         *(*IDLE_HEADS, "iteration (ms)", "tokens/s/GPU", "TFLOP/s/GPU", "to 1F1B"),
     )
     baseline = _baseline(estimates)
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for estimate in estimates:
         fullest = estimate.total_bytes.index(max(estimate.total_bytes))
         rows.append(
@@ -116,6 +116,12 @@ def _schedules(estimates: list[Estimate], *, markdown: bool) -> str:
                 "" if baseline is None else f"{baseline.iteration_ms / estimate.iteration_ms:.3f}",
             )
         )
+    if any(estimate.timeline.schedule.offloads for estimate in estimates):
+        heads = (*heads, "offloaded", "host (GiB)")
+        rows = [
+            (*row, percent(estimate.offloaded), gib(max(estimate.host_bytes)))
+            for row, estimate in zip(rows, estimates, strict=True)
+        ]
     return table(heads, rows, markdown=markdown)
 
 

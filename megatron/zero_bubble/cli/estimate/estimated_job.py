@@ -14,12 +14,14 @@ from megatron.zero_bubble.cli.trainings import complete_training
 from megatron.zero_bubble.mcore.cpu import substitute_cuda
 from megatron.zero_bubble.mcore.paired_stage import refuse_unpaired
 from megatron.zero_bubble.schedule import Placement, ScheduleError, StageCosts
+from megatron.zero_bubble.schedule.default_costs import with_host_link
 from megatron.zero_bubble.schedule.formats import Profile, profile_from_json
 from megatron.zero_bubble.schedule.model_costs import ModelCosts, Partition, UnitCosts, with_states
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.session.job_flags import RECOMPUTATION, JobFlags
 from megatron.zero_bubble.session.layers import layers_of_layout, partition_of_flags
 from megatron.zero_bubble.session.model_states import Parameters, States
+from megatron.zero_bubble.session.offload_flags import plans_offload
 from megatron.zero_bubble.session.post_validation_flags import awaited_by_the_first_stage
 from megatron.zero_bubble.session.profiled_costs import fit_units
 from megatron.zero_bubble.trainer.arguments import Arguments
@@ -49,6 +51,9 @@ class Cluster:
     """Seconds that an empty message takes."""
     expert_bandwidth: float | None = None
     """Bytes a second of the messages between experts; None where these are a part of the speed of layers."""
+
+    host_bandwidth: float | None = None
+    """Bytes a second of a copy to the host or back; None where nothing is copied, or a profile has measured it."""
 
     def message_ms(self, num_bytes: float, bandwidth: float | None = None) -> float:
         return 1e3 * (self.latency + num_bytes / (bandwidth or self.bandwidth))
@@ -192,6 +197,13 @@ class EstimatedJob:
         Raises:
             ValueError: the layers cannot be cut into these stages.
         """
+        costs = self._costs_on_device(placement)
+        if self.cluster.host_bandwidth is None:
+            return costs
+        return with_host_link(costs, self.cluster.host_bandwidth / 1e3, stays=self.count.input_bytes)
+
+    def _costs_on_device(self, placement: Placement) -> StageCosts:
+        """Return the costs without copies to the host, unless the profile has measured some."""
         if self.profile is not None:
             measured = self._as_run(_from_profile(self.profile, placement))
             return measured if self.flags.vocabulary_parallel else measured.with_whole_vocabulary()
@@ -277,12 +289,23 @@ def job_of(flags: EstimateFlags) -> EstimatedJob:
         bandwidth=flags.interconnect_bandwidth * 1e9,
         latency=flags.interconnect_latency * 1e-6,
         expert_bandwidth=None if of_experts is None else of_experts * 1e9,
+        host_bandwidth=None if flags.host_bandwidth is None else flags.host_bandwidth * 1e9,
     )
+    _check_host_link(flags, settings.flags, profile)
     states = States.of(args, flags.zero_stage)
     if profile is not None:
         with _of_file(flags.profile):
             profile.check_fits(profile.placement, settings.flags.model, settings.flags.recompute)
     return EstimatedJob(args, settings.flags, cluster, states, count, of_sequence, profile, flags.num_chunks)
+
+
+def _check_host_link(flags: EstimateFlags, training: JobFlags, profile: Profile | None) -> None:
+    """Raise `ValueError` if only one of copies to the host and their speed is given."""
+    if flags.host_bandwidth is not None and not plans_offload(training):
+        raise ValueError("argument --host-bandwidth needs --zero-bubble-offload auto among the training's flags")
+    is_measured = profile is not None and any(profile.costs.memory_d)
+    if plans_offload(training) and flags.host_bandwidth is None and not is_measured:
+        raise ValueError("--zero-bubble-offload auto needs --host-bandwidth, or a --profile of a run with it")
 
 
 def _with_stand_ins(flags: Sequence[str], profile: Profile | None) -> list[str]:

@@ -23,11 +23,13 @@ from megatron.zero_bubble.schedule import (
     simulate,
     with_post_validation,
 )
+from megatron.zero_bubble.schedule.host_link import host_memory, num_offloaded
 from megatron.zero_bubble.schedule.ir import PlacementKind
 from megatron.zero_bubble.session.flags import flags_text
 from megatron.zero_bubble.session.layers import WITHOUT_PARTITION
 from megatron.zero_bubble.session.layout_choice import LayoutChoice, choose_layout
 from megatron.zero_bubble.session.layout_words import flags_of_layout
+from megatron.zero_bubble.session.offload_flags import plans_offload
 from megatron.zero_bubble.session.reports import layout_lines
 
 
@@ -74,6 +76,17 @@ class Estimate:
         if needed > available or self.limit is None or not self.is_over_limit:
             return f"{gib(needed)} of {gib(available)} GiB"
         return f"{gib(max(self.activation_bytes))} of {gib(self.limit)} GiB of activations"
+
+    @property
+    def offloaded(self) -> float:
+        """Fraction of the microbatches on all stages that are copied to the host and back."""
+        schedule = self.timeline.schedule
+        return num_offloaded(schedule) / (schedule.num_stages * schedule.num_microbatches)
+
+    @property
+    def host_bytes(self) -> tuple[float, ...]:
+        """Peak memory on the host of every rank."""
+        return host_memory(self.timeline.schedule, self.timeline.costs)
 
     @property
     def reduction_ms(self) -> float:
@@ -125,6 +138,8 @@ class Estimate:
             "activation_bytes": list(self.activation_bytes),
             "total_bytes": list(self.total_bytes),
             "activation_limit_bytes": self.limit,
+            "offloaded": self.offloaded,
+            "host_bytes": list(map(float, self.host_bytes)),
             **self.timeline.idle.as_json(),
             "makespan_ms": float(self.timeline.makespan),
             "span_ms": float(self.timeline.cost),
@@ -161,6 +176,7 @@ def estimate(job: EstimatedJob, name: str) -> Estimate:
         post_validation=job.flags.interlocks_iterations,
         takes_makespan=name == "auto",
         pairs=job.flags.overlap_moe_expert_parallel_comm,
+        offloads=plans_offload(job.flags) and limits is not None and entry_of(name).uses_costs,
         effort=QUICK_EFFORT if job.is_quick else EFFORT,
     )
     allowed = limits

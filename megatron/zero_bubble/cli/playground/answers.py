@@ -52,13 +52,21 @@ def run(file: str, planned: bool) -> dict[str, Any]:
     return picture_of_run(measured, memory)
 
 
-def point(words: Words, limit: float) -> dict[str, Any]:
-    """Return one point of the plot: the bubble rate under a memory limit, or the smallest limit that works."""
+def point(words: Words, limit: float, of_dial: bool = False) -> dict[str, Any]:
+    """Return one point of the plot: bubble rate and time under a memory limit, or the smallest limit that works.
+
+    Those of the dial are of plans with the shortest time, as in `memory-curve --dial`.
+    """
     try:
-        figures = figures_of_source(_flags([*words, f"--memory-limit={limit}"]))
+        figures = figures_of_source(_flags([*words, f"--memory-limit={limit}"]), takes_makespan=of_dial)
     except Infeasible as error:
         return {"limit": limit, "smallest": error.smallest_limit}
-    return {"limit": limit, "lost": figures.lost, "bubble_rate": figures.timeline.bubble_rate}
+    return {
+        "limit": limit,
+        "lost": figures.lost,
+        "bubble_rate": figures.timeline.bubble_rate,
+        "time": figures.iteration_time,
+    }
 
 
 def save(words: Words, kind: str) -> dict[str, str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.zero_bubble.cli.schedule.arguments import CurveFlags
 from megatron.zero_bubble.cli.schedule.figures import ScheduleFigures
-from megatron.zero_bubble.cli.schedule.memory_curve import curve_limits
+from megatron.zero_bubble.cli.schedule.memory_curve import WAYS, curve_limits
 from megatron.zero_bubble.planner.prediction import Prediction
 from megatron.zero_bubble.planner.registry import ENTRIES
 from megatron.zero_bubble.schedule import Timeline, critical_path
@@ -48,6 +48,8 @@ def facts() -> dict[str, Any]:
             for entry in ENTRIES.values()
         ],
         "causes": _CAUSES,
+        # The curves of the dial, each with the flags that it adds.
+        "ways": {way: dict(flags) for way, flags in WAYS.items()},
         # In p M_B; with recomputation there are plans in less memory than without.
         "limits": {"keeping": _curve_limits(Recompute.NONE), "recomputing": _curve_limits(Recompute.PLANNED)},
         "colours": {

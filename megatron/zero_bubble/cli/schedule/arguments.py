@@ -207,9 +207,14 @@ class CurveFlags(ScheduleFlags, ResultFlags):
     schedule: list[str] | None = flag(
         "schedule to plan; repeat for more (default: auto)", None, repeat=True, metavar="NAME"
     )
-    from_: float = _limit(None, "smallest memory limit (default: 0.5, with --recompute 0.125)")
+    from_: float = _limit(None, "smallest memory limit (default: 0.5, with --recompute or --dial 0.125)")
     to: float = _limit(2.5, "largest memory limit")
     step: float = _limit(0.125, "difference of successive limits")
+    dial: bool = flag(
+        "show times in place of bubble rates: of plans that keep activations, that may drop and recompute them, that "
+        "may copy them to the host, and that may do both",
+        False,
+    )
     output: Path | None = flag(
         "write to FILE instead of printing; with suffix .svg: plot there and print", None, parse=Path, metavar="FILE"
     )
@@ -221,4 +226,16 @@ class CurveFlags(ScheduleFlags, ResultFlags):
         """The smallest memory limit, in p M_B. With recomputation there are plans in less than without."""
         if self.from_ is not None:
             return self.from_
-        return 0.5 if self.recomputation is Recompute.NONE else 0.125
+        return 0.5 if self.recomputation is Recompute.NONE and not self.dial else 0.125
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.dial:
+            return
+        for name in ("recompute", "offload"):
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"argument {flag_name(name)}: not allowed with --dial, which plans with it and without"
+                )
+        if self.costs is None and self.time_d is None:
+            raise ValueError("argument --dial needs --time-d, the time of a copy to the host, or --costs FILE")

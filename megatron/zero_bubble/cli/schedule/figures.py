@@ -144,11 +144,12 @@ def make_schedule(
     limit: Sequence[float] | None,
     *,
     post_validation: bool = False,
+    takes_makespan: bool = False,
     effort: int = EFFORT,
 ) -> tuple[Schedule, float]:
     """Generate the schedule `name` from the flags under `limit` (in M_B); return it and the seconds that took.
 
-    `effort` is as in `generate`.
+    `takes_makespan` and `effort` are as in `PlanRequest`.
     """
     placement = placement_for(name, flags.pipeline_size, flags.num_chunks, flags.placement)
     costs = stage_costs(flags, placement)
@@ -170,6 +171,7 @@ def make_schedule(
         group_size=flags.microbatch_group_size,
         overlap_communication=flags.overlap_communication,
         post_validation=post_validation,
+        takes_makespan=takes_makespan,
         recomputes=(flags.recomputation,),
         vocabulary_parallel=costs.has_vocabulary,
         pairs=costs.has_all_to_all,
@@ -188,9 +190,9 @@ def read_schedule(path: Path) -> Schedule:
         raise ScheduleError(f"{path}: {error}") from None
 
 
-def figures_of_source(flags: SimulationFlags, effort: int = EFFORT) -> ScheduleFigures:
-    """Return the figures of the schedule that --schedule or --input names; `effort` is as in `generate`."""
-    schedule, seconds = source(flags, effort)
+def figures_of_source(flags: SimulationFlags, effort: int = EFFORT, *, takes_makespan: bool = False) -> ScheduleFigures:
+    """Return the figures of the schedule that --schedule or --input names; arguments are as in `PlanRequest`."""
+    schedule, seconds = source(flags, effort, takes_makespan=takes_makespan)
     return simulated_figures(
         flags,
         schedule,
@@ -202,16 +204,23 @@ def figures_of_source(flags: SimulationFlags, effort: int = EFFORT) -> ScheduleF
     )
 
 
-def source(flags: SourceFlags, effort: int = EFFORT) -> tuple[Schedule, float]:
+def source(flags: SourceFlags, effort: int = EFFORT, *, takes_makespan: bool = False) -> tuple[Schedule, float]:
     """Return the schedule that --schedule or --input names, and the seconds that generating it took.
 
-    `effort` is as in `generate`.
+    `effort` and `takes_makespan` are as in `PlanRequest`.
     """
     if flags.input is not None:
         return read_schedule(flags.input), 0.0
     assert flags.schedule is not None
     interlocks = isinstance(flags, PostValidationFlags) and flags.post_validation
-    return make_schedule(flags, flags.schedule, flags.memory_limit, post_validation=interlocks, effort=effort)
+    return make_schedule(
+        flags,
+        flags.schedule,
+        flags.memory_limit,
+        post_validation=interlocks,
+        takes_makespan=takes_makespan,
+        effort=effort,
+    )
 
 
 def figures_of_all(

@@ -1,31 +1,73 @@
-"""Computes the bubble rate of schedules over a range of memory limits; time for R counts as bubble there."""
+"""Computes what a memory limit costs: the bubble rate of schedules, or their times by what makes a plan fit into it.
+
+In the bubble rate, time for R counts as bubble.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
 
 from megatron.zero_bubble.cli.output import deliver, percent, table
 from megatron.zero_bubble.cli.schedule.arguments import CurveFlags
 from megatron.zero_bubble.cli.schedule.figures import ScheduleFigures, make_schedule, simulated_figures
+from megatron.zero_bubble.cli.schedule.rank_costs import microbatch_bytes, stage_costs
 from megatron.zero_bubble.cli.shared_flags import to_json
+from megatron.zero_bubble.planner import placement_for
 from megatron.zero_bubble.planner.registry import ENTRIES, entry_of
 from megatron.zero_bubble.schedule import Infeasible, ScheduleError
 from megatron.zero_bubble.schedule.draw import Series, to_plot
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
+WAYS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "keep": {},
+        "drop": {"recompute": "planned"},
+        "offload": {"offload": "auto"},
+        "both": {"recompute": "planned", "offload": "auto"},
+    }
+)
+"""Ways to fit a plan into a limit -> the flags that allow them."""
+_FIGURES = ("iteration_time", "bubble_rate", "idle", "recomputed", "offloaded", "lost", "lower_bound")
+_FULLEST = ("peak_memory", "host_memory")
+_LONGEST = 2
+"""Longest relative time that the plot of a dial shows: near it the others would look alike."""
+_PARTS = (0.8, 0.5, 0.25)
+"""Parts of the memory of the fastest plan; a sentence says what the nearest smaller limit costs."""
+
+
+@dataclass(frozen=True)
+class _Curve:
+    """The figures of one schedule, in one of the ways if --dial is given, under every limit in which it fits."""
+
+    name: str
+    schedule: str
+    way: str | None
+    points: Mapping[float, ScheduleFigures]
+
 
 def memory_curve(flags: CurveFlags) -> None:
-    """Print or write the bubble rate of every schedule under every limit, and plot it if --output is an SVG."""
-    each = curve_limits(flags)
+    """Print or write the curve of every schedule, and plot it if --output is an SVG."""
+    limits = curve_limits(flags)
+    ways: dict[str | None, Mapping[str, Any]] = dict(WAYS.items()) if flags.dial else {None: {}}
     chosen = flags.schedule or ["auto"]
     for name in chosen:
         if not entry_of(name).takes_limit:
             planned = ", ".join(entry.name for entry in ENTRIES.values() if entry.takes_limit)
             raise ScheduleError(f"--schedule {name} has a memory of its own, whatever the limit: choose from {planned}")
-    curves = {name: [_at(flags, name, limit * flags.pipeline_size) for limit in each] for name in chosen}
-    words = _curves_as_json(flags, each, curves) if flags.json else _curves_as_table(each, curves)
+    curves = []
+    for name in chosen:
+        for way, added in ways.items():
+            own = replace(flags, dial=False, **added)
+            if not flags.dial or _has_costs(own, name):
+                points = {x: found for x in limits if (found := _at(own, name, x, takes_makespan=flags.dial))}
+                label = name if way is None else f"{name} {way}" if len(chosen) > 1 else way
+                curves.append(_Curve(label, name, way, points))
+    words = _curves_as_json(flags, limits, curves) if flags.json else _curves_as_text(flags, limits, curves)
     if flags.output is not None and flags.output.suffix == ".svg":
-        deliver(_curves_as_plot(flags, each, curves), flags.output)
+        deliver(_curves_as_plot(flags, curves), flags.output)
         deliver(words, None)
     else:
         deliver(words, flags.output)
@@ -42,48 +84,96 @@ def curve_limits(flags: CurveFlags) -> list[float]:
     return [first + i * step for i in range(int(steps) + 1)]
 
 
-def _at(flags: CurveFlags, name: str, limit: float) -> ScheduleFigures | None:
-    """Return the figures of the schedule `name` under `limit` (in M_B); None if it does not fit."""
+def _has_costs(flags: CurveFlags, name: str) -> bool:
+    """Whether the costs are known of what the flags allow, R and copies; a profile has those that its run measured."""
+    costs = stage_costs(flags, placement_for(name, flags.pipeline_size, flags.num_chunks, flags.placement))
+    lacks_r = flags.recomputation is not Recompute.NONE and not any(costs.memory_r)
+    return not lacks_r and not (flags.offloads and not any(costs.memory_d))
+
+
+def _at(flags: CurveFlags, name: str, limit: float, *, takes_makespan: bool) -> ScheduleFigures | None:
+    """Return the figures of the schedule `name` under `limit` (in p M_B); None if it does not fit."""
+    limits = [limit * flags.pipeline_size]
     try:
-        return simulated_figures(flags, *make_schedule(flags, name, [limit]))
+        return simulated_figures(flags, *make_schedule(flags, name, limits, takes_makespan=takes_makespan))
     except Infeasible:
         return None
 
 
-def _curves_as_table(limits: Sequence[float], curves: dict[str, list[ScheduleFigures | None]]) -> str:
+def _fastest(curves: Sequence[_Curve]) -> ScheduleFigures:
+    """Return the shortest plan that keeps everything, else of all, in the least memory. Raises `ScheduleError`."""
+    keeping = [point for curve in curves if curve.way == "keep" for point in curve.points.values()]
+    points = keeping or [point for curve in curves for point in curve.points.values()]
+    if not points:
+        raise ScheduleError(f"nothing fits under any of these limits: {', '.join(curve.name for curve in curves)}")
+    return min(points, key=lambda point: (point.iteration_time, max(point.peak_memory)))
+
+
+def _curves_as_text(flags: CurveFlags, limits: Sequence[float], curves: Sequence[_Curve]) -> str:
+    fastest = _fastest(curves) if flags.dial else None
+    of_microbatch = microbatch_bytes(flags, fastest.schedule.placement) if fastest else None
+
+    def value(point: ScheduleFigures | None) -> str:
+        if point is None:
+            return "-"
+        return f"{point.iteration_time / fastest.iteration_time:.3f}" if fastest else percent(point.lost)
+
     rows = []
-    for i, limit in enumerate(limits):
-        points = [curve[i] for curve in curves.values()]
-        rows.append((f"{limit:g}", *(percent(r.lost) if r else "-" for r in points)))
-    return table(("limit (p M_B)", *curves), rows)
+    for limit in limits:
+        in_mib = [f"{limit * flags.pipeline_size * of_microbatch / 2**20:.0f}"] if of_microbatch else []
+        rows.append((f"{limit:g}", *in_mib, *(value(curve.points.get(limit)) for curve in curves)))
+    heads = ("limit (p M_B)", *(["MiB"] if of_microbatch else []), *(curve.name for curve in curves))
+    sentences = [] if fastest is None else list(_sentences(flags, limits, curves, fastest))
+    return table(heads, rows) + "".join(f"{line}\n" for line in sentences)
 
 
-def _curves_as_json(flags: CurveFlags, limits: Sequence[float], curves: dict[str, list[ScheduleFigures | None]]) -> str:
-    points = [
-        {
-            "schedule": name,
-            "memory_limit": limit * flags.pipeline_size,
-            "bubble_rate": None if figures is None else float(figures.timeline.bubble_rate),
-            "idle": None if figures is None else float(figures.timeline.idle.total),
-            "recomputed": None if figures is None else figures.recomputed,
-            "lost": None if figures is None else figures.lost,
-            "peak_memory": None if figures is None else max(figures.peak_memory),
-            "lower_bound": None if figures is None else figures.lower_bound,
-        }
-        for name, curve in curves.items()
-        for limit, figures in zip(limits, curve, strict=True)
-    ]
+def _sentences(
+    flags: CurveFlags, limits: Sequence[float], curves: Sequence[_Curve], fastest: ScheduleFigures
+) -> Iterator[str]:
+    """Yield what the table's times are relative to, and how much longer plans in less memory take."""
+    memory = max(fastest.peak_memory) / flags.pipeline_size
+    yield f"1 is {fastest.iteration_time:.6g}, of {fastest.schedule.name} keeping everything, in {memory:.3g} p M_B"
+    nearest = (max((x for x in limits if x <= part * memory), default=0.0) for part in _PARTS)
+    for limit in dict.fromkeys(nearest):
+        found = [(curve.name, curve.points[limit].iteration_time) for curve in curves if limit in curve.points]
+        if found:
+            times = ", ".join(f"{time / fastest.iteration_time:.3f} ({name})" for name, time in found)
+            yield f"with {100 * (1 - limit / memory):.0f}% less memory, times as long: {times}"
+    known = {curve.way for curve in curves}
+    left_out = [str(way) for way in WAYS if way not in known]
+    if left_out:
+        more = "profile a run that recomputes, and give --host-bandwidth"
+        yield f"left out: {', '.join(left_out)}, which {flags.costs} has no costs for: {more}"
+
+
+def _curves_as_json(flags: CurveFlags, limits: Sequence[float], curves: Sequence[_Curve]) -> str:
+    points = []
+    for curve in curves:
+        for limit in limits:
+            where = {"schedule": curve.schedule, "way": curve.way, "memory_limit": limit * flags.pipeline_size}
+            figures = curve.points.get(limit)
+            known = {} if figures is None else figures.as_json()
+            largest = {name: max(known[name]) if known else None for name in _FULLEST}
+            points.append({**where, **{name: known.get(name) for name in _FIGURES}, **largest})
     return to_json(points)
 
 
-def _curves_as_plot(flags: CurveFlags, limits: Sequence[float], curves: dict[str, list[ScheduleFigures | None]]) -> str:
+def _curves_as_plot(flags: CurveFlags, curves: Sequence[_Curve]) -> str:
+    fastest = _fastest(curves)
     series = []
-    for name, curve in curves.items():
-        points = [(x, 100 * r.lost) for x, r in zip(limits, curve, strict=True) if r]
-        if points:
-            series.append(Series(name, tuple(points)))
-    if not series:
-        raise ScheduleError(f"nothing fits under any of these limits: {', '.join(curves)}")
+    for curve in curves:
+        if curve.points:
+            values = {
+                x: point.iteration_time / fastest.iteration_time if flags.dial else 100 * point.lost
+                for x, point in curve.points.items()
+            }
+            shown = {x: value for x, value in values.items() if not flags.dial or value <= _LONGEST}
+            series.append(Series(curve.name, tuple((shown or values).items())))
     y_label = "bubble rate (%)" if flags.recomputation is Recompute.NONE else "bubble and recomputation (%)"
-    title = f"{flags.pipeline_size} ranks, {flags.num_microbatches} microbatches"
-    return to_plot(series, title=title, x_label="memory limit (p M_B)", y_label=y_label)
+    return to_plot(
+        series,
+        title=f"{flags.pipeline_size} ranks, {flags.num_microbatches} microbatches",
+        x_label="memory limit (p M_B)",
+        y_label="time over the fastest plan's that keeps everything" if flags.dial else y_label,
+        y_from=1 if flags.dial else 0,
+    )

@@ -9,8 +9,8 @@ from pathlib import Path
 from megatron.zero_bubble.cli.shared_flags import COSTS_OF_FLAGS, CostFlags
 from megatron.zero_bubble.schedule import Placement, ScheduleError, StageCosts
 from megatron.zero_bubble.schedule.costs import SMALLEST
-from megatron.zero_bubble.schedule.default_costs import DROPPED
-from megatron.zero_bubble.schedule.formats import costs_from_text
+from megatron.zero_bubble.schedule.default_costs import DROPPED, with_host_link
+from megatron.zero_bubble.schedule.formats import costs_from_text, is_profile
 from megatron.zero_bubble.session.flags import flag_name
 
 _DEFAULTS = {
@@ -25,6 +25,8 @@ _DEFAULTS = {
 }
 _ROUNDING = 1e-6
 """Largest share of M_B by which the releases of B and W may exceed the allocation of F."""
+BYTES_PER_MS = 1e6
+"""Bytes a millisecond of a link of 1 GB/s."""
 _PARTS_OF_F = {
     "time_r": ("time_f", 1),
     "memory_r": ("memory_f", DROPPED),
@@ -56,6 +58,8 @@ def stage_costs(flags: CostFlags, placement: Placement) -> StageCosts:
                 f"{flags.costs} has costs of {costs.num_stages} stages: expected {placement.num_stages}, or "
                 f"{placement.num_ranks} for whole ranks"
             )
+        if flags.host_bandwidth is not None:
+            costs = with_host_link(costs, flags.host_bandwidth * BYTES_PER_MS)
     memory_f = costs.whole_ranks(placement).memory_f
     if max(memory_f) < SMALLEST:
         raise ScheduleError(f"M_B, the memory of F on a whole rank, must be above zero, got {max(memory_f):g}")
@@ -71,6 +75,14 @@ def stage_costs(flags: CostFlags, placement: Placement) -> StageCosts:
         for name in (field.name for field in fields(StageCosts) if field.name.startswith("memory_"))
     }
     return replace(costs, **memory)
+
+
+def microbatch_bytes(flags: CostFlags, placement: Placement) -> float | None:
+    """Return M_B in bytes if the costs are a profile, whose memory is in bytes."""
+    if flags.costs is None or not is_profile(flags.costs.read_text(encoding="utf-8")):
+        return None
+    costs = read_costs(flags.costs)
+    return max(costs.memory_f if costs.num_stages == placement.num_ranks else placement.sums(costs.memory_f))
 
 
 def read_costs(path: Path) -> StageCosts:

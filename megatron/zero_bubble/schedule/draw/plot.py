@@ -19,24 +19,27 @@ class Series(NamedTuple):
     points: tuple[tuple[float, float], ...]
 
 
-def to_plot(series: Sequence[Series], *, title: str, x_label: str, y_label: str) -> str:
-    """The plot as SVG text; both axes start at 0. Every series needs at least one point."""
+def to_plot(series: Sequence[Series], *, title: str, x_label: str, y_label: str, y_from: float = 0) -> str:
+    """The plot as text. The axis of x begins at 0, that of y at `y_from`. Every series needs at least one point."""
     largest_x = max((float(x) for one in series for x, _ in one.points), default=1.0) or 1.0
-    largest_y = max((float(y) for one in series for _, y in one.points), default=1.0) * 1.05 or 1.0
+    least_y = min((float(y) for one in series for _, y in one.points), default=y_from)
+    y_from = min(y_from, least_y)
+    largest_y = y_from + (max((float(y) for one in series for _, y in one.points), default=1.0) - y_from) * 1.05
+    largest_y = largest_y if largest_y > y_from else y_from + 1.0
 
     def at(x: float, y: float) -> tuple[float, float]:
         return (
             _LEFT + float(x) / largest_x * (_WIDTH - _LEFT - _RIGHT),
-            _HEIGHT - _BOTTOM - float(y) / largest_y * (_HEIGHT - _TOP - _BOTTOM),
+            _HEIGHT - _BOTTOM - (float(y) - y_from) / (largest_y - y_from) * (_HEIGHT - _TOP - _BOTTOM),
         )
 
     elements = [text(_LEFT, 24, title, size=15)]
     for x in canvas.ticks(largest_x, 8):
         elements += [
-            line(*at(x, 0), *at(x, largest_y)),
-            text(at(x, 0)[0], at(x, 0)[1] + 16, figure(x), 11, "middle"),
+            line(*at(x, y_from), *at(x, largest_y)),
+            text(at(x, y_from)[0], at(x, y_from)[1] + 16, figure(x), 11, "middle"),
         ]
-    for y in canvas.ticks(largest_y, 6):
+    for y in (y_from + y for y in canvas.ticks(largest_y - y_from, 6)):
         elements += [line(*at(0, y), *at(largest_x, y)), text(_LEFT - 8, at(0, y)[1] + 4, figure(y), 11, "end")]
     elements.append(text((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 14, x_label, anchor="middle"))
     elements.append(

@@ -6,7 +6,10 @@ import { words } from './state.js';
 const [LEFT, RIGHT, TOP, BOTTOM, HEIGHT] = [52, 16, 14, 38, 250];
 const LETTERS = 'ab';
 
-/** The bubble of each planned schedule over its memory limit, which can be dragged. */
+const WAYS = { keep: 'keep everything', drop: 'recompute', offload: 'copy to the host', both: 'both' };
+
+/** The bubble of each planned schedule over its memory limit, which can be dragged; or, as a dial, the time of the first
+ * of them over its time with enough memory, by what it may do with activations. */
 export class Plot {
   #known = new Map(); // command line without its limit -> limit -> point
   #round = 0;
@@ -16,7 +19,11 @@ export class Plot {
     this.svg = h('svg', { height: HEIGHT, role: 'group', 'aria-label': 'Bubble over memory limit' });
     this.progress = h('small', { class: 'progress' });
     this.hint = h('p', { class: 'hint' });
-    host.append(h('h2', {}, 'Bubble over memory limit, in M_B ', this.progress), this.svg, this.hint);
+    this.heading = h('span');
+    this.dial = h('input', { type: 'checkbox', onchange: () => { this.show(this.state, this.pictures); this.complete(); } });
+    this.legend = h('ul', { class: 'legend', 'aria-label': 'Curves' });
+    host.append(h('h2', {}, this.heading, ' ', this.progress), h('label', { class: 'dial' }, this.dial, 'Time, by what may leave the device'),
+      this.svg, this.legend, this.hint);
     new ResizeObserver(() => this.draw()).observe(this.svg);
   }
 
@@ -25,13 +32,22 @@ export class Plot {
     Object.assign(this, { state, pictures });
     this.ranks = Number(state.shared['pipeline-size']) || 2;
     this.svg.parentElement.hidden = state.panes.every(({ run }) => run);
-    this.series = state.panes.map((pane, k) => {
-      const entry = this.facts.schedules.find(({ name }) => name === pane.schedule);
-      const isPlanned = Boolean(entry?.takesLimit && !entry.isSlow && !pane.input && !pane.run);
-      const flags = isPlanned ? words(state, { ...pane, 'memory-limit': '' }, entry) : null;
-      return { k, pane, isPlanned, flags, limits: this.facts.limits[pane.recompute ? 'recomputing' : 'keeping'] };
-    });
+    const panes = state.panes.map((pane, k) => this.#series(pane, k));
+    const first = panes.find(({ isPlanned }) => isPlanned);
+    this.dial.disabled = !first;
+    const ways = first && this.dial.checked ? Object.entries(this.facts.ways) : null;
+    this.series = ways?.map(([way, flags]) => ({ ...this.#series({ ...first.pane, recompute: '', offload: '', ...flags }, first.k), way })) ?? panes;
+    this.heading.textContent = ways ? `Time of ${first.pane.schedule} over memory limit, in M_B` : 'Bubble over memory limit, in M_B';
+    this.legend.replaceChildren(...(ways ?? []).map(([way]) => h('li', { class: way }, h('i'), WAYS[way])));
     this.draw();
+  }
+
+  /** A curve of a pane's schedule. */
+  #series(pane, k) {
+    const entry = this.facts.schedules.find(({ name }) => name === pane.schedule);
+    const isPlanned = Boolean(entry?.takesLimit && !entry.isSlow && !pane.input && !pane.run);
+    const flags = isPlanned ? words(this.state, { ...pane, 'memory-limit': '' }, entry) : null;
+    return { k, pane, isPlanned, flags, limits: this.facts.limits[pane.recompute || pane.offload ? 'recomputing' : 'keeping'] };
   }
 
   /** Compute what is not known yet, in the background. */
@@ -40,12 +56,12 @@ export class Plot {
     await this.ready;
     if (round !== this.#round) return;
     const planned = this.series.filter(({ isPlanned }) => isPlanned);
-    const missing = planned.flatMap(({ flags, limits }) => coarseFirst(limits).map((limit) => ({ flags, limit: limit * this.ranks })))
-      .filter(({ flags, limit }) => !this.#points(flags).has(limit));
-    for (const [done, { flags, limit }] of missing.entries()) {
+    const missing = FINENESS.flatMap((isOf) => planned.flatMap((one) => one.limits.filter((_, k) => isOf(k)).map((limit) => ({ ...one, limit: limit * this.ranks }))))
+      .filter(({ flags, way, limit }) => !this.#points(flags, way).has(limit));
+    for (const [done, { flags, way, limit }] of missing.entries()) {
       this.progress.textContent = `${missing.length - done} points to go`;
       try {
-        this.#points(flags).set(limit, await this.engine.ask('plot', { what: 'point', words: flags, limit }, this.state.files));
+        this.#points(flags, way).set(limit, await this.engine.ask('plot', { what: 'point', words: flags, limit, of_dial: Boolean(way) }, this.state.files));
       } catch (error) {
         if (!(error instanceof Stale)) this.progress.textContent = error.message;
         return;
@@ -61,8 +77,8 @@ export class Plot {
     for (const point of points) this.#points(flags).set(point.limit, point);
   }
 
-  #points(flags) {
-    const key = flags.join(' ');
+  #points(flags, way = '') {
+    const key = [...flags, way].join(' ');
     if (!this.#known.has(key)) this.#known.set(key, new Map());
     return this.#known.get(key);
   }
@@ -70,30 +86,34 @@ export class Plot {
   draw() {
     const width = this.svg.clientWidth;
     if (!width || !this.series) return;
-    const curves = this.series.map((one) => ({ ...one, points: one.isPlanned
-      ? [...this.#points(one.flags).values()].filter(({ lost }) => lost !== undefined).sort((a, b) => a.limit - b.limit) : [] }));
+    const isDial = this.series.some(({ way }) => way);
+    const known = this.series.map((one) => ({ ...one, points: one.isPlanned
+      ? [...this.#points(one.flags, one.way).values()].filter(({ lost }) => lost !== undefined).sort((a, b) => a.limit - b.limit) : [] }));
+    const shortest = Math.min(...known.flatMap(({ points }) => points.map(({ time }) => time)));
+    const curves = known.map((one) => ({ ...one, points: one.points.map((point) => ({ ...point, value: isDial ? point.time / shortest - 1 : point.lost })) }));
     const drawn = this.pictures.map((picture) => picture?.figures);
-    const most = 1.1 * Math.max(0.05, ...curves.flatMap(({ points }) => points.map(({ lost }) => lost)), ...drawn.map((figures) => figures?.lost ?? 0));
+    const most = Math.min(isDial ? 1 : Infinity, 1.1 * Math.max(0.05, ...curves.flatMap(({ points }) => points.map(({ value }) => value)), ...drawn.map((figures) => (isDial ? 0 : figures?.lost ?? 0))));
     const widest = Math.max(this.facts.limits.keeping.at(-1) * this.ranks, ...this.series.map(({ pane }) => limitOf(pane) ?? 0));
     this.x = (limit) => LEFT + (limit / widest) * (width - LEFT - RIGHT);
-    this.y = (lost) => HEIGHT - BOTTOM - (lost / most) * (HEIGHT - TOP - BOTTOM);
+    this.y = (value) => HEIGHT - BOTTOM - (Math.min(value, most) / most) * (HEIGHT - TOP - BOTTOM);
     this.limitAt = (x) => ((x - LEFT) / (width - LEFT - RIGHT)) * widest;
     const focused = this.svg.contains(document.activeElement) ? document.activeElement.dataset.pane : null;
-    this.svg.replaceChildren(...this.#axes(width, widest, most), ...curves.flatMap((curve) => this.#curve(curve)),
-      ...this.series.flatMap((one) => this.#mark(one, drawn[one.k], widest)));
+    this.svg.replaceChildren(...this.#axes(width, widest, most, isDial), ...curves.flatMap((curve) => this.#curve(curve)),
+      ...(isDial ? [] : this.series.flatMap((one) => this.#mark(one, drawn[one.k], widest))));
     if (focused) this.svg.querySelector(`.handle[data-pane="${focused}"]`)?.focus();
-    this.hint.textContent = `${UNIT} ${this.series.some(({ isPlanned }) => isPlanned)
+    if (isDial) this.hint.textContent = `${UNIT} 1 is the shortest of these times. Set the time of a copy among the times on the left.`;
+    else this.hint.textContent = `${UNIT} ${this.series.some(({ isPlanned }) => isPlanned)
       ? 'Drag a handle, or press the arrow keys on it, to plan for another limit.'
       : 'Choose auto, zb-v, v-half or v-min to plan for a memory limit.'}`;
   }
 
-  #axes(width, widest, most) {
+  #axes(width, widest, most, isDial) {
     const bottom = HEIGHT - BOTTOM;
     const p = this.ranks;
     return [
       ...ticks(0, most, 4).flatMap((value) => [
         h('line', { class: 'grid', x1: LEFT, x2: width - RIGHT, y1: this.y(value), y2: this.y(value) }),
-        h('text', { x: LEFT - 8, y: this.y(value) + 4, 'text-anchor': 'end' }, `${figure(100 * value)}%`)]),
+        h('text', { x: LEFT - 8, y: this.y(value) + 4, 'text-anchor': 'end' }, isDial ? (1 + value).toFixed(2) : `${figure(100 * value)}%`)]),
       ...ticks(0, widest, width / 90).flatMap((limit) => [
         h('line', { class: 'grid', x1: this.x(limit), x2: this.x(limit), y1: bottom, y2: bottom + 4 }),
         h('text', { x: this.x(limit), y: bottom + 17, 'text-anchor': 'middle' }, figure(limit))]),
@@ -102,13 +122,13 @@ export class Plot {
     ];
   }
 
-  #curve({ k, points, pane }) {
-    const letter = LETTERS[k];
-    const line = points.map(({ limit, lost }) => `${this.x(limit)},${this.y(lost)}`).join(' ');
+  #curve({ k, points, pane, way }) {
+    const letter = way ?? LETTERS[k];
+    const line = points.map(({ limit, value }) => `${this.x(limit)},${this.y(value)}`).join(' ');
     return [
       h('polyline', { class: `curve ${letter}`, points: line }),
-      ...points.map(({ limit, lost }) => h('circle', { class: `point ${letter}`, cx: this.x(limit), cy: this.y(lost), r: 3 },
-        title(`${pane.schedule}: ${percent(lost)} under ${figure(limit)} M_B`))),
+      ...points.map(({ limit, value }) => h('circle', { class: `point ${letter}`, cx: this.x(limit), cy: this.y(value), r: 3 },
+        title(way ? `${WAYS[way]}: ${(1 + value).toFixed(3)} times as long under ${figure(limit)} M_B` : `${pane.schedule}: ${percent(value)} under ${figure(limit)} M_B`))),
     ];
   }
 
@@ -143,8 +163,8 @@ export class Plot {
   }
 }
 
-/** Every fourth limit, and then those between. */
-const coarseFirst = (limits) => [limits.filter((_, k) => k % 4 === 0), limits.filter((_, k) => k % 4 === 2), limits.filter((_, k) => k % 2)].flat();
+/** Of all curves every fourth limit is computed first, and then those between. */
+const FINENESS = [(k) => k % 4 === 0, (k) => k % 4 === 2, (k) => k % 2 === 1];
 
 const limitOf = (pane) => {
   const values = String(pane['memory-limit'] ?? '').split(',').map(Number).filter((value) => value > 0);
