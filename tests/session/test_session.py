@@ -77,8 +77,8 @@ def test_what_is_found_while_costs_are_measured_restricts_the_choice_of_a_layout
     def costs(profile: Any) -> Any:
         session.restrict(zero_bubble_vocabulary_parallel="off")
 
-    def search(settings: JobSettings, *more: Any) -> Any:
-        raise ValueError(f"with the vocabulary {settings.flags.zero_bubble_vocabulary_parallel}")
+    def search(flags: JobFlags, *more: Any) -> Any:
+        raise ValueError(f"with the vocabulary {flags.zero_bubble_vocabulary_parallel}")
 
     with (
         mock.patch.object(session_module, "new_choice", search),

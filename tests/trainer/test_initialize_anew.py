@@ -13,8 +13,8 @@ from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.schedule.model_costs import ModelCosts
 from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.initialize import initialized, seed_everything
+from megatron.zero_bubble.trainer.layout import measured_costs
 from megatron.zero_bubble.trainer.pretrain import make_data_config
-from megatron.zero_bubble.trainer.unit_models import measured_costs
 from tests.launch import TINY_GPT
 from tests.ranks import be_rank, run_on_ranks
 

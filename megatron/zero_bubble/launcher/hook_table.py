@@ -15,10 +15,8 @@ from megatron.zero_bubble.launcher.loop_run import LoopRun
 from megatron.zero_bubble.launcher.mistakes import LauncherError
 from megatron.zero_bubble.launcher.run import Run
 from megatron.zero_bubble.launcher.script_choice import validate_arguments
-from megatron.zero_bubble.launcher.script_layouts import ScriptLayouts
-from megatron.zero_bubble.launcher.script_optimizer import needed_for_post_validation, post_validation_hooks
-from megatron.zero_bubble.launcher.script_replicas import replica_hooks
-from megatron.zero_bubble.launcher.v_placement import VPlacement
+from megatron.zero_bubble.launcher.script_stages import ScriptLayouts, VPlacement
+from megatron.zero_bubble.launcher.script_steps import needed_for_post_validation, post_validation_hooks, replica_hooks
 from megatron.zero_bubble.mcore.checkpoint_writers import write_in_threads
 from megatron.zero_bubble.mcore.transformer_engine import defer_weight_gradients
 

@@ -15,7 +15,6 @@ from megatron.core import parallel_state
 from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.launcher.hooks import Call
 from megatron.zero_bubble.launcher.mistakes import LauncherError, users_mistakes
-from megatron.zero_bubble.launcher.script_layouts import ScriptLayouts
 from megatron.zero_bubble.launcher.script_settings import (
     check_chunks,
     divide_pattern,
@@ -23,6 +22,7 @@ from megatron.zero_bubble.launcher.script_settings import (
     refuse_script_settings,
     take_over_overlap,
 )
+from megatron.zero_bubble.launcher.script_stages import ScriptLayouts
 from megatron.zero_bubble.launcher.script_units import ScriptUnits, change_settings
 from megatron.zero_bubble.mcore.compatibility.compatibility_table import works_with
 from megatron.zero_bubble.mcore.compatibility.setting_rows import Feature

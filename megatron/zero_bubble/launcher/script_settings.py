@@ -13,10 +13,10 @@ from megatron.zero_bubble.mcore.compatibility.setting_rows import Feature
 from megatron.zero_bubble.planner.registry import ENTRIES
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.schedule.recomputation import Recompute
+from megatron.zero_bubble.session.features import plans_offload
 from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
 from megatron.zero_bubble.session.job_flags import JobFlags
 from megatron.zero_bubble.session.layers import spread_layers
-from megatron.zero_bubble.session.offload_flags import plans_offload
 from megatron.zero_bubble.session.plans import choose_placement, choose_plan
 
 _PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")

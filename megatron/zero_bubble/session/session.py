@@ -29,22 +29,18 @@ from megatron.zero_bubble.schedule import Infeasible, Placement
 from megatron.zero_bubble.schedule.formats import Profile
 from megatron.zero_bubble.schedule.model_costs import ModelCosts
 from megatron.zero_bubble.schedule.recomputation import Recompute
-from megatron.zero_bubble.session import hierarchy_flags, post_validation_flags
 from megatron.zero_bubble.session.description import describe, describe_places
+from megatron.zero_bubble.session.drawings import TimelineWriter
+from megatron.zero_bubble.session.features import HIERARCHICAL_SGD, POST_VALIDATION, check_shards
 from megatron.zero_bubble.session.flags import limit_flag
 from megatron.zero_bubble.session.job_flags import JobFlags
-from megatron.zero_bubble.session.layout_choice import ChosenLayout
-from megatron.zero_bubble.session.layout_search import new_choice
-from megatron.zero_bubble.session.optimizer_step import build_post_validation
+from megatron.zero_bubble.session.layout_choice import ChosenLayout, new_choice
 from megatron.zero_bubble.session.profiling import given_profile
-from megatron.zero_bubble.session.replicas import Replicas
 from megatron.zero_bubble.session.reports import print_rank_0
-from megatron.zero_bubble.session.running import open_timeline, run_plan
+from megatron.zero_bubble.session.running import Replicas, build_post_validation, open_timeline, run_plan
 from megatron.zero_bubble.session.settings import JobSettings, job_settings, with_layout
-from megatron.zero_bubble.session.sharding import check_shards
 from megatron.zero_bubble.session.stalls import open_watchdog
 from megatron.zero_bubble.session.start_up import SessionError
-from megatron.zero_bubble.session.timeline_writer import TimelineWriter
 
 
 class Session:
@@ -129,7 +125,7 @@ class Session:
         """
         if saved is None:
             measured = costs(given_profile(self.job.flags))  # which may restrict the settings
-            saved = new_choice(self.job, measured, padded_vocab_size)
+            saved = new_choice(self.job.flags, measured, padded_vocab_size)
         self._take(with_layout(self.job, saved, os.environ, torch.cuda.is_available()))
         return saved.flags
 
@@ -223,7 +219,7 @@ class Session:
         """
         job, flags = self.job, self.job.flags
         if optimizer is None and (flags.zero_bubble_post_validation or job.hierarchy is not None):
-            flag = hierarchy_flags.FLAG if job.hierarchy is not None else post_validation_flags.FLAG
+            flag = HIERARCHICAL_SGD if job.hierarchy is not None else POST_VALIDATION
             raise ValueError(f"{flag} needs an optimizer made by megatron-core's get_megatron_optimizer")
         self.has_started, self.iteration = True, iteration
         check_layers_built(flags.num_layers, job.placement, model)

@@ -27,7 +27,7 @@ from megatron.zero_bubble.session.session import Session
 from megatron.zero_bubble.trainer.arguments import TORCH_BACKENDS, Arguments
 from megatron.zero_bubble.trainer.core_flags import config_values
 from megatron.zero_bubble.trainer.hybrid_stages import build_hybrid_stage
-from megatron.zero_bubble.trainer.replication import in_mixed_precision, parameter_dtype, wrap_in_ddp
+from megatron.zero_bubble.trainer.optimization import in_mixed_precision, parameter_dtype, wrap_in_ddp
 
 
 @contextmanager

@@ -17,10 +17,10 @@ from megatron.zero_bubble.schedule import Placement, ScheduleError, StageCosts
 from megatron.zero_bubble.schedule.formats import Profile, profile_from_json
 from megatron.zero_bubble.schedule.model_costs import ModelCosts, Partition, UnitCosts, with_states
 from megatron.zero_bubble.schedule.recomputation import Recompute
+from megatron.zero_bubble.session.features import awaited_by_the_first_stage
 from megatron.zero_bubble.session.job_flags import RECOMPUTATION, JobFlags
 from megatron.zero_bubble.session.layers import layers_of_layout, partition_of_flags
 from megatron.zero_bubble.session.model_states import Parameters, States
-from megatron.zero_bubble.session.post_validation_flags import awaited_by_the_first_stage
 from megatron.zero_bubble.session.profiled_costs import fit_units
 from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.model_count import Flops, ModelCount, UnitCount, count_model, flops_of_sequence

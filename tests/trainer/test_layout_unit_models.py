@@ -20,11 +20,10 @@ from megatron.zero_bubble.schedule.formats import Profile
 from megatron.zero_bubble.schedule.model_costs import ModelCosts
 from megatron.zero_bubble.session.job_flags import JobFlags
 from megatron.zero_bubble.session.model_states import Parameters, States
-from megatron.zero_bubble.trainer import unit_models
 from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.forward_step import make_forward_step
+from megatron.zero_bubble.trainer.layout import measured_costs, profiled_costs
 from megatron.zero_bubble.trainer.pretrain import make_data_config
-from megatron.zero_bubble.trainer.unit_models import measured_costs, profiled_costs
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the CPU, for which megatron-core is adapted")
 
@@ -103,7 +102,7 @@ def test_units_are_timed_in_turn_at_least_once_and_more_often_within_the_time(ar
 
         return counted
 
-    monkeypatch.setattr(unit_models, "make_forward_step", counted_forward_step)
+    monkeypatch.setattr("megatron.zero_bubble.trainer.layout.make_forward_step", counted_forward_step)
     measure(args, seconds=0)
     units = calls[:3]
     assert calls == units * 2, "the first round is not counted"
