@@ -7,6 +7,7 @@ import copy
 import inspect
 import io
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,9 @@ from megatron.zero_bubble.launcher.script_units import ScriptUnits, change_setti
 from megatron.zero_bubble.mcore.compatibility.compatibility_table import works_with
 from megatron.zero_bubble.mcore.compatibility.setting_rows import Feature
 from megatron.zero_bubble.mcore.decoder_models import HYBRID_RECOMPUTES
+from megatron.zero_bubble.mcore.model_units import UnitModels
 from megatron.zero_bubble.mcore.placement import adopt_placement
 from megatron.zero_bubble.runtime.joint import jointly
-from megatron.zero_bubble.schedule.formats import Profile
-from megatron.zero_bubble.schedule.model_costs import ModelCosts
 from megatron.zero_bubble.session.flags import flag_name
 from megatron.zero_bubble.session.job_flags import JobFlags
 from megatron.zero_bubble.session.layers import spread_layers, to_layout
@@ -109,19 +109,20 @@ def settle_layout(script: Namespace, session: Session, units: ScriptUnits, setup
     elif not _builds_chunks(setup):
         session.restrict(zero_bubble_placement="linear")
 
-    def costs(profile: Profile | None) -> ModelCosts:
+    @contextlib.contextmanager
+    def measurable_units() -> Iterator[tuple[UnitModels, list[int]]]:
         try:
-            found = units.profiled_costs(setup, profile) if profile else units.measured_costs(setup)
+            with units.models(setup) as found:
+                yield found
         except LauncherError as error:
             raise _Unmeasured(str(error)) from error
         spreads = not units.shapes_vary and works_with(script, Feature.VOCABULARY_SHARDS)
         if not spreads and not session.job.flags.vocabulary_parallel:
             session.restrict(zero_bubble_vocabulary_parallel="off")
-        return found
 
     try:
         with users_mistakes():
-            session.choose_layout(saved, costs, script.padded_vocab_size)
+            session.choose_layout(saved, measurable_units, script.padded_vocab_size)
     except _Unmeasured as error:
         keep_megatrons_layout(script, session, str(error))
         return False

@@ -13,7 +13,6 @@ import itertools
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -28,16 +27,11 @@ from megatron.zero_bubble.mcore.decoder_models import DECODER_MODELS
 from megatron.zero_bubble.mcore.linear import split_weight_gradients
 from megatron.zero_bubble.mcore.model_units import Unit, UnitModels, keep_unit, random_microbatch
 from megatron.zero_bubble.mcore.placement import StagePosition
-from megatron.zero_bubble.mcore.unit_costs import SECONDS, count_states, measure_model
 from megatron.zero_bubble.runtime.communicator import TensorSpec
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
-from megatron.zero_bubble.schedule.formats import Profile
-from megatron.zero_bubble.schedule.model_costs import ModelCosts, with_states
 from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
 from megatron.zero_bubble.session.job_flags import JobFlags, keeping_everything
 from megatron.zero_bubble.session.model_states import Parameters, States
-from megatron.zero_bubble.session.profiled_costs import fit_units
-from megatron.zero_bubble.session.running import communicator_of
 
 _ONE_RANK = {
     "pipeline_model_parallel_size": 1,
@@ -90,28 +84,17 @@ class ScriptUnits:
         self.shapes_vary = False
         """Whether the model's configuration says `variable_seq_lengths`; known once costs were asked for."""
 
-    def measured_costs(self, setup: Call, seconds: float = SECONDS) -> ModelCosts:
-        """Measure the costs of the model that the call `setup` would build; a collective call, see `measure_model`.
+    @contextlib.contextmanager
+    def models(self, setup: Call) -> Iterator[tuple[UnitModels, list[int]]]:
+        """A context with what builds and feeds the units of the model that the call `setup` would build.
+
+        With it comes the kind of every layer.
 
         Raises:
             LauncherError: the costs of this model cannot be measured.
         """
         with self._as_one_rank(setup):
-            models, kinds = self._models(setup)
-            timeout = timedelta(minutes=self._flags.distributed_timeout_minutes)
-            pairs = self._flags.overlap_moe_expert_parallel_comm
-            return measure_model(models, kinds, communicator_of(self._flags), timeout, seconds, pairs=pairs)
-
-    def profiled_costs(self, setup: Call, profile: Profile) -> ModelCosts:
-        """The costs of that model by the profile of an earlier run of it, for the same number of ranks or another.
-
-        Raises:
-            ScheduleError: the profile does not tell them.
-            LauncherError: the units of this model cannot be built.
-        """
-        with self._as_one_rank(setup):
-            models, kinds = self._models(setup)
-            return with_states(fit_units(profile, kinds), count_states(models, kinds))
+            yield self._models(setup)
 
     @contextlib.contextmanager
     def _as_one_rank(self, setup: Call) -> Iterator[None]:

@@ -11,10 +11,12 @@ from typing import Any
 from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer
 
+from megatron.zero_bubble.mcore.model_units import UnitModels
 from megatron.zero_bubble.mcore.optimizer import check_optimizer, torch_optimizers
 from megatron.zero_bubble.mcore.post_validation import PostValidation
 from megatron.zero_bubble.mcore.replica_averaging import ReplicaAveraging
 from megatron.zero_bubble.mcore.schedule_runner import ForwardBackward
+from megatron.zero_bubble.mcore.unit_costs import SECONDS, count_states, measure_model
 from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.runtime.channel_memory import ChannelCommunicator
 from megatron.zero_bubble.runtime.communicator import TorchCommunicator
@@ -25,6 +27,8 @@ from megatron.zero_bubble.runtime.replanner import Report
 from megatron.zero_bubble.runtime.replica_waits import ReplicaWaits, Waits
 from megatron.zero_bubble.runtime.rollback import make_rollback
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
+from megatron.zero_bubble.schedule.formats import Profile
+from megatron.zero_bubble.schedule.model_costs import ModelCosts, with_states
 from megatron.zero_bubble.session.drawings import TimelineWriter
 from megatron.zero_bubble.session.features import (
     HIERARCHICAL_SGD,
@@ -33,8 +37,8 @@ from megatron.zero_bubble.session.features import (
     USE_SNAPSHOT,
     gain_of_post_validation,
 )
-from megatron.zero_bubble.session.flags import ZeroBubbleFlags
 from megatron.zero_bubble.session.job_flags import JobFlags
+from megatron.zero_bubble.session.profiled_costs import fit_units
 from megatron.zero_bubble.session.profiling import profile_window, reporter, too_short_to_profile
 from megatron.zero_bubble.session.reports import channels_line, describe_hierarchy, print_rank_0
 from megatron.zero_bubble.session.settings import JobSettings
@@ -79,9 +83,37 @@ def run_plan(
     )
 
 
-def communicator_of(flags: ZeroBubbleFlags) -> type[ChannelCommunicator]:
+def communicator_of(flags: JobFlags) -> type[ChannelCommunicator]:
     """The class of the channels between stages."""
     return HostCommunicator if flags.zero_bubble_communicator == "host" else TorchCommunicator
+
+
+def costs_of_units(
+    flags: JobFlags,
+    models: UnitModels,
+    kinds: Sequence[int],
+    profile: Profile | None = None,
+    seconds: float = SECONDS,
+) -> ModelCosts:
+    """The costs of a model's units without full recomputation, and of a message; a collective call of all ranks.
+
+    Args:
+        kinds: for each layer of the model which layer of `Unit.layer` it is like.
+        profile: of an earlier run of the model, perhaps in another layout; without it units and message are measured.
+        seconds: time for all units, see `measure_model`.
+
+    Returns:
+        The same on every rank.
+
+    Raises:
+        ScheduleError: the profile does not tell them.
+    """
+    if profile is not None:
+        return with_states(fit_units(profile, kinds), count_states(models, kinds))
+    print_rank_0(f" > timing the model's layers for {seconds:g} seconds, to choose their layout ...")
+    timeout = timedelta(minutes=flags.distributed_timeout_minutes)
+    pairs = flags.overlap_moe_expert_parallel_comm
+    return measure_model(models, kinds, communicator_of(flags), timeout, seconds, pairs=pairs)
 
 
 def open_timeline(job: JobSettings, forward_backward: ForwardBackward, iteration: int) -> TimelineWriter | None:

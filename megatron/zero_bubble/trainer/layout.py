@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 from argparse import Namespace
+from contextlib import nullcontext
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 
 import torch
@@ -18,18 +18,13 @@ from megatron.zero_bubble.mcore.linear import split_weight_gradients
 from megatron.zero_bubble.mcore.model_units import Unit, UnitModels, random_microbatch
 from megatron.zero_bubble.mcore.placement import adopt_placement
 from megatron.zero_bubble.mcore.transformer_engine import defer_weight_gradients
-from megatron.zero_bubble.mcore.unit_costs import SECONDS, count_states, measure_model
 from megatron.zero_bubble.runtime.communicator import TensorSpec
 from megatron.zero_bubble.runtime.joint import on_rank
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
-from megatron.zero_bubble.schedule.formats import Profile
-from megatron.zero_bubble.schedule.model_costs import ModelCosts, with_states
 from megatron.zero_bubble.session.job_flags import JobFlags
 from megatron.zero_bubble.session.layout_choice import ChosenLayout, saved_choice
 from megatron.zero_bubble.session.model_states import Parameters, States
-from megatron.zero_bubble.session.profiled_costs import fit_units
 from megatron.zero_bubble.session.reports import print_rank_0
-from megatron.zero_bubble.session.running import communicator_of
 from megatron.zero_bubble.session.session import Session
 from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.checkpoint_files import checkpoint_folder, latest_iteration
@@ -40,36 +35,12 @@ from megatron.zero_bubble.trainer.optimization import in_mixed_precision, parame
 from megatron.zero_bubble.trainer.unit_config import build_unit, layer_kinds, unit_config
 
 
-def measured_costs(args: Arguments, data_config: DataConfig, seconds: float = SECONDS) -> ModelCosts:
-    """Measure the costs of the model's units and of a message between ranks; a collective call of all ranks.
+def unit_models(args: Arguments, data_config: DataConfig) -> UnitModels:
+    """What builds and feeds the model's units, to measure them.
 
     It is called inside of `initialized`, whose placement may be any of the job's pipeline ranks, with the size of the
-    vocabulary known. Every rank gets the same result. Costs are those without full recomputation.
-
-    Args:
-        seconds: time for all units, see `measure_model`.
+    vocabulary known.
     """
-    timeout = timedelta(minutes=args.distributed_timeout_minutes)
-    return measure_model(
-        _unit_models(args, data_config),
-        layer_kinds(args),
-        communicator_of(args),
-        timeout=timeout,
-        seconds=seconds,
-        pairs=args.overlap_moe_expert_parallel_comm,
-    )
-
-
-def profiled_costs(args: Arguments, data_config: DataConfig, profile: Profile) -> ModelCosts:
-    """The costs of the model's units by the profile of an earlier run of it; called like `measured_costs`.
-
-    Raises:
-        ScheduleError: the profile does not tell them.
-    """
-    return with_states(fit_units(profile), count_states(_unit_models(args, data_config), layer_kinds(args)))
-
-
-def _unit_models(args: Arguments, data_config: DataConfig) -> UnitModels:
     states = States.of(args)
     replicas = args.data_parallel_size * args.context_parallel_size
 
@@ -127,16 +98,14 @@ def settle_layout(args: Arguments, session: Session, data_config: DataConfig) ->
     if not session.job.is_layout_open:
         return args
 
-    def costs(profile: Profile | None) -> ModelCosts:
-        if profile is not None:
-            return profiled_costs(args, data_config, profile)
-        print_rank_0(f" > timing the model's layers for {SECONDS:g} seconds, to choose their layout ...")
-        return measured_costs(args, data_config)
-
     chosen = _saved_choice(args, session.job.flags)
     if chosen is not None:
         print_rank_0(f" > layout: that of the checkpoint in --load {args.load}")
-    args = replace(args, **session.choose_layout(chosen, costs, args.padded_vocab_size))
+
+    def units() -> nullcontext[tuple[UnitModels, list[int]]]:
+        return nullcontext((unit_models(args, data_config), layer_kinds(args)))
+
+    args = replace(args, **session.choose_layout(chosen, units, args.padded_vocab_size))
     adopt_placement(session.job.placement)
     seed_everything(args.seed)
     return args
