@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 from megatron.zero_bubble.launcher.hooks import Call, Hook, InstalledHooks, mark_of
-from megatron.zero_bubble.launcher.mistakes import LauncherError
+from megatron.zero_bubble.session.start_up import SessionError
 
 
 def library() -> ModuleType:
@@ -94,7 +94,7 @@ def test_a_method_is_hooked_in_its_class(modules):
 def test_a_target_that_is_not_as_expected_stops_before_anything_is_replaced(modules, wrong, words):
     first, _ = modules
     original = first.scale
-    with pytest.raises(LauncherError) as error:
+    with pytest.raises(SessionError) as error:
         InstalledHooks([hook(), wrong], "1.0")
     assert all(word in str(error.value) for word in words)
     assert "\n" not in str(error.value)

@@ -7,11 +7,11 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.zero_bubble.launcher.mistakes import LauncherError, users_mistakes
 from megatron.zero_bubble.planner.registry import ENTRIES
 from megatron.zero_bubble.session.aliases import AliasFlags, translated
 from megatron.zero_bubble.session.flag_parser import flag, make_parser, take_flags
 from megatron.zero_bubble.session.flags import ReplicaFlags, ZeroBubbleFlags, check_zero_bubble_flags, flag_name
+from megatron.zero_bubble.session.start_up import SessionError, users_mistakes
 
 PROGRAM = "megatron.zero_bubble"
 _USAGE = "python -m megatron.zero_bubble SCRIPT [the script's flags] [flags of zero bubble]"
@@ -51,7 +51,7 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
     """Split `argv` into the launcher's flags, the script and the script's arguments in their order.
 
     Raises:
-        LauncherError: there is no script, or a launcher flag is unknown or wrong.
+        SessionError: there is no script, or a launcher flag is unknown or wrong.
     """
     with users_mistakes():
         flags, rest = take_flags(LaunchFlags, _GROUPS, argv)
@@ -67,15 +67,15 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
     for argument in rest:
         name = argument.split("=")[0]
         if name.startswith("--zero-bubble"):
-            raise LauncherError(f"{name} is not a flag of megatron.zero_bubble; --help lists them")
+            raise SessionError(f"{name} is not a flag of megatron.zero_bubble; --help lists them")
     if not rest or rest[0].startswith("-"):
         if wants_help:
             return CommandLine(flags, None, (), True)
         given = f", but it is {rest[0]}" if rest else ""
-        raise LauncherError(f"the first argument must be the script{given}: {_USAGE}")
+        raise SessionError(f"the first argument must be the script{given}: {_USAGE}")
     script = Path(rest[0])
     if not script.is_file():
-        raise LauncherError(f"SCRIPT {script} is not a file")
+        raise SessionError(f"SCRIPT {script} is not a file")
     return CommandLine(flags, script, tuple(rest[1:]), wants_help)
 
 
@@ -100,13 +100,13 @@ def flags_from_keywords(schedule: str | None, cpu: bool, settings: Mapping[str, 
     """The flags for the keywords of `enable`: `{"memory_limit": "1.5"}` is `--zero-bubble-memory-limit 1.5`.
 
     Raises:
-        LauncherError: a keyword names no flag, or the flags contradict each other.
+        SessionError: a keyword names no flag, or the flags contradict each other.
     """
     groups = (*fields(ZeroBubbleFlags), *fields(ReplicaFlags), *fields(AliasFlags))
     names = {field.name.removeprefix("zero_bubble_"): field.name for field in groups}
     unknown = sorted(set(settings) - set(names))
     if unknown:
-        raise LauncherError(f"enable() has no setting {unknown[0]!r}: choose from {', '.join(sorted(names))}")
+        raise SessionError(f"enable() has no setting {unknown[0]!r}: choose from {', '.join(sorted(names))}")
     given = {names[name]: value for name, value in settings.items()}
     with users_mistakes():
         flags = translated(LaunchFlags(**{**given, "zero_bubble_schedule": schedule, "zero_bubble_cpu": cpu}))

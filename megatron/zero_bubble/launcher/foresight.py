@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron.zero_bubble.launcher.command_line import LaunchFlags
-from megatron.zero_bubble.launcher.mistakes import users_mistakes
 from megatron.zero_bubble.launcher.script_settings import divide_pattern, flags_of
 from megatron.zero_bubble.session.environment import check_num_ranks
 from megatron.zero_bubble.session.flag_parser import flag, take_flags
@@ -16,6 +15,7 @@ from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
 from megatron.zero_bubble.session.layers import chunks_of_flags, partition_of_flags
 from megatron.zero_bubble.session.layout_choice import is_layout_open
 from megatron.zero_bubble.session.plans import choose_placement, choose_plan
+from megatron.zero_bubble.session.start_up import users_mistakes
 
 _READ_ELSEWHERE = (
     *("--use-checkpoint-args", "--yaml-cfg"),
@@ -45,7 +45,7 @@ def check_script_arguments(flags: LaunchFlags, arguments: Sequence[str], environ
     """Refuse numbers of ranks, stages, layers and microbatches that contradict each other.
 
     Raises:
-        LauncherError: the first contradiction; Megatron-LM or the checks of `Run` would refuse it later.
+        SessionError: the first contradiction; Megatron-LM or the checks of `Run` would refuse it later.
     """
     if any(argument.split("=")[0] in _READ_ELSEWHERE for argument in arguments):
         return

@@ -12,13 +12,13 @@ from typing import Any
 from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.launcher.hooks import Call, Hook, Needed
 from megatron.zero_bubble.launcher.loop_run import LoopRun
-from megatron.zero_bubble.launcher.mistakes import LauncherError
 from megatron.zero_bubble.launcher.run import Run
 from megatron.zero_bubble.launcher.script_choice import validate_arguments
 from megatron.zero_bubble.launcher.script_stages import ScriptLayouts, VPlacement
 from megatron.zero_bubble.launcher.script_steps import needed_for_post_validation, post_validation_hooks, replica_hooks
 from megatron.zero_bubble.mcore.checkpoint_writers import write_in_threads
 from megatron.zero_bubble.mcore.transformer_engine import defer_weight_gradients
+from megatron.zero_bubble.session.start_up import SessionError
 
 _MODELS: tuple[tuple[str, str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("megatron.core.models.gpt.gpt_model", "GPTModel", ("vp_stage",), ()),
@@ -223,11 +223,11 @@ class ScriptHooks:
         """The run that the script began, or that of a loop which is not Megatron-LM's.
 
         Raises:
-            LauncherError: Megatron-LM's trainer made its process groups before zero bubble was enabled.
+            SessionError: Megatron-LM's trainer made its process groups before zero bubble was enabled.
         """
         if self._run is None:
             if _script_arguments() is not None:
-                raise LauncherError("megatron-core's process groups exist already: call enable() before pretrain()")
+                raise SessionError("megatron-core's process groups exist already: call enable() before pretrain()")
             self._run = LoopRun(self.flags)
         return self._run
 
@@ -264,10 +264,10 @@ class ScriptHooks:
         """Check at the script's end that the schedule was used.
 
         Raises:
-            LauncherError: no step ran under the schedule, although the script had iterations to train.
+            SessionError: no step ran under the schedule, although the script had iterations to train.
         """
         if self._run is None or (self._run.num_steps == 0 and not self._run.had_nothing_to_train):
-            raise LauncherError(
+            raise SessionError(
                 "the script ended without a training step through megatron-core's get_forward_backward_func: "
                 "the schedule had no effect"
             )

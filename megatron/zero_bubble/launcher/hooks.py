@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.zero_bubble.launcher.mistakes import LauncherError
+from megatron.zero_bubble.session.start_up import SessionError
 
 Function = Callable[..., Any]
 
@@ -93,7 +93,7 @@ class InstalledHooks:
     All functions are checked before the first is replaced.
 
     Raises:
-        LauncherError: a function is missing, or lacks a parameter.
+        SessionError: a function is missing, or lacks a parameter.
     """
 
     def __init__(self, hooks: Iterable[Hook], version: str, mark: object = None) -> None:
@@ -111,7 +111,7 @@ def find_target(needed: Needed, version: str) -> Target:
     """Import the module of a needed function and find the function; `version` is named in the errors.
 
     Raises:
-        LauncherError: the function is missing, or lacks a parameter.
+        SessionError: the function is missing, or lacks a parameter.
     """
     try:
         owner: Any = importlib.import_module(needed.module)
@@ -120,13 +120,13 @@ def find_target(needed: Needed, version: str) -> Target:
             owner = getattr(owner, name)
         function = getattr(owner, attribute)
     except (ImportError, AttributeError) as error:
-        raise LauncherError(
+        raise SessionError(
             f"megatron-core {version} has no {needed.target}, which the launcher needs: {error}"
         ) from error
     signature = inspect.signature(function)
     missing = [name for name in needed.parameters if name not in signature.parameters]
     if missing:
-        raise LauncherError(
+        raise SessionError(
             f"{needed.target} of megatron-core {version} does not have the parameters that the launcher needs: "
             f"no {', '.join(missing)} in {signature}"
         )

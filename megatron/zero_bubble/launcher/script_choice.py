@@ -15,7 +15,6 @@ from megatron.core import parallel_state
 
 from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.launcher.hooks import Call
-from megatron.zero_bubble.launcher.mistakes import LauncherError, users_mistakes
 from megatron.zero_bubble.launcher.script_settings import (
     check_chunks,
     divide_pattern,
@@ -38,6 +37,7 @@ from megatron.zero_bubble.session.layout_choice import SAVED_NAMES, ChosenLayout
 from megatron.zero_bubble.session.reports import print_rank_0
 from megatron.zero_bubble.session.session import Session
 from megatron.zero_bubble.session.settings import JobSettings
+from megatron.zero_bubble.session.start_up import SessionError, users_mistakes
 
 _KEEPS_MEGATRONS = (
     *("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
@@ -98,7 +98,7 @@ def settle_layout(script: Namespace, session: Session, units: ScriptUnits, setup
         Whether a layout was chosen.
 
     Raises:
-        LauncherError: no layout fits in the memory, or a flag does not work with the chosen one.
+        SessionError: no layout fits in the memory, or a flag does not work with the chosen one.
     """
     saved = _saved_choice(script, session.job)
     if saved is not None:
@@ -114,7 +114,7 @@ def settle_layout(script: Namespace, session: Session, units: ScriptUnits, setup
         try:
             with units.models(setup) as found:
                 yield found
-        except LauncherError as error:
+        except SessionError as error:
             raise _Unmeasured(str(error)) from error
         spreads = not units.shapes_vary and works_with(script, Feature.VOCABULARY_SHARDS)
         if not spreads and not session.job.flags.vocabulary_parallel:
@@ -137,7 +137,7 @@ def keep_megatrons_layout(script: Namespace, session: Session, reason: str) -> N
     """Keep Megatron's layout where another could be chosen, for a reason that is printed; a collective call.
 
     Raises:
-        LauncherError: a flag does not work with Megatron's layout.
+        SessionError: a flag does not work with Megatron's layout.
     """
     with users_mistakes():
         session.keep_megatrons_layout(reason)

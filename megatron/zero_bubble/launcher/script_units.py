@@ -22,7 +22,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron.zero_bubble.launcher.hooks import Call
-from megatron.zero_bubble.launcher.mistakes import LauncherError
 from megatron.zero_bubble.mcore.decoder_models import DECODER_MODELS
 from megatron.zero_bubble.mcore.linear import split_weight_gradients
 from megatron.zero_bubble.mcore.model_units import Unit, UnitModels, keep_unit, random_microbatch
@@ -32,6 +31,7 @@ from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
 from megatron.zero_bubble.session.job_flags import JobFlags, keeping_everything
 from megatron.zero_bubble.session.model_states import Parameters, States
+from megatron.zero_bubble.session.start_up import SessionError
 
 _ONE_RANK = {
     "pipeline_model_parallel_size": 1,
@@ -91,7 +91,7 @@ class ScriptUnits:
         With it comes the kind of every layer.
 
         Raises:
-            LauncherError: the costs of this model cannot be measured.
+            SessionError: the costs of this model cannot be measured.
         """
         with self._as_one_rank(setup):
             yield self._models(setup)
@@ -101,7 +101,7 @@ class ScriptUnits:
         """Let the script's arguments, and a configuration it has made already, describe a pipeline of one rank."""
         for name in ("fp8", "fp4"):
             if value := getattr(self._script, name, None):
-                raise LauncherError(
+                raise SessionError(
                     f"--{name}-format {value}: the costs of a model cannot be measured before it is built, because "
                     "Transformer Engine's scaling remembers every forward"
                 )
@@ -160,7 +160,7 @@ class ScriptUnits:
         except _BuildsModel as begun:
             return begun.arguments
         known = " or ".join(kind.__name__ for kind in DECODER_MODELS)
-        raise LauncherError(f"costs are measured of a {known} of megatron-core, and the script has built another model")
+        raise SessionError(f"costs are measured of a {known} of megatron-core, and the script has built another model")
 
     def _build(self, setup: Call, unit: Unit, store: WeightGradStore) -> torch.nn.Module:
         self._unit, self._store = unit, store
@@ -172,7 +172,7 @@ class ScriptUnits:
             return built.model
         finally:
             self._unit = None
-        raise LauncherError("costs are measured of models in DDP, and the script has built one without")
+        raise SessionError("costs are measured of models in DDP, and the script has built one without")
 
     def _begin(self, setup: Call) -> None:
         """Let the script begin to build its model; what it prints would be misleading."""

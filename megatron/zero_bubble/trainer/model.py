@@ -20,7 +20,6 @@ from megatron.zero_bubble.mcore.linear import fuses_accumulation
 from megatron.zero_bubble.mcore.placed_layout import place_layout
 from megatron.zero_bubble.mcore.placement import chunk_groups, copy_tied_embedding
 from megatron.zero_bubble.mcore.transformer_engine import defer_weight_gradients
-from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.schedule.errors import one_line
 from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
 from megatron.zero_bubble.session.session import Session
@@ -106,10 +105,14 @@ def build_model(
     pattern = None if args.hybrid_layer_pattern is None else HybridPattern.parse(args.hybrid_layer_pattern)
     stages = None if pattern is None else pattern.divided(session.job.partition)
     for chunk, stage in enumerate(placement.stages_of(rank)):
+        vp_stage = chunk if placement.num_chunks > 1 else None
+        symbols, first_layer = (None, 0) if stages is None else (stages.stages[stage], sum(stages.partition[:stage]))
         # Newer hybrid models number their layers themselves.
-        first_layer = 0 if stages is None or HYBRID_TAKES_STAGES else sum(stages.partition[:stage])
-        with session.initializing(is_first_stage=stage == 0, first_layer=first_layer):
-            chunks.append(_build_chunk(args, config, placement, rank, chunk, stages))
+        numbered_from = 0 if HYBRID_TAKES_STAGES else first_layer
+        ends = {"embeds": stage == 0, "is_last": stage == placement.num_stages - 1}
+        with session.initializing(is_first_stage=stage == 0, first_layer=numbered_from):
+            groups = chunk_groups(placement, rank, chunk)
+            chunks.append(build_stage(args, config, groups, vp_stage, **ends, symbols=symbols, first_layer=first_layer))
     copy_tied_embedding(chunks)
     session.shard(chunks, args.padded_vocab_size)
     chunks = in_mixed_precision(args, config, chunks)
@@ -123,24 +126,8 @@ def build_model(
     return wrapped
 
 
-def _build_chunk(
-    args: Arguments,
-    config: TransformerConfig,
-    placement: Placement,
-    rank: int,
-    chunk: int,
-    stages: HybridPattern | None,
-) -> torch.nn.Module:
-    stage, vp_stage = placement.stage_of(rank, chunk), chunk if placement.num_chunks > 1 else None
-    groups, is_last = chunk_groups(placement, rank, chunk), stage == placement.num_stages - 1
-    if stages is not None:
-        part = stages.stages[stage], sum(stages.partition[:stage])
-        return build_hybrid(args, config, groups, vp_stage, *part, embeds=stage == 0, is_last=is_last)
-    return build_gpt(args, config, groups, vp_stage, embeds=stage == 0, is_last=is_last)
-
-
 @_as_users_mistake(AssertionError, ValueError, ImportError, NotImplementedError)
-def build_gpt(
+def build_stage(
     args: Arguments,
     config: TransformerConfig,
     groups: ProcessGroupCollection,
@@ -148,54 +135,45 @@ def build_gpt(
     *,
     embeds: bool,
     is_last: bool,
-) -> GPTModel:
-    """One stage of the model, neither split nor wrapped; it may begin with the embedding, and be the last.
+    symbols: str | None = None,
+    first_layer: int = 0,
+) -> Any:
+    """One stage of the model, neither split nor wrapped.
+
+    Args:
+        embeds: whether it begins with the embedding.
+        is_last: whether it ends with the output layer.
+        symbols: those of its layers, if the model is a hybrid one.
+        first_layer: number of layers before them.
 
     Raises:
         ValueError: megatron-core refuses the model.
     """
+    described: dict[str, Any] = {
+        "config": config,
+        "vocab_size": args.padded_vocab_size,
+        "max_sequence_length": args.max_position_embeddings,
+        "pre_process": embeds,
+        "post_process": is_last,
+        "share_embeddings_and_output_weights": not args.untie_embeddings_and_output_weights,
+        "position_embedding_type": args.position_embedding_type,
+        "rotary_percent": args.rotary_percent,
+        "rotary_base": args.rotary_base,
+        "seq_len_interpolation_factor": args.rotary_seq_len_interpolation_factor,
+        "pg_collection": groups,
+    }
+    if symbols is not None:
+        return _finished(build_hybrid_stage(args, vp_stage, symbols, first_layer, described))
     layers = layer_specs(config, uses_torch_attention=args.attention_backend in TORCH_BACKENDS)
     model = GPTModel(
-        config=config,
         transformer_layer_spec=block_spec(config, layers, vp_stage, groups.pp.rank()),
         mtp_block_spec=multi_token_spec(config, layers[-1], vp_stage, is_last_stage=is_last),
-        vocab_size=args.padded_vocab_size,
-        max_sequence_length=args.max_position_embeddings,
-        pre_process=embeds,
-        post_process=is_last,
-        parallel_output=True,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        position_embedding_type=args.position_embedding_type,
-        rotary_percent=args.rotary_percent,
-        rotary_base=args.rotary_base,
         rope_scaling=args.use_rope_scaling,
         rope_scaling_factor=args.rope_scaling_factor,
-        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
-        pg_collection=groups,
         vp_stage=vp_stage,
+        **described,
     )
     return _finished(model)
-
-
-@_as_users_mistake(AssertionError, ValueError, ImportError, NotImplementedError)
-def build_hybrid(
-    args: Arguments,
-    config: TransformerConfig,
-    groups: ProcessGroupCollection,
-    vp_stage: int | None,
-    symbols: str,
-    first_layer: int,
-    *,
-    embeds: bool,
-    is_last: bool,
-) -> Any:
-    """One stage of a hybrid model, like `build_gpt`; see `build_hybrid_stage`.
-
-    Raises:
-        ValueError: megatron-core refuses the model.
-    """
-    ends = {"pre_process": embeds, "post_process": is_last}
-    return _finished(build_hybrid_stage(args, config, groups, vp_stage, symbols, first_layer, **ends))
 
 
 def _finished(model: Any) -> Any:

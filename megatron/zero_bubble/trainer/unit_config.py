@@ -13,7 +13,7 @@ from megatron.zero_bubble.session.flags import flag_name
 from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
 from megatron.zero_bubble.session.job_flags import keeping_everything
 from megatron.zero_bubble.trainer.arguments import Arguments
-from megatron.zero_bubble.trainer.model import build_gpt, build_hybrid, transformer_config
+from megatron.zero_bubble.trainer.model import build_stage, transformer_config
 
 _PATTERNS = {
     "moe_layer_freq": lambda layer, every: int(layer % every == 0),
@@ -55,13 +55,10 @@ def build_unit(args: Arguments, config: TransformerConfig, unit: Unit) -> Any:
         ValueError: megatron-core refuses the model.
     """
     groups = chunk_groups(Placement("linear", 1), 0, 0)
-    ends = {"embeds": unit.embeds, "is_last": unit.is_last}
-    model: Any
-    if args.hybrid_layer_pattern is None:
-        model = build_gpt(args, config, groups, None, **ends)
-    else:
+    kinds = None
+    if args.hybrid_layer_pattern is not None:
         kinds = "".join(dict.fromkeys(HybridPattern.parse(args.hybrid_layer_pattern).symbols))
-        model = build_hybrid(args, config, groups, None, kinds, 0, **ends)
+    model = build_stage(args, config, groups, None, embeds=unit.embeds, is_last=unit.is_last, symbols=kinds)
     keep_unit(model, unit)
     return model
 
