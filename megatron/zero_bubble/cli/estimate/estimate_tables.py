@@ -27,7 +27,7 @@ def as_json(results: Results) -> dict[str, Any]:
         "num_microbatches": job.num_microbatches,
         "flops_per_iteration": job.flops_per_iteration,
         "flops_of_a_microbatch": shown.flops(placement)._asdict(),
-        "device_memory_bytes": job.cluster.memory,
+        "device_memory_bytes": job.cluster.device_memory,
         "schedules": [estimate.as_json(baseline) for estimate in estimates],
         "layout": None if results.layout is None else results.layout.as_json(),
         "freed_layout": None if results.freed is None else results.freed.as_json(),
