@@ -16,8 +16,8 @@ from megatron.zero_bubble.session.running import costs_of_units
 from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.initialize import initialized, seed_everything
 from megatron.zero_bubble.trainer.layout import unit_models
+from megatron.zero_bubble.trainer.model import layer_kinds
 from megatron.zero_bubble.trainer.pretrain import make_data_config
-from megatron.zero_bubble.trainer.unit_config import layer_kinds
 from tests.launch import TINY_GPT
 from tests.ranks import be_rank, run_on_ranks
 

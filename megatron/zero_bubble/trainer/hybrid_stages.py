@@ -37,10 +37,10 @@ def check_pattern(args: Arguments) -> None:
     Raises:
         ValueError: the first part of it, or flag, that cannot work.
     """
-    if args.hybrid_layer_pattern is None:
+    pattern = args.pattern
+    if pattern is None:
         return
-    given = f"--hybrid-layer-pattern {args.hybrid_layer_pattern}"
-    pattern = HybridPattern.parse(args.hybrid_layer_pattern)
+    given = f"--hybrid-layer-pattern {pattern}"
     _check_symbols(given, pattern)
     if args.num_layers != len(pattern.symbols):
         raise ValueError(f"{given} has {len(pattern.symbols)} layers, but --num-layers is {args.num_layers}")
@@ -98,7 +98,8 @@ def build_hybrid_stage(
         spec = local_spec(core_attention(config, uses_torch=args.attention_backend in TORCH_BACKENDS))
     else:
         spec = transformer_engine_spec()
-    further = HybridPattern.parse(str(args.hybrid_layer_pattern)).further if described["post_process"] else ""
+    assert args.pattern is not None
+    further = args.pattern.further if described["post_process"] else ""
     if HYBRID_TAKES_STAGES:
         name = ("hybrid" if HYBRID_RECOMPUTES else "mamba") + "_stack_spec"
         described = {**described, name: spec, "hybrid_layer_pattern": symbols + further, "vp_stage": vp_stage}

@@ -31,8 +31,8 @@ from megatron.zero_bubble.trainer.checkpoint_files import checkpoint_folder, lat
 from megatron.zero_bubble.trainer.data import DataConfig
 from megatron.zero_bubble.trainer.forward_step import make_forward_step
 from megatron.zero_bubble.trainer.initialize import seed_everything
+from megatron.zero_bubble.trainer.model import build_unit, layer_kinds, unit_config
 from megatron.zero_bubble.trainer.optimization import in_mixed_precision, parameter_dtype, wrap_in_ddp
-from megatron.zero_bubble.trainer.unit_config import build_unit, layer_kinds, unit_config
 
 
 def unit_models(args: Arguments, data_config: DataConfig) -> UnitModels:

@@ -1,4 +1,4 @@
-"""Builds megatron-core's GPTModel, or a hybrid model, from the flags."""
+"""Builds megatron-core's GPTModel or a hybrid model from the flags, whole or one unit of it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.zero_bubble.mcore.decoder_models import HYBRID_TAKES_STAGES
 from megatron.zero_bubble.mcore.layer_spec import block_spec, layer_specs, multi_token_spec
 from megatron.zero_bubble.mcore.linear import fuses_accumulation
+from megatron.zero_bubble.mcore.model_units import Unit, keep_unit
 from megatron.zero_bubble.mcore.placed_layout import place_layout
 from megatron.zero_bubble.mcore.placement import chunk_groups, copy_tied_embedding
 from megatron.zero_bubble.mcore.transformer_engine import defer_weight_gradients
+from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.schedule.errors import one_line
-from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
+from megatron.zero_bubble.session.flags import flag_name
+from megatron.zero_bubble.session.job_flags import keeping_everything
 from megatron.zero_bubble.session.session import Session
 from megatron.zero_bubble.trainer.arguments import TORCH_BACKENDS, Arguments
 from megatron.zero_bubble.trainer.core_flags import config_values
@@ -102,8 +105,7 @@ def build_model(
         defer_weight_gradients(config)
     place_layout(config, placement, rank)
     chunks: list[torch.nn.Module] = []
-    pattern = None if args.hybrid_layer_pattern is None else HybridPattern.parse(args.hybrid_layer_pattern)
-    stages = None if pattern is None else pattern.divided(session.job.partition)
+    stages = None if args.pattern is None else args.pattern.divided(session.job.partition)
     for chunk, stage in enumerate(placement.stages_of(rank)):
         vp_stage = chunk if placement.num_chunks > 1 else None
         symbols, first_layer = (None, 0) if stages is None else (stages.stages[stage], sum(stages.partition[:stage]))
@@ -187,3 +189,69 @@ def _finished(model: Any) -> Any:
     for parameter in model.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     return model.cuda(torch.cuda.current_device())
+
+
+_PATTERNS = {
+    "moe_layer_freq": lambda layer, every: int(layer % every == 0),
+    "window_attn_skip_freq": lambda layer, every: int((layer + 1) % every != 0),
+    "no_rope_freq": lambda layer, every: int((layer + 1) % every == 0),
+}
+"""Flags by which layers differ, with the meaning of a number in the place of a list."""
+
+
+def layer_kinds(args: Arguments) -> list[int]:
+    """The kind of every layer, by number, in the order in which kinds first occur."""
+    distinct = list(dict.fromkeys(_differences(args)))
+    return [distinct.index(layer) for layer in _differences(args)]
+
+
+def _differences(args: Arguments) -> list[tuple[int | str, ...]]:
+    """For every layer its symbol in a hybrid model, and otherwise the values of the flags in `_PATTERNS`.
+
+    Raises:
+        ValueError: a list of a flag has another length than the model.
+    """
+    if args.pattern is not None:
+        return list(zip(args.pattern.symbols))
+    columns = []
+    for name, meaning in _PATTERNS.items():
+        value = getattr(args, name)
+        if isinstance(value, int):
+            value = [meaning(layer, value) for layer in range(args.num_layers)]
+        elif value is not None and len(value) != args.num_layers:
+            raise ValueError(f"{flag_name(name)} has {len(value)} layers, but --num-layers is {args.num_layers}")
+        columns.append(value or [0] * args.num_layers)
+    return list(zip(*columns, strict=True))
+
+
+def build_unit(args: Arguments, config: TransformerConfig, unit: Unit) -> Any:
+    """A unit as a stage of one pipeline rank, with the configuration `unit_config`.
+
+    Raises:
+        ValueError: megatron-core refuses the model.
+    """
+    groups = chunk_groups(Placement("linear", 1), 0, 0)
+    kinds = None if args.pattern is None else "".join(dict.fromkeys(args.pattern.symbols))
+    model = build_stage(args, config, groups, None, embeds=unit.embeds, is_last=unit.is_last, symbols=kinds)
+    keep_unit(model, unit)
+    return model
+
+
+def unit_config(args: Arguments, unit: Unit) -> TransformerConfig:
+    """The model's configuration with a layer of each kind, for one pipeline rank, without full recomputation."""
+    kinds = list(dict.fromkeys(_differences(args)))
+    patterns = {}
+    if args.hybrid_layer_pattern is None:
+        patterns = {
+            name: list(column)
+            for name, column in zip(_PATTERNS, zip(*kinds, strict=True), strict=True)
+            if getattr(args, name) is not None
+        }
+    of_units = {
+        "num_layers": len(kinds),
+        "mtp_num_layers": args.mtp_num_layers if unit.is_last else None,
+        "pipeline_model_parallel_size": 1,
+        "pipeline_model_parallel_layout": None,
+    }
+    unit_args = args.changed({**of_units, **patterns, **keeping_everything(args)})
+    return transformer_config(unit_args, 1, None)
