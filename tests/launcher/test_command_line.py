@@ -13,12 +13,12 @@ import pytest
 
 from megatron.zero_bubble.launcher.command_line import (
     LaunchFlags,
+    check_script_arguments,
     complete_script_arguments,
     flags_from_keywords,
     help_text,
     parse_command_line,
 )
-from megatron.zero_bubble.launcher.foresight import check_script_arguments
 from megatron.zero_bubble.launcher.hooks import Call
 from megatron.zero_bubble.launcher.script_choice import validate_arguments
 from megatron.zero_bubble.session.start_up import SessionError
@@ -233,7 +233,7 @@ def test_looking_ahead_does_not_load_megatron_core():
     arguments += ["--pipeline-model-parallel-layout", "Et|t|t|tL"]
     program = (
         "import sys; from megatron.zero_bubble.launcher.command_line import LaunchFlags; "
-        "from megatron.zero_bubble.launcher.foresight import check_script_arguments; "
+        "from megatron.zero_bubble.launcher.command_line import check_script_arguments; "
         f"check_script_arguments(LaunchFlags(zero_bubble_schedule='zb-v'), {arguments}, {{'WORLD_SIZE': '2'}}); "
         "print('megatron.core' in sys.modules)"
     )

@@ -13,11 +13,11 @@ from pathlib import Path
 from megatron.zero_bubble.launcher.command_line import (
     PROGRAM,
     CommandLine,
+    check_script_arguments,
     complete_script_arguments,
     help_text,
     parse_command_line,
 )
-from megatron.zero_bubble.launcher.foresight import check_script_arguments
 from megatron.zero_bubble.launcher.launch import Launch
 from megatron.zero_bubble.session.reports import print_line
 from megatron.zero_bubble.session.start_up import SessionError, quiet_start_up, run_program

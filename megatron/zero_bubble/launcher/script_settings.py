@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from argparse import Namespace
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.mcore.compatibility.compatibility_table import refuse_with_features, refuse_with_schedule
 from megatron.zero_bubble.mcore.compatibility.setting_rows import Feature
 from megatron.zero_bubble.planner.registry import ENTRIES
@@ -18,6 +17,9 @@ from megatron.zero_bubble.session.job_flags import JobFlags
 from megatron.zero_bubble.session.layers import spread_layers
 from megatron.zero_bubble.session.plans import choose_placement, choose_plan
 from megatron.zero_bubble.session.start_up import SessionError
+
+if TYPE_CHECKING:
+    from megatron.zero_bubble.launcher.command_line import LaunchFlags
 
 _PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 """Arguments that hold a pattern: Megatron-LM's, and its older name, which it copies to the other."""

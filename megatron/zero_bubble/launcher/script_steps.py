@@ -27,7 +27,6 @@ from megatron.zero_bubble.session.features import HIERARCHICAL_SGD
 from megatron.zero_bubble.session.reports import print_rank_0, wait_fields
 from megatron.zero_bubble.session.session import Session
 
-_OPTIMIZER = "megatron.core.optimizer"
 _UNTIL_0_18, _SINCE_0_19 = ("0.16", "0.17", "0.18"), ("0.19", "0.20")
 
 
@@ -106,60 +105,39 @@ def needed_for_post_validation() -> Iterator[Needed]:
     gradients, group = "returns the gradients for the norm", "returns the ranks over which the norm is summed"
     again = "gives the model its old parameters after a step was undone"
     random = "saves and restores the random state, for forwards that run again"
-    core = "megatron.core"
-    for module, name, parameters, reason, *versions in (
-        (f"{_OPTIMIZER}.optimizer", "MegatronOptimizer.get_main_grads_for_grad_norm", (), gradients, *_UNTIL_0_18),
-        (f"{_OPTIMIZER}.optimizer", "MegatronOptimizer.get_grads_for_grad_norm", (), gradients, *_SINCE_0_19),
-        (f"{_OPTIMIZER}.optimizer", "MegatronOptimizer.get_grad_stats_parallel_group", (), group),
-        (f"{_OPTIMIZER}.optimizer", "ChainedOptimizer.grads_states_parallel_group_is_shared", (), group),
-        (
-            f"{_OPTIMIZER}.optimizer",
-            "MegatronOptimizer.prepare_grads",
-            (),
-            "puts the gradients where the optimizer expects them",
-        ),
-        (
-            f"{_OPTIMIZER}.optimizer",
-            "ChainedOptimizer.step_with_ready_grads",
-            (),
-            "takes a step without norm and clipping",
-        ),
-        (
-            f"{_OPTIMIZER}.clip_grads",
-            "clip_grad_by_total_norm_fp32",
-            ("parameters", "max_norm", "total_norm"),
-            "clips the gradients by their norm",
-        ),
-        (f"{_OPTIMIZER}.optimizer", "Float16OptimizerWithFloat16Params._copy_main_params_to_model_params", (), again),
-        (f"{_OPTIMIZER}.distrib_optimizer", "DistributedOptimizer._copy_main_params_to_model_params", (), again),
-        (
-            f"{core}.distributed.distributed_data_parallel",
-            "DistributedDataParallel.start_param_sync",
-            ("force_sync",),
-            again,
-        ),
-        (f"{core}.tensor_parallel.random", "_get_all_rng_states", (), random),
-        (f"{core}.tensor_parallel.random", "_set_all_rng_states", (), random),
+    prepare, clip = "puts the gradients where the optimizer expects them", "clips the gradients by their norm"
+    step = "takes a step without norm and clipping"
+    for path, parameters, reason, *versions in (
+        ("optimizer.optimizer:MegatronOptimizer.get_main_grads_for_grad_norm", (), gradients, *_UNTIL_0_18),
+        ("optimizer.optimizer:MegatronOptimizer.get_grads_for_grad_norm", (), gradients, *_SINCE_0_19),
+        ("optimizer.optimizer:MegatronOptimizer.get_grad_stats_parallel_group", (), group),
+        ("optimizer.optimizer:ChainedOptimizer.grads_states_parallel_group_is_shared", (), group),
+        ("optimizer.optimizer:MegatronOptimizer.prepare_grads", (), prepare),
+        ("optimizer.optimizer:ChainedOptimizer.step_with_ready_grads", (), step),
+        ("optimizer.clip_grads:clip_grad_by_total_norm_fp32", ("parameters", "max_norm", "total_norm"), clip),
+        ("optimizer.optimizer:Float16OptimizerWithFloat16Params._copy_main_params_to_model_params", (), again),
+        ("optimizer.distrib_optimizer:DistributedOptimizer._copy_main_params_to_model_params", (), again),
+        ("distributed.distributed_data_parallel:DistributedDataParallel.start_param_sync", ("force_sync",), again),
+        ("tensor_parallel.random:_get_all_rng_states", (), random),
+        ("tensor_parallel.random:_set_all_rng_states", (), random),
     ):
-        yield Needed(module, name, parameters, reason, versions=tuple(versions))
+        yield Needed(f"megatron.core.{path}", parameters, reason, versions=tuple(versions))
 
 
 def post_validation_hooks(run: Callable[[], ScriptPostValidation]) -> Iterator[Hook]:
     """The hooks that only `--zero-bubble-post-validation` needs."""
-    optimizer = f"{_OPTIMIZER}.optimizer"
     deferred = "zeroes gradients only after the step that used them is validated"
-    for module, name in (
-        (optimizer, "ChainedOptimizer.zero_grad"),
-        ("megatron.core.distributed.distributed_data_parallel", "DistributedDataParallel.zero_grad_buffer"),
+    for path in (
+        "optimizer.optimizer:ChainedOptimizer.zero_grad",
+        "distributed.distributed_data_parallel:DistributedDataParallel.zero_grad_buffer",
     ):
-        yield Hook(module, name, ("self",), deferred, lambda call: run().unless_pending(call))
+        yield Hook(f"megatron.core.{path}", ("self",), deferred, lambda call: run().unless_pending(call))
     for name, parameter in (
         ("logical_and_across_model_parallel_group", "input"),
         ("reduce_max_stat_across_model_parallel_group", "stat"),
     ):
         yield Hook(
-            "megatron.training.utils",
-            name,
+            f"megatron.training.utils:{name}",
             (parameter,),
             "returns the rank's own value, which is equal on all ranks, so that no rank waits after a step",
             partial(_agreed, run, parameter),
@@ -247,17 +225,14 @@ def _mean_over_replicas(value: torch.Tensor) -> torch.Tensor:
 
 def replica_hooks(replicas: Callable[[], ScriptReplicas]) -> Iterator[Hook]:
     """The hooks that only `--hierarchical-sgd` needs."""
-    training = "megatron.training.training"
     yield Hook(
-        training,
-        "training_log",
+        "megatron.training.training:training_log",
         ("loss_dict", "total_loss_dict", "iteration"),
         "takes the mean of the losses over replicas before a line is printed, no longer in every iteration",
         lambda call: replicas().average_logged_losses(call),
     )
     yield Hook(
-        training,
-        "evaluate_and_print_results",
+        "megatron.training.training:evaluate_and_print_results",
         ("iteration",),
         "averages all replicas before they are evaluated",
         lambda call: replicas().average_first(call),

@@ -26,7 +26,7 @@ from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.defaults import check_learning_rate, check_length, completed, with_iterations
 from megatron.zero_bubble.trainer.hybrid_stages import check_pattern
 from megatron.zero_bubble.trainer.iteration_profile import check_profile
-from megatron.zero_bubble.trainer.output import check_output
+from megatron.zero_bubble.trainer.output_folders import check_output
 from megatron.zero_bubble.trainer.sharding_checks import check_fully_sharded
 from megatron.zero_bubble.trainer.size_checks import check_memory
 

@@ -32,7 +32,7 @@ from megatron.zero_bubble.trainer.loop import Trainer
 from megatron.zero_bubble.trainer.model import build_model, transformer_config
 from megatron.zero_bubble.trainer.model_count import flops_of_sequence
 from megatron.zero_bubble.trainer.optimization import build_lr_scheduler, build_optimizer
-from megatron.zero_bubble.trainer.output import lock_folder
+from megatron.zero_bubble.trainer.output_folders import lock_folder
 from megatron.zero_bubble.trainer.records import open_writers
 from megatron.zero_bubble.trainer.size_checks import check_memory
 from megatron.zero_bubble.trainer.tokenizer import load_tokenizer
