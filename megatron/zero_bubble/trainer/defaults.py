@@ -50,11 +50,15 @@ def _tokenizer_type(args: Arguments) -> str | None:
 
 
 def _channels_per_head(args: Arguments) -> int:
-    if args.hidden_size % args.num_attention_heads != 0:
-        raise ValueError(
-            f"--hidden-size {args.hidden_size} is not a multiple of --num-attention-heads {args.num_attention_heads}"
-        )
+    require_multiple(args, "hidden_size", "num_attention_heads")
     return args.hidden_size // args.num_attention_heads
+
+
+def require_multiple(args: Arguments, name: str, divisor: str) -> None:
+    """Raise `ValueError` unless the value of one flag is a multiple of that of another."""
+    value, by = getattr(args, name), getattr(args, divisor)
+    if value % by != 0:
+        raise ValueError(f"{flag_name(name)} {value} is not a multiple of {flag_name(divisor)} {by}")
 
 
 def _mlp_width(args: Arguments) -> int:
