@@ -14,6 +14,8 @@ _COMMAND = re.compile(rf"^(?:\w+=(?:\"[^\"]*\"|\S+) )*{_PROGRAMS}(?: |$)")
 _TABLE_ROW = re.compile(r"^\S+ {3,}")
 """A row of a printed table, whose first word may be like a program."""
 
+_SHELLS = ("", "bash", "sh", "shell", "console", "text")
+
 SKIPPED = {
     r"<[a-z]": "has values for the reader to fill in",
     r"(^| )\.\.\. |/path/to": "has values for the reader to fill in",
@@ -23,7 +25,6 @@ SKIPPED = {
     r"^chrt|-m benchmarks\.": "measures for minutes on a machine that does nothing else",
     r"benchmark --(pipeline-size| )": "measures for minutes on a machine that does nothing else",
     r"sbatch |^make test-slurm": "needs Slurm: make test-slurm",
-    r"^make (lint|test|test-rest|test-all|test-browser|docs|docs-check)\b": "is a check itself, which CI calls",
     r"^make gpu-check|zero-bubble check|megatron\.zero_bubble\.cli check": (
         "checks for minutes: tests/cli/test_check_ranks.py runs it"
     ),
@@ -56,24 +57,37 @@ class Command:
 
 
 def commands() -> list[Command]:
-    """All commands in the code blocks of README.md and docs/*.md, with their continued lines joined."""
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-    return [command for page in pages for command in _commands_of(page)]
+    """Return all commands in the code blocks of the pages, with their continued lines joined."""
+    return [command for page in pages() for command in commands_of(page.read_text(), str(page.relative_to(ROOT)))]
 
 
-def _commands_of(page: Path) -> list[Command]:
-    lines, found = page.read_text().splitlines(), []
+def pages() -> list[Path]:
+    """Return README.md and all pages of docs/."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def commands_of(text: str, page: str) -> list[Command]:
+    """Return the commands of one page: in indented blocks, and in fenced blocks of a shell or without a language."""
+    shown, lines = [], text.splitlines()
+    language: str | None = None  # of the fenced block around a line; None outside of one
     number = 0
     while number < len(lines):
-        first = number
-        text = lines[number]
-        while text.endswith("\\") and number + 1 < len(lines):
-            number += 1
-            text = text[:-1] + lines[number].strip()
+        first, line = number, lines[number]
         number += 1
-        if not text.startswith("    "):
+        if line.strip().startswith("```"):
+            language = line.strip().removeprefix("```").strip() if language is None else None
             continue
-        text = re.sub(r"\s+#\s.*$", "", textwrap.dedent(text))
-        if _COMMAND.match(text) and not _TABLE_ROW.match(text):
-            found.append(Command(str(page.relative_to(ROOT)), first + 1, text))
-    return found
+        while line.endswith("\\") and number < len(lines):
+            line = line[:-1] + lines[number].strip()
+            number += 1
+        if line.startswith("    ") if language is None else language in _SHELLS:
+            line = re.sub(r"\s+#\s.*$", "", textwrap.dedent(line).removeprefix("$ "))
+            if _COMMAND.match(line) and not _TABLE_ROW.match(line):
+                shown.append(Command(page, first + 1, line))
+    return shown
+
+
+def fenced_blocks(language: str) -> list[tuple[str, str]]:
+    """Return page and text of every fenced block of one language."""
+    fence = re.compile(rf"^```{language}\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+    return [(str(page.relative_to(ROOT)), block) for page in pages() for block in fence.findall(page.read_text())]

@@ -32,14 +32,12 @@ def test_the_comparison_is_up_to_date(name):
     assert tuple(cells[:3]) == document_schedules._figures(name, PUBLISHED["1.5B"])
 
 
-def test_the_examples_run():
-    first, second = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+def test_the_example_runs():
+    [example] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     scope: dict = {}
-    exec(first, scope)
+    exec(example, scope)
     assert f"{scope['timeline'].bubble_rate:.4f}".startswith("0.14")
     assert scope["timeline"].peak_memory == (4, 3.5, 3, 2.5)
-    exec(second, scope)
-    assert eval(second.splitlines()[-1], scope) == pytest.approx(0.3)
 
 
 def test_marks_are_filled_and_missing_ones_refused():

@@ -25,7 +25,7 @@ def test_states_are_those_that_megatron_core_sets():
     seed = 2**62 + 7
     random.model_parallel_cuda_manual_seed(seed)
     expected = {"default-rng": torch.cuda.get_rng_state(), **random.get_cuda_rng_tracker().get_states()}
-    found = unit_seeds._states(seed)
+    found = unit_seeds._generator_states(seed)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 

@@ -142,6 +142,60 @@ def test_a_module_may_defer_its_weight_gradients_by_itself():
     assert "forward" not in vars(scale.inside)
 
 
+class Attention(nn.Module):
+    """Attention between three inputs that are computed from one, with a mask and dropout."""
+
+    def __init__(self, num_inputs: int, need_weights: bool, **kwargs) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(num_inputs))
+        self.attention, self.need_weights = nn.MultiheadAttention(8, 2, dropout=0.3, **kwargs), need_weights
+
+    def forward(self, x):
+        inputs = [norm(x) for norm in self.norms]
+        query, key, value = inputs[0], inputs[min(1, len(inputs) - 1)], inputs[-1]
+        if not self.attention._qkv_same_embed_dim:
+            key, value = key[..., : self.attention.kdim], value[..., : self.attention.vdim]
+        mask = torch.ones(len(x), len(x)).triu(1).bool()
+        return self.attention(query, key, value, need_weights=self.need_weights, attn_mask=mask)[0]
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize(
+    ("num_inputs", "kwargs"),
+    [
+        (1, {}),
+        (1, {"bias": False, "batch_first": True}),
+        (1, {"add_bias_kv": True}),
+        (2, {}),
+        (2, {"bias": False}),
+        (3, {}),
+        (3, {"kdim": 4, "vdim": 6, "add_zero_attn": True}),
+    ],
+)
+def test_both_projections_of_torch_s_attention_are_split(num_inputs, kwargs, need_weights):
+    torch.manual_seed(0)
+    reference, store = Attention(num_inputs, need_weights, **kwargs), WeightGradStore()
+    ours, fused = copy.deepcopy(reference), copy.deepcopy(reference)
+    inputs = [torch.randn(5, 5, 8) for _ in range(MICROBATCHES)]
+    names = {id(own): name for name, own in ours.named_parameters()}
+    split = {names[id(own)] for own in split_modules([ours], store)}
+    assert {name for name in names.values() if "proj" in name} == split
+
+    def run_seeded(module, of_module=None):
+        torch.manual_seed(1)
+        return run(module, inputs, of_module)
+
+    expected = run_seeded(reference)
+    assert all(map(torch.equal, run_seeded(ours, store), expected))
+    assert not any(gradients(ours)[name] is not None for name in split), "W has run in B"
+    for k in range(MICROBATCHES):
+        store.pop(0, k)
+    assert_same(ours, reference)
+    split_modules([fused], WeightGradStore())
+    assert all(map(torch.equal, run_seeded(fused), expected))
+    assert_same(fused, reference)
+
+
 def test_what_cannot_be_split_is_left_to_autograd():
     class OwnForward(nn.Linear):
         def forward(self, x):
@@ -154,7 +208,9 @@ def test_what_cannot_be_split_is_left_to_autograd():
     tied[1].weight = tied[0].weight
     computed = torch.nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
     frozen = nn.Linear(3, 3).requires_grad_(False)
-    modules = [OwnForward(3, 3), tied, computed, frozen, nn.BatchNorm1d(3), nn.MultiheadAttention(4, 2)]
+    normed = nn.MultiheadAttention(4, 2)
+    torch.nn.utils.parametrizations.weight_norm(normed, "in_proj_weight")
+    modules = [OwnForward(3, 3), tied, computed, frozen, nn.BatchNorm1d(3), normed]
     assert split_modules(modules, WeightGradStore()) == []
     assert frozen(torch.ones(1, 3)).requires_grad is False
     assert len(split_modules([OnlyAName(3, 3)], WeightGradStore())) == 2

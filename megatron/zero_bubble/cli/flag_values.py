@@ -14,7 +14,7 @@ def numbers(at_least: float = -math.inf, above: float = -math.inf) -> Callable[[
     """Return a parser of one number or a comma-separated list, all above `above` and at least `at_least`."""
 
     def parse(text: str) -> tuple[float, ...]:
-        values = tuple(_number(word) for word in text.split(","))
+        values = tuple(_parsed_number(word) for word in text.split(","))
         for value in values:
             if value <= above:
                 raise argparse.ArgumentTypeError(f"must be above {above:g}, got {value}")
@@ -58,7 +58,7 @@ def at_least(smallest: int, largest: float = math.inf) -> Callable[[str], int]:
     return parse
 
 
-def _number(word: str) -> float:
+def _parsed_number(word: str) -> float:
     try:
         value = float(word)
     except ValueError:

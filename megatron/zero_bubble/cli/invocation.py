@@ -20,7 +20,7 @@ class FollowingFlags:
     """Flags of `pretrain_gpt.py` that follow `--` on the command line; the training itself parses them."""
 
     following: ClassVar[str] = "<pretrain_gpt.py's flags>"
-    """What the usage of the command shows after `--`."""
+    """The part of the command's usage after `--`."""
     training_flags: tuple[str, ...] = ()
 
 
@@ -81,12 +81,12 @@ def read_flags(arguments: type[T], argv: Sequence[str], prog: str, description: 
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    for title, entries in _groups(arguments).items():
+    for title, entries in _flags_by_title(arguments).items():
         add_flags(parser.add_argument_group(title), arguments, entries)
     return arguments(**vars(parser.parse_args(_join_negative(words))), **more)
 
 
-def _groups(arguments: type) -> dict[str, list[Field[Any]]]:
+def _flags_by_title(arguments: type) -> dict[str, list[Field[Any]]]:
     """Return the flags of `arguments` by the title of the class that adds them, the command's own flags first."""
     groups: dict[str, list[Field[Any]]] = {}
     bases = arguments.__mro__

@@ -84,7 +84,7 @@ class PlanFlags(TableFlags):
                 raise ValueError(f"argument --{name.replace('_', '-')} is required")
 
     def placements(self, num_layers: int) -> tuple[Placement, ...]:
-        """The placements that the flags leave to choose from for so many layers."""
+        """The placements that the flags allow for this number of layers."""
         chunks, size = self.num_chunks, self.pipeline_size
         possible = all_placements(size, num_layers)
         if chunks is not None and chunks > 1:
@@ -153,7 +153,7 @@ def request_of(flags: PlanFlags) -> PlanRequest:
 
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
-    """Return a layout and what its plan takes; memory is of each rank, states included."""
+    """Return a layout with the time and memory of its plan; memory is of each rank, states included."""
     layout, timeline = plan.layout, plan.timeline
     return {
         "placement": layout.placement.kind,

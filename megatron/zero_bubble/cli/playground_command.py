@@ -1,4 +1,4 @@
-"""Play with schedules in a browser: change times, memory and messages, and see what that does.
+"""Play with schedules in a browser: change times, memory and messages, and see the effect.
 
 The page runs this package in the browser. It needs no network, and this command serves its files to this machine alone
 until Ctrl-C. `--output DIR` writes them instead, for any web server.

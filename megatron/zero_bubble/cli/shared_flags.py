@@ -85,7 +85,7 @@ def time_flag(what: str, default: str = "1") -> Any:
     return flag(f"time of {what} of a microbatch (default: {default})", None, parse=numbers(above=0), metavar="T")
 
 
-def _memory(letter: str, default: str) -> Any:
+def _memory_flag(letter: str, default: str) -> Any:
     text = f"change of memory by {letter} (default: {default})"
     return flag(text, None, parse=numbers(), metavar="D")
 
@@ -116,9 +116,9 @@ class CostFlags(CommandFlags):
         parse=numbers(at_least=0),
         metavar="T",
     )
-    memory_f: tuple[float, ...] | None = _memory("F", "1")
-    memory_b: tuple[float, ...] | None = _memory("B", "-0.5")
-    memory_w: tuple[float, ...] | None = _memory("W", "-0.5")
+    memory_f: tuple[float, ...] | None = _memory_flag("F", "1")
+    memory_b: tuple[float, ...] | None = _memory_flag("B", "-0.5")
+    memory_w: tuple[float, ...] | None = _memory_flag("W", "-0.5")
     memory_r: tuple[float, ...] | None = flag(
         "part of F's change of memory that R makes instead, where there is an R (default: 15/16 of it)",
         None,

@@ -114,7 +114,7 @@ class LoopRun:
             model.chunks.append(call["self"])
 
     def forward_backward_func(self, call: Call) -> Any:
-        """Hook around `get_forward_backward_func`: return what runs the schedule of the model that it is given."""
+        """Hook around `get_forward_backward_func`: return a function that runs the schedule of its model."""
         original = call.proceed()
 
         def forward_backward(**arguments: Any) -> list[Any]:

@@ -55,7 +55,7 @@ class Run:
         self._chunks: list[torch.nn.Module] = []
         """The same, wrapped in DDP."""
         self._optimizer: Any = None
-        """The script's, if a hook keeps it."""
+        """The script's optimizer, if a hook keeps it."""
         self.v_placement: VPlacement | None = None
         self.layouts: ScriptLayouts | None = None
         self._pattern: ScriptPattern | None = None

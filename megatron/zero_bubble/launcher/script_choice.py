@@ -178,8 +178,8 @@ def _saved_choice(script: Namespace, job: JobSettings) -> ChosenLayout | None:
     def read() -> ChosenLayout | None:
         from megatron.training.checkpointing import load_args_from_checkpoint
 
-        # Ranks communicate in it. It changes the arguments that it is given, and returns those of the checkpoint beside
-        # them, if it has some.
+        # Ranks communicate in it. It changes its arguments in place, and returns them with the arguments of the
+        # checkpoint, if there are any.
         with contextlib.redirect_stdout(io.StringIO()):
             result = load_args_from_checkpoint(copy.copy(script))
         return saved_choice(result[1], job.flags) if isinstance(result, tuple) else None

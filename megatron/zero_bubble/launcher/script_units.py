@@ -119,7 +119,7 @@ class ScriptUnits:
                 vars(owner).update(before)
 
     def _models(self, setup: Call) -> tuple[UnitModels, list[int]]:
-        """Return what builds and feeds units, and the kind of every layer."""
+        """Return the builder of units with their data, and the kind of every layer."""
         arguments = self._arguments(setup)
         config, script = arguments["config"], self._script
         self.shapes_vary = config.variable_seq_lengths
@@ -180,7 +180,7 @@ class ScriptUnits:
             setup.proceed()
 
     def build_chunk(self, call: Call) -> None:
-        """Hook around the constructor of a model while `is_building`: build the unit that is asked for."""
+        """Hook around the constructor of a model: while `is_building`, build the requested unit instead."""
         unit = self._unit
         if unit is None:
             raise _BuildsModel(call)

@@ -5,7 +5,7 @@ forward again. It does so with `CheckpointFunction`, which `split_checkpoints` r
 In its place a block drops its activations and hands its recomputation to the `RecomputationStore`, so that backward
 finds the graph that R has made, or keeps them. Forward, random states and gradients are megatron-core's, bit for bit.
 
-Checkpoints inside of a block, and those of Transformer Engine (fp8 and fp4), stay as they are.
+Checkpoints inside of a block and checkpoints of Transformer Engine (fp8 and fp4) do not change.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron.zero_bubble.runtime.recomputation_store import ForwardMode, Recomp
 
 
 def checkpoint_every_layer(config: Any) -> None:
-    """Let a model with this megatron-core config recompute any of its layers, each as a block of its own.
+    """Let a model with this megatron-core config recompute any of its layers, each as a separate block.
 
     It is set after the config's construction, because the schedule decides what is recomputed and not the user's flags.
     """
@@ -41,7 +41,7 @@ def split_checkpoints(store: RecomputationStore | None) -> Iterator[None]:
     if store is None or store.mode is None:
         yield
         return
-    with _in_place_of_checkpoint_function(_Blocks(store, random.CheckpointFunction)):
+    with _in_place_of_checkpoint_function(_BlockRunner(store, random.CheckpointFunction)):
         yield
 
 
@@ -56,7 +56,7 @@ def _in_place_of_checkpoint_function(function: Any) -> Iterator[None]:
         random.CheckpointFunction = before
 
 
-class _Blocks:
+class _BlockRunner:
     """Runs the checkpointed blocks of an F; takes the place of megatron-core's `CheckpointFunction`."""
 
     def __init__(self, store: RecomputationStore, checkpoint_function: Any) -> None:
@@ -126,5 +126,6 @@ def _recompute(ctx: Any) -> None:
 
 
 def _gradient_edge(output: Any) -> GradientEdge | None:
-    """Return where the backward of a block's output begins: unlike the output itself it holds no activations."""
+    """Return the gradient edge at which the backward of a block's output starts. Unlike the output itself, it holds no
+    activations."""
     return get_gradient_edge(output) if isinstance(output, torch.Tensor) and output.requires_grad else None

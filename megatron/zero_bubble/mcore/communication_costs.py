@@ -69,7 +69,8 @@ def measure_beside_compute(
     if group.size() == 1:
         return 0.0
     tensor = torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
-    # Of a type that every device multiplies fast: a CPU without instructions for bfloat16 takes 60 times as long in it.
+    # In a type that every device multiplies fast: a CPU without instructions for bfloat16 takes 60 times as long for
+    # bfloat16.
     matrix = torch.zeros(512, 512, device=spec.device)
 
     def milliseconds(*, communicates: bool) -> float:

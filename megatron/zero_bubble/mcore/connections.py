@@ -1,4 +1,4 @@
-"""Keeps what a rank has open to the other ranks of its pipeline, from the first step of a run to its end."""
+"""Keeps a rank's channels and collectives open from the first step of a run to its end."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Connections:
         self.shapes_vary = False
 
     def prepare(self, chunks: Sequence[torch.nn.Module], placement: Placement, groups: ProcessGroupCollection) -> None:
-        """Learn from the model what a step needs, and open the collectives of its vocabulary shards if it has them.
+        """Read the model's settings, and open the collectives of its vocabulary shards if it has them.
 
         A collective call of a pipeline's ranks and their tensor-parallel ranks; all but the first do nothing.
         """
@@ -103,7 +103,7 @@ class Connections:
         return measure_edges(self._channels, placement, rank, message)
 
     def close(self) -> None:
-        """Close what is open, before the job's process groups are destroyed."""
+        """Close all connections, before the job's process groups are destroyed."""
         if self._channels is not None:
             self._channels.close()
             self._channels = None

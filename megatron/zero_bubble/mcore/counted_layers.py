@@ -56,7 +56,7 @@ class Tally:
 
 
 def count_as_kernels(model: torch.nn.Module, kernel: AttentionKernel, tally: Tally) -> None:
-    """Let the layers of a local model, but for its projections, keep and compute what those of a GPU do."""
+    """Let the layers of a local model, except its projections, keep the tensors and do the work of layers on a GPU."""
     for module in list(model.modules()):
         if isinstance(module, (torch.nn.LayerNorm, torch.nn.RMSNorm, GatedRMSNorm)):
             vars(module)["forward"] = _norm_of(module)
@@ -80,7 +80,7 @@ def expert_parameters(model: torch.nn.Module) -> dict[int, int]:
 
 
 class OneExpert(SequentialMLP):
-    """A rank's experts, of which one is built, for the tokens of all."""
+    """A rank's experts: only one expert is built, for the tokens of all."""
 
     def __init__(self, num_local_experts: int, *args: Any, **kwargs: Any) -> None:
         super().__init__(1, *args, **kwargs)
@@ -243,7 +243,7 @@ def _norm_of(norm: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
 def _scan_of(mixer: Any, tally: Tally) -> Callable[..., torch.Tensor]:
     """The convolution, the scan and the gate of Mamba in one kernel of `mamba_ssm`, and the norm after it.
 
-    The kernel keeps its input and its output before the gate. Its operations are those that Megatron-LM counts.
+    The kernel keeps its input and its output before the gate. Its operations are counted as Megatron-LM counts them.
     """
 
     def scan(projected: torch.Tensor, packed_seq_params: Any = None) -> torch.Tensor:

@@ -38,7 +38,7 @@ def substitutions() -> Iterator[Substitution]:
     yield from _streams()
     yield from _meshes()
     yield from _random_state()
-    yield from _tensors()
+    yield from _tensor_substitutions()
     yield from _experts()
     yield from _hybrid_models()
 
@@ -210,7 +210,7 @@ def _generator_in_use() -> _DeviceGenerator | None:
     return owner if isinstance(owner, _DeviceGenerator) else None
 
 
-def _tensors() -> Iterator[Substitution]:
+def _tensor_substitutions() -> Iterator[Substitution]:
     reason = "there is nowhere to move it"
     yield Substitution(torch.Tensor, "cuda", lambda self, *args, **kwargs: self, reason)
     yield Substitution(torch.nn.Module, "cuda", lambda self, *args, **kwargs: self, reason)

@@ -13,7 +13,7 @@ import torch
 
 
 def kernels(delta_rule: Callable[..., Any]) -> dict[str, Any]:
-    """Return what takes the place of each name that megatron-core imports.
+    """Return the replacement for each name that megatron-core imports.
 
     Args:
         delta_rule: the gated delta rule in plain PyTorch.

@@ -1,4 +1,4 @@
-"""Implements `Stage`, what the executor runs, with megatron-core's `forward_step` and `backward_step`."""
+"""Implements `Stage`, the interface of the executor, with megatron-core's `forward_step` and `backward_step`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _TAKES_MODEL_TYPE = "model_type" in inspect.signature(mcore.backward_step).param
 
 
 class GradSync:
-    """Keeps every operation but those of the last microbatch inside megatron-core's `no_sync`.
+    """Keeps all operations inside megatron-core's `no_sync`, except the operations of the last microbatch.
 
     DDP counts a parameter as ready when its gradient arrives outside of `no_sync`. `no_sync` is entered or left before
     each operation, because the W of an early microbatch may run after the B of the last one.
@@ -110,7 +110,7 @@ class MegatronStage:
             self._prepare_restart()
 
     def _prepare_restart(self) -> None:
-        """Save what is needed to run this step's forwards again if validation finds the last step wrong."""
+        """Save the state from which this step's forwards can run again if validation rejects the last step."""
         self._restart = Restart(self.model_chunks)
         self.data_iterators, self._rewindable = make_rewindable(self.data_iterators)
 
@@ -131,7 +131,7 @@ class MegatronStage:
                 is_first_microbatch=mcore.check_first_val_step(self.first_val_step, self.forward_only, microbatch == 0),
                 current_microbatch=microbatch,
                 vp_stage=self._vp_stage(chunk),
-                # The loss of a vocabulary in shards is an operation of its own.
+                # With vocabulary shards, the loss is a separate operation.
                 is_last_stage=is_last and self.vocabulary is None,
             )
         self._note_output(microbatch, chunk, output, num_tokens)
@@ -152,7 +152,7 @@ class MegatronStage:
             self._sent[chunk, microbatch] = TensorSpec(tuple(output.shape), output.dtype, output.device)
 
     def _check_message(self, stage: int, output: Any) -> None:
-        """Raise `ForwardStepError` if a stage sends what the next one, which has asked for it, does not expect."""
+        """Raise `ForwardStepError` if a stage sends a tensor that the next stage does not expect."""
         if not isinstance(output, torch.Tensor):
             raise ForwardStepError(f"stage {stage} sends a {type(output).__name__}, but messages are one tensor each")
         if not self.shapes_vary and tuple(output.shape) != self.output_shape:
@@ -258,7 +258,7 @@ class MegatronStage:
         spec: AnnouncedSpec | AnswerSpec = AnnouncedSpec(self.usual_message.dtype, self.device)
         if op.kind is OpKind.RECV_BACKWARD:
             spec = AnswerSpec(partial(self._sent.get, (op.chunk, op.microbatch)))
-        # Such a stage runs with a `VariableCommunicator`, which takes these.
+        # Such a stage runs with a `VariableCommunicator`, which takes tensors of any shape.
         return cast(TensorSpec, spec)
 
     @property

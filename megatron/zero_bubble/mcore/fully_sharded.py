@@ -64,14 +64,14 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
         self._num_ready: Counter[int] = Counter()
         modules: list[Any] = [part for part in module.modules() if isinstance(part, FSDPModule)]
         self._root, *layers = modules
-        self._layers = [layer for layer in layers if _group(layer) is not None]
-        self._groups = [group for part in modules if (group := _group(part)) is not None]
+        self._layers = [layer for layer in layers if _fsdp_group(layer) is not None]
+        self._groups = [group for part in modules if (group := _fsdp_group(part)) is not None]
         self._set_up_reduction()
         self._set_up_gathering()
         for group in self._groups:
-            weights = [parameter for parameter in group.fsdp_params if _place(parameter) in hooks]
+            weights = [parameter for parameter in group.fsdp_params if _owner_and_name(parameter) in hooks]
             for parameter in weights:
-                hooks[_place(parameter)](partial(self._add_weight_gradient, group, parameter, len(weights)))
+                hooks[_owner_and_name(parameter)](partial(self._add_weight_gradient, group, parameter, len(weights)))
 
     def _set_up_reduction(self) -> None:
         replicas = self.process_group.size()
@@ -106,10 +106,10 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
         self._root.set_modules_to_backward_prefetch(order[-1:])
 
     def gather_ahead(self, *, is_forward: bool) -> None:
-        """Begin to gather what an F or B needs first, while it waits for its message."""
+        """Start to gather the first parameters of an F or B, while it waits for its message."""
         first = self._layers[:1] if is_forward else self._layers[-1:]
         for part in (self._root, *first):
-            if (group := _group(part)) is not None:
+            if (group := _fsdp_group(part)) is not None:
                 group.unshard(async_op=True)
 
     def before_gradients(self, *, is_fused: bool) -> None:
@@ -128,7 +128,7 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
             self._is_last_microbatch = True
 
     def _add_weight_gradient(self, group: Any, parameter: Any, num_weights: int) -> None:
-        """Take the gradient that W has left on a gathered weight; reduce those of its layer when they are complete."""
+        """Take the gradient of a gathered weight after its W; reduce the gradients of a layer when all are complete."""
         gathered = parameter.unsharded_param
         gradient, gathered.grad = gathered.grad, None
         if parameter.unsharded_accumulated_grad is None:
@@ -148,7 +148,7 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
         group.reduce_grads, group._training_state = reduces, state
 
     def finish_grad_sync(self, *unused: Any, **also_unused: Any) -> None:
-        """Reduce what is not reduced yet, such as the embedding's gradients, and wait for all reductions.
+        """Reduce the remaining gradients, such as the embedding's, and wait for all reductions.
 
         `finalize_model_grads` calls it at the end of a step, of megatron-core's own schedule, too.
         """
@@ -186,20 +186,20 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def fully_sharded(chunks: Sequence[torch.nn.Module]) -> list[FullyShardedChunk]:
-    """Return those of the chunks that are fully sharded."""
+    """Return the chunks that are fully sharded."""
     return [chunk for chunk in chunks if isinstance(chunk, FullyShardedChunk)]
 
 
-def _group(module: Any) -> Any:
+def _fsdp_group(module: Any) -> Any:
     return module._get_fsdp_state()._fsdp_param_group
 
 
-def _place(parameter: Any) -> tuple[int, str]:
+def _owner_and_name(parameter: Any) -> tuple[int, str]:
     """Return the module that holds the parameter, by its id, and the parameter's name there."""
     return id(parameter._module_info.module), parameter._module_info.param_name
 
 
 def _hooks_of_weights(module: torch.nn.Module) -> dict[tuple[int, str], Callable[[Callable[[], None]], None]]:
-    """Return for each weight whose gradient W computes the function that sets what is called after each W."""
+    """Return, for each weight whose gradient W computes, the function that sets its callback after W."""
     name = "register_wgrad_accumulation_and_reduce_hooks"
     return {(id(layer), "weight"): getattr(layer, name) for layer in module.modules() if hasattr(layer, name)}

@@ -1,4 +1,4 @@
-"""Finds what a rank holds of a model's states: parameters, gradients, and the optimizer's copies and moments."""
+"""Lists a rank's states of a model: parameters, gradients, and the optimizer's copies and moments."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from megatron.zero_bubble.mcore.optimizer import torch_optimizers
 def held_state_bytes(chunks: Sequence[Any], optimizer: MegatronOptimizer) -> int:
     """Return the bytes of all states that this rank holds at the moment, each storage counted once."""
     storages: dict[int, int] = {}
-    for tensor in _states(chunks, optimizer):
+    for tensor in _state_tensors(chunks, optimizer):
         storage = to_local_if_dtensor(tensor.detach()).untyped_storage()
         storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 
 
-def _states(chunks: Sequence[Any], optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
+def _state_tensors(chunks: Sequence[Any], optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
     for chunk in chunks:
         for parameter in chunk.parameters():
             yield from _with_gradients(parameter)

@@ -136,7 +136,7 @@ def local_spec(attention: type[torch.nn.Module] = LocalAttention) -> ModuleSpec:
 
 
 def _attending(attention: ModuleSpec) -> ModuleSpec:
-    """Return the spec of a layer that is a norm and `attention`, or what is in its place."""
+    """Return the spec of a layer that consists of a norm and `attention`, or a replacement of attention."""
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(

@@ -1,4 +1,5 @@
-"""Specs of megatron-core's layers; local layers get what megatron-core has only with Transformer Engine or apex."""
+"""Specs of megatron-core's layers; local layers also get features that megatron-core has only with Transformer Engine
+or apex."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ _NORMS_IN_ATTENTION = {"q_layernorm", "k_layernorm", "kv_layernorm"}
 
 
 class LocalNorm:
-    """One of torch's norms with the settings that megatron-core's own wrapper of them refuses.
+    """A norm of torch with the settings that megatron-core's own wrapper refuses.
 
     These are weights around zero (`--apply-layernorm-1p`) and sequence parallelism, where each tensor-parallel rank
     normalises its slice of the sequence: the parameters are marked `sequence_parallel`, because their gradients are
@@ -90,11 +91,13 @@ def layer_specs(config: TransformerConfig, *, uses_torch_attention: bool) -> lis
         # megatron-core asks whether its adapter of Transformer Engine can be imported, which needs no such package.
         multi_latent_attention.HAVE_TE = False
     attention = core_attention(config, uses_torch=uses_torch_attention)
-    distinct = {id(layer): _local(config, layer, attention) for layer in layers}
+    distinct = {id(layer): _completed_local_layer(config, layer, attention) for layer in layers}
     return [distinct[id(layer)] for layer in layers]
 
 
-def _local(config: TransformerConfig, layer: ModuleSpec, attention: type[torch.nn.Module]) -> ModuleSpec:
+def _completed_local_layer(
+    config: TransformerConfig, layer: ModuleSpec, attention: type[torch.nn.Module]
+) -> ModuleSpec:
     """Return a copy of a local layer's spec with our attention and, where megatron-core's do not fit, our norms."""
     layer = copy.deepcopy(layer)
     inside = layer.submodules.self_attention.submodules

@@ -59,7 +59,7 @@ def split_weight_gradients(model_chunks: Iterable[torch.nn.Module], store: Weigh
         tied = tied_output_layer(chunk)
         for name, module in chunk.named_modules():
             if isinstance(module, _SPLIT_LAYERS) and module is not tied:
-                split += [f"{name}.weight"] if _split(module, store) else []
+                split += [f"{name}.weight"] if _split_layer(module, store) else []
             elif defers_by_itself(module):
                 put_into_store(module, store)
                 split += [f"{name}.{parameter}" for parameter in deferred_parameters(module)]
@@ -79,7 +79,7 @@ def tied_output_layer(chunk: torch.nn.Module) -> torch.nn.Module | None:
     return layer if model.shared_embedding_or_output_weight() is not layer.weight else None
 
 
-def _split(layer: Any, store: WeightGradStore) -> bool:
+def _split_layer(layer: Any, store: WeightGradStore) -> bool:
     if layer.weight is None:
         # The output layer of a stage that also holds the embedding uses the embedding's weight.
         return False
@@ -185,7 +185,7 @@ def _input_grad(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, torc
     elif ctx.sequence_parallel:
         full_grad_input, grad_input = grad_input, torch.empty_like(saved_input)
         handle = dist.reduce_scatter_tensor(grad_input, full_grad_input, group=ctx.tp_group, async_op=True)
-    # What follows needs no other rank and runs while the tensor-parallel ranks exchange the input's gradient.
+    # The rest needs no other rank and runs while the tensor-parallel ranks exchange the input's gradient.
     grad_bias = grad_output.reshape(-1, grad_output.shape[-1]).sum(dim=0) if ctx.use_bias else None
     # Detached, because they would otherwise keep the graph of other layers alive until W, and W would be recorded. A
     # gradient has a graph where a backward returns a tensor of its forward, as that of the loss does in fp32.

@@ -1,7 +1,7 @@
 """Builds and runs models of megatron-core on torch's meta device, as one rank of any job.
 
-Tensors have shapes and no data, and collectives do nothing, so one process counts what a rank of a thousand would hold
-and compute.
+Tensors have shapes and no data, and collectives do nothing, so one process counts memory and work of one rank of a
+thousand.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ PLANNING_SHARE = 0.02
 _SECONDS_PER_OPERATION = 0.5e-6
 """Time to simulate one operation; the number of orders that are tried follows from it."""
 _FEWEST, _MOST = 12, 200
-"""Orders that are tried."""
+"""Number of orders that are tried."""
 
 Iterators = Sequence[Iterator[Any] | None]
 

@@ -13,7 +13,7 @@ _TOKENS = ("tokens", "input_ids", "text", "labels", "position_ids")
 
 
 def size_of(item: Any) -> MicrobatchSize | None:
-    """The size of a microbatch; None if its sequences cannot be found.
+    """The size of a microbatch; None if its data has no known field.
 
     Lengths of packed sequences are read from `cu_seqlens`. Where an `attention_mask` of shape `[batch, sequence]` says
     which tokens are not padding, only these count. Otherwise a microbatch is as large as the first tensor of token
@@ -28,7 +28,7 @@ def size_of(item: Any) -> MicrobatchSize | None:
     if hasattr(item, "keys"):
         return _size_of_mapping({str(name): item[name] for name in item.keys()})  # noqa: SIM118 (a TensorDict)
     if isinstance(item, Sequence) and not isinstance(item, str):
-        return next((_whole(each) for each in item if _is_tokens(each)), None)
+        return next((_size_of_whole(each) for each in item if _is_tokens(each)), None)
     return None
 
 
@@ -41,13 +41,13 @@ def _size_of_mapping(item: Mapping[str, Any]) -> MicrobatchSize | None:
     mask = item.get("attention_mask")
     if isinstance(mask, torch.Tensor) and mask.dim() == 2:
         return MicrobatchSize.of(mask.bool().sum(-1).tolist())
-    return next((_whole(item[name]) for name in _TOKENS if _is_tokens(item.get(name))), None)
+    return next((_size_of_whole(item[name]) for name in _TOKENS if _is_tokens(item.get(name))), None)
 
 
 def _is_tokens(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() == 2 and not value.is_floating_point()
 
 
-def _whole(tokens: torch.Tensor) -> MicrobatchSize:
+def _size_of_whole(tokens: torch.Tensor) -> MicrobatchSize:
     batch, length = tokens.shape
     return MicrobatchSize.of([length] * batch)

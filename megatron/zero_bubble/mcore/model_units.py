@@ -13,10 +13,10 @@ from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 
 
 class Unit(NamedTuple):
-    """A part of a model that is built as a stage of its own."""
+    """A part of a model that is built as a separate stage."""
 
     layer: int | None = None
-    """The one layer that it keeps of a model that has one layer of every kind; None for a unit without layers."""
+    """The layer of this unit, in a model that is built with one layer of every kind; None for a unit without layers."""
     embeds: bool = False
     is_last: bool = False
     """Whether it has all that follows the layers: multi-token prediction, final norm, output layer and loss."""

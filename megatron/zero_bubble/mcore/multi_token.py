@@ -29,7 +29,7 @@ def take_losses(num_microbatches: int, group: dist.ProcessGroup) -> tuple[float,
 
 
 def tracked_sums() -> dict[str, torch.Tensor]:
-    """Return what megatron-core sums over an iteration's microbatches, by its names; nothing on other stages.
+    """Return megatron-core's sums over an iteration's microbatches, by name; empty on other stages.
 
     These are the losses, and from megatron-core 0.19 on right and all predictions, too.
     """
@@ -39,7 +39,7 @@ def tracked_sums() -> dict[str, torch.Tensor]:
 
 
 def track(sums: dict[str, torch.Tensor]) -> None:
-    """Let this rank have the sums of the last stage, for Megatron-LM to average them over replicas and log them."""
+    """Give this rank the sums of the last stage, which Megatron-LM averages over replicas and logs."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     MTPLossLoggingHelper.tracker.update(**sums, reduce_group=None, avg_group=group)
 

@@ -194,7 +194,8 @@ class PairedStage(MegatronStage):
         return result
 
     def _gradient_of_output(self, backward: _Backward) -> tuple[Any, torch.Tensor]:
-        """The plan of a backward, and the gradient of the output of its model; the last stage begins with its loss."""
+        """The plan of a backward, and the gradient of its model's output; the backward of the last stage starts at its
+        loss."""
         plan, loss = self._kept.pop((backward.chunk, backward.microbatch))
         if backward.input_tensor is not None:
             backward.input_tensor.retain_grad()

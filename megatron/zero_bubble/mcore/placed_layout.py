@@ -1,7 +1,7 @@
 """Makes megatron-core read a pipeline layout by our placement of stages, such as a V.
 
 megatron-core asks a layout for the layers of a rank and a chunk (`vp_stage`), and numbers stages rank by rank: chunk
-`c` of rank `r` is stage `c * p + r`. In a V that is another stage than the chunk holds.
+`c` of rank `r` is stage `c * p + r`. In a V, the chunk holds another stage than this one.
 """
 
 from __future__ import annotations

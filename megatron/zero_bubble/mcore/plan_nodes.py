@@ -1,4 +1,4 @@
-"""Completes megatron-core's schedule plans, so that they compute what the forwards of the model and its layers compute.
+"""Completes megatron-core's schedule plans, so that they compute the same as the forwards of the model and its layers.
 
 A plan calls the parts of a layer and not the layer. So it leaves out the hooks of layers, the random state in which
 layers draw under sequence parallelism, and the final norm after a dense layer.
@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_layer import make_viewless_tensor
 
 
 def complete_plan(model: Any, plan: Any) -> None:
-    """Let the plan of a forward compute what the model's forward computes. The model's own hooks run at once.
+    """Make the plan of a forward compute the same as the model's forward. The model's own hooks run at once.
 
     Args:
         model: the model whose `build_schedule_plan` made the plan.
@@ -44,7 +44,7 @@ def complete_plan(model: Any, plan: Any) -> None:
 
 
 def _first_node(planned: Any) -> Any:
-    """The node that a layer begins with, which megatron-core calls `attn` before 0.19."""
+    """The first node of a layer, which megatron-core calls `attn` before 0.19."""
     for name in ("attn", "pre_dispatch_computation"):
         if hasattr(planned, name):
             return getattr(planned, name)

@@ -40,7 +40,7 @@ class StepOutcome:
     was_amended: bool = False
     """Whether forwards of the next iteration have used parameters or a loss scale that are no longer valid."""
     num_redone_forwards: int = 0
-    """Number of these forwards, on all ranks of a pipeline together; they are run again."""
+    """Number of forwards that are run again after a wrong step, on all ranks of a pipeline together."""
 
 
 @dataclass
@@ -268,7 +268,8 @@ class PostValidation:
                 chunk.start_param_sync(force_sync=True)
 
     def _gather_again(self) -> None:
-        """Gather the parameters again if forwards may have gathered those of the wrong step (overlapped gathering)."""
+        """Gather the parameters again if forwards may have gathered parameters of the wrong step (overlapped
+        gathering)."""
         if self._optimizer.config.use_distributed_optimizer and self._optimizer.config.overlap_param_gather:
             for chunk in self._chunks:
                 chunk.start_param_sync(force_sync=True)

@@ -15,7 +15,8 @@ _NEEDED = (
 
 
 class ForwardStepError(ValueError):
-    """A script's forward step does what schedules, or vocabulary shards, do not support; the message says what."""
+    """A script's forward step does something that schedules or vocabulary shards do not support; the message says
+    what."""
 
 
 class RecordedCall(NamedTuple):

@@ -1,7 +1,7 @@
 """Hierarchical SGD for megatron-core: replicas step on their own gradients, and their parameters are averaged.
 
-What is averaged are the parameters that the optimizer steps, in mixed precision the fp32 ones. The model's are copies
-of them.
+The averaged parameters are those of the optimizer, in mixed precision the fp32 parameters. The model's are copies of
+them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ReplicaAveraging:
         self._optimizer = optimizer
         self._chunks = chunks
         self._changed = changed
-        self._averager = GroupAverager(hierarchy, _groups(hierarchy, timeout))
+        self._averager = GroupAverager(hierarchy, _averaging_groups(hierarchy, timeout))
         self._averaged_at = iteration
         """The last iteration after which all replicas had the same parameters."""
         self._is_local = False
@@ -64,7 +64,8 @@ class ReplicaAveraging:
         return self._is_local
 
     def after_step(self, iteration: int) -> None:
-        """Average what is due after the step of `iteration`, which must be valid; a collective call of the group."""
+        """Average the parameters of the groups that are due after the step of `iteration`, which must be valid; a
+        collective call of the group."""
         size = self.hierarchy.group_size_after(iteration)
         if size is not None:
             self._averager.average(self._parameters(), iteration)
@@ -109,7 +110,8 @@ class ReplicaAveraging:
                 yield from group["params"]
 
     def _moments(self) -> Iterator[torch.Tensor]:
-        """Yield what the optimizer keeps for each parameter, but its count of steps, which is the same everywhere."""
+        """Yield the optimizer's state tensors of each parameter, except its count of steps, which is the same
+        everywhere."""
         for optimizer in torch_optimizers(self._optimizer):
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
@@ -122,7 +124,7 @@ class ReplicaAveraging:
         self._changed()
 
 
-def _groups(hierarchy: Hierarchy, timeout: timedelta) -> dict[int, dist.ProcessGroup]:
+def _averaging_groups(hierarchy: Hierarchy, timeout: timedelta) -> dict[int, dist.ProcessGroup]:
     replicas = parallel_state.get_data_parallel_group()
     places: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(places, dist.get_process_group_ranks(replicas))
@@ -133,7 +135,7 @@ def _groups(hierarchy: Hierarchy, timeout: timedelta) -> dict[int, dist.ProcessG
 
 @torch.no_grad()
 def _unify_tied_embeddings(chunks: Sequence[Any]) -> None:
-    """Give the last stage the first stage's copy of tied embeddings: each was averaged in an order of its own."""
+    """Give the last stage the first stage's copy of tied embeddings: the two were averaged in different orders."""
     tied = tied_weights(chunks)
     if tied is not None:
         embedding, last = tied

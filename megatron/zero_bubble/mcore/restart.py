@@ -61,7 +61,8 @@ class Restart:
 
     @torch.no_grad()
     def apply(self) -> None:
-        """Restore the saved state; what a forward counts in a buffer (an expert's tokens) is then not counted twice."""
+        """Restore the saved state, so that buffers in which a forward counts (an expert's tokens) do not count it
+        twice."""
         random._set_all_rng_states(*self._random)
         for buffer, before in self._buffers:
             buffer.copy_(before)

@@ -95,7 +95,7 @@ class ForwardBackward:
                 f"schedule {plan.name} has {chunks} chunks a rank, the WeightGradStore {store.num_chunks}"
             )
         self._store = store
-        # Where the schedule has no R, B recomputes what the model's configuration says.
+        # Where the schedule has no R, B recomputes as the model's configuration says.
         self._recomputation_store = None if plan.recompute is Recompute.NONE else RecomputationStore()
         self._offload_store = OffloadStore(copy_lane(own_device())) if plan.offloads else None
         self._post_validation = post_validation
@@ -121,7 +121,7 @@ class ForwardBackward:
 
     @property
     def plan(self) -> RunSchedules:
-        """The plan that schedules are made from at present."""
+        """The current plan."""
         return self._running.plan
 
     @property
@@ -155,7 +155,7 @@ class ForwardBackward:
         return idle_share(steps)
 
     def prediction(self, num_microbatches: int) -> Prediction | None:
-        """Return what the present schedule takes, simulated at measured costs; None before there are any."""
+        """Return the simulated timeline of the current schedule at measured costs; None before costs are measured."""
         return self._running.prediction(num_microbatches)
 
     def predicted_idle(self, num_microbatches: int) -> Idle | None:
@@ -190,8 +190,7 @@ class ForwardBackward:
         The arguments are those of megatron-core's forward-backward functions. `p2p_communicator` is not used, because
         messages go through the project's own channels.
 
-        Returns:
-            What the loss function returned for each microbatch, on the rank that holds the last stage.
+        Returns: The results of the loss function for each microbatch, on the rank that holds the last stage.
 
         Raises:
             ValueError: the configuration has a setting that zero-bubble schedules cannot honour.

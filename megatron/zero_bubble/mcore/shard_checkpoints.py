@@ -23,22 +23,23 @@ from torch.distributed.tensor import DTensor
 def shards_matched() -> Iterator[None]:
     """Let megatron-core find the parameter of each shard of the optimizer's state inside the `with` block.
 
-    It compares the ids of local tensors, but torch's `to_local` makes a new one at each call for a parameter.
+    It compares the ids of local tensors, but torch's `to_local` creates a new tensor for a parameter in each call.
     """
     original = matching.to_local_if_dtensor
-    matching.to_local_if_dtensor = _local
+    matching.to_local_if_dtensor = _local_tensor
     try:
         yield
     finally:
         matching.to_local_if_dtensor = original
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def _local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def sharded_state(chunk: Any, metadata: dict[str, Any]) -> dict[str, Any]:
-    """Return the chunk's `sharded_state_dict`, in which rows of gated layers are where they are without sharding."""
+    """Return the chunk's `sharded_state_dict`, in which gated layers have their rows in the same places as without
+    sharding."""
     state: dict[str, Any] = chunk.sharded_state_dict(metadata=metadata)
     for name, parameter in chunk.named_parameters():
         part = state.get(name)
@@ -83,7 +84,7 @@ def places_of_gated_rows(replica: int, num_replicas: int, rank: int, num_ranks: 
     The whole has all rows of the gate and then all of the input. A tensor-parallel rank has its part of the gate's rows
     and then of the input's, and its replicas divide these rows.
     """
-    # With an odd number of replicas the middle one has rows of both.
+    # With an odd number of replicas, the middle replica has rows of the gate and of the input.
     num_pieces = 1 if num_replicas % 2 == 0 else 2
     in_half = num_replicas * num_pieces // 2
     halves = [divmod(replica * num_pieces + piece, in_half) for piece in range(num_pieces)]

@@ -34,7 +34,7 @@ class ShardCollectives:
     def sum_to(self, terms: torch.Tensor, root: int, *, splits_sequence: bool) -> torch.Tensor:
         """Return the sum of all shards' terms on the pipeline rank `root`, on other ranks anything.
 
-        The sum over the pipeline is made first, then that over the tensor ranks, both in the order of ranks.
+        The sum over the pipeline ranks comes first, then the sum over the tensor ranks, both in the order of ranks.
 
         Args:
             terms: [tokens, hidden], changed in place.

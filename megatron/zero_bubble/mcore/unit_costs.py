@@ -1,7 +1,8 @@
-"""Measures what each unit of a model costs on this process's device, before the model is built.
+"""Measures the costs of each unit of a model on this process's device, before the model is built.
 
 A unit is the embedding, one layer, or all that follows the layers. Each is built as a pipeline stage of its own, which
-the executor runs between made-up neighbours. So F, B and W are those of a training, and are measured as in one.
+the executor runs between made-up neighbours. So F, B and W are the same as in a training, and are measured in the same
+way.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def measure_model(
 
     Every rank measures every unit, all at the same time. Their median counts: ranks that measure the same differ by
     noise, of which the slowest would have most. Times are in milliseconds, memory in bytes. `time_r` and `memory_r` of
-    a layer are what full recomputation of it would take and restore. Random states are afterwards what they were.
+    a layer are the time and the restored memory of its full recomputation. Random states are the same afterwards.
 
     Args:
         kinds: for each layer of the model which layer of `Unit.layer` it is like.

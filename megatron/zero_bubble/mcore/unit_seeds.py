@@ -1,9 +1,9 @@
 """Draws a model's initial weights and its dropout from seeds of its units, so that they do not depend on their places.
 
-megatron-core seeds each pipeline rank once. What a layer draws then depends on the rank, and on all that the rank has
-drawn before. Here each unit, which is the embedding, one layer, one layer of multi-token prediction or the output
-layer, has a seed of its own: for its weights, and for the dropout of each microbatch. From that seed tensor-parallel
-and expert-parallel ranks draw the same or different numbers as they do in megatron-core.
+megatron-core seeds each pipeline rank once. The random numbers of a layer then depend on the rank, and on all previous
+draws of the rank. Here each unit has its own seeds for its weights and for the dropout of each microbatch. A unit is
+the embedding, a layer, a layer of multi-token prediction, or the output layer. From that seed tensor-parallel and
+expert-parallel ranks draw the same or different numbers as they do in megatron-core.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _layer_number(call: dict[str, Any]) -> int:
 
 @contextmanager
 def drawn_by_unit(seed: int, chunks: Sequence[torch.nn.Module], iteration: Callable[[], int]) -> Iterator[None]:
-    """Let each unit draw its dropout of a microbatch from a seed of its own inside the `with` block.
+    """Inside the `with` block each unit draws its dropout of a microbatch from its own seed.
 
     The seed follows from `seed`, the iteration, the microbatch's number in it, the data-parallel rank and the unit.
     A model without dropout is left as it is.
@@ -179,14 +179,14 @@ def _begin(microbatch: int, unit: _UnitKind, number: int, current: str) -> None:
         microbatch: the microbatch's seed.
         current: name of the state that the device's generator has while the unit runs.
     """
-    states = _states(_mixed(microbatch, unit, number))
+    states = _generator_states(_mixed(microbatch, unit, number))
     random._set_cuda_rng_state(states[current])
     del states[_DEFAULT]
     tracker = random.get_cuda_rng_tracker()
     tracker.set_states({**tracker.get_states(), **states, _MICROBATCH: torch.tensor(microbatch)})
 
 
-def _states(seed: int) -> dict[str, torch.Tensor]:
+def _generator_states(seed: int) -> dict[str, torch.Tensor]:
     """The states, by name, that `model_parallel_cuda_manual_seed(seed)` gives this rank's generators."""
     seeds = {
         _DEFAULT: seed,

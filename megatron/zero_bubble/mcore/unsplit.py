@@ -47,7 +47,7 @@ def count_gradients(model_chunks: Iterable[torch.nn.Module]) -> Gradients:
     chunks = list(model_chunks)
     tied = {layer: unwrap_model(chunk) for chunk in chunks if (layer := tied_output_layer(chunk)) is not None}
     multiplied = {model.shared_embedding_or_output_weight() for model in tied.values()}
-    for name, module, parameter in _parameters(chunks):
+    for name, module, parameter in _trained_parameters(chunks):
         counts["total"] += parameter.numel()
         if getattr(parameter, "skip_backward_post_hook", False):
             counts["in_w"] += parameter.numel()
@@ -79,7 +79,7 @@ def _should_be_split(module: torch.nn.Module, parameter: torch.nn.Parameter) -> 
     return isinstance(module, _LINEAR) or hasattr(module, "backward_dw")
 
 
-def _parameters(
+def _trained_parameters(
     model_chunks: Iterable[torch.nn.Module],
 ) -> Iterator[tuple[str, torch.nn.Module, torch.nn.Parameter]]:
     """Yield every trained parameter once, after the name of the module that holds it and the module."""

@@ -4,8 +4,8 @@
 pipeline's ranks then compute embedding and output layer together, as operations of the schedule (see
 `vocabulary_stage.py`); the first stage begins with their sum, and the last stage ends with its hidden states.
 
-With p pipeline ranks and t tensor ranks, shard number `tensor rank * p + pipeline rank` of p t is on that rank. So
-what a tensor rank has of the vocabulary in Megatron is spread over its pipeline.
+With p pipeline ranks and t tensor ranks, shard number `tensor rank * p + pipeline rank` of p t is on that rank. So each
+tensor rank's part of the vocabulary in Megatron is spread over its pipeline.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class VocabularyShard(torch.nn.Module):
         return [self.embedding] if self.embedding is self.output else [self.embedding, self.output]
 
     def forget_gradients(self) -> None:
-        """Forget what has been added up outside of the parameters' gradients."""
+        """Clear the sums that are kept outside of the parameters' gradients."""
         for weight in self.weights:
             weight.forget_gradient()
 
@@ -114,7 +114,7 @@ class SummedEmbedding(torch.nn.Module):
 
 
 class LossInputs(NamedTuple):
-    """What a model's loss is computed from."""
+    """The inputs of a model's loss."""
 
     hidden: torch.Tensor
     """[sequence, batch, hidden]; with sequence parallelism this rank's part of the sequence."""
@@ -123,7 +123,7 @@ class LossInputs(NamedTuple):
 
 
 class HiddenOutput(torch.nn.Module):
-    """Takes the place of an output layer and of the loss after it: keeps what they would compute from.
+    """Replaces an output layer and the loss after it: keeps their inputs.
 
     Attributes:
         loss_inputs: those of the last forward, None if it had no labels.
@@ -143,7 +143,7 @@ class HiddenOutput(torch.nn.Module):
 
 
 class _Weight(NamedTuple):
-    """What all ranks must know of a weight that one rank has."""
+    """The facts about one rank's weight that all ranks must know."""
 
     shape: tuple[int, int]
     dtype: torch.dtype
@@ -166,7 +166,7 @@ def shard_vocabulary(chunks: Sequence[torch.nn.Module], placement: Placement | N
     group = parallel_state.get_pipeline_model_parallel_group()
     placement = placement or Placement("linear" if len(chunks) == 1 else "interleaved", group.size(), len(chunks))
     models: list[Any] = [unwrap_model(chunk) for chunk in chunks]
-    first, last = _model_of(models, placement, 0), _model_of(models, placement, placement.num_stages - 1)
+    first, last = _model_of_stage(models, placement, 0), _model_of_stage(models, placement, placement.num_stages - 1)
     refusals: list[str | None] = [None] * group.size()
     dist.all_gather_object(refusals, _refusal(models, placement, first, last), group=group)
     for refusal in filter(None, refusals):
@@ -198,12 +198,12 @@ def vocabulary_shard_of(chunks: Sequence[torch.nn.Module]) -> VocabularyShard | 
 
 
 def embedding_of_first_stage(chunks: Sequence[torch.nn.Module]) -> SummedEmbedding | None:
-    """Return what stands for the embedding in the first stage, None if it is on another rank."""
+    """Return the replacement of the embedding in the first stage, None if it is on another rank."""
     return _only(SummedEmbedding, chunks)
 
 
 def output_of_last_stage(chunks: Sequence[torch.nn.Module]) -> HiddenOutput | None:
-    """Return what stands for the output layer in the last stage, None if it is on another rank."""
+    """Return the replacement of the output layer in the last stage, None if it is on another rank."""
     return _only(HiddenOutput, chunks)
 
 
@@ -211,7 +211,7 @@ def _only(kind: type[Any], chunks: Sequence[torch.nn.Module]) -> Any:
     return next((module for chunk in chunks for module in chunk.modules() if isinstance(module, kind)), None)
 
 
-def _model_of(models: Sequence[Any], placement: Placement, stage: int) -> Any:
+def _model_of_stage(models: Sequence[Any], placement: Placement, stage: int) -> Any:
     """Return the model of a stage, None if it is on another rank."""
     rank = parallel_state.get_pipeline_model_parallel_rank()
     return models[placement.chunk_of(stage)] if placement.rank_of(stage) == rank else None

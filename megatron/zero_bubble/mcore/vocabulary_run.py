@@ -1,4 +1,4 @@
-"""What all steps of a run share that has its vocabulary in shards: the shard, the collectives and their lane."""
+"""The state that all steps share in a run with vocabulary shards: the shard, the collectives and their lane."""
 
 from __future__ import annotations
 

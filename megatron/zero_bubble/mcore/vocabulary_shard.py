@@ -109,7 +109,7 @@ class ShardSoftmax:
 def softmax(
     weight: torch.Tensor, rows: Rows, hidden: torch.Tensor, labels: torch.Tensor, *, with_gradients: bool = True
 ) -> ShardSoftmax:
-    """Compute the softmax of a shard, and what the gradients need of it.
+    """Compute the softmax of a shard, and the values that its gradients need.
 
     The logits are made in the type of the weights and used in `statistics_type`, as megatron-core does.
 
@@ -163,7 +163,8 @@ def look_up(weight: torch.Tensor, rows: Rows, tokens: torch.Tensor) -> torch.Ten
 
 
 def add_embedding_gradient(total: torch.Tensor, rows: Rows, tokens: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Add the gradient of every token's embedding to its row, if this shard has it; equal on every run.
+    """Add the gradient of every token's embedding to the token's row, if this shard has it; every run gives the same
+    bits.
 
     Args:
         total: [rows of the shard, hidden], any floating type.

@@ -1,12 +1,12 @@
 """Runs a step's operations on one rank's vocabulary shard, and its part in their collectives.
 
-`VocabularyStep` keeps what one operation leaves for another, by microbatch. `MegatronStage` runs it between the
+`VocabularyStep` keeps the intermediate results between operations, by microbatch. `MegatronStage` runs it between the
 forwards and backwards of megatron-core.
 
-Tensors pass between the computation and the lane of collectives. On a GPU those are two streams, and memory that one
-frees must not be reused while the other still reads it. What the lane makes is safe, because each of its collectives
-waits for all computation before it. What computation makes for the lane is kept until this rank has waited for a later
-collective, or is marked by `record_stream`.
+Tensors pass between the computation and the lane of collectives. On a GPU computation and collectives are two streams,
+and memory that one frees must not be reused while the other still reads it. What the lane makes is safe, because each
+of its collectives waits for all computation before it. What computation makes for the lane is kept until this rank has
+waited for a later collective, or is marked by `record_stream`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from megatron.zero_bubble.schedule import Op, OpKind
 
 @dataclass
 class _Microbatch:
-    """What operations leave for each other. n is batch times sequence, counted as in [sequence, batch]."""
+    """Intermediate results that operations pass to each other. n is batch times sequence, counted as in [sequence,
+    batch]."""
 
     call: RecordedCall | None = None
     """The call of the first or the last stage whose forward comes next."""
@@ -74,7 +75,7 @@ class VocabularyStep:
         self.restart()
 
     def rehearsal(self, num_microbatches: int) -> VocabularyStep:
-        """Return a step whose collectives make up what other ranks would send."""
+        """Return a step whose collectives make up the contributions of other ranks."""
         run = replace(self._run, collectives=made_up_collectives(self._run.collectives))
         return VocabularyStep(run, num_microbatches, self._hidden_shape, forward_only=self._forward_only)
 
@@ -167,7 +168,7 @@ class VocabularyStep:
         return call.forward_step(data_iterator, model)
 
     def end_last_stage(self, microbatch: int) -> torch.Tensor:
-        """Take what the forward of the last stage has put out for S; return it with its graph for B."""
+        """Take the output of the last stage's forward for S; return it with its graph for B."""
         state, layer = self._microbatches[microbatch], self._run.output_layer
         assert layer is not None
         if layer.loss_inputs is None:
@@ -176,7 +177,7 @@ class VocabularyStep:
                 "with labels"
             )
         (hidden, labels), layer.loss_inputs = layer.loss_inputs, None
-        # A stage of the loss alone puts out its input, whose memory B needs.
+        # A last stage without layers returns its input, whose memory B needs.
         output = hidden.clone() if hidden.is_leaf and hidden.requires_grad else hidden
         state.hidden, state.labels = output.detach(), labels.long().contiguous()
         return output

@@ -103,7 +103,7 @@ def _compute_microbatch(stage: MegatronStage, store: WeightGradStore, chunk: int
 
 
 def _embed(stage: MegatronStage) -> None:
-    """Run E on this rank's vocabulary shard; what other ranks would send is made up."""
+    """Run E on this rank's vocabulary shard; the contributions of other ranks are made up."""
     if stage.rank != stage.placement.rank_of(0):
         stage.exchange(Op(OpKind.TOKENS, 0))
     stage.run_on_shard(Op(OpKind.E, 0))

@@ -53,7 +53,7 @@ class LayerWeightGrad:
         """Add a term to the sum of a microbatch; once complete, add the sum to `weight.grad` and call DDP's hook.
 
         Args:
-            weight: what the forward multiplied with: the layer's parameter, or what replicas have gathered for it.
+            weight: the weight of the forward: the layer's parameter, or its gathered copy.
         """
         total = into.add(grad)
         if total is None:

@@ -1,4 +1,4 @@
-"""Turns what a user gives a pipeline for one step into microbatches."""
+"""Divides the batch of a user into microbatches."""
 
 from __future__ import annotations
 
@@ -26,23 +26,24 @@ def microbatches_of(batch: Any, count: int, device: torch.device) -> Microbatche
     """
     if isinstance(batch, Iterator):
         pairs = [
-            _pair(next(batch, None), f"the iterator ended after {k} of {count} microbatches") for k in range(count)
+            _inputs_and_targets(next(batch, None), f"the iterator ended after {k} of {count} microbatches")
+            for k in range(count)
         ]
     else:
         problem = f"a batch is a pair (inputs, targets), or an iterator of such pairs, got {type(batch).__name__}"
-        inputs, targets = _pair(batch, problem)
-        pairs = list(zip(_split(inputs, count), _split(targets, count), strict=True))
+        inputs, targets = _inputs_and_targets(batch, problem)
+        pairs = list(zip(_split_tensors(inputs, count), _split_tensors(targets, count), strict=True))
     on_device = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), pairs)
     return Microbatches([inputs for inputs, _ in on_device], [targets for _, targets in on_device])
 
 
-def _pair(value: Any, problem: str) -> tuple[Any, Any]:
+def _inputs_and_targets(value: Any, problem: str) -> tuple[Any, Any]:
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise ValueError(problem)
     return value[0], value[1]
 
 
-def _split(value: Any, count: int) -> list[Any]:
+def _split_tensors(value: Any, count: int) -> list[Any]:
     """Cut every tensor inside `value` into `count` equal parts."""
     leaves, structure = pytree.tree_flatten(value)
     columns = []

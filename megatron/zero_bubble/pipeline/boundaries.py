@@ -17,7 +17,7 @@ def balanced(weights: Sequence[float], num_parts: int) -> Boundaries:
     then of their lengths.
     """
     before = list(accumulate(weights, initial=0))
-    return _most_even(before, num_parts, _bottleneck(before, num_parts))
+    return _even_boundaries(before, num_parts, _bottleneck(before, num_parts))
 
 
 def _bottleneck(before: Sequence[float], num_parts: int) -> float:
@@ -37,7 +37,7 @@ def _bottleneck(before: Sequence[float], num_parts: int) -> float:
 
 
 def _num_parts(before: Sequence[float], limit: float) -> float:
-    """Count the parts that are needed if none may be larger than `limit`: each takes what fits into it.
+    """Count the parts that are needed if none may be larger than `limit`: each is filled as far as possible.
 
     Any larger number of parts up to the number of layers is possible, too, because a part can be cut.
     """
@@ -50,7 +50,7 @@ def _num_parts(before: Sequence[float], limit: float) -> float:
     return parts
 
 
-def _most_even(before: Sequence[float], num_parts: int, limit: float) -> Boundaries:
+def _even_boundaries(before: Sequence[float], num_parts: int, limit: float) -> Boundaries:
     """Return the most even partition without a part above `limit`, by dynamic programming over the ends of parts."""
     num_layers = len(before) - 1
     best: list[dict[int, tuple[float, float, int]]] = [{0: (0, 0, 0)}]
@@ -91,7 +91,7 @@ def matching(pattern: str, class_names: Sequence[str]) -> list[int]:
     """Return 1 for each class that the regular expression is found in, case ignored, and 0 for the others.
 
     Raises:
-        ValueError: it is not a regular expression, or is found in none.
+        ValueError: it is not a regular expression, or matches no class.
     """
     try:
         weights = [int(re.search(pattern, name, re.IGNORECASE) is not None) for name in class_names]

@@ -40,7 +40,7 @@ class StepMessages:
         self._discovered: dict[tuple[object, ...], dict[int, MessageSpec]] = {}
         self.communicator = MessageCommunicator(interconnect.communicator(placement))
         self._trained_form: tuple[str, bool] | None = None
-        """What this rank's messages depend on, if the last step was one of training."""
+        """Facts about this rank on which its messages depend, if the last step was a training step."""
         self.shapes_vary = False
         if shapes_vary:
             self._open_headers()
@@ -70,7 +70,8 @@ class StepMessages:
         self._trained_form = described[self._interconnect.rank] if trains else None
 
     def begin_as_before(self, load: Callable[[], Microbatches], autocast: Autocast) -> None:
-        """Give the stage the data of a training step without asking other ranks: after `begin` of another one.
+        """Give the stage the data of a training step without asking other ranks; `begin` must have run in an earlier
+        step.
 
         Data that cannot be used fail the step as a forward that fails does.
         """
@@ -86,7 +87,7 @@ class StepMessages:
 
     @property
     def can_begin_as_before(self) -> bool:
-        """Whether the last step was one of training, the same on all ranks."""
+        """Whether the last step was a training step, the same on all ranks."""
         return self._trained_form is not None
 
     def _describe(self, load: Callable[[], Microbatches], autocast: Autocast) -> tuple[str, bool]:
@@ -100,7 +101,7 @@ class StepMessages:
         return f"{form!r} {autocast} {self._stage.trained_parameters()}", vary
 
     def _discover(self) -> dict[int, MessageSpec]:
-        """Return the spec of what each stage but the last one sends to the next; a collective call of all ranks.
+        """Return the message spec of each stage except the last; a collective call of all ranks.
 
         Raises:
             ValueError: a layer fails, on all ranks.

@@ -20,7 +20,7 @@ Layer = Callable[[Any], Any]
 
 
 class DroppingLayer:
-    """Runs a checkpointed layer: it drops what backward needs if the store says so, and keeps it otherwise."""
+    """Runs a checkpointed layer, which drops or keeps its activations as the store says."""
 
     def __init__(self, layer: Layer, store: RecomputationStore, device: torch.device) -> None:
         self._layer, self._store, self._device = layer, store, device

@@ -1,4 +1,4 @@
-"""What happens to gradients after a step: sums over tied copies, means over replicas, and clipping."""
+"""Processes gradients after a step: sums over tied copies, means over replicas, and clipping."""
 
 from __future__ import annotations
 

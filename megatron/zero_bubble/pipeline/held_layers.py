@@ -84,7 +84,7 @@ class LayerBuilder:
 
     def _split(self, chunk: Sequence[HeldLayer]) -> Unsplit:
         """Split the backward of a stage's layers, and count the parameters whose gradients stay in B."""
-        # What a tied layer does with its module is not the module's forward.
+        # A tied layer need not call its module's forward.
         called = {id(layer.module) for layer in chunk if _calls_something_else(self.layers[layer.index])}
         modules = [layer.module for layer in chunk if id(layer.module) not in called]
         split = {id(parameter) for parameter in split_modules(modules, self.store, self.split_layers)}

@@ -1,4 +1,4 @@
-"""What connects the ranks of a pipeline: channels between neighbours, and collectives among some or all of them."""
+"""Connections between the ranks of a pipeline: channels between neighbours, and collectives among some or all ranks."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class SteppingLayerStage(LayerStage):
 
 
 class StepReport(NamedTuple):
-    """What a rank tells the others at the end of a training step."""
+    """The values that a rank sends to all others at the end of a training step."""
 
     norms: list[LayerNorm]
     loss: torch.Tensor | None
@@ -80,7 +80,7 @@ class StepReport(NamedTuple):
 
 
 @dataclass
-class _Pending:
+class _UnvalidatedStep:
     """A step that is not validated yet."""
 
     reports: Future[list[StepReport]]
@@ -114,7 +114,7 @@ class LateSteps:
         stage.validate = self._validate_before_backward
         self._lane = ThreadPoolExecutor(1, thread_name_prefix="post-validation")
         self._snapshots: weakref.WeakKeyDictionary[torch.optim.Optimizer, Snapshot] = weakref.WeakKeyDictionary()
-        self._pending: _Pending | None = None
+        self._pending: _UnvalidatedStep | None = None
         self._outcome: TrainingOutcome | None = None
 
     def take_outcome(self) -> TrainingOutcome | None:
@@ -123,7 +123,7 @@ class LateSteps:
         return outcome
 
     def run(self, load: Callable[[], Microbatches]) -> None:
-        """Run forward and backward of a step, and validate the last one in between.
+        """Run forward and backward of a step, and in between validate the previous step.
 
         Args:
             load: returns the step's microbatches; called on the ranks of the first and the last stage.
@@ -157,7 +157,7 @@ class LateSteps:
         report = StepReport(norms, None if loss is None else loss.cpu(), failure, has_stepped)
         reports = self._lane.submit(self._agreement.gather, report)
         settings = [{name: value for name, value in g.items() if name != "params"} for g in optimizer.param_groups]
-        self._pending = _Pending(reports, optimizer, max_norm, has_stepped, settings)
+        self._pending = _UnvalidatedStep(reports, optimizer, max_norm, has_stepped, settings)
         if has_stepped:
             self._snapshot(optimizer).before_step()
             optimizer.step()
@@ -209,7 +209,7 @@ def _clips(norm: torch.Tensor, max_norm: float) -> bool:
 
 
 @contextmanager
-def _as_in_the_step(pending: _Pending) -> Iterator[None]:
+def _as_in_the_step(pending: _UnvalidatedStep) -> Iterator[None]:
     """Give the parameter groups the settings of the step inside the `with` block."""
     groups = pending.optimizer.param_groups
     now = [{name: group[name] for name in settings} for group, settings in zip(groups, pending.settings, strict=True)]

@@ -36,7 +36,7 @@ def measure_layers(
     device: torch.device,
     split_layers: Sequence[type[nn.Module]] = (),
 ) -> list[LayerTimes]:
-    """Return the median times of every layer, run one after the other; those of the loss are the last layer's.
+    """Return the median times of every layer, run one after the other; the loss counts to the last layer.
 
     The layers themselves stay as they are: copies are measured, one at a time.
 

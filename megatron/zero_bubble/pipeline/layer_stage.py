@@ -28,7 +28,7 @@ class HeldLayer:
     class_name: str
     module: torch.nn.Module
     call: Callable[[Any], Any]
-    """Runs the layer: the module itself, or what is done with it."""
+    """The function that runs the layer: the module itself, or a function of the module."""
 
 
 class Failure(NamedTuple):
@@ -42,8 +42,8 @@ class Failure(NamedTuple):
 class LayerStage:
     """Computes F and B of the layers of one rank; a `Stage` whose messages are `StageMessage`.
 
-    A forward that fails is noted, and what it should have made is zeros: the step goes on to its end, so that no rank
-    waits for another and all can raise the same error.
+    The error of a failed forward is recorded, and zeros replace its output: the step goes on to its end, so that no
+    rank waits for another and all can raise the same error.
 
     Args:
         chunks: the layers of each of the rank's stages.
@@ -83,7 +83,7 @@ class LayerStage:
         self._announced = {stage: spec.announced() for stage, spec in sent.items()} if shapes_vary else {}
 
     def trained_parameters(self) -> list[bool]:
-        """Tell of every parameter whether it requires a gradient, which decides what of a message needs one."""
+        """Return, for every parameter, whether it requires a gradient, on which the gradients of messages depend."""
         layers = [layer for chunk in self.chunks for layer in chunk]
         return [parameter.requires_grad for layer in layers for parameter in layer.module.parameters()]
 
@@ -135,7 +135,7 @@ class LayerStage:
         return problem
 
     def _zeros(self, stage: int) -> StageMessage:
-        """Return what a stage that has failed hands on."""
+        """Return the output of a stage that has failed."""
         if stage == self._last:
             return StageMessage.of(torch.zeros((), device=self.device))
         specs = self._sent[stage].tensors
@@ -180,10 +180,10 @@ class LayerStage:
         return gradients.answering(partial(self._gradients.get, (stage, op.microbatch)))
 
     def probe(self, stage: int, message: StageMessage | None) -> StageMessage:
-        """Run the forward of `stage` with the first microbatch, leaving no trace, to see what it sends.
+        """Run the forward of `stage` with the first microbatch, without side effects, to learn the form of its message.
 
         Raises:
-            ValueError: a layer or the loss fails, or returns what cannot be used.
+            ValueError: a layer or the loss fails, or returns an unsupported value.
         """
         chunk = self.stages.index(stage)
         with self._without_trace(chunk), self.autocast.forward():
@@ -211,7 +211,7 @@ class LayerStage:
         try:
             loss = self._loss_fn(output, self._microbatches.targets[microbatch])
         except Exception as error:
-            raise ValueError(f"loss_fn failed: {_words(error)}") from error
+            raise ValueError(f"loss_fn failed: {_error_text(error)}") from error
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise ValueError(f"loss_fn must return a tensor with one number, got {got}")
@@ -235,11 +235,11 @@ def _checked_call(layer: HeldLayer, value: Any) -> Any:
     try:
         result = layer.call(value)
     except Exception as error:
-        raise ValueError(f"layer {layer.index} ({layer.class_name}) failed: {_words(error)}") from error
+        raise ValueError(f"layer {layer.index} ({layer.class_name}) failed: {_error_text(error)}") from error
     if result is None:
         raise ValueError(f"layer {layer.index} ({layer.class_name}) returned None, not the input of the next layer")
     return result
 
 
-def _words(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {one_line(error)}".rstrip()

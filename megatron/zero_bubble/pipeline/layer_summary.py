@@ -10,7 +10,7 @@ from megatron.zero_bubble.pipeline.stage_layout import StageLayout
 
 @dataclass(frozen=True)
 class Summary:
-    """What a pipeline has made of its layers."""
+    """Partition and schedule of a pipeline, and the layers without split."""
 
     layout: StageLayout
     num_microbatches: int

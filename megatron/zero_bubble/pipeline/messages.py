@@ -24,7 +24,7 @@ from megatron.zero_bubble.runtime.variable_shapes import (
 )
 
 Constant = None | bool | int | float | str
-"""What a message may hold beside tensors; it is the same for every microbatch, and is not sent."""
+"""Constants that a message may hold beside tensors; they are the same for every microbatch, and are not sent."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class MessageSpec:
     """All that a receiver must know of a message before it arrives."""
 
     template: Any
-    """What a layer returned, with the spec of a message in the place of each tensor."""
+    """The output of a layer, with the spec of a message in place of each tensor."""
     needs_gradient: tuple[bool, ...]
     """For each tensor, whether the stage that sends it needs its gradient."""
 
@@ -41,7 +41,7 @@ class MessageSpec:
         return pytree.tree_flatten(self.template)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Leave out what is derived, because other ranks are sent specs."""
+        """Leave out derived fields, because specs are sent to other ranks."""
         return MessageSpec, (self.template, self.needs_gradient)
 
     @cached_property
@@ -85,11 +85,11 @@ class MessageSpec:
 
     def __str__(self) -> str:
         leaves, structure = self._flat
-        return str(pytree.tree_unflatten(map(_Words, map(_words, leaves)), structure))
+        return str(pytree.tree_unflatten(map(_Words, map(_leaf_text, leaves)), structure))
 
 
 class StageMessage:
-    """What one stage hands to its neighbour: tensors, and how the layers see them.
+    """A message between neighbouring stages: tensors, and the structure in which layers return them.
 
     Args:
         spec: as the receiver knows it.
@@ -105,7 +105,7 @@ class StageMessage:
 
     @classmethod
     def of(cls, value: Any) -> StageMessage:
-        """The message of what a layer returned.
+        """The message with the output of a layer.
 
         Raises:
             ValueError: it holds something that cannot be sent, or no tensor.
@@ -122,7 +122,7 @@ class StageMessage:
 
     @property
     def value(self) -> Any:
-        """What the layers see."""
+        """The value that layers take and return."""
         return self.spec.value_of(self.tensors)
 
     def backward_from(self, grads: Sequence[torch.Tensor | None]) -> tuple[list[GradientEdge], list[torch.Tensor]]:
@@ -143,7 +143,7 @@ class StageMessage:
         return StageMessage(self.spec, [tensor.detach() for tensor in self.tensors])
 
     def release(self) -> None:
-        """Drop the values, of which backward keeps what it needs."""
+        """Drop the values; autograd keeps the tensors that backward needs."""
         self.tensors = ()
 
     def spread(self, gradients: StageMessage) -> list[torch.Tensor | None]:
@@ -169,7 +169,7 @@ class _Words(str):
     __repr__ = str.__str__
 
 
-def _words(leaf: AnySpec | Constant) -> str:
+def _leaf_text(leaf: AnySpec | Constant) -> str:
     if not isinstance(leaf, TensorSpec | AnnouncedSpec):
         return repr(leaf)
     shape = list(leaf.shape) if isinstance(leaf, TensorSpec) else "[any]"

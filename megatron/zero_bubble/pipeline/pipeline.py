@@ -205,7 +205,8 @@ class Pipeline(PartialModel):
 
         Args:
             batch: a pair (inputs, targets), split into microbatches along the first dimension of all tensors, or an
-                iterator of the pairs of single microbatches. Ranks without the first and the last stage ignore it.
+                iterator of the pairs of single microbatches. Ranks without the first and the last stage ignore the
+                batch.
 
         Raises:
             ValueError: on all ranks, if the batch cannot be used.
@@ -217,8 +218,9 @@ class Pipeline(PartialModel):
     ) -> TrainingOutcome | None:
         """Run `train_batch`, clip, take the optimizer's step and drop the gradients; return loss and norm.
 
-        With post-validation the ranks do not wait for each other: the outcome is that of the step before, None if there
-        is none. A step that cannot be done is a `ValueError` of the next one; the pipeline cannot be used after it.
+        With post-validation the ranks do not wait for each other, and the outcome is that of the previous step; None
+        for the first step. A step that cannot be done is a `ValueError` of the next one; the pipeline cannot be used
+        after it.
         """
         if self._late is None:
             outcome = TrainingOutcome(self.train_batch(batch), self.clip_grad_norm_(max_norm))
@@ -266,7 +268,7 @@ class Pipeline(PartialModel):
     def eval_batch(self, batch: Any = None) -> torch.Tensor:
         """Run the forward of one step in evaluation mode; return the mean loss on all ranks.
 
-        The batch is what `train_batch` takes.
+        The batch has the form that `train_batch` takes.
         """
         training = [module for module in self.modules() if module.training]
         self.eval()

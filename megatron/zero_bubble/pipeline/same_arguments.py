@@ -23,7 +23,7 @@ def check_same_arguments(agreement: Agreement, layers: Sequence[Any], others: Ma
     Raises:
         ValueError: on every rank, if an argument differs between two ranks, or num_microbatches is no whole number.
     """
-    first, *following = agreement.collect(lambda: _words(layers, others))
+    first, *following = agreement.collect(lambda: _argument_texts(layers, others))
     for rank, words in enumerate(following, start=1):
         for name, value in words.items():
             if value != first[name]:
@@ -32,7 +32,7 @@ def check_same_arguments(agreement: Agreement, layers: Sequence[Any], others: Ma
                 )
 
 
-def _words(layers: Sequence[Any], others: Mapping[str, Any]) -> Words:
+def _argument_texts(layers: Sequence[Any], others: Mapping[str, Any]) -> Words:
     count = others["num_microbatches"]
     if type(count) is not int or count < 1:
         raise ValueError(f"num_microbatches must be a whole number of at least 1, got {count!r}")

@@ -41,7 +41,7 @@ class LayerSpec:
 class TiedLayerSpec(LayerSpec):
     """A layer whose parameters all layers with the same `key` share, on whichever stages they are.
 
-    Each stage has a copy of its own. At the end of a step the gradient of every copy is the sum of the copies' own
+    Each stage has a separate copy. At the end of a step the gradient of every copy is the sum of the copies' own
     gradients in the order of the stages, so that copies that start alike stay alike.
 
     Args:
@@ -110,7 +110,7 @@ def built(layers: Sequence[Any], index: int, device: torch.device) -> torch.nn.M
 
 
 def call_of(layer: Any, module: torch.nn.Module) -> Callable[[Any], Any]:
-    """Return what runs a layer whose module is built: the module itself, or what a tied layer does with it."""
+    """Return the function that runs a built layer: the module itself, or a tied layer's `forward` of it."""
     if isinstance(layer, TiedLayerSpec) and layer.forward is not None:
         return partial(layer.forward, module)
     return module

@@ -29,7 +29,7 @@ class StageLayout:
     boundaries: boundaries.Boundaries
     """The first layer of every stage, and the number of layers at the end."""
     loads: tuple[float, ...]
-    """For every stage, what the partition balances: layers, parameters, matching layers or seconds."""
+    """The balanced quantity of every stage: layers, parameters, matching layers or seconds."""
     unit: str
     schedule: Schedule
     """With the messages between ranks, and valid."""
@@ -44,7 +44,7 @@ class StageLayout:
 
 @dataclass(frozen=True)
 class LayoutRequest:
-    """What a layout is made from; arguments as of `Pipeline`."""
+    """The settings of a layout; arguments as of `Pipeline`."""
 
     layers: Sequence[Any]
     loss_fn: Callable[[Any, Any], torch.Tensor]

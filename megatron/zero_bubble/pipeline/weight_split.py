@@ -1,22 +1,25 @@
 """Splits the backward of torch's own layers into B and W.
 
-A split layer runs its own forward and records the graph of that call apart from the model's. In B the gradient of the
-input goes through that graph, and in W the gradients of the parameters: each operation computes in each only what is
-asked for. So both are computed, and added up, by autograd itself, to the same bits as in one backward.
+A split layer runs its own forward and records the graph of that call apart from the model's. B runs that graph's
+backward for the input alone, and W runs it for the parameters alone. Autograd itself computes and adds up both, so they
+have the bits of one backward.
 
-A module that defers its weight gradients in a way of its own has the method of `DefersWeightGradients`.
+A module may also defer its weight gradients by itself, with the method of `DefersWeightGradients`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import FunctionType, SimpleNamespace
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn import functional
+from torch.nn.modules import activation
 
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 
@@ -30,7 +33,15 @@ SPLIT_LAYERS: tuple[type[nn.Module], ...] = (
     nn.ConvTranspose3d,
     nn.Embedding,
 )
-"""The layers of torch whose W is split off. Their subclasses are, too, if they have the same forward."""
+"""The layers of torch that call one function with their weight. A subclass with the same forward is split, too."""
+
+_KEY_VALUE_BIASES = {"bias_k", "bias_v"}
+"""Parameters of `nn.MultiheadAttention` that are appended to keys and values: no product takes them."""
+
+_ATTENTION_PARAMETERS = _KEY_VALUE_BIASES | {
+    *("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight"),
+    *("out_proj.weight", "out_proj.bias"),
+}
 
 
 @runtime_checkable
@@ -59,19 +70,30 @@ def split_modules(
     Returns:
         The parameters whose gradient is now computed in W.
     """
-    inside = list(_layers(modules))
-    uses = Counter(id(parameter) for module in inside for parameter in module.parameters(recurse=False))
+    inside = list(_callable_modules(modules))
+    uses = Counter(
+        id(parameter)
+        for module in inside
+        for parameter in module.parameters(recurse=isinstance(module, nn.MultiheadAttention))
+    )
     split: list[nn.Parameter] = []
     for module in inside:
         if isinstance(module, DefersWeightGradients):
             split += module.defer_weight_gradients(store)
-        elif _can_be_split(module, others) and all(uses[id(own)] == 1 for own in module.parameters()):
-            module.forward = _SplitLayer(module, store)
-            split += [parameter for parameter in module.parameters() if parameter.requires_grad]
+        elif any(uses[id(own)] != 1 for own in module.parameters()):
+            continue
+        elif _is_split_attention(module):
+            attention = _SplitAttention(cast(nn.MultiheadAttention, module), store)
+            module.forward = attention.forward
+            split += attention.parameters
+        elif _can_be_split(module, others):
+            layer = _SplitLayer(module, store)
+            module.forward = layer
+            split += layer.parameters
     return split
 
 
-def _layers(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+def _callable_modules(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
     """Yield every module once, without those inside a module that does not call them or defers W by itself."""
     seen: set[nn.Module] = set()
     pending = list(modules)[::-1]
@@ -90,9 +112,18 @@ def _can_be_split(module: nn.Module, others: Sequence[type[nn.Module]]) -> bool:
         return True
     # A weight that is computed from others, as by weight_norm, is no parameter of the module's own.
     own = {name for name, _ in module.named_parameters(recurse=False)}
-    return "weight" in own and any(
-        isinstance(module, kind) and type(module).forward is kind.forward for kind in SPLIT_LAYERS
+    return "weight" in own and any(_has_forward_of(kind, module) for kind in SPLIT_LAYERS)
+
+
+def _is_split_attention(module: nn.Module) -> bool:
+    # A weight that is computed from others has parameters of other names.
+    return _has_forward_of(nn.MultiheadAttention, module) and _ATTENTION_PARAMETERS.issuperset(
+        name for name, _ in module.named_parameters()
     )
+
+
+def _has_forward_of(kind: type[nn.Module], module: nn.Module) -> bool:
+    return isinstance(module, kind) and type(module).forward is kind.forward
 
 
 class _SplitLayer:
@@ -105,12 +136,21 @@ class _SplitLayer:
         self._of_bundle = -1
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        parameters = tuple(parameter for parameter in self._module.parameters() if parameter.requires_grad)
+        return self.call(self._forward, input)
+
+    def call(self, function: Callable[[torch.Tensor], torch.Tensor], input: torch.Tensor) -> torch.Tensor:
+        """Return `function(input)`; its gradient with respect to the layer's parameters is computed in W."""
+        parameters = self.parameters
         # A hook of a parameter expects its whole gradient in the backward; without a split it gets it.
         has_hooks = any(parameter._backward_hooks for parameter in parameters)
         if not parameters or has_hooks or not torch.is_grad_enabled():
-            return self._forward(input)
-        return _SplitCall.apply(self, input, *parameters)
+            return function(input)
+        return _SplitCall.apply(self, function, input, *parameters)
+
+    @property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """The parameters whose gradients are computed in W."""
+        return tuple(parameter for parameter in self._module.parameters() if parameter.requires_grad)
 
     @property
     def class_name(self) -> str:
@@ -120,17 +160,54 @@ class _SplitLayer:
     def is_deferring(self) -> bool:
         return self._store.is_deferring
 
-    def record(self, input: torch.Tensor) -> torch.Tensor:
-        """Run the layer's own forward, whose graph begins at `input`."""
-        with torch.enable_grad():
-            return self._forward(input)
-
     def defer(self, parameters: tuple[nn.Parameter, ...], edge: GradientEdge, grad: torch.Tensor) -> None:
-        """Put one call's W into the store; that of several calls in one forward is one W, as in one backward."""
+        """Put one call's W into the store; several calls in one forward have a common W, as in one backward."""
         if self._deferred is None or self._of_bundle != self._store.num_flushed:
             self._of_bundle, self._deferred = self._store.num_flushed, _DeferredCalls(parameters)
             self._store.put(self._deferred.run, held=(grad,), parameter=self._module)
         self._deferred.calls.append((edge, grad))
+
+
+class _SplitInProjection(_SplitLayer):
+    """The projection of queries, keys and values inside of an `nn.MultiheadAttention`."""
+
+    @property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        own = self._module.named_parameters(recurse=False)
+        return tuple(each for name, each in own if each.requires_grad and name not in _KEY_VALUE_BIASES)
+
+
+class _SplitAttention:
+    """The forward of an `nn.MultiheadAttention`, with both of its projections split.
+
+    Torch's attention calls `linear` with its weights, inside of functions. `forward` is a copy of these functions that
+    calls a split `linear`. Torch itself is not changed, so other modules and threads are not affected.
+    """
+
+    def __init__(self, module: nn.MultiheadAttention, store: WeightGradStore) -> None:
+        self._in_projection = _SplitInProjection(module, store)
+        self._out_projection, self._module = _SplitLayer(module.out_proj, store), module
+        functions = {**vars(functional), "linear": self._linear}
+        for name in ("_in_projection", "_in_projection_packed", "multi_head_attention_forward"):
+            functions[name] = _with_globals(functions[name], functions)
+        forward = _with_globals(type(module).forward, {**vars(activation), "F": SimpleNamespace(**functions)})
+        self.forward = forward.__get__(module)
+
+    @property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """The parameters whose gradients are computed in W."""
+        return self._in_projection.parameters + self._out_projection.parameters
+
+    def _linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        layer = self._out_projection if weight is self._module.out_proj.weight else self._in_projection
+        return layer.call(lambda x: functional.linear(x, weight, bias), input)
+
+
+def _with_globals(function: Any, names: dict[str, Any]) -> Any:
+    """Copy a function of Python's; the copy looks up global names in `names`."""
+    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 class _DeferredCalls:
@@ -150,9 +227,16 @@ class _SplitCall(torch.autograd.Function):
     """One call of a split layer."""
 
     @staticmethod
-    def forward(ctx: Any, layer: _SplitLayer, input: torch.Tensor, *parameters: nn.Parameter) -> torch.Tensor:
-        own_input = input.detach().requires_grad_(ctx.needs_input_grad[1])
-        output = layer.record(own_input)
+    def forward(
+        ctx: Any,
+        layer: _SplitLayer,
+        function: Callable[[torch.Tensor], torch.Tensor],
+        input: torch.Tensor,
+        *parameters: nn.Parameter,
+    ) -> torch.Tensor:
+        own_input = input.detach().requires_grad_(ctx.needs_input_grad[2])
+        with torch.enable_grad():
+            output = function(own_input)
         if not isinstance(output, torch.Tensor):
             raise ValueError(
                 f"split_layers={layer.class_name} cannot be split: its forward returns a {type(output).__name__}, not "
@@ -169,14 +253,14 @@ class _SplitCall(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         layer, parameters, edge = ctx.layer, ctx.parameters, ctx.edge
         inputs = () if ctx.input is None else (ctx.input,)
-        # Freed as the backward goes on, as autograd frees what it has saved: the next layer takes the memory.
+        # Freed at once, as autograd frees saved tensors, so that the next layer can use the memory.
         del ctx.edge, ctx.input
         if layer.is_deferring:
             grads = run_backward((edge,), (grad,), inputs, keeps_graph=True) if inputs else (None,)
             layer.defer(parameters, edge, grad.detach())
-            return None, grads[0], *(None,) * len(parameters)
+            return None, None, grads[0], *(None,) * len(parameters)
         grads = run_backward((edge,), (grad,), (*inputs, *parameters))
-        return None, *(() if inputs else (None,)), *grads
+        return None, None, *(() if inputs else (None,)), *grads
 
 
 def run_backward(

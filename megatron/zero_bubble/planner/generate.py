@@ -104,7 +104,7 @@ def schedule_of(request: PlanRequest) -> Schedule:
 
 
 def _without_copies(request: PlanRequest) -> Schedule:
-    """The schedule of a checked request that offloads nothing."""
+    """The schedule of a checked request, without offload."""
     at_once = replace(request, costs=request.stage_costs.at_once())
     if request.limits is None:
         return _in_one_group(at_once)

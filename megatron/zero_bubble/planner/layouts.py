@@ -131,8 +131,8 @@ class _Search:
     def best(self, count: int) -> list[Plan]:
         """The best plans, as far as they are promising, one of each placement and place of the vocabulary.
 
-        In a small problem it is one of each way to recompute, too. The usual layout, which megatron-core's own order
-        may make fast without any effort, takes the place of no other, because it is improved apart from them.
+        In a small problem it is one of each way to recompute, too. The usual layout does not count among the candidates
+        that are improved, because it is improved separately.
         """
         others = [plan for plan in self.plans.values() if plan.layout != self.request.usual] or [*self.plans.values()]
         longest = min(plan.time for plan in others) * (PROMISING**2 if self.is_small else PROMISING)

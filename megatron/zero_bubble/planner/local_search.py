@@ -19,7 +19,7 @@ from megatron.zero_bubble.planner.problem import Problem, tolerance
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 REACH = 6
-"""How many operations next to each end of a stretch are tried beyond that end."""
+"""Number of operations next to each end of a stretch that are tried beyond that end."""
 TENURE = 12
 """How many moves an operation stays where it was moved to."""
 PATIENCE = 50

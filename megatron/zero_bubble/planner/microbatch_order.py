@@ -1,8 +1,8 @@
 """The order in which a schedule takes the microbatches of a step, where they differ in size.
 
-A schedule numbers microbatches by their place in the step. Which microbatch of the data has which place is free: a long
-one delays every rank where the pipeline is still filling, and only one where all ranks have work. The operations keep
-their order, so that ranks run the schedule that was lowered and validated.
+A schedule numbers microbatches by their place in the step. Microbatches may take any place in the schedule. A long one
+delays every rank while the pipeline fills, and only one rank where all have work. The operations keep their order, so
+that ranks run the schedule that was lowered and validated.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def offloaded(plan: Callable[[Limits], Schedule], problem: Problem, shortest: fl
 def _candidates(schedule: Schedule, problem: Problem, shortest: float) -> Iterator[tuple[Timeline, float]]:
     """The schedule with copies by each of the rules, or by as many as the problem's budget allows, and its time.
 
-    Durations that vary are taken to lengthen it as they do the schedule without copies. What is far from `shortest`
+    Varying durations are assumed to lengthen it as much as the schedule without copies. What is far from `shortest`
     gets no second round.
     """
     num_rules = max(_LEAST_RULES, _WEIGHT * problem.budget // (problem.num_ops * _ROUNDS * _MOST_LIMITS))

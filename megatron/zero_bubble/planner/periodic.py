@@ -26,7 +26,7 @@ MOST_DISPLACED = 0.1
 NUM_CUTS = 16
 """How many times, spread over the schedule, are tried as the beginning of a period of each length."""
 NUM_SIMULATED = 3
-"""How many of the most regular periods that fit into memory are simulated."""
+"""Number of periods that are simulated: the most regular ones that fit into memory."""
 NUM_CHECKED = 24
 """How many of the most regular periods are compared with the memory limit."""
 
@@ -120,7 +120,7 @@ def _repeated(schedule: Schedule, period: _Period, count: int) -> Schedule:
     """Kind and chunk -> their operations, which all ranks share."""
 
     def later(ops: Sequence[Op], shift: int) -> list[Op]:
-        """The same operations of microbatches that come `shift` later."""
+        """The same operations for the microbatches `shift` places later."""
         return [every[kind, chunk][microbatch + shift] for kind, microbatch, chunk in ops]
 
     ranks = []

@@ -250,7 +250,7 @@ def _num_held(problem: Problem) -> float:
 
 
 def _blocks(problem: Problem) -> Iterator[Block | None]:
-    """Blocks to repeat, the most promising first; None is ZB-V's order."""
+    """Blocks to repeat, the most promising first; None stands for ZB-V's order."""
     p, held = problem.num_ranks, _num_held(problem)
     if held >= p:
         yield None

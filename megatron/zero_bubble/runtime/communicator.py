@@ -80,7 +80,7 @@ _SOURCE, _DESTINATION = 0, 1
 
 @dataclass(frozen=True)
 class ChannelEnd:
-    """All that is needed to create the process group of a channel at one of its two ends."""
+    """The settings with which both ends of a channel create its process group."""
 
     source: int
     """Global rank of the sender."""
@@ -127,7 +127,7 @@ class RunAhead:
 
     Args:
         new_mark: makes a mark at the last launched work.
-        limit: number of messages; a GPU that is so far behind still has operations to compute.
+        limit: largest number of messages in flight; a GPU with so many still has operations to compute.
     """
 
     def __init__(self, new_mark: Callable[[], Mark], limit: int = 8) -> None:

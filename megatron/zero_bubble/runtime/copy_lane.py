@@ -22,7 +22,7 @@ class PendingCopy(Protocol):
     """Copies that have been put in line."""
 
     def wait(self) -> None:
-        """Let what this process computes from now on wait until the copies have ended."""
+        """Make all later computation of this process wait until the copies have ended."""
         ...
 
     def seconds(self) -> float:
@@ -81,7 +81,7 @@ class _ThreadCopy:
 
 
 class StreamLink:
-    """The host link of a CUDA device: a stream of its own, and pinned host memory."""
+    """The host link of a CUDA device: a separate stream, and pinned host memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)

@@ -27,7 +27,7 @@ class PendingExchange(Protocol):
 
 
 class ExchangeLane(Protocol):
-    """Runs what is submitted in that order, without autograd, each after the computation launched before it."""
+    """Runs the submitted exchanges in order, without autograd, each after the computation launched before it."""
 
     def submit(self, exchange: Callable[[], None]) -> PendingExchange:
         """Start `exchange` once those before it are complete; return at once."""
@@ -46,12 +46,12 @@ def new_lane(device: torch.device, leave: Callable[[], None]) -> ExchangeLane:
 class ThreadLane:
     """A lane on a CPU: one thread, in which collectives block.
 
-    After an exchange that fails none is run, because this rank has lost the order of the others. The rank leaves the
-    groups, so that no rank waits for it, and the error is logged at once: this rank's main thread may be waiting for a
-    rank that waits for the collective, and then learns of the error only when that rank has ended.
+    No exchange runs after one that failed, because this rank is then out of step with the other ranks. The rank leaves
+    the groups, so that no rank waits for it, and the error is logged at once: this rank's main thread may be waiting
+    for a rank that waits for the collective, and then learns of the error only when that rank has ended.
 
     Args:
-        leave: ends this rank's part in the groups that the exchanges run over, such as `Collectives.close`.
+        leave: leaves the process groups of the exchanges, such as `Collectives.close`.
     """
 
     def __init__(self, leave: Callable[[], None]) -> None:

@@ -42,7 +42,7 @@ class Exchanges:
         return [op for op in pending if self._is_used_here(op)]
 
     def forget(self) -> BaseException | None:
-        """Forget all collectives without waiting, because the step has failed; return the error of one that failed."""
+        """Forget all collectives of a failed step without waiting; return the error of a failed collective, if any."""
         pending, self._pending = self._pending, {}
         return next((failure for exchange in pending.values() if (failure := exchange.failure()) is not None), None)
 

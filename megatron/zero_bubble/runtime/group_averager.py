@@ -23,8 +23,8 @@ def groups_of_replicas(
 ) -> dict[int, dist.ProcessGroup]:
     """Make this rank's group of each size; a collective call of all ranks of the job.
 
-    torch's averager would make its groups with `new_subgroups`, which every rank has to call with the same ranks. In
-    several pipelines they differ: each place in a pipeline has replicas of its own.
+    torch's averager would make its groups with `new_subgroups`, which every rank has to call with the same ranks. With
+    several pipelines, the ranks at the same place in each pipeline are replicas of each other.
 
     Args:
         places: for each place in a pipeline the global ranks of its replicas, in the same order on all ranks.
@@ -96,7 +96,7 @@ def _parts(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 def _stand_in(tensor: torch.Tensor) -> torch.nn.Parameter:
     """Make a parameter with the values of `tensor`, for torch's averager, which gives parameters new storage.
 
-    It leaves out a parameter without gradient; what the gradient is does not matter.
+    It leaves out a parameter without gradient; the value of the gradient does not matter.
     """
     parameter = torch.nn.Parameter(tensor.detach())
     parameter.grad = tensor.detach()

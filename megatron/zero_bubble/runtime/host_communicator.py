@@ -21,7 +21,7 @@ class HostCommunicator:
     no work on the device ever waits for another rank, and a valid schedule always runs to its end, with one hardware
     queue or several, and whatever synchronises the device. It is slow and meant for finding faults.
 
-    The arguments are those of `TorchCommunicator`.
+    It has the arguments of `TorchCommunicator`.
     """
 
     def __init__(

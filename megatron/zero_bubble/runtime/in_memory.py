@@ -128,7 +128,7 @@ class _InMemoryReceive:
 
 
 class MadeUpNeighbours:
-    """A communicator that drops what is sent, and whose receives give random tensors at once.
+    """A communicator that drops all sent tensors and returns random tensors from every receive at once.
 
     With it a process runs one stage of a pipeline as in training, without the other ranks.
     """

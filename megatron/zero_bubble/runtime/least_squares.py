@@ -1,4 +1,4 @@
-"""Least squares without negative entries, by which costs are found from measurements."""
+"""Least squares with non-negative solutions, to derive costs from measurements."""
 
 from __future__ import annotations
 

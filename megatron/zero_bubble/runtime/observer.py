@@ -21,8 +21,8 @@ class StepObserver:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._running: _Step | None = None
-        self._ended: deque[_Step] = deque()
+        self._running: _RecordedStep | None = None
+        self._ended: deque[_RecordedStep] = deque()
         self._times: list[StepTime] = []
         self.sinks: list[Sink] = []
 
@@ -31,7 +31,7 @@ class StepObserver:
         self.stop()
         self._take_in_what_is_over()
         recorder = OpRecorder(self._clock, meter, self._take_in_what_is_over)
-        self._running = _Step(step, recorder)
+        self._running = _RecordedStep(step, recorder)
         return recorder
 
     def stop(self) -> None:
@@ -70,6 +70,6 @@ class StepObserver:
                 sink(step, ops)
 
 
-class _Step(NamedTuple):
+class _RecordedStep(NamedTuple):
     number: int
     recorder: OpRecorder

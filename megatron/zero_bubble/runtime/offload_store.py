@@ -45,7 +45,7 @@ class OffloadStore:
 
     @contextmanager
     def forward(self, chunk: int, microbatch: int, kept: Sequence[torch.Tensor | None] = ()) -> Iterator[None]:
-        """Collect what autograd saves inside the `with` block, which is one F, and put its copy in line after it.
+        """Collect the tensors that autograd saves in the `with` block, which is one F, and queue their copy.
 
         Args:
             kept: tensors that stay on the device anyway, such as the input.
@@ -72,14 +72,14 @@ class OffloadStore:
                 self._give_back(storage)
 
     def bring_back(self, chunk: int, microbatch: int) -> None:
-        """Allocate what has been released, and put its copy in line."""
+        """Allocate the released tensors again, and queue their copy back."""
         bundle, pairs = self._bundles[chunk, microbatch], []
         for storage in bundle.storages:
             if storage.device is None:
                 assert storage.host is not None
                 storage.device = torch.empty(storage.host.nbytes, dtype=torch.uint8, device=storage.place)
                 pairs.append(CopyPair(storage.host, storage.device))
-                # A later copy to this buffer is behind this one in line.
+                # A later copy to this buffer is queued behind this one.
                 self._give_back(storage)
         bundle.copy = self._start(OpKind.H, chunk, pairs)
 
@@ -136,7 +136,7 @@ class _Storage:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.place = tensor.device
-        self.device: torch.Tensor | None = _bytes_of(tensor.untyped_storage(), self.place)
+        self.device: torch.Tensor | None = _as_byte_tensor(tensor.untyped_storage(), self.place)
         self.host: torch.Tensor | None = None
 
     def release(self) -> bool:
@@ -146,7 +146,7 @@ class _Storage:
         self.device = None
         if reference.expired():
             return True
-        self.device = _bytes_of(torch.UntypedStorage._new_with_weak_ptr(reference.cdata), self.place)
+        self.device = _as_byte_tensor(torch.UntypedStorage._new_with_weak_ptr(reference.cdata), self.place)
         return False
 
 
@@ -174,7 +174,7 @@ class _Bundle:
         """Storages that stay on the device, with their bytes."""
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
-        """Return what autograd saves in the place of a tensor."""
+        """Return the object that autograd saves in place of a tensor."""
         # A transposed weight is a view whose base is the parameter.
         base = tensor if tensor._base is None else tensor._base
         if isinstance(base, torch.nn.Parameter):
@@ -216,5 +216,5 @@ def _unpack(saved: torch.Tensor | _Saved) -> torch.Tensor:
     return tensor.set_(storage.device.untyped_storage(), offset, size, stride)
 
 
-def _bytes_of(storage: torch.UntypedStorage, place: torch.device) -> torch.Tensor:
+def _as_byte_tensor(storage: torch.UntypedStorage, place: torch.device) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=place).set_(storage)

@@ -15,7 +15,7 @@ TOLERANCE = 0.05
 _MATTERS = 0.02
 """Share of a microbatch's work below which the time of a kind of operation moves no plan."""
 _PARTS = 1024
-"""Into so many parts the time that messages may take longer is divided, to find it by bisection."""
+"""Resolution of the bisection: the number of parts into which the additional time of messages is divided."""
 
 
 class Difference(NamedTuple):
@@ -46,8 +46,8 @@ def with_measured_times(planned: StageCosts, measured: StageCosts) -> StageCosts
 def with_measured_span(costs: StageCosts, schedule: Schedule, span: float) -> StageCosts:
     """Return the costs with messages between ranks that take longer, so that the schedule takes the measured time.
 
-    A message that is measured alone is faster than one that a busy rank sends, and ranks whose operations vary in their
-    durations wait for each other as they wait for messages.
+    A message between idle ranks is faster than a message of a busy rank. Also, ranks whose operations vary in duration
+    wait for each other, which looks like slower messages.
 
     Args:
         costs: with the measured times of operations.
@@ -76,8 +76,7 @@ def _with_messages(costs: StageCosts, placement: Placement, added: float) -> Sta
 def differences(planned: StageCosts, corrected: StageCosts) -> Iterator[Difference]:
     """Yield for each kind of operation the stage whose time the plan had most wrong, and messages.
 
-    Left out is a time that is wrong by at most `TOLERANCE`, and one that takes too small a part of a microbatch's work
-    to matter.
+    Times that deviate by at most `TOLERANCE`, or that are a negligible part of a microbatch's work, are left out.
     """
     matters = _MATTERS * sum(map(planned.work, range(planned.num_stages)))
     for name, kind in TIMES.items():

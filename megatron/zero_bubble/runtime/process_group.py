@@ -30,8 +30,8 @@ def connect(membership: Membership) -> Any:
     """Create a member's backend, a `ProcessGroupNCCL` or `ProcessGroupGloo`; the members meet in the job's store.
 
     `dist.new_group` cannot be used, because every rank of the job would have to call it for every group. With
-    `use_local_synchronization` only the members call it, but it names the group by how many groups the caller is a
-    member of. That number differs between the members, which would wait for each other for ever.
+    `use_local_synchronization` only the members call it, but then the name of the group counts the groups of the
+    caller. This count differs between the members, so they would wait for each other for ever.
     """
     rank, size = membership.rank, len(membership.members)
     store = dist.PrefixStore(membership.name, dist.distributed_c10d._get_default_store())

@@ -30,7 +30,7 @@ _PINGS = 7
 
 
 _SAVES = frozenset({OpKind.F, OpKind.R})
-"""The operations in which autograd saves what a backward needs."""
+"""The operations in which autograd saves tensors for a backward."""
 
 
 class SavedTensorMeter:
@@ -65,7 +65,7 @@ class SavedTensorMeter:
         if op.kind is OpKind.F:
             self._saved[key], self._held[key] = [], 0
         saved = self._saved[key]
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(partial(_note, saved), lambda tensor: tensor)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(partial(_record_saved, saved), lambda tensor: tensor)
         self._hooks.__enter__()
 
     def end(self, op: Op) -> int:
@@ -90,8 +90,8 @@ class SavedTensorMeter:
         return 0
 
 
-def _note(saved: list[weakref.ref[torch.Tensor]], tensor: torch.Tensor) -> torch.Tensor:
-    """Note a tensor that autograd saves, unless it is a parameter, and return what is saved in its place."""
+def _record_saved(saved: list[weakref.ref[torch.Tensor]], tensor: torch.Tensor) -> torch.Tensor:
+    """Record a tensor that autograd saves, unless it is a parameter, and return the object to save in its place."""
     # A transposed weight is a view whose base is the parameter.
     if isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter):
         return tensor
@@ -103,14 +103,14 @@ def _note(saved: list[weakref.ref[torch.Tensor]], tensor: torch.Tensor) -> torch
 
 
 def _held_bytes(saved: Sequence[weakref.ref[torch.Tensor]]) -> int:
-    """Return the bytes of these tensors' storages; what dropout saves without a gradient is gone by then."""
+    """Return the bytes of these tensors' storages; masks that dropout saves without a gradient are freed by then."""
     tensors = [tensor for reference in saved if (tensor := reference()) is not None]
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 class CudaMeter:
-    """Measures memory on a GPU by what torch's allocator has given out, message buffers included."""
+    """Measures memory on a GPU as the bytes that torch's allocator has given out, message buffers included."""
 
     def __init__(self) -> None:
         self._before = self._inside = 0
@@ -134,7 +134,7 @@ def memory_meter(
     kept_by_shard: Callable[[int], int] | None = None,
     offload: OffloadStore | None = None,
 ) -> MemoryMeter:
-    """Return what measures memory on `device`; the arguments are those of `SavedTensorMeter`."""
+    """Return the memory meter for `device`; the arguments are those of `SavedTensorMeter`."""
     return CudaMeter() if device.type == "cuda" else SavedTensorMeter(store, kept_by_shard, offload)
 
 
@@ -147,15 +147,15 @@ class ChunkCosts:
     """Usual time of F, B and W, or of F and BW if the backward is fused; of R if anything was recomputed, and of the
     operations on the rank's vocabulary shard, which are those of its first chunk."""
     memory: Mapping[OpKind, float]
-    """Usual change of memory of the same kinds; of F as `StageCosts.memory_f`, which keeps everything."""
+    """Usual change of memory of the same kinds; for F as in `StageCosts.memory_f`, if it keeps all activations."""
     noise: float
     """Largest relative spread of the times that matter: half the interquartile range over the median."""
     inside: int = 0
-    """Most memory that an operation needed while it ran, beyond what was held before and after it."""
+    """Largest temporary memory of an operation: its peak beyond the memory in use before and after it."""
     exchanged: Mapping[OpKind, float] = field(default_factory=dict)
     """Usual time of F and of B or BW in which they exchange tokens between experts."""
     num_blocks: int = 0
-    """Blocks of layers that are recomputed; 0 if that is not known."""
+    """Number of recomputed blocks of layers; 0 if unknown."""
     copied: Mapping[OpKind, float] = field(default_factory=dict)
     """Usual time of the copies of D and H, if anything was offloaded."""
     released: float = 0
@@ -231,7 +231,7 @@ class Profiler:
                     stage=self._placement.stage_of(self._rank, chunk),
                     times=times,
                     memory={kind: self._memory_of(chunk, kind, center) for kind in kinds},
-                    noise=max(_spread(samples[kind]) for kind in matter),
+                    noise=max(_relative_spread(samples[kind]) for kind in matter),
                     inside=self._inside[chunk],
                     exchanged={
                         kind: center(self._exchanged[chunk, kind]) for kind in kinds if (chunk, kind) in self._exchanged
@@ -245,7 +245,8 @@ class Profiler:
         return chunk_costs
 
     def _memory_of(self, chunk: int, kind: OpKind, center: Callable[[Sequence[float]], float]) -> float:
-        """Return the usual change of memory; for F of one that keeps everything, or of one that drops and its R."""
+        """Return the usual change of memory; for F either of an F that keeps everything, or of an F that drops plus its
+        R."""
         kept = self._memory.get((chunk, kind))
         if kept:
             return center(kept)
@@ -262,7 +263,7 @@ def _times_of_copies(
     return {kind: 1000.0 * center(times) for kind, times in seconds.items() if times}
 
 
-def _spread(values: Sequence[float]) -> float:
+def _relative_spread(values: Sequence[float]) -> float:
     if len(values) < 2:
         return 0.0
     low, middle, high = statistics.quantiles(values, n=4)
@@ -324,7 +325,7 @@ def gather_costs(placement: Placement, chunks: Sequence[ChunkCosts], edges: Mapp
     return combine_costs(placement, gathered)
 
 
-def _exchanged(stages: Sequence[Sequence[ChunkCosts]], *kinds: OpKind) -> tuple[float, ...]:
+def _exchange_times(stages: Sequence[Sequence[ChunkCosts]], *kinds: OpKind) -> tuple[float, ...]:
     """Stage -> time in which its fastest replica exchanges tokens: others wait for late ones in it, too."""
     return tuple(
         min(sum(replica.exchanged.get(kind, 0.0) for kind in kinds) for replica in replicas) for replicas in stages
@@ -351,7 +352,7 @@ def combine_costs(
         return tuple(max(replica.get(kind, 0.0) for replica in replicas) for replicas in values)
 
     def held_after(*kinds: OpKind) -> tuple[float, ...]:
-        # Summed for each replica, because the one that keeps most in F releases most in B.
+        # Summed for each replica, because the replica that keeps most in F releases most in B.
         return tuple(max(sum(replica.get(kind, 0.0) for kind in kinds) for replica in replicas) for replicas in memory)
 
     kept = held_after(OpKind.F)
@@ -362,8 +363,8 @@ def combine_costs(
     by_name = {name: most(times, kind) for name, kind in TIMES.items()}
     costs = StageCosts(
         **by_name,
-        all_to_all_f=tuple(map(min, _exchanged(stages, OpKind.F), by_name["time_f"])),
-        all_to_all_b=tuple(map(min, _exchanged(stages, OpKind.B, OpKind.BW), by_name["time_b"])),
+        all_to_all_f=tuple(map(min, _exchange_times(stages, OpKind.F), by_name["time_f"])),
+        all_to_all_b=tuple(map(min, _exchange_times(stages, OpKind.B, OpKind.BW), by_name["time_b"])),
         time_comm=tuple(max(by_edge.get(edge, [0.0])) for edge in range(placement.num_stages - 1)),
         memory_f=kept,
         memory_b=tuple(map(operator.sub, waiting, kept)),

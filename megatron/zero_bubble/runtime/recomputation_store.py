@@ -23,7 +23,7 @@ def untimed(kind: OpKind) -> AbstractContextManager[None]:
 
 
 class ForwardMode(Enum):
-    """What a block of layers does with its activations in a forward."""
+    """How a block of layers treats its activations in a forward."""
 
     KEEP = "keep"
     """Keep them, and show its tensors to `RecomputationStore.keep`."""
@@ -36,7 +36,7 @@ class RecomputationStore:
     """Dropped blocks of one pipeline rank, by model chunk and microbatch.
 
     The executor says with `forward` whether the F that it runs drops its activations, and runs R with `recompute`.
-    Outside of such an F, `mode` is None: a block does then what it does without a schedule of ours.
+    Outside of such an F, `mode` is None, and a block behaves as without a zero-bubble schedule.
 
     A chunk may have its blocks in several groups. R restores the last group, which F keeps if there is no R, and B each
     of the others right before its backward. The weight gradients of all groups but the first run within B, so that no
@@ -113,7 +113,7 @@ class RecomputationStore:
 
     @contextmanager
     def backward(self, chunk: int) -> Iterator[None]:
-        """Count what W will hold of the layers outside of dropped blocks; the `with` block is one B."""
+        """Count the memory that W will hold for layers outside of dropped blocks; the `with` block is one B."""
         self.bytes_of_blocks = 0
         yield
         outside = self.weights.flushed_bytes - self.bytes_of_blocks
@@ -129,7 +129,7 @@ class RecomputationStore:
 
 
 class _Blocks:
-    """The blocks of one F, numbered in its order, and what has become of them."""
+    """The blocks of one F in order, each with its state."""
 
     def __init__(self, store: RecomputationStore, num_groups: int, usual_number: int | None, *, has_r: bool) -> None:
         self._store = store
@@ -164,7 +164,8 @@ class _Blocks:
         number = self.number
         self.number += 1
         if self._num_groups > 1:
-            # A gradient of the output is there before the block's backward begins, one of the input after its end.
+            # The gradient of the output exists before the block's backward starts, the gradient of the input after it
+            # ends.
             _call_with_gradient(outputs, lambda grad: self._enter(number))
             _call_with_gradient(inputs, lambda grad: self._leave(number))
 
@@ -188,7 +189,7 @@ class _Blocks:
             self._dropped.pop(number)()
 
     def _starts(self, number: int) -> list[int]:
-        """The first block of every group of so many blocks."""
+        """Index of the first block of each group."""
         groups = max(1, min(self._num_groups, number))
         return [number * group // groups for group in range(groups)]
 

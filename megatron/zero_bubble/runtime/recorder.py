@@ -93,9 +93,9 @@ class MeasuredOp:
     """One operation that a rank ran; `start` and `end` are in seconds and exclude the wait for its inputs.
 
     `held` is the change of memory, in bytes, that the operation left behind; None unless memory was measured. `inside`
-    is the memory that it needed while it ran, beyond what was held before and after it. `exchanged` are the seconds in
-    which it exchanged tokens between experts, and `within` those that the recomputations and the weight gradients of
-    blocks took that ran within it.
+    is its temporary memory: the peak beyond the memory in use before and after it. `exchanged` are the seconds in which
+    it exchanged tokens between experts, and `within` those that the recomputations and the weight gradients of blocks
+    took that ran within it.
     """
 
     op: Op
@@ -144,8 +144,8 @@ class OpRecorder:
         self._ops: list[tuple[tuple[Op, ...], _MemoryUse]] = []
         self._marks: list[Any] = []
         self._parts: list[tuple[int, OpKind | None, Any, Any]] = []
-        """Number of an operation, and the marks at begin and end of work of a kind in it, or of an exchange of tokens
-        (None)."""
+        """Number of an operation, a kind of work in it or None for an exchange of tokens, and the marks at its start
+        and end."""
 
     def begin(self, op: Op) -> None:
         """Note that the inputs of `op` are there and it starts to compute."""

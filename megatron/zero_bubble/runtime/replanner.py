@@ -41,7 +41,7 @@ CHECK_AFTER = 8
 _UNSETTLED = 2
 """The first steps with a new plan, which are not compared with it."""
 _WORTHWHILE = 0.005
-"""By so much a corrected plan must be faster to replace the one that runs."""
+"""Minimum relative gain for which a corrected plan replaces the running plan."""
 
 ModelDescription = Mapping[str, Setting]
 
@@ -149,7 +149,7 @@ class Replanner:
         self._offload = offload
         self._profiler = Profiler(plan.placement, rank)
         self.center: Callable[[Sequence[float]], float] = statistics.median
-        """What the profile takes from the samples of an operation."""
+        """The values that the profile derives from the samples of an operation."""
         self._edges: Mapping[int, float] = {}
         self._profile = options.profile
         self._megatrons = options.megatrons
@@ -329,7 +329,7 @@ class Replanner:
         return longest.item()
 
     def predict(self, schedule: Schedule) -> Prediction:
-        """Predict what a schedule takes at the measured costs."""
+        """Predict time and memory of a schedule from the measured costs."""
         assert self._profile is not None
         return Prediction(self._profile, schedule, self._plan.recompute, self._megatrons)
 

@@ -29,7 +29,7 @@ class ReplicaWaits:
     """Measures the time that this rank spends in reductions with its replicas.
 
     The rank of a group that comes last spends only the time of the communication, which is the same for all of them.
-    What another rank spends beyond that, it waits.
+    Every other rank waits for the difference to its own time.
 
     Args:
         group: the same place in all replicas of the pipeline.
@@ -57,7 +57,7 @@ class ReplicaWaits:
     def take(self) -> Waits | None:
         """Return the waits since the last call; None without an iteration since. A collective call of the group."""
         counts, sizes = self._num_marks, self._group_sizes
-        # An iteration that has not ended may have marks, too.
+        # The marks of an unfinished iteration may be included.
         marks, self._marks = self._marks[: sum(counts)], self._marks[sum(counts) :]
         self._num_marks, self._group_sizes = [], []
         if not sizes:

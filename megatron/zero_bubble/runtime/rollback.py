@@ -23,7 +23,7 @@ class Rollback(Protocol):
         ...
 
     def undo(self) -> None:
-        """Restore parameters, their states and the groups' settings to what they were at `before_step`.
+        """Restore parameters, optimizer states and settings of parameter groups to their values at `before_step`.
 
         The gradients must still be those of the step.
         """
@@ -48,7 +48,7 @@ def make_rollback(kind: RollbackKind, optimizers: Sequence[Any], *, on_host: boo
     return Inverse(optimizers)
 
 
-def _parameters(optimizer: Any) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
+def _grouped_parameters(optimizer: Any) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
     """Yield the group and the parameter, for every parameter of an optimizer."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -56,7 +56,7 @@ def _parameters(optimizer: Any) -> Iterator[tuple[dict[str, Any], torch.Tensor]]
 
 
 class _Tensor(NamedTuple):
-    """A tensor that a step may change or replace, and a copy of what it held."""
+    """A tensor that a step may change or replace, and a copy of its previous values."""
 
     tensor: torch.Tensor
     contents: torch.Tensor
@@ -115,7 +115,7 @@ class Snapshot:
         self._parameters = [
             self._copy((o, parameter), parameter.data)
             for o, optimizer in enumerate(self._optimizers)
-            for _, parameter in _parameters(optimizer)
+            for _, parameter in _grouped_parameters(optimizer)
         ]
         self._states = [
             {key: self._copies((o, key), state) for key, state in optimizer.state.items()}
@@ -183,7 +183,7 @@ class Inverse:
     @torch.no_grad()
     def undo(self) -> None:
         for optimizer in self._optimizers:
-            for group, parameter in _parameters(optimizer):
+            for group, parameter in _grouped_parameters(optimizer):
                 if parameter.grad is None:
                     continue
                 state = optimizer.state[parameter]

@@ -103,7 +103,7 @@ class RunningPlan:
         return self._executors[num_microbatches, False].schedule
 
     def prediction(self, num_microbatches: int) -> Prediction | None:
-        """Return what the present schedule takes, simulated at measured costs; None before there are any."""
+        """Return the simulated timeline of the current schedule at measured costs; None before costs are measured."""
         if self._replanner is None or self.profile is None:
             return None
         prediction = self._predictions.get(num_microbatches)

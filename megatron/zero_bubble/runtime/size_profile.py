@@ -113,7 +113,7 @@ def sized_costs(samples: Mapping[tuple[int, OpKind], Sequence[_Sample]], usual: 
 
 
 def _curves_by_result(samples: Mapping[OpKind, Sequence[tuple[MicrobatchSize, float]]]) -> dict[OpKind, Curve]:
-    """Curves of F, B, W and what else was measured; those of B and W from a fused backward if there is nothing else."""
+    """Curves of all measured kinds; B and W are derived from a fused backward if they were not measured apart."""
     fitted = {kind: _fit(values) for kind, values in samples.items() if values}
     parts = [by_result({kind: curve[part] for kind, curve in fitted.items()}) for part in range(len(Curve._fields))]
     return {kind: Curve(*(part[kind] for part in parts)) for kind in parts[0]}

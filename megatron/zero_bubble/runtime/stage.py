@@ -16,7 +16,7 @@ class Stage(Protocol):
     def forward(self, microbatch: int, chunk: int, input_tensor: torch.Tensor | None) -> torch.Tensor:
         """Run the forward of one microbatch; `input_tensor` is None on the first stage.
 
-        Returns what the next stage receives, or on the last stage the loss.
+        Returns the message for the next stage, or on the last stage the loss.
         """
         ...
 
@@ -103,7 +103,8 @@ class VocabularyStage(Stage, Protocol):
     """A stage whose rank also has a vocabulary shard, for schedules with operations on shards.
 
     The forward of the first stage embeds what E and EMBEDDED have made, and the backward of the last stage starts from
-    the gradient that L has made. The stage keeps what one operation leaves for another, by microbatch.
+    the gradient that L has made. The stage keeps the intermediate results that operations pass to each other, by
+    microbatch.
     """
 
     def run_on_shard(self, op: Op) -> None:
@@ -114,8 +115,8 @@ class VocabularyStage(Stage, Protocol):
         """Take part in a collective of all ranks, such as HIDDEN.
 
         It is called on a lane of its own, beside the computation (see `ExchangeLane`): on a GPU inside a stream
-        that has waited for the operations before it, on a CPU in a thread. The memory of a tensor that it makes is
-        safe to use and to free anywhere, because the next exchange in the lane again waits for all computation before
-        it. A tensor that it reads must not be freed until this rank has waited for a later exchange.
+        that has waited for the operations before it, on a CPU in a thread. Its tensors may be used and freed anywhere,
+        because the next exchange in the lane waits for all computation before it. A tensor that it reads must not be
+        freed until this rank has waited for a later exchange.
         """
         ...

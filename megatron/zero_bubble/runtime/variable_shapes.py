@@ -1,9 +1,9 @@
 """Sends messages whose shape the receiver does not know before they arrive.
 
 The sender announces such a message: a header with its shape goes from process to process, over channels of its own and
-in the order of the messages. The receiver posts the message once it has the header. Two kinds of messages need none:
-those whose shape is fixed, and answers, such as the gradient of an activation, whose shape this rank knows from what it
-sent.
+in the order of the messages. The receiver posts the message once it has the header. Two kinds of messages need no
+header: messages of fixed shape, and answers, such as the gradient of an activation, whose shape this rank knows from
+the message that it sent.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class AnnouncedSpec:
 
 @dataclass(frozen=True)
 class AnswerSpec:
-    """A message whose shape is known once this rank has sent what the message answers."""
+    """A message whose shape is known as soon as this rank has sent the message that it answers."""
 
     find: Callable[[], TensorSpec | None]
     """Returns None as long as the shape is not known."""
@@ -92,7 +92,7 @@ class VariableCommunicator:
         return receive
 
     def post(self, receive: _Receive) -> PendingReceive:
-        """Post `receive` and all before it on its channel, waiting for their headers."""
+        """Post `receive` and all earlier receives of its channel; wait for their headers first."""
         channel = self._channels[receive.source]
         while receive.posted is None:
             first = channel.popleft()

@@ -76,7 +76,7 @@ class WeightGradStore:
             weight_grad: computes the gradient.
             held: the tensors that `weight_grad` keeps alive until it has run.
             parameter: identifies the parameter; W of the same parameter keep their order.
-            start: starts in the background what `weight_grad` waits for; called before the previous W runs.
+            start: starts background work that `weight_grad` waits for; called before the previous W runs.
         """
         assert self._is_deferring, "put() outside of deferring()"
         storages = [tensor.untyped_storage() for tensor in held]
@@ -95,12 +95,12 @@ class WeightGradStore:
         return len(self._bundle)
 
     def run_since(self, num_put: int) -> None:
-        """Run, within the current B, the weight gradients that it has put since `num_put` was so many."""
+        """Run the weight gradients that the current B has put after the first `num_put`."""
         pending, self._bundle = self._bundle[num_put:], self._bundle[:num_put]
-        _run([(0, deferred) for deferred in pending], lambda microbatch: None)
+        _run_in_order([(0, deferred) for deferred in pending], lambda microbatch: None)
 
     def bytes_since(self, num_put: int) -> int:
-        """Bytes held by the weight gradients that the current B has put since `num_put` was so many."""
+        """Bytes held by the weight gradients that the current B has put after the first `num_put`."""
         deferred = self._bundle[num_put:]
         return sum({cdata: size for one in deferred for cdata, size in one.held.items()}.values())
 
@@ -109,9 +109,9 @@ class WeightGradStore:
         self._bundle = []
 
     def pop(self, chunk: int, microbatch: int) -> None:
-        """Run the oldest W of `chunk`, which must be that of `microbatch`, and release what it held."""
+        """Run the oldest W of `chunk`, which must be the W of `microbatch`, and release its tensors."""
         # In the order of B, from the last layer to the first, as autograd would run them.
-        _run([(microbatch, deferred) for deferred in self._take(chunk, microbatch)], lambda microbatch: None)
+        _run_in_order([(microbatch, deferred) for deferred in self._take(chunk, microbatch)], lambda microbatch: None)
 
     def pop_by_parameter(self, chunk: int, microbatches: Sequence[int], before: Callable[[int], None]) -> None:
         """Run the oldest W of `chunk`, which must be those of `microbatches`, parameter by parameter.
@@ -119,7 +119,7 @@ class WeightGradStore:
         Parameters come in the order of B, from the last layer to the first, and the microbatches of each parameter in
         the given order. `before` is called with the microbatch before each W.
         """
-        _run(self._take_by_parameter(chunk, microbatches), before)
+        _run_in_order(self._take_by_parameter(chunk, microbatches), before)
 
     def _take_by_parameter(self, chunk: int, microbatches: Sequence[int]) -> list[tuple[int, _Deferred]]:
         by_parameter: dict[Hashable, list[tuple[int, _Deferred]]] = {}
@@ -146,7 +146,7 @@ class WeightGradStore:
         self._start_bundle()
 
 
-def _run(pending: list[tuple[int, _Deferred]], before: Callable[[int], None]) -> None:
+def _run_in_order(pending: list[tuple[int, _Deferred]], before: Callable[[int], None]) -> None:
     """Run weight gradients in order, releasing each once it has run; each is started before the previous one runs."""
     pending.reverse()
     if pending:

@@ -1,4 +1,4 @@
-"""What runs when: schedules as values, their costs, their bubbles. Pure Python, no torch."""
+"""Schedules as values, with their costs and bubbles. Pure Python, no torch."""
 
 from megatron.zero_bubble.schedule.analysis import Bubble, bubbles, critical_path
 from megatron.zero_bubble.schedule.costs import StageCosts

@@ -30,19 +30,19 @@ class Bubble:
     """The time of one rank within the makespan that is not spent on compute operations, by cause."""
 
     warmup: float
-    """Before the rank's first F: the pipeline fills."""
+    """Idle before the rank's first F, while the pipeline fills."""
     waiting_for_forward: float
-    """Before a later F, whose input is not there yet."""
+    """Idle before a later F whose input has not arrived."""
     waiting_for_backward: float
-    """Before a B or BW, whose gradient is not there yet."""
+    """Idle before a B or BW whose gradient has not arrived."""
     waiting_for_validation: float
-    """Before a VALIDATE: the state of all gradients of the iteration before is not there yet."""
+    """Idle before a VALIDATE, until the state of all gradients of the previous iteration is known."""
     communication: float
     """Sending and receiving, where that occupies the rank."""
     tail: float
-    """After the rank's last operation: the pipeline drains."""
+    """Idle after the rank's last operation, while the pipeline drains."""
     waiting_for_copy: float = 0
-    """Before a D, whose copy to the host has not ended, or a backward, whose activations are not back yet."""
+    """Idle before a D whose copy to the host has not ended, or before a backward whose activations are not back yet."""
     streams: float = 0
     """Waiting only because a message or launch is in line behind another on the GPU (see `schedule.streams`)."""
 
@@ -245,7 +245,7 @@ def idle_ranks_over_time(timeline: Timeline) -> Steps:
 
 
 def memory_over_time(timeline: Timeline, rank: int) -> Steps:
-    """What the operations of `rank` hold, over time, in the unit of the costs."""
+    """Memory in use by the operations of `rank` over time, in the unit of the costs."""
     steps: Steps = [(0, 0)]
     held = memory_held(timeline.schedule, timeline.costs, rank)
     for timed, (_, during, after) in zip(timeline.lanes[rank], held, strict=True):

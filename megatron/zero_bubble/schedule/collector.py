@@ -1,4 +1,4 @@
-"""Pauses Python's collector of reference cycles where millions of small values are made."""
+"""Pauses Python's garbage collector while millions of small values are created."""
 
 from __future__ import annotations
 

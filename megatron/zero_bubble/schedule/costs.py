@@ -38,7 +38,7 @@ class StageCosts:
     release at their end, so `memory_b` and `memory_w` are negative or zero as a rule. BW costs B and
     W together.
 
-    `memory_f` is what F holds if it keeps everything. Where a schedule has an R for a microbatch, its F holds
+    `memory_f` is the memory of an F that keeps all activations. Where a schedule has an R for a microbatch, its F holds
     `memory_r` less, and R allocates that; R takes `time_r`. Both are zeros by default: nothing can be recomputed.
     `num_blocks` are the blocks of layers, each with a forward of its own, into which a stage can divide its
     recomputation (see `in_groups`); 0 if that is not known. `memory_outside` is the part of what a microbatch holds
@@ -48,7 +48,7 @@ class StageCosts:
     releases `memory_d`, and H, whose copy occupies the link for `time_h`, allocates that again.
 
     `all_to_all_f` and `all_to_all_b` are the parts of `time_f` and `time_b` in which a stage exchanges tokens between
-    experts and computes nothing. In a pair they pass while the other operation computes.
+    experts and computes nothing. In a pair these messages pass while the other operation computes.
 
     The operations E, EW, S and T on the vocabulary shard of a rank take `time_e`, `time_ew`, `time_s` and `time_t` of
     the rank's first chunk; those of its other chunks are zeros. S allocates `memory_s`, and T changes it by `memory_t`.
@@ -169,8 +169,8 @@ class StageCosts:
     def time_of_pair(self, forward: int, backward_kind: OpKind, backward: int) -> float:
         """Time of a pair: a forward and a backward of these stages, which exchange tokens while the other computes.
 
-        A rank has one link and computes one operation at a time: the longer of all that it computes and all that it
-        exchanges.
+        A rank has one link and computes one operation at a time, so the pair takes the longer of its whole computation
+        and its whole exchange.
         """
         exchanged = self.all_to_all_f[forward] + self.all_to_all_b[backward]
         whole = self.time_f[forward] + self.times()[backward_kind][backward]
@@ -194,7 +194,7 @@ class StageCosts:
         )
 
     def recomputing_in_backward(self) -> StageCosts:
-        """The costs of a schedule without R whose every backward recomputes what its F did not keep."""
+        """The costs of a schedule without R in which every backward recomputes the activations that its F dropped."""
         return replace(
             self.keeping_everything(),
             time_b=tuple(map(add, self.time_b, self.time_r)),
@@ -203,9 +203,9 @@ class StageCosts:
         )
 
     def in_groups(self, groups: Sequence[int]) -> StageCosts:
-        """The costs of a schedule whose stages restore their activations in so many groups of blocks.
+        """The costs of a schedule whose stages restore their activations in `groups` groups of blocks.
 
-        Of a stage with several groups F keeps the last group, or R restores it. B restores each of the others right
+        In a stage with several groups, F keeps the last group, or R restores it. B restores each of the others right
         before it runs through it, and runs the weight gradients of all groups but the first, which is its last, so that
         at no time more than one group is there.
 
@@ -294,7 +294,7 @@ class StageCosts:
         return int(self.num_blocks[stage] + 1e-6)
 
     def keeping_everything(self) -> StageCosts:
-        """The costs of a schedule without R: every F keeps what its backward needs."""
+        """The costs of a schedule without R: every F keeps the activations for its backward."""
         return replace(self.at_once(), time_r=(), memory_r=())
 
     def at_once(self) -> StageCosts:
@@ -332,7 +332,7 @@ class StageCosts:
         return replace(self, **per_rank, time_comm=self.time_comm[: placement.num_ranks - 1])
 
     def _sum(self, names: Sequence[str]) -> tuple[float, ...]:
-        """The sum of these fields for every stage; zeros if there are none."""
+        """The sum of the given fields for every stage; zeros without fields."""
         columns = [getattr(self, name) for name in names]
         return tuple(map(sum, zip(*columns, strict=True))) if columns else (0,) * self.num_stages
 

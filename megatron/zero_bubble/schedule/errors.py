@@ -1,4 +1,4 @@
-"""What can be wrong with a schedule.
+"""Errors of schedules.
 
 ValueError
 └── ScheduleError            anything below; the message is one line for the user

@@ -1,7 +1,7 @@
-"""What every operation waits for, and the messages between ranks.
+"""Dependencies of operations, and messages between ranks.
 
-An operation is named here by its stage, not by its rank and chunk: see `Node`. What a kind needs and which messages
-it receives and sends is in the table `KINDS`; this module finds the stages and ranks.
+An operation is named here by its stage, not by its rank and chunk: see `Node`. The table `KINDS` lists the needs and
+messages of each kind; this module derives the stages and ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron.zero_bubble.schedule.ir import MAX_STAGES, Op, Placement, Schedule
 from megatron.zero_bubble.schedule.kinds import COLLECTIVES, KINDS, MESSAGES, Need, OpKind, Place
 
 Node = tuple[OpKind, int, int]
-"""(result, stage, microbatch): what an operation makes. Results are named as in `KindFacts.makes`."""
+"""The result of an operation: (result, stage, microbatch). Results are named as in `KindFacts.makes`."""
 
 
 class Arrival(NamedTuple):
@@ -55,7 +55,7 @@ class Source(NamedTuple):
 
 @lru_cache(maxsize=MAX_STAGES)
 def sources(placement: Placement, kind: OpKind, stage: int) -> tuple[Source, ...]:
-    """Where the operations of `kind` in `stage` find what they need; whatever their microbatch, it is the same."""
+    """The sources on which the operations of `kind` in `stage` depend; they are the same for every microbatch."""
     rank = placement.rank_of(stage)
     return tuple(
         Source(
@@ -88,7 +88,7 @@ def _needed(schedule: Schedule, rank: int, op: Op) -> Iterator[tuple[Source, Nod
 
 
 _NEIGHBOURS = {Place.SAME_STAGE: 0, Place.STAGE_BEFORE: -1, Place.STAGE_AFTER: 1}
-"""Places that are so many stages after an operation's own."""
+"""Place -> distance in stages from the operation's own stage."""
 
 
 def _stages_at(placement: Placement, stage: int, place: Place) -> list[int]:
@@ -164,7 +164,7 @@ def exchanges_after(schedule: Schedule, rank: int, op: Op) -> tuple[Op, ...]:
 
 
 def collective_kinds(schedule: Schedule) -> tuple[OpKind, ...]:
-    """The kinds of collectives that `schedule` needs: those whose result it uses. Every microbatch has each once."""
+    """The kinds of collectives whose results `schedule` uses. Every microbatch has each once."""
     if not schedule.is_vocabulary_parallel:
         return ()
     return tuple(kind for kind, collective in COLLECTIVES.items() if collective.user in schedule.kinds)

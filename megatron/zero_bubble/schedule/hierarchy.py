@@ -26,7 +26,7 @@ class Hierarchy:
     """Levels from the smallest group to all replicas, and the synchronous iterations before the first local one.
 
     Raises:
-        ValueError: the levels do not make a hierarchy; says what would.
+        ValueError: the levels are not a hierarchy; the message says which levels would be.
     """
 
     levels: tuple[Level, ...]

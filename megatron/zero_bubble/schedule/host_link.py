@@ -1,4 +1,4 @@
-"""When the copies between a rank's device and its host pass, and what makes a schedule with such copies valid."""
+"""Times of the copies between a rank's device and its host, and the rules for schedules with such copies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LinkTimes:
         self._free: float = 0
         self._goes = frozenset((op.microbatch, op.chunk) for op in schedule.ops[rank] if op.kind is OpKind.D)
         self._out: dict[_Key, float] = {}
-        """When the copy to the host of a microbatch and chunk ends."""
+        """(microbatch, chunk) -> end of the copy to the host."""
         self._back: dict[_Key, float] = {}
 
     @classmethod
@@ -82,7 +82,7 @@ def times_of_return(timeline: Timeline, rank: int) -> dict[Op, float]:
 
 
 def check_copies(schedule: Schedule, rank: int) -> None:
-    """Raise `InvalidSchedule` unless every D of a rank has its H, and no other way to restore the activations."""
+    """Raise `InvalidSchedule` unless every D of a rank has an H, and no other operation restores its activations."""
     if not schedule.offloads:
         return
     ops, in_pairs = schedule.op_sets[rank], forwards_in_pairs(schedule, rank)
@@ -113,8 +113,8 @@ def without_copies(schedule: Schedule) -> Schedule:
 def with_copies_everywhere(schedule: Schedule) -> Schedule:
     """The same schedule, without communication, with copies that measure their costs on every stage.
 
-    The first microbatch of a stage is copied to the host right after its F, and back right before its backward. If it
-    has an R, that is left out. A stage that restores activations in groups of layers keeps them.
+    The first microbatch of a stage is copied to the host right after its F, and back right before its backward. An
+    existing R is left out. A stage that restores activations in groups of layers keeps them.
     """
     schedule = without_copies(schedule.without_communication())
     if not BACKWARDS & schedule.kinds:

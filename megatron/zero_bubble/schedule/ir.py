@@ -1,7 +1,7 @@
 """The values that describe a schedule: `Op`, `Placement`, `Schedule`.
 
-A schedule says in which order every pipeline rank runs its operations and nothing else. It holds no
-times and no idle slots: a bubble is what `simulate` finds, not something that is written down.
+A schedule says in which order every pipeline rank runs its operations and nothing else. It has neither times nor idle
+slots: `simulate` computes the bubbles.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_OPERATIONS = 4_000_000
 """The most F, B and W of a schedule: about a minute of work, and some gigabytes, in one process."""
 
 _WORDS = {kind.value: kind for kind in OpKind} | {"WT": OpKind.W}
-"""`WT` is what release 0.1 wrote for a W after a rank's last backward."""
+"""Release 0.1 wrote `WT` for a W after a rank's last backward."""
 _WORD = re.compile(r"(&?[A-Z_]+)(\d{1,9})(?:\.(\d{1,9}))?", re.ASCII)
 
 
@@ -187,7 +187,7 @@ class Schedule:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether any W is an operation of its own."""
+        """Whether the schedule has W as a separate operation."""
         return OpKind.W in self.kinds
 
     @property

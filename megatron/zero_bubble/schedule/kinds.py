@@ -14,14 +14,14 @@ from typing import NamedTuple
 
 
 class OpKind(str, Enum):
-    """What an operation does. The value is the word that is printed; `KINDS` says all else."""
+    """The kind of an operation. The value is the word that is printed; `KINDS` says all else."""
 
     F = "F"
     """Forward of one microbatch through one stage."""
     B = "B"
-    """Backward, gradient of the input only: what the previous stage waits for."""
+    """Backward, gradient of the input only: the previous stage waits for it."""
     W = "W"
-    """Backward, gradient of the weights only: what nobody waits for."""
+    """Backward, gradient of the weights only: no operation waits for it."""
     BW = "BW"
     """Backward, both gradients in one operation, as autograd computes them."""
     PB = "&B"
@@ -45,7 +45,7 @@ class OpKind(str, Enum):
     L = "L"
     """Loss of one microbatch, from the softmax of all ranks. Only the last rank has it."""
     T = "T"
-    """Weight gradient of the output layer's rows in this rank's vocabulary shard: what nobody waits for."""
+    """Weight gradient of the output layer's rows in this rank's vocabulary shard: no operation waits for it."""
     SEND_FORWARD = "SEND_FORWARD"
     RECV_FORWARD = "RECV_FORWARD"
     SEND_BACKWARD = "SEND_BACKWARD"
@@ -73,7 +73,7 @@ class OpKind(str, Enum):
 
 
 class Place(Enum):
-    """Where a result that an operation needs is made, seen from the operation's own stage."""
+    """The stage or rank that produces a needed result, relative to the operation's own stage."""
 
     SAME_STAGE = "same stage"
     STAGE_BEFORE = "stage before"
@@ -111,7 +111,7 @@ class Message(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """What all ranks exchange at once: one rank gives to all, or all give to one.
+    """A collective of all ranks: a broadcast from one rank, or a sum on one rank.
 
     Every rank has the operation, and all ranks have their collectives in one order.
     """
@@ -124,7 +124,7 @@ class Collective(NamedTuple):
 
 @dataclass(frozen=True)
 class KindFacts:
-    """What follows from the kind of an operation: a row of `KINDS`."""
+    """Properties of one kind of operation: a row of `KINDS`."""
 
     makes: tuple[OpKind, ...] = ()
     """The results that other operations can need, named by the kind that makes this result alone."""
@@ -146,7 +146,8 @@ class KindFacts:
     link: str = ""
     """The field of `StageCosts` that is the time for which its copy occupies the rank's host link, if it copies."""
     undoes_memory_of: OpKind | None = None
-    """Where a schedule has this operation, the one of that kind and the same microbatch allocates so much less."""
+    """The operation of that kind for the same microbatch allocates less by the memory of this operation, where a
+    schedule has it."""
     waiting: str = ""
     """The field of `Bubble` that counts the time a rank waits for its inputs."""
     in_order: str = ""
@@ -156,7 +157,7 @@ class KindFacts:
     runs_on: Place = Place.SAME_STAGE
     """Where it runs: in every stage, or once on each rank or on the last one, as an operation of chunk 0."""
     adds_gradient: bool = False
-    """Whether it computes gradients. What does not can be run again."""
+    """Whether it computes gradients. Other operations can run again."""
     runs_ahead: bool = False
     """Whether a rank runs it, where there is time, long before its first forward arrives: its span begins later."""
     is_per_iteration: bool = False
@@ -182,7 +183,7 @@ _BACKWARD = KindFacts(
     adds_gradient=True,
     waiting="waiting_for_backward",
 )
-"""What the operations that make the gradient of a stage's input have in common."""
+"""Facts common to all operations that compute the gradient of a stage's input."""
 
 KINDS: Mapping[OpKind, KindFacts] = MappingProxyType(
     {
@@ -375,7 +376,7 @@ KINDS: Mapping[OpKind, KindFacts] = MappingProxyType(
         ),
     }
 )
-"""The one place that says what each kind needs, costs and looks like."""
+"""The single table of the needs, costs and looks of each kind of operation."""
 
 MESSAGES: Mapping[OpKind, Message] = MappingProxyType(
     {kind: facts.message for kind, facts in KINDS.items() if facts.message is not None}

@@ -1,4 +1,4 @@
-"""The streams of NCCL's messages, and what each rank's host launches on them."""
+"""The streams of NCCL's messages, and the launches of each rank's host on them."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ class End:
 
 
 class StreamLaunch(NamedTuple):
-    """What the host launches for all operations of one kind and chunk: a computation, or one end of a message."""
+    """The launch for the operations of one kind and chunk: a computation, or one end of a message."""
 
     time: float
     """How long the computation or the message takes."""
     end: End | None
-    """The stream of the message, or of the one that brings a computation its input; None if nothing does."""
+    """The stream of the message, or for a computation the stream of its input message; None without one."""
     computes: bool
     """Whether it runs on the compute stream; otherwise it is one end of a message."""
     indices: dict[int, int]
@@ -91,10 +91,10 @@ class Host:
         self._indices: dict[tuple[OpKind, int], dict[int, int]] = {}
         """Kind and chunk of messages -> their numbers."""
         self.time_of_reduction = collective_time(costs) if costs is not None else 0
-        """How long the reduction takes that a STEP starts."""
+        """Duration of the reduction that a STEP starts."""
 
     def of(self, kind: OpKind, chunk: int) -> StreamLaunch:
-        """What is launched for the operations of a kind and chunk."""
+        """Return the launch for the operations of a kind and chunk."""
         op = Op(kind, 0, chunk)
         if kind is OpKind.STEP:
             return StreamLaunch(0, None, True, {})

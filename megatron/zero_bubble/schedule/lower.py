@@ -81,7 +81,7 @@ class _Message(NamedTuple):
 
 
 class _Channel(NamedTuple):
-    """What one rank sends to another, in the order of sending."""
+    """The messages from one rank to another, in the order of sending."""
 
     source: int
     destination: int
@@ -140,7 +140,7 @@ class _Route(NamedTuple):
 
 
 def _route(placement: Placement, costs: StageCosts, source: int, op: Op) -> _Route | None:
-    """Return the route of results such as that of `op` of rank `source`; None if no other rank wants them."""
+    """Return the route of the results of `op` on rank `source`; None if no other rank needs them."""
     send = send_after(placement, source, op)
     if send is None:
         return None
@@ -189,7 +189,7 @@ def _with_communication(
 
 
 def _turns(channel: _Channel, order: SerialOrder) -> list[int]:
-    """Return for each message the place in the serial order of what makes the one before it; -1 for the first."""
+    """Return, for each message, where the serial order computes the message before it; -1 for the first."""
     return [-1, *(order.numbers[channel.source][message.maker] for message in channel.messages[:-1])]
 
 

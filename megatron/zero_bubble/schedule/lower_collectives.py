@@ -21,13 +21,14 @@ class PlacedCollective(NamedTuple):
 
     op: Op
     before: tuple[int, ...]
-    """For every rank, the computation before which it takes part."""
+    """For every rank, the computation before which the rank joins the collective."""
     turn: int
     """The place in the serial order of the computation after which the collective before this one is complete."""
 
 
 def place_collectives(schedule: Schedule, order: SerialOrder, costs: StageCosts) -> list[PlacedCollective]:
-    """The collectives of a schedule, in the order in which all ranks run them: that of their last makers in `order`.
+    """The collectives of a schedule in the order in which all ranks run them: the order of their last contributions in
+    `order`.
 
     A rank takes part before the computation that it runs when the collective can begin, which is when the last maker
     has ended and the collective before is complete. With one hardware queue a rank that takes part while the one
@@ -37,10 +38,10 @@ def place_collectives(schedule: Schedule, order: SerialOrder, costs: StageCosts)
     No schedule stands still for its collectives, however long its operations take. Run all computations one at a time,
     in `order`. Each collective is complete before the first of its users, and before a rank takes part in
     the next one: its last rank takes part before any user of it or of a later collective, and no rank takes
-    part in the next one before that. So when it is a computation's turn, all it waits for is complete, and so is
-    what launches before it wait for. All ranks take part on the same side of VALIDATE.
+    part in the next one before that. So when a computation starts, its own inputs and the inputs of all earlier
+    launches are complete. All ranks take part on the same side of VALIDATE.
 
-    Raises `InvalidSchedule` if an operation that makes what a collective carries is missing.
+    Raises `InvalidSchedule` if an operation that contributes to a collective is missing.
     """
     collectives = _collectives(schedule, order)
     time = collective_time(costs)

@@ -20,10 +20,9 @@ _ALLOCATES_LATER: dict[OpKind, tuple[OpKind, ...]] = {
 
 
 def memory_held(schedule: Schedule, costs: StageCosts, rank: int) -> Iterator[tuple[Op, float, float]]:
-    """For every compute operation of `rank`: the operation, what the rank holds while it runs, and after it.
+    """Yield every compute operation of `rank` with the rank's memory during and after it.
 
-    What an operation adds it adds at its start; what it releases it releases at its end. The unit is
-    that of the costs' memory.
+    An operation allocates memory at its start, and releases memory at its end. The unit is that of the costs' memory.
     """
     held: float = 0
     ops = tuple(schedule.compute_ops(rank))
@@ -78,5 +77,5 @@ def peak_memory(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
     """For every rank, the most that its operations hold at once."""
     by_kind = costs.in_groups(schedule.groups).memory()
     lanes = schedule.without_communication().ops
-    # What releases memory holds no more while it runs than was held after the operation before it.
+    # An operation that releases memory needs no more while it runs than the memory in use before it.
     return tuple(max(accumulate(_changes(schedule, by_kind, rank, ops), initial=0)) for rank, ops in enumerate(lanes))

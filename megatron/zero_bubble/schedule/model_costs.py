@@ -11,7 +11,8 @@ from megatron.zero_bubble.schedule.errors import ScheduleError
 from megatron.zero_bubble.schedule.ir import Placement
 
 COLLECTIVES_OF = {"time_e": 1.5, "time_s": 2, "time_t": 0.5, "time_ew": 1}
-"""Collectives around each operation on a vocabulary shard; one with a number a token, or none at all, counts half."""
+"""Number of collectives around each operation on a vocabulary shard. A collective with at most one number a token
+counts half."""
 
 Partition = tuple[int, ...]
 """Layers of every stage, in model order. The embedding is in the first stage, the output in the last."""
@@ -32,7 +33,7 @@ class UnitCosts:
     num_blocks: float = 0
     """1 for a layer that can be recomputed alone."""
     state: float = 0
-    """Memory of the unit's parameters, gradients and optimizer states, which is held all the time."""
+    """Memory of the unit's parameters, gradients and optimizer states, which is in use all the time."""
     all_to_all_f: float = 0
     all_to_all_b: float = 0
 
@@ -81,7 +82,7 @@ class ModelCosts:
         """The costs of the same model with embedding and output layer in equal parts on all ranks.
 
         An S computes the forward of its rows and their part of the input's gradient, a T the gradient of their weight.
-        What the output keeps for its backward S keeps for T.
+        With vocabulary shards, S keeps for T the memory that the output layer keeps for its backward.
         """
         embedding, output = self.embedding, self.output
         shard = {

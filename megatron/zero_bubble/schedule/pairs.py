@@ -49,7 +49,7 @@ def forwards_in_pairs(schedule: Schedule, rank: int) -> frozenset[Op]:
 
 
 def times_in_pairs(schedule: Schedule, costs: StageCosts, rank: int) -> dict[Op, float]:
-    """The time of each operation of `rank` that runs in a pair: the backward has that of both, the forward none."""
+    """The time of each operation of `rank` in a pair: the backward has the time of the whole pair, the forward none."""
     times: dict[Op, float] = {}
     if schedule.kinds.isdisjoint(PAIRED):
         return times

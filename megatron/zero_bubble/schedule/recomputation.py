@@ -12,7 +12,7 @@ from megatron.zero_bubble.schedule.kinds import BACKWARDS, OpKind
 
 
 class Recompute(str, Enum):
-    """What a schedule recomputes: where it has an R for a microbatch, F drops that microbatch's activations."""
+    """Recomputation in schedules: F drops the activations of every microbatch that has an R."""
 
     NONE = "none"
     """Nothing: every F keeps its activations."""
@@ -40,7 +40,7 @@ def with_recomputation(schedule: Schedule) -> Schedule:
 
     R needs nothing from the next stage, so that it runs while the gradient is still on its way. It takes no more memory
     than a recomputation within the backward, because its rank runs nothing in between. A microbatch whose backward
-    follows its F at once keeps its activations: that takes no memory that R would not take, and no time.
+    follows its F at once keeps its activations, which costs no more memory than R would and saves its time.
     """
     schedule = without_recomputation(schedule)
     return replace(schedule, ops=tuple(tuple(_with_recomputation(ops)) for ops in schedule.ops))

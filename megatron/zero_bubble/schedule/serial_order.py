@@ -75,7 +75,7 @@ class SerialOrder:
             for position, (_, start, stop) in enumerate(lane)
             if not stop > start
         }
-        # Equals keep their order when they are sorted, so that what decides first is sorted by last.
+        # Sorting is stable, so the most important key is sorted by last.
         order = [k for k in range(len(stops)) if k not in turns] + sorted(turns, key=turns.__getitem__)
         order.sort(key=stops.__getitem__)
         if OpKind.VALIDATE in timeline.schedule.kinds:
@@ -91,7 +91,7 @@ class SerialOrder:
         return [numbers[first:end] for first, end in pairwise(firsts)]
 
     def _turn(self, rank: int, position: int) -> tuple[float, bool]:
-        """What decides between operations that take no time and end at the same moment.
+        """The order of operations that take no time and end at the same moment.
 
         One that waits for another comes later in unit times.
         """

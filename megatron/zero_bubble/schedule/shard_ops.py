@@ -1,4 +1,4 @@
-"""The pass that spreads embedding and output layer over all ranks, and adds what they run on their vocabulary shards.
+"""The pass that spreads embedding and output layer over all ranks, and adds the operations on vocabulary shards.
 
 Every rank holds the same number of rows of both weights ("Balancing Pipeline Parallelism with Vocabulary
 Parallelism", arXiv 2411.05288, algorithm 2). The last stage's backward then waits until all ranks have run S, so that
@@ -24,7 +24,7 @@ LEAD = 2
 
 
 def interval(schedule: Schedule, costs: StageCosts) -> float:
-    """The time that one microbatch takes of the busiest rank."""
+    """The work of one microbatch on the busiest rank."""
     return max(schedule.placement.sums([costs.work(stage) for stage in range(schedule.num_stages)]))
 
 
@@ -85,7 +85,7 @@ def without_vocabulary(schedule: Schedule) -> Schedule:
 
 
 _Timed = tuple[float, int, int, Op]
-"""When an operation is to start, and what decides between those that start at the same time."""
+"""Sort key of operations: the planned start, then an order for operations that start at the same time."""
 
 
 class _Times:

@@ -1,4 +1,4 @@
-"""(Schedule, StageCosts) -> Timeline: when every operation runs, and what that costs."""
+"""Simulates schedules: (Schedule, StageCosts) -> Timeline, the start and end of every operation."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class _Wait(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """What all operations of one kind in one stage have in common."""
+    """Facts common to all operations of one kind in one stage."""
 
     time: float
     plain_waits: tuple[tuple[int, float | None], ...]
@@ -83,7 +83,7 @@ class _Step(NamedTuple):
     waits: tuple[_Wait, ...]
     """The waits, where any is not as plain as that."""
     slots: tuple[int, ...]
-    """Where the ends of microbatch 0's results are noted."""
+    """Index at which the ends of microbatch 0's results are stored."""
     sending: float
     """How long the message with the result occupies the sender."""
 

@@ -118,7 +118,8 @@ def without_post_validation(schedule: Schedule) -> Schedule:
 
 
 def _closed(schedule: Schedule, counts: list[int]) -> list[int]:
-    """For every rank, the most forwards before VALIDATE, up to `counts`, whose inputs are made by such forwards."""
+    """For every rank, the largest number of forwards before VALIDATE, up to `counts`, whose inputs come from forwards
+    before VALIDATE."""
     while True:
         early = [ops[:count] for ops, count in zip(schedule.ops, counts, strict=True)]
         results = _results(schedule, early)
@@ -132,7 +133,7 @@ def _closed(schedule: Schedule, counts: list[int]) -> list[int]:
 
 
 def _results(schedule: Schedule, ops: Sequence[Iterable[Op]]) -> set[Node]:
-    """What these compute operations of every rank make."""
+    """Results of these compute operations, of every rank."""
     return {node for rank, own in enumerate(ops) for op in own for node in nodes_of(schedule.placement, rank, op)}
 
 
@@ -196,7 +197,7 @@ def check_post_validation(schedule: Schedule) -> None:
 
 
 def _check_inputs_before_validation(schedule: Schedule) -> None:
-    """Raise `InvalidSchedule` if an operation before VALIDATE needs what is made or exchanged after one."""
+    """Raise `InvalidSchedule` if an operation before VALIDATE needs a result or a message from after a VALIDATE."""
     early = [before_validation(schedule, rank) for rank in range(schedule.num_ranks)]
     computations = [[op for op in ops if op.kind not in COMMUNICATION] for ops in early]
     results = _results(schedule, computations)

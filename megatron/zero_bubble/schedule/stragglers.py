@@ -1,4 +1,4 @@
-"""What stragglers among replicas cost: simulates steps of replicas that wait for the others of their group."""
+"""Simulates stragglers: steps of replicas that wait for the other replicas of their group."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Stragglers:
 
     num_replicas: int
     kind: StragglerKind = "random"
-    """`random`: in each step another replica may straggle. `fixed`: it is always replica 0."""
+    """`random`: a randomly drawn replica straggles in each step. `fixed`: it is always replica 0."""
     slowdown: float = 5.0
     """How many times as long as the others a straggler takes."""
     probability: float = 1.0
@@ -32,7 +32,7 @@ class Stragglers:
         random = Random(self.seed)
         steps = []
         for _ in range(num_steps):
-            # Both are drawn in every step, so that other probabilities leave the replicas as they are.
+            # Both are drawn in every step, so that the slow replicas do not depend on the probability.
             replica, draw = random.randrange(self.num_replicas), random.random()
             times = [1.0] * self.num_replicas
             if draw < self.probability:
@@ -55,7 +55,7 @@ class ReplicaStep:
 def simulate_replicas(
     times: Sequence[Sequence[float]], hierarchy: Hierarchy | None, time_average: float = 0.0
 ) -> list[list[ReplicaStep]]:
-    """Simulate steps of replicas and return, for each step, that of every replica.
+    """Simulate steps of replicas; return the step of every replica, for each step.
 
     Args:
         times: for each step the time that each replica computes.
@@ -86,7 +86,7 @@ def time_per_step(times: Sequence[Sequence[float]], hierarchy: Hierarchy | None,
 def scaled(hierarchy: Hierarchy, period: int) -> Hierarchy | None:
     """Return the levels with other periods, in the same proportions, so that all replicas average every `period` steps.
 
-    None if a period would not be whole, or not at least 1.
+    None if a period would not be a whole number of at least 1.
     """
     last = hierarchy.levels[-1].period
     if any(level.period * period % last for level in hierarchy.levels):

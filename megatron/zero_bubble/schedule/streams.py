@@ -1,15 +1,14 @@
 """Simulates the messages of a lowered schedule on NCCL's streams: when each passes, and whether any never does.
 
-Every channel, an ordered pair of ranks, is a communicator with a stream of its own. A send or receive starts when
-its rank's compute stream has reached the point where it was posted and the previous message of its channel is
-complete. A message is complete when both of its ends have started and the time that it takes has passed; the
-operation that uses it waits for that. The collectives of vocabulary shards are messages with an end on every rank,
-on one stream.
+Every channel, an ordered pair of ranks, is a communicator with a separate stream. A send or receive starts when its
+rank's compute stream has reached the point where it was posted and the previous message of its channel is complete. A
+message is complete when both of its ends have started and the time that it takes has passed; the operation that uses it
+waits for that. The collectives of vocabulary shards are messages with an end on every rank, on one stream.
 
 A GPU takes launches from hardware queues. With many of them that is all. With one, the launches of a rank stand in
-line: the first waits until what came before it on its own stream is complete, and all others wait behind it. A
-send or receive that is posted while the previous message of its channel is on its way then holds up the computation
-behind it, which may be the very one that this message needs.
+line: the first waits until what came before it on its own stream is complete, and all others wait behind it. A send or
+receive that is posted while the previous message of its channel is on its way then blocks the computation behind it, on
+which this very message may depend.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 The gradient of a parameter can be reduced over the data-parallel replicas once its last W is done. In microbatch
 order that is in the very last W for all parameters alike. The W's after a rank's last B depend on
 nothing any more, so they can be done parameter by parameter: all microbatches of one, which is reduced while the
-next one's are computed ("Zero Bubble Pipeline Parallelism", appendix A). What is added to one parameter keeps its
-order, and with it its bits. A rank with a vocabulary shard runs its last T's before them and its last EW's, which wait
-for the first rank, after them: either way the gradients of one weight.
+next one's are computed ("Zero Bubble Pipeline Parallelism", appendix A). The order of sums into one parameter stays,
+and with it the bits. A rank with a vocabulary shard runs its last T's before them and its last EW's, which wait for the
+first rank, after them: either way the gradients of one weight.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline
 _GRADIENTS = frozenset(kind for kind, facts in KINDS.items() if facts.adds_gradient and OpKind.B not in facts.makes)
 """The operations that compute gradients of weights alone."""
 _LAST_COLLECTIVES = frozenset(kind for kind, collective in COLLECTIVES.items() if collective.maker is OpKind.B)
-"""The collectives that only a backward makes, so that they stand between the last gradients, too."""
+"""The collectives to which only a backward contributes; they also occur among the last gradients."""
 
 
 def reorder_tail(schedule: Schedule) -> Schedule:

@@ -44,9 +44,11 @@ class Idle:
     """The share of all ranks' time that is not work, in two parts; a rank's time is the longest span of any rank."""
 
     imbalance: float
-    """What the partition fixes: the share that the ranks idle because the busiest one has more work than they have."""
+    """The imbalance: the idle share that follows from the partition, because ranks have less work than the busiest
+    rank."""
     bubble: float
-    """What the order fixes: the share of the longest span that is not the busiest rank's work, the bubble rate."""
+    """The bubble rate: the idle share that follows from the order, as the part of the longest span without work of the
+    busiest rank."""
 
     @classmethod
     def of(cls, spans: Sequence[float], work: Sequence[float]) -> Idle:
@@ -58,7 +60,7 @@ class Idle:
 
     @property
     def total(self) -> float:
-        """Both parts together: 1 - sum of the work / (number of ranks x longest span)."""
+        """Imbalance and bubble rate together: 1 - sum of the work / (number of ranks x longest span)."""
         return self.imbalance + self.bubble
 
     def __str__(self) -> str:
@@ -97,7 +99,7 @@ class Timeline:
 
     @cached_property
     def computations(self) -> tuple[Sequence[TimedOp], ...]:
-        """The lanes with one entry for each pair: that of its backward."""
+        """The lanes, in which a pair of operations is one entry, in the place of its backward."""
         in_pairs = [forwards_in_pairs(self.schedule, rank) for rank in range(len(self.lanes))]
         return tuple(
             [timed for timed in lane if timed.op not in forwards] if forwards else lane
@@ -123,7 +125,7 @@ class Timeline:
 
     @property
     def cost(self) -> float:
-        """The longest span of a rank: what a training step takes when steps follow each other closely."""
+        """The longest span of a rank: the time of a training step when steps interlock."""
         return max(self.spans)
 
     @property
@@ -146,7 +148,7 @@ class Timeline:
 
     @cached_property
     def idle(self) -> Idle:
-        """The share of all ranks' time that is not work, by what fixes it."""
+        """The idle share of all ranks' time, divided into imbalance and bubble."""
         return Idle.of(self.spans, self.work)
 
     @property

@@ -112,7 +112,7 @@ def _row_size(schedule: Schedule, rank: int) -> int:
 
 
 _IN_ORDER = tuple(kind for kind, facts in KINDS.items() if facts.in_order)
-"""The results that are made once for each microbatch, in microbatch order."""
+"""The results that must be computed once for each microbatch, in microbatch order."""
 
 
 def _makers(result: OpKind) -> tuple[OpKind, ...]:
@@ -123,7 +123,7 @@ def _makers(result: OpKind) -> tuple[OpKind, ...]:
 _MADE_IN_ORDER = {
     kind: tuple(result for result in facts.makes if KINDS[result].in_order) for kind, facts in KINDS.items()
 }
-"""For every kind of operation, those of its results."""
+"""Kind of operation -> its results."""
 _MAKERS = {result: _makers(result) for result in KINDS}
 """For every result, the kinds of operation that make it, those that make more than that first."""
 
@@ -175,7 +175,7 @@ def _check_order(schedule: Schedule, rank: int) -> None:
 
 
 def _check_own_rank(schedule: Schedule, rank: int, rows: _Rows) -> None:
-    """What an operation needs from its own rank stands before it."""
+    """Check that inputs from an operation's own rank come before it."""
     placement = schedule.placement
     for (kind, chunk), row in rows.items():
         if kind in COMMUNICATION:

@@ -105,8 +105,8 @@ def iterations_of_samples(train_samples: int, global_batch_size: int, rampup: Se
     """The number of iterations that train on `train_samples` samples; what is left of the last batch is dropped.
 
     Args:
-        rampup: the values of `--rampup-batch-size`. While the batch grows, Megatron-LM counts an iteration that begins
-            before the last sample, even where it goes beyond.
+        rampup: the values of `--rampup-batch-size`. While the batch grows, Megatron-LM counts every iteration that
+            starts before the last sample, even if it ends after it.
     """
     if rampup is None:
         return train_samples // global_batch_size
@@ -151,7 +151,7 @@ def check_length(args: Arguments) -> None:
 
 
 def check_learning_rate(args: Arguments) -> None:
-    """Refuse a schedule of the learning rate that cannot be; `args` are completed.
+    """Refuse an impossible schedule of the learning rate; `args` must be complete.
 
     Raises:
         ValueError: two flags contradict each other.

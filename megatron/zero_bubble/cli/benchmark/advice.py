@@ -30,8 +30,8 @@ def advice(results: Sequence[TrainResult], iterations: int) -> str:
     memory = _memory_words(best, baseline)
     if rounds < FEWEST_ROUNDS or iterations < FEWEST_ITERATIONS:
         return (
-            f"A trial, after which no schedule is recommended: {_number(rounds, 'round')} of "
-            f"{_number(iterations, 'iteration')}. At least --rounds {FEWEST_ROUNDS} and --iterations "
+            f"A trial, after which no schedule is recommended: {_counted(rounds, 'round')} of "
+            f"{_counted(iterations, 'iteration')}. At least --rounds {FEWEST_ROUNDS} and --iterations "
             f"{FEWEST_ITERATIONS} give an interval.\nThe fastest in it was {speed}.\n{memory}"
         )
     close = [other for other in others if not _is_faster(best, other)]
@@ -53,7 +53,7 @@ def _memory_words(best: TrainResult, baseline: TrainResult) -> str:
     return f"{memory}."
 
 
-def _number(count: int, noun: str) -> str:
+def _counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'s' * (count != 1)}"
 
 

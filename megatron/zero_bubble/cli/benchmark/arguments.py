@@ -20,7 +20,7 @@ TRAINER = ("-m", "megatron.zero_bubble.trainer")
 _SET_HERE = ("--pipeline-model-parallel-size", "--global-batch-size", "--train-iters", "--log-interval")
 
 
-def _count(help: str, default: int, smallest: int = 1) -> Any:
+def _count_flag(help: str, default: int, smallest: int = 1) -> Any:
     return flag(help, default, parse=at_least(smallest), metavar="N")
 
 
@@ -49,11 +49,11 @@ class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
         repeat=True,
         metavar="NAME",
     )
-    rounds: int = _count("turns of every schedule", 5)
-    warmup: int = _count("unmeasured iterations at the start of a turn; `auto` plans after the sixth", 10, 7)
-    iterations: int = _count("measured iterations of a turn", 20)
-    interval: int = _count("iterations whose mean time is one measurement", 5)
-    timeout: int = _count("largest duration of a turn in seconds", 600)
+    rounds: int = _count_flag("turns of every schedule", 5)
+    warmup: int = _count_flag("unmeasured iterations at the start of a turn; `auto` plans after the sixth", 10, 7)
+    iterations: int = _count_flag("measured iterations of a turn", 20)
+    interval: int = _count_flag("iterations whose mean time is one measurement", 5)
+    timeout: int = _count_flag("largest duration of a turn in seconds", 600)
     baseline_flags: list[str] | None = flag(
         "flags that megatron-core's 1F1B alone is given, in quotes", None, parse=shlex.split, metavar="FLAGS"
     )

@@ -17,7 +17,7 @@ from megatron.zero_bubble.trainer.arguments import Arguments
 
 BASELINE = "megatron-core 1F1B"
 CHOSEN = "chosen"
-"""What --schedule calls a training with --zero-bubble, which chooses its layout when it starts."""
+"""The name for --schedule of a training with --zero-bubble, which chooses its layout when it starts."""
 CHUNKS_FLAG = "--num-virtual-stages-per-pipeline-rank"
 
 

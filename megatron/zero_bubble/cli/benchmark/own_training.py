@@ -32,23 +32,23 @@ _CPU = "--zero-bubble-cpu"
 
 
 def of_own_training(flags: BenchmarkFlags, num_devices: int) -> tuple[BenchmarkFlags, tuple[Contestant, ...]]:
-    """Return the flags of the benchmark of the user's own training, and whom 1F1B meets there.
+    """Return the flags of the benchmark of the user's own training, and the schedules beside 1F1B.
 
     The training keeps its model, its data, its learning rates and its parallel sizes, but loads, writes and evaluates
-    nothing and stops after the last measured iteration. Its flags of zero bubble are those of the plan alone, which is
-    that of `--zero-bubble` if they name no schedule. A script of Megatron-LM runs under the launcher, which leaves it
-    alone where no schedule is asked for.
+    nothing and stops after the last measured iteration. Its flags of zero bubble apply to the planned training alone,
+    which runs `--zero-bubble` if they name no schedule. A script of Megatron-LM runs under the launcher, which leaves
+    it alone where no schedule is asked for.
 
     Args:
-        num_devices: GPUs of this machine; the training has as many replicas as fit on them. 0 without CUDA, with
-            one replica.
+        num_devices: number of GPUs of this machine, 0 without CUDA. The training has as many replicas as fit, at least
+            one.
 
     Raises:
         ValueError: the training would refuse its flags, has one pipeline rank, or its script is not a file.
     """
     script, given = split_script(flags.training_flags)
     words = tuple(_apart(given))
-    args = _script_arguments(words, flags, num_devices) if script is not None else _trainers_arguments(words)
+    args = _script_training(words, flags, num_devices) if script is not None else _trainers_arguments(words)
     pipeline_size = args.pipeline_model_parallel_size
     if pipeline_size < 2:
         raise ValueError(
@@ -60,7 +60,7 @@ def of_own_training(flags: BenchmarkFlags, num_devices: int) -> tuple[BenchmarkF
     shared, _ = _parted(words, (*_SIZES, *_OUTPUTS, *_ENDS, *_CHUNKS_OR_GROUPS, *["--train-iters"] * is_too_short))
     shared, for_all = _parted(shared, (_CPU,))
     shared, ours = _parted(shared, (*_ALIASES, *(_REPLICAS if script is not None else ())), prefix="--zero-bubble")
-    # Our own training counts its operations itself; of a script, Megatron-LM prints what it counts.
+    # Our own training counts its operations itself; for a script, Megatron-LM prints its count.
     added = ["--log-throughput"] if script is not None and "--log-throughput" not in shared else []
     num_ranks = flags.world_size or _num_ranks(args, num_devices)
     resolved = replace(
@@ -79,7 +79,7 @@ def _trainers_arguments(words: Sequence[str]) -> Arguments:
     return parse_arguments([*words, *(("--lr", "0") if "--lr" not in words else ())], PROG)
 
 
-def _script_arguments(words: Sequence[str], flags: BenchmarkFlags, num_devices: int) -> ScriptArguments:
+def _script_training(words: Sequence[str], flags: BenchmarkFlags, num_devices: int) -> ScriptArguments:
     if flags.losses:
         raise ValueError(
             "argument --losses: not allowed with a script after --, which draws other initial weights in each layout"
@@ -125,7 +125,7 @@ def _apart(words: Sequence[str]) -> Iterator[str]:
 
 
 def _parted(words: Sequence[str], names: Collection[str], prefix: str | None = None) -> tuple[list[str], list[str]]:
-    """Return the words of all other flags, and those of the flags `names`, or that begin with `prefix`."""
+    """Divide the words: all other flags, and the flags that are in `names` or start with `prefix`."""
     others: list[str] = []
     named: list[str] = []
     into = others

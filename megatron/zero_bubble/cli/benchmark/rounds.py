@@ -42,7 +42,7 @@ def compare_trainings(flags: BenchmarkFlags, peers: Sequence[Contestant] = ()) -
                 if one.name not in turns:
                     continue
                 profile = Path(folder) / "profile.json" if one.measures_costs else None
-                turn = _turn(one, competition, flags, profile, number)
+                turn = _run_turn(one, competition, flags, profile, number)
                 if turn is None:
                     del turns[one.name]
                     continue
@@ -60,7 +60,7 @@ def _environment() -> dict[str, str]:
     return dict(os.environ) if torch.cuda.is_available() else {"OMP_NUM_THREADS": "1", **os.environ}
 
 
-def _turn(
+def _run_turn(
     one: Contestant, competition: Competition, flags: BenchmarkFlags, profile: Path | None, number: int
 ) -> Turn | None:
     """Run one turn of a contestant. Returns None if it failed and is not required; it then takes no further turn."""
@@ -102,11 +102,11 @@ def _result(
         tokens=None if length is None else batch * length,
         flops=batch * flops_of_sequence(args) if isinstance(args, Arguments) else None,
         world_size=flags.num_ranks,
-        simulated=_simulated(one, flags, _costs_of(one, costs)),
+        simulated=_simulated_schedule(one, flags, _stage_costs(one, costs)),
     )
 
 
-def _costs_of(one: Contestant, measured: _Costs) -> StageCosts | None:
+def _stage_costs(one: Contestant, measured: _Costs) -> StageCosts | None:
     """Return the costs of a contestant's stages; those of a whole vocabulary also follow from those of its shards."""
     if (own := measured.get((one.placement, one.spreads_vocabulary))) is not None or one.spreads_vocabulary:
         return own
@@ -114,7 +114,7 @@ def _costs_of(one: Contestant, measured: _Costs) -> StageCosts | None:
     return None if spread is None else spread.with_whole_vocabulary()
 
 
-def _simulated(one: Contestant, flags: BenchmarkFlags, costs: StageCosts | None) -> Timeline | None:
+def _simulated_schedule(one: Contestant, flags: BenchmarkFlags, costs: StageCosts | None) -> Timeline | None:
     if one.schedule is None or one.placement is None or costs is None:
         return None
     try:

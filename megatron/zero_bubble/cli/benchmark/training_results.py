@@ -20,7 +20,7 @@ _SEED = 20
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What one schedule measured in all rounds; times are in milliseconds."""
+    """The measurements of one schedule in all rounds; times are in milliseconds."""
 
     contestant: Contestant
     turns: tuple[Turn, ...]

@@ -30,7 +30,7 @@ _GRACE = 60.0
 
 @dataclass(frozen=True)
 class Turn:
-    """What one training measured, after its warmup."""
+    """The measurements of one training after its warmup."""
 
     iteration_ms: tuple[float, ...]
     """For every interval, the mean time of an iteration."""
@@ -92,7 +92,7 @@ def read_log(text: str, warmup: int, resident_bytes: float) -> Turn:
 
 
 def take_turn(command: Sequence[str], environment: Mapping[str, str], warmup: int, timeout: float) -> Turn:
-    """Run a training to its end and return what it measured.
+    """Run a training to its end and return its measurements.
 
     Raises:
         RuntimeError: it failed or took longer than `timeout` seconds; the message is one line.

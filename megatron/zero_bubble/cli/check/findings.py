@@ -23,7 +23,7 @@ SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-1p", "zb-2p", "zb
 
 @dataclass(frozen=True)
 class StageCheck:
-    """What was measured on one stage of one model."""
+    """The measurements of one stage of one model."""
 
     model: Model
     profile: StageProfile
@@ -46,7 +46,7 @@ class StageCheck:
 
     @cached_property
     def _layer(self) -> UnitCount:
-        """What a layer holds and computes, by the count of zero-bubble estimate."""
+        """Memory and work of a layer, as counted by `zero-bubble estimate`."""
         return count_model(self.model.arguments(NUM_RANKS)).layers[0]
 
     @property
@@ -163,13 +163,13 @@ class Findings:
         heads = ("activations (MiB)", "a microbatch", "counted", "schedule", "peak", "simulated", "off by")
         rows: list[tuple[str, ...]] = []
         for stage in self.stages:
-            held = (_mib(stage.profile.memory[OpKind.F]), _mib(stage.expected_memory[0]))
+            held = (_as_mib(stage.profile.memory[OpKind.F]), _as_mib(stage.expected_memory[0]))
             for check in stage.memory:
                 off = f"{100 * (check.measured / check.simulated - 1):+.1f}%"
-                figures = (_mib(check.measured), _mib(check.simulated), off)
+                figures = (_as_mib(check.measured), _as_mib(check.simulated), off)
                 rows.append((stage.model.name, *held, check.schedule, *figures))
         return heads, rows
 
 
-def _mib(num_bytes: float) -> str:
+def _as_mib(num_bytes: float) -> str:
     return f"{num_bytes / 2**20:.4g}"

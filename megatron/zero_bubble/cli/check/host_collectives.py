@@ -28,7 +28,7 @@ class StagedWork:
     def __init__(self, work: Any, on_host: list[Any], wanted: Any) -> None:
         self._work = work
         self._on_host = on_host  # keeps the copies alive until they have been sent
-        self._copies = list(zip(_tensors(wanted), _tensors(on_host[0]), strict=False))
+        self._copies = list(zip(_tensors_inside(wanted), _tensors_inside(on_host[0]), strict=False))
         self._result = wanted
 
     def wait(self, *timeout: Any) -> bool:
@@ -53,7 +53,7 @@ def stage_collectives(device_type: str) -> Callable[[], None]:
 
     With `cpu` all tensors are copied, which tests the staging without a GPU.
     """
-    # Taken from the class's dictionary: what `getattr` returns no longer binds to a group once it is put back.
+    # Taken from the class's dictionary, because the result of `getattr` no longer binds to a group when it is put back.
     originals = {name: vars(dist.ProcessGroup)[name] for name in _METHODS if name in vars(dist.ProcessGroup)}
     for name in originals:
         setattr(dist.ProcessGroup, name, _staged(name, getattr(dist.ProcessGroup, name), device_type))
@@ -68,7 +68,7 @@ def stage_collectives(device_type: str) -> Callable[[], None]:
 def _staged(name: str, original: Callable[..., Any], device_type: str) -> Callable[..., Any]:
     def staged(group: Any, first: Any, *others: Any, **options: Any) -> Any:
         arguments = (first, *others)
-        if not any(tensor.device.type == device_type for argument in arguments for tensor in _tensors(argument)):
+        if not any(tensor.device.type == device_type for argument in arguments for tensor in _tensors_inside(argument)):
             return original(group, *arguments, **options)
         on_host = [_on_host(argument) for argument in arguments]
         work = original(group, *on_host, **options)
@@ -77,11 +77,11 @@ def _staged(name: str, original: Callable[..., Any], device_type: str) -> Callab
     return staged
 
 
-def _tensors(argument: Any) -> list[torch.Tensor]:
+def _tensors_inside(argument: Any) -> list[torch.Tensor]:
     if isinstance(argument, torch.Tensor):
         return [argument]
     if isinstance(argument, (list, tuple)):
-        return [tensor for part in argument for tensor in _tensors(part)]
+        return [tensor for part in argument for tensor in _tensors_inside(part)]
     return []
 
 

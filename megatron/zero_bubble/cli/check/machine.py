@@ -17,7 +17,7 @@ _SETTINGS = ("CUDA_", "NCCL_", "TORCH_NCCL_", "PYTORCH_CUDA_", "GLOO_", "LD_PREL
 
 
 def describe_machine(root: Path) -> dict[str, Any]:
-    """Return what a report of results must say of the machine; `root` is the folder of this repository."""
+    """Return the facts about this machine for a report of results; `root` is the folder of this repository."""
     from megatron.core import __version__
 
     has_cuda = torch.cuda.is_available()

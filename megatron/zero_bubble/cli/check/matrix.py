@@ -35,7 +35,8 @@ class Cell:
     name: str
     flags: tuple[str, ...]
     compares: str = "everything"
-    """What must equal the layout's reference: `everything` that `--log-numerics` writes, `the losses` or `nothing`."""
+    """The values that must equal the layout's reference: `everything` that `--log-numerics` writes, `the losses` or
+    `nothing`."""
 
     @property
     def title(self) -> str:
@@ -53,7 +54,7 @@ def _layout(name: str, flags: Sequence[str], **ours: Sequence[str]) -> list[Cell
     return cells
 
 
-def _named(schedule: str, *more: str) -> tuple[str, ...]:
+def _schedule_flags(schedule: str, *more: str) -> tuple[str, ...]:
     return ("--zero-bubble-schedule", schedule, *more)
 
 
@@ -70,24 +71,26 @@ def cells(size: str, folder: Path) -> list[Cell]:
         *_layout(
             "PP4",
             _PP4,
-            zb_h1=_named("zb-h1"),
-            zb_2p=_named("zb-2p"),
+            zb_h1=_schedule_flags("zb-h1"),
+            zb_2p=_schedule_flags("zb-2p"),
             # The reference has this layout too, so that bits can be compared.
             auto=("--zero-bubble", "--zero-bubble-keep-layout", "--zero-bubble-profile-iters", "2", "3"),
-            post_validation=_named("zb-2p", "--zero-bubble-post-validation"),
+            post_validation=_schedule_flags("zb-2p", "--zero-bubble-post-validation"),
         ),
         *_layout(
             "PP4, two chunks a rank",
             (*_PP4, "--num-virtual-stages-per-pipeline-rank", "2"),
-            interleaved_zb=_named("interleaved-zb"),
+            interleaved_zb=_schedule_flags("interleaved-zb"),
         ),
         *_layout(
-            "PP2 x TP2", (*_PP2, "--tensor-model-parallel-size", "2", "--sequence-parallel"), zb_h1=_named("zb-h1")
+            "PP2 x TP2",
+            (*_PP2, "--tensor-model-parallel-size", "2", "--sequence-parallel"),
+            zb_h1=_schedule_flags("zb-h1"),
         ),
         *_layout(
             "PP2 x DP2, overlapped",
             (*_PP2, "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
-            zb_h1=_named("zb-h1"),
+            zb_h1=_schedule_flags("zb-h1"),
         ),
         Cell(
             "PP4 from a checkpoint",
@@ -96,7 +99,7 @@ def cells(size: str, folder: Path) -> list[Cell]:
             "nothing",
         ),
         Cell("PP4 from a checkpoint", REFERENCE, load),
-        Cell("PP4 from a checkpoint", "zb-v", (*load, *_named("zb-v")), "the losses"),
+        Cell("PP4 from a checkpoint", "zb-v", (*load, *_schedule_flags("zb-v")), "the losses"),
     ]
     data = ("--train-data-path", str(folder / "corpus"))
     common = (*_MODEL[size], *_TRAINING, *data)

@@ -58,17 +58,17 @@ def check_numerics(model: Model, device: torch.device) -> list[NumericsCheck]:
     with one_process(args):
         whole = rank_model(args, Placement("linear", 1), 0, None)
         expected = _run_megatron_core(args, whole, device)
-        undetermined = tuple(_differences(expected, _run_megatron_core(args, whole, device)))
+        undetermined = tuple(_numeric_differences(expected, _run_megatron_core(args, whole, device)))
         weights = dict(_named_parameters(args, Placement("linear", 1), 0, whole))
         for name, num_ranks in CASES:
             schedule = generate(name, num_ranks, NUM_MICROBATCHES)
             outcome = _run_schedule(args, lower(schedule), weights, device)
-            differing = tuple(what for what in _differences(expected, outcome) if what not in undetermined)
+            differing = tuple(what for what in _numeric_differences(expected, outcome) if what not in undetermined)
             checks.append(NumericsCheck(name, num_ranks, differing, undetermined))
     return checks
 
 
-def _differences(expected: Outcome, outcome: Outcome) -> Iterator[str]:
+def _numeric_differences(expected: Outcome, outcome: Outcome) -> Iterator[str]:
     assert expected.gradients.keys() == outcome.gradients.keys(), "the stages hold other parameters than the model"
     if not all(map(torch.equal, expected.losses, outcome.losses)):
         yield "loss"

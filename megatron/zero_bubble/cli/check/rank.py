@@ -34,7 +34,7 @@ def run_plan(plan: dict[str, Any], folder: Path) -> None:
 
         stage_collectives("cuda" if torch.cuda.is_available() else "cpu")
     for number, (title, flags) in enumerate(plan["trainings"].items()):
-        _note(folder, rank, BEGINS, title)
+        _note_progress(folder, rank, BEGINS, title)
         # Each training has its own process groups; those of all trainings together would have a thousand threads.
         store = dist.FileStore(str(folder / f"store{number}"), int(os.environ["WORLD_SIZE"]))
         timeout = timedelta(seconds=plan["limit"])
@@ -46,7 +46,7 @@ def run_plan(plan: dict[str, Any], folder: Path) -> None:
         _meet() if flags is None else _train(flags)
         gc.collect()  # frees the model, which has cycles and holds some of the groups
         dist.destroy_process_group()
-        _note(folder, rank, ENDS, title)
+        _note_progress(folder, rank, ENDS, title)
 
 
 def _meet() -> None:
@@ -65,7 +65,7 @@ def _train(flags: Sequence[str]) -> None:
     pretrain(*complete_and_check(parse_arguments(flags), os.environ, torch.cuda.is_available()))
 
 
-def _note(folder: Path, rank: int, what: str, title: str) -> None:
+def _note_progress(folder: Path, rank: int, what: str, title: str) -> None:
     if rank == 0:
         with open(folder / "progress.jsonl", "a") as file:
             file.write(json.dumps([what, title, time.time()]) + "\n")

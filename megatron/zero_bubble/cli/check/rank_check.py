@@ -144,7 +144,7 @@ def find_difference(expected: Path, found: Path, losses_only: bool) -> str | Non
     """Return the first difference of two files that `--log-numerics` wrote; None if they are the same."""
     if not losses_only and expected.read_bytes() == found.read_bytes():
         return None
-    ours, theirs = _lines(found), _lines(expected)
+    ours, theirs = _numerics_of(found), _numerics_of(expected)
     if len(ours) != len(theirs):
         return f"{len(ours)} iterations, megatron-core's own training has {len(theirs)}"
     for our, their in zip(ours, theirs, strict=True):
@@ -155,5 +155,5 @@ def find_difference(expected: Path, found: Path, losses_only: bool) -> str | Non
     return None if losses_only else "all values are equal, but not the bytes of the files"
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def _numerics_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]

@@ -118,7 +118,7 @@ class MiddleStage:
         return float(max(accumulate(timed.held or 0 for timed in ops)))
 
     def _run(self, schedule: Schedule, chunks: list[Any], *, with_memory: bool = False) -> list[MeasuredOp]:
-        """Run one step and return its operations; their times mean nothing if `with_memory` is set."""
+        """Run one step and return its operations; their times are meaningless if `with_memory` is set."""
         config = get_model_config(chunks[0])
         args = self._args
         stage = MegatronStage(

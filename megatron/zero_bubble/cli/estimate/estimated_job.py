@@ -83,7 +83,7 @@ class EstimatedJob:
         return [sum(parameters) * a_parameter for parameters in self.parameters(placement)]
 
     def awaited(self, placement: Placement) -> str | None:
-        """Return what keeps iterations from overlapping under post-validation; None if nothing does."""
+        """Return the reason why iterations cannot overlap under post-validation; None if they can."""
         return awaited_by_the_first_stage(self.flags, placement)
 
     def partition(self, placement: Placement) -> Partition:

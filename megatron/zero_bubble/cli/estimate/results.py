@@ -1,4 +1,4 @@
-"""Estimates all schedules of a job, its layout and, where no schedule fits, what would."""
+"""Estimates all schedules of a job, its layout and, where no schedule fits, other layouts and recomputation."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _WITHOUT: dict[str, Any] = dict.fromkeys((*_FULL, "zero_bubble_recompute"))
 
 @dataclass(frozen=True)
 class WayOut:
-    """What becomes of a job of which nothing fits if it has another layout or recomputes activations."""
+    """The outcome of another layout or of recomputation, for a job of which no schedule fits."""
 
     flags: str
     """The flags that the job would be given, in place of its own for layout or recomputation."""
@@ -69,7 +69,7 @@ class Results:
     refused: dict[str, str]
     """By schedule that is not possible, the reason; under `layout`, why no layout is."""
     ways_out: list[WayOut]
-    """Where nothing fits, what another layout or recomputation does; otherwise empty."""
+    """The outcomes of other layouts and of recomputation where no schedule fits; otherwise empty."""
     layout: LayoutEstimate | None = None
     """The layout that the training would choose; None if its flags fix one, or none is possible."""
     freed: LayoutEstimate | None = None
@@ -204,7 +204,8 @@ def _ways_out(job: EstimatedJob, estimates: Sequence[Estimate], layout: LayoutEs
 def _way_out(
     job: EstimatedJob, flags: Mapping[str, Any], names: Sequence[str], reference_ms: float
 ) -> Iterator[WayOut]:
-    """Yield what `flags` bring in place of the job's own for recomputation, if any schedule is then possible."""
+    """Yield the outcome of `flags` in place of the job's own flags for recomputation, if any schedule is then
+    possible."""
     other = job.with_flags({**_WITHOUT, **flags})
     estimates, _, layout, _ = _estimates(other, names)
     estimates += [] if layout is None else [layout.estimate]

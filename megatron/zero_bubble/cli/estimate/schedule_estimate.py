@@ -41,7 +41,7 @@ class Estimate:
     limit: float | None = None
     """Bytes of activations a rank that the schedule may take; None if it was planned without a limit.
 
-    A schedule takes more only if `auto` has less than its smallest plan needs.
+    A schedule gets more memory only if its smallest plan needs more than `auto` has.
     """
     without_pairs: Timeline | None = None
     """The same schedule planned without pairs, where it was planned with them."""
@@ -69,7 +69,7 @@ class Estimate:
 
     @property
     def memory_text(self) -> str:
-        """What the fullest rank needs and what there is, such as `355.27 of 80.00 GiB`."""
+        """Memory of the fullest rank and of the device, such as `355.27 of 80.00 GiB`."""
         needed, available = max(self.total_bytes), self.job.cluster.device_memory
         if needed > available or self.limit is None or not self.is_over_limit:
             return f"{gib(needed)} of {gib(available)} GiB"
@@ -77,7 +77,8 @@ class Estimate:
 
     @property
     def reduction_ms(self) -> float:
-        """The exposed time of what the fullest rank and its replicas exchange: gradients, and sharded parameters.
+        """The exposed time of the exchanges between the fullest rank and its replicas: gradients, and sharded
+        parameters.
 
         With --overlap-grad-reduce, and with --use-torch-fsdp2, which overlaps by itself, nothing is exposed.
         """

@@ -1,4 +1,4 @@
-"""Answers the questions of the playground's page: what it draws, plots, saves and opens.
+"""Answers the requests of the playground's page: to draw, plot, save and open.
 
 A question holds flags of `zero-bubble schedule`, and the same code reads them as on the command line, so that the page
 shows the same numbers and the same messages. The browser calls `answer`; tests call it without a browser.
@@ -41,12 +41,12 @@ def picture(words: Words, is_draft: bool = False) -> dict[str, Any]:
     """
     flags = _flags(words)
     figures = figures_of_source(flags, 0 if is_draft else EFFORT)
-    return picture_of(figures, flags.recomputation, _unit(flags))
+    return picture_of(figures, flags.recomputation, _time_unit(flags))
 
 
 def run(file: str, planned: bool) -> dict[str, Any]:
     """Return the timeline of a run, as it ran, or as the schedule would run with the times measured there."""
-    measured, memory = recorded_run(_read(file))
+    measured, memory = recorded_run(_file_text(file))
     if planned:
         return picture_of_run(simulate(measured.schedule, measured.costs), {})
     return picture_of_run(measured, memory)
@@ -68,7 +68,7 @@ def save(words: Words, kind: str) -> dict[str, str]:
     writers: dict[str, tuple[str, Callable[[], str]]] = {
         "json": (".json", lambda: schedule_to_json(figures.schedule)),
         "csv": (".csv", lambda: schedule_to_pytorch_csv(figures.schedule)),
-        "svg": (".svg", lambda: to_svg(figures.timeline, time_unit=_unit(flags), steps=figures.steps)),
+        "svg": (".svg", lambda: to_svg(figures.timeline, time_unit=_time_unit(flags), steps=figures.steps)),
         "trace": (".trace.json", lambda: to_chrome_trace(figures.timeline, steps=figures.steps)),
     }
     suffix, write = writers[kind]
@@ -77,7 +77,7 @@ def save(words: Words, kind: str) -> dict[str, str]:
 
 def opened(file: str) -> dict[str, Any]:
     """Return the flags that a file stands for, for the page to show: a profile, costs, a schedule, or a run's trace."""
-    text = _read(file)
+    text = _file_text(file)
     if is_trace(text):
         schedule = recorded_run(text)[0].schedule
         return {"run": file, "pipeline-size": schedule.num_ranks, "num-microbatches": schedule.num_microbatches}
@@ -92,7 +92,7 @@ def opened(file: str) -> dict[str, Any]:
     return {"input": file, "pipeline-size": schedule.num_ranks, "num-microbatches": schedule.num_microbatches}
 
 
-def _read(file: str) -> str:
+def _file_text(file: str) -> str:
     return Path(file).read_text(encoding="utf-8")
 
 
@@ -100,7 +100,7 @@ def _flags(words: Words) -> SimulateFlags:
     return read_flags(SimulateFlags, words, "zero-bubble playground", "")
 
 
-def _unit(flags: SimulateFlags) -> str:
+def _time_unit(flags: SimulateFlags) -> str:
     """The unit of times: milliseconds, or, where no times are given, the time of one F."""
     return "ms" if flags.has_times else "F"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.zero_bubble.cli.schedule.arguments import CurveFlags
 from megatron.zero_bubble.cli.schedule.figures import ScheduleFigures
-from megatron.zero_bubble.cli.schedule.memory_curve import limits_of
+from megatron.zero_bubble.cli.schedule.memory_curve import curve_limits
 from megatron.zero_bubble.planner.prediction import Prediction
 from megatron.zero_bubble.planner.registry import ENTRIES
 from megatron.zero_bubble.schedule import Timeline, critical_path
@@ -32,7 +32,7 @@ _CAUSES = {
 
 
 def facts() -> dict[str, Any]:
-    """Return what the page knows before any question: the schedules, and the colours of causes."""
+    """Return the constants of the page: the schedules, and the colours of causes."""
     return {
         "schedules": [
             {
@@ -50,7 +50,7 @@ def facts() -> dict[str, Any]:
         ],
         "causes": _CAUSES,
         # In p M_B; with recomputation there are plans in less memory than without.
-        "limits": {"keeping": _limits(Recompute.NONE), "recomputing": _limits(Recompute.PLANNED)},
+        "limits": {"keeping": _curve_limits(Recompute.NONE), "recomputing": _curve_limits(Recompute.PLANNED)},
         "colours": {
             kind: {"fill": facts.colour, "isDark": is_dark(facts.colour)}
             for kind, facts in KINDS.items()
@@ -59,13 +59,13 @@ def facts() -> dict[str, Any]:
     }
 
 
-def _limits(recompute: Recompute) -> list[float]:
+def _curve_limits(recompute: Recompute) -> list[float]:
     """The limits of `zero-bubble schedule memory-curve`."""
-    return limits_of(CurveFlags(pipeline_size=2, num_microbatches=1, recompute=recompute.value))
+    return curve_limits(CurveFlags(pipeline_size=2, num_microbatches=1, recompute=recompute.value))
 
 
 def picture_of(figures: ScheduleFigures, recompute: Recompute, unit: str) -> dict[str, Any]:
-    """Return the simulation of a schedule: the figures of the command line, and what the page draws."""
+    """Return the simulation of a schedule: the figures of the command line, and the drawing of the page."""
     timeline = figures.timeline
     baseline = Prediction(Profile(timeline.schedule.placement, timeline.costs, 0, {}), timeline.schedule, recompute)
     drawn = _drawn(timeline, figures.steps)

@@ -39,7 +39,7 @@ def recorded_run(text: str) -> tuple[Timeline, dict[int, Steps]]:
         ) from None
     timed = [[timed_op for timed_op, _ in lane] for lane in lanes]
     ops = tuple(tuple(timed_op.op for timed_op in lane) for lane in timed)
-    return measured_timeline(Schedule(name, placement, num_microbatches, ops), timed, None), _memory(events)
+    return measured_timeline(Schedule(name, placement, num_microbatches, ops), timed, None), _memory_counters(events)
 
 
 def _lanes(events: list[Mapping[str, Any]]) -> list[list[tuple[TimedOp, int]]]:
@@ -57,7 +57,7 @@ def _lanes(events: list[Mapping[str, Any]]) -> list[list[tuple[TimedOp, int]]]:
     return [sorted(lanes[rank], key=lambda one: one[0].start) for rank in sorted(lanes)]
 
 
-def _memory(events: list[Mapping[str, Any]]) -> dict[int, Steps]:
+def _memory_counters(events: list[Mapping[str, Any]]) -> dict[int, Steps]:
     """Rank -> the counter of its memory; nothing where the run knew no memory."""
     counters: dict[int, Steps] = defaultdict(list)
     for event in events:

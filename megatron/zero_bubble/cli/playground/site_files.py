@@ -39,7 +39,7 @@ START: dict[str, Any] = {
     },
     "panes": [{"schedule": "1f1b"}, {"schedule": "auto", "memory-limit": "6"}],
 }
-"""What the page shows first: flags that both schedules have, and those of each."""
+"""The start of the page: flags of both schedules, and flags of each."""
 
 
 def write_site(folder: Path, pyodide: Path) -> None:
@@ -111,7 +111,7 @@ def _packed_files() -> list[Path]:
 
 
 def _start() -> dict[str, Any]:
-    """What the page draws before Python has loaded."""
+    """The drawings of the page before Python has loaded."""
     shared = [f"--{name}={value}" for name, value in START["shared"].items()]
     panes = [[*shared, *(f"--{name}={value}" for name, value in pane.items())] for pane in START["panes"]]
     known = facts()

@@ -63,13 +63,13 @@ def generate(flags: GenerateFlags) -> None:
 
 
 def simulate(flags: SimulateFlags) -> None:
-    """Print what one schedule costs, and the causes of each rank's bubble."""
+    """Print the costs of one schedule, and the causes of each rank's bubble."""
     figures = figures_of_source(flags)
-    flags.deliver(figures.as_json(), _summary([figures]) + "\n" + _ranks(figures))
+    flags.deliver(figures.as_json(), _summary([figures]) + "\n" + _rank_table(figures))
 
 
 def compare(flags: CompareFlags) -> None:
-    """Print what several schedules cost, in a table with a row for each."""
+    """Print the costs of several schedules as a table with a row for each."""
     all_figures = figures_of_all(
         flags, flags.schedule, flags.memory_limit, post_validation=flags.post_validation, queues=flags.queues
     )
@@ -116,7 +116,7 @@ def _summary(all_figures: list[ScheduleFigures], *, markdown: bool = False) -> s
 
 
 def _recomputation(figures: ScheduleFigures) -> tuple[str, str, str, str]:
-    """Return what is recomputed and what that costs, and the cost and the loss if R were in B, as text."""
+    """Describe the recomputation and its cost, and the cost and the loss if R were in B."""
     inside = figures.cost_in_backward
     apart = ("-", "-") if inside is None else (f"{float(inside):.6g}", percent(inside / figures.timeline.cost - 1))
     return percent(figures.recomputed), percent(figures.lost), *apart
@@ -131,7 +131,7 @@ def _iteration_times(figures: ScheduleFigures) -> tuple[str, str, str]:
     )
 
 
-def _ranks(figures: ScheduleFigures) -> str:
+def _rank_table(figures: ScheduleFigures) -> str:
     """Return a table of every rank's span, bubble by cause, and peak memory."""
     idle = causes(figures.timeline)
     rows = []

@@ -16,22 +16,22 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 
 def memory_curve(flags: CurveFlags) -> None:
     """Print or write the bubble rate of every schedule under every limit, and plot it if --output is an SVG."""
-    each = limits_of(flags)
+    each = curve_limits(flags)
     chosen = flags.schedule or ["auto"]
     for name in chosen:
         if not entry_of(name).takes_limit:
             planned = ", ".join(entry.name for entry in ENTRIES.values() if entry.takes_limit)
             raise ScheduleError(f"--schedule {name} has a memory of its own, whatever the limit: choose from {planned}")
     curves = {name: [_at(flags, name, limit * flags.pipeline_size) for limit in each] for name in chosen}
-    words = _json(flags, each, curves) if flags.json else _table(each, curves)
+    words = _curves_as_json(flags, each, curves) if flags.json else _curves_as_table(each, curves)
     if flags.output is not None and flags.output.suffix == ".svg":
-        deliver(_plot(flags, each, curves), flags.output)
+        deliver(_curves_as_plot(flags, each, curves), flags.output)
         deliver(words, None)
     else:
         deliver(words, flags.output)
 
 
-def limits_of(flags: CurveFlags) -> list[float]:
+def curve_limits(flags: CurveFlags) -> list[float]:
     """Return the limits from --from to --to, in p M_B. Raises `ScheduleError`."""
     first, last, step = flags.first, flags.to, flags.step
     if last < first:
@@ -50,7 +50,7 @@ def _at(flags: CurveFlags, name: str, limit: float) -> ScheduleFigures | None:
         return None
 
 
-def _table(limits: Sequence[float], curves: dict[str, list[ScheduleFigures | None]]) -> str:
+def _curves_as_table(limits: Sequence[float], curves: dict[str, list[ScheduleFigures | None]]) -> str:
     rows = []
     for i, limit in enumerate(limits):
         points = [curve[i] for curve in curves.values()]
@@ -58,7 +58,7 @@ def _table(limits: Sequence[float], curves: dict[str, list[ScheduleFigures | Non
     return table(("limit (p M_B)", *curves), rows)
 
 
-def _json(flags: CurveFlags, limits: Sequence[float], curves: dict[str, list[ScheduleFigures | None]]) -> str:
+def _curves_as_json(flags: CurveFlags, limits: Sequence[float], curves: dict[str, list[ScheduleFigures | None]]) -> str:
     points = [
         {
             "schedule": name,
@@ -76,7 +76,7 @@ def _json(flags: CurveFlags, limits: Sequence[float], curves: dict[str, list[Sch
     return to_json(points)
 
 
-def _plot(flags: CurveFlags, limits: Sequence[float], curves: dict[str, list[ScheduleFigures | None]]) -> str:
+def _curves_as_plot(flags: CurveFlags, limits: Sequence[float], curves: dict[str, list[ScheduleFigures | None]]) -> str:
     series = []
     for name, curve in curves.items():
         points = [(x, 100 * r.lost) for x, r in zip(limits, curve, strict=True) if r]

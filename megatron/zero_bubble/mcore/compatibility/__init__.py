@@ -1,1 +1,1 @@
-"""What each setting of megatron-core and Megatron-LM means for a zero-bubble schedule. Imports no megatron-core."""
+"""The effect of each setting of megatron-core and Megatron-LM on a zero-bubble schedule. Imports no megatron-core."""

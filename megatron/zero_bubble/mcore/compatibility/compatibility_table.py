@@ -46,7 +46,7 @@ def refuse_with_schedule(settings: object, schedule: str) -> None:
         schedule: the schedule as the user asked for it.
 
     Raises:
-        ValueError: the script has such an argument; the message says which, why, and what works instead.
+        ValueError: the script has such an argument; the message names it, the reason, and an alternative.
     """
     for name, value, row in unsupported(settings):
         raise ValueError(f"{_given(name, value)} does not work with {schedule}: {_explained(row)}")
@@ -56,7 +56,7 @@ def refuse_with_features(settings: object, features: Collection[Feature]) -> Non
     """Refuse the arguments that a feature in use does not support.
 
     Raises:
-        ValueError: there is such an argument; the message says which, why, and what works instead.
+        ValueError: there is such an argument; the message names it, the reason, and an alternative.
     """
     for feature in features:
         for name, value, row in _refused(settings, feature):

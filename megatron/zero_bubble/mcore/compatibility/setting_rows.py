@@ -9,14 +9,14 @@ from typing import Any
 
 
 class Effect(Enum):
-    """What a setting means for a zero-bubble schedule."""
+    """The effect of a setting on a zero-bubble schedule."""
 
     RUN = "works, and was run"
     """Trained on CPUs with the numbers of megatron-core's own schedule."""
     READ = "works, as the sources say"
     """Changes the computation of a step in a way that no schedule notices. It has not been run."""
     HANDLED = "handled"
-    """This project reads the setting, or does in another way what the setting asks for."""
+    """This project reads the setting, or has its effect in another way."""
     REFUSED = "refused"
     NONE = "without effect"
     """Says nothing about forward, backward and the optimizer's step, or only together with a refused setting."""

@@ -7,12 +7,12 @@ from megatron.zero_bubble.mcore.compatibility.setting_rows import Effect, Settin
 _AROUND_A_STEP = "Megatron reads it before, between or after steps."
 
 
-def _group(title: str, names: str, reason: str = _AROUND_A_STEP) -> SettingGroup:
+def _without_effect(title: str, names: str, reason: str = _AROUND_A_STEP) -> SettingGroup:
     return SettingGroup(Effect.NONE, title, reason, names)
 
 
 WITHOUT_EFFECT = (
-    _group(
+    _without_effect(
         "rates and lengths of a training",
         """lr_decay_style lr_wsd_decay_style lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples
         lr_warmup_fraction lr_warmup_iters lr_warmup_samples lr_warmup_init override_opt_param_scheduler
@@ -24,7 +24,7 @@ WITHOUT_EFFECT = (
         eval_micro_batch_size full_validation multiple_validation_sets validation_set_names gpu_sniff_test_interval
         result_rejected_tracker_filename""",
     ),
-    _group(
+    _without_effect(
         "data and tokenizers",
         """data_path split train_data_path valid_data_path test_data_path data_args_path per_split_data_args_path
         per_dataset_sequences_path data_cache_path mock_data phase_transition_iterations dataloader_type
@@ -39,7 +39,7 @@ WITHOUT_EFFECT = (
         tokenizer_hf_include_special_tokens tokenizer_hf_no_include_special_tokens trust_remote_code pad_vocab_size
         metadata_path special_tokens null_tokenizer_eod_id null_tokenizer_pad_id chat_template use_gigatoken""",
     ),
-    _group(
+    _without_effect(
         "checkpoints",
         """save save_interval save_retain_interval load load_main_params_from_ckpt finetune pretrained_checkpoint
         ckpt_step exit_on_missing_checkpoint non_persistent_save_interval non_persistent_ckpt_type
@@ -58,7 +58,7 @@ WITHOUT_EFFECT = (
         use_dist_ckpt_deprecated dist_ckpt_format_deprecated ckpt_fully_parallel_save_deprecated""",
         "Megatron's own script saves and loads, between steps. Post-validation completes a step before it is saved.",
     ),
-    _group(
+    _without_effect(
         "output, profiles and watching a job",
         """log_interval log_throughput log_progress timing_log_option tensorboard_dir tensorboard_log_interval
         tensorboard_queue_size log_timers_to_tensorboard log_loss_scale_to_tensorboard
@@ -81,13 +81,13 @@ WITHOUT_EFFECT = (
         fault_injector_fault_probabilities fault_injector_fault_delay fault_injector_delay_start_iteration
         fault_injector_mtti_seconds fault_injector_offset_seconds fault_injector_seed""",
     ),
-    _group(
+    _without_effect(
         "process groups",
         """local_rank lazy_mpu_init use_tp_pp_dp_mapping use_gloo_process_groups enable_gloo_process_groups
         nccl_communicator_config_path""",
         "The ranks of a pipeline are found in megatron-core's groups, whatever made them.",
     ),
-    _group(
+    _without_effect(
         "parts of refused settings",
         """ep_overlap_early_attn_memory_release high_priority_a2a_comm_stream wgrad_deferral_limit
         max_seqlen_per_dp_cp_rank autocast_dtype tp_comm_bulk_wgrad tp_comm_bulk_dgrad tp_comm_overlap_ag
@@ -131,7 +131,7 @@ WITHOUT_EFFECT = (
         export_kd_teacher_ckpt_format export_kd_cfg""",
         "Without the refused setting nothing reads it.",
     ),
-    _group(
+    _without_effect(
         "inference",
         """flash_decode inference_rng_tracker inference_sampling_seed symmetric_ar_type use_inference_optimized_layers
         inference_fuse_tp_communication mlp_chunks_for_prefill cache_mla_latents inference_cuda_graph_scope
@@ -158,7 +158,7 @@ WITHOUT_EFFECT = (
         mamba_inference_ssm_states_dtype""",
         "Training does not read it.",
     ),
-    _group(
+    _without_effect(
         "other programs of Megatron-LM",
         """encoder_num_layers decoder_num_layers encoder_seq_length decoder_seq_length sample_rate mask_prob
         short_seq_prob bert_binary_head ict_head_size biencoder_projection_dim biencoder_shared_query_context_model
@@ -174,7 +174,7 @@ WITHOUT_EFFECT = (
         export_qk_l2_norm export_moe_apply_probs_on_input export_offline_model export_default_te_spec""",
         "Scripts that train a GPT or a hybrid model do not read it. The launcher is not tested with other models.",
     ),
-    _group(
+    _without_effect(
         "gone from Megatron-LM",
         "batch_size warmup model_parallel_size deprecated_use_mcore_models",
         "Megatron-LM refuses or ignores it.",

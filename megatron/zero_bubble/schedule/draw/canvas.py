@@ -1,4 +1,4 @@
-"""The few SVG elements that the drawings are made of."""
+"""The SVG elements of the drawings."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class Drawing:
 
     @cached_property
     def legend(self) -> list[tuple[float, list[str], str]]:
-        """The entries of the legend: x, one colour for each chunk, and words. The last is the critical path's."""
+        """The entries of the legend: x, one colour for each chunk, and words. The last entry is the critical path."""
         num_chunks = self.timeline.schedule.num_chunks
         used = {(timed.op.kind, timed.op.chunk) for lane in self.timeline.lanes for timed in lane}
         entries = [

@@ -25,8 +25,8 @@ th, td { padding: 2px 10px; text-align: right; border-bottom: 1px solid #8888; }
 button { font-size: 14px; min-width: 2em; }
 """
 
-# The titles of the SVG become one tooltip that appears at once; zooming scales the image as a whole, and what is too
-# small to read is hidden.
+# The titles of the SVG become one tooltip that appears at once; zooming scales the image as a whole, and text that is
+# too small to read is hidden.
 _SCRIPT = """
 const svg = document.querySelector('#drawing svg'), tip = document.getElementById('tip');
 const tips = new Map();
@@ -79,10 +79,10 @@ def to_html(timeline: Timeline, **options: Unpack[Options]) -> str:
     """The page as text: the drawing as wide as readable labels want it, shown to fit, and a table of the ranks."""
     what = drawing(timeline, widest=MAX_WIDTH, **options)
     drawn = f'<div id="drawing">\n{svg_of(what)}</div>\n<div id="tip"></div>\n'
-    return html_document(what.title, f"{_CONTROLS}{drawn}{_table(what)}\n<script>{_SCRIPT}</script>\n", _STYLE)
+    return html_document(what.title, f"{_CONTROLS}{drawn}{_rank_rows(what)}\n<script>{_SCRIPT}</script>\n", _STYLE)
 
 
-def _table(what: Drawing) -> str:
+def _rank_rows(what: Drawing) -> str:
     """Span, work, bubble by cause and peak memory of every rank."""
     timeline = what.timeline
     idle = causes(timeline)

@@ -49,7 +49,7 @@ def lanes(drawing: Drawing) -> Iterator[str]:
 
 
 def style(drawing: Drawing) -> str:
-    """CSS for `lanes`: what hovering over an operation shows and hides."""
+    """CSS for `lanes`: shows and hides elements while the pointer is over an operation."""
     microbatches = range(drawing.timeline.schedule.num_microbatches)
     shown = ",".join(f".m{k}:hover~.a{k}" for k in microbatches)
     return (
@@ -60,7 +60,7 @@ def style(drawing: Drawing) -> str:
 
 
 def _frame(drawing: Drawing, rank: int, bubble: Bubble) -> Iterator[str]:
-    """What a lane has without its operations: its name, the time it lasts, and its share of bubbles."""
+    """The labels of a lane: its name, its duration, and its bubble rate."""
     timeline = drawing.timeline
     top, height = drawing.lane_top(rank), drawing.lane_height
     size = max(8, min(11, height - 3))

@@ -13,7 +13,7 @@ _RANKS = ("#9146a8", "#4570be", "#1f968b", "#55b34c")
 
 def mix(first: str, second: str, share: float) -> str:
     """The colour `share` (0 to 1) of the way from `first` to `second`, as #rrggbb."""
-    channels = zip(_channels(first), _channels(second), strict=True)
+    channels = zip(_rgb(first), _rgb(second), strict=True)
     return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in channels)
 
 
@@ -24,7 +24,7 @@ def fill_of(kind: OpKind, chunk: int, num_chunks: int) -> str:
 
 def is_dark(colour: str) -> bool:
     """Whether a label on `colour` is easier to read in white (relative luminance, WCAG 2)."""
-    linear = [(c / 255 / 12.92) if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in _channels(colour)]
+    linear = [(c / 255 / 12.92) if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in _rgb(colour)]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] < 0.18
 
 
@@ -35,5 +35,5 @@ def colour_of_rank(rank: int, num_ranks: int) -> str:
     return mix(_RANKS[below], _RANKS[below + 1], place - below)
 
 
-def _channels(colour: str) -> tuple[int, int, int]:
+def _rgb(colour: str) -> tuple[int, int, int]:
     return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)

@@ -20,7 +20,7 @@ class Series(NamedTuple):
 
 
 def to_plot(series: Sequence[Series], *, title: str, x_label: str, y_label: str) -> str:
-    """The plot as text; both axes begin at 0. Every series needs at least one point."""
+    """The plot as SVG text; both axes start at 0. Every series needs at least one point."""
     largest_x = max((float(x) for one in series for x, _ in one.points), default=1.0) or 1.0
     largest_y = max((float(y) for one in series for _, y in one.points), default=1.0) * 1.05 or 1.0
 

@@ -1,4 +1,4 @@
-"""Schedules as a grid: a row a rank, a column a time slot. For eyes and spreadsheets.
+"""Schedules as a grid: a row a rank, a column a time slot. It is meant for reading and for spreadsheets.
 
 The slots are those of a run in which F, B, W and R take one slot each, BW two, and communication none; a rank
 that waits leaves cells empty. STEP, VALIDATE, D and H take no time: where a rank has one, all have a column between two
@@ -23,12 +23,12 @@ _HEADER = ("schedule", "placement", "ranks", "chunks", "microbatches")
 _GROUPS = "groups"
 
 
-def _cells(schedule: Schedule) -> tuple[list[list[str]], frozenset[int]]:
+def _grid_cells(schedule: Schedule) -> tuple[list[list[str]], frozenset[int]]:
     """For every rank and column, the operation that starts there, `-` where one goes on, or nothing.
 
     And the columns that are no slots: those of operations that take no time.
     """
-    # In groups operations would take parts of a slot.
+    # With several groups, operations would take fractions of a slot.
     timeline = simulate(replace(schedule, groups=()), StageCosts.uniform(schedule.num_stages, time_r=1))
     timed_ops = [timed for lane in timeline.lanes for timed in lane]
     instants = sorted({int(timed.start) for timed in timed_ops if timed.start == timed.end})
@@ -49,7 +49,7 @@ def _cells(schedule: Schedule) -> tuple[list[list[str]], frozenset[int]]:
 
 def schedule_to_grid(schedule: Schedule) -> str:
     """The grid as text for a terminal, a line a rank. Raises `Deadlock` if the schedule cannot run."""
-    rows, narrow = _cells(schedule)
+    rows, narrow = _grid_cells(schedule)
     longest = [max(map(len, column)) for column in zip(*rows, strict=True)]
     width = max((length for k, length in enumerate(longest) if k not in narrow), default=0)
     widths = [length if k in narrow else width for k, length in enumerate(longest)]
@@ -69,7 +69,7 @@ def schedule_to_csv(schedule: Schedule) -> str:
     groups = " ".join(map(str, schedule.groups))
     writer.writerow((*_HEADER, *(_GROUPS,) * bool(groups)))
     writer.writerow((schedule.name, placement.kind, *sizes, *(groups,) * bool(groups)))
-    writer.writerows(_cells(schedule)[0])
+    writer.writerows(_grid_cells(schedule)[0])
     return text.getvalue()
 
 

@@ -9,8 +9,8 @@
 
 A schedule that restores activations in groups has `groups` as well, one number a stage. Costs of a model that
 recomputes have `time_r`, `memory_r` and, if these are known, `num_blocks` and `memory_outside`, those of one whose
-vocabulary is spread over the ranks `time_e`, `time_ew`, `time_s`, `time_t`, `memory_s` and `memory_t`. A reader
-refuses what it does not know: another format, a later version, a key too many or too few.
+vocabulary is spread over the ranks `time_e`, `time_ew`, `time_s`, `time_t`, `memory_s` and `memory_t`. A reader refuses
+other formats, later versions, unknown keys and missing keys.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A `Profile`: measured costs, and what they were measured on."""
+"""A `Profile`: measured costs, and the model and pipeline on which they were measured."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Profile:
     def check_fits(
         self, placement: Placement, model: Mapping[str, Setting], recompute: Recompute = Recompute.NONE
     ) -> None:
-        """Raise `ScheduleError`, naming the first thing that differs, unless the profile is of such a run.
+        """Raise `ScheduleError`, with the first difference, unless the profile fits such a run.
 
         A setting that a program does not have counts as switched off.
         """

@@ -54,18 +54,18 @@ def units_from_json(text: str) -> ModelCosts:
     tied = document.get("ties_output", False)
     if not isinstance(tied, bool):
         raise ScheduleError(f"'ties_output' is true or false, got {json.dumps(tied)[:40]}")
-    measured: dict[str, Any] = {name: _number(name, document.get(name, 0)) for name in _MEASURED}
+    measured: dict[str, Any] = {name: _checked_number(name, document.get(name, 0)) for name in _MEASURED}
     return ModelCosts(
-        _unit("embedding", document["embedding"]),
-        tuple(_unit(f"layer {number}", layer, is_layer=True) for number, layer in enumerate(layers)),
-        _unit("output", document["output"]),
-        _number("time_comm", document.get("time_comm", 0)),
+        _unit_costs("embedding", document["embedding"]),
+        tuple(_unit_costs(f"layer {number}", layer, is_layer=True) for number, layer in enumerate(layers)),
+        _unit_costs("output", document["output"]),
+        _checked_number("time_comm", document.get("time_comm", 0)),
         tied,
         **measured,
     )
 
 
-def _unit(where: str, entry: Any, *, is_layer: bool = False) -> UnitCosts:
+def _unit_costs(where: str, entry: Any, *, is_layer: bool = False) -> UnitCosts:
     if not isinstance(entry, Mapping):
         raise ScheduleError(f"the costs of the {where} are an object with time_f, time_b and time_w")
     unknown = sorted(entry.keys() - set(_NAMES))
@@ -74,7 +74,10 @@ def _unit(where: str, entry: Any, *, is_layer: bool = False) -> UnitCosts:
     for name in ("time_f", "time_b", "time_w"):
         if name not in entry:
             raise ScheduleError(f"the costs of the {where} lack {name!r}")
-    costs = {name: _number(f"{name} of the {where}", value, name in _MAY_BE_NEGATIVE) for name, value in entry.items()}
+    costs = {
+        name: _checked_number(f"{name} of the {where}", value, name in _MAY_BE_NEGATIVE)
+        for name, value in entry.items()
+    }
     for part, whole in (("all_to_all_f", "time_f"), ("all_to_all_b", "time_b")):
         if costs.get(part, 0) > costs[whole]:
             raise ScheduleError(f"{part} of the {where} is a part of {whole}, got {costs[part]:g} of {costs[whole]:g}")
@@ -83,7 +86,7 @@ def _unit(where: str, entry: Any, *, is_layer: bool = False) -> UnitCosts:
     return UnitCosts(**costs)
 
 
-def _number(name: str, value: Any, may_be_negative: bool = False) -> float:
+def _checked_number(name: str, value: Any, may_be_negative: bool = False) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or abs(value) > _LARGEST:
         raise ScheduleError(f"{name} must be a number, got {json.dumps(value)[:40]}")
